@@ -1,7 +1,7 @@
 """A Hugging Face folder -> model and tokenizer, and back: config.json, (sharded) safetensors, tokenizer.json.
 
-The one thing to remember: `parts` names every tensor of a checkpoint once, with the piece of a parameter where it
-belongs; loading copies into the pieces, saving copies out of them. No pickle is ever opened.
+The one thing to remember: `parts` names every tensor of a checkpoint once, with the piece of a parameter
+where it belongs; loading copies into the pieces, saving copies out of them. No pickle is ever opened.
 """
 import json
 import math
@@ -25,6 +25,8 @@ FAMILIES = {  # what a key means that config.json leaves out; None: worked out f
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CONVERT = ("python -c \"from transformers import AutoModelForCausalLM as M; "
+           "M.from_pretrained('DIR').save_pretrained('NEW')\"")
 ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor",
                                                "original_max_position_embeddings")}
 
@@ -32,13 +34,13 @@ ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 def load(folder, device=None, dtype=None):
     """(model, tokenizer) from a Llama or Gemma-2 folder in the Hugging Face layout.
 
-    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. Tensors go straight to the
-    device, one at a time, into their final place. Raises FileNotFoundError or ValueError, in one line, for whatever is
-    missing, damaged or not supported.
+    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. Tensors go straight
+    to the device, one at a time, into their final place. Raises FileNotFoundError or ValueError, in one line,
+    for whatever is missing, damaged or not supported.
     """
     folder, device = Path(folder), find_device(device)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder}: no such folder; give one with config.json, tokenizer.json and safetensors")
+        raise FileNotFoundError(f"{folder}: no such folder")
     c = read_config(folder)
     tokenizer = read_tokenizer(folder)
     files = find_weights(folder)
@@ -63,15 +65,16 @@ def save(model, folder, tokenizer):
     ids = {"bos_token_id": model.c.bos, "eos_token_id": list(model.c.eos) or None}
     special = {"bos_token": model.c.bos, "eos_token": next(iter(model.c.eos), None)}
     names = {key: tokenizer.id_to_token(i) for key, i in special.items() if i is not None}
-    for name, content in (("config.json", write_config(model.c, model.tok.dtype) | ids), ("generation_config.json", ids),
-                          ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | names)):
+    contents = {"config.json": write_config(model.c, model.tok.dtype) | ids, "generation_config.json": ids,
+                "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"} | names}
+    for name, content in contents.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def encode(tokenizer, text, bos=None):
-    """The ids of a prompt, with exactly one begin-of-text id in front when the model names one, whether or not
-    tokenizer.json adds it. Raises ValueError for an empty prompt and for text that is not Unicode."""
+    """The ids of a prompt, with exactly one begin-of-text id in front when the model names one, whether or
+    not tokenizer.json adds it. Raises ValueError for an empty prompt and for text that is not Unicode."""
     if not text:
         raise ValueError("the prompt is empty: give it at least one character")
     try:
@@ -95,11 +98,13 @@ def parts(model):
     for i, b in enumerate(model.blocks):
         wqkv = b.attn.wqkv.view(*b.attn.grouped, -1)                        # (Hkv, G+2, D, dim)
         gate, up = b.mlp.gate_up.chunk(2)
-        pieces = {"self_attn.q_proj": wqkv[:, :-2], "self_attn.k_proj": wqkv[:, -2], "self_attn.v_proj": wqkv[:, -1],
-                  "self_attn.o_proj": b.attn.wo, "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": b.mlp.down,
+        pieces = {"self_attn.q_proj": wqkv[:, :-2], "self_attn.k_proj": wqkv[:, -2],
+                  "self_attn.v_proj": wqkv[:, -1], "self_attn.o_proj": b.attn.wo,
+                  "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": b.mlp.down,
                   "input_layernorm": b.attn_norm.weight}
         if model.c.post_norm:
-            pieces |= {"post_attention_layernorm": b.attn_post.weight, "pre_feedforward_layernorm": b.mlp_norm.weight,
+            pieces |= {"post_attention_layernorm": b.attn_post.weight,
+                       "pre_feedforward_layernorm": b.mlp_norm.weight,
                        "post_feedforward_layernorm": b.mlp_post.weight}
         else:  # trap: in Llama this name is the norm *before* the MLP
             pieces |= {"post_attention_layernorm": b.mlp_norm.weight}
@@ -119,7 +124,7 @@ def find_weights(folder):
         return dict.fromkeys(handle.keys(), handle)
     if index.is_file():
         where = read_json(index).get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(f, str) and Path(f).name == f for f in where.values()):
+        if not isinstance(where, dict) or any(Path(str(file)).name != file for file in where.values()):
             raise ValueError(f"{index}: weight_map must name a file of this folder for each tensor")
         handles = {name: open_weights(folder / name) for name in sorted(set(where.values()))}
         lost = next((name for name, file in where.items() if name not in handles[file].keys()), None)
@@ -128,10 +133,9 @@ def find_weights(folder):
         return {name: handles[file] for name, file in where.items()}
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
-        raise ValueError(
-            f"{folder}: only pickled weights ({pickles[0]}), which can run code and are never opened; convert them once: "
-            "python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('DIR').save_pretrained('NEW')\"")
-    raise FileNotFoundError(f"{folder}: no weights; expected model.safetensors or model.safetensors.index.json")
+        raise ValueError(f"{folder}: only pickled weights ({pickles[0]}), can run code and are never opened; "
+                         f"convert them once: {CONVERT}".replace("DIR", str(folder)))
+    raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
 
 def open_weights(path):
@@ -145,11 +149,11 @@ def open_weights(path):
 
 def check_tensors(files, model, c):
     """Every tensor is there, has the right shape and a floating type, and none is left over."""
-    extra = {name for name in files if not name.endswith("rotary_emb.inv_freq")}  # Llama 1 and 2 store a table we compute
+    extra = {name for name in files if not name.endswith("rotary_emb.inv_freq")}  # rope's, in Llama 1 and 2
     if c.tied:
-        extra.discard("lm_head.weight")          # some tied checkpoints store the embedding twice
+        extra.discard("lm_head.weight")  # some tied checkpoints store the embedding twice
     if model is None:
-        raise ValueError(f"config.json says {c.n_layers} layers, but the weights have only {len(files)} tensors")
+        raise ValueError(f"config.json says {c.n_layers} layers, but the weights are {len(files)} tensors")
     for name, part in parts(model):
         if name not in files:
             hint = " (untied: tie_word_embeddings is false)" if name == "lm_head.weight" else ""
@@ -158,10 +162,10 @@ def check_tensors(files, model, c):
         if tuple(stored.get_shape()) != want:
             raise ValueError(f"tensor {name} has shape {tuple(stored.get_shape())}, config.json wants {want}")
         if stored.get_dtype() not in DTYPES:
-            raise ValueError(f"tensor {name} is stored as {stored.get_dtype()}: only F64, F32, F16 and BF16 are supported")
+            raise ValueError(f"tensor {name} has type {stored.get_dtype()}, not one of {', '.join(DTYPES)}")
         extra.discard(name)
     if extra:
-        raise ValueError(f"the weights have {len(extra)} tensors that this architecture lacks, the first: {min(extra)}")
+        raise ValueError(f"{len(extra)} tensors have no place in the model of config.json, such as {min(extra)}")
 
 
 def find_device(device=None):
@@ -203,8 +207,9 @@ def read_tokenizer(folder):
 
 
 def read_config(folder):
-    """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises ValueError for whatever this
-    library would compute wrongly: other architectures, biases, rope types, activations, layer patterns."""
+    """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises ValueError for
+    whatever this library would compute wrongly: other architectures, biases, rope types, activations, layer
+    patterns."""
     raw, path = read_json(folder / "config.json"), folder / "config.json"
 
     def refuse(why):
@@ -219,20 +224,19 @@ def read_config(folder):
     for key in ("head_dim", "num_key_value_heads"):
         raw[key] = FAMILIES[family][key] if raw[key] is None else raw[key]
 
-    def number(key, kind=int, least=1, default=None):
+    def number(key, kind=int, default=None):
         value = default if raw.get(key) is None else raw[key]
         if value is None:
             refuse(f"{key} is missing")
         fine = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-        if not fine or not least <= value < 2**31:
-            refuse(f"{key} must be {'a whole' if kind is int else 'a positive'} number{f' of at least {least}' * (least > 0)}, "
-                   f"got {value!r}")
+        if not fine or not 0 < value < 2**31:
+            refuse(f"{key} must be a {'whole' if kind is int else 'positive'} number, got {value!r}")
         return kind(value)
 
     for key in ("attention_bias", "mlp_bias"):
         if raw.get(key):
             refuse(f"{key} is not supported")
-    dim, heads = number("hidden_size"), number("num_attention_heads")
+    vocab, dim, heads = map(number, ("vocab_size", "hidden_size", "num_attention_heads"))
     kv_heads = number("num_key_value_heads", default=heads)
     head_dim = number("head_dim", default=dim // heads)
     if heads % kv_heads:
@@ -247,21 +251,23 @@ def read_config(folder):
         refuse(f"activation {act!r} is not supported; {' and '.join(ACTS)} are")
     if not isinstance(raw["tie_word_embeddings"], bool):
         refuse(f"tie_word_embeddings must be true or false, got {raw['tie_word_embeddings']!r}")
-    layers, eps = number("num_hidden_layers"), number("rms_norm_eps", float, 0)
+    layers, eps = number("num_hidden_layers"), number("rms_norm_eps", float)
     theta, scaling = read_rope(raw, refuse)
-    fields = dict(vocab_size=number("vocab_size"), dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads,
-                  head_dim=head_dim, hidden_dim=number("intermediate_size"), norm_eps=eps, rope_theta=theta,
-                  rope_scaling=scaling, tied=raw["tie_word_embeddings"], act=ACTS[act],
-                  max_len=number("max_position_embeddings"), **read_special(folder, raw, refuse))
+    fields = dict(
+        vocab_size=vocab, dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads,
+        head_dim=head_dim, hidden_dim=number("intermediate_size"), norm_eps=eps, rope_theta=theta,
+        rope_scaling=scaling, tied=raw["tie_word_embeddings"], act=ACTS[act],
+        max_len=number("max_position_embeddings"), **read_special(folder, raw, vocab, refuse))
     pattern = ["full_attention"] * layers
     if family == "gemma2":
         pattern[::2] = ["sliding_attention"] * len(pattern[::2])
-        cap = lambda key: None if raw[key] is None else number(key, float, 0)  # noqa: E731
+        attn_cap, final_cap = (None if raw[key] is None else number(key, float)
+                               for key in ("attn_logit_softcapping", "final_logit_softcapping"))
         fields |= dict(norm_offset=1.0, embed_scale=dim**0.5, post_norm=True, window=number("sliding_window"),
-                       query_scale=number("query_pre_attn_scalar", float, 0) ** -0.5,
-                       attn_softcap=cap("attn_logit_softcapping"), final_softcap=cap("final_logit_softcapping"))
+                       query_scale=number("query_pre_attn_scalar", float) ** -0.5,
+                       attn_softcap=attn_cap, final_softcap=final_cap)
     if raw.get("layer_types") not in (None, pattern):
-        refuse(f"layer_types must be {' and '.join(dict.fromkeys(pattern))} in turn, block 0 first, got {raw['layer_types']}")
+        refuse(f"layer_types must be {pattern[:2]} in turn, got {raw['layer_types']}")
     return Config(**fields)
 
 
@@ -270,7 +276,8 @@ def read_rope(raw, refuse):
     spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(spec, dict):
         refuse(f"rope_scaling must be an object, got {spec!r}")
-    theta, kind = spec.get("rope_theta", raw["rope_theta"]), spec.get("rope_type", spec.get("type", "default"))
+    theta = spec.get("rope_theta", raw["rope_theta"])
+    kind = spec.get("rope_type", spec.get("type", "default"))
     if kind != "default" and kind not in list(ROPE_KEYS):
         refuse(f"rope type {kind!r} is not supported; default, {' and '.join(ROPE_KEYS)} are")
     scaling = {key: spec.get(key) for key in ROPE_KEYS.get(kind, ())}
@@ -282,32 +289,32 @@ def read_rope(raw, refuse):
     return float(theta), {"rope_type": kind, **scaling} if scaling else None
 
 
-def read_special(folder, raw, refuse):
+def read_special(folder, raw, vocab, refuse):
     """The begin- and end-of-text ids; for the latter generation_config.json comes first."""
     path = folder / "generation_config.json"
     eos = (read_json(path) if path.is_file() else {}).get("eos_token_id", raw.get("eos_token_id"))
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    is_id = lambda t: isinstance(t, int) and not isinstance(t, bool)  # noqa: E731
-    if not all(map(is_id, eos)):
+    if not all(type(t) is int for t in eos):
         refuse(f"eos_token_id must be a token id or a list of them, got {eos!r}")
     bos = raw.get("bos_token_id")
-    if bos is not None and not (is_id(bos) and is_id(raw.get("vocab_size")) and 0 <= bos < raw["vocab_size"]):
-        refuse(f"bos_token_id must be a token id below vocab_size, got {bos!r}")
+    if bos is not None and not (type(bos) is int and 0 <= bos < vocab):
+        refuse(f"bos_token_id must be a token id below {vocab}, got {bos!r}")
     return {"bos": bos, "eos": tuple(eos)}
 
 
 def write_config(c, dtype):
     """The inverse of `read_config`, without the special ids."""
     family = "gemma2" if c.post_norm else "llama"
-    raw = {"architectures": [ARCHITECTURES[family]], "model_type": family, "torch_dtype": str(dtype).split(".")[1],
-           "vocab_size": c.vocab_size, "hidden_size": c.dim, "intermediate_size": c.hidden_dim,
-           "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads,
-           "head_dim": c.head_dim, "max_position_embeddings": c.max_len, "rms_norm_eps": c.norm_eps,
-           "rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling, "tie_word_embeddings": c.tied,
-           "attention_bias": False}
+    raw = {"architectures": [ARCHITECTURES[family]], "model_type": family,
+           "torch_dtype": str(dtype).removeprefix("torch."), "vocab_size": c.vocab_size, "hidden_size": c.dim,
+           "intermediate_size": c.hidden_dim, "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads,
+           "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
+           "max_position_embeddings": c.max_len, "rms_norm_eps": c.norm_eps,
+           "rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling,
+           "tie_word_embeddings": c.tied, "attention_bias": False}
     if family == "llama":
         return raw | {"hidden_act": "silu", "mlp_bias": False}
     act = "gelu_pytorch_tanh"
-    return raw | {"hidden_act": act, "hidden_activation": act, "query_pre_attn_scalar": c.query_scale ** -2,
-                  "attn_logit_softcapping": c.attn_softcap, "final_logit_softcapping": c.final_softcap,
-                  "sliding_window": c.window}
+    return raw | {"hidden_act": act, "hidden_activation": act, "sliding_window": c.window,
+                  "query_pre_attn_scalar": round(c.query_scale ** -2, 6),
+                  "attn_logit_softcapping": c.attn_softcap, "final_logit_softcapping": c.final_softcap}

@@ -1,9 +1,10 @@
-"""A KV cache with no length: slot = position, and a block of tokens sees the slots before its own first slot, and itself.
+"""A KV cache with no length: slot = position, and a block of tokens sees the slots before its own first slot,
+and itself.
 
-The one thing to remember: rolling back is starting the next block earlier. There is no truncate, no padding mask and no
-realignment, and the rows of a batch advance at different rates for free, because dead slots are outside every mask and
-are overwritten before anybody reads them. The rule behind it: a layer that runs a block must already hold every slot
-before it.
+The one thing to remember: rolling back is starting the next block earlier. There is no truncate, no padding
+mask and no realignment, and the rows of a batch advance at different rates for free, because dead slots are
+outside every mask and are overwritten before anybody reads them. The rule behind it: a layer that runs a
+block must already hold every slot before it.
 """
 import torch
 
@@ -16,8 +17,8 @@ class KVCache:
         self.layers = list(zip(self.k, self.v, strict=True))                # views: one less indexing a write
 
     def write(self, layer, k, v, slots, end, recent=None):
-        """Store k, v (B, Hkv, T, D) at `slots`, a slice or (B, T), and return what the block may read: the slots before
-        `end`, (B, Hkv, end, D), or with `recent` only the last that many of them."""
+        """Store k, v (B, Hkv, T, D) at `slots`, a slice or (B, T), and return what the block may read: the
+        slots before `end`, (B, Hkv, end, D), or with `recent` only the last that many of them."""
         keys, values = self.layers[layer]
         if isinstance(slots, slice):
             keys[:, :, slots], values[:, :, slots] = k, v

@@ -1,7 +1,8 @@
-"""Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify), one drafter for both.
+"""Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify), one
+drafter for both.
 
-The one thing to remember: the sub-layers before the first gap compute exactly what the verifier would, so their keys,
-values and hidden states are handed over (`reuse`), not computed again.
+The one thing to remember: the sub-layers before the first gap compute exactly what the verifier would, so
+their keys, values and hidden states are handed over (`reuse`), not computed again.
 """
 import torch
 
@@ -9,12 +10,12 @@ from speculative import Draft, Drafter, chain, check_gamma
 
 
 def keep(n_layers, attn=(), mlp=()):
-    """The sub-layers that stay when the attentions of the blocks in `attn` and the MLPs of those in `mlp` are skipped.
-    Raises ValueError for a block that does not exist and where nothing stays."""
+    """The sub-layers that stay when the attentions of the blocks in `attn` and the MLPs of those in `mlp` are
+    skipped. Raises ValueError for a block that does not exist and where nothing stays."""
     for name, skipped in (("attention", attn), ("MLP", mlp)):
         bad = next((i for i in skipped if not 0 <= i < n_layers), None)
         if bad is not None:
-            raise ValueError(f"cannot skip the {name} of block {bad}: the model's blocks run from 0 to {n_layers - 1}")
+            raise ValueError(f"cannot skip the {name} of block {bad}: blocks run from 0 to {n_layers - 1}")
     gone = {2 * i for i in attn} | {2 * i + 1 for i in mlp}
     return check_sublayers([i for i in range(2 * n_layers) if i not in gone], n_layers)
 
@@ -26,9 +27,10 @@ def skipped(n_layers, sublayers):
 
 
 def early_exit(n_layers, exit_layer):
-    """The sub-layers of the first `exit_layer` blocks. Raises ValueError if there are not so many, or none."""
+    """The sub-layers of the first `exit_layer` blocks. Raises ValueError if there are not so many, or
+    none."""
     if not 1 <= exit_layer <= n_layers:
-        raise ValueError(f"exit layer must lie between 1 and {n_layers}, the number of blocks, got {exit_layer}")
+        raise ValueError(f"exit layer must lie between 1 and {n_layers} (all blocks), got {exit_layer}")
     return list(range(2 * exit_layer))
 
 
@@ -42,11 +44,11 @@ def check_sublayers(sublayers, n_layers):
 
 
 class SelfDraft(Drafter):
-    """Draft with a subset of the target's sub-layers: range(2E) is early exit behind block E (Elhoushi et al. 2024,
-    section 4), any other subset is layer skipping (Zhang et al. 2023, section 3).
+    """Draft with a subset of the target's sub-layers: range(2E) is early exit behind block E (Elhoushi et al.
+    2024, section 4), any other subset is layer skipping (Zhang et al. 2023, section 3).
 
-    Drafts write into the target's cache: below the first gap what the verifier would write, above it only into slots
-    that the verifier overwrites.
+    Drafts write into the target's cache: below the first gap what the verifier would write, above it only
+    into slots that the verifier overwrites.
     """
 
     def __init__(self, model, sublayers, gamma, stop=None):
@@ -72,5 +74,5 @@ class SelfDraft(Drafter):
         K = tokens.shape[1]
         if K == 0:
             return Draft.none(state)
-        carry(tokens[:, -1:], K)                       # the last draft is not drafted from, but it is verified
+        carry(tokens[:, -1:], K)                      # the last draft is not drafted from, but it is verified
         return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1)))

@@ -1,9 +1,11 @@
 """Llama and Gemma-2 in one file: the whole forward pass, written out.
 
-The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x), where f_2i is attention i and f_2i+1 is
-MLP i. `run` applies any subsequence of them, so a self-speculative draft is nothing but a shorter list of sub-layers.
+The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x), where f_2i is attention i and
+f_2i+1 is MLP i. `run` applies any subsequence of them, so a self-speculative draft is nothing but a shorter
+list of sub-layers.
 
-Shapes: B rows, T tokens of the block, S slots of the cache, H query heads in Hkv groups of G = H / Hkv, D head dim.
+Shapes: B rows, T tokens of the block, S slots of the cache, H query heads in Hkv groups of G = H / Hkv, D
+head dim.
 """
 import math
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ SPARE = 8  # slots beyond the context limit: the dead end of a draft may oversho
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. The defaults are Llama's; the eight fields at the end are all that Gemma-2 changes."""
+    """The shape of a model. The defaults are Llama's; the eight fields at the end are all that Gemma-2
+    changes."""
     vocab_size: int
     dim: int
     n_layers: int
@@ -56,8 +59,9 @@ def softcap(x, cap):
 def frequencies(head_dim, theta, scaling=None, device=None):
     """Angle per position of each rotated pair: theta^(-2i/D) (RoFormer, eq. 15). (D/2,) float64.
 
-    scaling "linear" divides all of them by `factor`. "llama3" does so only for the slow ones, which turn less than
-    `low_freq_factor` times within the original context; those above `high_freq_factor` stay; between, it blends.
+    scaling "linear" divides all of them by `factor`. "llama3" does so only for the slow ones, which turn less
+    than `low_freq_factor` times within the original context; those above `high_freq_factor` stay; between, it
+    blends.
     """
     freqs = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     if scaling is None:
@@ -75,7 +79,7 @@ def rope(positions, freqs):
     """cos and signed sin for `rotate`. positions (...), freqs (D/2,) -> two tensors (..., D), float64."""
     angles = positions[..., None] * freqs                                   # (..., D/2)
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)            # the sign of the rotation lives in sin
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)       # the sign of the rotation lives in sin
 
 
 def rotate(x, cos, sin):
@@ -89,17 +93,18 @@ def rotate(x, cos, sin):
 def visible(positions, slots, end, tree=None, window=None):
     """Which of the slots 0 .. end-1 may each token of the block read? (B, T), (B, T) -> (B, T, end) bool.
 
-    Outside its block a token sees the slots before the block whose position (there: the slot itself) is smaller than
-    its own; inside, what tree (T, T) allows, causal by default. `window` keeps the keys with i - j < window.
+    Outside its block a token sees the slots before the block whose position (there: the slot itself) is
+    smaller than its own; inside, what tree (T, T) allows, causal by default. `window` keeps the keys with i -
+    j < window.
     """
     B, T = slots.shape
     slot = torch.arange(end, device=slots.device)
     if tree is None:
         tree = torch.ones(T, T, dtype=torch.bool, device=slots.device).tril()
-    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]                        # (B, T, S) before the block
-    mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))           # inside it
+    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]             # (B, T, S) before the block
+    mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))  # inside it
     if window is not None:
-        key = slot.expand(B, end).scatter(1, slots, positions)                             # (B, S) position of each slot
+        key = slot.expand(B, end).scatter(1, slots, positions)                  # (B, S) position of each slot
         mask = mask & (positions[..., None] - key[:, None] < window)
     return mask
 
@@ -127,20 +132,21 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         # trap: 1 + w rounded to bfloat16 is off by .14 % on average, so this norm works in float32 or wider
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.offset + self.weight.to(wide), self.eps).to(x.dtype)
+        w = self.offset + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), w.shape, w, self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
     """Grouped-query attention, explicit because soft-caps and trees need the scores.
 
-    wqkv stacks, for each KV head, its G query heads, its key and its value: one product serves all three, and the G
-    queries that share a key are folded into the query axis instead of copying keys and values G times.
+    wqkv stacks, for each KV head, its G query heads, its key and its value: one product serves all three, and
+    the G queries that share a key are folded into the query axis instead of copying keys and values G times.
     """
 
     def __init__(self, c):
         super().__init__()
         self.c = c
-        self.grouped = c.n_kv_heads, c.n_heads // c.n_kv_heads + 2, c.head_dim             # Hkv, G + 2, D
+        self.grouped = c.n_kv_heads, c.n_heads // c.n_kv_heads + 2, c.head_dim  # Hkv, G + 2, D
         self.wqkv = weight(math.prod(self.grouped), c.dim)
         self.wo = weight(c.dim, c.n_heads * c.head_dim)
         self.scale = c.head_dim ** -0.5 if c.query_scale is None else c.query_scale
@@ -151,39 +157,40 @@ class Attention(nn.Module):
         (B, T, _), (Hkv, G, D) = x.shape, self.grouped
         G -= 2
         qkv = F.linear(x, self.wqkv).view(B, T, Hkv, G + 2, D).to(cos.dtype)
-        qk = rotate(qkv[..., :-1, :], cos, sin)                                            # (B, T, Hkv, G+1, D)
-        k, v = store(qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))      # (B, Hkv, S, D)
-        q = (qk[..., :-1, :] * self.scale).permute(0, 2, 3, 1, 4)                          # (B, Hkv, G, T, D)
-        scores = torch.bmm(q.reshape(B * Hkv, G * T, D), k.flatten(0, 1).mT)               # (B*Hkv, G*T, S)
+        qk = rotate(qkv[..., :-1, :], cos, sin)                                 # (B, T, Hkv, G+1, D)
+        k, v = store(qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))  # (B, Hkv, S, D)
+        q = (qk[..., :-1, :] * self.scale).permute(0, 2, 3, 1, 4)               # (B, Hkv, G, T, D)
+        scores = torch.bmm(q.reshape(B * Hkv, G * T, D), k.flatten(0, 1).mT)    # (B*Hkv, G*T, S)
         scores = softcap(scores, self.c.attn_softcap)
         if mask is not None:
             scores = (scores.view(B, Hkv, G, T, -1) + mask).view_as(scores)
         y = torch.bmm(scores.softmax(-1), v.flatten(0, 1))                     # (B*Hkv, G*T, D)
-        y = y.view(B, Hkv, G, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, -1)               # (B, T, H*D)
-        return F.linear(y.to(x.dtype), self.wo)                                            # (B, T, dim)
+        y = y.view(B, Hkv, G, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, -1)    # (B, T, H*D)
+        return F.linear(y.to(x.dtype), self.wo)                                 # (B, T, dim)
 
 
 class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.act = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}[c.act]
-        self.gate_up = weight(2 * c.hidden_dim, c.dim)                                     # one product for both
+        self.gate_up = weight(2 * c.hidden_dim, c.dim)                          # one product for both
         self.down = weight(c.dim, c.hidden_dim)
 
     def forward(self, x):
-        gate, up = F.linear(x, self.gate_up).chunk(2, -1)                                  # (B, T, hidden)
+        gate, up = F.linear(x, self.gate_up).chunk(2, -1)                       # (B, T, hidden)
         return F.linear(self.act(gate) * up, self.down)                     # (B, T, dim)
 
 
 class Block(nn.Module):
-    """Two sub-layers, each norm -> f -> (Gemma-2: norm again). trap: Hugging Face calls the norm *before* Llama's MLP
-    `post_attention_layernorm`; in Gemma-2 the same name is a true post-norm."""
+    """Two sub-layers, each norm -> f -> (Gemma-2: norm again). trap: Hugging Face calls the norm *before*
+    Llama's MLP `post_attention_layernorm`; in Gemma-2 the same name is a true post-norm."""
 
     def __init__(self, c):
         super().__init__()
         self.attn, self.mlp = Attention(c), MLP(c)
         self.attn_norm, self.mlp_norm = RMSNorm(c), RMSNorm(c)
-        self.attn_post, self.mlp_post = (RMSNorm(c), RMSNorm(c)) if c.post_norm else (nn.Identity(), nn.Identity())
+        post = RMSNorm if c.post_norm else nn.Identity
+        self.attn_post, self.mlp_post = post(c), post(c)
 
 
 class Transformer(nn.Module):
@@ -194,7 +201,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
         self.norm = RMSNorm(c)
         self.head = None if c.tied else weight(c.vocab_size, c.dim)
-        # trap: the scale is rounded to the weights' dtype first, as the original does (bfloat16: 59.75, not 59.87)
+        # trap: the scale is rounded to the weights' dtype, as in the original (bfloat16: 59.75, not 59.87)
         self.register_buffer("scale", torch.tensor(float(c.embed_scale)), persistent=False)
         self.table = None
 
@@ -203,31 +210,32 @@ class Transformer(nn.Module):
         return F.embedding(tokens, self.tok) * self.scale
 
     def attention_dtype(self):
-        """In which attention computes and the cache stores. On the CPU half types are raised to float32: a product of
-        two of them has no fast path there, while the cast comes with the rotation and costs nothing."""
+        """In which attention computes and the cache stores. On the CPU half types are raised to float32: a
+        product of two of them has no fast path there, while the cast comes with the rotation and costs
+        nothing."""
         w = self.tok
         return w.dtype if w.is_cuda else torch.promote_types(w.dtype, torch.float32)
 
     def angles(self, positions, end):
-        """Rows of the cos/sin table, (B or 1, T, 1, 1, D) each. The table follows the weights' dtype and device and
-        doubles when `end` outgrows it: a context of 131,072 is not paid for by a short prompt."""
+        """Rows of the cos/sin table, (B or 1, T, 1, 1, D) each. The table follows the weights' dtype and
+        device and doubles when `end` outgrows it: a context of 131,072 is not paid for by a short prompt."""
         t, dtype, device = self.table, self.attention_dtype(), self.tok.device
         if t is None or t[0].dtype != dtype or t[0].device != device or len(t[0]) < end:
             c, rows = self.c, max(256, 1 << (end - 1).bit_length())
             freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
             at = torch.arange(rows, device=device, dtype=torch.float64)
-            t = self.table = [part.to(dtype) for part in rope(at, freqs)]                  # (rows, D)
-        cos, sin = t[0][positions], t[1][positions]                                        # (T, D) or (B, T, D)
+            t = self.table = [part.to(dtype) for part in rope(at, freqs)]       # (rows, D)
+        cos, sin = t[0][positions], t[1][positions]                             # (T, D) or (B, T, D)
         return cos.unflatten(-2, (-1, 1, 1)), sin.unflatten(-2, (-1, 1, 1))
 
-    def run(self, x, positions, cache=None, sublayers: Sequence[int] | None = None, slots=None, tree=None, trace=None,
-            end=None):
+    def run(self, x, positions, cache=None, sublayers: Sequence[int] | None = None, slots=None, tree=None,
+            trace=None, end=None):
         """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
 
-        positions, slots: a slice where all rows stand at the same place, else (B, T) int64. Slot = position unless
-        slots say otherwise. A slice of one token reads the cache without a mask. `end`: one past the last slot to read,
-        known to the host, so that nothing here waits for the GPU. trace: a list that receives x after each sub-layer.
-        Without a cache the block is all there is, and any positions will do.
+        positions, slots: a slice where all rows stand at the same place, else (B, T) int64. Slot = position
+        unless slots say otherwise. A slice of one token reads the cache without a mask. `end`: one past the
+        last slot to read, known to the host, so that nothing here waits for the GPU. trace: a list that
+        receives x after each sub-layer. Without a cache the block is all there is, and any positions will do.
         """
         c, T = self.c, x.shape[1]
         if slots is None:
@@ -236,8 +244,10 @@ class Transformer(nn.Module):
             end = slots.stop
         elif end is None:
             end = cache.k.shape[3]
-        last = positions.stop if isinstance(positions, slice) else end if cache is not None else c.max_len + SPARE
-        cos, sin = self.angles(positions, last)
+        if isinstance(positions, slice):
+            cos, sin = self.angles(positions, positions.stop)
+        else:
+            cos, sin = self.angles(positions, c.max_len + SPARE if cache is None else end)
         masks = self.masks(x, positions, slots, end, tree)
         store, blocks = block_only, tuple(self.blocks)      # indexing a ModuleList takes longer than a norm
         for i in range(2 * c.n_layers) if sublayers is None else sublayers:
@@ -260,14 +270,16 @@ class Transformer(nn.Module):
         T, windows = x.shape[1], {None, self.c.window}
         if T == 1 and isinstance(slots, slice) and slots == positions:
             return dict.fromkeys(windows)
-        positions, slots = (torch.arange(at.start, at.stop, device=x.device)[None] if isinstance(at, slice) else at
-                            for at in (positions, slots))                                  # (1 or B, T)
-        hidden = {w: ~visible(positions, slots, end, tree, w)[:, None, None] for w in windows}
-        return {w: torch.zeros_like(h, dtype=self.attention_dtype()).masked_fill_(h, -math.inf) for w, h in hidden.items()}
+        at, slots = (torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s
+                     for s in (positions, slots))                               # (1 or B, T)
+        zeros = torch.zeros((), dtype=self.attention_dtype(), device=x.device)
+        return {w: zeros.masked_fill(~visible(at, slots, end, tree, w)[:, None, None], -math.inf)
+                for w in windows}
 
     def unembed(self, x):
         """(B, T, dim) -> raw logits (B, T, V): final norm, head, final soft-cap."""
-        return softcap(F.linear(self.norm(x), self.tok if self.head is None else self.head), self.c.final_softcap)
+        head = self.tok if self.head is None else self.head
+        return softcap(F.linear(self.norm(x), head), self.c.final_softcap)
 
     def forward(self, tokens):
         """(B, T) ids -> logits (B, T, V), without a cache."""

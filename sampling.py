@@ -1,7 +1,7 @@
 """Logits -> distribution -> token. One `to_probs` serves target, draft and plain decoding.
 
-The one thing to remember: every random decision of the library is a flip or a choice, and both spend uniforms of a
-`Coins` object. Replace it and a run can be replayed, or every outcome of it enumerated.
+The one thing to remember: every random decision of the library is a flip or a choice, and both spend uniforms
+of a `Coins` object. Replace it and a run can be replayed, or every outcome of it enumerated.
 """
 import torch
 
@@ -10,21 +10,21 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     """Logits (..., V) -> probabilities (..., V), in float32 or wider.
 
     The order is fixed: temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Exactly
-    min(top_k, V) tokens stay; top-p keeps the smallest set whose mass reaches it, at least one token; then tokens below
-    min_p times the most likely one go. Ties are broken towards the lower id. Temperature 0 is an exact one-hot.
-    Raises ValueError for a setting out of range.
+    min(top_k, V) tokens stay; top-p keeps the smallest set whose mass reaches it, at least one token; then
+    tokens below min_p times the most likely one go. Ties are broken towards the lower id. Temperature 0 is an
+    exact one-hot. Raises ValueError for a setting out of range.
     """
     check(temperature, top_k, top_p, min_p)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    if temperature == 0:  # greedy is sampling from a one-hot: no second code path, no division by a tiny number
+    if temperature == 0:  # greedy is sampling from a one-hot: no second code path
         return torch.zeros_like(logits, dtype=wide).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # trap: subtract the maximum first, or a small temperature overflows; 1e-30, because float32 ends at 1e-38
     logits = logits.to(wide)
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is None and top_p in (None, 1) and min_p is None:
         return logits.softmax(-1)
-    order = logits.sort(-1, descending=True, stable=True)
-    p, ids = order.values[..., :top_k].softmax(-1), order.indices[..., :top_k]             # (..., k), falling
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    p, ids = order.values[..., :top_k].softmax(-1), order.indices[..., :top_k]  # (..., k), falling
     if top_p not in (None, 1):  # trap: with top_p = 1 a rounded running sum could still cut the tail
         p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
     if min_p is not None:
@@ -44,11 +44,12 @@ def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
 
 
 class Coins:
-    """A stream of uniforms in [0, 1): float64 from a CPU generator, whatever the device, so that one seed means one
-    stream everywhere. They are bought wholesale, and the stream does not depend on the size of a purchase.
+    """A stream of uniforms in [0, 1): float64 from a CPU generator, whatever the device, so that one seed
+    means one stream everywhere. They are bought wholesale, and the stream does not depend on the size of a
+    purchase.
 
-    The order in which the library spends them is part of its interface (ports and golden traces depend on it): per
-    drafted step one a row; then K flips a row, also after a rejection; then one choice a row.
+    The order in which the library spends them is part of its interface (ports and golden traces depend on
+    it): per drafted step one a row; then K flips a row, also after a rejection; then one choice a row.
     """
 
     def __init__(self, seed=0):
@@ -70,8 +71,9 @@ class Coins:
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def choose(self, weights):
-        """Indices drawn in proportion to weights (..., V), which need not sum to 1, by inverse CDF over rising id."""
+        """Indices drawn in proportion to weights (..., V), which need not sum to 1, by inverse CDF over
+        rising id."""
         cdf = weights.double().cumsum(-1)                                   # (..., V)
         u = self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)
-        # `right` steps over weights of zero; the clamp is for weights that are all zero or NaN, which callers refuse
+        # `right` steps over weights of zero; the clamp is for weights all zero or NaN, which callers refuse
         return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_(max=cdf.shape[-1] - 1)[..., 0]

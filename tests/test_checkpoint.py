@@ -1,0 +1,514 @@
+"""Loading and saving: every form a Hugging Face folder comes in, every way it can be broken, and nothing lost between.
+
+A refusal is a ValueError or FileNotFoundError of one line that names the culprit.
+"""
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import expected
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import DEVICES, FAMILIES, GEMMA, LLAMA, make
+from tokenizers import Tokenizer
+
+import checkpoint
+from layerskip import early_exit, keep, skipped
+from model import Config
+
+ROOT = Path(checkpoint.__file__).parent
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA3 = {key: value for key, value in expected.LLAMA3.items() if key != "rope_theta"}
+CONFIGS = FAMILIES | {"tied": replace(LLAMA, tied=True), "wide-heads": replace(LLAMA, head_dim=12, bos=3, eos=(5, 6)),
+                      "llama3": replace(LLAMA, rope_theta=500.0, rope_scaling=LLAMA3),
+                      "linear": replace(LLAMA, rope_scaling=LINEAR), "no-caps": replace(
+                          GEMMA, attn_softcap=None, final_softcap=None, tied=False, norm_eps=1e-6)}
+families = pytest.mark.parametrize("name", FAMILIES)
+IDS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8]])
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def saved(c, folder, dtype=torch.float32):
+    """A random model, and the folder it was saved to."""
+    m = make(c).to(dtype)
+    checkpoint.save(m, folder, expected.byte_tokenizer())
+    return m, folder
+
+
+def edit(file, drop=(), **changes):
+    """Change keys of a JSON file."""
+    content = {key: v for key, v in (json.loads(file.read_text()) | changes).items() if key not in drop}
+    file.write_text(json.dumps(content))
+
+
+def edit_weights(folder, drop=(), **changes):
+    path = folder / "model.safetensors"
+    tensors = {key: t.clone() for key, t in (load_file(path) | changes).items() if key not in drop}
+    save_file(tensors, path)
+
+
+def shard(folder, count=3):
+    """The same weights in several files and an index, as large models come."""
+    tensors = load_file(folder / "model.safetensors")
+    where = {key: f"model-{i % count + 1:05}-of-{count:05}.safetensors" for i, key in enumerate(sorted(tensors))}
+    for file in sorted(set(where.values())):
+        save_file({key: t.clone() for key, t in tensors.items() if where[key] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+    (folder / "model.safetensors").unlink()
+    return index
+
+
+def same(a, b):
+    one, other = a.state_dict(), b.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def refused(folder, *words, error=ValueError, device="cpu"):
+    with pytest.raises((ValueError, OSError)) as e:
+        checkpoint.load(folder, device)
+    assert type(e.value) is error
+    assert "\n" not in str(e.value), "a refusal is one line"
+    assert all(word in str(e.value) for word in words), str(e.value)
+
+
+# --- there and back
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
+    m, folder = saved(CONFIGS[name], tmp_path / "new" / "folder", dtype)
+    again, tokenizer = checkpoint.load(folder, "cpu")
+    assert again.c == m.c
+    assert again.tok.dtype == dtype, "without a dtype the stored one stays"
+    assert same(again, m) and torch.equal(again(IDS), m(IDS))
+    assert tokenizer.to_str() == expected.byte_tokenizer().to_str()
+    assert not again.training and not any(p.requires_grad for p in again.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_transformers_loads_what_was_saved_and_agrees(name, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    m, folder = saved(CONFIGS[name], tmp_path, torch.float64)
+    m.scale.fill_(m.c.embed_scale)
+    with expected.wide():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    want = expected.logits(theirs, IDS)
+    assert float((m(IDS) - want).abs().max() / want.abs().max()) < 1e-12
+    assert theirs.config.max_position_embeddings == 64
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("Once upon").input_ids == expected.byte_tokenizer().encode("Once upon").ids
+    if m.c.bos is not None:
+        assert (tokenizer.bos_token, tokenizer.eos_token) == ("a", "c")
+        assert theirs.generation_config.eos_token_id == [5, 6] and theirs.config.bos_token_id == 3
+
+
+@pytest.mark.parametrize("name", ["stories-llama", "stories-draft"])
+def test_the_shipped_weights_give_what_transformers_gives(name):
+    """Both in float32, which rounds by 6e-8: after twelve layers of sums the two differ by 2e-6 at most."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = ROOT / "weights" / name
+    m, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
+    ids = checkpoint.encode(tokenizer, "Once upon a time, there was a little girl named Lily. She", m.c.bos)
+    assert ids == [m.c.bos, *AutoTokenizer.from_pretrained(folder)("Once upon a time, there was a little girl "
+                                                                  "named Lily. She").input_ids]
+    with torch.no_grad():
+        want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits
+    got = m(torch.tensor([ids]))
+    assert float((got - want).abs().max() / want.abs().max()) < 4e-6
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    stored = checkpoint.load(folder, "cpu")[0]
+    assert stored.tok.dtype == torch.bfloat16 and stored.c == m.c and stored.c.eos
+
+
+# --- the forms a checkpoint comes in
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@families
+def test_shards_load_like_one_file(name, device, tmp_path):
+    m, folder = saved(FAMILIES[name], tmp_path)
+    shard(folder)
+    again = checkpoint.load(str(folder), device)[0]
+    assert again.tok.device.type == device and same(again.cpu(), m)
+
+
+@families
+def test_weights_are_converted_only_when_asked(name, tmp_path):
+    m, folder = saved(FAMILIES[name], tmp_path, torch.bfloat16)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert same(checkpoint.load(folder, "cpu", dtype)[0], make(m.c).bfloat16().to(dtype))
+    edit_weights(folder, **{"model.norm.weight": m.norm.weight.double()})    # a mixed one: the embedding decides
+    assert same(checkpoint.load(folder, "cpu")[0], m)
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3], ids=["plain", "linear", "llama3"])
+def test_both_spellings_of_a_config_mean_the_same(scaling, tmp_path):
+    """transformers 4: rope_theta, rope_scaling, torch_dtype. transformers 5: rope_parameters, dtype."""
+    m, folder = saved(replace(LLAMA, rope_theta=500.0, rope_scaling=scaling), tmp_path)
+    config, old = folder / "config.json", ("rope_theta", "rope_scaling", "torch_dtype", "rope_parameters", "dtype")
+    four = {"rope_theta": 500.0, "rope_scaling": scaling, "torch_dtype": "float32"}
+    five = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0} | (scaling or {}), "dtype": "float32"}
+    older = four | {"rope_scaling": scaling and {"type": scaling["rope_type"], **scaling}}
+    for spelling in (four, five, older, four | five):
+        edit(config, drop=old)
+        edit(config, **spelling)
+        again = checkpoint.load(folder, "cpu")[0]
+        assert again.c == m.c and torch.equal(again(IDS), m(IDS))
+    edit(config, drop=old)
+    assert checkpoint.read_config(folder) == replace(m.c, rope_theta=10_000.0, rope_scaling=None)
+
+
+def test_end_of_text_ids_come_in_every_form(tmp_path):
+    m, folder = saved(LLAMA, tmp_path)
+    config, generation = folder / "config.json", folder / "generation_config.json"
+    for stored, want in ((None, ()), (7, (7,)), (0, (0,)), ([7], (7,)), ([7, 0, 9], (7, 0, 9)), ([], ())):
+        generation.unlink(missing_ok=True)
+        edit(config, eos_token_id=stored)
+        assert checkpoint.read_config(folder).eos == want
+        edit(config, eos_token_id=3)
+        generation.write_text(json.dumps({"eos_token_id": stored}))
+        assert checkpoint.read_config(folder).eos == want, "generation_config.json comes first"
+    generation.write_text("{}")
+    assert checkpoint.read_config(folder).eos == (3,), "it names none: config.json does"
+    edit(config, drop=["eos_token_id"])
+    assert checkpoint.read_config(folder).eos == ()
+
+
+def write_minimal(folder, kind, **more):
+    content = dict(architectures=[kind], vocab_size=100, hidden_size=64, num_hidden_layers=2,
+                   num_attention_heads=8, intermediate_size=96)
+    (folder / "config.json").write_text(json.dumps(content | more))
+
+
+def test_what_a_llama_config_leaves_out_takes_the_family_defaults(tmp_path):
+    write_minimal(tmp_path, "LlamaForCausalLM")
+    shape = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=8, hidden_dim=96, norm_eps=1e-6,
+                   rope_theta=10_000.0, tied=False, max_len=2048, act="silu")
+    assert checkpoint.read_config(tmp_path) == shape
+    write_minimal(tmp_path, "LlamaForCausalLM", num_key_value_heads=None, head_dim=None, rope_scaling=None)
+    assert checkpoint.read_config(tmp_path) == shape, "null means left out"
+    write_minimal(tmp_path, "LlamaForCausalLM", num_key_value_heads=2, head_dim=24)
+    assert checkpoint.read_config(tmp_path) == replace(shape, n_kv_heads=2, head_dim=24)
+
+
+def test_what_a_gemma2_config_leaves_out_takes_the_family_defaults(tmp_path):
+    write_minimal(tmp_path, "Gemma2ForCausalLM")
+    want = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=256, hidden_dim=96, norm_eps=1e-6,
+                  rope_theta=10_000.0, tied=True, max_len=8192, act="gelu", norm_offset=1.0, embed_scale=8.0,
+                  post_norm=True, query_scale=1 / 16, attn_softcap=50.0, final_softcap=30.0, window=4096)
+    assert checkpoint.read_config(tmp_path) == want
+    write_minimal(tmp_path, "Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
+    assert checkpoint.read_config(tmp_path) == replace(want, attn_softcap=None, final_softcap=None), "null means off"
+    write_minimal(tmp_path, "Gemma2ForCausalLM", hidden_act="silu", hidden_activation="gelu_pytorch_tanh")
+    assert checkpoint.read_config(tmp_path) == want, "hidden_activation wins over hidden_act"
+    write_minimal(tmp_path, "Gemma2ForCausalLM", hidden_act="gelu", hidden_activation=None)
+    assert checkpoint.read_config(tmp_path) == want
+    write_minimal(tmp_path, "Gemma2ForCausalLM", layer_types=["sliding_attention", "full_attention"])
+    assert checkpoint.read_config(tmp_path) == want
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_the_family_defaults_are_those_of_transformers(kind, tmp_path):
+    from transformers import Gemma2Config, LlamaConfig
+    theirs = Gemma2Config() if kind == "gemma2" else LlamaConfig()
+    ours = checkpoint.FAMILIES[kind]
+    for key, value in ours.items():
+        want = theirs.rope_parameters["rope_theta"] if key == "rope_theta" else getattr(theirs, key)
+        derived = {"num_key_value_heads": theirs.num_attention_heads, "head_dim": 4096 // 32}
+        assert want == (derived[key] if value is None else value), key
+
+
+def test_the_model_type_alone_names_the_family(tmp_path):
+    write_minimal(tmp_path, "LlamaForCausalLM", architectures=None, model_type="llama")
+    assert checkpoint.read_config(tmp_path).n_kv_heads == 8
+
+
+@families
+def test_leftovers_of_older_checkpoints_are_ignored(name, tmp_path):
+    m, folder = saved(replace(FAMILIES[name], tied=True), tmp_path)
+    table = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(6)}
+    edit_weights(folder, **table, **{HEAD: m.tok + 1})
+    assert same(checkpoint.load(folder, "cpu")[0], m), "a tied head is the embedding, whatever the file says"
+
+
+# --- refusals
+
+
+REFUSED = [
+    ("llama", dict(attention_bias=True), ["attention_bias"]),
+    ("llama", dict(mlp_bias=True), ["mlp_bias"]),
+    ("gemma2", dict(attention_bias=True), ["attention_bias"]),
+    ("gemma2", dict(use_bidirectional_attention=True), ["use_bidirectional_attention"]),
+    ("gemma2", dict(layer_types=["full_attention"] * 6), ["layer_types"]),
+    ("gemma2", dict(layer_types=["full_attention", "sliding_attention"] * 3), ["layer_types"]),
+    ("gemma2", dict(layer_types=["sliding_attention", "full_attention"] * 2), ["layer_types"]),
+    ("llama", dict(layer_types=["sliding_attention", "full_attention"] * 3), ["layer_types"]),
+    ("llama", dict(architectures=["MistralForCausalLM"], model_type="mistral"), ["MistralForCausalLM"]),
+    ("llama", dict(architectures=["LlamaForSequenceClassification"]), ["LlamaForSequenceClassification"]),
+    ("llama", dict(architectures=["LlamaForCausalLM", "OtherForCausalLM"]), ["OtherForCausalLM"]),
+    ("llama", dict(architectures=None, model_type="qwen2"), ["qwen2"]),
+    ("gemma2", dict(architectures=["GemmaForCausalLM"], model_type="gemma"), ["GemmaForCausalLM"]),
+    ("gemma2", dict(architectures=["Gemma3ForCausalLM"], model_type="gemma3_text"), ["Gemma3ForCausalLM"]),
+    ("llama", dict(model_type="gemma2"), ["LlamaForCausalLM"]),
+    ("llama", dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), ["yarn"]),
+    ("llama", dict(rope_scaling={"type": "dynamic", "factor": 4.0}), ["dynamic"]),
+    ("llama", dict(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), ["longrope"]),
+    ("llama", dict(rope_scaling={"rope_type": "linear"}), ["factor"]),
+    ("llama", dict(rope_scaling=LLAMA3 | {"low_freq_factor": None}), ["low_freq_factor"]),
+    ("llama", dict(rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}), ["low_freq_factor", "high_freq_factor"]),
+    ("llama", dict(rope_scaling=["linear"]), ["rope_scaling"]),
+    ("llama", dict(rope_theta=-1.0), ["rope_theta"]),
+    ("llama", dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
+    ("llama", dict(head_dim=7), ["head_dim"]),
+    ("llama", dict(num_key_value_heads=3), ["4", "3"]),
+    ("llama", dict(hidden_act="relu"), ["relu"]),
+    ("gemma2", dict(hidden_activation="gelu"), ["gelu"]),
+    ("llama", dict(hidden_size="32"), ["hidden_size", "32"]),
+    ("llama", dict(num_hidden_layers=True), ["num_hidden_layers"]),
+    ("llama", dict(num_hidden_layers=0), ["num_hidden_layers"]),
+    ("llama", dict(num_hidden_layers=100_000), ["100000 layers"]),
+    ("llama", dict(intermediate_size=-48), ["intermediate_size"]),
+    ("llama", dict(vocab_size=None), ["vocab_size"]),
+    ("llama", dict(rms_norm_eps="small"), ["rms_norm_eps"]),
+    ("gemma2", dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar"]),
+    ("gemma2", dict(attn_logit_softcapping=-5.0), ["attn_logit_softcapping"]),
+    ("llama", dict(tie_word_embeddings="yes"), ["tie_word_embeddings", "yes"]),
+    ("llama", dict(bos_token_id=17), ["bos_token_id", "17"]),
+]
+
+
+@pytest.mark.parametrize("name, changes, words", REFUSED, ids=[f"{n}-{'+'.join(w)}" for n, _, w in REFUSED])
+def test_what_would_be_computed_wrongly_is_refused_by_name(name, changes, words, tmp_path):
+    edit(saved(FAMILIES[name], tmp_path)[1] / "config.json", **changes)
+    refused(tmp_path, *words)
+
+
+@pytest.mark.parametrize("eos", ["</s>", [1, "2"], [1, True], 1.0, {"id": 1}], ids=str)
+def test_an_end_of_text_that_is_no_id_is_refused(eos, tmp_path):
+    edit(saved(LLAMA, tmp_path)[1] / "generation_config.json", eos_token_id=eos)
+    refused(tmp_path, "eos_token_id")
+
+
+@families
+def test_no_value_of_any_key_escapes_as_another_error(name, tmp_path):
+    """Each key of config.json with each of these values loads, or is refused in one line."""
+    _, folder = saved(FAMILIES[name], tmp_path)
+    path = folder / "config.json"
+    good = json.loads(path.read_text())
+    for key in good:
+        for value in (None, True, 0, -1, 1.5, 10**12, math.nan, "x", [], ["x"], {}, {"x": 1}):
+            path.write_text(json.dumps(good | {key: value}))
+            try:
+                checkpoint.load(folder, "cpu")
+            except (ValueError, FileNotFoundError) as e:
+                assert "\n" not in str(e), (key, value, str(e))
+            except Exception as e:
+                raise AssertionError(f"{key} = {value!r} escapes as {type(e).__name__}: {e}") from e
+
+
+def test_sizes_beyond_all_bounds_are_refused(tmp_path):
+    edit(saved(LLAMA, tmp_path)[1] / "config.json", hidden_size=2**30, intermediate_size=2**30)
+    refused(tmp_path)
+
+
+def test_tensors_that_are_missing_left_over_or_misshapen_are_named(tmp_path):
+    name = "model.layers.3.mlp.up_proj.weight"
+    m, folder = saved(LLAMA, tmp_path)
+    edit_weights(folder, drop=[name])
+    refused(folder, name)
+    edit_weights(folder, **{name: torch.ones(32, 48)})
+    refused(folder, name, "(32, 48)", "(48, 32)")
+    edit_weights(folder, **{name: torch.ones(48, 32), "model.layers.3.self_attn.q_proj.bias": torch.ones(32)})
+    refused(folder, "model.layers.3.self_attn.q_proj.bias")
+    edit_weights(folder, drop=["model.layers.3.self_attn.q_proj.bias"])
+    checkpoint.load(folder, "cpu")
+    edit_weights(folder, **{name: torch.ones(48, 32, dtype=torch.int8)})
+    refused(folder, name, "I8")
+
+
+def test_an_untied_model_needs_its_head(tmp_path):
+    edit_weights(saved(LLAMA, tmp_path)[1], drop=[HEAD])
+    refused(tmp_path, HEAD, "tie_word_embeddings")
+
+
+def test_gemma2_needs_all_four_norms(tmp_path):
+    edit_weights(saved(GEMMA, tmp_path)[1], drop=["model.layers.1.post_feedforward_layernorm.weight"])
+    refused(tmp_path, "model.layers.1.post_feedforward_layernorm.weight")
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    path = saved(LLAMA, tmp_path)[1] / "model.safetensors"
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:-1], whole[:20], whole[:7], b"", b"\xff" * 100,
+                    bytes(8) + whole[8:], whole[:8] + b"[" + whole[9:], whole + b"x"):
+        path.write_bytes(damaged)
+        refused(tmp_path, str(path))
+
+
+def test_what_is_missing_is_named(tmp_path):
+    refused(tmp_path / "nowhere", "nowhere", error=FileNotFoundError)
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", "file", error=FileNotFoundError)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        folder = saved(LLAMA, tmp_path / name)[1]
+        (folder / name).unlink()
+        refused(folder, str(folder), name, error=FileNotFoundError)
+
+
+def test_a_shard_that_the_index_names_must_be_there(tmp_path):
+    index = shard(saved(LLAMA, tmp_path)[1])
+    first = tmp_path / "model-00001-of-00003.safetensors"
+    kept = first.read_bytes()
+    first.unlink()
+    refused(tmp_path, first.name, error=FileNotFoundError)
+    first.write_bytes(kept[:100])
+    refused(tmp_path, first.name)
+    first.write_bytes(kept)
+    where = json.loads(index.read_text())["weight_map"]
+    lost = next(key for key in where if where[key] == first.name)
+    edit(index, weight_map=where | {lost: "model-00002-of-00003.safetensors"})
+    refused(tmp_path, lost, "model-00002-of-00003.safetensors")
+    edit(index, weight_map={key: file for key, file in where.items() if key != lost})
+    refused(tmp_path, lost)
+
+
+@pytest.mark.parametrize("where", [None, [], "x", {EMBED: 3}, {EMBED: "../model.safetensors"}, {EMBED: "/etc/passwd"}],
+                         ids=str)
+def test_an_index_names_files_of_its_own_folder(where, tmp_path):
+    edit(shard(saved(LLAMA, tmp_path)[1]), weight_map=where)
+    refused(tmp_path, "weight_map")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
+def test_pickles_are_never_opened(name, tmp_path):
+    folder = saved(LLAMA, tmp_path)[1]
+    (folder / "model.safetensors").rename(folder / name)
+    refused(folder, name, "pickle", str(folder))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000],
+                         ids=["empty", "open", "list", "null", "not utf-8", "deep"])
+def test_damaged_json_is_refused(name, content, tmp_path):
+    path = saved(LLAMA, tmp_path)[1] / name
+    path.write_bytes(content)
+    refused(tmp_path, str(path))
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch, tmp_path):
+    saved(LLAMA, tmp_path)
+    for device in ("gpu", "mps", "meta", ""[:0] or "cpu:x"):
+        refused(tmp_path, device, device=device)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(tmp_path, "CUDA", device="cuda")
+    refused(tmp_path, "CUDA", device=torch.device("cuda", 0))
+    assert checkpoint.load(tmp_path)[0].tok.device.type == "cpu", "no device given, no CUDA: the CPU"
+
+
+# --- prompts
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_a_prompt_gets_exactly_one_begin_of_text(adds_bos):
+    tokenizer = expected.byte_tokenizer(adds_bos)
+    plain = expected.byte_tokenizer().encode("Once upon").ids
+    assert checkpoint.encode(tokenizer, "Once upon", bos=0) == [0, *plain]
+    assert checkpoint.encode(tokenizer, "<s>Once upon", bos=0) == [0, *plain], "already in the text"
+    assert checkpoint.encode(tokenizer, "<s>", bos=0) == [0]
+    assert checkpoint.encode(tokenizer, "Once<s>upon", bos=0).count(0) == 2, "inside the text it is the user's"
+    assert checkpoint.encode(tokenizer, "Once upon") == [0] * adds_bos + plain, "the model names none: as it comes"
+
+
+def test_a_prompt_of_nothing_or_of_no_unicode_is_refused():
+    for text, word in (("", "empty"), ("ab\ud800c", "2")):
+        with pytest.raises(ValueError, match=word):
+            checkpoint.encode(expected.byte_tokenizer(), text, bos=0)
+    assert checkpoint.encode(expected.byte_tokenizer(), " ", bos=0) == [0, 2]
+
+
+# --- memory
+
+
+CHILD = """
+import sys, torch, checkpoint
+torch.set_num_threads(1)
+small, large = sys.argv[1:]
+def resident():    # kB of memory that no file backs
+    return int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
+checkpoint.load(small, "cpu")    # whatever the first load imports and allocates once
+before = peak = resident()
+def watch(frame, event, arg):    # at every call of a C function and every return from one
+    global peak
+    if event.startswith("c_"):
+        peak = max(peak, resident())
+sys.setprofile(watch)
+model, _ = checkpoint.load(large, "cpu")
+sys.setprofile(None)
+print(peak - before, model.tok.dtype)
+"""
+
+
+def test_loading_takes_little_more_memory_than_the_model(tmp_path):
+    """Not two copies at any moment: the model, at most one and a half tensors, and 8 MB for everything else."""
+    c = replace(LLAMA, vocab_size=4000, dim=1024, n_layers=4, n_heads=16, head_dim=64, n_kv_heads=4, hidden_dim=2816)
+    saved(LLAMA, tmp_path / "small")
+    m = checkpoint.Transformer(c).bfloat16()
+    for p in m.parameters():
+        p.data.uniform_(-1, 1)
+    checkpoint.save(m, tmp_path / "large", expected.byte_tokenizer())
+    with safe_open(tmp_path / "large" / "model.safetensors", "pt") as f:
+        sizes = [2 * math.prod(f.get_slice(key).get_shape()) for key in f.keys()]
+    assert 90e6 < sum(sizes) < 110e6
+    child = subprocess.run([sys.executable, "-c", CHILD, tmp_path / "small", tmp_path / "large"], cwd=ROOT,
+                           capture_output=True, text=True, check=True)
+    grown, dtype = child.stdout.split()
+    assert dtype == "torch.bfloat16"
+    assert sum(sizes) <= 1024 * int(grown) + 1e6, "the measurement itself must see the model arrive"
+    assert 1024 * int(grown) <= sum(sizes) + 1.5 * max(sizes) + 8e6
+
+
+# --- skip sets
+
+
+def test_keep_and_skipped_are_inverse():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        n = int(torch.randint(1, 9, (), generator=generator))
+        attn, mlp = ([i for i in range(n) if torch.rand((), generator=generator) < 0.4] for _ in range(2))
+        if len(attn) + len(mlp) < 2 * n:
+            sublayers = keep(n, attn, mlp)
+            assert sublayers == sorted(sublayers) and len(sublayers) == 2 * n - len(attn) - len(mlp)
+            assert skipped(n, sublayers) == (attn, mlp)
+            assert keep(n, *skipped(n, sublayers)) == sublayers
+
+
+def test_skip_sets_by_hand():
+    assert keep(3) == [0, 1, 2, 3, 4, 5], "nothing skipped: all sub-layers"
+    assert keep(3, attn=[1], mlp=[0, 2]) == [0, 3, 4], "attention i is sub-layer 2i, its MLP 2i + 1"
+    assert keep(3, attn=(2, 1, 1)) == [0, 1, 3, 5], "any order, and twice is once"
+    assert skipped(3, [0, 3, 4]) == ([1], [0, 2])
+    assert early_exit(3, 1) == [0, 1] and early_exit(3, 3) == keep(3)
+    assert skipped(3, early_exit(3, 1)) == ([1, 2], [1, 2])
+
+
+@pytest.mark.parametrize("call, words", [
+    (lambda: keep(3, attn=[3]), "attention of block 3"), (lambda: keep(3, attn=[-1]), "attention of block -1"),
+    (lambda: keep(3, mlp=[0, 7]), "MLP of block 7"), (lambda: keep(2, [0, 1], [0, 1]), "no sub-layer"),
+    (lambda: early_exit(3, 0), "exit layer.* 3.* 0"), (lambda: early_exit(3, 4), "exit layer.* 3.* 4")],
+    ids=["attention 3", "attention -1", "MLP 7", "nothing left", "exit 0", "exit 4"])
+def test_skip_sets_that_cannot_be_are_refused(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_the_tokenizer_of_the_tests_is_what_the_tests_assume():
+    t = expected.byte_tokenizer()
+    assert isinstance(t, Tokenizer) and t.get_vocab_size() == expected.SHAPE["vocab_size"]
+    assert t.decode(t.encode("Once upon").ids) == "Once upon"

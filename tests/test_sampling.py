@@ -1,0 +1,335 @@
+"""From logits to distribution to token, by hand: what stays, in which order, how ties end, and which uniforms are
+spent on what.
+"""
+import math
+
+import pytest
+import torch
+from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, make
+
+from sampling import Coins, to_probs
+from speculative import ModelDraft, NGram, generate
+
+ALMOST_ONE = 1 - 2**-53    # the largest uniform there is
+devices = pytest.mark.parametrize("device", DEVICES)
+halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+
+
+def from_p(*p):
+    """Logits of which to_probs(temperature=1) gives p back."""
+    return torch.tensor(p, dtype=torch.float64).log()
+
+
+def near(got, *want):
+    return torch.allclose(got, torch.tensor(want, dtype=got.dtype), rtol=1e-12, atol=1e-15)
+
+
+# --- one setting at a time
+
+
+def test_temperature_by_hand():
+    p = from_p(0.5, 0.25, 0.125, 0.125)
+    assert near(to_probs(p, 1.0), 0.5, 0.25, 0.125, 0.125)
+    assert near(to_probs(p, 0.5), 16 / 22, 4 / 22, 1 / 22, 1 / 22), "T = 1/2 squares the probabilities"
+    roots = [math.sqrt(x) for x in (0.5, 0.25, 0.125, 0.125)]
+    assert near(to_probs(p, 2.0), *(x / sum(roots) for x in roots)), "T = 2 takes their roots"
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_temperature_0_is_an_exact_one_hot_and_ties_go_to_the_lower_id(dtype, device):
+    logits = torch.randn(3, 2, 4096, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    at = torch.tensor([[4095, 1], [77, 2048], [0, 4094]])
+    for b in range(3):
+        for t in range(2):
+            logits[b, t, at[b, t] :: 13] = 9    # a tie with every 13th behind it
+    p = to_probs(logits)
+    assert p.dtype == torch.promote_types(dtype, torch.float32)
+    assert torch.equal(p.argmax(-1).cpu(), at)
+    assert torch.equal(p.amax(-1), torch.ones(3, 2, dtype=p.dtype, device=device)) and p.sum() == 6
+
+
+def test_temperature_0_does_not_care_for_the_other_settings():
+    p = to_probs(from_p(0.1, 0.4, 0.4, 0.1), 0.0, top_k=3, top_p=0.1, min_p=1.0)
+    assert p.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 5e-324])
+@pytest.mark.parametrize("settings", [{}, dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1)], ids=str)
+def test_a_tiny_temperature_is_no_nan(temperature, settings):
+    logits = torch.tensor([60000.0, -60000.0, 59999.0, 60000.01])
+    assert to_probs(logits, temperature, **settings).tolist() == [0, 0, 0, 1]
+    assert to_probs(torch.tensor([1.0, 3.0, 3.0]), temperature, **settings).sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_top_k_keeps_exactly_k_and_ties_go_to_the_lower_id(dtype):
+    logits = torch.tensor([1.0, 3.0, 2.0, 3.0, 3.0, 0.0], dtype=dtype)
+    assert near(to_probs(logits, 1.0, top_k=1), 0, 1, 0, 0, 0, 0)
+    assert near(to_probs(logits, 1.0, top_k=2), 0, 0.5, 0, 0.5, 0, 0), "two of the three tied, the lower ids"
+    many = torch.zeros(5000, dtype=dtype)
+    for k in (1, 7, 4999):
+        p = to_probs(many, 1.0, top_k=k)
+        assert p.count_nonzero() == k and p[:k].all()
+
+
+def test_top_k_beyond_the_vocabulary_keeps_all():
+    p = from_p(0.5, 0.25, 0.125, 0.125)
+    for k in (4, 5, 10**6):
+        assert near(to_probs(p, 1.0, top_k=k), 0.5, 0.25, 0.125, 0.125)
+
+
+def test_top_p_keeps_the_token_that_crosses():
+    p = from_p(0.125, 0.5, 0.125, 0.25)
+    assert near(to_probs(p, 1.0, top_p=1e-9), 0, 1, 0, 0), "at least one token stays"
+    assert near(to_probs(p, 1.0, top_p=0.4), 0, 1, 0, 0)
+    assert near(to_probs(p, 1.0, top_p=0.6), 0, 2 / 3, 0, 1 / 3), "the token that crosses top_p stays"
+    assert near(to_probs(p, 1.0, top_p=0.8), 1 / 7, 4 / 7, 0, 2 / 7), "of two tied, the lower id stays"
+    assert near(to_probs(p, 1.0, top_p=0.9), 0.125, 0.5, 0.125, 0.25)
+
+
+def test_top_p_stops_where_it_is_reached():
+    """Four equal logits: their running sum, .25, .5, .75, is exact."""
+    for kept in (1, 2, 3):
+        p = to_probs(torch.zeros(4), 1.0, top_p=kept / 4)
+        assert p.count_nonzero() == kept, "the smallest set whose mass *reaches* top_p: >=, not >"
+
+
+@halves
+def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
+    """The running sum of 50,000 rounded numbers reaches 1 before its end."""
+    logits = (torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    p = to_probs(logits, 1.0)
+    assert p.all()
+    assert torch.equal(to_probs(logits, 1.0, top_p=1.0), p) and torch.equal(to_probs(logits, 1.0, top_p=1), p)
+    assert torch.equal(to_probs(logits, 1.0, top_k=49_999, top_p=1.0), to_probs(logits, 1.0, top_k=49_999))
+
+
+def test_min_p_by_hand():
+    p = from_p(0.125, 0.5, 0.125, 0.25)
+    assert near(to_probs(p, 1.0, min_p=0.2), 0.125, 0.5, 0.125, 0.25), "the bound is min_p * max p, not min_p"
+    assert near(to_probs(p, 1.0, min_p=0.4), 0, 2 / 3, 0, 1 / 3)
+    assert near(to_probs(p, 1.0, min_p=0.6), 0, 1, 0, 0)
+    assert near(to_probs(torch.zeros(4), 1.0, min_p=1.0), 0.25, 0.25, 0.25, 0.25), "the most likely ones stay"
+
+
+# --- the order: temperature, top-k, top-p, min-p; each case comes out differently in the wrong order
+
+
+def test_temperature_comes_before_top_p():
+    got = to_probs(from_p(0.4, 0.3, 0.2, 0.1), 0.5, top_p=0.5)
+    assert near(got, 1, 0, 0, 0), "squared, the first token alone has .53; unsquared it would take two"
+
+
+def test_temperature_comes_before_min_p():
+    got = to_probs(from_p(0.64, 0.32, 0.04), 2.0, min_p=0.6)
+    a, b = 0.8, math.sqrt(0.32)
+    assert near(got, a / (a + b), b / (a + b), 0), "of the roots, the second is .71 of the first; it was .5"
+
+
+def test_top_k_comes_before_top_p():
+    got = to_probs(from_p(0.4, 0.3, 0.2, 0.1), 1.0, top_k=2, top_p=0.5)
+    assert near(got, 1, 0, 0, 0), "among two, the first has 4/7, which is enough; among four it would not be"
+
+
+def test_top_p_comes_before_min_p():
+    got = to_probs(from_p(0.5, 0.3, 0.15, 0.05), 1.0, top_p=0.6, min_p=0.4)
+    assert near(got, 0.625, 0.375, 0, 0), "min-p first would leave two, of which the first has .625 >= .6"
+
+
+SETTINGS = [dict(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.3, 1.0, 1.7) for k in (None, 5, 40)
+            for p in (None, 0.5, 0.9) for m in (None, 0.05, 0.5)]
+
+
+def test_random_logits_give_what_transformers_gives():
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    logits = torch.randn(8, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    for s in SETTINGS:
+        scores = TemperatureLogitsWarper(s["temperature"])(None, logits)
+        for warper, key in ((TopKLogitsWarper, "top_k"), (TopPLogitsWarper, "top_p"), (MinPLogitsWarper, "min_p")):
+            scores = scores if s[key] is None else warper(s[key])(None, scores)
+        got = to_probs(logits, **s)
+        assert torch.allclose(got, scores.softmax(-1), rtol=1e-12, atol=1e-15), s
+
+
+# --- types and shapes
+
+
+@halves
+def test_half_types_are_raised_and_float64_stays(dtype):
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    for settings in ({}, dict(temperature=1.0), dict(temperature=1.0, top_k=9, top_p=0.9, min_p=0.01)):
+        got = to_probs(logits.to(dtype), **settings)
+        assert got.dtype == torch.float32
+        assert torch.equal(got, to_probs(logits.to(dtype).float(), **settings)), "raised before anything else"
+        assert to_probs(logits.double(), **settings).dtype == torch.float64
+
+
+def test_each_row_stands_for_itself_and_the_logits_stay():
+    logits = torch.randn(3, 2, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept = logits.clone()
+    for s in (dict(temperature=0.0), *SETTINGS):
+        p = to_probs(logits, **s)
+        assert p.shape == logits.shape and torch.allclose(p.sum(-1), torch.ones(3, 2).double(), atol=1e-14)
+        assert torch.equal(p[2, 1], to_probs(logits[2, 1], **s)) and torch.equal(p[1], to_probs(logits[1], **s))
+    assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("name, values", {
+    "temperature": [-1.0, -1e-9, math.inf, math.nan], "top_k": [0, -3, 1.5, 2.0, math.inf, math.nan],
+    "top_p": [0.0, -0.5, 1.0001, math.nan], "min_p": [0.0, -0.5, 1.0001, math.nan]}.items(), ids=str)
+def test_a_setting_out_of_range_is_named(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^{name} must .*{value}$"):
+            to_probs(torch.zeros(3), **{"temperature": 1.0, name: value})
+
+
+# --- coins
+
+
+class Fixed(Coins):
+    """Coins whose uniforms are known."""
+
+    def __init__(self, *uniforms):
+        self.uniforms = torch.tensor(uniforms, dtype=torch.float64)
+
+    def take(self, count, device):
+        taken, self.uniforms = self.uniforms[:count], self.uniforms[count:]
+        assert len(taken) == count
+        return taken.to(device)
+
+
+@devices
+def test_the_stream_does_not_depend_on_the_purchases(device):
+    """One torch.rand in float64, whatever it is cut into: also where the pool runs out in the middle of a cut."""
+    want = torch.rand(30_000, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    for sizes in ([30_000], [1] * 50 + [4096, 4095, 3, 10_000, 1, 0, 5000], [4000, 97, 4096, 20_000]):
+        coins = Coins(7)
+        got = torch.cat([coins.take(size, torch.device(device)) for size in sizes])
+        assert torch.equal(got.cpu(), want[: len(got)])
+
+
+def test_seeds_differ_and_repeat():
+    one, again, other = (Coins(seed).take(100, torch.device("cpu")) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    assert torch.equal(Coins().take(9, torch.device("cpu")), Coins(0).take(9, torch.device("cpu")))
+
+
+def test_flips_of_certain_things():
+    nan, inf = math.nan, math.inf
+    prob = torch.tensor([[0.0, 1.0, 1.5, inf, nan], [0.0, 1.0, 1.5, inf, nan]])
+    got = Fixed(*[0.0] * 5, *[ALMOST_ONE] * 5).flip(prob)
+    assert got.tolist() == [[False, True, True, True, False]] * 2
+
+
+def test_flips_by_hand():
+    prob = torch.tensor([0.25, 0.2501, 0.25, ALMOST_ONE], dtype=torch.float64)
+    got = Fixed(0.25, 0.25, 0.2499, ALMOST_ONE).flip(prob)
+    assert got.tolist() == [False, True, True, False], "true iff u < prob"
+
+
+def test_choices_by_hand():
+    """Weights .1, 0, .2 sum to .3: up to u = 1/3 it is the first token, above it the third."""
+    weights = torch.tensor([[0.1, 0.0, 0.2]], dtype=torch.float64)
+    for u, want in ((0.0, 0), (0.333, 0), (0.334, 2), (0.999, 2), (ALMOST_ONE, 2)):
+        assert Fixed(u).choose(weights).tolist() == [want], f"u = {u}"
+
+
+def test_choices_run_over_rising_ids_not_falling_weights():
+    got = Fixed(0.05, 0.15, 0.35, 0.95).choose(torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(4, 4))
+    assert got.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_token_of_weight_zero_is_never_chosen(dtype):
+    generator = torch.Generator().manual_seed(0)
+    for tail in (0, 1, 50):
+        for _ in range(20):
+            some = torch.rand(2, 30, generator=generator, dtype=dtype) * 1e-3
+            some[:, 10:13] = 0
+            weights = torch.nn.functional.pad(some, (tail, tail))
+            picks = Fixed(0.0, ALMOST_ONE).choose(weights)
+            assert picks.tolist() == [tail, tail + 29], "u = 0 takes the first token with weight, u -> 1 the last"
+    assert Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]).tolist() == [1, 1, 1]
+
+
+def test_choices_have_any_shape_of_rows():
+    weights = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    flat = Coins(3).choose(weights.view(6, 5))
+    assert torch.equal(Coins(3).choose(weights), flat.view(2, 3)) and flat.dtype == torch.long
+    assert Coins(3).choose(weights[0, 0]).shape == ()
+
+
+@devices
+def test_choices_follow_the_weights(device):
+    """Pearson's chi-square of 40,000 choices among five: above 18.5 once in a thousand seeds; this seed is fixed."""
+    weights = torch.tensor([0.3, 0.0, 0.05, 0.05, 0.6], device=device)
+    counts = torch.bincount(Coins(11).choose(weights.expand(40_000, 5)).cpu(), minlength=5)
+    expected = 40_000 * weights.cpu()
+    assert counts[1] == 0
+    assert float(((counts - expected) ** 2 / expected)[[0, 2, 3, 4]].sum()) < 16.3
+    heads = Coins(12).flip(torch.full((40_000,), 0.3, device=device)).sum()
+    assert abs(int(heads) - 12_000) < 3.3 * math.sqrt(40_000 * 0.3 * 0.7)
+
+
+# --- in which order the library spends them
+
+
+class Ledger(Coins):
+    """Coins that write down what they are spent on."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.spent, self.uniforms = [], 0
+
+    def take(self, count, device):
+        self.uniforms += count
+        return super().take(count, device)
+
+    def flip(self, prob):
+        self.spent.append(("flip", *prob.shape))
+        return super().flip(prob)
+
+    def choose(self, weights):
+        self.spent.append(("choose", math.prod(weights.shape[:-1])))
+        return super().choose(weights)
+
+
+def warm(logits):
+    return to_probs(logits, 1.0)
+
+
+def test_a_plain_round_spends_one_choice_a_row():
+    coins = Ledger()
+    generate(make(LLAMA), PROMPTS, 5, probs=warm, coins=coins)
+    assert coins.spent == [("choose", 4)] * 5 and coins.uniforms == 20
+
+
+@pytest.mark.parametrize("gamma", [1, 3])
+def test_a_speculative_round_spends_drafts_then_flips_then_one_choice(gamma):
+    """A poor draft, so that rejections occur: the flips behind one are spent all the same."""
+    coins, gammas = Ledger(), []
+
+    def drafted(state):
+        gammas.append(min(gamma, max(state.room) - 1))
+        return gamma
+
+    generate(make(LLAMA), PROMPTS, 9, ModelDraft(make(GEMMA, 1), drafted), warm, coins)
+    want = []
+    for K in gammas:
+        want += [("choose", 4)] * K + [("flip", 4, K)] * (K > 0) + [("choose", 4)]
+    assert coins.spent == want and len(gammas) > 3
+    assert coins.uniforms == sum(4 * (2 * K + 1) for K in gammas)
+
+
+def test_certain_drafts_spend_flips_and_one_choice():
+    coins = Ledger()
+    generate(make(LLAMA), [[1, 2, 3, 1, 2]], 4, NGram(2, 2), warm, coins)
+    assert coins.spent[:2] == [("flip", 1, 2), ("choose", 1)]
+
+
+def test_greedy_decoding_spends_them_too():
+    """One code path: a one-hot is a law like any other, so that seeds and settings never change the order."""
+    coins = Ledger()
+    generate(make(LLAMA), PROMPTS, 3, coins=coins)
+    assert coins.spent == [("choose", 4)] * 3

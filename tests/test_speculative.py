@@ -1,0 +1,446 @@
+"""The loop is lossless: greedy text is the plain one token for token, and the law of sampled text is the target's,
+for every drafter, both families and ragged batches."""
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import DEVICES, FAMILIES, LLAMA, PROMPTS, law, make, oracle
+
+import checkpoint
+from kvcache import KVCache
+from layerskip import SelfDraft, keep
+from model import Config
+from sampling import Coins, to_probs
+from speculative import Draft, Drafter, ModelDraft, NGram, chain, generate, prefill, rounds, verify
+
+FULL = range(2 * LLAMA.n_layers)
+
+
+def small(m, seed=5):
+    return make(replace(m.c, n_layers=2), seed, m.tok.device)
+
+
+def unsure(k, logits, token):
+    """A stop rule: end a row where the most likely token has less than .6."""
+    return logits.softmax(-1).amax(-1) < 0.6
+
+
+def gate(state):
+    """Draft only in rounds that start with an odd number of tokens in the first row."""
+    return 4 * (len(state.text[0]) % 2)
+
+
+DRAFTERS = {
+    "none": lambda m: None,
+    "ngram": lambda m: NGram(4, 2),
+    "exit": lambda m: SelfDraft(m, range(8), 4),
+    "skip": lambda m: SelfDraft(m, keep(6, attn=[1, 4], mlp=[2]), 3),
+    "skip first": lambda m: SelfDraft(m, range(1, 12), 3),
+    "skip all attention": lambda m: SelfDraft(m, range(1, 12, 2), 3),
+    "model": lambda m: ModelDraft(small(m), 4),
+    "exit, stopped": lambda m: SelfDraft(m, range(8), 5, unsure),
+    "model, stopped": lambda m: ModelDraft(small(m), 5, unsure),
+    "exit, gated": lambda m: SelfDraft(m, range(8), gate),
+    "model, gated": lambda m: ModelDraft(small(m), gate),
+    "ngram, gated": lambda m: NGram(gate, 1),
+    "long": lambda m: SelfDraft(m, range(10), 12),    # longer than the spare slots behind the limit
+}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_drafter = pytest.mark.parametrize("name", DRAFTERS)
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def models(request):
+    return {family: make(c, device=request.param) for family, c in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def truth(models):
+    return {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
+
+
+# --- greedy identity
+
+
+@each_family
+@each_drafter
+def test_greedy_identity(models, truth, family, name):
+    m = models[family]
+    assert generate(m, PROMPTS, 40, DRAFTERS[name](m))[0] == truth[family]
+
+
+@each_family
+@each_drafter
+def test_rows_equal_solo_runs(models, truth, family, name):
+    m = models[family]
+    for prompt, want in zip(PROMPTS, truth[family], strict=True):
+        assert generate(m, [prompt], 24, DRAFTERS[name](m))[0] == [want[:24]]
+
+
+@each_family
+def test_poison(models, truth, family):
+    """Nothing behind the last known token is ever read: fill it with large finite garbage after each round, in tokens
+    and both caches, while gamma and the skip set change at random."""
+    class Poisoned(SelfDraft):
+        def observe(self, state, round):
+            for b, text in enumerate(state.text):
+                n = len(text)
+                state.cache.k[:, b, :, n - 1 :] = state.cache.v[:, b, :, n - 1 :] = 1e4
+                state.tokens[b, n:] = 16
+            r = sum(map(len, state.text))
+            self.gamma = r % 6
+            self.sublayers = [i for i in FULL if r >> i % 5 & 1 or i == r % 12]
+
+    class PoisonedModel(ModelDraft):
+        def observe(self, state, round):
+            super().observe(state, round)
+            for b, held in enumerate(self.held):
+                self.cache.k[:, b, :, held:] = self.cache.v[:, b, :, held:] = 1e4
+            self.gamma = sum(map(len, state.text)) % 6
+
+    m = models[family]
+    assert generate(m, PROMPTS, 40, Poisoned(m, range(6), 5))[0] == truth[family]
+    perfect = PoisonedModel(m, 3)
+    for state, round in rounds(m, PROMPTS, 40, perfect):
+        assert round.accepted.tolist() == round.proposed.tolist(), "the draft model read a slot that it did not hold"
+    assert [t[len(p):] for t, p in zip(state.text, PROMPTS, strict=True)] == truth[family]
+
+
+@each_family
+@pytest.mark.parametrize("block", [1, 3, 8])
+def test_prefill_blocks_agree(models, family, block):
+    m, tokens = models[family], torch.tensor([PROMPTS[0], PROMPTS[3]], device=models[family].tok.device)
+    caches = [KVCache(m.c, 2, 16, torch.float64, tokens.device) for _ in range(2)]
+    xs = [prefill(m, tokens, cache, block=b) for cache, b in zip(caches, (block, 8), strict=True)]
+    assert (xs[0] - xs[1]).abs().max() < 1e-12
+    assert (caches[0].k - caches[1].k).abs().max() < 1e-12
+
+
+# --- a perfect draft: the only test that sees a drafter's own mistakes, which otherwise just cost acceptance
+
+
+@each_family
+@pytest.mark.parametrize("temperature", [0, 1.3])
+@pytest.mark.parametrize("make_drafter", [
+    lambda m: SelfDraft(m, FULL, 4), lambda m: ModelDraft(m, 4), lambda m: ModelDraft(m, 1),
+    lambda m: SelfDraft(m, FULL, 4, lambda k, logits, token: token == 3), lambda m: ModelDraft(m, gate)])
+def test_perfect_draft_is_accepted_whole(models, family, temperature, make_drafter):
+    m, drafted = models[family], 0
+    for _, r in rounds(m, PROMPTS, 40, make_drafter(m), lambda x: to_probs(x, temperature)):
+        assert r.accepted.tolist() == r.proposed.tolist()
+        drafted += int(r.proposed.sum())
+    assert drafted > 60
+
+
+@each_family
+@pytest.mark.parametrize("gamma", [0, 1, 2, 4, 12])
+def test_empty_skip_set_needs_the_fewest_passes(models, family, gamma):
+    m = models[family]
+    for drafter in (SelfDraft(m, keep(6), gamma), ModelDraft(m, gamma)):
+        for n in (1, gamma, gamma + 1, gamma + 2, 23):
+            outputs, passes = generate(m, PROMPTS, n, drafter)
+            assert passes == math.ceil(n / (gamma + 1)) and all(len(o) == n for o in outputs)
+
+
+# --- where answers end
+
+
+@pytest.mark.parametrize("name", ["none", "exit", "skip", "model", "ngram", "long"])
+@each_family
+def test_end_of_text_at_every_position(models, truth, family, name):
+    """Each token of the answer in turn is an end-of-text id, alone and with a second one, so that it falls on every
+    place of a draft; each row ends behind its own first one."""
+    m = models[family]
+    for i in range(0, 12):
+        for eos in ({truth[family][0][i]}, {truth[family][0][i], truth[family][1][0]}):
+            want = [row[: next((j + 1 for j, t in enumerate(row) if t in eos), 12)] for row in
+                    (full[:12] for full in truth[family])]
+            assert generate(m, PROMPTS, 12, DRAFTERS[name](m), eos=eos)[0] == want
+
+
+def test_accepted_counts_only_what_was_kept(models, truth):
+    m = models["llama"]
+    eos = {truth["llama"][0][1]}
+    for _, r in rounds(m, PROMPTS, 9, SelfDraft(m, FULL, 4), eos=eos):
+        for new, accepted, proposed in zip(r.new, r.accepted.tolist(), r.proposed.tolist(), strict=True):
+            assert accepted <= min(len(new), proposed)
+            if not new:
+                assert proposed == 0, "a finished row proposes nothing"
+
+
+@pytest.mark.parametrize("name", ["none", "exit", "skip", "model", "ngram", "long"])
+@each_family
+def test_context_limit(family, name):
+    """Rows reach the limit one by one, the last of them inside a draft; end-of-text on the very last slot counts."""
+    m = make(replace(FAMILIES[family], max_len=20))
+    want = [oracle(m, p, 20 - len(p)) for p in PROMPTS]
+    assert generate(m, PROMPTS, 99, DRAFTERS[name](m))[0] == want
+    eos = {want[0][-1]} - set(want[0][:-1])
+    assert generate(m, PROMPTS[:1], 99, DRAFTERS[name](m), eos=eos)[0] == want[:1]
+
+
+@pytest.mark.parametrize("name", ["none", "exit", "model", "ngram"])
+def test_max_new_around_gamma(models, truth, name):
+    m = models["llama"]
+    for n in range(8):
+        assert generate(m, PROMPTS, n, DRAFTERS[name](m))[0] == [row[:n] for row in truth["llama"]]
+
+
+def test_nothing_to_do(models):
+    assert generate(models["llama"], [], 5) == ([], 0)
+    assert generate(models["llama"], [[1]], 0) == ([[]], 0)
+
+
+def test_drafts_never_overrun(models):
+    """Also not those of a drafter that ignores how much is left."""
+    class Greedy(Drafter):
+        def propose(self, state):
+            return Draft(torch.full((len(state.text), 30), 3, device=state.n.device))
+    m = models["llama"]
+    for state, r in rounds(m, PROMPTS, 7, Greedy()):
+        assert all(a <= len(new) for a, new in zip(r.accepted.tolist(), r.new, strict=True))
+    assert [len(t) - len(p) for t, p in zip(state.text, PROMPTS, strict=True)] == [7] * 4
+
+
+# --- the exact law: every outcome of the production loop, enumerated
+
+TINY = Config(vocab_size=3, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24, max_len=32)
+TINY_GEMMA = replace(TINY, tied=True, act="gelu", norm_offset=1.0, embed_scale=4.0, post_norm=True, query_scale=0.3,
+                     attn_softcap=5.0, final_softcap=3.0, window=2)
+TOP_P = dict(temperature=2.0, top_p=0.9)
+LAWS = {
+    "none": (TINY, lambda m: None, TOP_P),
+    "ngram": (TINY, lambda m: NGram(2, 1), TOP_P),
+    "exit": (TINY, lambda m: SelfDraft(m, range(4), 2), TOP_P),
+    "skip": (TINY, lambda m: SelfDraft(m, [0, 1, 3, 5], 2), TOP_P),
+    "model": (TINY, lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7), 2), TOP_P),
+    "gemma2 exit": (TINY_GEMMA, lambda m: SelfDraft(m, range(4), 2), TOP_P),
+    "gemma2 skip": (TINY_GEMMA, lambda m: SelfDraft(m, [0, 2, 3, 5], 2), TOP_P),
+    "exit, top-k": (TINY, lambda m: SelfDraft(m, range(4), 2), dict(temperature=1.5, top_k=2)),
+    "exit, min-p": (TINY, lambda m: SelfDraft(m, range(4), 2), dict(temperature=2.0, min_p=0.2)),
+    "exit, stopped": (TINY, lambda m: SelfDraft(m, range(4), 2, unsure), TOP_P),
+    "model, gated": (TINY, lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7), lambda s: 2 * (len(s.text[0]) > 3)),
+                     TOP_P),
+}
+
+
+def target_law(m, prompt, probs, count):
+    """{answer: probability} by multiplying the target's own conditionals, without loop or cache."""
+    out = {(): 1.0}
+    for _ in range(count):
+        out = {ids + (t,): w * float(p) for ids, w in out.items()
+               for t, p in enumerate(probs(m(torch.tensor([[*prompt, *ids]]))[0, -1])) if p > 0}
+    return out
+
+
+def assert_same_law(got, want):
+    assert max(abs(got.get(k, 0) - want.get(k, 0)) for k in got.keys() | want.keys()) < 1e-12
+    assert len(want) > 4, "a law of so few outcomes proves little"
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_exact_law(name):
+    c, make_drafter, settings = LAWS[name]
+    m, probs = make(c, 3), lambda x: to_probs(x, **settings)
+    drafter, drafted = make_drafter(m), []
+
+    def run(coins):
+        out = []
+        for _, r in rounds(m, [[1, 2, 1]], 3, drafter, probs, coins):
+            out += r.new[0]
+            drafted.append(int(r.proposed))
+        return tuple(out)
+
+    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, 3))
+    assert name == "none" or len(set(drafted)) > 1, "the case should have drafts of several lengths"
+
+
+def test_exact_law_of_a_ragged_batch_with_a_stop_rule():
+    m, probs = make(TINY, 3), lambda x: to_probs(x, 1.5, top_p=0.7)
+    prompts = [[1, 2, 1], [2]]
+    drafter = SelfDraft(m, range(4), 2, unsure)
+    got = law(lambda coins: tuple(map(tuple, generate(m, prompts, 2, drafter, probs, coins)[0])))
+    alone = [target_law(m, p, probs, 2) for p in prompts]
+    assert_same_law(got, {(a, b): u * v for a, u in alone[0].items() for b, v in alone[1].items()})
+
+
+# --- verify, on its own
+
+
+class Fixed(Coins):
+    """Prescribed uniforms."""
+
+    def __init__(self, *uniforms):
+        super().__init__()
+        self.pool = torch.tensor(uniforms, dtype=torch.float64)
+
+
+def one(p, q, tokens, *uniforms, length=None):
+    p, q, tokens = (None if t is None else torch.tensor([t]) for t in (p, q, tokens))
+    return [int(t) for t in verify(p, q, tokens, Fixed(*uniforms), None if length is None else torch.tensor([length]))]
+
+
+P = [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]
+Q = [[0.2, 0.5, 0.3]]
+
+
+def test_verify_by_hand():
+    assert one(P, Q, [0], 0.999, 0.0) == [1, 0], "p >= q must always be accepted"
+    assert one(P, Q, [1], 0.59, 0.05) == [1, 0], "accepted with probability p/q = .6; then the bonus comes from p"
+    assert one(P, Q, [1], 0.61, 0.999) == [0, 0], "a refused token is replaced from max(p - q, 0), here only token 0"
+    assert one(P, Q, [1], 0.0, 0.35, length=0) == [0, 0], "what was not proposed is never accepted"
+    assert one(P, Q, [1], 0.0, 0.55, length=0) == [0, 1], "where nothing was proposed the token comes from p"
+
+
+def test_verify_certain_proposals():
+    assert one(P, None, [1], 0.29, 0.75) == [1, 2], "a certain proposal is accepted with probability p"
+    assert one(P, None, [1], 0.31, 0.72) == [0, 2], "its refusal removes it from p: .5 and .2 remain"
+    assert one(P, None, [1], 0.31, 0.70) == [0, 0]
+
+
+def test_verify_takes_p_where_nothing_is_left():
+    """Rounding can make a refusal possible where p = q: then max(p - q, 0) is all zero."""
+    assert one(P, [P[0]], [1], 1.0, 0.9) == [0, 2]
+
+
+def test_verify_ignores_dead_nan_drafts():
+    nan = float("nan")
+    assert one(P, [[nan, nan, nan]], [1], 0.0, 0.9) == [0, 2]
+
+
+def test_verify_counts_up_to_the_first_refusal():
+    p = [[0.5, 0.5], [0.5, 0.5], [0.5, 0.5], [1.0, 0.0]]
+    assert one(p, [[1.0, 0.0]] * 3, [0, 0, 0], 0.4, 0.6, 0.4, 0.0)[0] == 1
+
+
+def test_vocabularies_must_match(models):
+    m = models["llama"]
+    other = make(replace(LLAMA, vocab_size=18), device=m.tok.device)
+    with pytest.raises(ValueError, match="vocabulary is 18, the target's 17"):
+        generate(m, PROMPTS, 5, ModelDraft(other, 2))
+    with pytest.raises(ValueError, match="vocabulary of 3, the target of 2"):
+        one([[0.5, 0.5], [0.5, 0.5]], Q, [1], 0.5, 0.5)
+
+
+# --- chain
+
+
+def test_chain_keeps_the_token_that_stops_it_and_computes_no_further_step(models):
+    m, steps = models["llama"], []
+
+    class Watched(SelfDraft):
+        def propose(self, state):
+            def step(token, k):
+                steps.append(k)
+                return torch.zeros(len(state.text), 1, 17, device=state.n.device)
+            tokens, q, length = chain(state, step, 6, lambda k, logits, token: torch.tensor(
+                [k == 1, k == 2, k == 0, k == 2], device=state.n.device))
+            assert tokens.shape == (4, 3) and q.shape == (4, 3, 17) and length.tolist() == [2, 3, 1, 3]
+            return Draft(tokens, q, length)
+
+    next(rounds(m, PROMPTS, 20, Watched(m, range(4), 6)))
+    assert steps == [0, 1, 2]
+
+
+# --- drafters
+
+
+def test_ngram_copies_the_latest_continuation():
+    m = make(replace(LLAMA, max_len=64))
+    drafts = []
+
+    class Seen(NGram):
+        def propose(self, state):
+            d = super().propose(state)
+            drafts.append([row[:n] for row, n in zip(d.tokens.tolist(), d.length.tolist(), strict=True)]
+                          if d.length is not None else None)
+            return d
+
+    next(rounds(m, [[1, 2, 3, 9, 1, 2, 4, 5, 1, 2], [7, 7, 7], [6], [1, 2, 3, 4]], 9, Seen(3, 2)))
+    assert drafts == [[[4, 5, 1], [7], [], []]]
+
+
+def test_golden_acceptance_counts():
+    """Output tests cannot see a drafter that drafts badly; these counts can. float64, greedy, 48 tokens each."""
+    shipped = Path(__file__).parent.parent / "weights"
+    m, tokenizer = checkpoint.load(shipped / "stories-llama", "cpu", torch.float64)
+    draft, _ = checkpoint.load(shipped / "stories-draft", "cpu", torch.float64)
+    prompts = [checkpoint.encode(tokenizer, text, m.c.bos) for text in
+               ("Once upon a time", "User: I want to book a table.\nAssistant:", "def main():")]
+    got = {}
+    for name, drafter in {"exit 1": SelfDraft(m, range(2), 2), "exit 4": SelfDraft(m, range(8), 4),
+                          "skip": SelfDraft(m, keep(12, [5, 7, 9], [6, 8]), 3), "model": ModelDraft(draft, 3),
+                          "ngram": NGram(4, 2)}.items():
+        seen = [r for _, r in rounds(m, prompts, 48, drafter)]
+        got[name] = [sum(int(r.proposed.sum()) for r in seen), sum(int(r.accepted.sum()) for r in seen), len(seen)]
+    golden = Path(__file__).parent / "expected" / "acceptance.json"
+    assert got == json.loads(golden.read_text()), f"proposed, accepted, passes changed: {json.dumps(got)}"
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("prompts, max_new, message", [
+    ([[1], []], 5, "prompt 1 is empty"),
+    ([[1] * 64], 5, "prompt 0 has 64 tokens and fills the context of 64"),
+    ([[1, 17]], 5, "prompt 0 holds token id 17, but ids run from 0 to 16"),
+    ([[-1]], 5, "prompt 0 holds token id -1"),
+    ([[1]], -1, "max_new must be at least 0, got -1"),
+])
+def test_bad_prompts(models, prompts, max_new, message):
+    with pytest.raises(ValueError, match=message):
+        rounds(models["llama"], prompts, max_new)
+
+
+@pytest.mark.parametrize("build, message", [
+    (lambda m: SelfDraft(m, [], 3), "leaves no sub-layer"),
+    (lambda m: SelfDraft(m, [0, 12], 3), "sub-layers must rise within 0 .. 11"),
+    (lambda m: SelfDraft(m, [1, 0], 3), "sub-layers must rise"),
+    (lambda m: SelfDraft(m, range(4), -1), "gamma, how many tokens to draft"),
+    (lambda m: ModelDraft(m, 1.5), "gamma, how many tokens to draft"),
+    (lambda m: NGram(-2, 1), "gamma, how many tokens to draft"),
+    (lambda m: NGram(2, 0), "n, the number of tokens to look up"),
+])
+def test_bad_drafters(models, build, message):
+    with pytest.raises(ValueError, match=message):
+        build(models["llama"])
+
+
+def test_draft_model_with_a_short_context(models):
+    m = models["llama"]
+    short = make(replace(LLAMA, max_len=16), device=m.tok.device)
+    with pytest.raises(ValueError, match="context is 16, but prompt and answer need 28"):
+        generate(m, PROMPTS, 20, ModelDraft(short, 2))
+    assert generate(m, PROMPTS, 8, ModelDraft(short, 2))[0] == generate(m, PROMPTS, 8)[0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_are_noticed(value):
+    m = make(LLAMA)
+    m.norm.weight.data[3] = value
+    with pytest.raises(ValueError, match="logits for row 0 are NaN or infinite"):
+        generate(m, [[1, 2]], 5)
+
+
+# --- the cost of a round, in operations: free of noise
+
+
+def test_one_synchronisation_a_round_and_few_operations():
+    from bench import counts
+    got = counts()
+    assert got["plain round"]["operations"] <= 25 and got["drafted step"]["operations"] <= 20
+    assert got["plain round"]["synchronisations"] == 1
+    assert got["drafted step"]["synchronisations"] == 0
+    assert got["drafted step, stop rule"]["synchronisations"] == 1
+
+
+# --- GPU
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_same_seed_same_uniforms_on_every_device(device):
+    got = Coins(7).take(5000, torch.device(device)).cpu()
+    assert torch.equal(got, torch.rand(5000, dtype=torch.float64, generator=torch.Generator().manual_seed(7)))
