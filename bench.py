@@ -5,6 +5,7 @@
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
+
 import argparse
 import statistics
 import sys
@@ -23,7 +24,9 @@ from model import Config, Transformer
 from speculative import generate, rounds
 
 HERE = Path(__file__).resolve().parent
-SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64, hidden_dim=2048)
+SHAPE_110M = Config(
+    vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64, hidden_dim=2048
+)
 
 
 def random_model(c, dtype=torch.float32, seed=0):
@@ -39,6 +42,7 @@ def random_model(c, dtype=torch.float32, seed=0):
 
 class Operations(TorchDispatchMode):
     """Counts the operations that compute or copy; views cost next to nothing and are left out."""
+
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -48,7 +52,19 @@ class Operations(TorchDispatchMode):
 
 class Synchronisations(TorchFunctionMode):
     """Counts the calls that make the host wait for the device to have a value."""
-    names = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "equal"}
+
+    names = {
+        "tolist",
+        "item",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "equal",
+    }
     count = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -64,12 +80,16 @@ def count(action):
 
 def counts():
     """What a plain round and a drafted step cost outside the sub-layers."""
-    model = random_model(Config(vocab_size=64, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32))
+    model = random_model(
+        Config(vocab_size=64, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32)
+    )
     cache, x = KVCache(model.c, 1, 64, torch.float32), torch.zeros(1, 1, 32)
     model.run(x, slice(0, 1), cache)  # the cos/sin table is made once
 
     def layers(sublayers):
-        full, empty = (count(lambda s=s: model.run(x, slice(9, 10), cache, s))["operations"] for s in (sublayers, []))
+        full, empty = (
+            count(lambda s=s: model.run(x, slice(9, 10), cache, s))["operations"] for s in (sublayers, [])
+        )
         return full - empty
 
     def round_of(drafter):
@@ -82,8 +102,11 @@ def counts():
         return {key: long[key] - short[key] - layers(range(2)) * (key == "operations") for key in long}
 
     plain = round_of(None)
-    return {"plain round": {**plain, "operations": plain["operations"] - layers(range(4))}, "drafted step": step(),
-            "drafted step, stop rule": step(lambda k, logits, token: token < 0)}
+    return {
+        "plain round": {**plain, "operations": plain["operations"] - layers(range(4))},
+        "drafted step": step(),
+        "drafted step, stop rule": step(lambda k, logits, token: token < 0),
+    }
 
 
 # --- plain decoding against transformers
@@ -102,14 +125,16 @@ def interleave(actions, repeats):
 
 def against_transformers(folder, dtype, prompt, new, repeats):
     from transformers import AutoModelForCausalLM
+
     model, _ = checkpoint.load(folder, "cpu", dtype)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    theirs.generation_config.eos_token_id = None    # both write all the tokens
+    theirs.generation_config.eos_token_id = None  # both write all the tokens
     ids, texts = torch.tensor([prompt]), {}
 
     def run_theirs():
-        texts["transformers"] = theirs.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0,
-                                                attention_mask=torch.ones_like(ids))[0, len(prompt):].tolist()
+        texts["transformers"] = theirs.generate(
+            ids, max_new_tokens=new, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids)
+        )[0, len(prompt) :].tolist()
 
     def run_ours():
         texts["ours"] = generate(model, [prompt], new)[0][0]
@@ -117,17 +142,24 @@ def against_transformers(folder, dtype, prompt, new, repeats):
     seconds = interleave({"ours": run_ours, "transformers": run_theirs}, repeats)
     same = next((i for i, (a, b) in enumerate(zip(*texts.values(), strict=True)) if a != b), new)
     return {name: new / statistics.median(s) for name, s in seconds.items()} | {
-        "ratio": statistics.median(seconds["transformers"]) / statistics.median(seconds["ours"]), "same tokens": same}
+        "ratio": statistics.median(seconds["transformers"]) / statistics.median(seconds["ours"]),
+        "same tokens": same,
+    }
 
 
 def plain(a):
-    text = "Once upon a time there was a little girl who lived in a house near the big forest with her mother, her "
+    text = (
+        "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
+    )
     stories = HERE / "weights" / "stories-llama"
     _, tokenizer = checkpoint.load(stories, "cpu")
     prompt = (checkpoint.encode(tokenizer, text * 2, 0))[:32]
-    print(f"plain decoding, batch 1, greedy, 32-token prompt, {a.new} new tokens, {torch.get_num_threads()} threads, "
-          f"medians of {a.repeats} interleaved runs\n")
-    print("| model | dtype | ours, tokens/s | transformers, tokens/s | ratio | same first tokens |\n|---|---|---|---|---|---|")
+    print(
+        f"plain decoding, batch 1, greedy, 32-token prompt, {a.new} new tokens, "
+        f"{torch.get_num_threads()} threads, medians of {a.repeats} interleaved runs\n"
+    )
+    print("| model | dtype | ours, tokens/s | transformers, tokens/s | ratio | same first tokens |")
+    print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as made:
         for name in ("stories-llama", "110M shape"):
             for dtype in (torch.bfloat16, torch.float32):
@@ -136,8 +168,11 @@ def plain(a):
                     folder = Path(made)
                     checkpoint.save(random_model(SHAPE_110M, dtype), folder, tokenizer)
                 r = against_transformers(folder, dtype, prompt, a.new, a.repeats)
-                print(f"| {name} | {str(dtype)[6:]} | {r['ours']:.1f} | {r['transformers']:.1f} | {r['ratio']:.2f} | "
-                      f"{r['same tokens']} |", flush=True)
+                print(
+                    f"| {name} | {str(dtype)[6:]} | {r['ours']:.1f} | {r['transformers']:.1f} | {r['ratio']:.2f} | "
+                    f"{r['same tokens']} |",
+                    flush=True,
+                )
 
 
 def main(argv=None):

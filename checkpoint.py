@@ -165,7 +165,7 @@ def check_tensors(files, model, c):
             raise ValueError(f"tensor {name} has type {stored.get_dtype()}, not one of {', '.join(DTYPES)}")
         extra.discard(name)
     if extra:
-        raise ValueError(f"{len(extra)} tensors have no place in the model of config.json, such as {min(extra)}")
+        raise ValueError(f"{len(extra)} tensors have no place in config.json's model, such as {min(extra)}")
 
 
 def find_device(device=None):
@@ -307,8 +307,8 @@ def write_config(c, dtype):
     family = "gemma2" if c.post_norm else "llama"
     raw = {"architectures": [ARCHITECTURES[family]], "model_type": family,
            "torch_dtype": str(dtype).removeprefix("torch."), "vocab_size": c.vocab_size, "hidden_size": c.dim,
-           "intermediate_size": c.hidden_dim, "num_hidden_layers": c.n_layers, "num_attention_heads": c.n_heads,
-           "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
+           "intermediate_size": c.hidden_dim, "num_hidden_layers": c.n_layers,
+           "num_attention_heads": c.n_heads, "num_key_value_heads": c.n_kv_heads, "head_dim": c.head_dim,
            "max_position_embeddings": c.max_len, "rms_norm_eps": c.norm_eps,
            "rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling,
            "tie_word_embeddings": c.tied, "attention_bias": False}

@@ -4,6 +4,7 @@
 
 The one thing to remember: this file only consumes what `speculative.rounds` yields.
 """
+
 import argparse
 import json
 import re
@@ -21,7 +22,7 @@ from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, rounds
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
-OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # the flag that each way to draft adds
+OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # what each way to draft adds
 GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3}
 REPEATS = 3  # of A B in --compare, behind a warm-up of each
 
@@ -35,8 +36,10 @@ def parse(argv):
     p = Parser(description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
     p.add_argument("prompt")
     p.add_argument("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
-    p.add_argument("--draft", choices=GAMMA, help="where drafts come from (default: exit, or what the flags imply)")
-    p.add_argument("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
+    p.add_argument("--draft", choices=GAMMA, help="where drafts come from (default: exit)")
+    p.add_argument(
+        "--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)"
+    )
     p.add_argument("--skip", metavar="SET", help='skip sub-layers: a3,m4 or a file {"attn": [3], "mlp": [4]}')
     p.add_argument("--draft-model", metavar="DIR", help="a small model with the same tokenizer")
     p.add_argument("--gamma", type=int, metavar="G", help="tokens to draft per round")
@@ -47,15 +50,17 @@ def parse(argv):
     p.add_argument("--min-p", type=float, metavar="P")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
-    p.add_argument("--compare", action="store_true", help="time plain decoding beside it and compare the texts")
+    p.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored"
+    )
+    p.add_argument("--compare", action="store_true", help="time plain decoding beside it, compare the texts")
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     a = p.parse_args(argv)
     implied = [kind for kind, flag in OWN_FLAG.items() if getattr(a, flag) is not None]
     a.draft = a.draft or (implied[0] if implied else "exit")
     wrong = next((kind for kind in implied if kind != a.draft), None)
     if wrong:
-        raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not with {a.draft}")
+        raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")
     if a.draft == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     if not -(2**63) <= a.seed < 2**63:
@@ -92,36 +97,42 @@ def make_drafter(a, model, tokenizer, device):
         folder = a.draft_model or WEIGHTS / "stories-draft"
         small, other = checkpoint.load(folder, device, model.tok.dtype)
         if other.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{folder}: its tokenizer differs from the target's, so its ids mean other words")
+            raise ValueError(f"{folder}: its tokenizer differs from the target's: its ids mean other words")
         return ModelDraft(small, a.gamma)
     return None
 
 
-def stream(tokenizer, outputs_so_far, printed):
-    """The new part of the text; a character whose bytes are not all there yet waits."""
-    text = tokenizer.decode(outputs_so_far).rstrip("\ufffd")
-    print(text[len(printed):], end="", flush=True)
-    return text
+def answer(tokenizer, ids, new):
+    """The text of the new tokens. trap: alone they would lose a leading space with some tokenizers."""
+    return tokenizer.decode(ids + new)[len(tokenizer.decode(ids)) :]
 
 
 def decode(model, ids, a, drafter, tokenizer=None):
     """One answer and its statistics; with a tokenizer the text is printed as it is accepted."""
     probs = lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p, a.min_p)  # noqa: E731
-    out, text, passes, accepted, proposed = [], "", 0, 0, 0
+    out, shown, passes, accepted, proposed = [], "", 0, 0, 0
     start = time.perf_counter()
     for _, r in rounds(model, [ids], a.max_new, drafter, probs, Coins(a.seed), model.c.eos):
         out += r.new[0]
         passes, accepted, proposed = passes + 1, accepted + int(r.accepted), proposed + int(r.proposed)
-        if tokenizer:
-            text = stream(tokenizer, out, text)
+        if tokenizer:  # a character whose bytes are not all there yet waits for the next round
+            text = a.prompt + answer(tokenizer, ids, out).rstrip("\ufffd")
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
     seconds = time.perf_counter() - start
-    return {"ids": out, "seconds": seconds, "target_passes": passes, "tokens_per_pass": len(out) / max(1, passes),
-            "acceptance": accepted / proposed if proposed else None}
+    return {
+        "ids": out,
+        "seconds": seconds,
+        "target_passes": passes,
+        "tokens_per_pass": len(out) / max(1, passes),
+        "acceptance": accepted / proposed if proposed else None,
+    }
 
 
 def divergence(model, ids, ours, plain):
     """Where two greedy answers part, with the gap between the two best logits there: rounding or a bug?"""
-    at = next((i for i, (x, y) in enumerate(zip(ours, plain, strict=False)) if x != y), min(len(ours), len(plain)))
+    pairs = enumerate(zip(ours, plain, strict=False))
+    at = next((i for i, (x, y) in pairs if x != y), min(len(ours), len(plain)))
     with torch.inference_mode():
         logits = model(torch.tensor([ids + plain[:at]], device=model.tok.device))[0, -1].float()
     best = logits.topk(2)
@@ -138,63 +149,86 @@ def compare(model, ids, a, drafter):
     ours, plain = ([r["seconds"] for r in seen] for _, seen in runs.values())
     a_ids, b_ids = (seen[-1]["ids"] for _, seen in runs.values())
     same = a_ids == b_ids if a.temperature == 0 else None
-    return {"seconds": statistics.median(ours), "identical": same,
-            "first_divergence": divergence(model, ids, a_ids, b_ids) if same is False else None,
-            "ratio": statistics.median(plain) / statistics.median(ours),
-            "baseline": {"seconds": statistics.median(plain), "ids": b_ids,
-                         "tokens_per_second": len(b_ids) / statistics.median(plain)}}
+    return {
+        "seconds": statistics.median(ours),
+        "identical": same,
+        "first_divergence": divergence(model, ids, a_ids, b_ids) if same is False else None,
+        "ratio": statistics.median(plain) / statistics.median(ours),
+        "baseline": {
+            "seconds": statistics.median(plain),
+            "ids": b_ids,
+            "tokens_per_second": len(b_ids) / statistics.median(plain),
+        },
+    }
 
 
-def main(argv=None):
-    a = parse(argv)
+def run(a):
     device = checkpoint.find_device(a.device)
     model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype))
     ids = checkpoint.encode(tokenizer, a.prompt, model.c.bos)
     drafter = make_drafter(a, model, tokenizer, device)
-    if not a.json:
-        print(a.prompt, end="", flush=True)
-    run = decode(model, ids, a, drafter, None if a.json else tokenizer)
+    r = decode(model, ids, a, drafter, None if a.json else tokenizer)
     if a.compare:
-        run |= compare(model, ids, a, drafter)
-        run["baseline"]["outputs"] = [entry(a.prompt, tokenizer, run["baseline"].pop("ids"))]
-    new = run.pop("ids")
-    result = {"outputs": [entry(a.prompt, tokenizer, new)], "new_tokens": len(new),
-              "tokens_per_second": len(new) / run["seconds"], **run,
-              "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma,
-              "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
-              "threads": torch.get_num_threads(), "seed": a.seed}
+        r |= compare(model, ids, a, drafter)
+        plain = r["baseline"].pop("ids")
+        r["baseline"]["outputs"] = [{"prompt": a.prompt, "text": answer(tokenizer, ids, plain), "ids": plain}]
+    new = r.pop("ids")
+    result = {
+        "outputs": [{"prompt": a.prompt, "text": answer(tokenizer, ids, new), "ids": new}],
+        "new_tokens": len(new),
+        "tokens_per_second": len(new) / r["seconds"],
+        **r,
+        "draft": a.draft,
+        "exit_layer": a.exit_layer,
+        "gamma": a.gamma,
+        "dtype": str(model.tok.dtype).removeprefix("torch."),
+        "device": str(model.tok.device),
+        "threads": torch.get_num_threads(),
+        "seed": a.seed,
+    }
     print(json.dumps(result) if a.json else summary(result, a))
-    # in half precision a block of tokens rounds differently from a single one; in full precision nothing may differ
+    # in half precision a block of tokens rounds differently from a single one; otherwise nothing may differ
     return int(result.get("identical") is False and result["dtype"] in ("float32", "float64"))
 
 
-def entry(prompt, tokenizer, ids):
-    return {"prompt": prompt, "text": tokenizer.decode(ids), "ids": ids}
-
-
 def summary(r, a):
-    acceptance = "nothing was drafted" if r["acceptance"] is None else f"{r['acceptance']:.0%} of the drafts accepted"
-    how = {"exit": f"exit behind block {r['exit_layer']}", "skip": f"skip {a.skip}"}.get(r["draft"], r["draft"])
-    lines = ["", "", f"{r['new_tokens']} tokens in {r['target_passes']} target passes: {r['tokens_per_pass']:.2f} a pass, "
-             f"{acceptance} (draft: {how}, gamma {r['gamma']})",
-             f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads"
-             + ("" if a.compare else ", first run, streaming")]
-    if a.compare:
-        lines.append(f"plain decoding: {r['baseline']['tokens_per_second']:.0f} tokens/s; ratio {r['ratio']:.2f} "
-                     f"(medians of {REPEATS} interleaved runs)")
+    share = r["acceptance"]
+    drafts = "nothing was drafted" if share is None else f"{share:.0%} of the drafts accepted"
+    how = r["draft"] + {"exit": f" behind block {r['exit_layer']}", "skip": f" {a.skip}"}.get(r["draft"], "")
+    lines = [
+        f"\n\n{r['new_tokens']} tokens in {r['target_passes']} passes, {r['tokens_per_pass']:.2f} a pass",
+        f"{drafts} (draft: {how}, gamma {r['gamma']})",
+        f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads",
+    ]
+    if not a.compare:
+        return "\n".join(lines) + " (one run, while printing)"
+    lines[2] += (
+        f"; plain decoding {r['baseline']['tokens_per_second']:.0f}: ratio {r['ratio']:.2f} "
+        f"(medians of {REPEATS} interleaved runs)"
+    )
+    if r["identical"] is None:
+        lines.append(
+            "identity is a question for temperature 0: here two runs spend their coins differently"
+        )
+    elif r["identical"]:
+        lines.append(f"identical to plain decoding in {r['dtype']}, token for token")
+    else:
         d = r["first_divergence"]
-        lines.append({True: "identical to plain decoding, token for token", False: "NOT identical to plain decoding",
-                      None: "identity cannot be checked at temperature > 0: the law is the same, but the two runs "
-                            "spend their random numbers differently"}[r["identical"]])
-        if d:
-            lines.append(f"they part at new token {d['position']}, where the two best logits (ids {d['ids']}) are "
-                         f"{d['top2_gap']:.3g} apart in {r['dtype']}")
+        lines.append(
+            f"NOT identical to plain decoding: they part at new token {d['position']}, where the best logits "
+            f"(ids {d['ids'][0]} and {d['ids'][1]}) are {d['top2_gap']:.3g} apart in {r['dtype']}"
+        )
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main(argv=None):
+    """Exit status: 0; 1 if --compare found a difference that rounding cannot explain; 2 for bad input."""
     try:
-        sys.exit(main())
+        return run(parse(argv))
     except (ValueError, OSError) as e:
         print(f"generate.py: {e}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

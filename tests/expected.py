@@ -1,5 +1,5 @@
-"""Tiny random `transformers` models, and the script that writes tests/expected/*.safetensors: their weights under
-Hugging Face's names, input ids, and the logits that `transformers` computes in float64.
+"""Tiny random `transformers` models, and the script that writes tests/expected/*.safetensors: their weights
+under Hugging Face's names, input ids, and the logits that `transformers` computes in float64.
 
 The tests read the files without `transformers`; run `python tests/expected.py` only to change the models.
 """
@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 HERE = Path(__file__).parent / "expected"
 SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=16, max_position_embeddings=128, rms_norm_eps=1e-5, bos_token_id=0,
-             eos_token_id=1, pad_token_id=None)
+             num_key_value_heads=2, head_dim=16, max_position_embeddings=128, rms_norm_eps=1e-5,
+             bos_token_id=0, eos_token_id=1, pad_token_id=None)
 LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)    # of 8 frequencies 2 stay, 2 blend, 4 are divided
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=3.0)
@@ -29,8 +29,8 @@ MODELS = {  # windows shorter than the texts, and soft-caps small enough to bite
 
 @contextlib.contextmanager
 def wide():
-    """Inside, `transformers` computes in float64 throughout. Its norms, angles and soft-max raise half types to
-    float32, which would make a model of float64 good to 1e-6 only: here the name float32 means float64."""
+    """Inside, `transformers` computes in float64 throughout. Its norms, angles and soft-max raise half types
+    to float32, which would make a model of float64 good to 1e-6 only: here the name float32 means float64."""
     with mock.patch.multiple(torch, float32=torch.float64, float=torch.float64), \
             mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         default = torch.get_default_dtype()
@@ -42,7 +42,7 @@ def wide():
 
 
 def build(name, seed=0):
-    """A random float64 model of `transformers` whose weights are spread out, norms included, and fit into float32."""
+    """A random float64 `transformers` model: weights spread out, norms included, and exact in float32."""
     from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
     kinds = (Gemma2Config, Gemma2ForCausalLM) if name == "gemma2" else (LlamaConfig, LlamaForCausalLM)
     with wide():
@@ -79,7 +79,9 @@ def main():
     from safetensors.torch import save_file
     for name in ("llama", "llama3", "gemma2"):
         m, ids = build(name), texts(2, 24)
-        tensors = {key: w.float() for key, w in m.state_dict().items() if not (key == "lm_head.weight" and name == "gemma2")}
+        tensors = {key: w.float() for key, w in m.state_dict().items()}
+        if m.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
         path = HERE / f"{name}.safetensors"
         save_file(tensors | {"input_ids": ids, "logits": logits(m, ids)}, path,
                   metadata={"config": json.dumps(m.config.to_dict(), sort_keys=True)})

@@ -1,4 +1,4 @@
-"""Loading and saving: every form a Hugging Face folder comes in, every way it can be broken, and nothing lost between.
+"""Loading and saving: every form a Hugging Face folder comes in, every way it can be broken, nothing lost.
 
 A refusal is a ValueError or FileNotFoundError of one line that names the culprit.
 """
@@ -24,10 +24,11 @@ from model import Config
 ROOT = Path(checkpoint.__file__).parent
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {key: value for key, value in expected.LLAMA3.items() if key != "rope_theta"}
-CONFIGS = FAMILIES | {"tied": replace(LLAMA, tied=True), "wide-heads": replace(LLAMA, head_dim=12, bos=3, eos=(5, 6)),
-                      "llama3": replace(LLAMA, rope_theta=500.0, rope_scaling=LLAMA3),
-                      "linear": replace(LLAMA, rope_scaling=LINEAR), "no-caps": replace(
-                          GEMMA, attn_softcap=None, final_softcap=None, tied=False, norm_eps=1e-6)}
+CONFIGS = FAMILIES | {
+    "tied": replace(LLAMA, tied=True), "wide-heads": replace(LLAMA, head_dim=12, bos=3, eos=(5, 6)),
+    "llama3": replace(LLAMA, rope_theta=500.0, rope_scaling=LLAMA3),
+    "linear": replace(LLAMA, rope_scaling=LINEAR),
+    "no-caps": replace(GEMMA, attn_softcap=None, final_softcap=None, tied=False, norm_eps=1e-6)}
 families = pytest.mark.parametrize("name", FAMILIES)
 IDS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8]])
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -55,7 +56,7 @@ def edit_weights(folder, drop=(), **changes):
 def shard(folder, count=3):
     """The same weights in several files and an index, as large models come."""
     tensors = load_file(folder / "model.safetensors")
-    where = {key: f"model-{i % count + 1:05}-of-{count:05}.safetensors" for i, key in enumerate(sorted(tensors))}
+    where = {key: f"model-{i % count + 1:05}-of-{count:05}.safetensors" for i, key in enumerate(tensors)}
     for file in sorted(set(where.values())):
         save_file({key: t.clone() for key, t in tensors.items() if where[key] == file}, folder / file)
     index = folder / "model.safetensors.index.json"
@@ -98,7 +99,8 @@ def test_transformers_loads_what_was_saved_and_agrees(name, tmp_path):
     m, folder = saved(CONFIGS[name], tmp_path, torch.float64)
     m.scale.fill_(m.c.embed_scale)
     with expected.wide():
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64,
+                                                      attn_implementation="eager")
     want = expected.logits(theirs, IDS)
     assert float((m(IDS) - want).abs().max() / want.abs().max()) < 1e-12
     assert theirs.config.max_position_embeddings == 64
@@ -111,17 +113,17 @@ def test_transformers_loads_what_was_saved_and_agrees(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["stories-llama", "stories-draft"])
 def test_the_shipped_weights_give_what_transformers_gives(name):
-    """Both in float32, which rounds by 6e-8: after twelve layers of sums the two differ by 2e-6 at most."""
+    """Both in float32, where a rounding is 6e-8: the two differ by 6e-7, which is a dozen roundings."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     folder = ROOT / "weights" / name
     m, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
-    ids = checkpoint.encode(tokenizer, "Once upon a time, there was a little girl named Lily. She", m.c.bos)
-    assert ids == [m.c.bos, *AutoTokenizer.from_pretrained(folder)("Once upon a time, there was a little girl "
-                                                                  "named Lily. She").input_ids]
+    text = "Once upon a time, there was a little girl named Lily. She loved to play with her red ball."
+    ids = checkpoint.encode(tokenizer, text, m.c.bos)
+    assert ids == AutoTokenizer.from_pretrained(folder)(text).input_ids and ids.count(m.c.bos) == 1
     with torch.no_grad():
         want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits
     got = m(torch.tensor([ids]))
-    assert float((got - want).abs().max() / want.abs().max()) < 4e-6
+    assert float((got - want).abs().max() / want.abs().max()) < 2e-6
     assert torch.equal(got.argmax(-1), want.argmax(-1))
     stored = checkpoint.load(folder, "cpu")[0]
     assert stored.tok.dtype == torch.bfloat16 and stored.c == m.c and stored.c.eos
@@ -144,24 +146,25 @@ def test_weights_are_converted_only_when_asked(name, tmp_path):
     m, folder = saved(FAMILIES[name], tmp_path, torch.bfloat16)
     for dtype in (torch.float16, torch.float32, torch.float64):
         assert same(checkpoint.load(folder, "cpu", dtype)[0], make(m.c).bfloat16().to(dtype))
-    edit_weights(folder, **{"model.norm.weight": m.norm.weight.double()})    # a mixed one: the embedding decides
-    assert same(checkpoint.load(folder, "cpu")[0], m)
+    edit_weights(folder, **{"model.norm.weight": m.norm.weight.double()})
+    assert same(checkpoint.load(folder, "cpu")[0], m), "of mixed types the embedding's decides"
 
 
 @pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3], ids=["plain", "linear", "llama3"])
 def test_both_spellings_of_a_config_mean_the_same(scaling, tmp_path):
     """transformers 4: rope_theta, rope_scaling, torch_dtype. transformers 5: rope_parameters, dtype."""
     m, folder = saved(replace(LLAMA, rope_theta=500.0, rope_scaling=scaling), tmp_path)
-    config, old = folder / "config.json", ("rope_theta", "rope_scaling", "torch_dtype", "rope_parameters", "dtype")
+    config = folder / "config.json"
+    params = {"rope_type": "default", "rope_theta": 500.0} | (scaling or {})
     four = {"rope_theta": 500.0, "rope_scaling": scaling, "torch_dtype": "float32"}
-    five = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0} | (scaling or {}), "dtype": "float32"}
-    older = four | {"rope_scaling": scaling and {"type": scaling["rope_type"], **scaling}}
-    for spelling in (four, five, older, four | five):
-        edit(config, drop=old)
+    five = {"rope_parameters": params, "dtype": "float32"}
+    early = {"type" if key == "rope_type" else key: value for key, value in (scaling or {}).items()}
+    for spelling in (four, five, four | {"rope_scaling": early}, four | five):
+        edit(config, drop=[*four, *five])
         edit(config, **spelling)
         again = checkpoint.load(folder, "cpu")[0]
         assert again.c == m.c and torch.equal(again(IDS), m(IDS))
-    edit(config, drop=old)
+    edit(config, drop=[*four, *five])
     assert checkpoint.read_config(folder) == replace(m.c, rope_theta=10_000.0, rope_scaling=None)
 
 
@@ -189,8 +192,8 @@ def write_minimal(folder, kind, **more):
 
 def test_what_a_llama_config_leaves_out_takes_the_family_defaults(tmp_path):
     write_minimal(tmp_path, "LlamaForCausalLM")
-    shape = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=8, hidden_dim=96, norm_eps=1e-6,
-                   rope_theta=10_000.0, tied=False, max_len=2048, act="silu")
+    shape = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=8, hidden_dim=96,
+                   norm_eps=1e-6, rope_theta=10_000.0, tied=False, max_len=2048, act="silu")
     assert checkpoint.read_config(tmp_path) == shape
     write_minimal(tmp_path, "LlamaForCausalLM", num_key_value_heads=None, head_dim=None, rope_scaling=None)
     assert checkpoint.read_config(tmp_path) == shape, "null means left out"
@@ -200,12 +203,14 @@ def test_what_a_llama_config_leaves_out_takes_the_family_defaults(tmp_path):
 
 def test_what_a_gemma2_config_leaves_out_takes_the_family_defaults(tmp_path):
     write_minimal(tmp_path, "Gemma2ForCausalLM")
-    want = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=256, hidden_dim=96, norm_eps=1e-6,
-                  rope_theta=10_000.0, tied=True, max_len=8192, act="gelu", norm_offset=1.0, embed_scale=8.0,
-                  post_norm=True, query_scale=1 / 16, attn_softcap=50.0, final_softcap=30.0, window=4096)
+    want = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=256, hidden_dim=96,
+                  norm_eps=1e-6, rope_theta=10_000.0, tied=True, max_len=8192, act="gelu", norm_offset=1.0,
+                  embed_scale=8.0, post_norm=True, query_scale=1 / 16, attn_softcap=50.0, final_softcap=30.0,
+                  window=4096)
     assert checkpoint.read_config(tmp_path) == want
     write_minimal(tmp_path, "Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
-    assert checkpoint.read_config(tmp_path) == replace(want, attn_softcap=None, final_softcap=None), "null means off"
+    uncapped = replace(want, attn_softcap=None, final_softcap=None)
+    assert checkpoint.read_config(tmp_path) == uncapped, "null means off"
     write_minimal(tmp_path, "Gemma2ForCausalLM", hidden_act="silu", hidden_activation="gelu_pytorch_tanh")
     assert checkpoint.read_config(tmp_path) == want, "hidden_activation wins over hidden_act"
     write_minimal(tmp_path, "Gemma2ForCausalLM", hidden_act="gelu", hidden_activation=None)
@@ -379,8 +384,8 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path):
     refused(tmp_path, lost)
 
 
-@pytest.mark.parametrize("where", [None, [], "x", {EMBED: 3}, {EMBED: "../model.safetensors"}, {EMBED: "/etc/passwd"}],
-                         ids=str)
+@pytest.mark.parametrize("where", [None, [], "x", {EMBED: 3}, {EMBED: "../model.safetensors"},
+                                   {EMBED: "/etc/passwd"}], ids=str)
 def test_an_index_names_files_of_its_own_folder(where, tmp_path):
     edit(shard(saved(LLAMA, tmp_path)[1]), weight_map=where)
     refused(tmp_path, "weight_map")
@@ -404,7 +409,7 @@ def test_damaged_json_is_refused(name, content, tmp_path):
 
 def test_a_device_that_is_not_there_is_refused(monkeypatch, tmp_path):
     saved(LLAMA, tmp_path)
-    for device in ("gpu", "mps", "meta", ""[:0] or "cpu:x"):
+    for device in ("gpu", "mps", "meta", "cpu:x"):
         refused(tmp_path, device, device=device)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused(tmp_path, "CUDA", device="cuda")
@@ -422,8 +427,8 @@ def test_a_prompt_gets_exactly_one_begin_of_text(adds_bos):
     assert checkpoint.encode(tokenizer, "Once upon", bos=0) == [0, *plain]
     assert checkpoint.encode(tokenizer, "<s>Once upon", bos=0) == [0, *plain], "already in the text"
     assert checkpoint.encode(tokenizer, "<s>", bos=0) == [0]
-    assert checkpoint.encode(tokenizer, "Once<s>upon", bos=0).count(0) == 2, "inside the text it is the user's"
-    assert checkpoint.encode(tokenizer, "Once upon") == [0] * adds_bos + plain, "the model names none: as it comes"
+    assert checkpoint.encode(tokenizer, "Once<s>upon", bos=0).count(0) == 2, "inside the text it stays"
+    assert checkpoint.encode(tokenizer, "Once upon") == [0] * adds_bos + plain, "without a bos: as it comes"
 
 
 def test_a_prompt_of_nothing_or_of_no_unicode_is_refused():
@@ -456,8 +461,8 @@ print(peak - before, model.tok.dtype)
 
 
 def test_loading_takes_little_more_memory_than_the_model(tmp_path):
-    """Not two copies at any moment: the model, at most one and a half tensors, and 8 MB for everything else."""
-    c = replace(LLAMA, vocab_size=4000, dim=1024, n_layers=4, n_heads=16, head_dim=64, n_kv_heads=4, hidden_dim=2816)
+    """Never two copies: the model, one and a half of its largest tensor, and 8 MB for the rest."""
+    c = replace(LLAMA, vocab_size=4000, dim=1024, n_layers=4, n_heads=16, head_dim=64, hidden_dim=2816)
     saved(LLAMA, tmp_path / "small")
     m = checkpoint.Transformer(c).bfloat16()
     for p in m.parameters():
@@ -499,8 +504,10 @@ def test_skip_sets_by_hand():
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda: keep(3, attn=[3]), "attention of block 3"), (lambda: keep(3, attn=[-1]), "attention of block -1"),
-    (lambda: keep(3, mlp=[0, 7]), "MLP of block 7"), (lambda: keep(2, [0, 1], [0, 1]), "no sub-layer"),
+    (lambda: keep(3, attn=[3]), "attention of block 3"),
+    (lambda: keep(3, attn=[-1]), "attention of block -1"),
+    (lambda: keep(3, mlp=[0, 7]), "MLP of block 7"),
+    (lambda: keep(2, [0, 1], [0, 1]), "no sub-layer"),
     (lambda: early_exit(3, 0), "exit layer.* 3.* 0"), (lambda: early_exit(3, 4), "exit layer.* 3.* 4")],
     ids=["attention 3", "attention -1", "MLP 7", "nothing left", "exit 0", "exit 4"])
 def test_skip_sets_that_cannot_be_are_refused(call, words):

@@ -1,6 +1,6 @@
-"""The loop is lossless: greedy text is the plain one token for token, and the law of sampled text is the target's,
-for every drafter, both families and ragged batches."""
-import json
+"""The loop is lossless: greedy text is the plain one token for token, and the law of sampled text is the
+target's, for every drafter, both families and ragged batches."""
+
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from model import Config
 from sampling import Coins, to_probs
 from speculative import Draft, Drafter, ModelDraft, NGram, chain, generate, prefill, rounds, verify
 
+SHIPPED = Path(__file__).parent.parent / "weights"
 FULL = range(2 * LLAMA.n_layers)
 
 
@@ -46,7 +47,7 @@ DRAFTERS = {
     "exit, gated": lambda m: SelfDraft(m, range(8), gate),
     "model, gated": lambda m: ModelDraft(small(m), gate),
     "ngram, gated": lambda m: NGram(gate, 1),
-    "long": lambda m: SelfDraft(m, range(10), 12),    # longer than the spare slots behind the limit
+    "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots behind the limit
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
 each_drafter = pytest.mark.parametrize("name", DRAFTERS)
@@ -82,8 +83,9 @@ def test_rows_equal_solo_runs(models, truth, family, name):
 
 @each_family
 def test_poison(models, truth, family):
-    """Nothing behind the last known token is ever read: fill it with large finite garbage after each round, in tokens
-    and both caches, while gamma and the skip set change at random."""
+    """Nothing behind the last known token is ever read: fill it with large finite garbage after each round,
+    in tokens and both caches, while gamma and the skip set change at random."""
+
     class Poisoned(SelfDraft):
         def observe(self, state, round):
             for b, text in enumerate(state.text):
@@ -104,9 +106,9 @@ def test_poison(models, truth, family):
     m = models[family]
     assert generate(m, PROMPTS, 40, Poisoned(m, range(6), 5))[0] == truth[family]
     perfect = PoisonedModel(m, 3)
-    for state, round in rounds(m, PROMPTS, 40, perfect):
-        assert round.accepted.tolist() == round.proposed.tolist(), "the draft model read a slot that it did not hold"
-    assert [t[len(p):] for t, p in zip(state.text, PROMPTS, strict=True)] == truth[family]
+    for state, r in rounds(m, PROMPTS, 40, perfect):  # noqa: B007
+        assert r.accepted.tolist() == r.proposed.tolist(), "the draft model read a slot that it did not hold"
+    assert [t[len(p) :] for t, p in zip(state.text, PROMPTS, strict=True)] == truth[family]
 
 
 @each_family
@@ -124,9 +126,16 @@ def test_prefill_blocks_agree(models, family, block):
 
 @each_family
 @pytest.mark.parametrize("temperature", [0, 1.3])
-@pytest.mark.parametrize("make_drafter", [
-    lambda m: SelfDraft(m, FULL, 4), lambda m: ModelDraft(m, 4), lambda m: ModelDraft(m, 1),
-    lambda m: SelfDraft(m, FULL, 4, lambda k, logits, token: token == 3), lambda m: ModelDraft(m, gate)])
+@pytest.mark.parametrize(
+    "make_drafter",
+    [
+        lambda m: SelfDraft(m, FULL, 4),
+        lambda m: ModelDraft(m, 4),
+        lambda m: ModelDraft(m, 1),
+        lambda m: SelfDraft(m, FULL, 4, lambda k, logits, token: token == 3),
+        lambda m: ModelDraft(m, gate),
+    ],
+)
 def test_perfect_draft_is_accepted_whole(models, family, temperature, make_drafter):
     m, drafted = models[family], 0
     for _, r in rounds(m, PROMPTS, 40, make_drafter(m), lambda x: to_probs(x, temperature)):
@@ -151,13 +160,14 @@ def test_empty_skip_set_needs_the_fewest_passes(models, family, gamma):
 @pytest.mark.parametrize("name", ["none", "exit", "skip", "model", "ngram", "long"])
 @each_family
 def test_end_of_text_at_every_position(models, truth, family, name):
-    """Each token of the answer in turn is an end-of-text id, alone and with a second one, so that it falls on every
-    place of a draft; each row ends behind its own first one."""
+    """Each token of the answer in turn is an end-of-text id, alone and with a second one, so that it falls on
+    every place of a draft; each row ends behind its own first one."""
     m = models[family]
     for i in range(0, 12):
         for eos in ({truth[family][0][i]}, {truth[family][0][i], truth[family][1][0]}):
-            want = [row[: next((j + 1 for j, t in enumerate(row) if t in eos), 12)] for row in
-                    (full[:12] for full in truth[family])]
+            want = [
+                row[: next((j + 1 for j, t in enumerate(row[:12]) if t in eos), 12)] for row in truth[family]
+            ]
             assert generate(m, PROMPTS, 12, DRAFTERS[name](m), eos=eos)[0] == want
 
 
@@ -174,7 +184,8 @@ def test_accepted_counts_only_what_was_kept(models, truth):
 @pytest.mark.parametrize("name", ["none", "exit", "skip", "model", "ngram", "long"])
 @each_family
 def test_context_limit(family, name):
-    """Rows reach the limit one by one, the last of them inside a draft; end-of-text on the very last slot counts."""
+    """Rows reach the limit one by one, the last of them inside a draft; end-of-text on the very last slot
+    counts."""
     m = make(replace(FAMILIES[family], max_len=20))
     want = [oracle(m, p, 20 - len(p)) for p in PROMPTS]
     assert generate(m, PROMPTS, 99, DRAFTERS[name](m))[0] == want
@@ -196,20 +207,34 @@ def test_nothing_to_do(models):
 
 def test_drafts_never_overrun(models):
     """Also not those of a drafter that ignores how much is left."""
+
     class Greedy(Drafter):
         def propose(self, state):
             return Draft(torch.full((len(state.text), 30), 3, device=state.n.device))
+
     m = models["llama"]
-    for state, r in rounds(m, PROMPTS, 7, Greedy()):
+    for state, r in rounds(m, PROMPTS, 7, Greedy()):  # noqa: B007
         assert all(a <= len(new) for a, new in zip(r.accepted.tolist(), r.new, strict=True))
     assert [len(t) - len(p) for t, p in zip(state.text, PROMPTS, strict=True)] == [7] * 4
 
 
 # --- the exact law: every outcome of the production loop, enumerated
 
-TINY = Config(vocab_size=3, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24, max_len=32)
-TINY_GEMMA = replace(TINY, tied=True, act="gelu", norm_offset=1.0, embed_scale=4.0, post_norm=True, query_scale=0.3,
-                     attn_softcap=5.0, final_softcap=3.0, window=2)
+TINY = Config(
+    vocab_size=3, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24, max_len=32
+)
+TINY_GEMMA = replace(
+    TINY,
+    tied=True,
+    act="gelu",
+    norm_offset=1.0,
+    embed_scale=4.0,
+    post_norm=True,
+    query_scale=0.3,
+    attn_softcap=5.0,
+    final_softcap=3.0,
+    window=2,
+)
 TOP_P = dict(temperature=2.0, top_p=0.9)
 LAWS = {
     "none": (TINY, lambda m: None, TOP_P),
@@ -222,8 +247,11 @@ LAWS = {
     "exit, top-k": (TINY, lambda m: SelfDraft(m, range(4), 2), dict(temperature=1.5, top_k=2)),
     "exit, min-p": (TINY, lambda m: SelfDraft(m, range(4), 2), dict(temperature=2.0, min_p=0.2)),
     "exit, stopped": (TINY, lambda m: SelfDraft(m, range(4), 2, unsure), TOP_P),
-    "model, gated": (TINY, lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7), lambda s: 2 * (len(s.text[0]) > 3)),
-                     TOP_P),
+    "model, gated": (
+        TINY,
+        lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7), lambda s: 2 * (len(s.text[0]) > 3)),
+        TOP_P,
+    ),
 }
 
 
@@ -231,8 +259,12 @@ def target_law(m, prompt, probs, count):
     """{answer: probability} by multiplying the target's own conditionals, without loop or cache."""
     out = {(): 1.0}
     for _ in range(count):
-        out = {ids + (t,): w * float(p) for ids, w in out.items()
-               for t, p in enumerate(probs(m(torch.tensor([[*prompt, *ids]]))[0, -1])) if p > 0}
+        out = {
+            ids + (t,): w * float(p)
+            for ids, w in out.items()
+            for t, p in enumerate(probs(m(torch.tensor([[*prompt, *ids]]))[0, -1]))
+            if p > 0
+        }
     return out
 
 
@@ -279,8 +311,8 @@ class Fixed(Coins):
 
 
 def one(p, q, tokens, *uniforms, length=None):
-    p, q, tokens = (None if t is None else torch.tensor([t]) for t in (p, q, tokens))
-    return [int(t) for t in verify(p, q, tokens, Fixed(*uniforms), None if length is None else torch.tensor([length]))]
+    p, q, tokens, length = (None if t is None else torch.tensor([t]) for t in (p, q, tokens, length))
+    return [int(t) for t in verify(p, q, tokens, Fixed(*uniforms), length)]
 
 
 P = [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]
@@ -289,8 +321,12 @@ Q = [[0.2, 0.5, 0.3]]
 
 def test_verify_by_hand():
     assert one(P, Q, [0], 0.999, 0.0) == [1, 0], "p >= q must always be accepted"
-    assert one(P, Q, [1], 0.59, 0.05) == [1, 0], "accepted with probability p/q = .6; then the bonus comes from p"
-    assert one(P, Q, [1], 0.61, 0.999) == [0, 0], "a refused token is replaced from max(p - q, 0), here only token 0"
+    assert one(P, Q, [1], 0.59, 0.05) == [1, 0], (
+        "accepted with probability p/q = .6; then the bonus comes from p"
+    )
+    assert one(P, Q, [1], 0.61, 0.999) == [0, 0], (
+        "a refused token is replaced from max(p - q, 0), here only token 0"
+    )
     assert one(P, Q, [1], 0.0, 0.35, length=0) == [0, 0], "what was not proposed is never accepted"
     assert one(P, Q, [1], 0.0, 0.55, length=0) == [0, 1], "where nothing was proposed the token comes from p"
 
@@ -336,8 +372,15 @@ def test_chain_keeps_the_token_that_stops_it_and_computes_no_further_step(models
             def step(token, k):
                 steps.append(k)
                 return torch.zeros(len(state.text), 1, 17, device=state.n.device)
-            tokens, q, length = chain(state, step, 6, lambda k, logits, token: torch.tensor(
-                [k == 1, k == 2, k == 0, k == 2], device=state.n.device))
+
+            tokens, q, length = chain(
+                state,
+                step,
+                6,
+                lambda k, logits, token: torch.tensor(
+                    [k == 1, k == 2, k == 0, k == 2], device=state.n.device
+                ),
+            )
             assert tokens.shape == (4, 3) and q.shape == (4, 3, 17) and length.tolist() == [2, 3, 1, 3]
             return Draft(tokens, q, length)
 
@@ -355,55 +398,81 @@ def test_ngram_copies_the_latest_continuation():
     class Seen(NGram):
         def propose(self, state):
             d = super().propose(state)
-            drafts.append([row[:n] for row, n in zip(d.tokens.tolist(), d.length.tolist(), strict=True)]
-                          if d.length is not None else None)
+            drafts.append(
+                [row[:n] for row, n in zip(d.tokens.tolist(), d.length.tolist(), strict=True)]
+                if d.length is not None
+                else None
+            )
             return d
 
     next(rounds(m, [[1, 2, 3, 9, 1, 2, 4, 5, 1, 2], [7, 7, 7], [6], [1, 2, 3, 4]], 9, Seen(3, 2)))
     assert drafts == [[[4, 5, 1], [7], [], []]]
 
 
+def acceptance_counts():
+    """{drafter: [proposed, accepted, passes]} on the shipped weights in float64, greedy, 48 tokens of each
+    prompt."""
+    m, tokenizer = checkpoint.load(SHIPPED / "stories-llama", "cpu", torch.float64)
+    draft, _ = checkpoint.load(SHIPPED / "stories-draft", "cpu", torch.float64)
+    prompts = [
+        checkpoint.encode(tokenizer, text, m.c.bos)
+        for text in ("Once upon a time", "User: I want to book a table.\nAssistant:", "def main():")
+    ]
+    drafters = {
+        "exit 1": SelfDraft(m, range(2), 2),
+        "exit 4": SelfDraft(m, range(8), 4),
+        "skip": SelfDraft(m, keep(12, [5, 7, 9], [6, 8]), 3),
+        "model": ModelDraft(draft, 3),
+        "ngram": NGram(4, 2),
+    }
+    runs = {name: [r for _, r in rounds(m, prompts, 48, drafter)] for name, drafter in drafters.items()}
+    return {
+        name: [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
+        for name, run in runs.items()
+    }
+
+
 def test_golden_acceptance_counts():
-    """Output tests cannot see a drafter that drafts badly; these counts can. float64, greedy, 48 tokens each."""
-    shipped = Path(__file__).parent.parent / "weights"
-    m, tokenizer = checkpoint.load(shipped / "stories-llama", "cpu", torch.float64)
-    draft, _ = checkpoint.load(shipped / "stories-draft", "cpu", torch.float64)
-    prompts = [checkpoint.encode(tokenizer, text, m.c.bos) for text in
-               ("Once upon a time", "User: I want to book a table.\nAssistant:", "def main():")]
-    got = {}
-    for name, drafter in {"exit 1": SelfDraft(m, range(2), 2), "exit 4": SelfDraft(m, range(8), 4),
-                          "skip": SelfDraft(m, keep(12, [5, 7, 9], [6, 8]), 3), "model": ModelDraft(draft, 3),
-                          "ngram": NGram(4, 2)}.items():
-        seen = [r for _, r in rounds(m, prompts, 48, drafter)]
-        got[name] = [sum(int(r.proposed.sum()) for r in seen), sum(int(r.accepted.sum()) for r in seen), len(seen)]
-    golden = Path(__file__).parent / "expected" / "acceptance.json"
-    assert got == json.loads(golden.read_text()), f"proposed, accepted, passes changed: {json.dumps(got)}"
+    """Output tests cannot see a drafter that drafts badly; these counts can."""
+    assert acceptance_counts() == {
+        "exit 1": [135, 76, 24],
+        "exit 4": [164, 100, 16],
+        "skip": [120, 103, 15],
+        "model": [190, 78, 26],
+        "ngram": [70, 49, 47],
+    }
 
 
 # --- bad input
 
 
-@pytest.mark.parametrize("prompts, max_new, message", [
-    ([[1], []], 5, "prompt 1 is empty"),
-    ([[1] * 64], 5, "prompt 0 has 64 tokens and fills the context of 64"),
-    ([[1, 17]], 5, "prompt 0 holds token id 17, but ids run from 0 to 16"),
-    ([[-1]], 5, "prompt 0 holds token id -1"),
-    ([[1]], -1, "max_new must be at least 0, got -1"),
-])
+@pytest.mark.parametrize(
+    "prompts, max_new, message",
+    [
+        ([[1], []], 5, "prompt 1 is empty"),
+        ([[1] * 64], 5, "prompt 0 has 64 tokens and fills the context of 64"),
+        ([[1, 17]], 5, "prompt 0 holds token id 17, but ids run from 0 to 16"),
+        ([[-1]], 5, "prompt 0 holds token id -1"),
+        ([[1]], -1, "max_new must be at least 0, got -1"),
+    ],
+)
 def test_bad_prompts(models, prompts, max_new, message):
     with pytest.raises(ValueError, match=message):
         rounds(models["llama"], prompts, max_new)
 
 
-@pytest.mark.parametrize("build, message", [
-    (lambda m: SelfDraft(m, [], 3), "leaves no sub-layer"),
-    (lambda m: SelfDraft(m, [0, 12], 3), "sub-layers must rise within 0 .. 11"),
-    (lambda m: SelfDraft(m, [1, 0], 3), "sub-layers must rise"),
-    (lambda m: SelfDraft(m, range(4), -1), "gamma, how many tokens to draft"),
-    (lambda m: ModelDraft(m, 1.5), "gamma, how many tokens to draft"),
-    (lambda m: NGram(-2, 1), "gamma, how many tokens to draft"),
-    (lambda m: NGram(2, 0), "n, the number of tokens to look up"),
-])
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda m: SelfDraft(m, [], 3), "leaves no sub-layer"),
+        (lambda m: SelfDraft(m, [0, 12], 3), "sub-layers must rise within 0 .. 11"),
+        (lambda m: SelfDraft(m, [1, 0], 3), "sub-layers must rise"),
+        (lambda m: SelfDraft(m, range(4), -1), "gamma, how many tokens to draft"),
+        (lambda m: ModelDraft(m, 1.5), "gamma, how many tokens to draft"),
+        (lambda m: NGram(-2, 1), "gamma, how many tokens to draft"),
+        (lambda m: NGram(2, 0), "n, the number of tokens to look up"),
+    ],
+)
 def test_bad_drafters(models, build, message):
     with pytest.raises(ValueError, match=message):
         build(models["llama"])
@@ -430,6 +499,7 @@ def test_damaged_weights_are_noticed(value):
 
 def test_one_synchronisation_a_round_and_few_operations():
     from bench import counts
+
     got = counts()
     assert got["plain round"]["operations"] <= 25 and got["drafted step"]["operations"] <= 20
     assert got["plain round"]["synchronisations"] == 1

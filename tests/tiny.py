@@ -1,5 +1,6 @@
-"""What the tests share: tiny random models of both families in float64, ragged prompts, an oracle, and the enumerator
-of every outcome of the production loop."""
+"""What the tests share: tiny random models of both families in float64, ragged prompts, an oracle, and the
+enumerator of every outcome of the production loop."""
+
 from dataclasses import replace
 
 import torch
@@ -7,14 +8,27 @@ import torch
 from model import Config, Transformer
 from sampling import Coins
 
-torch.set_num_threads(1)    # these models are too small to share
+torch.set_num_threads(1)  # these models are too small to share
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
-LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_len=64)
-GEMMA = replace(LLAMA, head_dim=16, tied=True, act="gelu", norm_offset=1.0, embed_scale=32**0.5, post_norm=True,
-                query_scale=24**-0.5, attn_softcap=50.0, final_softcap=30.0, window=5)
+LLAMA = Config(
+    vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_len=64
+)
+GEMMA = replace(
+    LLAMA,
+    head_dim=16,
+    tied=True,
+    act="gelu",
+    norm_offset=1.0,
+    embed_scale=32**0.5,
+    post_norm=True,
+    query_scale=24**-0.5,
+    attn_softcap=50.0,
+    final_softcap=30.0,
+    window=5,
+)
 FAMILIES = {"llama": LLAMA, "gemma2": GEMMA}
-PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]    # one of them a single token
+PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]  # one of them a single token
 
 
 def make(c, seed=0, device="cpu"):
@@ -34,7 +48,7 @@ def oracle(m, prompt, count):
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(m(torch.tensor([ids], device=m.tok.device))[0, -1].argmax()))
-    return ids[len(prompt):]
+    return ids[len(prompt) :]
 
 
 class Branch(Coins):
@@ -59,7 +73,9 @@ class Branch(Coins):
         return torch.tensor([bool(h) for h in heads], device=prob.device).view(prob.shape)
 
     def choose(self, weights):
-        return torch.stack([self.pick(w) for w in weights.reshape(-1, weights.shape[-1])]).view(weights.shape[:-1])
+        return torch.stack([self.pick(w) for w in weights.reshape(-1, weights.shape[-1])]).view(
+            weights.shape[:-1]
+        )
 
 
 def law(run):

@@ -1,0 +1,35 @@
+# `make demo` and `make test` do all the set-up there is: a virtual environment in .venv with the pinned packages.
+PYTHON ?= python3
+VENV ?= .venv
+PY = $(VENV)/bin/python
+
+.PHONY: demo test mutants lint clean
+
+demo: $(VENV)/run
+	@echo "== in float32: is the text the very same?"
+	$(PY) generate.py "Once upon a time" --compare --dtype float32
+	@echo
+	@echo "== in the stored dtype, bfloat16: how fast?"
+	$(PY) generate.py "Once upon a time" --compare
+
+test: $(VENV)/dev
+	$(PY) -m pytest
+
+mutants: $(VENV)/dev
+	$(PY) tests/mutants.py
+
+lint: $(VENV)/dev
+	$(PY) -m ruff check
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
+
+$(VENV)/run: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, e.g. make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/dev: requirements-dev.txt $(VENV)/run
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
