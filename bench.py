@@ -168,11 +168,8 @@ def plain(a):
                     folder = Path(made)
                     checkpoint.save(random_model(SHAPE_110M, dtype), folder, tokenizer)
                 r = against_transformers(folder, dtype, prompt, a.new, a.repeats)
-                print(
-                    f"| {name} | {str(dtype)[6:]} | {r['ours']:.1f} | {r['transformers']:.1f} | {r['ratio']:.2f} | "
-                    f"{r['same tokens']} |",
-                    flush=True,
-                )
+                speeds = f"{r['ours']:.1f} | {r['transformers']:.1f} | {r['ratio']:.2f} | {r['same tokens']}"
+                print(f"| {name} | {str(dtype)[6:]} | {speeds} |", flush=True)
 
 
 def main(argv=None):

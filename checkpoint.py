@@ -184,12 +184,19 @@ def find_device(device=None):
 # --- config.json and tokenizer.json
 
 
+def read_text(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as e:
+        raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
+
+
 def read_json(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError, OSError) as e:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: not readable as JSON ({e})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
