@@ -44,9 +44,14 @@ def load(folder, device=None, dtype=None):
     c = read_config(folder)
     tokenizer = read_tokenizer(folder)
     files = find_weights(folder)
-    with torch.device("meta"):
-        model = Transformer(c) if c.n_layers <= len(files) else None
-    check_tensors(files, model, c)
+    if c.n_layers > len(files):
+        raise ValueError(f"config.json says {c.n_layers} layers, but the weights are {len(files)} tensors")
+    try:
+        with torch.device("meta"):
+            model = Transformer(c)
+    except RuntimeError:  # torch counts bytes in 63 bits
+        raise ValueError("config.json asks for a model larger than any memory") from None
+    check_tensors(files, model)
     if dtype is None:
         dtype = DTYPES[files["model.embed_tokens.weight"].get_slice("model.embed_tokens.weight").get_dtype()]
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
@@ -147,13 +152,11 @@ def open_weights(path):
         raise ValueError(f"{path}: truncated or damaged safetensors file ({e})") from None
 
 
-def check_tensors(files, model, c):
+def check_tensors(files, model):
     """Every tensor is there, has the right shape and a floating type, and none is left over."""
     extra = {name for name in files if not name.endswith("rotary_emb.inv_freq")}  # rope's, in Llama 1 and 2
-    if c.tied:
+    if model.c.tied:
         extra.discard("lm_head.weight")  # some tied checkpoints store the embedding twice
-    if model is None:
-        raise ValueError(f"config.json says {c.n_layers} layers, but the weights are {len(files)} tensors")
     for name, part in parts(model):
         if name not in files:
             hint = " (untied: tie_word_embeddings is false)" if name == "lm_head.weight" else ""
@@ -240,7 +243,7 @@ def read_config(folder):
             refuse(f"{key} must be a {'whole' if kind is int else 'positive'} number, got {value!r}")
         return kind(value)
 
-    for key in ("attention_bias", "mlp_bias"):
+    for key in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
         if raw.get(key):
             refuse(f"{key} is not supported")
     vocab, dim, heads = map(number, ("vocab_size", "hidden_size", "num_attention_heads"))
@@ -254,7 +257,7 @@ def read_config(folder):
     act = raw["hidden_activation"] if family == "gemma2" else raw["hidden_act"]
     if act is None and family == "gemma2":
         act = FAMILIES[family]["hidden_activation"]
-    if act not in ACTS.keys():
+    if not isinstance(act, str) or act not in ACTS:
         refuse(f"activation {act!r} is not supported; {' and '.join(ACTS)} are")
     if not isinstance(raw["tie_word_embeddings"], bool):
         refuse(f"tie_word_embeddings must be true or false, got {raw['tie_word_embeddings']!r}")
@@ -321,7 +324,7 @@ def write_config(c, dtype):
            "tie_word_embeddings": c.tied, "attention_bias": False}
     if family == "llama":
         return raw | {"hidden_act": "silu", "mlp_bias": False}
-    act = "gelu_pytorch_tanh"
+    act, scalar = "gelu_pytorch_tanh", round(c.query_scale ** -2, 6)
     return raw | {"hidden_act": act, "hidden_activation": act, "sliding_window": c.window,
-                  "query_pre_attn_scalar": round(c.query_scale ** -2, 6),
+                  "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
                   "attn_logit_softcapping": c.attn_softcap, "final_logit_softcapping": c.final_softcap}

@@ -202,7 +202,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(c)
         self.head = None if c.tied else weight(c.vocab_size, c.dim)
         # trap: the scale is rounded to the weights' dtype, as in the original (bfloat16: 59.75, not 59.87)
-        self.register_buffer("scale", torch.tensor(float(c.embed_scale)), persistent=False)
+        self.register_buffer("scale", torch.tensor(c.embed_scale, dtype=torch.float64), persistent=False)
         self.table = None
 
     def embed(self, tokens):
@@ -270,8 +270,9 @@ class Transformer(nn.Module):
         T, windows = x.shape[1], {None, self.c.window}
         if T == 1 and isinstance(slots, slice) and slots == positions:
             return dict.fromkeys(windows)
-        at, slots = (torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s
-                     for s in (positions, slots))                               # (1 or B, T)
+        at, slots = torch.broadcast_tensors(*(
+            torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s
+            for s in (positions, slots)))                                       # (1 or B, T)
         zeros = torch.zeros((), dtype=self.attention_dtype(), device=x.device)
         return {w: zeros.masked_fill(~visible(at, slots, end, tree, w)[:, None, None], -math.inf)
                 for w in windows}

@@ -36,7 +36,7 @@ def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
     """Raise ValueError, in one line, for a sampling setting out of range."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
-    if top_k is not None and (top_k < 1 or top_k != int(top_k)):
+    if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
         raise ValueError(f"top_k must be a whole number, at least 1, got {top_k}")
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if value is not None and not 0 < value <= 1:

@@ -275,7 +275,7 @@ def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, 
 
 
 def check_gamma(gamma):
-    if not callable(gamma) and (gamma < 0 or gamma != int(gamma)):
+    if not callable(gamma) and not (isinstance(gamma, int) and gamma >= 0):
         raise ValueError(f"gamma, how many tokens to draft, must be a whole number from 0 up, got {gamma}")
     return gamma
 

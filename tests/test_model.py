@@ -284,8 +284,10 @@ def test_one_scoring_pass_equals_each_token_on_its_own(name, sublayers, device):
     assert error(same, got) < 1e-12
     assert torch.equal(fork.k[:, :, :, :T], held[:, :, :, :T]) and torch.equal(cache.k, held)
     for j in range(T):
-        solo = m.run(x[:, j : j + 1], slice(j, j + 1), cache.fork(), sublayers)
-        assert error(got[:, j : j + 1], solo) < 1e-12
+        one, here = x[:, j : j + 1], slice(j, j + 1)
+        solo = m.run(one, here, cache.fork(), sublayers)
+        assert error(got[:, here], solo) < 1e-12
+        assert error(m.run(one, here, cache.fork(), sublayers, slots=slice(T, T + 1)), solo) < 1e-12
     if sublayers is None:
         assert error(got, whole(m, tokens)) < 1e-12
 

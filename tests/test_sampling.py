@@ -242,6 +242,12 @@ def test_choices_run_over_rising_ids_not_falling_weights():
     assert got.tolist() == [0, 1, 2, 3]
 
 
+def test_a_long_tail_of_small_weights_is_not_lost():
+    """In float32, 1 + 1e-8 is 1: a running sum in it would never reach the tail."""
+    weights = torch.tensor([1.0] + [1e-8] * 50_000)
+    assert Fixed(1.00025 / 1.0005).choose(weights).item() == pytest.approx(25_000, abs=2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_token_of_weight_zero_is_never_chosen(dtype):
     generator = torch.Generator().manual_seed(0)
