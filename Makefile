@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test mutants lint clean
+.PHONY: demo test mutants fuzz lint picture clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -17,6 +17,12 @@ test: $(VENV)/dev
 
 mutants: $(VENV)/dev
 	$(PY) tests/mutants.py
+
+fuzz: $(VENV)/dev
+	$(PY) tests/fuzz.py
+
+picture: $(VENV)/run
+	$(PY) generate.py "Once upon a time" --max-new 90 --picture run.png
 
 lint: $(VENV)/dev
 	$(PY) -m ruff check

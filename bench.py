@@ -1,32 +1,57 @@
 """Honest timing, side by side in one process: A B A B, medians, after a warm-up.
 
-    python bench.py counts      operations and synchronisations of a round: free of noise
-    python bench.py plain       plain decoding against transformers on the same weights
+    python bench.py counts                operations and synchronisations of a round: free of noise
+    python bench.py plain --out plain     plain decoding against transformers; plain.json, .md and .png
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
 
 import argparse
+import json
+import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
 
 import checkpoint
 from kvcache import KVCache
 from layerskip import SelfDraft
 from model import Config, Transformer
-from speculative import generate, rounds
+from speculative import generate, prefill, rounds
 
 HERE = Path(__file__).resolve().parent
 SHAPE_110M = Config(
-    vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64, hidden_dim=2048
+    vocab_size=32_000,
+    dim=768,
+    n_layers=12,
+    n_heads=12,
+    n_kv_heads=12,
+    head_dim=64,
+    hidden_dim=2048,
+    max_len=1024,
 )
+SHAPE_1B = Config(  # for the GPU
+    vocab_size=128_000,
+    dim=2048,
+    n_layers=16,
+    n_heads=32,
+    n_kv_heads=8,
+    head_dim=64,
+    hidden_dim=8192,
+    max_len=4096,
+    tied=True,
+)
+TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
+BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 
 
 def random_model(c, dtype=torch.float32, seed=0):
@@ -113,71 +138,275 @@ def counts():
 
 
 def interleave(actions, repeats):
-    """{name: seconds of each repeat}: every action once as a warm-up, then A B A B."""
+    """{name: median seconds}: every action once as a warm-up, then A B A B."""
     seconds = {name: [] for name in actions}
     for repeat in range(repeats + 1):
         for name, action in actions.items():
             start = time.perf_counter()
             action()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             seconds[name] += [time.perf_counter() - start] * (repeat > 0)
-    return seconds
+    return {name: statistics.median(s) for name, s in seconds.items()}
 
 
-def against_transformers(folder, dtype, prompt, new, repeats):
-    from transformers import AutoModelForCausalLM
+class Pair:
+    """The same weights in this library and in transformers."""
 
-    model, _ = checkpoint.load(folder, "cpu", dtype)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    theirs.generation_config.eos_token_id = None  # both write all the tokens
-    ids, texts = torch.tensor([prompt]), {}
+    def __init__(self, folder, dtype, device):
+        from transformers import AutoModelForCausalLM
 
-    def run_theirs():
-        texts["transformers"] = theirs.generate(
-            ids, max_new_tokens=new, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids)
-        )[0, len(prompt) :].tolist()
+        self.ours, _ = checkpoint.load(folder, device, dtype)
+        self.theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        self.theirs.generation_config.eos_token_id = None  # both write all the tokens
+        self.device, self.c = torch.device(device), self.ours.c
 
-    def run_ours():
-        texts["ours"] = generate(model, [prompt], new)[0][0]
+    def write(self, prompts, new):
+        """Both continue the prompts greedily: two functions that return the ids."""
+        ids = torch.tensor(prompts, device=self.device)
+        flags = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
+        return {
+            "ours": lambda: generate(self.ours, prompts, new)[0],
+            "transformers": lambda: self.theirs.generate(ids, max_new_tokens=new, **flags)[
+                :, ids.shape[1] :
+            ].tolist(),
+        }
 
-    seconds = interleave({"ours": run_ours, "transformers": run_theirs}, repeats)
-    same = next((i for i, (a, b) in enumerate(zip(*texts.values(), strict=True)) if a != b), new)
-    return {name: new / statistics.median(s) for name, s in seconds.items()} | {
-        "ratio": statistics.median(seconds["transformers"]) / statistics.median(seconds["ours"]),
-        "same tokens": same,
+    def read(self, ids):
+        """Both read a prompt of (1, T) ids into a cache."""
+        cache = KVCache(self.c, 1, ids.shape[1], self.ours.attention_dtype(), self.device)
+        return {
+            "ours": lambda: prefill(self.ours, ids, cache),
+            "transformers": lambda: self.theirs(ids, use_cache=True, logits_to_keep=1),
+        }
+
+
+def matrices(model):
+    """The model's own matrix-vector products for one token, and nothing else: the bound for batch 1."""
+    x = {
+        n: torch.ones(1, 1, n, dtype=model.tok.dtype, device=model.tok.device)
+        for n in {w.shape[1] for w in model.parameters() if w.dim() == 2}
+    }
+    weights = [w for b in model.blocks for w in (b.attn.wqkv, b.attn.wo, b.mlp.gate_up, b.mlp.down)]
+    weights.append(model.tok if model.head is None else model.head)
+    return lambda: [F.linear(x[w.shape[1]], w) for w in weights]
+
+
+def step(model, T, at):
+    """A target pass over T tokens behind `at` others."""
+    cache = KVCache(model.c, 1, at + T, model.attention_dtype(), model.tok.device)
+    tokens = torch.full((1, T), 5, device=model.tok.device)
+    return lambda: model.unembed(model.run(model.embed(tokens), slice(at, at + T), cache))
+
+
+LOAD = """
+import sys, time, torch
+sys.path.insert(0, {here!r})
+import checkpoint, transformers
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+before, start = peak(), time.perf_counter()
+model = {call}
+print(time.perf_counter() - start, peak() - before)
+"""
+
+
+def loading(folder, dtype, repeats):
+    """Median seconds and MB of peak resident memory (file pages included), each in a fresh process."""
+    calls = {
+        "ours": f"checkpoint.load({str(folder)!r}, 'cpu', {dtype})",
+        "transformers": f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype={dtype})",
+    }
+    seen = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            run = [sys.executable, "-c", LOAD.format(here=str(HERE), call=call)]
+            seen[name].append(
+                [
+                    float(n)
+                    for n in subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()[
+                        -2:
+                    ]
+                ]
+            )
+    return {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in seen.items()
     }
 
 
-def plain(a):
-    text = (
-        "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
+@torch.inference_mode()
+def measure(folder, dtype, device, a, bar):
+    """All of `plain` for one model and dtype, as a dict for JSON."""
+    pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
+    contexts = [n for n in (64, 256, 512, 1024, 2048, 4096) if n < pair.c.max_len] + [pair.c.max_len - 1]
+    write = pair.write([prompt], a.new)
+    ours, theirs = (run()[0] for run in write.values())
+    r = {"same tokens": next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), a.new)}
+    bar.update()
+    r["decode"] = interleave(write, a.repeats)
+    bar.update()
+    single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
+    r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
+    r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
+    bar.update()
+    ids = torch.tensor([(a.prompt * 20)[: min(480, pair.c.max_len)]], device=device)
+    r["prompt"] = interleave(pair.read(ids), a.repeats) | {"tokens": ids.shape[1]}
+    bar.update()
+    r["batches"] = {B: interleave(pair.write([prompt] * B, a.new // 4), a.repeats) for B in BATCHES}
+    bar.update()
+    r["contexts"] = interleave({n: step(pair.ours, 1, n) for n in contexts}, 5 * a.repeats)
+    r["loading"] = loading(folder, dtype, max(1, a.repeats // 2)) if device == "cpu" else None
+    r["launches"] = launches(pair.ours, prompt) if device == "cuda" else None
+    bar.update()
+    return r
+
+
+def launches(model, prompt):
+    """Kernel launches of a plain round, counted by the profiler."""
+    steps = rounds(model, [prompt], 16)
+    next(steps)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        next(steps)
+    return sum(e.count for e in seen.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def table(head, rows):
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)] + [""]
+
+
+def markdown(results, a):
+    """The tables of `plain`."""
+    lines = [
+        f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}, "
+        f"{torch.get_num_threads()} threads; torch {torch.__version__}; medians of {a.repeats} runs A B A B",
+        "",
+    ]
+    speed, blocks, work = [], [], []
+    for name, r in results.items():
+        ours, theirs = r["decode"]["ours"], r["decode"]["transformers"]
+        same = f"{r['same tokens']} of {a.new}"
+        speed.append([name, f"{a.new / ours:.1f}", f"{a.new / theirs:.1f}", f"{theirs / ours:.2f}"])
+        speed[-1] += [f"{r['bound']:.2f}", same]
+        blocks.append([name, *(f"{s / r['blocks'][1]:.2f}" for s in r["blocks"].values())])
+        contexts = ", ".join(f"{n}: {s / r['contexts'][64]:.2f}" for n, s in r["contexts"].items())
+        batches = " ".join(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())
+        read = r["prompt"]
+        prompt = f"{read['tokens'] / read['ours']:.0f} ({read['transformers'] / read['ours']:.2f})"
+        loads = [f"{s:.1f} s, {mb:.0f} MB" for s, mb in (r["loading"] or {}).values()]
+        work.append([name, contexts, prompt, batches, *(loads or ["", ""])])
+    lines += table(
+        ["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"], speed
     )
+    lines += table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks)
+    head = ["model, dtype", "a token behind n others, relative to 64", "reading a prompt, tokens/s (ratio)"]
+    head += [f"ratio at batch {' '.join(map(str, BATCHES))}", "loading, peak memory", "transformers"]
+    lines += table(head, work)
+    lines += [
+        f"{name}: {r['launches']} kernel launches a plain round"
+        for name, r in results.items()
+        if r["launches"]
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def plot(results, a, path):
+    """Speed beside transformers and the bound; what a block of T tokens costs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    names = list(results)
+    ratios = [r["decode"]["transformers"] / r["decode"]["ours"] for r in results.values()]
+    left.barh(names, ratios, color="#0072b2", height=0.5)
+    left.barh(
+        names,
+        [q / r["bound"] - q for q, r in zip(ratios, results.values(), strict=True)],
+        left=ratios,
+        color="#0072b2",
+        alpha=0.2,
+        height=0.5,
+    )
+    left.axvline(1, color="#d55e00")
+    left.set(xlabel="speed relative to transformers\n(pale: up to the bound, matrix products alone)")
+    left.invert_yaxis()
+    for (name, r), mark in zip(results.items(), "osD^v<", strict=False):
+        right.plot(BLOCKS, [s / r["blocks"][1] for s in r["blocks"].values()], marker=mark, label=name)
+    right.plot(BLOCKS, BLOCKS, color="#808080", linestyle=":", label="one by one")
+    right.set(
+        xscale="log",
+        yscale="log",
+        xticks=BLOCKS,
+        xlabel="tokens in the block",
+        ylabel="cost relative to one token",
+    )
+    right.set_xticks(BLOCKS, BLOCKS)
+    right.set_yticks((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
+    right.minorticks_off()
+    right.legend(frameon=False, fontsize=8)
+    for side in (left, right):
+        side.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"plain decoding on {a.device}: {a.machine}, {torch.get_num_threads()} threads", fontsize=10
+    )
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plain(a):
     stories = HERE / "weights" / "stories-llama"
     _, tokenizer = checkpoint.load(stories, "cpu")
-    prompt = (checkpoint.encode(tokenizer, text * 2, 0))[:32]
-    print(
-        f"plain decoding, batch 1, greedy, 32-token prompt, {a.new} new tokens, "
-        f"{torch.get_num_threads()} threads, medians of {a.repeats} interleaved runs\n"
+    a.prompt = checkpoint.encode(tokenizer, TEXT * 4, 0)
+    shapes = (
+        {"stories-llama": None, "110M shape": SHAPE_110M} if a.device == "cpu" else {"1B shape": SHAPE_1B}
     )
-    print("| model | dtype | ours, tokens/s | transformers, tokens/s | ratio | same first tokens |")
-    print("|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as made:
-        for name in ("stories-llama", "110M shape"):
-            for dtype in (torch.bfloat16, torch.float32):
-                folder = stories
-                if name != "stories-llama":
-                    folder = Path(made)
-                    checkpoint.save(random_model(SHAPE_110M, dtype), folder, tokenizer)
-                r = against_transformers(folder, dtype, prompt, a.new, a.repeats)
-                speeds = f"{r['ours']:.1f} | {r['transformers']:.1f} | {r['ratio']:.2f} | {r['same tokens']}"
-                print(f"| {name} | {str(dtype)[6:]} | {speeds} |", flush=True)
+    dtypes = (torch.bfloat16, torch.float32) if a.device == "cpu" else (torch.bfloat16,)
+    results = {}
+    with (
+        tqdm(total=6 * len(shapes) * len(dtypes), disable=None) as bar,
+        tempfile.TemporaryDirectory() as made,
+    ):
+        for name, c in shapes.items():
+            for dtype in dtypes:
+                folder = Path(made) if c else stories
+                if c:
+                    checkpoint.save(random_model(c, dtype), folder, tokenizer)
+                results[f"{name}, {str(dtype)[6:]}"] = measure(folder, dtype, a.device, a, bar)
+    text = markdown(results, a)
+    print(text)
+    if a.out:
+        Path(f"{a.out}.md").write_text(text + "\n")
+        Path(f"{a.out}.json").write_text(
+            json.dumps({"machine": a.machine, "results": results}, indent=1) + "\n"
+        )
+        plot(results, a, f"{a.out}.png")
+
+
+def machine():
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("what", choices=["counts", "plain"])
-    p.add_argument("--new", type=int, default=128, metavar="N")
+    p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, default=5, metavar="N")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")
     a = p.parse_args(argv)
+    try:
+        checkpoint.find_device(a.device)
+    except ValueError as e:
+        p.error(str(e))
+    if a.new < 8 or a.repeats < 1:
+        p.error("--new must be at least 8 and --repeats at least 1")
+    a.machine = machine() if a.device == "cpu" else torch.cuda.get_device_name()
     if a.what == "plain":
         return plain(a)
     print("| outside the sub-layers | operations | synchronisations |\n|---|---|---|")

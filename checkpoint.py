@@ -138,7 +138,7 @@ def find_weights(folder):
         return {name: handles[file] for name, file in where.items()}
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
-        raise ValueError(f"{folder}: only pickled weights ({pickles[0]}), can run code and are never opened; "
+        raise ValueError(f"{folder}: only pickles ({pickles[0]}), which can run code and are never opened; "
                          f"convert them once: {CONVERT}".replace("DIR", str(folder)))
     raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
@@ -268,16 +268,16 @@ def read_config(folder):
         head_dim=head_dim, hidden_dim=number("intermediate_size"), norm_eps=eps, rope_theta=theta,
         rope_scaling=scaling, tied=raw["tie_word_embeddings"], act=ACTS[act],
         max_len=number("max_position_embeddings"), **read_special(folder, raw, vocab, refuse))
-    pattern = ["full_attention"] * layers
     if family == "gemma2":
-        pattern[::2] = ["sliding_attention"] * len(pattern[::2])
         attn_cap, final_cap = (None if raw[key] is None else number(key, float)
                                for key in ("attn_logit_softcapping", "final_logit_softcapping"))
         fields |= dict(norm_offset=1.0, embed_scale=dim**0.5, post_norm=True, window=number("sliding_window"),
                        query_scale=number("query_pre_attn_scalar", float) ** -0.5,
                        attn_softcap=attn_cap, final_softcap=final_cap)
-    if raw.get("layer_types") not in (None, pattern):
-        refuse(f"layer_types must be {pattern[:2]} in turn, got {raw['layer_types']}")
+    kinds = raw.get("layer_types")
+    turn = ["sliding_attention" if family == "gemma2" else "full_attention", "full_attention"]
+    if kinds is not None and kinds != [turn[i % 2] for i in range(min(layers, 2**16))]:
+        refuse(f"layer_types must be {turn[0]} and {turn[1]} in turn, got {kinds}")
     return Config(**fields)
 
 

@@ -1,16 +1,21 @@
 """The command line: what it prints, the JSON that scripts read, and one line with status 2 for bad input."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import LLAMA, make
+from tiny import FAMILIES, LLAMA, make
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tqdm import tqdm
 
+import chat
 import checkpoint
 import generate
 
@@ -37,9 +42,10 @@ def as_json(call, *argv):
 def test_text_streams_and_a_summary_follows(call):
     status, out, err = call("Once upon a time", *SHORT)
     assert (status, err) == (0, "")
-    text, summary = out.split("\n\n")
+    text, summary = out.split("\n", 1)
     assert text == "Once upon a time, there was a little girl named Lily. She loved to"
     assert "12 tokens in" in summary and "draft: exit behind block 2, gamma 2" in summary
+    assert "\x1b" not in out, "no colours where nobody watches"
 
 
 @pytest.mark.parametrize(
@@ -91,21 +97,21 @@ def test_compare_while_sampling_says_why_identity_is_no_question(call):
 
 def test_compare_reports_a_divergence_and_its_gap(call, monkeypatch):
     """A crooked drafter stands for rounding: in bfloat16 it is reported, in float32 it is a failure."""
-    honest = generate.decode
+    honest = generate.timed
 
-    def crooked(model, ids, a, drafter, tokenizer=None):
-        r = honest(model, ids, a, drafter, tokenizer)
+    def crooked(model, prompts, a, drafter):
+        outputs, seconds = honest(model, prompts, a, drafter)
         if drafter:
-            r["ids"][5] += 1
-        return r
+            outputs[0][5] += 1
+        return outputs, seconds
 
-    monkeypatch.setattr(generate, "decode", crooked)
+    monkeypatch.setattr(generate, "timed", crooked)
     for dtype, status in (("bfloat16", 0), ("float32", 1)):
         argv = ["Once upon a time", *SHORT, "--compare", "--dtype", dtype]
         got, out, _ = call(*argv)
         assert got == status and "NOT identical" in out and "part at new token 5" in out
         d = json.loads(call(*argv, "--json")[1])["first_divergence"]
-        assert d["position"] == 5 and d["top2_gap"] > 0 and len(d["ids"]) == 2
+        assert (d["output"], d["position"]) == (0, 5) and d["top2_gap"] > 0 and len(d["ids"]) == 2
 
 
 def test_seed_repeats_a_sampled_run(call):
@@ -118,24 +124,183 @@ def test_end_of_text_ends_the_answer(call):
     assert ids[-1] == 0 and 0 not in ids[:-1] and len(ids) < 400
 
 
-def test_half_a_character_waits(monkeypatch, capsys):
-    """The bytes of one character may come in different rounds; the terminal never sees half of it."""
-    model, tokenizer = checkpoint.load(STORIES, "cpu")
-    snow = tokenizer.encode("\u2603").ids
-    assert len(snow) > 1, "the test needs a character of several tokens"
+def test_picture(call, tmp_path):
+    for name, start in (("run.png", b"\x89PNG"), ("run.svg", b"<?xml")):
+        assert call("Once", *SHORT, "--picture", tmp_path / name)[0] == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
 
-    class R:
-        accepted = proposed = 0
 
-    def rounds(*_):
-        for t in [*snow, *tokenizer.encode("!").ids]:
-            r = R()
-            r.new = [[t]]
-            yield None, r
+# --- batches and pipes
 
-    monkeypatch.setattr(generate, "rounds", rounds)
-    generate.decode(model, tokenizer.encode("a").ids, generate.parse(["a"]), None, tokenizer)
-    assert capsys.readouterr().out == "a\u2603!"
+
+def test_batch_from_a_file(call, tmp_path):
+    """Each line of the file is a row of one ragged batch, with the text it has alone."""
+    texts = ["Once upon a time", "User: hello", "x"]
+    lines, jsonl = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("\n".join(texts[:2]) + "\n\n" + texts[2])
+    jsonl.write_text("".join(json.dumps({"id": i, "prompt": text}) + "\n" for i, text in enumerate(texts)))
+    common = ["--max-new", "9", "--json", "--dtype", "float32"]
+    alone = [json.loads(call(text, *common)[1])["outputs"][0] for text in texts]
+    for file in (lines, jsonl):
+        r = json.loads(call("--prompt-file", file, *common)[1])
+        assert r["outputs"] == alone and r["new_tokens"] == 27
+    out = call("--prompt-file", lines, "--max-new", "9")[1]
+    assert all(text + o["text"] in out for text, o in zip(texts, alone, strict=True))
+
+
+@pytest.mark.parametrize("flag", [["-"], ["--prompt", "-"]])
+def test_standard_input(call, monkeypatch, flag):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Once upon\na time\n")))
+    out = json.loads(call(*flag, *SHORT, "--json")[1])["outputs"][0]
+    assert out["prompt"] == "Once upon\na time", "only the newline that ends the input goes"
+
+
+def test_standard_input_that_is_no_text(call, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
+    bad(call, "the prompt is not valid UTF-8 at character 2", "-")
+
+
+def test_ctrl_c_prints_what_there_is(call, monkeypatch):
+    honest = generate.rounds
+
+    def interrupted(*args, **kwargs):
+        steps = honest(*args, **kwargs)
+        yield next(steps)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "rounds", interrupted)
+    status, out, err = call("Once upon a time", *SHORT, "--compare")
+    assert status == 130 and out.startswith("Once upon a time, there was") and "3 tokens in 1 pass" in out
+    status, out, _ = call("Once upon a time", *SHORT, "--json")
+    assert status == 130 and json.loads(out)["interrupted"] and json.loads(out)["new_tokens"] == 3
+
+
+def test_a_long_prompt_shows_how_much_is_read(monkeypatch, capsys):
+    bars = []
+    monkeypatch.setattr(
+        generate, "tqdm", lambda **kwargs: bars.append(kwargs) or tqdm(**kwargs | {"disable": False})
+    )
+    model, _ = checkpoint.load(STORIES, "cpu")
+    reading = generate.Reading(model, 300)
+    generate.generate(reading, [[5] * 300], 3)
+    assert bars[0]["disable"] is True and generate.Reading(model, 2000) and bars[1]["disable"] is None
+    assert reading.bar.n == 300, "only the prompt counts"
+
+
+def test_reader_that_stops_early(tmp_path):
+    """`python generate.py ... | head -c 5` ends without a traceback."""
+    run = f"{sys.executable} {ROOT / 'generate.py'} 'Once upon a time' --max-new 60 | head -c 5"
+    r = subprocess.run(run, shell=True, capture_output=True, text=True)
+    assert r.stdout == "Once " and r.stderr == ""
+
+
+# --- chat
+
+
+LLAMA3 = (
+    "{{- bos_token }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+GEMMA2 = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}"
+    "{% endif %}{% for message in messages %}{% if message['role'] == 'assistant' %}{% set role = 'model' %}"
+    "{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + "
+    "message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+CHATS = {
+    "llama": (
+        LLAMA3,
+        ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "gemma2": (
+        GEMMA2,
+        ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+        "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
+    ),
+}
+
+
+def chat_folder(folder, family, adds_bos=True):
+    """A checkpoint built like the real ones: sharded, bfloat16, byte-level tokenizer with the family's
+    special tokens, template in tokenizer_config.json; small and random."""
+    template, special, _ = CHATS[family]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, vocab_size=300)
+    tokenizer.train_from_iterator(["hello"], trainer)
+    if adds_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
+        )
+    c = replace(FAMILIES[family], vocab_size=tokenizer.get_vocab_size(), max_len=96, bos=0, eos=(1,))
+    checkpoint.save(make(c).bfloat16(), folder, tokenizer)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"metadata": {}, "weight_map": {name: file for file, part in shards.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    spec = {"bos_token": special[0], "eos_token": {"content": special[1]}, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(spec))
+    return folder
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+@pytest.mark.parametrize("family", CHATS)
+def test_chat(call, tmp_path, monkeypatch, family, adds_bos):
+    folder, asked = chat_folder(tmp_path / family, family, adds_bos), {}
+    honest = generate.rounds
+    monkeypatch.setattr(
+        generate,
+        "rounds",
+        lambda model, prompts, *a, **kw: (
+            asked.update(prompts=prompts, eos=kw["eos"]) or honest(model, prompts, *a, **kw)
+        ),
+    )
+    status, out, err = call("Hi", "--chat", "--model", folder, *SHORT, "--json")
+    assert status == 0, err
+    tokenizer = checkpoint.load(folder, "cpu")[1]
+    ids = asked["prompts"][0]
+    assert ids[0] == 0 and 0 not in ids[1:], "exactly one begin-of-text"
+    assert tokenizer.decode(ids[1:], skip_special_tokens=False) == CHATS[family][2]
+    turn_end = tokenizer.token_to_id(CHATS[family][1][-1])
+    assert asked["eos"] == {1, turn_end}, "stops at end-of-text and at the template's end of turn"
+    assert json.loads(out)["outputs"][0]["prompt"] == "Hi"
+
+
+def test_chat_template_in_a_file_of_its_own_wins(tmp_path):
+    folder = chat_folder(tmp_path / "m", "llama")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.content | tojson }}]{% endfor %}"
+    )
+    assert chat.read_template(folder)([{"role": "user", "content": "a<b"}]) == '["a<b"]'
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (None, "no chat template, so this is a base model"),
+        (7, "no chat template"),
+        ([{"name": "tools", "template": "x"}], "no chat template"),
+        ("{% for x in %}", "the chat template fails"),
+        ("{{ raise_exception('no\nusers here') }}", "the chat template fails: no users here"),
+        ("{{ messages.__class__.__mro__ }}", "the chat template fails: access to attribute '__class__'"),
+        ("{{ 1 / 0 }}", "the chat template fails: division by zero"),
+        ("", "the prompt is empty"),
+    ],
+)
+def test_bad_templates(call, tmp_path, template, message):
+    folder = chat_folder(tmp_path / "m", "llama")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    bad(call, message, "Hi", "--chat", "--model", folder)
 
 
 # --- bad input
@@ -151,7 +316,28 @@ def bad(call, message, *argv):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        ([], "the following arguments are required: prompt"),
+        ([], "give one prompt: as an argument, with --prompt, or a batch with --prompt-file"),
+        (["x", "--prompt", "y"], "give one prompt"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt: no such file"),
+        (["--prompt-file", str(ROOT)], "no such file"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["x", "--picture", "run.gif"], "--picture must name a .png or .svg file, got run.gif"),
+        (["x", "--picture", ""], "--picture is empty"),
+        (["x", "--prompt-file", ""], "--prompt-file is empty"),
+        (["x", "--chat"], "no chat template, so this is a base model"),
+        (["x", "--max-new", "1e3"], "argument --max-new: invalid int value: '1e3'"),
+        (["x", "--temperature", "warm"], "argument --temperature: invalid float value: 'warm'"),
+        (["x", "--temperature", "inf"], "temperature must be 0 (greedy) or a positive number, got inf"),
+        (["x", "--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
+        (["x", "--min-p", "-1"], "min_p must lie in (0, 1], got -1.0"),
+        (["x", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["x", "--skip", "a1,b2"], "a1,b2: no such file"),
+        (["x", "--skip", ""], "--skip is empty"),
+        (["x", "--skip", str(ROOT)], "no such file"),
+        (["x", "--draft", "none", "--draft-model", "d"], "--draft-model goes with --draft model, not none"),
+        (["x", "--draft-model", str(ROOT)], "config.json: no such file"),
+        (["x", "--model", ""], "--model is empty"),
+        (["x", "--model", str(ROOT / "README.md")], "no such folder"),
         (["x", "--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["x", "--draft", "magic"], "invalid choice: 'magic'"),
         (["x", "--gamma", "two"], "argument --gamma: invalid int value: 'two'"),
@@ -183,6 +369,25 @@ def bad(call, message, *argv):
 )
 def test_bad_flags(call, argv, message):
     bad(call, message, *argv)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("p.txt", b"", "p.txt: no prompts, every line is empty"),
+        ("p.txt", b"\n  \n", "p.txt: no prompts, every line is empty"),
+        ("p.txt", b"caf\xe9", "p.txt: not readable as UTF-8 text"),
+        ("p.txt", b"ok\n" + b"word " * 600, "prompt 1 has"),
+        ("p.jsonl", b"Once", 'p.jsonl, line 1: expected a JSON object with a text under "prompt"'),
+        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "p.jsonl, line 2: expected a JSON object"),
+        ("p.jsonl", b'{"prompt": 3}', "p.jsonl, line 1: expected a JSON object"),
+        ("p.jsonl", b'{"prompt": ""}', "p.jsonl, line 1: expected a JSON object"),
+        ("p.jsonl", b'["prompt"]', "p.jsonl, line 1: expected a JSON object"),
+    ],
+)
+def test_bad_prompt_files(call, tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    bad(call, message, "--prompt-file", tmp_path / name)
 
 
 def test_cuda_asked_for_and_absent(call, monkeypatch):

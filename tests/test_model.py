@@ -463,9 +463,8 @@ def test_frequencies_of_llama3_by_hand():
     keep = (10 / (2 * math.pi) - 1) / 3                                   # 0.197 of the third pair stays
     third = keep * 0.01 + (1 - keep) * 0.01 / 8
     compare(frequencies(8, 10000.0, scaling), [1.0, 0.1, third, 0.001 / 8], {
-        "the blend is the wrong way round: at high_freq_factor all of the old frequency stays":
-            [1.0, 0.1, (1 - keep) * 0.01 + keep * 0.01 / 8, 0.001 / 8],
-        "slow and fast are swapped: the *slow* pairs are divided": [1 / 8, 0.1 / 8, third, 0.001],
+        "fast and slow are swapped: those that turn often stay, the slow ones are divided":
+            [1 / 8, 0.1 / 8, (1 - keep) * 0.01 + keep * 0.01 / 8, 0.001],
         "turns = length * frequency / (2 pi): the 2 pi is missing": [1.0, 0.1, 0.01, 0.001 / 8],
         "between the two factors it blends, it does not jump": [1.0, 0.1, 0.01 / 8, 0.001 / 8],
         "factor divides all of them only in linear scaling": [1 / 8, 0.1 / 8, 0.01 / 8, 0.001 / 8],
@@ -499,6 +498,7 @@ def test_rotate_by_hand():
         "it turns the wrong way: sin already carries its sign": [3.0, 2.0, -1.0, 4.0],
         "sin already carries the sign: you gave it a second one": [3.0, 2.0, 1.0, 4.0],
         "x_i is paired with its neighbour; here x_i goes with x_{i + D/2}": [-2.0, 2.0, 4.0, 4.0],
+        "the pairs (x0, x1), (x2, x3) are those of Meta's own files, not these": [-2.0, 1.0, 3.0, 4.0],
         "sin must multiply the *other* half of x": [-1.0, 2.0, 3.0, 4.0]})
 
 
@@ -540,6 +540,7 @@ def test_visible_in_the_first_block():
         "a token must see itself": ["....", "x...", "xx.."],
         "a token sees what stands behind it: the mask is upside down": ["xxx.", ".xx.", "..x."],
         "slot 3 is behind the block, and dead": ["x..x", "xx.x", "xxxx"],
+        "the first token sees the second: causal inside the block, too": ["xxx."] * 3,
         "no mask at all": ["xxxx"] * 3})
 
 
@@ -580,9 +581,9 @@ def test_visible_where_slots_are_not_positions():
             ["x..x..", "xx..x.", "xxx..x"],
         "a token must not see the slots of its own future": ["xxxx..", "xxx.x.", "xxx..x"],
         "tree was ignored inside the block": ["...x..", "x..xx.", "xx.xxx"]})
-    look(visible(at, at + 3, 6, alone, window=2)[0], ["...x..", "x...x.", ".x...x"], {
-        "inside the block a key's position is its token's, not its slot": ["......", "x.....", ".x...."],
-        "the window is a distance of positions, not of slots": ["...x..", "....x.", ".....x"]})
+    look(visible(at, at + 3, 6, window=2)[0], ["...x..", "x..xx.", ".x..xx"], {
+        "inside the block a key's position is its token's, not its slot": ["...x..", "x..xx.", ".x.xxx"],
+        "the window is a distance of positions, not of slots": ["...x..", "...xx.", "....xx"]})
 
 
 def test_visible_in_a_tree():
@@ -595,5 +596,4 @@ def test_visible_in_a_tree():
         "a child sees its sister: slots of the block are not 'before the block'":
             ["xxx....", "xxxx...", "xxxxx..", "xxxxxx."]})
     look(visible(positions, slots, 7, tree, window=2)[0], [".xx....", "..xx...", "..x.x..", "....xx."], {
-        "inside the block a key's position is its token's, not its slot":
-            [".xx....", "..xx...", "....x..", "....xx."]})
+        "the window is a distance of positions, not of slots": [".xx....", "..xx...", "....x..", "....xx."]})
