@@ -39,8 +39,9 @@ def read_template(folder):
 
     def render(messages, add_generation_prompt=True):
         try:
-            return env.from_string(source).render(
+            text = env.from_string(source).render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **special)
+            return text.encode().decode()  # a template can also make what is no Unicode
         except Exception as e:  # a template is a program: it can fail in any way
             raise ValueError(f"{folder}: the chat template fails: {' '.join(str(e).split())[:200]}") from None
 

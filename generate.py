@@ -276,7 +276,9 @@ def against_plain(a, model, tokenizer, prompts, texts, drafter):
 
 
 def summary(r, a, seen):
-    plain = r["baseline"]["seconds"] / max(1, r["new_tokens"]) if a.compare and "baseline" in r else None
+    plain = None  # seconds of a plain pass
+    if "baseline" in r:
+        plain = r["baseline"]["seconds"] / max(1, *(len(o["ids"]) for o in r["baseline"]["outputs"]))
     how = r["draft"] + {"exit": f" behind block {r['exit_layer']}", "skip": f" {a.skip}"}.get(r["draft"], "")
     lines = ["", show.legend(show.colours(sys.stdout)), seen.summary(plain),
              f"draft: {how}, gamma {r['gamma']}; {r['tokens_per_second']:.0f} tokens/s in {r['dtype']} "
@@ -313,7 +315,10 @@ def main(argv=None):
         message = "not enough memory for this model, batch and context; try a smaller one or --dtype bfloat16"
     except KeyboardInterrupt:
         return 130
-    print(f"generate.py: {' '.join(message.split())}", file=sys.stderr)
+    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(message.split()))
+    if len(line) > 360:  # a damaged file can quote itself at any length
+        line = f"{line[:240]} ... {line[-100:]}"
+    print(f"generate.py: {line}", file=sys.stderr)
     return 2
 
 

@@ -154,9 +154,9 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, mask, store):
         """store(k, v), both (B, Hkv, T, D), keeps them and returns all that the block reads: (B, Hkv, S, D).
         mask (B, 1, 1, T, S) is added to the scores; None where every token sees every key."""
-        (B, T, _), (Hkv, G, D) = x.shape, self.grouped
-        G -= 2
-        qkv = F.linear(x, self.wqkv).view(B, T, Hkv, G + 2, D).to(cos.dtype)
+        (B, T, _), (Hkv, N, D) = x.shape, self.grouped
+        G = N - 2
+        qkv = F.linear(x, self.wqkv).view(B, T, Hkv, N, D).to(cos.dtype)        # (B, T, Hkv, G+2, D)
         qk = rotate(qkv[..., :-1, :], cos, sin)                                 # (B, T, Hkv, G+1, D)
         k, v = store(qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))  # (B, Hkv, S, D)
         q = (qk[..., :-1, :] * self.scale).permute(0, 2, 3, 1, 4)               # (B, Hkv, G, T, D)
@@ -222,9 +222,10 @@ class Transformer(nn.Module):
         t, dtype, device = self.table, self.attention_dtype(), self.tok.device
         if t is None or t[0].dtype != dtype or t[0].device != device or len(t[0]) < end:
             c, rows = self.c, max(256, 1 << (end - 1).bit_length())
-            freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
-            at = torch.arange(rows, device=device, dtype=torch.float64)
-            t = self.table = [part.to(dtype) for part in rope(at, freqs)]       # (rows, D)
+            with torch.inference_mode(False):  # trap: training could not use a table that generating made
+                freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
+                at = torch.arange(rows, device=device, dtype=torch.float64)
+                t = self.table = [part.to(dtype) for part in rope(at, freqs)]   # (rows, D)
         cos, sin = t[0][positions], t[1][positions]                             # (T, D) or (B, T, D)
         return cos.unflatten(-2, (-1, 1, 1)), sin.unflatten(-2, (-1, 1, 1))
 

@@ -149,7 +149,7 @@ class Generation:
 
     def summary(self, plain=None):
         """Counts, where the time went, and what limits the speed-up, in up to four lines. plain: the seconds
-        that a token takes in plain decoding, if measured."""
+        that a pass takes in plain decoding, if measured."""
         n, turns, parts = sum(map(len, self.rows)), max(1, self.turns), {}
         alpha = self.hits / max(1, self.drafted)
         batch = f" over {len(self.rows)} rows" if len(self.rows) > 1 else ""

@@ -443,6 +443,14 @@ def test_golden_acceptance_counts():
     }
 
 
+def test_a_model_that_has_generated_can_still_be_trained():
+    m = make(LLAMA)
+    generate(m, [[1, 2]], 3)
+    m.requires_grad_(True)
+    m(torch.tensor([[1, 2, 3]])).sum().backward()
+    assert m.blocks[0].attn.wqkv.grad.abs().sum() > 0
+
+
 # --- bad input
 
 

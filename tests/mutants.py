@@ -1,0 +1,517 @@
+"""Plausible mistakes, each with the test that must notice it: a test of the tests.
+
+`python tests/mutants.py` copies the repository, makes one mistake at a time and runs only the test beside it;
+with words behind it, only the rows whose module or phrase contains one of them. A row fails if its mistake
+survives, if its text is not found exactly once, or if its test does not pass without the mistake.
+"""
+
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKERS = min(2, os.cpu_count() or 1)
+LIMIT, HANGS = 60, 15  # seconds; only where a row ends with HANGS is running out of time a kill
+
+
+class Mutant(NamedTuple):
+    file: str
+    old: str  # stands exactly once in the file
+    new: str
+    phrase: str  # what somebody might have been thinking, or what breaks
+    test: str  # the node id, below tests/, of the test that must fail
+    limit: int = LIMIT
+
+
+MODEL = [
+    # pure functions
+    ("torch.tanh(x / cap) * cap", "torch.tanh(x) * cap",
+     "soft-cap forgets to divide first", "test_model.py::test_softcap_by_hand"),
+    ("torch.arange(0, head_dim, 2,", "torch.arange(0, head_dim // 2, 1,",
+     "rope: exponent i / D instead of 2i / D", "test_model.py::test_frequencies_by_hand"),
+    ("        return slow\n", "        return freqs\n",
+     "linear rope scaling is not applied", "test_model.py::test_frequencies_of_linear_scaling_by_hand"),
+    ('low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]',
+     'high, low = scaling["low_freq_factor"], scaling["high_freq_factor"]',
+     "llama3 rope: low and high swapped", "test_model.py::test_frequencies_of_llama3_by_hand"),
+    (".clamp(0, 1)\n    return keep", ".clamp(max=1)\n    return keep",
+     "llama3 rope: slow pairs are extrapolated", "test_model.py::test_frequencies_of_llama3_by_hand"),
+    ("torch.cat([-sin, sin], -1)", "torch.cat([sin, -sin], -1)",
+     "rope turns the other way", "test_model.py::test_rope_by_hand"),
+    ("x.roll(x.shape[-1] // 2, -1)", "x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)",
+     "rope pairs neighbours, as in Meta's own files", "test_model.py::test_rotate_by_hand"),
+    # who sees what
+    ("< window)", "<= window)",
+     "window off by one", "test_model.py::test_visible_within_a_window"),
+    (".tril()", ".tril(1)",
+     "a token of the block sees the next one", "test_model.py::test_visible_in_the_first_block"),
+    ("torch.minimum(slots[:, :1], positions)", "slots[:, :1].expand(B, T)",
+     "a scored token sees its own first copy and its future",
+     "test_model.py::test_visible_where_slots_are_not_positions"),
+    ("slot.expand(B, end).scatter(1, slots, positions)", "slot.expand(B, end)",
+     "the window measures slots, not positions", "test_model.py::test_visible_where_slots_are_not_positions"),
+    ("visible(at, slots, end, tree, w)", "visible(at, slots, end, None, w)",
+     "the tree is not handed on: the mask ignores it",
+     "test_model.py::test_each_path_of_a_tree_equals_the_same_tokens_in_a_chain[llama]"),
+    ("window = c.window if layer % 2 == 0 else None", "window = c.window if layer % 2 == 1 else None",
+     "sliding on odd layers", "test_model.py::test_an_attention_by_hand[gemma2-0]"),
+    ("window = c.window if layer % 2 == 0 else None", "window = c.window",
+     "sliding on every layer", "test_model.py::test_an_attention_by_hand[gemma2-1]"),
+    ("recent = window if masks[window] is None else None", "recent = None",
+     "a single token of a sliding layer reads all slots",
+     "test_model.py::test_a_single_token_needs_no_mask[gemma2]"),
+    (" and slots == positions", "",
+     "a single token at another slot gets no mask",
+     "test_model.py::test_one_scoring_pass_equals_each_token_on_its_own[all-llama-cpu]"),
+    # attention
+    ("= c.head_dim ** -0.5 if c.query_scale is None else c.query_scale", "= c.head_dim ** -0.5",
+     "query_scale ignored", "test_model.py::test_an_attention_by_hand[gemma2-1]"),
+    ("scores = softcap(scores, self.c.attn_softcap)", "scores = softcap(scores, None)",
+     "no soft-cap on the scores", "test_model.py::test_an_attention_by_hand[gemma2-1]"),
+    ("(scores.view(B, Hkv, G, T, -1) + mask).view_as(scores)",
+     "softcap(scores.view(B, Hkv, G, T, -1) + mask, self.c.attn_softcap).view_as(scores)",
+     "soft-cap behind the mask: -inf becomes -50", "test_model.py::test_an_attention_by_hand[gemma2-1]"),
+    ("y.view(B, Hkv, G, T, D).permute(0, 3, 1, 2, 4)", "y.view(B, Hkv, G, T, D).permute(0, 3, 2, 1, 4)",
+     "heads leave attention in another order", "test_model.py::test_an_attention_by_hand[llama-0]"),
+    ("store(qk[..., -1, :].transpose(1, 2)", "store(qkv[..., -2, :].transpose(1, 2)",
+     "keys are stored before they are turned", "test_model.py::test_an_attention_by_hand[llama-0]"),
+    # norms, MLP, residual stream
+    ("w = self.offset + self.weight.to(wide)", "w = self.weight.to(wide)",
+     "w instead of 1 + w", "test_model.py::test_an_mlp_of_gemma2_by_hand"),
+    ("wide = torch.promote_types(x.dtype, torch.float32)", "wide = x.dtype",
+     "Gemma's norm in bfloat16", "test_model.py::test_the_norm_of_gemma2_works_in_float32"),
+    ('approximate="tanh"', 'approximate="none"',
+     "the exact gelu instead of the tanh one", "test_model.py::test_an_mlp_of_gemma2_by_hand"),
+    ("self.act(gate) * up", "gate * self.act(up)",
+     "gate and up swapped in the MLP", "test_model.py::test_an_mlp_of_gemma2_by_hand"),
+    ("x = x + b.mlp_post(b.mlp(b.mlp_norm(x)))", "x = b.mlp_post(b.mlp(b.mlp_norm(x)))",
+     "the residual of the MLP is missing", "test_model.py::test_an_mlp_of_gemma2_by_hand"),
+    ("x = x + b.mlp_post(b.mlp(b.mlp_norm(x)))", "x = b.mlp_post(x + b.mlp(b.mlp_norm(x)))",
+     "the post-norm stands behind the sum", "test_model.py::test_an_mlp_of_gemma2_by_hand"),
+    ("b.attn_post(b.attn(b.attn_norm(x), cos, sin, masks[window], store))",
+     "b.attn(b.attn_norm(x), cos, sin, masks[window], store)",
+     "the post-norm of attention is missing", "test_model.py::test_an_attention_by_hand[gemma2-1]"),
+    ("F.embedding(tokens, self.tok) * self.scale", "F.embedding(tokens, self.tok)",
+     "embed_scale missing", "test_model.py::test_logits_are_the_committed_ones[gemma2]"),
+    ("F.linear(self.norm(x), head)", "F.linear(x, head)",
+     "no norm before the head", "test_model.py::test_logits_are_the_committed_ones[llama]"),
+    ("softcap(F.linear(self.norm(x), head), self.c.final_softcap)", "F.linear(self.norm(x), head)",
+     "no soft-cap on the logits", "test_model.py::test_logits_are_the_committed_ones[gemma2]"),
+    # the cos/sin table
+    (" or len(t[0]) < end:", ":",
+     "the table is never regrown", "test_model.py::test_only_distances_matter_without_a_cache[llama]"),
+    ("t[0].dtype != dtype or ", "",
+     "the table keeps its first type", "test_model.py::test_the_angles_follow_the_type_of_the_weights"),
+]
+
+KVCACHE = [
+    ("max(0, end - recent)", "max(0, end - recent - 1)",
+     "a single token reads W + 1 slots", "test_model.py::test_a_single_token_needs_no_mask[gemma2]"),
+    ("max(0, end - recent)", "max(0, end - recent + 1)",
+     "a single token reads W - 1 slots", "test_model.py::test_a_single_token_needs_no_mask[gemma2]"),
+    ("max(0, end - recent)", "end - recent",
+     "in a short text the window starts at a negative slot",
+     "test_model.py::test_a_write_returns_the_last_slots_only_where_it_is_asked_to"),
+    ("max(0, end - recent), end)", "max(0, end - recent), end - 1)",
+     "a block does not read its own last slot",
+     "test_model.py::test_slots_as_a_slice_and_as_a_tensor_write_the_same[cpu]"),
+    ("values.scatter_(2, at, v)", "values.scatter_(2, at, k)",
+     "copied and pasted: ragged rows store keys as values",
+     "test_model.py::test_rows_of_a_block_go_to_their_own_slots"),
+    ("twin.k, twin.v = self.k.repeat_interleave(rows, 1), self.v.repeat_interleave(rows, 1)",
+     "twin.k, twin.v = (t.repeat_interleave(rows, 1) if rows > 1 else t for t in (self.k, self.v))",
+     "a fork of one row shares its storage", "test_model.py::test_a_fork_is_a_copy"),
+    ("twin.k, twin.v = self.k.repeat_interleave(rows, 1), self.v.repeat_interleave(rows, 1)",
+     "twin.k, twin.v = self.k.repeat(1, rows, 1, 1, 1), self.v.repeat(1, rows, 1, 1, 1)",
+     "a fork repeats the batch instead of each row", "test_model.py::test_a_fork_is_a_copy"),
+    ("twin.layers = list(zip(twin.k, twin.v, strict=True))", "twin.layers = self.layers",
+     "a fork writes into the original", "test_model.py::test_a_fork_is_a_copy"),
+    ("torch.zeros(c.n_layers", "torch.empty(c.n_layers",
+     "empty instead of zeros", "test_model.py::test_a_new_cache_is_all_zeros[cpu]"),
+]
+
+SAMPLING = [
+    # to_probs
+    (" / max(temperature, 1e-30)", "",
+     "temperature ignored", "test_sampling.py::test_temperature_by_hand"),
+    ("wide = torch.promote_types(logits.dtype, torch.float32)", "wide = logits.dtype",
+     "half types stay half", "test_sampling.py::test_half_types_are_raised_and_float64_stays"),
+    ("order.values[..., :top_k].softmax(-1), order.indices[..., :top_k]",
+     "order.values[..., : top_k and top_k + 1].softmax(-1), order.indices[..., : top_k and top_k + 1]",
+     "top-k keeps one too many",
+     "test_sampling.py::test_top_k_keeps_exactly_k_and_ties_go_to_the_lower_id"),
+    ("order.values[..., :top_k].softmax(-1), order.indices[..., :top_k]",
+     "order.values.masked_fill(order.values < order.values[..., :top_k][..., -1:], -torch.inf).softmax(-1), "
+     "order.indices",
+     "top-k keeps all that tie with the last",
+     "test_sampling.py::test_top_k_keeps_exactly_k_and_ties_go_to_the_lower_id"),
+    ("stable=True", "stable=False",
+     "an unstable sort: ties go anywhere",
+     "test_sampling.py::test_top_k_keeps_exactly_k_and_ties_go_to_the_lower_id"),
+    ("p.cumsum(-1) - p >= top_p", "p.cumsum(-1) >= top_p",
+     "top_p drops the token that crosses", "test_sampling.py::test_top_p_keeps_the_token_that_crosses"),
+    ("p.cumsum(-1) - p >= top_p", "p.cumsum(-1) - p > top_p",
+     "top_p goes on where it is reached exactly", "test_sampling.py::test_top_p_stops_where_it_is_reached"),
+    ("    if top_p not in (None, 1):", "    if top_p is not None:",
+     "top_p = 1 cuts the tail", "test_sampling.py::test_top_p_1_does_nothing_even_to_a_long_tail"),
+    ("p < min_p * p[..., :1]", "p < min_p",
+     "min_p relative to 1", "test_sampling.py::test_min_p_by_hand"),
+    ("- p >= top_p", "- p >= top_p * p.masked_fill(p < (min_p or 0) * p[..., :1], 0).sum(-1, keepdim=True)",
+     "min_p before top_p", "test_sampling.py::test_top_p_comes_before_min_p"),
+    ("p / p.sum(-1, keepdim=True)", "p",
+     "no renormalisation", "test_sampling.py::test_top_p_keeps_the_token_that_crosses"),
+    ("max(temperature, 1e-30)", "temperature",
+     "the smallest temperatures divide by zero", "test_sampling.py::test_a_tiny_temperature_is_no_nan"),
+    # coins
+    ("< prob\n", "<= prob\n",
+     "what has probability 0 can happen", "test_sampling.py::test_flips_of_certain_things"),
+    ("u * cdf[..., -1:]", "u",
+     "choose forgets to normalise", "test_sampling.py::test_choices_by_hand"),
+    ("right=True", "right=False",
+     "u = 0 chooses a token of weight zero", "test_sampling.py::test_a_token_of_weight_zero_is_never_chosen"),
+    ("generator=self.generator, dtype=torch.float64)", "generator=self.generator).double()",
+     "uniforms bought in float32", "test_sampling.py::test_the_stream_does_not_depend_on_the_purchases[cpu]"),
+    ("torch.cat([self.pool.to(device), fresh])", "fresh",
+     "the rest of a purchase is thrown away",
+     "test_sampling.py::test_the_stream_does_not_depend_on_the_purchases[cpu]"),
+]
+
+CHECKPOINT = [
+    # which tensor goes where
+    ('{"post_attention_layernorm": b.mlp_norm.weight}', '{"post_attention_layernorm": b.attn_norm.weight}',
+     "Llama's post_attention_layernorm taken by its name",
+     "test_model.py::test_logits_are_the_committed_ones[llama]"),
+    ('"post_attention_layernorm": b.attn_post.weight,\n                       "pre_feedforward_layernorm": '
+     'b.mlp_norm.weight',
+     '"post_attention_layernorm": b.mlp_norm.weight, "pre_feedforward_layernorm": b.attn_post.weight',
+     "Gemma's post_attention_layernorm mapped as in Llama",
+     "test_model.py::test_logits_are_the_committed_ones[gemma2]"),
+    ('wqkv[:, -2],\n                  "self_attn.v_proj": wqkv[:, -1]',
+     'wqkv[:, -1], "self_attn.v_proj": wqkv[:, -2]',
+     "keys and values swapped", "test_model.py::test_logits_are_the_committed_ones[llama]"),
+    ('"self_attn.q_proj": wqkv[:, :-2]', '"self_attn.q_proj": wqkv[:, :-2].transpose(0, 1)',
+     "query heads dealt out in turn to the key heads",
+     "test_model.py::test_logits_are_the_committed_ones[llama]"),
+    ("gate, up = b.mlp.gate_up.chunk(2)", "up, gate = b.mlp.gate_up.chunk(2)",
+     "gate and up swapped in the file", "test_model.py::test_logits_are_the_committed_ones[llama]"),
+    ("model.scale.fill_(c.embed_scale)", "pass",
+     "the scale is not refilled after to_empty", "test_model.py::test_logits_are_the_committed_ones[gemma2]"),
+    ("if tuple(stored.get_shape()) != want:", "if math.prod(stored.get_shape()) != math.prod(want):",
+     "sizes are checked, shapes are not",
+     "test_checkpoint.py::test_tensors_that_are_missing_left_over_or_misshapen_are_named"),
+    ("    if extra:\n", "    if False:\n",
+     "left-over tensors are ignored",
+     "test_checkpoint.py::test_tensors_that_are_missing_left_over_or_misshapen_are_named"),
+    ("for name in sorted(set(where.values()))}", "for name in sorted(set(where.values()))[:1]}",
+     "only the first shard is opened", "test_checkpoint.py::test_shards_load_like_one_file[llama-cpu]"),
+    (" or any(Path(str(file)).name != file for file in where.values())", "",
+     "an index may name any file of the machine",
+     "test_checkpoint.py::test_an_index_names_files_of_its_own_folder"),
+    # config.json
+    ("head_dim=None, rms_norm_eps=1e-6", "head_dim=None, rms_norm_eps=1e-5",
+     "Llama's default of eps",
+     "test_checkpoint.py::test_what_a_llama_config_leaves_out_takes_the_family_defaults"),
+    ("rope_theta=1e4, tie_word_embeddings=True", "rope_theta=1e4, tie_word_embeddings=False",
+     "Gemma is not tied by default",
+     "test_checkpoint.py::test_what_a_gemma2_config_leaves_out_takes_the_family_defaults"),
+    ('act = raw["hidden_activation"] if family == "gemma2" else raw["hidden_act"]',
+     'act = raw.get("hidden_act", raw.get("hidden_activation"))',
+     "hidden_act instead of hidden_activation",
+     "test_checkpoint.py::test_what_a_gemma2_config_leaves_out_takes_the_family_defaults"),
+    ('number("query_pre_attn_scalar", float) ** -0.5', "head_dim**-0.5",
+     "query_pre_attn_scalar is not read", "test_model.py::test_logits_are_the_committed_ones[gemma2]"),
+    ('raw.get("rope_parameters") or raw.get("rope_scaling")', 'raw.get("rope_scaling")',
+     "rope_parameters ignored", "test_model.py::test_logits_are_the_committed_ones[llama3]"),
+    ('spec.get("type", "default")', '"default"',
+     "the old spelling of the rope type ignored",
+     "test_checkpoint.py::test_both_spellings_of_a_config_mean_the_same[linear]"),
+    # special tokens
+    ('(read_json(path) if path.is_file() else {}).get("eos_token_id", raw.get("eos_token_id"))',
+     'raw.get("eos_token_id", (read_json(path) if path.is_file() else {}).get("eos_token_id"))',
+     "end-of-text from config.json first", "test_checkpoint.py::test_end_of_text_ids_come_in_every_form"),
+    ("[] if eos is None else", "[] if not eos else",
+     "end-of-text id 0 counts as none", "test_checkpoint.py::test_end_of_text_ids_come_in_every_form"),
+    ("[bos, *ids[start:]]", "[bos, *ids]",
+     "begin-of-text doubled", "test_checkpoint.py::test_a_prompt_gets_exactly_one_begin_of_text"),
+]
+
+SPECULATIVE = [
+    # where things stand
+    ("last = len(self.text[0]) - 1", "last = len(self.text[0])",
+     "State.at off by one, one row", "test_speculative.py::test_rows_equal_solo_runs[cpu-exit-llama]"),
+    ("torch.arange(first - 1, first - 1 + T", "torch.arange(first, first + T",
+     "State.at off by one, ragged rows", "test_speculative.py::test_greedy_identity[cpu-exit-llama]"),
+    (".clamp_(max=self.tokens.shape[1] - 1)", "",
+     "positions beyond the limit are not clamped", "test_speculative.py::test_context_limit[llama-long]"),
+    ("end = max(map(len, self.text)) - 1 + T", "end = max(map(len, self.text)) - 2 + T",
+     "State.end off by one", "test_speculative.py::test_greedy_identity[cpu-exit-llama]"),
+    # verify
+    ("coins.flip(px / qx)", "coins.flip(0.5 * px / qx)",
+     "accept too rarely", "test_speculative.py::test_verify_by_hand"),
+    (" & (torch.arange(K, device=p.device) < length[:, None])", "",
+     "verify ignores the length", "test_speculative.py::test_verify_by_hand"),
+    ("fine.cumprod(1).sum(1)", "fine.sum(1)",
+     "count acceptances after a rejection",
+     "test_speculative.py::test_verify_counts_up_to_the_first_refusal"),
+    ("rest = (p - q * refused).clamp_(min=0)", "rest = p",
+     "resample from p, not the residual", "test_speculative.py::test_verify_by_hand"),
+    ("(p - q * refused)", "(p - q)",
+     "unproposed places keep their q", "test_speculative.py::test_verify_by_hand"),
+    ("torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None",
+     "torch.zeros_like(p) if q is None",
+     "certain proposals: the one-hot q is forgotten",
+     "test_speculative.py::test_verify_certain_proposals"),
+    ("p = p[row, accepted]", "p = p[row, at]",
+     "the bonus token comes from the place before",
+     "test_speculative.py::test_verify_certain_proposals"),
+    ("else q[row, at]", "else q[:, 0]",
+     "the residual of every place takes the first q", "test_speculative.py::test_exact_law[exit]"),
+    # prefill
+    ("slice(i * block, i * block + part.shape[1])", "slice(i, i + part.shape[1])",
+     "prefill: blocks in the wrong slots", "test_speculative.py::test_prefill_blocks_agree[cpu-3-llama]"),
+    ("enumerate(tokens.split(block, 1))", "enumerate(tokens.split(block, 1)[:-1] or [tokens])",
+     "prefill skips the short last block", "test_speculative.py::test_prefill_blocks_agree[cpu-3-llama]"),
+    ("prefill(model, state.tokens[:, : max(map(len, state.text))]",
+     "prefill(model, state.tokens[:, : min(map(len, state.text))]",
+     "prefill as far as the shortest prompt", "test_speculative.py::test_greedy_identity[cpu-none-llama]"),
+    # chain
+    ("max(state.room) - 1)\n    token", "max(state.room))\n    token",
+     "gamma clipped one too late",
+     "test_sampling.py::test_a_speculative_round_spends_drafts_then_flips_then_one_choice[3]"),
+    ("token = state.coins.choose(q)", "token = q.argmax(-1)",
+     "an argmax draw with a soft q", "test_speculative.py::test_exact_law[exit]"),
+    ("qs.append(q)", "qs.append(logits.softmax(-1))",
+     "the q handed over is not the one drawn from", "test_speculative.py::test_exact_law[exit]"),
+    ("q = state.probs(logits)", "q = logits.softmax(-1)",
+     "drafts ignore the temperature",
+     "test_speculative.py::test_empty_skip_set_needs_the_fewest_passes[cpu-2-llama]"),
+    ("length = going.long() if length is None else length + going\n            "
+     "going = going & ~stop(k, logits[:, 0], token[:, 0])",
+     "going = going & ~stop(k, logits[:, 0], token[:, 0])\n            "
+     "length = going.long() if length is None else length + going",
+     "the token that stops is dropped",
+     "test_speculative.py::test_chain_keeps_the_token_that_stops_it_and_computes_no_further_step"),
+    ("if k + 1 < K and not going.any():", "if k + 1 < K and length.max() <= k:",
+     "drafting stops one step late",
+     "test_speculative.py::test_chain_keeps_the_token_that_stops_it_and_computes_no_further_step"),
+    # commit
+    ("state.at(*range(1, out.shape[1] + 1))", "state.at(*range(out.shape[1]))",
+     "commit writes one slot too early", "test_speculative.py::test_greedy_identity[cpu-none-llama]"),
+    ("F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], last[:, None])",
+     "torch.cat([draft.tokens, last[:, None]], 1)",
+     "the token behind is put behind the whole draft",
+     "test_speculative.py::test_greedy_identity[cpu-exit-llama]"),
+    ("if not finite:", "if False:",
+     "logits that are not finite go unnoticed", "test_speculative.py::test_damaged_weights_are_noticed"),
+    ("peak.isfinite()", "~peak.isnan()",
+     "only NaN is noticed", "test_speculative.py::test_damaged_weights_are_noticed"),
+    (" if state.room[b] else []", "",
+     "finished rows do not freeze", "test_speculative.py::test_greedy_identity[cpu-exit-llama]", HANGS),
+    ("for i, t in enumerate(row) if t in eos), row)",
+     "for i, t in enumerate(row) if t in eos and i == len(row) - 1), row)",
+     "only the last token of a round can end it",
+     "test_speculative.py::test_end_of_text_at_every_position[cpu-llama-exit]"),
+    ("for i, t in enumerate(row) if t in eos), row)",
+     "for i, t in reversed([*enumerate(row)]) if t in eos), row)",
+     "the latest end-of-text ends, not the earliest",
+     "test_speculative.py::test_end_of_text_at_every_position[cpu-llama-exit]"),
+    ("drafter or Drafter(), set(eos))", "drafter or Drafter(), set(list(eos)[:1]))",
+     "only one end-of-text id counts",
+     "test_speculative.py::test_end_of_text_at_every_position[cpu-llama-exit]"),
+    ("0 if eos.intersection(row) else state.room[b] - len(row)", "state.room[b] - len(row)",
+     "a row goes on behind end-of-text",
+     "test_speculative.py::test_end_of_text_at_every_position[cpu-llama-none]"),
+    ("kept.append(min(a, len(row)))", "kept.append(a)",
+     "accepted counts what end-of-text cut off",
+     "test_speculative.py::test_accepted_counts_only_what_was_kept"),
+    # the loop
+    ("(state.left - 1).clamp_(0, K)", "state.left.clamp(0, K)",
+     "max_new overshoots: no room for the token behind",
+     "test_speculative.py::test_greedy_identity[cpu-exit-llama]", HANGS),
+    ("(state.left - 1).clamp_(0, K)", "(state.left - 1).clamp_(max=K)",
+     "finished rows propose -1 tokens", "test_speculative.py::test_golden_acceptance_counts"),
+    ("length if draft.length is None else torch.minimum(draft.length, length)", "length",
+     "the drafter's length is ignored", "test_speculative.py::test_golden_acceptance_counts"),
+    ("room = [min(max_new, model.c.max_len - len(t)) for t in text]", "room = [max_new for t in text]",
+     "the context limit is ignored", "test_speculative.py::test_context_limit[llama-none]"),
+    ("model.c.max_len - len(t))", "model.c.max_len - len(t) - 1)",
+     "the last slot of the context stays empty", "test_speculative.py::test_context_limit[llama-none]"),
+    (" p = state.probs(logits)", " p = state.probs(logits) if logits.isfinite().all() else None",
+     "a check that waits for the device each round",
+     "test_speculative.py::test_one_synchronisation_a_round_and_few_operations"),
+    ("        if stop:\n", "        if stop and going.any():\n",
+     "a stop rule that waits for the device twice",
+     "test_speculative.py::test_one_synchronisation_a_round_and_few_operations"),
+    ("        qs.append(q)", "        qs.append(q if int(token[0]) >= 0 else q)",
+     "a drafted step that waits for the device",
+     "test_speculative.py::test_one_synchronisation_a_round_and_few_operations"),
+    # n-gram
+    ("index[tuple(text[i : i + self.n])] = i + self.n",
+     "index.setdefault(tuple(text[i : i + self.n]), i + self.n)",
+     "copies what followed the first time, not the last",
+     "test_speculative.py::test_ngram_copies_the_latest_continuation"),
+    ("])] = i + self.n", "])] = i + self.n + 1",
+     "copies from one token too late", "test_speculative.py::test_ngram_copies_the_latest_continuation"),
+    ("range(done, len(text) - self.n)", "range(done, len(text) - self.n + 1)",
+     "finds the final n-gram itself", "test_speculative.py::test_ngram_copies_the_latest_continuation"),
+    ("text[at : at + max(0, most)]", "text[at:]",
+     "the copy is not clipped", "test_speculative.py::test_ngram_copies_the_latest_continuation"),
+    ("self.seen = [({}, 0) for _ in state.text]",
+     'self.seen = getattr(self, "seen", None) or [({}, 0) for _ in state.text]',
+     "n-grams of the answer before are kept", "test_speculative.py::test_exact_law[ngram]"),
+    ("max(done, len(text) - self.n)", "len(text)",
+     "n-grams across two rounds are never seen", "test_speculative.py::test_golden_acceptance_counts"),
+    ("Draft(tokens, None, state.send([len(hit) for hit in hits]))", "Draft(tokens)",
+     "the padding of short copies is proposed",
+     "test_speculative.py::test_ngram_copies_the_latest_continuation"),
+    # draft model
+    ("T = min(max(n), max(2, *(b - held for b, held in zip(n, self.held, strict=True))))", "T = 1",
+     "the draft model reads one token only: it misses its own last draft",
+     "test_speculative.py::test_empty_skip_set_needs_the_fewest_passes[cpu-2-llama]"),
+    ("T = min(max(n), max(2, *(b - held for b, held in zip(n, self.held, strict=True))))",
+     "T = min(max(n), 2)",
+     "the draft model reads two tokens: blind behind a gate",
+     "test_speculative.py::test_perfect_draft_is_accepted_whole[cpu-<lambda>4-0-llama]"),
+    ("*(b - held for", "*(b - held - 1 for",
+     "the draft model reads one token too few behind a gate",
+     "test_speculative.py::test_perfect_draft_is_accepted_whole[cpu-<lambda>4-0-llama]"),
+    ("T = min(max(n), max(2, ", "T = max(0, max(2, ",
+     "the draft model reads before the start of a one-token prompt",
+     "test_speculative.py::test_rows_equal_solo_runs[cpu-model-llama]"),
+    ("b + K - 1 for b in n", "b + K for b in n",
+     "the draft model thinks it read its last draft",
+     "test_speculative.py::test_perfect_draft_is_accepted_whole[cpu-<lambda>4-0-llama]"),
+    ("short = at[:, :1].clamp(max=0)", "short = at[:, :1] * 0",
+     "short rows are not shifted",
+     "test_speculative.py::test_empty_skip_set_needs_the_fewest_passes[cpu-2-llama]"),
+    ("x.gather(1, (T - 1 + short)[..., None].expand(-1, 1, x.shape[-1]))", "x[:, -1:]",
+     "short rows draft from a dead slot",
+     "test_speculative.py::test_empty_skip_set_needs_the_fewest_passes[cpu-2-llama]"),
+    ("m.run(m.embed(token), state.at(k), self.cache, end=state.end(k + 1))",
+     "m.run(m.embed(token), state.at(k - 1), self.cache, end=state.end(k + 1))",
+     "the draft model's position off by one",
+     "test_speculative.py::test_empty_skip_set_needs_the_fewest_passes[cpu-2-llama]"),
+    ("prefill(self.model, state.tokens[:, : x.shape[1]], self.cache)", "pass",
+     "the draft model never reads the prompt",
+     "test_speculative.py::test_empty_skip_set_needs_the_fewest_passes[cpu-2-llama]"),
+]
+
+LAYERSKIP = [
+    ("{2 * i for i in attn} | {2 * i + 1 for i in mlp}", "{2 * i + 1 for i in attn} | {2 * i for i in mlp}",
+     "attention and MLP swapped", "test_checkpoint.py::test_skip_sets_by_hand"),
+    ("range(2 * exit_layer)", "range(2 * exit_layer - 1)",
+     "early exit without its last MLP", "test_checkpoint.py::test_skip_sets_by_hand"),
+    ("if i != sub), len(subs))", "if i != sub), len(subs)) + 1",
+     "hands over one sub-layer too many", "test_speculative.py::test_greedy_identity[cpu-exit-llama]"),
+    ("carry(tokens[:, -1:], K)", "pass",
+     "the last draft is not carried to the verifier",
+     "test_speculative.py::test_greedy_identity[cpu-exit-llama]"),
+    ("state.at(k), state.cache, subs[:shared], end=state.end(k + 1)",
+     "state.at(k + 1), state.cache, subs[:shared], end=state.end(k + 2)",
+     "drafts write into the next slot", "test_speculative.py::test_greedy_identity[cpu-exit-llama]"),
+    ("state.at(k), state.cache, subs[shared:]", "state.at(k + 1), state.cache, subs[shared:]",
+     "drafts write into the next slot behind the gap",
+     "test_speculative.py::test_greedy_identity[cpu-skip-llama]"),
+    ("subs[shared:], end", "subs, end",
+     "the shared sub-layers run twice", "test_speculative.py::test_greedy_identity[cpu-skip-llama]"),
+]
+
+TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING, "checkpoint.py": CHECKPOINT,
+         "speculative.py": SPECULATIVE, "layerskip.py": LAYERSKIP}
+MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
+
+
+def copy_repository(folder):
+    """What the tests need; the weights, which are large, by a link."""
+    for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+        shutil.copy(file, folder)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "weights").symlink_to(ROOT / "weights")
+
+
+def pytest_in(folder, argv):
+    """What each process does; it is forked from one that holds torch, whose import outlasts most tests."""
+    import pytest
+
+    os.chdir(folder)
+    sys.path[:] = [p for p in sys.path if Path(p).resolve() != ROOT / "tests"]  # the copies are meant
+    out = os.open("out.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.exit(int(pytest.main(argv)))
+
+
+def run_tests(folder, tests, *options, limit=None):
+    """pytest's exit status (None: out of time) and what it printed."""
+    argv = ["-p", "no:cacheprovider", f"--basetemp={folder}/made", "--tb=no", "--color=no", *options]
+    process = FORK.Process(target=pytest_in, args=(folder, argv + [f"tests/{test}" for test in tests]))
+    process.start()
+    process.join(limit)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return None, ""
+    return process.exitcode, (Path(folder) / "out.txt").read_text(encoding="utf-8", errors="replace")
+
+
+def check_tests(tests):
+    """{test: why it kills nothing} for tests that do not exist, do not run, or fail without any mutant."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy_repository(Path(folder))
+        status, out = run_tests(folder, tests, "-rpfE")
+    if status == 4:  # pytest runs nothing if one of them is not found
+        lost = {t: "does not exist" for t in tests if re.search(rf"not found: .*/{re.escape(t)}\n", out)}
+        found = [test for test in tests if test not in lost]
+        return lost | (check_tests(found) if lost and found else dict.fromkeys(found, f"does not run\n{out}"))
+    seen = re.findall(r"^(PASSED|FAILED|ERROR) tests/(.*)$", out, re.MULTILINE)
+    wrong = {}
+    for test in tests:
+        verdicts = {v for v, name in seen if name == test or name.startswith((test + "[", test + " - "))}
+        if verdicts != {"PASSED"}:
+            wrong[test] = "fails without any mutant" if verdicts else "selects nothing that runs"
+    return wrong
+
+
+def try_mutant(mutant, wrong):
+    """One line for the table: KILLED, or what else happened."""
+    start, text = time.perf_counter(), (ROOT / mutant.file).read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return f"STALE ROW: found {text.count(mutant.old)} times in {mutant.file}: {mutant.old!r}", 0.0
+    if mutant.test in wrong:
+        return f"USELESS TEST: {mutant.test} {wrong[mutant.test]}", 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        copy_repository(Path(folder))
+        (Path(folder) / mutant.file).write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        status, out = run_tests(folder, [mutant.test], "-x", limit=mutant.limit)
+    failed = status == 1 and f"tests/{mutant.test}" in out  # not: it could not even be imported
+    killed = failed or status is None and mutant.limit == HANGS
+    verdict = "KILLED" if killed else {0: "SURVIVED", None: "OUT OF TIME"}.get(status, f"BROKEN ROW\n{out}")
+    return verdict, time.perf_counter() - start
+
+
+def main(words):
+    chosen = [m for m in MUTANTS if not words or any(word in f"{m.file} {m.phrase}" for word in words)]
+    tests, wrong, failed = sorted({m.test for m in chosen}), {}, 0
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for why in pool.map(check_tests, [tests[i::WORKERS] for i in range(min(WORKERS, len(tests)))]):
+            wrong |= why
+        for m, (verdict, seconds) in zip(chosen, pool.map(try_mutant, chosen, repeat(wrong)), strict=True):
+            print(f"{verdict:8} {seconds:5.1f} s  {m.file[:-3]}: {m.phrase}", flush=True)
+            failed += verdict != "KILLED"
+    print(f"{len(chosen) - failed} passed, {failed} failed")
+    return int(failed > 0 or not chosen)
+
+
+if __name__ == "__main__":
+    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    FORK = multiprocessing.get_context("forkserver")
+    FORK.set_forkserver_preload(["torch", "tokenizers", "pytest"])
+    sys.exit(main(sys.argv[1:]))
