@@ -110,7 +110,9 @@ def test_compare_reports_a_divergence_and_its_gap(call, monkeypatch):
         argv = ["Once upon a time", *SHORT, "--compare", "--dtype", dtype]
         got, out, _ = call(*argv)
         assert got == status and "NOT identical" in out and "part at new token 5" in out
-        d = json.loads(call(*argv, "--json")[1])["first_divergence"]
+        r = json.loads(call(*argv, "--json")[1])
+        d = r["first_divergence"]
+        assert d["ids"][0] == r["baseline"]["outputs"][0]["ids"][5], "the best token there is the plain one"
         assert (d["output"], d["position"]) == (0, 5) and d["top2_gap"] > 0 and len(d["ids"]) == 2
 
 

@@ -597,3 +597,10 @@ def test_visible_in_a_tree():
             ["xxx....", "xxxx...", "xxxxx..", "xxxxxx."]})
     look(visible(positions, slots, 7, tree, window=2)[0], [".xx....", "..xx...", "..x.x..", "....xx."], {
         "the window is a distance of positions, not of slots": [".xx....", "..xx...", "....x..", "....xx."]})
+
+
+def test_embeddings_are_scaled_by_the_rounded_scale():
+    m = Transformer(replace(GEMMA, embed_scale=3584**0.5)).bfloat16().requires_grad_(False)
+    m.tok.data.fill_(1.5)
+    x = m.embed(torch.tensor([[1]]))
+    assert x.dtype == torch.bfloat16 and float(x[0, 0, 0]) == 89.5, "1.5 * 59.75, not 1.5 * 59.87 = 90"

@@ -341,3 +341,8 @@ def test_greedy_decoding_spends_them_too():
     coins = Ledger()
     generate(make(LLAMA), PROMPTS, 3, coins=coins)
     assert coins.spent == [("choose", 4)] * 3
+
+
+def test_huge_logits_at_a_tiny_temperature():
+    assert to_probs(torch.tensor([1e9, 2e9]), 1e-30).tolist() == [0, 1]
+    assert to_probs(torch.tensor([1e9, 2e9]), 1e-30, top_k=2).tolist() == [0, 1]

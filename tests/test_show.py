@@ -555,7 +555,6 @@ def test_wrap_breaks_between_words_and_drops_no_ink():
 
 @pytest.mark.parametrize("name, magic", [("run.png", b"\x89PNG"), ("run.svg", b"<?xml")])
 def test_picture(tmp_path, name, magic):
-    pytest.importorskip("matplotlib")
     ids = STORIES.encode("It costs $\\frac{1}$ or $6^2$ {\n\nOK?").ids  # nothing of this is mathematics
     seen = Generation(STORIES, [ids])
     add_texts(seen, [ids[i : i + 3] for i in range(0, len(ids), 3)])
