@@ -22,6 +22,11 @@ def test_reading_order_names_every_module():
     assert sorted(named) == sorted(p.name for p in ROOT.glob("*.py"))
 
 
+def test_line_counts_are_about_right():
+    for name, lines in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", README, re.M):
+        assert abs(len((ROOT / name).read_text().splitlines()) - int(lines)) <= 10, f"{name} has grown"
+
+
 def test_modules_import_only_those_above():
     order = [Path(name).stem for name in re.findall(r"^\| `(\w+\.py)` \|", README, re.M)]
     for i, name in enumerate(order):
