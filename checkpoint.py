@@ -6,6 +6,7 @@ where it belongs; loading copies into the pieces, saving copies out of them. No 
 import json
 import math
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -87,7 +88,9 @@ def encode(tokenizer, text, bos=None):
         text.encode()
     except UnicodeEncodeError as e:
         raise ValueError(f"the prompt is not valid UTF-8 at character {e.start}") from None
-    ids = tokenizer.encode(text).ids
+    with guarded("the tokenizer cannot take this prompt"):
+        ids = tokenizer.encode(text).ids
+        tokenizer.decode(ids, skip_special_tokens=False)
     start = next((i for i, t in enumerate(ids) if t != bos), len(ids))
     return ids if bos is None else [bos, *ids[start:]]
 
@@ -211,18 +214,27 @@ def read_tokenizer(folder):
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    # trap: some files make the library panic, which prints to file descriptor 2 and is no Exception
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    with guarded(f"{path}: not a readable tokenizer"):
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_padding()  # trap: the file may ask for any length, and a prompt is to stay as it is
+        tokenizer.no_truncation()
+        for i in range(300):  # some panic only in use
+            tokenizer.decode([i], skip_special_tokens=False)
+        return tokenizer
+
+
+@contextmanager
+def guarded(what):
+    """Whatever the tokenizer library raises inside becomes a ValueError. trap: it is written in Rust, where a
+    damaged file can cause a panic, which prints to file descriptor 2 and is no Exception."""
+    null, kept = os.open(os.devnull, os.O_WRONLY), os.dup(2)  # in this order it works where 2 is closed, too
     os.dup2(null, 2)
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-        for ids in [tokenizer.encode("It works.").ids, *([i] for i in range(300))]:  # some panic only in use
-            tokenizer.decode(ids, skip_special_tokens=False)
-        return tokenizer
+        yield
     except KeyboardInterrupt:
         raise
     except BaseException as e:
-        raise ValueError(f"{path}: not a readable tokenizer ({e})") from None
+        raise ValueError(f"{what} ({e})") from None
     finally:
         os.dup2(kept, 2)
         os.close(kept)
@@ -305,7 +317,7 @@ def read_rope(raw, refuse):
         refuse(f"rope type {kind!r} is not supported; default, {' and '.join(ROPE_KEYS)} are")
     scaling = {key: spec.get(key) for key in ROPE_KEYS.get(kind, ())}
     for key, value in {"rope_theta": theta, **scaling}.items():
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**63:
             refuse(f"{key} must be a positive number, got {value!r}")
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
         refuse("low_freq_factor must be below high_freq_factor")
