@@ -137,6 +137,7 @@ def counts():
 # --- plain decoding against transformers
 
 
+@torch.no_grad()
 def interleave(actions, repeats):
     """{name: median seconds}: every action once as a warm-up, then A B A B."""
     seconds = {name: [] for name in actions}
@@ -203,16 +204,18 @@ LOAD = """
 import sys, time, torch
 sys.path.insert(0, {here!r})
 import checkpoint, transformers
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
-before, start = peak(), time.perf_counter()
+def anonymous():
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+before, start = anonymous(), time.perf_counter()
 model = {call}
-print(time.perf_counter() - start, peak() - before)
+print(time.perf_counter() - start, anonymous() - before)
 """
 
 
 def loading(folder, dtype, repeats):
-    """Median seconds and MB of peak resident memory (file pages included), each in a fresh process."""
+    """Median seconds and MB of anonymous memory, each in a fresh process. transformers leaves the weights in
+    the mapped file, to be paged in at first use."""
     calls = {
         "ours": f"checkpoint.load({str(folder)!r}, 'cpu', {dtype})",
         "transformers": f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype={dtype})",
@@ -234,7 +237,6 @@ def loading(folder, dtype, repeats):
     }
 
 
-@torch.inference_mode()
 def measure(folder, dtype, device, a, bar):
     """All of `plain` for one model and dtype, as a dict for JSON."""
     pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
@@ -247,6 +249,8 @@ def measure(folder, dtype, device, a, bar):
     bar.update()
     single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
     r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
+    if a.quick:
+        return r
     r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
     bar.update()
     ids = torch.tensor([(a.prompt * 20)[: min(480, pair.c.max_len)]], device=device)
@@ -287,6 +291,8 @@ def markdown(results, a):
         same = f"{r['same tokens']} of {a.new}"
         speed.append([name, f"{a.new / ours:.1f}", f"{a.new / theirs:.1f}", f"{theirs / ours:.2f}"])
         speed[-1] += [f"{r['bound']:.2f}", same]
+        if a.quick:
+            continue
         blocks.append([name, *(f"{s / r['blocks'][1]:.2f}" for s in r["blocks"].values())])
         contexts = ", ".join(f"{n}: {s / r['contexts'][64]:.2f}" for n, s in r["contexts"].items())
         batches = " ".join(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())
@@ -297,9 +303,11 @@ def markdown(results, a):
     lines += table(
         ["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"], speed
     )
+    if a.quick:
+        return "\n".join(lines).rstrip()
     lines += table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks)
     head = ["model, dtype", "a token behind n others, relative to 64", "reading a prompt, tokens/s (ratio)"]
-    head += [f"ratio at batch {' '.join(map(str, BATCHES))}", "loading, peak memory", "transformers"]
+    head += [f"ratio at batch {' '.join(map(str, BATCHES))}", "loading, memory", "transformers"]
     lines += table(head, work)
     lines += [
         f"{name}: {r['launches']} kernel launches a plain round"
@@ -380,6 +388,7 @@ def plain(a):
         Path(f"{a.out}.json").write_text(
             json.dumps({"machine": a.machine, "results": results}, indent=1) + "\n"
         )
+    if a.out and not a.quick:
         plot(results, a, f"{a.out}.png")
 
 
@@ -397,6 +406,7 @@ def main(argv=None):
     p.add_argument("what", choices=["counts", "plain"])
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, default=5, metavar="N")
+    p.add_argument("--quick", action="store_true", help="only the speed of decoding, no picture")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")
     a = p.parse_args(argv)
