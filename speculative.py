@@ -25,7 +25,7 @@ class State:
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
     vocab: int                 # the target's, for drafters with a head of their own
-    text: list[list[int]]  # the host's copy of the known tokens: nobody waits for the device to read them
+    text: list[list[int]]      # the host's copy of the known tokens: nobody waits to read them
     room: list[int]            # the host's copy of `left`
 
     def at(self, *offsets):
@@ -233,8 +233,7 @@ def loop(model, state, drafter, eos):
 
 
 def commit(state, draft, accepted, last, logits, eos):
-    """Append what was accepted and the token behind it. The only place where the loop waits for the
-    device."""
+    """Append what was accepted and the token behind it. Only here does the loop wait for the device."""
     out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], last[:, None])  # (B, K+1)
     slots = state.at(*range(1, out.shape[1] + 1))
     if isinstance(slots, slice):
