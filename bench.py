@@ -8,7 +8,6 @@ The one thing to remember: a speed is a ratio, measured in one run, with dtype, 
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import checkpoint
+import cli
 from kvcache import KVCache
 from layerskip import SelfDraft
 from model import Config, Transformer
@@ -281,8 +281,8 @@ def table(head, rows):
 def markdown(results, a):
     """The tables of `plain`."""
     lines = [
-        f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}, "
-        f"{torch.get_num_threads()} threads; torch {torch.__version__}; medians of {a.repeats} runs A B A B",
+        f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
+        f"torch {torch.__version__}; medians of {a.repeats} runs A B A B",
         "",
     ]
     speed, blocks, work = [], [], []
@@ -356,7 +356,7 @@ def plot(results, a, path):
     for side in (left, right):
         side.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
-        f"plain decoding on {a.device}: {a.machine}, {torch.get_num_threads()} threads", fontsize=10
+        f"plain decoding on {a.device}: {a.machine}", fontsize=10
     )
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -392,15 +392,6 @@ def plain(a):
         plot(results, a, f"{a.out}.png")
 
 
-def machine():
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def main(argv=None):
     p = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__.split("\n")[0])
     p.add_argument("what", choices=["counts", "plain"])
@@ -416,7 +407,7 @@ def main(argv=None):
         p.error(str(e))
     if a.new < 8 or a.repeats < 1:
         p.error("--new must be at least 8 and --repeats at least 1")
-    a.machine = machine() if a.device == "cpu" else torch.cuda.get_device_name()
+    a.machine = cli.machine(torch.device(a.device))
     if a.what == "plain":
         return plain(a)
     print("| outside the sub-layers | operations | synchronisations |\n|---|---|---|")

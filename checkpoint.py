@@ -27,6 +27,7 @@ FAMILIES = {  # what a key means that config.json leaves out; None: worked out f
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PART = ".part"  # a file that is being written
 CONVERT = ("python -c \"from transformers import AutoModelForCausalLM as M; "
            "M.from_pretrained('DIR').save_pretrained('NEW')\"")
 ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor",
@@ -67,16 +68,34 @@ def save(model, folder, tokenizer):
     """Write config, weights and tokenizer as `transformers` reads them."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: part.detach().reshape(stored_shape(part)).contiguous() for name, part in parts(model)},
-              folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = {name: part.detach().reshape(stored_shape(part)).contiguous() for name, part in parts(model)}
+    with replacing(folder / "model.safetensors") as path:
+        save_file(tensors, path, metadata={"format": "pt"})
     ids = {"bos_token_id": model.c.bos, "eos_token_id": list(model.c.eos) or None}
     special = {"bos_token": model.c.bos, "eos_token": next(iter(model.c.eos), None)}
     names = {key: tokenizer.id_to_token(i) for key, i in special.items() if i is not None}
     contents = {"config.json": write_config(model.c, model.tok.dtype) | ids, "generation_config.json": ids,
                 "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"} | names}
     for name, content in contents.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    tokenizer.save(str(folder / "tokenizer.json"))
+        with replacing(folder / name) as path:
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with replacing(folder / "tokenizer.json") as path:
+        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
+@contextmanager
+def replacing(path):
+    """A path to write to, which takes the place of `path` once all is written: killed at any moment, the old
+    file or the new one is there. Raises OSError, in one line, where it cannot be written."""
+    part = path.with_name(path.name + PART)
+    try:
+        yield part
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, SafetensorError) as e:
+        part.unlink(missing_ok=True)
+        raise OSError(f"{path}: cannot be written ({e}); what was there before is untouched") from None
 
 
 def encode(tokenizer, text, bos=None):

@@ -4,9 +4,7 @@
 
 The one thing to remember: this file only consumes what `speculative.rounds` yields.
 """
-import argparse
 import json
-import os
 import re
 import statistics
 import sys
@@ -18,6 +16,7 @@ from tqdm import tqdm
 
 import chat
 import checkpoint
+import cli
 import sampling
 import show
 from layerskip import SelfDraft, early_exit, keep
@@ -31,13 +30,9 @@ PATHS = "model", "skip", "draft_model", "prompt_file", "picture"
 REPEATS = 3  # of A B in --compare, behind a warm-up of each
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise ValueError(f"{message}; see --help")
-
-
 def parse(argv):
-    p = Parser(description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
+    p = cli.Parser(
+        description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
     p.add_argument("prompt", nargs="?", metavar="PROMPT")
     p.add_argument("--prompt", dest="text", metavar="TEXT", help="the same; - reads standard input")
     p.add_argument("--prompt-file", metavar="FILE", help="a batch: one prompt a line, or JSONL with prompt")
@@ -302,24 +297,7 @@ def summary(r, a, seen):
 def main(argv=None):
     """Exit status: 0; 1 if --compare found a difference that rounding cannot explain; 2 for bad input; 130
     after Ctrl-C."""
-    try:
-        return run(parse(argv))
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (ValueError, OSError) as e:
-        message = str(e)
-    except RuntimeError as e:
-        if "memory" not in str(e):
-            raise
-        message = "not enough memory for this model, batch and context; try a smaller one or --dtype bfloat16"
-    except KeyboardInterrupt:
-        return 130
-    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(message.split()))
-    if len(line) > 360:  # a damaged file can quote itself at any length
-        line = f"{line[:240]} ... {line[-100:]}"
-    print(f"generate.py: {line}", file=sys.stderr)
-    return 2
+    return cli.main(lambda argv: run(parse(argv)), argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""What the command lines share: bad input is one clear line and exit status 2, never a traceback.
+
+The one thing to remember: a ValueError or an OSError is a message to the user; anything else is our own bug.
+"""
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, except that a wrong flag raises ValueError like all other bad input."""
+
+    def error(self, message):
+        raise ValueError(f"{message}; see --help")
+
+
+def machine(device):
+    """What computes: the GPU's name, or the processor's and how many threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def main(run, argv):
+    """Exit status: what run(argv) returns, or 0; 2 for bad input, told in one line; 130 after Ctrl-C; 141
+    where the reader of our output has left."""
+    try:
+        return run(argv) or 0
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError) as e:
+        message = str(e)
+    except RuntimeError as e:
+        if "memory" not in str(e):
+            raise
+        message = "not enough memory for this model, batch and context; try smaller ones, or --dtype bfloat16"
+    except KeyboardInterrupt:
+        return 130
+    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(message.split()))
+    if len(line) > 360:  # a damaged file can quote itself at any length
+        line = f"{line[:240]} ... {line[-100:]}"
+    print(f"{os.path.basename(run.__code__.co_filename)}: {line}", file=sys.stderr)
+    return 2

@@ -1,0 +1,124 @@
+"""Text to train and measure on: files of documents, a byte-level BPE, token streams, batches.
+
+The one thing to remember: a document begins with the begin-of-text id, and the batch of a step depends on
+nothing but seed and step, so that a run can be resumed or repeated exactly.
+"""
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+import checkpoint
+
+END = "<|endoftext|>"
+HELD_OUT = 0.02  # of each training file, where nothing else is given to measure on
+
+
+def read_documents(path):
+    """The documents of a file: what stands between two `<|endoftext|>`. Raises ValueError where there is
+    none."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    documents = [text for part in checkpoint.read_text(path).split(END) if (text := part.strip("\n"))]
+    if not documents:
+        raise ValueError(f"{path}: no text in it")
+    return documents
+
+
+def own_sources():
+    """The Python standard library's own modules: text that is there wherever this runs."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [p for p in sorted(root.rglob("*.py")) if not {"site-packages", "test", "tests"} & set(p.parts)]
+    texts = (p.read_text(encoding="utf-8", errors="ignore").strip("\n") for p in paths)
+    return [text for text in texts if text]
+
+
+def train_tokenizer(documents, vocab):
+    """A byte-level BPE (Radford et al. 2019, section 2.2): any text comes back as it was. Id 0 begins and
+    ends a text."""
+    if vocab < 257:
+        raise ValueError(f"--vocab must be at least 257, all bytes and {END}, got {vocab}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(documents, trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=[END], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END} $A", special_tokens=[(END, tokenizer.token_to_id(END))])
+    return tokenizer
+
+
+def stream(tokenizer, documents):
+    """All documents behind one another, each behind a begin-of-text id: (N,) int32."""
+    start, rows = tokenizer.token_to_id(END), tokenizer.encode_batch(documents, add_special_tokens=False)
+    return torch.tensor([t for row in rows for t in (start, *row.ids)], dtype=torch.int32)
+
+
+@dataclass
+class Corpus:
+    """Streams by file name, to train and to measure on; how often each of the former is drawn."""
+    train: dict
+    valid: dict
+    weights: list
+    tokenizer: Tokenizer
+
+    def batch(self, seed, step, rows, length):
+        """Windows (rows, length + 1) from anywhere; a file is drawn by weight times size."""
+        g = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        streams = list(self.train.values())
+        share = torch.tensor([w * len(s) for w, s in zip(self.weights, streams, strict=True)])
+        files = torch.multinomial(share.double(), rows, replacement=True, generator=g).tolist()
+        where = torch.rand(rows, generator=g, dtype=torch.float64).tolist()
+        windows = []
+        for file, u in zip(files, where, strict=True):
+            start = int(u * (len(streams[file]) - length))
+            windows.append(streams[file][start : start + length + 1])
+        return torch.stack(windows)
+
+    def hash(self):
+        h = hashlib.sha256(repr(self.weights).encode())
+        for s in self.train.values():
+            h.update(s.numpy().tobytes())
+        return h.hexdigest()[:16]
+
+
+def read(files, valid, length, vocab=4096, tokenizer=None):
+    """A Corpus whose streams are longer than `length`.
+
+    files: FILE or FILE=WEIGHT, or none for `own_sources`. valid: files, or none for the end of each training
+    file. Without a tokenizer one of `vocab` tokens is trained. Raises ValueError or FileNotFoundError, in one
+    line, for files that are missing, empty or too short.
+    """
+    weights, documents = [], {}
+    for item in files:
+        path, _, weight = item.rpartition("=") if "=" in item else (item, "", "1")
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            raise ValueError(f"{item}: the weight must be a number, got {weight!r}") from None
+        if not 0 < weights[-1] < float("inf"):
+            raise ValueError(f"{item}: the weight must be positive")
+        if Path(path).name in documents:
+            raise ValueError(f"{item}: two files of the same name")
+        documents[Path(path).name] = read_documents(Path(path))
+    if not files:
+        weights, documents = [1.0], {"python": own_sources()}
+    held_out = {Path(path).name: read_documents(Path(path)) for path in valid}
+    tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
+    if tokenizer.token_to_id(END) is None:
+        raise ValueError(f"this tokenizer has no {END}, which is to separate the documents")
+    train = {name: stream(tokenizer, texts) for name, texts in documents.items()}
+    valid = {name: stream(tokenizer, texts) for name, texts in held_out.items()}
+    if not valid:
+        cuts = {name: max(0, len(s) - max(length + 1, int(HELD_OUT * len(s)))) for name, s in train.items()}
+        valid = {name: s[cuts[name] :] for name, s in train.items()}
+        train = {name: s[: cuts[name]] for name, s in train.items()}
+    for name, s in [*train.items(), *valid.items()]:
+        if len(s) <= length:
+            raise ValueError(f"{name}: {len(s)} tokens are too few for one sequence of {length} and the "
+                             "token behind it; give more text or a smaller --context")
+    return Corpus(train, valid, weights, tokenizer)

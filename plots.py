@@ -1,0 +1,64 @@
+"""The charts. Each function takes plain data, draws one figure and writes it to a file.
+
+The one thing to remember: nothing here computes; a chart shows what another module measured.
+"""
+from matplotlib.figure import Figure
+
+# hues that the colour-blind tell from one another (Okabe & Ito 2008)
+HUES = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#808080"
+
+
+def axes(rows, columns, width=5.0, height=3.6):
+    """A figure and its axes, without frames."""
+    figure = Figure(figsize=(width * columns, height * rows), facecolor="white", layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for side in grid.flat:
+        side.spines[["top", "right"]].set_visible(False)
+    return figure, grid
+
+
+def running_mean(values, width):
+    """Means of up to `width` values that end at each place; None is left out."""
+    means = []
+    for i in range(len(values)):
+        seen = [v for v in values[max(0, i - width + 1) : i + 1] if v is not None]
+        means.append(sum(seen) / len(seen) if seen else None)
+    return means
+
+
+def training(losses, block, evals, tables, path):
+    """What a training run was like. losses: per step (final, exit or None, exit layer); block: tokens a step;
+    evals: [{"tokens", "files": {name: {"loss": per exit}}, "speedup": per exit}]; tables: the last of them,
+    {name: {"loss", "agreement"}}."""
+    figure, ((loss, speed), (lens, agreed)) = axes(2, 2)
+    tokens = [(i + 1) * block / 1e6 for i in range(len(losses))]
+    width = max(1, len(losses) // 100)
+    loss.plot(tokens, running_mean([r[0] for r in losses], width), color="#808080", lw=1, label="training")
+    if any(r[1] is not None for r in losses):
+        early = [float("nan") if v is None else v for v in running_mean([r[1] for r in losses], 4 * width)]
+        loss.plot(tokens, early, color="#808080", lw=1, ls=":", label="training, a random exit")
+    for (name, table), hue in zip(tables.items(), HUES * len(tables), strict=False):
+        at = [e["tokens"] / 1e6 for e in evals]
+        label = name.removesuffix(".txt")
+        loss.plot(at, [e["files"][name]["loss"][-1] for e in evals], color=hue, marker=".", label=label)
+        exits = range(1, len(table["loss"]) + 1)
+        lens.plot(exits, table["loss"], color=hue, marker=".", label=label)
+        agreed.plot(exits, table["agreement"], color=hue, marker=".")
+    for i in range(len(evals[0]["speedup"])):
+        shade = i / max(1, len(evals[0]["speedup"]) - 1)
+        speed.plot([e["tokens"] / 1e6 for e in evals], [e["speedup"][i] for e in evals], marker=".",
+                   color=(0.85 * shade, 0.45 + 0.3 * shade, 0.7 + 0.2 * shade),
+                   label=f"{i + 1}" if i < 6 else None)
+    top = losses[len(losses) // 50][0] if losses else None  # the first steps dwarf all others
+    loss.set(xlabel="million tokens", ylabel="nats a token", title="loss", ylim=(None, top))
+    speed.set(xlabel="million tokens", ylabel="times plain decoding",
+              title="best speed-up by bytes, mean of the files")
+    lens.set(xlabel="exit behind block", ylabel="nats a token", title="loss of each exit (logit lens)")
+    agreed.set(xlabel="exit behind block", ylabel="share of tokens", ylim=(0, 1.02),
+               title="agreement with the last block (greedy alpha)")
+    for side in (lens, agreed):
+        side.xaxis.get_major_locator().set_params(integer=True)
+    for side in (loss, lens):
+        side.legend(frameon=False, fontsize=8)
+    speed.legend(frameon=False, fontsize=8, title="exit", title_fontsize=8, ncol=2)
+    figure.savefig(path, dpi=120, format="png")

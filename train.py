@@ -1,0 +1,457 @@
+"""Training tiny models that can be left early: LayerSkip's recipe (Elhoushi et al. 2024) for both families.
+
+    python train.py --out my-model --data stories.txt=2 code.txt --valid stories-valid.txt --tokens 8e6
+
+The one thing to remember: training skips layers with the very call that drafting uses, `run` over a part of
+the sub-layers, so that what a draft will compute is what was trained.
+"""
+import argparse
+import copy
+import ctypes
+import json
+import math
+import os
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tqdm import tqdm
+
+import checkpoint
+import cli
+import corpus
+import plots
+from control import MOST, best_gamma, expected_speedup, weight_costs
+from layerskip import early_exit
+from model import Config, Transformer
+from speculative import generate
+
+STATE = "checkpoint.safetensors"
+# what a resumed run may change
+FREE = {"out", "resume", "valid", "tokenizer", "minutes", "every", "twin", "about", "prompt", "device"}
+
+
+def parse(argv):
+    p = cli.Parser(description="Train a tiny Llama or Gemma-2 so that skipping works.", allow_abbrev=False)
+    p.add_argument("--out", required=True, metavar="DIR", help="the model, its card, plots and checkpoint")
+    p.add_argument("--resume", action="store_true", help="go on from DIR's last checkpoint, if there is one")
+    p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
+                   f"{corpus.END}, drawn W times as often (default: Python's own standard library)")
+    p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these (default: "
+                   f"the last {corpus.HELD_OUT:.0%} of each training file, held out)")
+    p.add_argument("--tokenizer", metavar="DIR", help="share a tokenizer instead of training one")
+    p.add_argument("--vocab", type=int, default=4096, metavar="N", help="size of a new tokenizer")
+    shape = p.add_argument_group("shape")
+    shape.add_argument("--family", choices=["llama", "gemma2"], default="llama")
+    for flag, default in {"layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "head-dim": 64, "hidden": 704,
+                          "context": 512}.items():
+        shape.add_argument(f"--{flag}", type=int, default=default, metavar="N")
+    shape.add_argument("--window", type=int, default=128, metavar="N", help="of Gemma-2's sliding layers")
+    recipe = p.add_argument_group("recipe (--dropout 0 --exit-weight 0 is plain training)")
+    recipe.add_argument("--dropout", type=float, default=0.15, metavar="P",
+                        help="of the last sub-layer, growing with depth (LayerSkip, section 4.1)")
+    recipe.add_argument("--exit-weight", type=float, default=1.0, metavar="W",
+                        help="of the early-exit loss against the final one (LayerSkip, section 4.1)")
+    recipe.add_argument("--distil", type=float, default=0.5, metavar="P", help="the share of the early-exit "
+                        "loss that imitates the model's own final distribution, not the labels")
+    recipe.add_argument("--shallow", type=float, default=0.7, metavar="P",
+                        help="how often the exit lies in the lower half of the blocks")
+    recipe.add_argument("--curriculum", type=float, default=0.2, metavar="P", help="the first share of the "
+                        "run has all exits alike, labels only, and .3 of --exit-weight")
+    steps = p.add_argument_group("optimisation")
+    steps.add_argument("--tokens", type=float, default=8e6, metavar="N", help="how long to train")
+    steps.add_argument("--minutes", type=float, metavar="M", help="at most so long, resumed runs included; "
+                       "the learning rate then follows the clock, and no run repeats another exactly")
+    steps.add_argument("--batch", type=int, default=16, metavar="N", help="sequences of --context tokens")
+    steps.add_argument("--lr", type=float, default=3e-3, help="of AdamW: embeddings and norms")
+    steps.add_argument("--muon-lr", type=float, default=0.02, help="of Muon: matrices (Jordan et al. 2024)")
+    steps.add_argument("--warmup", type=int, default=100, metavar="N", help="steps")
+    steps.add_argument("--decay", type=float, default=0.5, metavar="P", help="the last share of the run, in "
+                       "which both rates fall linearly to 2 %%")
+    steps.add_argument("--clip", type=float, default=1.0, metavar="X", help="the norm of the gradient")
+    steps.add_argument("--seed", type=int, default=0)
+    steps.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    other = p.add_argument_group("what is written beside the model")
+    other.add_argument("--every", type=float, default=5, metavar="M", help="minutes between checkpoints")
+    other.add_argument("--prompt", default="Once upon a time", help="of the samples")
+    other.add_argument("--about", default="", metavar="TEXT", help="for the card: sources and licences")
+    other.add_argument("--twin", metavar="FILE", help="train a second model in DIR, equal in everything but "
+                       "the recipe, and write both tables to this JSON file")
+    a = p.parse_args(argv)
+    whole = ("vocab", "layers", "dim", "heads", "kv_heads", "head_dim", "hidden", "context", "window",
+             "batch", "tokens", "every", "lr", "muon_lr", "clip")
+    bad = next((n for n in whole if not 0 < getattr(a, n) < math.inf), None) or (
+        "minutes" if a.minutes is not None and not a.minutes > 0 else "warmup" if a.warmup < 0 else
+        "exit_weight" if not 0 <= a.exit_weight < math.inf else None)
+    if bad:
+        raise ValueError(f"--{bad.replace('_', '-')} must be positive, got {getattr(a, bad)}")
+    bad = next((n for n in ("dropout", "distil", "shallow", "curriculum", "decay")
+                if not 0 <= getattr(a, n) <= 1), None)
+    if bad:
+        raise ValueError(f"--{bad} must lie within 0 and 1, got {getattr(a, bad)}")
+    if a.heads % a.kv_heads or a.head_dim % 2:
+        raise ValueError(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and --head-dim "
+                         f"{a.head_dim} even")
+    return a
+
+
+# --- the recipe
+
+
+def drop_rates(n_layers, most):
+    """How often each of the 2L sub-layers is dropped: most * (2^(l / (2L-1)) - 1), from 0 to `most`
+    (LayerSkip, section 4.1, there for whole layers)."""
+    return most * (2 ** torch.linspace(0, 1, 2 * n_layers, dtype=torch.float64) - 1)
+
+
+def choose(a, n_layers, progress, g):
+    """What one step trains: (sub-layers kept, exit layer, weight of its loss, its distilled share)."""
+    kept = (torch.rand(2 * n_layers, generator=g, dtype=torch.float64) >= drop_rates(n_layers, a.dropout))
+    u, v = torch.rand(2, generator=g, dtype=torch.float64).tolist()
+    early, half = progress < a.curriculum, max(1, n_layers // 2)
+    low, high = (1, n_layers) if early else (1, half + 1) if u < a.shallow else (half + 1, n_layers)
+    exit_layer = min(low + int(v * max(1, high - low)), n_layers)
+    weight, distil = (0.3 * a.exit_weight, 0.0) if early else (a.exit_weight, a.distil)
+    return kept.nonzero()[:, 0].tolist(), exit_layer, weight, distil
+
+
+def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
+    """(final loss, early-exit loss or None) of windows (B, T+1), in nats a token.
+
+    The early exit speaks through the final norm and head that all exits share. Its targets are the labels
+    and, for the distilled share, the final distribution of this same pass, which is what acceptance compares
+    it with; no gradient flows into that target, or the whole model would learn to be as simple as its exit.
+    """
+    tokens, labels = batch[:, :-1].long(), batch[:, 1:].long()
+    at, x = slice(0, tokens.shape[1]), model.embed(tokens)                      # (B, T, dim)
+    if exit_layer is not None:
+        x = early = model.run(x, at, sublayers=[i for i in sublayers if i < 2 * exit_layer])
+    x = model.run(x, at, sublayers=[i for i in sublayers if i >= 2 * (exit_layer or 0)])
+    logits = model.unembed(x).float().flatten(0, 1)                             # (B*T, V)
+    final = F.cross_entropy(logits, labels.flatten())
+    if exit_layer is None:
+        return final, None
+    logq, loss = model.unembed(early).float().flatten(0, 1).log_softmax(-1), 0.0
+    if distil < 1:
+        loss = loss + (1 - distil) * F.nll_loss(logq, labels.flatten())
+    if distil > 0:
+        target = logits.detach().softmax(-1)
+        loss = loss - distil * (target * logq).sum(-1).mean()
+    return final, loss
+
+
+@torch.no_grad()
+def evaluate(model, tokens, context, most):
+    """{"loss": [per exit], "agreement": [...]} over the first `most` tokens, cut into windows: the loss
+    behind each block in nats a token, and how often its best token is the last block's. One pass gives all
+    exits: below it, an early exit computes what the whole model does ("logit lens")."""
+    starts = range(0, max(1, min(most, len(tokens) - 1) // context) * context, context)
+    windows = torch.stack([tokens[i : i + context + 1] for i in starts]).long().to(model.tok.device)
+    loss, agreed = 0.0, 0.0
+    for rows in windows.split(max(1, 512 // context)):
+        trace, labels = [], rows[:, 1:].flatten()
+        model.run(model.embed(rows[:, :-1]), slice(0, context), trace=trace)
+        logits = torch.stack([model.unembed(x).float().flatten(0, 1) for x in trace[1::2]])  # (L, B*T, V)
+        right = logits.gather(2, labels.expand(len(logits), -1)[..., None])[..., 0]          # (L, B*T)
+        loss = loss + (logits.logsumexp(-1) - right).double().sum(1)
+        best = logits.argmax(-1)
+        agreed = agreed + (best == best[-1]).double().sum(1)
+    count = windows.shape[0] * context
+    return {"loss": (loss / count).tolist(), "agreement": (agreed / count).tolist()}
+
+
+def speedups(c, agreement):
+    """The modelled best speed-up of each exit but the last: alpha is its agreement, c what it reads."""
+    costs = weight_costs(c)
+    table = []
+    for exit_layer, alpha in enumerate(agreement[:-1], 1):
+        cost = costs.c(early_exit(c.n_layers, exit_layer))
+        table.append(expected_speedup(alpha, best_gamma(alpha, cost, MOST), cost))
+    return table
+
+
+# --- a run
+
+
+def shape(a, tokenizer):
+    end = tokenizer.token_to_id(corpus.END)
+    c = dict(vocab_size=tokenizer.get_vocab_size(), dim=a.dim, n_layers=a.layers, n_heads=a.heads,
+             n_kv_heads=a.kv_heads, head_dim=a.head_dim, hidden_dim=a.hidden, max_len=a.context, tied=True,
+             bos=end, eos=(end,))
+    if a.family == "gemma2":
+        c |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5, post_norm=True,
+                  query_scale=a.head_dim**-0.5, attn_softcap=50.0, final_softcap=30.0, window=a.window)
+    return Config(**c)
+
+
+def build(c, seed, device):
+    """A model with fresh weights in float32: all of rms 0.02, norms neutral."""
+    g, model = torch.Generator().manual_seed(seed), Transformer(c).float()
+    for p in model.parameters():
+        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - c.norm_offset
+        p.data.copy_(torch.as_tensor(fresh))
+    return model.to(device)
+
+
+class Run:
+    """Model, optimisers, what was done so far; one file holds all of it."""
+
+    def __init__(self, a, text, device):
+        self.a, self.text, self.device = a, text, device
+        self.model = build(shape(a, text.tokenizer), a.seed, device)
+        matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
+        chosen = set(map(id, matrices))
+        rest = [p for p in self.model.parameters() if id(p) not in chosen]
+        self.optimisers = [torch.optim.Muon(matrices, lr=a.muon_lr, weight_decay=0.0),
+                           torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)]
+        self.rates = [a.muon_lr, a.lr]
+        self.steps = max(1, round(a.tokens / (a.batch * a.context)))
+        self.step, self.seconds, self.losses, self.evals = 0, 0.0, [], []
+        settings = {k: v for k, v in vars(a).items() if k not in FREE}
+        self.settings = settings | {"data": [Path(f).name for f in a.data], "text": text.hash()}
+
+    def progress(self):
+        """From 0 to 1: by steps, or by the clock where that is ahead."""
+        clock = self.seconds / (60 * self.a.minutes) if self.a.minutes else 0.0
+        return min(1.0, max(self.step / self.steps, clock))
+
+    def train_step(self):
+        a, progress = self.a, self.progress()
+        g = torch.Generator().manual_seed(a.seed * 1_000_003 + self.step + 2**40)
+        kept, exit_layer, weight, distil = choose(a, self.model.c.n_layers, progress, g)
+        batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
+        scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, (1 - progress) / max(a.decay, 1e-9)))
+        with torch.autocast(self.device.type, torch.bfloat16):
+            final, early = losses(self.model, batch, kept, exit_layer if weight else None, distil)
+        (final if early is None else final + weight * early).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), a.clip)
+        for optimiser, rate in zip(self.optimisers, self.rates, strict=True):
+            optimiser.param_groups[0]["lr"] = rate * scale
+            optimiser.step()
+            optimiser.zero_grad()
+        self.step += 1
+        self.losses.append([final.item(), None if early is None else early.item(), exit_layer])
+
+    def measure(self):
+        with torch.autocast(self.device.type, torch.bfloat16):
+            files = {name: evaluate(self.model, s, self.a.context, 8192)
+                     for name, s in self.text.valid.items()}
+        self.evals.append({"tokens": self.step * self.a.batch * self.a.context, "files": files})
+
+    # --- the checkpoint: one safetensors file, replaced as a whole
+
+    def tensors(self):
+        yield from ((f"model.{name}", p.data) for name, p in self.model.named_parameters())
+        for i, optimiser in enumerate(self.optimisers):
+            for j, state in optimiser.state_dict()["state"].items():
+                yield from ((f"{i}.{j}.{key}", value) for key, value in state.items())
+
+    def save(self):
+        facts = {"step": self.step, "seconds": self.seconds, "losses": self.losses, "evals": self.evals,
+                 "settings": self.settings, "tokenizer": self.text.tokenizer.to_str()}
+        with checkpoint.replacing(Path(self.a.out) / STATE) as path:
+            save_file(dict(self.tensors()), path, metadata={"run": json.dumps(facts)})
+
+    def restore(self, file, facts):
+        wrong = next((k for k, v in self.settings.items() if facts["settings"].get(k) != v), None)
+        if wrong:
+            raise ValueError(
+                f"{self.a.out} holds a run with another {wrong} ({facts['settings'].get(wrong)}, now "
+                f"{self.settings[wrong]}): repeat that, or name another --out")
+        self.step, self.seconds, self.losses, self.evals = (
+            facts[k] for k in ("step", "seconds", "losses", "evals"))
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(file.get_tensor(f"model.{name}"))
+        for i, optimiser in enumerate(self.optimisers):
+            names = [key for key in file.keys() if key.startswith(f"{i}.")]
+            state = optimiser.state_dict()
+            for _, j, key in (name.split(".") for name in names):
+                state["state"].setdefault(int(j), {})[key] = file.get_tensor(f"{i}.{j}.{key}")
+            optimiser.load_state_dict(state)
+
+
+def sample(run, count=60):
+    ids = checkpoint.encode(run.text.tokenizer, run.a.prompt, run.model.c.bos)
+    (new,), _ = generate(run.model, [ids], min(count, run.model.c.max_len - len(ids)), eos=run.model.c.eos)
+    return " ".join(run.text.tokenizer.decode(ids + new).split())
+
+
+def open_run(a):
+    """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds anything
+    else."""
+    out, device, file, facts = Path(a.out), checkpoint.find_device(a.device), None, None
+    there = {p.name for p in out.iterdir()} - {STATE + checkpoint.PART} if out.is_dir() else set()
+    if STATE in there:
+        if not a.resume:
+            raise ValueError(f"{out} holds a run already: go on with --resume, or name another --out")
+        try:
+            file = safe_open(out / STATE, framework="pt")
+            facts = json.loads(file.metadata()["run"])
+        except (SafetensorError, KeyError, TypeError, ValueError) as e:
+            raise ValueError(f"{out / STATE}: not a checkpoint of this program, or damaged ({e})") from None
+    elif there:
+        raise ValueError(f"{out} is not empty and holds no {STATE}: name another --out")
+    tokenizer = (Tokenizer.from_str(facts["tokenizer"]) if facts else
+                 checkpoint.read_tokenizer(Path(a.tokenizer)) if a.tokenizer else None)
+    run = Run(a, corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer), device)
+    if len(checkpoint.encode(run.text.tokenizer, a.prompt, run.model.c.bos)) >= a.context:
+        raise ValueError("--prompt fills the context")
+    if facts:
+        run.restore(file, facts)
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        run.measure()
+        run.save()
+    return run
+
+
+def train(run):
+    """The steps that are left, with a checkpoint every few minutes."""
+    block, started, saved = run.a.batch * run.a.context, time.monotonic() - run.seconds, run.seconds
+    keep_memory()
+    pace = dict(mininterval=1 if sys.stderr.isatty() else 60)  # a log needs no line a step
+    with tqdm(total=run.steps * block, initial=run.step * block, unit="tok", unit_scale=True, **pace) as bar:
+        while run.progress() < 1:
+            run.train_step()
+            run.seconds = time.monotonic() - started
+            final, early, exit_layer = run.losses[-1]
+            if not math.isfinite(final):
+                raise ValueError(f"the loss is {final} at step {run.step}: try a lower --lr and --muon-lr")
+            exits = f", exit {exit_layer} {early:.2f}" if early else ""
+            bar.set_postfix_str(f"loss {final:.2f}{exits}", refresh=False)
+            bar.update(block)
+            if run.seconds - saved > 60 * run.a.every:
+                run.measure()
+                bar.write(sample(run), file=sys.stderr)
+                run.seconds = saved = time.monotonic() - started
+                run.save()
+    if run.evals[-1]["tokens"] != run.step * block:
+        run.measure()
+    run.save()
+
+
+def keep_memory():
+    """Have glibc keep the memory that tensors give back. trap: it returns large blocks to the system and asks
+    for them anew, page by page, thousands of times a step, which takes longer than the arithmetic."""
+    trim_threshold, mmap_max = -1, -4
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, -1)
+    except (OSError, AttributeError):  # another system, another allocator
+        pass
+
+
+# --- what stands beside the model
+
+
+def finish(run):
+    """Write the model in bfloat16, its plots and its card. Returns {file: its table}, of the model as
+    written."""
+    out = Path(run.a.out)
+    checkpoint.save(copy.deepcopy(run.model).bfloat16(), out, run.text.tokenizer)
+    model, _ = checkpoint.load(out, run.device, torch.float32)
+    tables = {name: evaluate(model, s, run.a.context, 32768) for name, s in run.text.valid.items()}
+    for table in tables.values():
+        table["speedup"] = speedups(model.c, table["agreement"])
+    history = [{**e, "speedup": speedups(model.c, [statistics.mean(column) for column in zip(
+        *(f["agreement"] for f in e["files"].values()), strict=True)])} for e in run.evals]
+    with checkpoint.replacing(out / "training.png") as path:
+        plots.training(run.losses, run.a.batch * run.a.context, history, tables, path)
+    with checkpoint.replacing(out / "README.md") as path:
+        path.write_text(card(run, tables), encoding="utf-8")
+    return tables
+
+
+def card(run, tables):
+    """The model card, in Markdown."""
+    a, c, tokens = run.a, run.model.c, run.step * run.a.batch * run.a.context
+    count = sum(p.numel() for p in run.model.parameters())
+    exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
+    plain = not a.dropout and not a.exit_weight
+    recipe = "plain next-token loss" if plain else (
+        f"sub-layer dropout rising with depth to {a.dropout}; early-exit loss on one random exit a step "
+        f"through the shared norm and head: for the first {a.curriculum:.0%} of the steps weight "
+        f"{0.3 * a.exit_weight:.2g}, labels, all exits alike; then weight {a.exit_weight:g}, {a.distil:.0%} "
+        f"of it distilled from the model's own final distribution, {a.shallow:.0%} of the exits in the lower "
+        "half of the blocks")
+    window = f", window {c.window} on even layers" if c.window else ""
+    rows = [
+        ("shape", f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for "
+         f"keys and values, hidden {c.hidden_dim}, tied embeddings, vocabulary {c.vocab_size:,}, context "
+         f"{c.max_len}{window}, bfloat16"),
+        ("data", a.about or ", ".join(run.text.train)),
+        ("recipe", f"{tokens / 1e6:.3g} M tokens, sequences of {a.context}, batch {a.batch}; {recipe}"),
+        ("optimiser", f"Muon (lr {a.muon_lr:g}) for matrices, AdamW (lr {a.lr:g}) for embeddings and norms, "
+         f"warm-up {a.warmup} steps, linear to 2 % over the last {a.decay:.0%}; bf16 autocast"),
+        ("hardware, time", f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"),
+        ("command", f"`python train.py {command(a)}`")]
+    lines = [f"# {Path(a.out).name}", "", f"A {count / 1e6:.1f} M-parameter "
+             f"{'Gemma-2' if c.post_norm else 'Llama'}, made by this repository's `train.py` to show "
+             "self-speculative decoding on weights small enough to ship.", "", "| | |", "|---|---|",
+             *(f"| {name} | {value} |" for name, value in rows), "",
+             f"Validation text, up to 32,768 tokens a file in windows of {a.context}, float32, "
+             "teacher-forced. Loss in nats a token; agreement: how often an exit's best token is the last "
+             "block's; speed-up: the best one that the bytes of the weights allow.", "",
+             "| exit behind block | " + " | ".join(map(str, exits)) + " |", "|---" * (len(exits) + 1) + "|"]
+    for name, table in tables.items():
+        for kind, values in table.items():
+            cells = (f"{values[e - 1]:.2f}" if e <= len(values) else "" for e in exits)
+            lines.append(f"| {kind}, {Path(name).stem} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "![Loss, exits, speed-up](training.png)", "",
+                      f"Greedy sample: \"{sample(run)}\"", ""])
+
+
+def command(a):
+    """The flags that repeat this run, with DATA for the folder that holds all text files."""
+    given, default = vars(a), vars(parse(["--out", "x"]))
+    files = [Path(f).resolve() for f in (*(f.partition("=")[0] for f in a.data), *a.valid)]
+    root = os.path.commonpath([f.parent for f in files]) if files else ""
+    words = []
+    for name, value in given.items():
+        if name in ("data", "valid"):
+            value = [f"DATA/{os.path.relpath(Path(f).resolve(), root)}" for f in value]
+        if name == "out" or name not in {"resume", "device", "about", "every"} and value != default[name]:
+            values = value if isinstance(value, list) else [value]
+            values = (v if isinstance(v, str) else f"{v:.10g}" for v in values)
+            words += [f"--{name.replace('_', '-')}", *values]
+    return " ".join(shlex.quote(word) for word in words)
+
+
+def twin(a):
+    """Two models, equal in everything but the recipe; their tables as JSON."""
+    plain = {"dropout": 0.0, "exit_weight": 0.0}
+    result = {"command": f"python train.py {command(a)}"}
+    for name, change in {"recipe": {}, "plain": plain}.items():
+        b = argparse.Namespace(**{**vars(a), "out": str(Path(a.out) / name), "twin": None, **change})
+        run = open_run(b)
+        train(run)
+        result[name] = {"tokens": run.step * a.batch * a.context, "files": finish(run),
+                        "parameters": sum(p.numel() for p in run.model.parameters())}
+    with checkpoint.replacing(Path(a.twin)) as path:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def run(argv):
+    a = parse(argv)
+    if a.twin:
+        return twin(a)
+    this = open_run(a)
+    train(this)
+    finish(this)
+
+
+def main(argv=None):
+    return cli.main(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
