@@ -97,6 +97,7 @@ class Round:
 class Drafter:
     """Where drafts come from. This one never proposes anything: plain decoding."""
     wants_trace = False
+    stop = None  # a chain drafter's stop rule, see `chain`
 
     def begin(self, state, x):
         """After prefill. x (B, T, dim): the target's final states on the prompts."""
@@ -145,18 +146,29 @@ def prefill(model, tokens, cache, block=256):
                       for i, part in enumerate(tokens.split(block, 1))], 1)
 
 
+def wanted(state, gamma):
+    """How many tokens each row is to draft, no more than it may emit, and whether they differ by more than
+    that. gamma: an int, or a function of the state that gives one, or a list with one for each row."""
+    want = gamma(state) if callable(gamma) else gamma
+    varied = not isinstance(want, int)
+    rows = want if varied else [want] * len(state.room)
+    return [max(0, min(g, room - 1)) for g, room in zip(rows, state.room, strict=True)], varied
+
+
 def chain(state, step, gamma, stop=None):
     """The one loop that draws a chain of tokens, for every drafter that predicts them one by one.
 
     step(token (B, 1), k) gives the raw logits (B, 1, V) for the token behind `token`, which stands at offset
-    k. gamma: how many to draw, an int or a function of the state. stop(k, logits, token) -> (B,) bool says
-    after a draw which rows end, *with the drawn token kept* (to drop it would bias the law); no step is
-    computed once all have ended. Returns tokens (B, K), q (B, K, V) or None, length (B,) or None: slots of a
-    row behind its length are dead.
+    k. gamma: how many to draw, see `wanted`. stop(k, logits, token) -> (B,) bool says after a draw which rows end, *with the drawn token kept* (to
+    drop it would bias the law); no step is computed once all have ended. Returns tokens (B, K), q (B, K, V)
+    or None, length (B,) or None: slots of a row behind its length are dead.
     """
-    K = min(gamma(state) if callable(gamma) else gamma, max(state.room) - 1)
+    most, varied = wanted(state, gamma)
+    K, own = max(most), state.send(most) if varied else None                    # (B,) each row its own
     token, tokens, qs = state.read(state.at(0)), [], []
-    length, going = None, state.left > 1 if stop else None                      # (B,)
+    length, going = own, None                                                   # (B,)
+    if stop:
+        length, going = None, state.left > 1 if own is None else (state.left > 1) & (own > 0)
     for k in range(K):
         logits = step(token, k)                                                 # (B, 1, V)
         q = state.probs(logits)
@@ -166,6 +178,7 @@ def chain(state, step, gamma, stop=None):
         if stop:
             length = going.long() if length is None else length + going
             going = going & ~stop(k, logits[:, 0], token[:, 0])
+            going = going if own is None else going & (own > k + 1)
             if k + 1 < K and not going.any():   # the one place that waits for the device while drafting
                 break
     return (torch.cat(tokens, 1), torch.cat(qs, 1), length) if tokens else (state.tokens[:, :0], None, None)
@@ -288,20 +301,21 @@ class NGram(Drafter):
         self.gamma, self.n = check_gamma(gamma), n
 
     def begin(self, state, x):
-        self.seen = [({}, 0) for _ in state.text]  # per row: n-gram -> the place behind it; how many
+        self.index, self.done = [{} for _ in state.text], [0] * len(state.text)  # n-gram -> what is behind
+        self.observe(state, None)
 
-    def lookup(self, b, text, most):
-        index, done = self.seen[b]
-        for i in range(done, len(text) - self.n):  # not the final n-gram: nothing follows it
-            index[tuple(text[i : i + self.n])] = i + self.n
-        self.seen[b] = index, max(done, len(text) - self.n)
-        at = index.get(tuple(text[-self.n :]), len(text))
-        return text[at : at + max(0, most)]
+    def observe(self, state, round):
+        for b, text in enumerate(state.text):
+            last = len(text) - self.n  # the final n-gram: nothing follows it yet
+            for i in range(self.done[b], last):
+                self.index[b][tuple(text[i : i + self.n])] = i + self.n
+            self.done[b] = max(self.done[b], last)
 
     def propose(self, state):
-        gamma = self.gamma(state) if callable(self.gamma) else self.gamma
-        hits = [self.lookup(b, text, min(gamma, room - 1))
-                for b, (text, room) in enumerate(zip(state.text, state.room, strict=True))]
+        hits = []
+        for text, index, most in zip(state.text, self.index, wanted(state, self.gamma)[0], strict=True):
+            at = index.get(tuple(text[-self.n :]), len(text))
+            hits.append(text[at : at + most])
         K = max(map(len, hits))
         if K == 0:
             return Draft.none(state)

@@ -85,17 +85,17 @@ def parse(argv):
     other.add_argument("--twin", metavar="FILE", help="train a second model in DIR, equal in everything but "
                        "the recipe, and write both tables to this JSON file")
     a = p.parse_args(argv)
-    whole = ("vocab", "layers", "dim", "heads", "kv_heads", "head_dim", "hidden", "context", "window",
-             "batch", "tokens", "every", "lr", "muon_lr", "clip")
-    bad = next((n for n in whole if not 0 < getattr(a, n) < math.inf), None) or (
-        "minutes" if a.minutes is not None and not a.minutes > 0 else "warmup" if a.warmup < 0 else
-        "exit_weight" if not 0 <= a.exit_weight < math.inf else None)
-    if bad:
-        raise ValueError(f"--{bad.replace('_', '-')} must be positive, got {getattr(a, bad)}")
-    bad = next((n for n in ("dropout", "distil", "shallow", "curriculum", "decay")
-                if not 0 <= getattr(a, n) <= 1), None)
-    if bad:
-        raise ValueError(f"--{bad} must lie within 0 and 1, got {getattr(a, bad)}")
+    for low, high, names in (
+            (1, 2**20, "vocab layers dim heads kv_heads head_dim hidden context window batch"),
+            (0, 2**40, "seed warmup"), (0, 1, "dropout distil shallow curriculum decay")):
+        for name in names.split():
+            if not low <= getattr(a, name) <= high:
+                raise ValueError(f"--{name.replace('_', '-')} must lie within {low} and {high}, got "
+                                 f"{getattr(a, name)}")
+    for name in ("tokens", "minutes", "every", "lr", "muon_lr", "clip", "exit_weight"):
+        value = getattr(a, name)
+        if not (value is None or 0 < value < math.inf or value == 0 and name == "exit_weight"):
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
     if a.heads % a.kv_heads or a.head_dim % 2:
         raise ValueError(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and --head-dim "
                          f"{a.head_dim} even")
@@ -117,7 +117,7 @@ def choose(a, n_layers, progress, g):
     u, v = torch.rand(2, generator=g, dtype=torch.float64).tolist()
     early, half = progress < a.curriculum, max(1, n_layers // 2)
     low, high = (1, n_layers) if early else (1, half + 1) if u < a.shallow else (half + 1, n_layers)
-    exit_layer = min(low + int(v * max(1, high - low)), n_layers)
+    exit_layer = min(low + int(v * max(1, high - low)), max(1, n_layers - 1))
     weight, distil = (0.3 * a.exit_weight, 0.0) if early else (a.exit_weight, a.distil)
     return kept.nonzero()[:, 0].tolist(), exit_layer, weight, distil
 
@@ -182,7 +182,7 @@ def speedups(c, agreement):
 
 def shape(a, tokenizer):
     end = tokenizer.token_to_id(corpus.END)
-    c = dict(vocab_size=tokenizer.get_vocab_size(), dim=a.dim, n_layers=a.layers, n_heads=a.heads,
+    c = dict(vocab_size=max(tokenizer.get_vocab().values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
              n_kv_heads=a.kv_heads, head_dim=a.head_dim, hidden_dim=a.hidden, max_len=a.context, tied=True,
              bos=end, eos=(end,))
     if a.family == "gemma2":
