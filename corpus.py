@@ -31,7 +31,8 @@ def read_documents(path):
 def own_sources():
     """The Python standard library's own modules: text that is there wherever this runs."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [p for p in sorted(root.rglob("*.py")) if not {"site-packages", "test", "tests"} & set(p.parts)]
+    paths = [p for p in sorted(root.rglob("*.py"))
+             if not {"site-packages", "test", "tests"} & set(p.relative_to(root).parts)]
     texts = (p.read_text(encoding="utf-8", errors="ignore").strip("\n") for p in paths)
     return [text for text in texts if text]
 
@@ -70,8 +71,9 @@ class Corpus:
         """Windows (rows, length + 1) from anywhere; a file is drawn by weight times size."""
         g = torch.Generator().manual_seed(seed * 1_000_003 + step)
         streams = list(self.train.values())
-        share = torch.tensor([w * len(s) for w, s in zip(self.weights, streams, strict=True)])
-        files = torch.multinomial(share.double(), rows, replacement=True, generator=g).tolist()
+        sizes = torch.tensor([len(s) for s in streams], dtype=torch.float64)
+        share = torch.tensor(self.weights, dtype=torch.float64) / max(self.weights) * sizes
+        files = torch.multinomial(share, rows, replacement=True, generator=g).tolist()
         where = torch.rand(rows, generator=g, dtype=torch.float64).tolist()
         windows = []
         for file, u in zip(files, where, strict=True):
@@ -107,7 +109,11 @@ def read(files, valid, length, vocab=4096, tokenizer=None):
         documents[Path(path).name] = read_documents(Path(path))
     if not files:
         weights, documents = [1.0], {"python": own_sources()}
-    held_out = {Path(path).name: read_documents(Path(path)) for path in valid}
+    held_out = {}
+    for path in map(Path, valid):
+        if path.name in held_out:
+            raise ValueError(f"{path}: two files of the same name")
+        held_out[path.name] = read_documents(path)
     tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
     if tokenizer.token_to_id(END) is None:
         raise ValueError(f"this tokenizer has no {END}, which is to separate the documents")

@@ -5,7 +5,6 @@
 The one thing to remember: this file only consumes what `speculative.rounds` yields.
 """
 import json
-import re
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ import checkpoint
 import cli
 import sampling
 import show
-from layerskip import SelfDraft, early_exit, keep
+from layerskip import SelfDraft, early_exit, read_skip
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, rounds
 
@@ -103,20 +102,6 @@ def read_jsonl(path, number, line):
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f'{path}, line {number}: expected a JSON object with a text under "prompt"')
     return prompt
-
-
-def read_skip(text, n_layers):
-    """The sub-layers that stay: "a3,m4" skips attention 3 and MLP 4, anything else names a file of
-    {"attn": [...], "mlp": [...]}, whose other keys are ignored."""
-    names = [name.strip() for name in text.split(",")]
-    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
-        attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
-        return keep(n_layers, attn, mlp)
-    sets = checkpoint.read_json(Path(text))
-    attn, mlp = sets.get("attn", []), sets.get("mlp", [])
-    if not all(isinstance(s, list) and all(type(i) is int for i in s) for s in (attn, mlp)):
-        raise ValueError(f'{text}: "attn" and "mlp" must be lists of block numbers')
-    return keep(n_layers, attn, mlp)
 
 
 def make_drafter(a, model, tokenizer, device):

@@ -1,11 +1,17 @@
 """Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify), one
-drafter for both.
+drafter for both; and how often a text accepts such a draft.
 
 The one thing to remember: the sub-layers before the first gap compute exactly what the verifier would, so
 their keys, values and hidden states are handed over (`reuse`), not computed again.
 """
+import re
+from pathlib import Path
+
 import torch
 
+import checkpoint
+from kvcache import KVCache
+from sampling import to_probs
 from speculative import Draft, Drafter, chain, check_gamma
 
 
@@ -24,6 +30,20 @@ def skipped(n_layers, sublayers):
     """The inverse of `keep`: (attn, mlp), the blocks whose attention or MLP is not among the sub-layers."""
     gone = sorted(set(range(2 * n_layers)) - set(sublayers))
     return [i // 2 for i in gone if i % 2 == 0], [i // 2 for i in gone if i % 2]
+
+
+def read_skip(text, n_layers):
+    """The sub-layers that stay: "a3,m4" skips attention 3 and MLP 4, anything else names a file of
+    {"attn": [...], "mlp": [...]}, whose other keys are ignored."""
+    names = [name.strip() for name in text.split(",")]
+    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
+        attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
+        return keep(n_layers, attn, mlp)
+    sets = checkpoint.read_json(Path(text))
+    attn, mlp = sets.get("attn", []), sets.get("mlp", [])
+    if not all(isinstance(s, list) and all(type(i) is int for i in s) for s in (attn, mlp)):
+        raise ValueError(f'{text}: "attn" and "mlp" must be lists of block numbers')
+    return keep(n_layers, attn, mlp)
 
 
 def early_exit(n_layers, exit_layer):
@@ -76,3 +96,45 @@ class SelfDraft(Drafter):
             return Draft.none(state)
         carry(tokens[:, -1:], K)                      # the last draft is not drafted from, but it is verified
         return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1)))
+
+
+class Teacher:
+    """The target's own pass over a text, kept so that any number of drafts can be scored against it.
+
+    Raises ValueError for a text that is empty or longer than the context.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model, ids, probs=to_probs):
+        c, T = model.c, len(ids)
+        if not 0 < T <= c.max_len:
+            raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to {c.max_len}")
+        self.model, self.probs = model, probs
+        self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
+        x, trace = model.embed(torch.tensor([ids], device=model.tok.device)), []
+        model.run(x, slice(0, T), self.cache, trace=trace)
+        self.states = [x, *trace]                       # behind the first i sub-layers: (1, T, dim) each
+        self.p = probs(model.unembed(trace[-1]))        # (1, T, V)
+
+    @torch.inference_mode()
+    def draft(self, sublayers):
+        """q (1, T, V): what the first drafted token behind each position is drawn from.
+
+        Position i reads the target's keys before i and its own at i, as the first step of a draft does: its
+        block lies in slots of its own behind the target's, and sees nothing of itself but itself.
+        """
+        subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
+        shared = next((i for i, sub in enumerate(subs) if i != sub), len(subs))
+        own = torch.eye(T, dtype=torch.bool, device=self.p.device)
+        x = self.model.run(self.states[shared], slice(0, T), self.cache, subs[shared:], slice(T, 2 * T), own)
+        return self.probs(self.model.unembed(x))
+
+    def acceptance(self, sublayers):
+        """How likely the first drafted token behind each position is accepted: sum of min(p, q) (Leviathan et
+        al. 2023, Corollary 3.6). (T,) float64, on the CPU."""
+        return torch.minimum(self.p, self.draft(sublayers)).double().sum(-1)[0].cpu()
+
+
+def acceptance(model, sublayers, ids, probs=to_probs):
+    """The acceptances (T,) of a draft along the text `ids`, teacher-forced in one pass; see `Teacher`."""
+    return Teacher(model, ids, probs).acceptance(sublayers)

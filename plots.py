@@ -38,9 +38,9 @@ def training(losses, block, evals, tables, path):
         early = [float("nan") if v is None else v for v in running_mean([r[1] for r in losses], 4 * width)]
         loss.plot(tokens, early, color="#808080", lw=1, ls=":", label="training, a random exit")
     for (name, table), hue in zip(tables.items(), HUES * len(tables), strict=False):
-        at = [e["tokens"] / 1e6 for e in evals]
-        label = name.removesuffix(".txt")
-        loss.plot(at, [e["files"][name]["loss"][-1] for e in evals], color=hue, marker=".", label=label)
+        seen, label = [e for e in evals if name in e["files"]], name.removesuffix(".txt")
+        loss.plot([e["tokens"] / 1e6 for e in seen], [e["files"][name]["loss"][-1] for e in seen], color=hue,
+                  marker=".", label=label)
         exits = range(1, len(table["loss"]) + 1)
         lens.plot(exits, table["loss"], color=hue, marker=".", label=label)
         agreed.plot(exits, table["agreement"], color=hue, marker=".")
@@ -60,5 +60,52 @@ def training(losses, block, evals, tables, path):
         side.xaxis.get_major_locator().set_params(integer=True)
     for side in (loss, lens):
         side.legend(frameon=False, fontsize=8)
-    speed.legend(frameon=False, fontsize=8, title="exit", title_fontsize=8, ncol=2)
+    if evals[0]["speedup"]:  # a single block has no exit before its end
+        speed.legend(frameon=False, fontsize=8, title="exit", title_fontsize=8, ncol=2)
     figure.savefig(path, dpi=120, format="png")
+
+
+def plain(results, title, path):
+    """Speed beside transformers and the bound; what a block of T tokens costs. results: by model and dtype,
+    the medians that `bench_plain.measure` returns."""
+    figure, ((left, right),) = axes(1, 2)
+    names = list(results)
+    ratios = [r["decode"]["transformers"] / r["decode"]["ours"] for r in results.values()]
+    bounds = [q / r["bound"] - q for q, r in zip(ratios, results.values(), strict=True)]
+    left.barh(names, ratios, color=HUES[0], height=0.5)
+    left.barh(names, bounds, left=ratios, color=HUES[0], alpha=0.2, height=0.5)
+    left.axvline(1, color=HUES[1])
+    left.set(xlabel="speed relative to transformers\n(pale: up to the bound, matrix products alone)")
+    left.invert_yaxis()
+    for (name, r), mark in zip(results.items(), "osD^v<", strict=False):
+        blocks = list(r["blocks"])
+        right.plot(blocks, [s / r["blocks"][1] for s in r["blocks"].values()], marker=mark, label=name)
+    right.plot(blocks, blocks, color=HUES[-1], linestyle=":", label="one by one")
+    right.set(xscale="log", yscale="log", xlabel="tokens in the block", ylabel="cost relative to one token")
+    right.set_xticks(blocks, blocks)
+    right.set_yticks((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
+    right.minorticks_off()
+    right.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=150, format="png")
+
+
+def methods(results, title, path):
+    """Speed relative to plain decoding by method, one panel a set. results: {set: {method: {"ratio",
+    "predicted"}}}."""
+    rows = max(len(r) for r in results.values())
+    figure, grid = axes(1, len(results), width=3.6, height=0.24 * rows + 1)
+    for side, (name, found) in zip(grid[0], results.items(), strict=True):
+        names = [n for n in found if n != "plain"]
+        hues = [HUES[-1] if n.startswith("transformers") else HUES[0] for n in names]
+        side.barh(names, [found[n]["ratio"] for n in names], color=hues, height=0.6)
+        for y, n in enumerate(names):
+            if "predicted" in found[n]:
+                side.plot([found[n]["predicted"]], [y], marker="|", markersize=9, color=HUES[1])
+        side.axvline(1, color="#404040", lw=0.8)
+        side.invert_yaxis()
+        side.set_title(name, fontsize=10)
+        side.tick_params(labelsize=8)
+        side.set_xlabel("times plain decoding", fontsize=9)
+    figure.suptitle(f"{title}; the marks: what the formula says", fontsize=9)
+    figure.savefig(path, dpi=110, format="png")

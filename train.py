@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
@@ -94,8 +94,8 @@ def parse(argv):
                                  f"{getattr(a, name)}")
     for name in ("tokens", "minutes", "every", "lr", "muon_lr", "clip", "exit_weight"):
         value = getattr(a, name)
-        if not (value is None or 0 < value < math.inf or value == 0 and name == "exit_weight"):
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+        if not (value is None or 0 < value < 1e30 or value == 0 and name == "exit_weight"):
+            raise ValueError(f"--{name.replace('_', '-')} must be positive and below 1e30, got {value}")
     if a.heads % a.kv_heads or a.head_dim % 2:
         raise ValueError(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and --head-dim "
                          f"{a.head_dim} even")
@@ -181,8 +181,8 @@ def speedups(c, agreement):
 
 
 def shape(a, tokenizer):
-    end = tokenizer.token_to_id(corpus.END)
-    c = dict(vocab_size=max(tokenizer.get_vocab().values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
+    end, vocab = tokenizer.token_to_id(corpus.END), tokenizer.get_vocab()
+    c = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
              n_kv_heads=a.kv_heads, head_dim=a.head_dim, hidden_dim=a.hidden, max_len=a.context, tied=True,
              bos=end, eos=(end,))
     if a.family == "gemma2":
@@ -259,12 +259,15 @@ class Run:
         with checkpoint.replacing(Path(self.a.out) / STATE) as path:
             save_file(dict(self.tensors()), path, metadata={"run": json.dumps(facts)})
 
-    def restore(self, file, facts):
-        wrong = next((k for k, v in self.settings.items() if facts["settings"].get(k) != v), None)
+    def check(self, settings):
+        """Raises ValueError where a run with these settings cannot be gone on with."""
+        wrong = next((k for k, v in self.settings.items() if settings.get(k) != v), None)
         if wrong:
             raise ValueError(
-                f"{self.a.out} holds a run with another {wrong} ({facts['settings'].get(wrong)}, now "
+                f"{self.a.out} holds a run with another {wrong} ({settings.get(wrong)}, now "
                 f"{self.settings[wrong]}): repeat that, or name another --out")
+
+    def restore(self, file, facts):
         self.step, self.seconds, self.losses, self.evals = (
             facts[k] for k in ("step", "seconds", "losses", "evals"))
         with torch.no_grad():
@@ -287,25 +290,29 @@ def sample(run, count=60):
 def open_run(a):
     """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds anything
     else."""
-    out, device, file, facts = Path(a.out), checkpoint.find_device(a.device), None, None
+    out, device, facts = Path(a.out), checkpoint.find_device(a.device), None
+    damaged = f"{out / STATE}: not a checkpoint of this program, or damaged"
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file: --out names a folder")
     there = {p.name for p in out.iterdir()} - {STATE + checkpoint.PART} if out.is_dir() else set()
     if STATE in there:
         if not a.resume:
             raise ValueError(f"{out} holds a run already: go on with --resume, or name another --out")
-        try:
+        with checkpoint.guarded(damaged):
             file = safe_open(out / STATE, framework="pt")
             facts = json.loads(file.metadata()["run"])
-        except (SafetensorError, KeyError, TypeError, ValueError) as e:
-            raise ValueError(f"{out / STATE}: not a checkpoint of this program, or damaged ({e})") from None
+            tokenizer, settings = Tokenizer.from_str(facts["tokenizer"]), dict(facts["settings"])
     elif there:
         raise ValueError(f"{out} is not empty and holds no {STATE}: name another --out")
-    tokenizer = (Tokenizer.from_str(facts["tokenizer"]) if facts else
-                 checkpoint.read_tokenizer(Path(a.tokenizer)) if a.tokenizer else None)
+    if not facts:
+        tokenizer = checkpoint.read_tokenizer(Path(a.tokenizer)) if a.tokenizer else None
     run = Run(a, corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer), device)
     if len(checkpoint.encode(run.text.tokenizer, a.prompt, run.model.c.bos)) >= a.context:
         raise ValueError("--prompt fills the context")
     if facts:
-        run.restore(file, facts)
+        run.check(settings)
+        with checkpoint.guarded(damaged):
+            run.restore(file, facts)
     else:
         out.mkdir(parents=True, exist_ok=True)
         run.measure()
@@ -413,7 +420,7 @@ def card(run, tables):
 def command(a):
     """The flags that repeat this run, with DATA for the folder that holds all text files."""
     given, default = vars(a), vars(parse(["--out", "x"]))
-    files = [Path(f).resolve() for f in (*(f.partition("=")[0] for f in a.data), *a.valid)]
+    files = [Path(f).resolve() for f in (*(f.rpartition("=")[0] or f for f in a.data), *a.valid)]
     root = os.path.commonpath([f.parent for f in files]) if files else ""
     words = []
     for name, value in given.items():
@@ -421,22 +428,25 @@ def command(a):
             value = [f"DATA/{os.path.relpath(Path(f).resolve(), root)}" for f in value]
         if name == "out" or name not in {"resume", "device", "about", "every"} and value != default[name]:
             values = value if isinstance(value, list) else [value]
-            values = (v if isinstance(v, str) else f"{v:.10g}" for v in values)
+            values = (v if isinstance(v, str) else str(v).removesuffix(".0") for v in values)
             words += [f"--{name.replace('_', '-')}", *values]
     return " ".join(shlex.quote(word) for word in words)
 
 
 def twin(a):
     """Two models, equal in everything but the recipe; their tables as JSON."""
-    plain = {"dropout": 0.0, "exit_weight": 0.0}
+    out, file = Path(a.out), Path(a.twin)
+    if file.is_dir() or not file.parent.is_dir() and file.parent.resolve() != out.resolve():
+        raise ValueError(f"{file}: --twin must name a file, in --out or in a folder that is there")
+    changes = {"recipe": {}, "plain": {"dropout": 0.0, "exit_weight": 0.0}}
+    runs = {name: open_run(argparse.Namespace(**{**vars(a), "out": str(out / name), "twin": None, **change}))
+            for name, change in changes.items()}
     result = {"command": f"python train.py {command(a)}"}
-    for name, change in {"recipe": {}, "plain": plain}.items():
-        b = argparse.Namespace(**{**vars(a), "out": str(Path(a.out) / name), "twin": None, **change})
-        run = open_run(b)
+    for name, run in runs.items():
         train(run)
         result[name] = {"tokens": run.step * a.batch * a.context, "files": finish(run),
                         "parameters": sum(p.numel() for p in run.model.parameters())}
-    with checkpoint.replacing(Path(a.twin)) as path:
+    with checkpoint.replacing(file) as path:
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

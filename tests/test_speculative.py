@@ -591,7 +591,7 @@ def test_damaged_weights_are_noticed(value):
 
 
 def test_one_synchronisation_a_round_and_few_operations():
-    from bench import counts
+    from bench_plain import counts
 
     got = counts()
     assert got["plain round"]["operations"] <= 25 and got["drafted step"]["operations"] <= 20

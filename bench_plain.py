@@ -1,0 +1,342 @@
+"""Plain decoding, measured: its operations and synchronisations, and its speed beside transformers.
+
+The one thing to remember: a speed is a ratio, measured in one process A B A B, medians after a warm-up.
+"""
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
+
+import checkpoint
+import plots
+from kvcache import KVCache
+from layerskip import SelfDraft
+from model import Config, Transformer
+from speculative import generate, prefill, rounds
+
+HERE = Path(__file__).resolve().parent
+SHAPE_110M = Config(
+    vocab_size=32_000,
+    dim=768,
+    n_layers=12,
+    n_heads=12,
+    n_kv_heads=12,
+    head_dim=64,
+    hidden_dim=2048,
+    max_len=1024,
+)
+SHAPE_1B = Config(  # for the GPU
+    vocab_size=128_000,
+    dim=2048,
+    n_layers=16,
+    n_heads=32,
+    n_kv_heads=8,
+    head_dim=64,
+    hidden_dim=8192,
+    max_len=4096,
+    tied=True,
+)
+TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
+BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
+
+
+def random_model(c, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    model = Transformer(c).requires_grad_(False).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.constant_(p, 1 - c.norm_offset)
+    return model.to(dtype)
+
+
+# --- counts
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute or copy; views cost next to nothing and are left out."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+class Synchronisations(TorchFunctionMode):
+    """Counts the calls that make the host wait for the device to have a value."""
+
+    names = {
+        "tolist",
+        "item",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "equal",
+    }
+    count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += getattr(func, "__name__", "") in self.names
+        return func(*args, **(kwargs or {}))
+
+
+def count(action):
+    with torch.inference_mode(), Synchronisations() as waits, Operations() as operations:
+        action()
+    return {"operations": operations.count, "synchronisations": waits.count}
+
+
+def counts():
+    """What a plain round and a drafted step cost outside the sub-layers."""
+    model = random_model(
+        Config(vocab_size=64, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32)
+    )
+    cache, x = KVCache(model.c, 1, 64, torch.float32), torch.zeros(1, 1, 32)
+    model.run(x, slice(0, 1), cache)  # the cos/sin table is made once
+
+    def layers(sublayers):
+        full, empty = (
+            count(lambda s=s: model.run(x, slice(9, 10), cache, s))["operations"] for s in (sublayers, [])
+        )
+        return full - empty
+
+    def round_of(drafter):
+        steps = rounds(model, [[1, 2, 3]], 60, drafter)
+        next(steps)
+        return count(lambda: next(steps))
+
+    def step(stop=None):
+        short, long = (round_of(SelfDraft(model, range(2), gamma, stop)) for gamma in (2, 3))
+        return {key: long[key] - short[key] - layers(range(2)) * (key == "operations") for key in long}
+
+    plain = round_of(None)
+    return {
+        "plain round": {**plain, "operations": plain["operations"] - layers(range(4))},
+        "drafted step": step(),
+        "drafted step, stop rule": step(lambda k, logits, token: token < 0),
+    }
+
+
+# --- plain decoding against transformers
+
+
+@torch.no_grad()
+def interleave(actions, repeats):
+    """{name: median seconds}: every action once as a warm-up, then A B A B."""
+    seconds = {name: [] for name in actions}
+    for repeat in range(repeats + 1):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name] += [time.perf_counter() - start] * (repeat > 0)
+    return {name: statistics.median(s) for name, s in seconds.items()}
+
+
+class Pair:
+    """The same weights in this library and in transformers."""
+
+    def __init__(self, folder, dtype, device):
+        from transformers import AutoModelForCausalLM
+
+        self.ours, _ = checkpoint.load(folder, device, dtype)
+        self.theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+        self.theirs.generation_config.eos_token_id = None  # both write all the tokens
+        self.device, self.c = torch.device(device), self.ours.c
+
+    def write(self, prompts, new):
+        """Both continue the prompts greedily: two functions that return the ids."""
+        ids = torch.tensor(prompts, device=self.device)
+        flags = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
+        return {
+            "ours": lambda: generate(self.ours, prompts, new)[0],
+            "transformers": lambda: self.theirs.generate(ids, max_new_tokens=new, **flags)[
+                :, ids.shape[1] :
+            ].tolist(),
+        }
+
+    def read(self, ids):
+        """Both read a prompt of (1, T) ids into a cache."""
+        cache = KVCache(self.c, 1, ids.shape[1], self.ours.attention_dtype(), self.device)
+        return {
+            "ours": lambda: prefill(self.ours, ids, cache),
+            "transformers": lambda: self.theirs(ids, use_cache=True, logits_to_keep=1),
+        }
+
+
+def matrices(model):
+    """The model's own matrix-vector products for one token, and nothing else: the bound for batch 1."""
+    x = {
+        n: torch.ones(1, 1, n, dtype=model.tok.dtype, device=model.tok.device)
+        for n in {w.shape[1] for w in model.parameters() if w.dim() == 2}
+    }
+    weights = [w for b in model.blocks for w in (b.attn.wqkv, b.attn.wo, b.mlp.gate_up, b.mlp.down)]
+    weights.append(model.tok if model.head is None else model.head)
+    return lambda: [F.linear(x[w.shape[1]], w) for w in weights]
+
+
+def step(model, T, at):
+    """A target pass over T tokens behind `at` others."""
+    cache = KVCache(model.c, 1, at + T, model.attention_dtype(), model.tok.device)
+    tokens = torch.full((1, T), 5, device=model.tok.device)
+    return lambda: model.unembed(model.run(model.embed(tokens), slice(at, at + T), cache))
+
+
+LOAD = """
+import sys, time, torch
+sys.path.insert(0, {here!r})
+import checkpoint, transformers
+def anonymous():
+    lines = open("/proc/self/status")
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+before, start = anonymous(), time.perf_counter()
+model = {call}
+print(time.perf_counter() - start, anonymous() - before)
+"""
+
+
+def loading(folder, dtype, repeats):
+    """Median seconds and MB of anonymous memory, each in a fresh process. transformers leaves the weights in
+    the mapped file, to be paged in at first use."""
+    calls = {
+        "ours": f"checkpoint.load({str(folder)!r}, 'cpu', {dtype})",
+        "transformers": f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype={dtype})",
+    }
+    seen = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            run = [sys.executable, "-c", LOAD.format(here=str(HERE), call=call)]
+            seen[name].append(
+                [
+                    float(n)
+                    for n in subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()[
+                        -2:
+                    ]
+                ]
+            )
+    return {
+        name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in seen.items()
+    }
+
+
+def measure(folder, dtype, device, a, bar):
+    """All of `plain` for one model and dtype, as a dict for JSON."""
+    pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
+    contexts = [n for n in (64, 256, 512, 1024, 2048, 4096) if n < pair.c.max_len] + [pair.c.max_len - 1]
+    write = pair.write([prompt], a.new)
+    ours, theirs = (run()[0] for run in write.values())
+    r = {"same tokens": next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), a.new)}
+    bar.update()
+    r["decode"] = interleave(write, a.repeats)
+    bar.update()
+    single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
+    r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
+    if a.quick:
+        return r
+    r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
+    bar.update()
+    ids = torch.tensor([(a.prompt * 20)[: min(480, pair.c.max_len)]], device=device)
+    r["prompt"] = interleave(pair.read(ids), a.repeats) | {"tokens": ids.shape[1]}
+    bar.update()
+    r["batches"] = {B: interleave(pair.write([prompt] * B, a.new // 4), a.repeats) for B in BATCHES}
+    bar.update()
+    r["contexts"] = interleave({n: step(pair.ours, 1, n) for n in contexts}, 5 * a.repeats)
+    r["loading"] = loading(folder, dtype, max(1, a.repeats // 2)) if device == "cpu" else None
+    r["launches"] = launches(pair.ours, prompt) if device == "cuda" else None
+    bar.update()
+    return r
+
+
+def launches(model, prompt):
+    """Kernel launches of a plain round, counted by the profiler."""
+    steps = rounds(model, [prompt], 16)
+    next(steps)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        next(steps)
+    return sum(e.count for e in seen.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
+
+
+def table(head, rows):
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)] + [""]
+
+
+def markdown(results, a):
+    """The tables of `plain`."""
+    lines = [
+        f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
+        f"torch {torch.__version__}; medians of {a.repeats} runs A B A B",
+        "",
+    ]
+    speed, blocks, work = [], [], []
+    for name, r in results.items():
+        ours, theirs = r["decode"]["ours"], r["decode"]["transformers"]
+        same = f"{r['same tokens']} of {a.new}"
+        speed.append([name, f"{a.new / ours:.1f}", f"{a.new / theirs:.1f}", f"{theirs / ours:.2f}"])
+        speed[-1] += [f"{r['bound']:.2f}", same]
+        if a.quick:
+            continue
+        blocks.append([name, *(f"{s / r['blocks'][1]:.2f}" for s in r["blocks"].values())])
+        contexts = ", ".join(f"{n}: {s / r['contexts'][64]:.2f}" for n, s in r["contexts"].items())
+        batches = " ".join(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())
+        read = r["prompt"]
+        prompt = f"{read['tokens'] / read['ours']:.0f} ({read['transformers'] / read['ours']:.2f})"
+        loads = [f"{s:.1f} s, {mb:.0f} MB" for s, mb in (r["loading"] or {}).values()]
+        work.append([name, contexts, prompt, batches, *(loads or ["", ""])])
+    lines += table(
+        ["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"], speed
+    )
+    if a.quick:
+        return "\n".join(lines).rstrip()
+    lines += table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks)
+    head = ["model, dtype", "a token behind n others, relative to 64", "reading a prompt, tokens/s (ratio)"]
+    head += [f"ratio at batch {' '.join(map(str, BATCHES))}", "loading, memory", "transformers"]
+    lines += table(head, work)
+    lines += [
+        f"{name}: {r['launches']} kernel launches a plain round"
+        for name, r in results.items()
+        if r["launches"]
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def run_counts(a):
+    rows = [[name, str(c["operations"]), str(c["synchronisations"])] for name, c in counts().items()]
+    lines = table(["outside the sub-layers", "operations", "synchronisations"], rows)
+    return "\n".join(lines).rstrip(), {"counts": counts()}, None
+
+
+def run(a):
+    stories, a.repeats = HERE / "weights" / "stories-llama", a.repeats or 5
+    _, tokenizer = checkpoint.load(stories, "cpu")
+    a.prompt = checkpoint.encode(tokenizer, TEXT * 4, 0)
+    shapes = (
+        {"stories-llama": None, "110M shape": SHAPE_110M} if a.device == "cpu" else {"1B shape": SHAPE_1B}
+    )
+    dtypes = (torch.bfloat16, torch.float32) if a.device == "cpu" else (torch.bfloat16,)
+    results = {}
+    with (
+        tqdm(total=6 * len(shapes) * len(dtypes), disable=None) as bar,
+        tempfile.TemporaryDirectory() as made,
+    ):
+        for name, c in shapes.items():
+            for dtype in dtypes:
+                folder = Path(made) if c else stories
+                if c:
+                    checkpoint.save(random_model(c, dtype), folder, tokenizer)
+                results[f"{name}, {str(dtype)[6:]}"] = measure(folder, dtype, a.device, a, bar)
+    draw = None if a.quick else partial(plots.plain, results, f"plain decoding on {a.device}: {a.machine}")
+    return markdown(results, a), {"results": results}, draw

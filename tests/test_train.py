@@ -1,0 +1,990 @@
+"""Training: the recipe by hand, runs that are interrupted, what is refused, and what stands there at the end.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import expected
+import pytest
+import torch
+from matplotlib import image
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny import FAMILIES, LLAMA, make
+
+import checkpoint
+import corpus
+import plots
+import train
+from model import Transformer
+
+ROOT = Path(train.__file__).parent
+SMALL = {"layers": 3, "dim": 32, "heads": 4, "kv-heads": 2, "head-dim": 8, "hidden": 48, "context": 16,
+         "window": 5, "vocab": 300, "batch": 4, "tokens": 640, "warmup": 3, "every": 1e6, "prompt": "Lily",
+         "device": "cpu"}  # ten steps
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+families = pytest.mark.parametrize("family", FAMILIES)
+TOKENS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8], [3, 8, 8, 1, 2, 6, 11, 15, 2, 2, 0, 1]])
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing may catch it and tidy up."""
+
+
+def story(seed, count=60):
+    draw, words = random.Random(seed), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
+    sentences = (" ".join(draw.choice(part.split()) for part in words) + "." for _ in range(6 * count))
+    return corpus.END.join(" ".join(next(sentences) for _ in range(6)) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A folder with a.txt and b.txt to train on and v/v.txt to measure on."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "v").mkdir()
+    for seed, (name, count) in enumerate({"a": 60, "b": 20, "v/v": 10}.items()):
+        (folder / f"{name}.txt").write_text(story(seed, count))
+    return folder
+
+
+@pytest.fixture
+def flags(texts, tmp_path):
+    """A command line: SMALL, changed; a flag that is None is left out, True stands alone, a list is many."""
+    def line(out="out", **changes):
+        given = {"out": tmp_path / out, "data": [f"{texts / 'a.txt'}=2", texts / "b.txt"], **SMALL}
+        words = []
+        for name, value in (given | {k.replace("_", "-"): v for k, v in changes.items()}).items():
+            if value is not None:
+                values = value if isinstance(value, list) else [] if value is True else [value]
+                words += [f"--{name}", *map(str, values)]
+        return words
+    return line
+
+
+@pytest.fixture
+def begin(flags):
+    """A Run that is ready to train."""
+    return lambda *out, **changes: train.open_run(train.parse(flags(*out, **changes)))
+
+
+@pytest.fixture
+def call(capsys):
+    def run(argv):
+        status = train.main(argv)
+        return status, *capsys.readouterr()
+    return run
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def product(request, texts, tmp_path_factory):
+    """(family, folder, flags) of a run that has ended."""
+    out = tmp_path_factory.mktemp("product") / request.param
+    given = SMALL | {"family": request.param, "lr": 0.0123456789012345, "seed": 12345678901, "about": "Tales"}
+    argv = ["--out", str(out), "--data", f"{texts}/a.txt=2", f"{texts}/b.txt", "--valid", f"{texts}/v/v.txt"]
+    argv += [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    assert train.main(argv) == 0
+    return request.param, out, argv
+
+
+def state(out):
+    """What a run's checkpoint holds: (facts, tensors)."""
+    with safe_open(Path(out) / train.STATE, framework="pt") as file:
+        return json.loads(file.metadata()["run"]), {key: file.get_tensor(key) for key in file.keys()}
+
+
+def same_end(a, b):
+    """Losses, exits, weights and what the optimisers know are equal bit by bit."""
+    (facts, tensors), (facts_b, tensors_b) = state(a), state(b)
+    assert facts["step"] == facts_b["step"] and facts["losses"] == facts_b["losses"], "losses or exits differ"
+    assert tensors.keys() == tensors_b.keys() and len(tensors) > 40
+    assert all(torch.equal(t, tensors_b[key]) for key, t in tensors.items()), "the weights differ"
+
+
+def tree(folder):
+    """All that a folder holds, to see that nothing was changed."""
+    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def trainable(family, **changes):
+    return make(replace(FAMILIES[family], **changes)).requires_grad_(True)
+
+
+def parameters(model, sublayer):
+    layer, is_mlp = divmod(sublayer, 2)
+    b = model.blocks[layer]
+    modules = (b.mlp, b.mlp_norm, b.mlp_post) if is_mlp else (b.attn, b.attn_norm, b.attn_post)
+    return [p for module in modules for p in module.parameters()]
+
+
+def moved(model, loss):
+    """Which parameters get a gradient from a loss: sub-layers by number, and "tok", "norm", "head"."""
+    model.zero_grad()
+    loss.backward()
+    groups = {i: parameters(model, i) for i in range(2 * model.c.n_layers)}
+    groups |= {"tok": [model.tok], "norm": [model.norm.weight]}
+    groups |= {} if model.head is None else {"head": [model.head]}
+    some = {name: [p.grad is not None and bool(p.grad.any()) for p in ps] for name, ps in groups.items()}
+    assert all(len(set(flags)) == 1 for flags in some.values()), "a sub-layer is trained in part"
+    return {name for name, flags in some.items() if flags[0]}
+
+
+def nll(probabilities, labels):
+    return -probabilities.gather(-1, labels[..., None]).log().mean()
+
+
+# --- which sub-layers a step keeps
+
+
+def test_drop_rates_by_hand():
+    got = train.drop_rates(2, 0.2).tolist()
+    assert got == pytest.approx([0, 0.2 * (2 ** (1 / 3) - 1), 0.2 * (2 ** (2 / 3) - 1), 0.2])
+    assert train.drop_rates(1, 0.5).tolist() == pytest.approx([0, 0.5])
+    many = train.drop_rates(12, 0.15)
+    assert len(many) == 24 and bool((many.diff() > 0).all()), "every deeper sub-layer is dropped more often"
+
+
+def recipe(**changes):
+    return argparse.Namespace(**{"dropout": 0.4, "curriculum": 0.2, "shallow": 0.7, "exit_weight": 2.0,
+                                 "distil": 0.25} | changes)
+
+
+def choices(count, n_layers, progress, **changes):
+    g, a = torch.Generator().manual_seed(0), recipe(**changes)
+    return [train.choose(a, n_layers, progress, g) for _ in range(count)]
+
+
+def near(count, n, share):
+    return abs(count / n - share) <= 4 * math.sqrt(share * (1 - share) / n)
+
+
+def test_sublayers_are_dropped_as_often_as_their_rate_says():
+    n = 3000
+    kept = [c[0] for c in choices(n, 3, 0.5)]
+    assert all(k == sorted(set(k)) and set(k) <= set(range(6)) for k in kept)
+    for i, rate in enumerate(train.drop_rates(3, 0.4).tolist()):
+        count = sum(i not in k for k in kept)
+        assert near(count, n, rate), f"sub-layer {i} is dropped {count / n:.3f} of the time, not {rate:.3f}"
+    both = sum(4 not in k and 5 not in k for k in kept)
+    assert near(both, n, math.prod(train.drop_rates(3, 0.4)[4:].tolist())), "each is dropped on its own"
+    assert all(0 in c[0] and 5 not in c[0] for c in choices(100, 3, 0.5, dropout=1.0))
+    assert all(c[0] == list(range(6)) for c in choices(100, 3, 0.5, dropout=0.0))
+
+
+@families
+def test_what_is_dropped_is_really_not_run(family):
+    m, kept = trainable(family), [0, 1, 3, 4, 6, 9, 10]
+    want = [x.item() for x in train.losses(m, TOKENS, kept, 3, 0.5)]
+    for i in set(range(12)) - set(kept):
+        for p in parameters(m, i):
+            p.data.fill_(math.nan)
+    final, early = train.losses(m, TOKENS, kept, 3, 0.5)
+    assert [final.item(), early.item()] == want, "a dropped sub-layer has a say"
+    assert moved(m, final + early) >= set(kept)
+    assert all(p.grad is None for i in set(range(12)) - set(kept) for p in parameters(m, i))
+
+
+def test_a_step_leaves_out_what_was_dropped(begin):
+    run = begin(dropout=1)   # the last sub-layer is never kept
+    for p in parameters(run.model, 5):
+        p.data.fill_(math.nan)
+    before = [p.clone() for p in parameters(run.model, 0)]
+    run.train_step()
+    run.train_step()
+    assert all(math.isfinite(x) for x in run.losses[-1])
+    assert not any(torch.equal(p, q) for p, q in zip(parameters(run.model, 0), before, strict=True))
+    assert all(p.isnan().all() for p in parameters(run.model, 5)), "the optimiser must leave it alone"
+
+
+# --- which exit it trains, and how
+
+
+def test_the_curriculum_has_all_exits_alike_labels_only_and_a_weight_of_3_tenths():
+    n = 3000
+    got = choices(n, 6, 0.1999)
+    for e in range(1, 6):
+        assert near(sum(c[1] == e for c in got), n, 1 / 5), f"exit {e} is not drawn as often as the others"
+    assert {c[3] for c in got} == {0.0}, "labels only"
+    assert [c[2] for c in got] == pytest.approx([0.6] * n)
+
+
+def test_afterwards_most_exits_lie_in_the_lower_half():
+    n = 3000
+    got = choices(n, 6, 0.2)
+    for e in range(1, 6):
+        share = 0.7 / 3 if e <= 3 else 0.3 / 2
+        assert near(sum(c[1] == e for c in got), n, share), f"exit {e} is not drawn {share:.0%} of the time"
+    assert {c[1:] for c in got} == {(e, 2.0, 0.25) for e in range(1, 6)}
+    assert {c[1] for c in choices(200, 6, 0.9, shallow=1.0)} == {1, 2, 3}
+    assert {c[1] for c in choices(200, 6, 0.9, shallow=0.0)} == {4, 5}
+    assert {c[1] for c in choices(200, 7, 0.9, shallow=1.0)} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 3, 4, 7])
+def test_no_exit_lies_behind_the_last_block_but_one(n_layers):
+    for progress in (0.0, 0.5, 1.0):
+        exits = {c[1] for c in choices(300, n_layers, progress)}
+        assert exits == set(range(1, max(2, n_layers))), f"{exits} at {progress:.0%}"
+
+
+def test_the_same_generator_makes_the_same_choice():
+    g = torch.Generator()
+    for seed in range(20):
+        one, two = (train.choose(recipe(), 6, 0.5, g.manual_seed(seed)) for _ in range(2))
+        assert one == two
+
+
+def test_steps_differ_and_seeds_differ_and_nothing_else_counts(begin):
+    def chosen(out, **changes):
+        run = begin(out, exit_weight=1, layers=6, dropout=0.9, lr=1e-9, muon_lr=1e-9, **changes)
+        torch.manual_seed(len(out))
+        for _ in range(8):
+            run.train_step()
+        return [r[2] for r in run.losses], [r[0] for r in run.losses]
+    one, again, other = chosen("a"), chosen("again"), chosen("other", seed=1)
+    assert one == again
+    assert one[0] != other[0] and len(set(one[0])) > 2, "exits must follow seed and step"
+    assert len(set(one[1])) == 8, "every step must see its own batch"
+
+
+# --- the losses
+
+
+@families
+@pytest.mark.parametrize("distil", [0.0, 0.3, 1.0])
+def test_losses_by_hand(family, distil):
+    m, kept, labels = make(FAMILIES[family]), [0, 1, 3, 4, 6, 9, 10], TOKENS[:, 1:]
+    at, x = slice(0, 11), m.embed(TOKENS[:, :-1])
+    q = m.unembed(m.run(x, at, sublayers=[0, 1, 3, 4])).softmax(-1)
+    p = m.unembed(m.run(x, at, sublayers=kept)).softmax(-1)
+    final, early = train.losses(m, TOKENS, kept, 3, distil)
+    assert float(final) == pytest.approx(float(nll(p, labels)), rel=1e-5)
+    imitation = -(p * q.log()).sum(-1).mean()
+    assert abs(imitation - nll(q, labels)) > 0.1, "the parts of the mixture must differ"
+    assert float(early) == pytest.approx(float((1 - distil) * nll(q, labels) + distil * imitation), rel=1e-5)
+
+
+@families
+def test_without_an_exit_there_is_one_loss(family):
+    m = make(FAMILIES[family])
+    final, early = train.losses(m, TOKENS.int(), range(12))
+    assert early is None
+    assert float(final) == pytest.approx(float(nll(m(TOKENS[:, :-1]).softmax(-1), TOKENS[:, 1:])), rel=1e-5)
+
+
+@families
+@pytest.mark.parametrize("distil", [0.0, 0.3, 1.0])
+def test_the_exit_loss_moves_what_lies_below_the_exit_and_what_all_exits_share(family, distil):
+    m, kept = trainable(family, tied=family == "gemma2"), [0, 1, 3, 4, 5, 6, 9, 10]
+    shared = {"tok", "norm", "head"} if m.head is not None else {"tok", "norm"}
+    for exit_layer in (1, 3, 5):
+        early = train.losses(m, TOKENS, kept, exit_layer, distil)[1]
+        below = {i for i in kept if i < 2 * exit_layer}
+        assert moved(m, early) == shared | below, f"exit {exit_layer}: too much or too little is trained"
+    final = train.losses(m, TOKENS, kept, 3, distil)[0]
+    assert moved(m, final) == shared | set(kept), "the final loss trains all that was run"
+
+
+@families
+def test_no_gradient_flows_into_what_is_imitated(family):
+    m, at = trainable(family), slice(0, 11)
+    early = train.losses(m, TOKENS, range(12), 3, 1.0)[1]
+    moved(m, early)
+    got = {name: p.grad.clone() for name, p in m.named_parameters() if p.grad is not None}
+    target = m(TOKENS[:, :-1]).softmax(-1).detach()
+    q = m.unembed(m.run(m.embed(TOKENS[:, :-1]), at, sublayers=range(6))).log_softmax(-1)
+    moved(m, -(target * q).sum(-1).mean())
+    want = {name: p.grad for name, p in m.named_parameters() if p.grad is not None}
+    assert got.keys() == want.keys()
+    for name, g in want.items():
+        assert torch.allclose(got[name], g, rtol=1e-4, atol=1e-6 * float(g.abs().max())), name
+
+
+# --- a step
+
+
+@families
+def test_one_batch_is_learnt_by_heart(family, begin):
+    run = begin(family=family, tokens=64 * 200, dropout=0, exit_weight=1, lr=0.01)
+    batch = run.text.batch(0, 0, 4, 16)
+    run.text.batch = lambda *_: batch
+    for _ in range(120):
+        run.train_step()
+    first, last = run.losses[0], run.losses[-1]
+    assert first[0] > 5 and first[1] > 5, "fresh weights know nothing"
+    assert last[0] < 0.2, f"the final loss falls to {last[0]:.2f} only"
+    early = {e: loss for _, loss, e in run.losses[-20:]}
+    assert early.keys() == {1, 2} and max(early.values()) < 1.5, f"the exits' losses are {early}"
+    files = train.evaluate(run.model, batch[0], 16, 16)
+    assert files["loss"][-1] < 0.2, "what is measured is not what was trained"
+
+
+@families
+def test_fresh_weights(family, begin):
+    m = begin(family=family).model
+    for name, p in m.named_parameters():
+        assert p.dtype == torch.float32
+        if p.dim() > 1:
+            assert float(p.detach().std()) == pytest.approx(0.02, rel=0.15), name
+        else:
+            assert bool((p + m.c.norm_offset == 1).all()), "a fresh norm multiplies by 1"
+    assert float(m.scale) == pytest.approx(m.c.embed_scale) and m.c.bos == 0 and m.c.eos == (0,)
+    again, other = train.build(m.c, 0, "cpu"), train.build(m.c, 1, "cpu")
+    assert torch.equal(again.tok, m.tok) and not torch.equal(other.tok, m.tok)
+
+
+def test_matrices_go_to_muon_and_the_rest_to_adamw(begin):
+    run = begin(family="gemma2")
+    muon, adamw = ([p for group in o.param_groups for p in group["params"]] for o in run.optimisers)
+    assert len(muon) == 4 * 3 and {id(p) for p in muon + adamw} == {id(p) for p in run.model.parameters()}
+    assert run.model.tok.data_ptr() in {p.data_ptr() for p in adamw} and len(adamw) == 4 * 3 + 2
+    assert (type(run.optimisers[0]), type(run.optimisers[1])) == (torch.optim.Muon, torch.optim.AdamW)
+
+
+class Recorder:
+    """An optimiser that only looks."""
+
+    def __init__(self, parameters):
+        self.parameters, self.param_groups, self.norm = list(parameters), [{}], None
+
+    def step(self):
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.norm = math.sqrt(sum(float(g.square().sum()) for g in gradients))
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad = None
+
+
+def test_the_gradient_is_clipped(begin):
+    run = begin()
+    seen = Recorder(run.model.parameters())
+    run.optimisers, run.rates = [seen], [1.0]
+    norms = []
+    for clip in (1e9, 0.125):
+        run.a.clip, run.step = clip, 0
+        run.train_step()
+        norms.append(seen.norm)
+    assert norms[0] > 0.5, "the test must see a gradient that is too long"
+    assert norms[1] == pytest.approx(0.125, rel=1e-4)
+
+
+def test_the_exit_loss_is_weighted(begin):
+    gradients = []
+    for weight in (0, 1, 3):
+        run = begin(f"{weight}", exit_weight=weight, dropout=0, curriculum=0, distil=0)
+        seen = Recorder([])
+        run.optimisers, run.rates, run.a.clip = [seen], [1.0], 1e9
+        run.train_step()
+        assert (run.losses[0][1] is None) == (weight == 0)
+        gradients.append(run.model.norm.weight.grad.clone())
+    plain, one, three = gradients
+    assert torch.allclose(three - plain, 3 * (one - plain), rtol=1e-2, atol=1e-3 * float(one.abs().max()))
+    assert float((one - plain).abs().max()) > 0.1 * float(plain.abs().max()), "the exit loss is not added"
+
+
+def rates(run, steps):
+    """The learning rates of these steps, as shares of --muon-lr and --lr."""
+    shares = []
+    for run.step in steps:
+        run.train_step()
+        got = [o.param_groups[0]["lr"] / rate for o, rate in zip(run.optimisers, (0.02, 0.003), strict=True)]
+        assert got[0] == pytest.approx(got[1]), "both rates follow one schedule"
+        shares.append(got[0])
+    return shares
+
+
+def test_the_learning_rate_warms_up_stays_and_falls_to_2_percent(begin):
+    run = begin(tokens=64_000, warmup=100, decay=0.5)
+    assert run.steps == 1000
+    assert rates(run, (0, 49, 98)) == pytest.approx([0.01, 0.5, 0.99]), "warm-up"
+    assert rates(run, (99, 300, 500)) == pytest.approx([1, 1, 1]), "constant"
+    assert rates(run, (600, 750, 900)) == pytest.approx([0.8, 0.5, 0.2]), "linear decay"
+    assert rates(run, (989, 990, 995, 999)) == pytest.approx([0.022, 0.02, 0.02, 0.02]), "to 2 % and no less"
+
+
+def test_without_warm_up_or_decay_the_rate_is_constant(begin):
+    run = begin(tokens=6400, warmup=0, decay=0)
+    assert rates(run, (0, 50, 99)) == pytest.approx([1, 1, 1])
+
+
+# --- how far a run is
+
+
+def test_progress_follows_the_steps_or_the_clock_whichever_is_ahead(begin):
+    run = begin(minutes=2)
+    assert (run.steps, run.progress()) == (10, 0)
+    run.step, run.seconds = 3, 60
+    assert run.progress() == 0.5
+    run.step = 6
+    assert run.progress() == 0.6
+    run.seconds = 500
+    assert run.progress() == 1, "never beyond the end"
+    run.a.minutes = None
+    assert run.progress() == 0.6
+    assert begin("tiny", tokens=1).steps == 1, "at least one step"
+
+
+class Clock:
+    """Every look at it takes a while."""
+
+    def __init__(self, seconds):
+        self.now, self.seconds = 1000.0, seconds
+
+    def monotonic(self):
+        self.now += self.seconds
+        return self.now
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+
+def test_minutes_end_a_run_and_count_what_was_before(begin, monkeypatch):
+    monkeypatch.setattr(train, "time", Clock(30))
+    run = begin(minutes=2)
+    train.train(run)
+    assert (run.step, run.seconds) == (4, 120)
+    again = begin(minutes=3.4, resume=True)
+    assert again.seconds == 120
+    train.train(again)
+    assert (again.step, again.seconds) == (7, 210), "the minutes of a resumed run start anew"
+
+
+def test_a_checkpoint_every_few_minutes_and_one_at_the_end(begin, monkeypatch):
+    run, saved = begin(every=2.5), []
+    monkeypatch.setattr(train, "time", Clock(60))
+    monkeypatch.setattr(train.Run, "save", lambda run: saved.append(run.step))
+    train.train(run)
+    assert saved == [3, 6, 9, 10]
+    assert [e["tokens"] for e in run.evals] == [0, 192, 384, 576, 640]
+
+
+def test_what_was_measured_at_the_last_step_is_not_measured_again(begin):
+    run = begin(every=1e-9)  # behind each step
+    train.train(run)
+    assert [e["tokens"] for e in run.evals] == list(range(0, 641, 64))
+
+
+# --- measuring
+
+
+def truncated(m, exit_layer):
+    """A whole model that ends behind this block."""
+    t = Transformer(replace(m.c, n_layers=exit_layer)).double()
+    t.load_state_dict({key: v for key, v in m.state_dict().items() if key in t.state_dict()})
+    return t
+
+
+@families
+def test_each_exit_is_measured_as_a_truncated_model(family):
+    m = make(FAMILIES[family])
+    tokens = torch.randint(17, (16 * 40 + 9,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    logits = torch.stack([torch.cat([truncated(m, e)(tokens[None, i : i + 16].long())[0]
+                                     for i in range(0, 640, 16)]) for e in range(1, 7)])   # (L, 640, V)
+    logits, labels = logits.detach(), tokens[1:641].long()
+    got = train.evaluate(m, tokens, 16, 10**6)
+    assert got["loss"] == pytest.approx([float(nll(x.softmax(-1), labels)) for x in logits], rel=1e-5)
+    want = [float((x.argmax(-1) == logits[-1].argmax(-1)).double().mean()) for x in logits]
+    assert got["agreement"] == pytest.approx(want) and got["agreement"][-1] == 1
+    assert 0 < want[0] < 1, "the test must see both"
+
+
+def test_only_the_first_tokens_are_measured():
+    m = make(LLAMA)
+    tokens = torch.randint(17, (200,), generator=torch.Generator().manual_seed(0))
+    two = train.evaluate(m, tokens[:33], 16, 10**6)
+    assert train.evaluate(m, tokens, 16, 32) == train.evaluate(m, tokens, 16, 47) == two
+    assert train.evaluate(m, tokens, 16, 48) != two
+    assert train.evaluate(m, tokens[:48], 16, 10**6) == two, "47 tokens have a successor: two windows"
+    assert train.evaluate(m, tokens, 16, 5) == train.evaluate(m, tokens[:17], 16, 16), "at least one window"
+
+
+def test_speedups_by_hand():
+    agreement = [0.0, 0.5, 0.9, 0.99, 1.0, 1.0]
+    block = 32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 48
+    want = []
+    for e, alpha in enumerate(agreement[:-1], 1):
+        c = (e * block + 17 * 32) / (6 * block + 17 * 32)
+        tokens = [sum(alpha**i for i in range(gamma + 1)) for gamma in range(17)]
+        want.append(max(n / (gamma * c + 1) for gamma, n in enumerate(tokens)))
+    assert train.speedups(LLAMA, agreement) == pytest.approx(want)
+    assert want[0] == 1, "what is never accepted is never drafted"
+
+
+# --- interrupted runs
+
+
+@families
+def test_a_resumed_run_ends_like_one_that_was_never_interrupted(family, begin):
+    changes = dict(family=family, dropout=0.5)
+    train.train(begin("whole", **changes))
+    for i, stops in enumerate([(0,), (1,), (4, 5), (2, 7, 10)]):
+        for stop in stops:
+            run = begin(f"{i}", resume=True, **changes)
+            while run.step < stop:
+                run.train_step()
+            run.save()
+            if stop < 10:
+                run.train_step()  # and this one is lost
+        train.train(begin(f"{i}", resume=True, **changes))
+        same_end(run.a.out, Path(run.a.out).parent / "whole")
+
+
+@pytest.mark.parametrize("calls", [0, 3])
+@pytest.mark.parametrize("culprit", ["fsync", "replace"])
+def test_a_run_that_is_killed_while_it_saves_can_be_resumed(culprit, calls, begin, monkeypatch, tmp_path):
+    """Killed at its first checkpoint, or at the one behind its third step."""
+    train.train(begin("whole"))
+    left, real = [calls], getattr(os, culprit)
+
+    def kill(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return real(*args)
+
+    with monkeypatch.context() as m:
+        m.setattr(os, culprit, kill)
+        with pytest.raises(Killed):
+            train.train(begin(every=1e-9))
+    part = tmp_path / "out" / (train.STATE + checkpoint.PART)
+    assert part.exists(), "the test must leave what a killed process leaves"
+    run = begin(resume=True)
+    assert run.step == max(0, calls - 1)
+    train.train(run)
+    assert not part.exists()
+    same_end(tmp_path / "out", tmp_path / "whole")
+
+
+def test_a_killed_process_can_be_resumed(begin, flags, tmp_path):
+    """SIGKILL at any moment behind the first step; checkpoints come as fast as they can."""
+    changes = dict(tokens=64 * 60, every=1e-9)
+    child = subprocess.Popen([sys.executable, ROOT / "train.py", *flags(**changes)], env=ONE_THREAD,
+                             stderr=subprocess.DEVNULL)
+    while child.poll() is None:
+        if (tmp_path / "out" / train.STATE).exists() and state(tmp_path / "out")[0]["step"]:
+            time.sleep(random.random() / 2)
+            break
+        time.sleep(0.01)
+    child.kill()
+    child.wait()
+    train.train(begin("whole", **changes | {"every": 1e6}))
+    train.train(begin(resume=True, **changes))
+    same_end(tmp_path / "out", tmp_path / "whole")
+
+
+def test_ctrl_c_is_status_130_and_the_run_goes_on_later(begin, call, flags, monkeypatch, tmp_path):
+    real = train.Run.train_step
+
+    def interrupted(run):
+        if run.step == 6:
+            signal.raise_signal(signal.SIGINT)
+        real(run)
+
+    with monkeypatch.context() as m:
+        m.setattr(train.Run, "train_step", interrupted)
+        status, out, err = call(flags(every=1e-9))
+    assert status == 130 and out == "" and "Traceback" not in err
+    monkeypatch.setattr(train, "finish", lambda run: None)
+    assert call(flags(resume=True))[0] == 0
+    train.train(begin("whole"))
+    same_end(tmp_path / "out", tmp_path / "whole")
+
+
+FULL = """
+import resource, signal, sys
+import train
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_full_disk_spoils_nothing(begin, flags, tmp_path):
+    run = begin()
+    for _ in range(3):
+        run.train_step()
+    run.save()
+    before = tree(tmp_path)
+    child = subprocess.run([sys.executable, "-c", FULL, *flags(resume=True)], cwd=ROOT, env=ONE_THREAD,
+                           capture_output=True, text=True)
+    last = child.stderr.splitlines()[-1]
+    assert child.returncode == 2 and "Traceback" not in child.stderr
+    assert last.startswith(f"train.py: {tmp_path / 'out' / train.STATE}: cannot be written") and "what was there before is untouched" in last
+    assert tree(tmp_path) == before, "the checkpoint of step 3, and no file that was begun"
+    train.train(begin(resume=True))
+    train.train(begin("whole"))
+    same_end(tmp_path / "out", tmp_path / "whole")
+
+
+def test_resume_without_a_run_starts_one(begin, tmp_path):
+    run = begin("not/there", resume=True)
+    assert run.step == 0 and state(tmp_path / "not" / "there")[0]["step"] == 0
+    (tmp_path / "empty").mkdir()
+    assert begin("empty").step == 0, "an empty folder holds nothing that could be lost"
+    assert [e["tokens"] for e in run.evals] == [0], "the fresh model is measured, too"
+
+
+def test_a_run_that_has_ended_is_only_written_again(product, monkeypatch, capsys):
+    _, out, argv = product
+    before = tree(out)
+    monkeypatch.setattr(train.Run, "train_step", lambda run: pytest.fail("there is nothing left to train"))
+    for path in out.iterdir():
+        if path.name != train.STATE:
+            path.write_bytes(b"damaged")
+    assert train.main([*argv, "--resume"]) == 0
+    assert tree(out) == before
+
+
+def test_a_resumed_run_may_change_what_trains_nothing(begin, call, flags, texts, tmp_path):
+    begin(valid=[texts / "v" / "v.txt"]).save()
+    changes = dict(valid=[texts / "b.txt"], minutes=1000, every=2, about="me", prompt="Tom",
+                   tokenizer=tmp_path / "nowhere")
+    assert call(flags(resume=True, **changes))[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| data | me |" in card and '"Tom' in card and "| loss, b |" in card
+
+
+def test_a_loss_that_is_no_number_ends_the_run(call, flags, tmp_path):
+    status, _, err = call(flags(muon_lr=1e25, warmup=0, dropout=0))
+    assert status == 2 and "lower --lr" in err.splitlines()[-1]
+    assert state(tmp_path / "out")[0]["step"] == 0, "the last sound checkpoint stays"
+
+
+# --- what is refused
+
+
+def refused(call, folder, argv, *words):
+    """Status 2, one line that names program and cause, and nothing else is changed."""
+    before = tree(folder)
+    status, out, err = call(argv)
+    assert status == 2 and out == "", (status, out, err)
+    assert err.startswith("train.py: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert all(str(word) in err for word in words), err
+    assert tree(folder) == before, "something was written or lost"
+
+
+NUMBERS = {"vocab": "0 -1", "layers": "0 -1", "dim": "0 -1", "heads": "0 -1", "kv-heads": "0 -1",
+           "head-dim": "0 -1 7", "hidden": "0 -1", "context": "0 -1", "window": "0 -1", "batch": "0 -1",
+           "warmup": "-1", "seed": "-1", "tokens": "0 -1", "every": "0 -1", "minutes": "0 -1", "lr": "0 -1",
+           "muon-lr": "0 -1", "clip": "0 -1", "exit-weight": "-1", "dropout": "-1 1.1 1e9",
+           "distil": "-1 1.1 1e9", "shallow": "-1 1.1 1e9", "curriculum": "-1 1.1 1e9", "decay": "-1 1.1 1e9"}
+
+
+def test_the_table_of_numbers_is_complete():
+    given = vars(train.parse(["--out", "x", "--minutes", "1"]))
+    numbers = {k.replace("_", "-") for k, v in given.items() if type(v) in (int, float)}
+    assert numbers == NUMBERS.keys()
+
+
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_wrong_numbers_are_refused_by_name(flag, call, flags, tmp_path):
+    for value in [*NUMBERS[flag].split(), "nan", "inf", "-inf", "x", "", "9" * 40, "1e40"]:
+        refused(call, tmp_path, flags(**{flag: value}), f"--{flag}")
+
+
+def test_the_extremes_that_are_allowed():
+    for flag in ("warmup", "seed", "exit-weight", "dropout", "distil", "shallow", "curriculum", "decay"):
+        train.parse(["--out", "x", f"--{flag}", "0"])
+    for flag in ("dropout", "distil", "shallow", "curriculum", "decay"):
+        train.parse(["--out", "x", f"--{flag}", "1"])
+
+
+WRONG = {
+    "a flag that does not exist": (dict(nonsense=1), ["--nonsense"]),
+    "a flag cut short": (dict(tok=100), ["--tok"]),
+    "a family that does not exist": (dict(family="bert"), ["--family", "bert"]),
+    "heads that cannot share": (dict(kv_heads=3), ["--heads 4", "--kv-heads 3"]),
+    "an odd head": (dict(head_dim=7), ["--head-dim", "7"]),
+    "a vocabulary without all bytes": (dict(vocab=256), ["--vocab", "257", "256"]),
+    "a device that does not exist": (dict(device="gpu"), ["gpu"]),
+    "no prompt": (dict(prompt=""), ["prompt", "empty"]),
+    "a prompt as long as the context": (dict(prompt="Lily saw the cat. " * 8), ["--prompt", "context"]),
+    "a prompt that is not Unicode": (dict(prompt="a\udcff"), ["prompt", "UTF-8"]),
+    "no such tokenizer": (dict(tokenizer="nowhere"), ["nowhere", "tokenizer.json", "no such file"]),
+    "no such file": (dict(data=["nowhere.txt"]), ["nowhere.txt", "no such file"]),
+    "no such file to measure on": (dict(valid=["nowhere.txt"]), ["nowhere.txt", "no such file"]),
+    "a folder": (dict(data=["."]), ["no such file"]),
+    "text too short": (dict(context=100_000), ["a.txt", "too few", "100000", "--context"]),
+    "a twin in a folder that does not exist": (dict(twin="nowhere/twin.json"), ["nowhere", "--twin"]),
+    "a twin that is a folder": (dict(twin="."), ["--twin"])}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_flags_are_refused(case, call, flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes, words = WRONG[case]
+    refused(call, tmp_path, flags(**changes), *words)
+
+
+@pytest.mark.parametrize("content, words", [
+    (b"", ["no text"]), (b"\n \n".replace(b" ", b""), ["no text"]),
+    (f"{corpus.END}\n{corpus.END}{corpus.END}\n\n".encode(), ["no text"]),
+    (b"Lily saw \xff the cat", ["UTF-8", "0xff"]), (b"Lily saw the cat.", ["too few"])],
+    ids=["empty", "newlines", "separators", "not utf-8", "short"])
+def test_files_without_usable_text_are_refused(content, words, call, flags, texts, tmp_path):
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    refused(call, tmp_path, flags(data=[texts / "a.txt", path]), "bad.txt", *words)
+    refused(call, tmp_path, flags(valid=[path]), "bad.txt", *words)
+
+
+@pytest.mark.parametrize("weight", ["x", "0", "-1", "nan", "inf", ""])
+def test_a_bad_weight_is_refused(weight, call, flags, texts, tmp_path):
+    refused(call, tmp_path, flags(data=[f"{texts / 'a.txt'}={weight}"]), f"a.txt={weight}", "weight")
+
+
+def test_two_files_of_one_name_are_refused(call, flags, texts, tmp_path):
+    (tmp_path / "a.txt").write_text(story(7))
+    both = [texts / "a.txt", tmp_path / "a.txt"]
+    refused(call, tmp_path, flags(data=both), both[1], "same name")
+    refused(call, tmp_path, flags(valid=both), both[1], "same name")
+
+
+def test_a_tokenizer_must_know_the_separator(call, flags, tmp_path):
+    (tmp_path / "t").mkdir()
+    expected.byte_tokenizer().save(str(tmp_path / "t" / "tokenizer.json"))
+    refused(call, tmp_path, flags(tokenizer=tmp_path / "t"), corpus.END)
+    (tmp_path / "t" / "tokenizer.json").write_text("{")
+    refused(call, tmp_path, flags(tokenizer=tmp_path / "t"), "tokenizer.json")
+
+
+def test_a_folder_that_holds_anything_else_is_refused(begin, call, flags, tmp_path):
+    checkpoint.save(make(LLAMA), tmp_path / "model", expected.byte_tokenizer())
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("dear diary")
+    (tmp_path / "file").write_text("dear diary")
+    begin("run")
+    for resume in (None, True):
+        for out in ("model", "notes"):
+            refused(call, tmp_path, flags(out, resume=resume), out, "not empty", "--out")
+        refused(call, tmp_path, flags("file", resume=resume), "file", "--out")
+        refused(call, tmp_path, flags("file/below", resume=resume), "file/below")
+    refused(call, tmp_path, flags("run"), "run", "--resume")
+
+
+def test_both_runs_of_a_twin_are_checked_before_either_starts(begin, call, flags, tmp_path):
+    begin("out/plain")
+    status, _, err = call(flags(twin=tmp_path / "twin.json"))
+    assert status == 2 and "plain" in err and "--resume" in err
+    assert state(tmp_path / "out" / "recipe")[0]["step"] == 0, "hours were spent before"
+
+
+OTHER = {"vocab": 290, "family": "gemma2", "layers": 2, "dim": 16, "heads": 2, "kv-heads": 4, "head-dim": 10,
+         "hidden": 40, "context": 12, "window": 6, "dropout": 0.2, "exit-weight": 0.5, "distil": 0.1,
+         "shallow": 0.1, "curriculum": 0.1, "tokens": 641, "batch": 5, "lr": 0.1, "muon-lr": 0.1, "warmup": 4,
+         "decay": 0.1, "clip": 2, "seed": 1}
+
+
+def test_every_setting_is_either_free_or_tested():
+    given = {k.replace("_", "-") for k in vars(train.parse(["--out", "x"]))}
+    assert given - train.FREE == OTHER.keys() | {"data"}
+
+
+def test_another_setting_cannot_go_on_with_a_run(begin, call, flags, tmp_path):
+    begin()
+    for flag, value in OTHER.items():
+        words = f"another {flag.replace('-', '_')} (", f"now {value}", "--out"
+        refused(call, tmp_path, flags(resume=True, **{flag: value}), *words)
+
+
+def test_another_text_cannot_go_on_with_a_run(begin, call, flags, texts, tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text((texts / f"{name}.txt").read_text())
+    data = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    begin(data=data)
+    again = flags(resume=True, data=data)
+    refused(call, tmp_path, flags(resume=True, data=data[::-1]), "another data")
+    refused(call, tmp_path, flags(resume=True, data=[data[0], f"{data[1]}=3"]), "another data")
+    data[1].write_text(story(8, 20))
+    refused(call, tmp_path, again, "another text")
+    data[1].unlink()
+    refused(call, tmp_path, again, "b.txt", "no such file")
+
+
+def test_a_damaged_checkpoint_is_refused(begin, call, flags, tmp_path):
+    path = Path(begin().a.out) / train.STATE
+    whole, (facts, tensors) = path.read_bytes(), state(path.parent)
+    for damaged in (b"", b"x", whole[:7], whole[:100], whole[: len(whole) // 2], whole[:-1], whole + b"x",
+                    bytes(8) + whole[8:], b"\xff" * 100, whole.replace(b"model.tok", b"model.kot"),
+                    whole.replace(b'\\"step', b'\\"stop'), whole.replace(b'\\"settings', b'\\"sittengs'),
+                    whole.replace(b'\\"tokenizer', b'\\"tokeniser'), whole.replace(b'\\"evals', b'\\"avels')):
+        assert damaged != whole
+        path.write_bytes(damaged)
+        refused(call, tmp_path, flags(resume=True), path, "damaged")
+    for run in (None, "", "[]", "{}", "null", json.dumps(facts | {"tokenizer": "{}"}),
+                json.dumps(facts | {"settings": 3})):
+        save_file(tensors, path, metadata=None if run is None else {"run": run})
+        refused(call, tmp_path, flags(resume=True), path, "damaged")
+    save_file(tensors | {"model.norm.weight": torch.ones(33)}, path, metadata={"run": json.dumps(facts)})
+    refused(call, tmp_path, flags(resume=True), path, "damaged")
+
+
+# --- what stands there in the end
+
+
+def test_the_model_is_written_in_bfloat16(product):
+    family, out, argv = product
+    m, t = checkpoint.load(out, "cpu")
+    assert m.tok.dtype == torch.bfloat16
+    assert (m.c.post_norm, m.c.window) == ((True, 5) if family == "gemma2" else (False, None))
+    assert (m.c.n_layers, m.c.dim, m.c.max_len, m.c.tied) == (3, 32, 16, True)
+    assert (m.c.bos, m.c.eos, m.c.vocab_size) == (0, (0,), t.get_vocab_size())
+    run = train.open_run(train.parse([*argv, "--resume"]))
+    for name, p in run.model.named_parameters():
+        assert torch.equal(m.get_parameter(name), p.bfloat16()), f"{name} is not what was trained"
+
+
+def test_transformers_loads_it_and_agrees(product):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    _, out, _ = product
+    m, t = checkpoint.load(out, "cpu", torch.float64)
+    with expected.wide():
+        theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64, attn_implementation="eager")
+    ids = torch.randint(m.c.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    want = expected.logits(theirs, ids)
+    assert float((m(ids) - want).abs().max() / want.abs().max()) < 1e-12
+    text = " Lily saw the cat 🙂"
+    assert AutoTokenizer.from_pretrained(out)(text).input_ids == t.encode(text).ids
+
+
+def test_the_picture_is_a_picture(product):
+    path = product[1] / "training.png"
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    pixels = image.imread(path)
+    assert pixels.shape[:2] == (864, 1200) and pixels[..., :3].std() > 0.05, "it shows nothing"
+
+
+def test_a_card_repeats_its_run(product, texts):
+    _, out, argv = product
+    card = (out / "README.md").read_text()
+    line = card.split("| command | `python train.py ")[1].split("`")[0]
+    assert "DATA/a.txt=2" in line and "DATA/v/v.txt" in line and str(texts) not in line
+    again = vars(train.parse(shlex.split(line.replace("DATA", str(texts)))))
+    for key, value in vars(train.parse(argv)).items():
+        assert again[key] == value or key in ("every", "device", "about"), f"--{key} is lost"
+
+
+def test_a_card_holds_what_was_measured(product, texts):
+    family, out, argv = product
+    card = (out / "README.md").read_text()
+    m, _ = checkpoint.load(out, "cpu", torch.float32)
+    v = train.open_run(train.parse([*argv, "--resume"])).text.valid["v.txt"]
+    table = train.evaluate(m, v, 16, 32768)
+    for kind, values in (table | {"speedup": [*train.speedups(m.c, table["agreement"]), None]}).items():
+        cells = " | ".join("" if x is None else f"{x:.2f}" for x in values)
+        assert f"\n| {kind}, v | {cells} |\n" in card, kind
+    assert card.startswith(f"# {family}\n")
+    assert "| exit behind block | 1 | 2 | 3 |\n|---|---|---|---|\n" in card
+    assert f"Greedy sample: \"{train.sample(train.open_run(train.parse([*argv, '--resume'])))}\"" in card
+    assert "| data | Tales |" in card and "![Loss, exits, speed-up](training.png)" in card
+    assert ("window 5 on even layers" in card) == (family == "gemma2")
+    assert f"{sum(p.numel() for p in m.parameters()) / 1e6:.1f} M-parameter" in card
+    assert all(row.count("|") == 3 for row in card.split("|---|---|\n")[1].split("\n\n")[0].splitlines())
+
+
+def test_the_sample_begins_with_the_prompt_and_keeps_to_the_context(begin):
+    run = begin(prompt="Lily saw")
+    text = train.sample(run, 3)
+    assert text.startswith("Lily saw")
+    ids = checkpoint.encode(run.text.tokenizer, train.sample(begin("b", prompt="Tom took the cat. Tom")), 0)
+    assert len(ids) <= 16
+
+
+def test_a_twin_writes_both_tables(call, flags, monkeypatch, texts, tmp_path):
+    monkeypatch.setattr(plots, "training", lambda *args: Path(args[-1]).write_bytes(b"a picture"))
+    argv = flags(twin=tmp_path / "out" / "twin.json", valid=[texts / "v" / "v.txt"])
+    assert call(argv)[0] == 0
+    file = tmp_path / "out" / "twin.json"
+    got = json.loads(file.read_text())
+    assert got.keys() == {"command", "recipe", "plain"} and "--twin" in got["command"]
+    for name in ("recipe", "plain"):
+        m, _ = checkpoint.load(tmp_path / "out" / name, "cpu", torch.float32)
+        assert got[name]["tokens"] == 640
+        assert got[name]["parameters"] == sum(p.numel() for p in m.parameters())
+        table = got[name]["files"]["v.txt"]
+        lengths = {kind: len(values) for kind, values in table.items()}
+        assert lengths == {"loss": 3, "agreement": 3, "speedup": 2}
+        assert table["speedup"] == train.speedups(m.c, table["agreement"])
+    settings = [state(tmp_path / "out" / name)[0]["settings"] for name in ("recipe", "plain")]
+    assert {k for k in settings[0] if settings[0][k] != settings[1][k]} == {"dropout", "exit_weight"}
+    assert (settings[1]["dropout"], settings[1]["exit_weight"]) == (0, 0)
+    assert "plain next-token loss" in (tmp_path / "out" / "plain" / "README.md").read_text()
+    before = file.read_text()
+    assert call([*argv, "--resume"])[0] == 0 and file.read_text() == before
+
+
+def test_a_tokenizer_with_gaps_gets_a_row_for_its_last_id(begin, tmp_path):
+    begin("first")
+    t = json.loads(state(tmp_path / "first")[0]["tokenizer"])
+    last = max(t["model"]["vocab"], key=t["model"]["vocab"].get)
+    t["model"]["vocab"][last] = 400
+    (tmp_path / "tokenizer.json").write_text(json.dumps(t))
+    run = begin(tokenizer=tmp_path)
+    assert run.text.tokenizer.token_to_id(last) == 400 and run.model.c.vocab_size == 401
+
+
+def test_charts_of_what_is_rare(tmp_path):
+    """A single block, which has no exit before its end; steps without an exit loss; other files than once."""
+    old = [{"tokens": 0, "files": {"old.txt": {"loss": [5.0]}}, "speedup": []}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.training([[5.0, None, 1]], 64, old, {"new.txt": {"loss": [4.0], "agreement": [1.0]}},
+                       tmp_path / "a.png")
+    assert image.imread(tmp_path / "a.png").shape[:2] == (864, 1200)
+
+
+# --- files are replaced as a whole
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), "SafetensorError"], ids=str)
+def test_a_failure_while_writing_leaves_the_old_file(error, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(OSError, match="file: cannot be written.*untouched"):
+        with checkpoint.replacing(path) as part:
+            part.write_text("half of the n")
+            assert path.read_text() == "old", "the old file stays until the new one is whole"
+            raise error if isinstance(error, OSError) else checkpoint.SafetensorError("disk full")
+    assert tree(tmp_path) == {str(path): b"old"}
+
+
+def test_what_was_written_takes_the_place_of_the_old_file(tmp_path):
+    for old in (None, "old"):
+        path = tmp_path / f"{old}"
+        if old:
+            path.write_text(old)
+        with checkpoint.replacing(path) as part:
+            assert part.parent == path.parent, "only within a folder a file can be replaced at once"
+            part.write_text("new")
+        assert path.read_text() == "new"
+    assert len(tree(tmp_path)) == 2
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(monkeypatch, tmp_path):
+    seen = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (seen.append(name), real(*args)))
+    with checkpoint.replacing(tmp_path / "file") as part:
+        part.write_text("new")
+    assert seen == ["fsync", "replace"], "after a power cut there may be neither"
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_part(tmp_path):
+    (tmp_path / "file").mkdir()
+    for path in (tmp_path / "file", tmp_path / "file" / "nothing"):
+        with pytest.raises(OSError, match=f"{path}: cannot be written"):
+            with checkpoint.replacing(path) as part:
+                if path.name == "file":
+                    part.write_text("new")
+    assert tree(tmp_path) == {str(tmp_path / "file"): None}
