@@ -82,9 +82,8 @@ def run_costs(a):
 
 def forecast(alphas, c):
     """(alpha, best gamma, speed-up at it) of acceptance series (one a text) at the cost c."""
-    series = torch.cat(alphas)
-    gamma = best_gamma(series, c)
-    return float(series.mean()), gamma, expected_speedup(series, gamma, c)
+    gamma = best_gamma(alphas, c)
+    return float(torch.cat(alphas).mean()), gamma, expected_speedup(alphas, gamma, c)
 
 
 def teachers(model, tokenizer, a, probs=to_probs):
@@ -374,10 +373,10 @@ def row(bench, name, m, plain, texts):
     whole = sum(sum(s.split.values()) for s in samples)
     r["split"] = {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}
     if m.sublayers and m.gamma:
-        series = torch.cat([t.acceptance(m.sublayers)[skip:] for t, skip in texts])
+        series = [t.acceptance(m.sublayers)[skip:] for t, skip in texts]
         one = sum(s.decode for runs in plain.samples.values() for s in runs) / sum(
             s.passes for runs in plain.samples.values() for s in runs)
-        r["alpha"] = float(series.mean())
+        r["alpha"] = float(torch.cat(series).mean())
         r["c"] = sum(s.split["draft"] for s in samples) / (m.gamma * passes) / one
         r["predicted"] = expected_speedup(series, m.gamma, r["c"])
     return r

@@ -23,15 +23,19 @@ def expected_tokens(alpha, gamma):
     """Tokens that a target pass yields behind gamma drafts: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 at
     alpha = 1 (Leviathan et al. 2023, eq. 1).
 
-    alpha: a number, or a series (T,) of acceptances at successive positions of a text. Of a series it is the
-    mean run over all starts: acceptances cluster, and so the mean of powers is not the power of the mean.
+    alpha: a number; or a series (T,) of acceptances at successive positions of a text, or a list of them, one
+    a text. Of series it is the mean run over all starts: acceptances cluster, and so the mean of powers is
+    not the power of the mean. Raises ValueError where no series is as long as a draft.
     """
-    a = torch.as_tensor(alpha, dtype=torch.float64)
-    if a.dim() == 0:
-        return sum(float(a) ** i for i in range(gamma + 1))
-    if len(a) < max(1, gamma):
-        raise ValueError(f"{len(a)} acceptances are too few for drafts of {gamma} tokens")
-    return 1 + float(a.unfold(0, gamma, 1).cumprod(1).sum(1).mean()) if gamma else 1.0  # (starts, gamma)
+    if isinstance(alpha, (int, float)):
+        return sum(alpha ** i for i in range(gamma + 1))
+    if gamma == 0:
+        return 1.0
+    series = [alpha] if isinstance(alpha, torch.Tensor) else alpha
+    runs = [a.double().unfold(0, gamma, 1).cumprod(1).sum(1) for a in series if len(a) >= gamma]  # (starts,)
+    if not runs:
+        raise ValueError(f"no series of acceptances is as long as a draft of {gamma} tokens")
+    return 1 + float(torch.cat(runs).mean())
 
 
 def expected_speedup(alpha, gamma, c):
@@ -42,8 +46,8 @@ def expected_speedup(alpha, gamma, c):
 
 def best_gamma(alpha, c, most=MOST):
     """The gamma of the highest expected speed-up; 0, do not draft, where none exceeds 1."""
-    if torch.as_tensor(alpha).dim():
-        most = min(most, len(alpha))
+    if not isinstance(alpha, (int, float)):
+        most = min(most, max(len(a) for a in ([alpha] if isinstance(alpha, torch.Tensor) else alpha)))
     return max(range(most + 1), key=lambda gamma: expected_speedup(alpha, gamma, c))
 
 
@@ -88,8 +92,8 @@ class Rule:
 
 
 class Controlled(Drafter):
-    """A chain drafter under a rule, which takes the place of its own `gamma` and `stop`. Raises ValueError for
-    a drafter that has no `gamma`."""
+    """A chain drafter under a rule, which takes the place of its own `gamma` and `stop`. Raises ValueError
+    for a drafter that has no `gamma`."""
 
     def __init__(self, drafter, rule):
         if not hasattr(drafter, "gamma"):
@@ -191,7 +195,7 @@ class Gate(Rule):
         return [self.most if sure >= self.threshold else 0 for sure in self.sure]
 
     def learn(self, state, round):
-        self.sure = target_confidence(round, self.sure)
+        self.sure = target_confidence(state, round, self.sure)
 
 
 class ValueGate(Gate):
@@ -302,12 +306,12 @@ def confidence(logits, token):
     return logits.gather(1, token[:, None])[:, 0].sub(logits.logsumexp(1)).exp()
 
 
-def target_confidence(round, before):
-    """The target's raw probability of the last new token of each row; `before` for rows without one."""
-    last = torch.tensor([max(0, len(new) - 1) for new in round.new], device=round.logits.device)
-    token = torch.tensor([new[-1] if new else 0 for new in round.new], device=round.logits.device)
-    sure = confidence(round.logits[torch.arange(len(last), device=last.device), last], token).tolist()
-    return [s if new else b for s, b, new in zip(sure, before, round.new, strict=True)]
+def target_confidence(state, round, before):
+    """The target's raw probability of each row's last known token; `before` for rows that stood still."""
+    at = [len(text) - 1 - start for text, start in zip(state.text, round.start.tolist(), strict=True)]
+    token = torch.tensor([text[-1] for text in state.text], device=round.logits.device)
+    sure = confidence(round.logits[list(range(len(at))), at], token).tolist()
+    return [s if i >= 0 else b for i, s, b in zip(at, sure, before, strict=True)]
 
 
 # --- two drafts, one behind the other
@@ -369,7 +373,7 @@ def join(head, length, tail, vocab):
         return both.gather(1, index.expand(-1, -1, *both.shape[2:]))
 
     q = None
-    if head.q is not None or tail.q is not None:  # beside drawn tokens a certain one is drawn from a one-hot q
+    if head.q is not None or tail.q is not None:  # beside drawn tokens a certain one has a one-hot q
         dtype = (tail.q if head.q is None else head.q).dtype
         q = place(*(F.one_hot(d.tokens, vocab).to(dtype) if d.q is None else d.q for d in (head, tail)))
     return Draft(place(head.tokens, tail.tokens), q, length + more)

@@ -4,6 +4,8 @@ The one thing to remember: nothing here computes; a chart shows what another mod
 """
 from matplotlib.figure import Figure
 
+from control import best_gamma, expected_speedup
+
 # hues that the colour-blind tell from one another (Okabe & Ito 2008)
 HUES = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#808080"
 
@@ -109,3 +111,48 @@ def methods(results, title, path):
         side.set_xlabel("times plain decoding", fontsize=9)
     figure.suptitle(f"{title}; the marks: what the formula says", fontsize=9)
     figure.savefig(path, dpi=110, format="png")
+
+
+def search(entries, front, best, free, flips, path):
+    """What a search found. entries: its trials {"bits", "value", "alpha", "c", "speedup", "expected"}; front:
+    those that no other beats; best: one of them; free: the sub-layer of each bit; flips: (means, standard
+    deviations) of the process one flip away from the best."""
+    figure, ((where, sets), (single, sure)) = axes(2, 2)
+    draw_plane(where, [e["alpha"] for e in entries], [e["c"] for e in entries])
+    where.plot([e["c"] for e in front], [e["alpha"] for e in front], color=HUES[1], marker=".", lw=1, label="front")
+    where.plot([best["c"]], [best["alpha"]], marker="*", markersize=13, color=HUES[1], ls="", label="best")
+    where.legend(frameon=False, fontsize=8, loc="lower right")
+    sets.imshow([[int(b) for b in e["bits"]] for e in front], aspect="auto", cmap="Greys", vmin=0, vmax=1.6)
+    names = [f"{'am'[sub % 2]}{sub // 2}" for sub in free]
+    sets.set_xticks(range(len(free)), names, rotation=90, fontsize=7)
+    sets.set(title="skipped sub-layers along the front", ylabel="cheapest at the top")
+    means, stds = flips
+    hues = [HUES[0] if b == "0" else HUES[1] for b in best["bits"]]
+    for j, (mean, std, hue) in enumerate(zip(means, stds, hues, strict=True)):
+        single.errorbar([j], [mean], [2 * std], color=hue, marker=".", capsize=2, lw=1)
+    single.axhline(best["value"], color=HUES[-1], lw=0.8)
+    single.set_xticks(range(len(free)), names, rotation=90, fontsize=7)
+    single.set(title="one flip from the best: expected value, 2 sd", ylabel="blue: also skipped, red: kept")
+    said = [(e["expected"][0], e["expected"][1], e["value"]) for e in entries if e["expected"]]
+    for mean, std, value in said:
+        sure.errorbar([mean], [value], xerr=[2 * std], color=HUES[0], marker=".", lw=0.6, alpha=0.6)
+    if said:
+        ends = [min(v for *_, v in said), max(v for *_, v in said)]
+        sure.plot(ends, ends, color=HUES[-1], lw=0.8)
+        inside = sum(abs(mean - value) <= 2 * std for mean, std, value in said) / len(said)
+        sure.set_title(f"what it expected of its own trials: {inside:.0%} within 2 sd")
+    sure.set(xlabel="expected value, 2 sd", ylabel="value found")
+    figure.savefig(path, dpi=110, format="png")
+
+
+def draw_plane(side, alphas, cs):
+    """Skip sets in the plane of alpha and c, with contours of the best speed-up; a gain lies above the
+    diagonal."""
+    grid = [i / 60 for i in range(1, 60)]
+    gains = [[expected_speedup(alpha, best_gamma(alpha, c), c) for c in grid] for alpha in grid]
+    shown = side.contour(grid, grid, gains, levels=[1.1, 1.25, 1.5, 2, 3, 4], colors=HUES[-1], linewidths=0.7)
+    side.clabel(shown, fontsize=7)
+    side.plot([0, 1], [0, 1], color=HUES[-1], lw=1, ls="--")
+    side.scatter(cs, alphas, s=8, color=HUES[0], alpha=0.5, linewidths=0, label="trials")
+    side.set(xlabel="c, cost of a drafted step", ylabel="alpha", xlim=(0, 1), ylim=(0, 1.01),
+             title="a gain lies above alpha = c")

@@ -147,21 +147,21 @@ def prefill(model, tokens, cache, block=256):
 
 
 def wanted(state, gamma):
-    """How many tokens each row is to draft, no more than it may emit, and whether they differ by more than
-    that. gamma: an int, or a function of the state that gives one, or a list with one for each row."""
+    """How many tokens each row is to draft, no more than it may emit, and whether the rows differ. gamma: an
+    int, or a function of the state that gives one, or a list with one for each row."""
     want = gamma(state) if callable(gamma) else gamma
-    varied = not isinstance(want, int)
-    rows = want if varied else [want] * len(state.room)
-    return [max(0, min(g, room - 1)) for g, room in zip(rows, state.room, strict=True)], varied
+    rows = [want] * len(state.room) if isinstance(want, int) else want
+    most = [max(0, min(g, room - 1)) for g, room in zip(rows, state.room, strict=True)]
+    return most, len(set(most)) > 1
 
 
 def chain(state, step, gamma, stop=None):
     """The one loop that draws a chain of tokens, for every drafter that predicts them one by one.
 
     step(token (B, 1), k) gives the raw logits (B, 1, V) for the token behind `token`, which stands at offset
-    k. gamma: how many to draw, see `wanted`. stop(k, logits, token) -> (B,) bool says after a draw which rows end, *with the drawn token kept* (to
-    drop it would bias the law); no step is computed once all have ended. Returns tokens (B, K), q (B, K, V)
-    or None, length (B,) or None: slots of a row behind its length are dead.
+    k. gamma: how many to draw, see `wanted`. stop(k, logits, token) -> (B,) bool says after a draw which rows
+    end, *with the drawn token kept* (to drop it would bias the law); no step is computed once all have ended.
+    Returns tokens (B, K), q (B, K, V) or None, length (B,) or None: what is behind a row's length is dead.
     """
     most, varied = wanted(state, gamma)
     K, own = max(most), state.send(most) if varied else None                    # (B,) each row its own
@@ -367,4 +367,6 @@ class ModelDraft(Drafter):
         return Draft(tokens, q, length)
 
     def observe(self, state, round):
-        self.held = [min(held, len(text) - 1) for held, text in zip(self.held, state.text, strict=True)]
+        # a row may have drafted less than the longest, and another drafter gone on where it ended
+        rows = zip(self.held, state.text, round.new, round.accepted.tolist(), strict=True)
+        self.held = [min(held, len(text) - 1, len(text) - len(new) + kept) for held, text, new, kept in rows]

@@ -206,7 +206,7 @@ def test_files_are_drawn_by_weight_times_size():
     assert abs(share - want) < 4 * math.sqrt(want * (1 - want) / n), f"{share} of the windows, not {want}"
 
 
-@pytest.mark.parametrize("scale", [1e-320, 1e-50, 1e300])
+@pytest.mark.parametrize("scale", [1e-320, 1e-50, 5e307])
 def test_only_ratios_of_weights_matter(scale):
     c = counting(weights=(2 * scale, 2 * scale))
     assert torch.equal(c.batch(0, 0, 64, 8), counting(weights=(1.0, 1.0)).batch(0, 0, 64, 8))

@@ -392,6 +392,12 @@ def test_the_exit_loss_is_weighted(begin):
     assert float((one - plain).abs().max()) > 0.1 * float(plain.abs().max()), "the exit loss is not added"
 
 
+def test_a_step_starts_from_no_gradient(begin):
+    run = begin()
+    run.train_step()
+    assert all(p.grad is None for p in run.model.parameters()), "gradients add up"
+
+
 def rates(run, steps):
     """The learning rates of these steps, as shares of --muon-lr and --lr."""
     shares = []
@@ -619,7 +625,8 @@ def test_a_full_disk_spoils_nothing(begin, flags, tmp_path):
                            capture_output=True, text=True)
     last = child.stderr.splitlines()[-1]
     assert child.returncode == 2 and "Traceback" not in child.stderr
-    assert last.startswith(f"train.py: {tmp_path / 'out' / train.STATE}: cannot be written") and "what was there before is untouched" in last
+    assert last.startswith(f"train.py: {tmp_path / 'out' / train.STATE}: cannot be written")
+    assert "what was there before is untouched" in last
     assert tree(tmp_path) == before, "the checkpoint of step 3, and no file that was begun"
     train.train(begin(resume=True))
     train.train(begin("whole"))
@@ -724,6 +731,12 @@ def test_wrong_flags_are_refused(case, call, flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     changes, words = WRONG[case]
     refused(call, tmp_path, flags(**changes), *words)
+
+
+def test_a_prompt_leaves_room_for_one_token(begin, call, flags, tmp_path):
+    refused(call, tmp_path, flags(prompt="z" * 15), "--prompt")   # with the begin-of-text id 16 tokens
+    run = begin(prompt="z" * 14)
+    assert train.sample(run).startswith("z" * 14)
 
 
 @pytest.mark.parametrize("content, words", [
@@ -864,6 +877,28 @@ def test_the_picture_is_a_picture(product):
     assert pixels.shape[:2] == (864, 1200) and pixels[..., :3].std() > 0.05, "it shows nothing"
 
 
+def test_writing_the_model_leaves_the_run_alone(begin, monkeypatch):
+    monkeypatch.setattr(plots, "training", lambda *args: Path(args[-1]).write_bytes(b"a picture"))
+    run = begin()
+    before = [p.clone() for p in run.model.parameters()]
+    train.finish(run)
+    for p, q in zip(run.model.parameters(), before, strict=True):
+        assert p.dtype == torch.float32 and torch.equal(p, q)
+
+
+@pytest.mark.parametrize("given, want", [
+    ("--out x", "--out x"),
+    ("--out a.0 --data t/train/a.txt=0.5 t/train/b.txt --valid t/valid/a.txt",
+     "--out a.0 --data DATA/train/a.txt=0.5 DATA/train/b.txt --valid DATA/valid/a.txt"),
+    ("--out x --data t/../t/a.txt=2", "--out x --data DATA/a.txt=2"),
+    ("--out x --data t/a/b=1 t/c=4/d=2", "--out x --data DATA/a/b=1 DATA/c=4/d=2"),
+    ("--out x --tokens 12e6 --lr 1e-4 --seed 12345678901 --exit-weight 0 --minutes 1.5",
+     "--out x --exit-weight 0 --tokens 12000000 --minutes 1.5 --lr 0.0001 --seed 12345678901"),
+    ("--out x --prompt 'Once, I' --resume --every 1 --device cpu --about me", "--out x --prompt 'Once, I'")])
+def test_commands_by_hand(given, want):
+    assert train.command(train.parse(shlex.split(given))) == want
+
+
 def test_a_card_repeats_its_run(product, texts):
     _, out, argv = product
     card = (out / "README.md").read_text()
@@ -978,6 +1013,17 @@ def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(monkeypatch, tmp_p
     with checkpoint.replacing(tmp_path / "file") as part:
         part.write_text("new")
     assert seen == ["fsync", "replace"], "after a power cut there may be neither"
+
+
+def test_a_file_that_cannot_be_replaced_keeps_what_it_holds(monkeypatch, tmp_path):
+    def fail(*args):
+        raise OSError("no")
+    monkeypatch.setattr(os, "replace", fail)   # the one call that changes files without a moment in between
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(OSError, match="cannot be written"):
+        with checkpoint.replacing(tmp_path / "file") as part:
+            part.write_text("new")
+    assert tree(tmp_path) == {str(tmp_path / "file"): b"old"}
 
 
 def test_a_file_that_cannot_be_replaced_leaves_no_part(tmp_path):

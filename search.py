@@ -1,0 +1,382 @@
+"""Which sub-layers to skip: a search that is deterministic, can be killed at any moment, and goes on.
+
+    python search.py --model weights/stories-llama --text stories.txt --trials 200 --out found
+    python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json --compare
+
+The one thing to remember: a trial is one forward pass over a text, not a stopwatch; alpha and c say what a
+skip set is worth, and trial i depends on nothing but the seed and the trials before it.
+"""
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import cli
+import corpus
+import plots
+from control import AdaptiveExit, Controlled, Costs, best_gamma, expected_speedup, weight_costs
+from gaussian import GaussianProcess, climb, expected_improvement
+from layerskip import SelfDraft, Teacher, skipped
+from sampling import to_probs
+from speculative import generate
+
+LOG, FOUND = "trials.jsonl", "skip.json"
+FIRST = 10   # trials before the process has a say
+REFIT = 5    # trials between two fits of its hyper-parameters
+FREE = {"trials", "out", "resume", "device"}  # what a resumed run may change
+
+
+# --- objectives
+
+
+class Calibration:
+    """The text that skip sets are scored on: its documents, one Teacher each, `tokens` in all."""
+
+    def __init__(self, model, tokenizer, documents, tokens, probs=to_probs):
+        self.model, self.probs, self.teachers, self.ids = model, probs, [], []
+        for text in documents:
+            ids = checkpoint.encode(tokenizer, text, model.c.bos)[: min(tokens, model.c.max_len)]
+            self.ids.append(ids)
+            self.teachers.append(Teacher(model, ids, probs))
+            tokens -= len(ids)
+            if tokens <= 0:
+                break
+
+    def acceptance(self, sublayers):
+        """A series of acceptances for each document."""
+        return [teacher.acceptance(sublayers) for teacher in self.teachers]
+
+
+@dataclass
+class Trial:
+    """What is known of a set of sub-layers; `value` is what the search maximises."""
+    value: float
+    alpha: float
+    c: float
+    gamma: int
+    speedup: float
+
+
+def speedup(calibration, costs, sublayers):
+    """The expected speed-up at the best gamma of at least 1: below 1 it still tells a bad set from a worse
+    one (Leviathan et al. 2023, Theorem 3.8, on acceptances along a text)."""
+    series, c = calibration.acceptance(sublayers), costs.c(sublayers)
+    gamma = max(1, best_gamma(series, c))
+    gain = expected_speedup(series, gamma, c)
+    return Trial(gain, float(torch.cat(series).mean()), c, gamma, gain)
+
+
+def matchness(calibration, costs, sublayers):
+    """How often the draft's best token is the target's (SWIFT, arXiv 2410.06916). It knows no costs: bound
+    the number of skips from below, or it will skip nothing."""
+    found, hits = speedup(calibration, costs, sublayers), []
+    for teacher in calibration.teachers:
+        hits.append((teacher.draft(sublayers).argmax(-1) == teacher.p.argmax(-1)).double().flatten())
+    found.value = float(torch.cat(hits).mean())
+    return found
+
+
+def tokens_per_second(calibration, costs, sublayers, prompt=32, new=32):
+    """Real decoding of 32 tokens behind the head of each document, adaptive exit on (Draft & Verify, Zhang et
+    al. 2023, section 3.2). As noisy as the machine."""
+    found = speedup(calibration, costs, sublayers)
+    heads, count, start = [ids[:prompt] for ids in calibration.ids], 0, time.perf_counter()
+    for ids in heads:
+        drafter = Controlled(SelfDraft(calibration.model, sublayers, 0), AdaptiveExit())
+        (out,), _ = generate(calibration.model, [ids], new, drafter, calibration.probs)
+        count += len(out)
+    found.value = count / (time.perf_counter() - start)
+    return found
+
+
+OBJECTIVES = {f.__name__: f for f in (speedup, matchness, tokens_per_second)}
+
+
+# --- the search itself
+
+
+@dataclass(frozen=True)
+class Space:
+    """The bits: bit j is 1 where sub-layer `free[j]` is skipped. At least `least`, at most `most` are."""
+    n_layers: int
+    free: tuple[int, ...]
+    least: int = 0
+    most: int = 10**9
+
+    def sublayers(self, z):
+        """What stays."""
+        gone = {sub for sub, bit in zip(self.free, z, strict=True) if bit}
+        return [i for i in range(2 * self.n_layers) if i not in gone]
+
+    def groups(self):
+        """Attentions weigh alike, and so do MLPs."""
+        return torch.tensor([sub % 2 for sub in self.free])
+
+    def allowed(self, z):
+        count = z.sum(-1)
+        return (count >= self.least) & (count <= min(self.most, len(self.free)))
+
+    def random(self, g):
+        """Any number of skips is as likely as any other, and then any set of them."""
+        n = len(self.free)
+        low, high = min(self.least, n), min(self.most, n)
+        count = low + int(torch.randint(high - low + 1, (), generator=g))
+        z = torch.zeros(n, dtype=torch.float64)
+        z[torch.randperm(n, generator=g)[:count]] = 1
+        return z
+
+
+def propose(space, zs, ys, seed, theta=None):
+    """(z, theta, expected) for trial i = len(zs): the set (None where none is left); the process's
+    hyper-parameters; and the value it expects there, (mean, standard deviation). The latter two are None
+    before it has a say. zs (i, n), ys (i,): the trials so far; theta: that of trial i - 1."""
+    i, g = len(zs), torch.Generator().manual_seed((seed * 1_000_003 + len(zs)) % 2**63)
+    known = {tuple(z) for z in zs.tolist()}
+    drawn = (space.random(g) for _ in range(1000))
+    if i < FIRST:
+        return next((z for z in drawn if tuple(z.tolist()) not in known), None), None, None
+    process = GaussianProcess(zs, ys, space.groups(), theta, fit=theta is None or i % REFIT == 0)
+
+    def score(z):
+        new = torch.cdist(z, zs, p=1).min(1).values > 0.5
+        return torch.where(new, expected_improvement(*process.predict(z), float(ys.max())), -math.inf)
+
+    tops = zs[ys.argsort(descending=True, stable=True)[:8]]
+    ends, values = climb(score, torch.stack([*tops, *(next(drawn) for _ in range(16))]), space.allowed)
+    z = ends[int(values.argmax())]
+    if float(values.max()) == -math.inf:
+        z = next((z for z in drawn if tuple(z.tolist()) not in known), None)
+    expected = None if z is None else [float(v) for v in process.predict(z[None])]
+    return z, process.theta.tolist(), expected
+
+
+def search(space, evaluate, count, seed=0, entries=()):
+    """Yield the trials that are left until there are `count`, as dicts for the log, each with the seconds
+    that proposing it took. evaluate(sublayers) -> Trial; entries: the trials there already are. Ends early
+    where every set has been tried."""
+    entries = list(entries)
+    while len(entries) < count:
+        start = time.perf_counter()
+        zs = torch.tensor([[int(b) for b in e["bits"]] for e in entries], dtype=torch.float64)
+        ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)
+        theta = entries[-1]["theta"] if entries else None
+        z, theta, expected = propose(space, zs.view(-1, len(space.free)), ys, seed, theta)
+        if z is None:
+            return
+        thought = time.perf_counter() - start
+        bits = "".join(str(int(b)) for b in z)
+        entries.append({"trial": len(entries), "bits": bits, **asdict(evaluate(space.sublayers(z))),
+                        "theta": theta, "expected": expected})
+        yield entries[-1], thought
+
+
+# --- the log
+
+
+def header(a, model, tokenizer, documents, costs, space):
+    """The first line of the log: all that the trials depend on."""
+    weights = hashlib.sha256()
+    for name, part in checkpoint.parts(model):
+        weights.update(name.encode() + part.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    settings = {k: v for k, v in vars(a).items() if k not in FREE | {"model", "text", "costs"}}
+    text = hashlib.sha256("\0".join(documents).encode() + tokenizer.to_str().encode())
+    return {"model": weights.hexdigest(), "text": text.hexdigest(), "free": list(space.free),
+            "costs": [*costs.sublayers, costs.head], **settings}
+
+
+def read_log(path, head):
+    """The trials of a log that an interrupted run left. A last line without its end is the trial that was
+    being written: it is cut off. Raises ValueError, naming file and line, for anything else that is not what
+    this run would have written; nothing is changed then."""
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    lines = []
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+        try:
+            entry = json.loads(line)
+            if number > 1:
+                [float(entry[key]) for key in ("trial", "value", "alpha", "c", "gamma", "speedup")]
+                entry["theta"], entry["expected"], entry["bits"].strip()
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError(f"{path}, line {number}: not a line of this program; nothing was changed") from None
+        lines.append(entry)
+    if lines:
+        wrong = next((k for k in head if lines[0].get(k) != head[k]), None)
+        if wrong:
+            raise ValueError(f"{path}, line 1: this run had another {wrong}; repeat that, or name another --out")
+    for number, entry in enumerate(lines[1:], 2):
+        bits = entry["bits"]
+        if entry["trial"] != number - 2 or len(bits) != len(head["free"]) or set(bits) - {"0", "1"}:
+            raise ValueError(f"{path}, line {number}: not trial {number - 2} of this run; nothing was changed")
+    return lines[1:], len(whole)
+
+
+# --- the command line
+
+
+def parse(argv):
+    p = cli.Parser(description="Search for the sub-layers to skip while drafting.", allow_abbrev=False)
+    p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
+    p.add_argument("--text", required=True, metavar="FILE", help="text like that to be written: documents "
+                   f"separated by {corpus.END}, or JSONL with text")
+    p.add_argument("--out", required=True, metavar="DIR", help="the log, skip.json, the front, a picture")
+    p.add_argument("--resume", action="store_true", help="go on where DIR's log ends, if there is one")
+    p.add_argument("--trials", type=int, default=100, metavar="N")
+    p.add_argument("--objective", choices=OBJECTIVES, default="speedup")
+    p.add_argument("--tokens", type=int, default=512, metavar="N", help="of the text, to score drafts on")
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="that the drafts are for")
+    p.add_argument("--top-p", type=float, metavar="P")
+    p.add_argument("--costs", metavar="FILE", help="measured ones, from bench.py costs --out (default: by "
+                   "the bytes of the weights)")
+    p.add_argument("--protect", default="0,1", metavar="I,J", help="sub-layers that are never skipped")
+    p.add_argument("--min-skips", type=int, default=0, metavar="N")
+    p.add_argument("--max-skips", type=int, metavar="N")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
+    a = p.parse_args(argv)
+    if a.trials < 1 or a.tokens < 16:
+        raise ValueError("--trials must be at least 1 and --tokens at least 16")
+    return a
+
+
+def find_space(a, n_layers):
+    try:
+        kept = {int(i) for i in a.protect.split(",") if i.strip()}
+    except ValueError:
+        raise ValueError(f"--protect takes numbers of sub-layers, such as 0,1, got {a.protect!r}") from None
+    if kept and not 0 <= min(kept) <= max(kept) < 2 * n_layers:
+        raise ValueError(f"--protect: sub-layers run from 0 to {2 * n_layers - 1}, got {a.protect}")
+    free = tuple(i for i in range(2 * n_layers) if i not in kept)
+    most = len(free) if a.max_skips is None else a.max_skips
+    if len(free) == 2 * n_layers:
+        most = min(most, len(free) - 1)  # something must stay
+    if not 0 <= a.min_skips <= most or not free:
+        raise ValueError(f"--min-skips {a.min_skips} and --max-skips {most} leave no set of {len(free)} "
+                         "sub-layers to choose from")
+    return Space(n_layers, free, a.min_skips, most)
+
+
+def read_costs(path, c):
+    """The table that `bench.py costs --out` wrote."""
+    raw = checkpoint.read_json(Path(path))
+    parts = raw.get("sublayers")
+    fine = isinstance(parts, list) and all(type(x) in (int, float) and 0 <= x < math.inf
+                                           for x in [*parts, raw.get("head")])
+    if not fine or len(parts) != 2 * c.n_layers or sum(parts) <= 0:
+        raise ValueError(f"{path}: expected {2 * c.n_layers} costs under \"sublayers\" and one under \"head\", as "
+                         "bench.py costs --out writes them for this model")
+    return Costs(tuple(parts), raw["head"])
+
+
+def read_documents(path):
+    if path.suffix != ".jsonl":
+        return corpus.read_documents(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    found = []
+    for number, line in enumerate(checkpoint.read_text(path).splitlines(), 1):
+        try:
+            found.append(json.loads(line)["text"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            found.append(None)
+        if not isinstance(found[-1], str) or not found[-1]:
+            raise ValueError(f'{path}, line {number}: expected a JSON object with "text"')
+    if not found:
+        raise ValueError(f"{path}: no text in it")
+    return found
+
+
+def append(file, entry):
+    """One line, on the disk before the next trial begins."""
+    file.write((json.dumps(entry) + "\n").encode())
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def front(entries):
+    """The trials that none other beats in alpha and c at once, by rising c."""
+    best, kept = -1.0, []
+    for e in sorted(entries, key=lambda e: (e["c"], -e["alpha"])):
+        if e["alpha"] > best:
+            best = e["alpha"]
+            kept.append(e)
+    return kept
+
+
+def describe(space, entry):
+    """What generate.py --skip reads: the blocks whose attention and MLP are skipped, and what that is
+    worth."""
+    sublayers = space.sublayers([int(b) for b in entry["bits"]])
+    attn, mlp = skipped(space.n_layers, sublayers)
+    return {"attn": attn, "mlp": mlp, "gamma": entry["gamma"] if entry["speedup"] > 1 else 0,
+            "alpha": entry["alpha"], "c": entry["c"], "predicted_speedup": entry["speedup"],
+            "sublayers": sublayers}
+
+
+def finish(space, entries, out):
+    """skip.json, front.json and search.png beside the log."""
+    best = max(entries, key=lambda e: e["value"])
+    for name, content in {FOUND: describe(space, best),
+                          "front.json": [describe(space, e) for e in front(entries)]}.items():
+        with checkpoint.replacing(out / name) as path:
+            path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    zs = torch.tensor([[int(b) for b in e["bits"]] for e in entries], dtype=torch.float64)
+    ys, z = torch.tensor([e["value"] for e in entries], dtype=torch.float64), zs[entries.index(best)]
+    process = GaussianProcess(zs, ys, space.groups(), entries[-1]["theta"])
+    flips = process.predict((z - torch.eye(len(z), dtype=torch.float64)).abs())
+    with checkpoint.replacing(out / "search.png") as path:
+        plots.search(entries, front(entries), best, space.free, [t.tolist() for t in flips], path)
+    return best
+
+
+def run(argv):
+    a = parse(argv)
+    out, log = Path(a.out), Path(a.out) / LOG
+    there = {p.name for p in out.iterdir()} if out.is_dir() else set()
+    if there and not a.resume:
+        raise ValueError(f"{out} is not empty: go on with --resume, or name another --out")
+    if there and LOG not in there:
+        raise ValueError(f"{out} holds no {LOG}, and so it is no search's: name another --out")
+    model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
+    documents, space = read_documents(Path(a.text)), find_space(a, model.c.n_layers)
+    costs = read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
+    head = header(a, model, tokenizer, documents, costs, space)
+    entries, whole = read_log(log, head) if log.is_file() else ([], 0)
+    calibration = Calibration(model, tokenizer, documents, a.tokens, partial(
+        to_probs, temperature=a.temperature, top_p=a.top_p))
+    evaluate, thought, start, old = partial(OBJECTIVES[a.objective], calibration, costs), 0.0, time.time(), len(entries)
+    out.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as file, tqdm(total=max(a.trials, old), initial=old, unit="trial", disable=None) as bar:
+        file.truncate(whole)
+        if whole == 0:
+            append(file, head)
+        for entry, seconds in search(space, evaluate, a.trials, a.seed, entries):
+            append(file, entry)
+            entries.append(entry)
+            thought += seconds
+            bar.set_postfix_str(f"best {max(e['value'] for e in entries):.4g}", refresh=False)
+            bar.update()
+    best, spent = finish(space, entries, out), time.time() - start
+    print(f"{out / FOUND}: skips {sum(map(int, best['bits']))} of {2 * model.c.n_layers} sub-layers, alpha "
+          f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} times plain decoding")
+    if len(entries) > old:
+        print(f"{(len(entries) - old) / spent:.1f} trials/s, {thought / spent:.0%} of the time in the Gaussian process",
+              file=sys.stderr)
+
+
+def main(argv=None):
+    return cli.main(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What the command lines share: how a program ends, whatever happens inside it."""
+import re
+import sys
+
+import pytest
+import torch
+
+import cli
+
+
+def ending(error):
+    """A program that ends with this error."""
+    def run(argv):
+        raise error
+    return run
+
+
+def told(capsys, error):
+    """The one line that stands on standard error."""
+    status = cli.main(ending(error), [])
+    out, err = capsys.readouterr()
+    assert status == 2 and out == "" and err.count("\n") == 1 and err.endswith("\n")
+    assert err.startswith("test_cli.py: "), "the line names the program"
+    return err[len("test_cli.py: ") : -1]
+
+
+@pytest.mark.parametrize("returned, status", [(None, 0), (0, 0), (1, 1), (130, 130)])
+def test_a_program_ends_with_what_it_returns(returned, status, capsys):
+    seen = []
+    assert cli.main(lambda argv: seen.append(argv) or returned, ["a", "b"]) == status
+    assert seen == [["a", "b"]] and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError, FileNotFoundError, PermissionError, UnicodeError])
+def test_bad_input_is_one_line_and_status_2(error, capsys):
+    assert told(capsys, error("file.txt: no text")) == "file.txt: no text"
+
+
+def test_a_message_is_one_printable_line(capsys):
+    assert told(capsys, ValueError("two\nlines,\ta tab\r\n and  blanks ")) == "two lines, a tab and blanks"
+    assert told(capsys, ValueError("\x1b[31mred\x07 \udcff")) == "\ufffd[31mred\ufffd \ufffd"
+    assert told(capsys, ValueError("naïve 日本語")) == "naïve 日本語"
+
+
+def test_a_long_message_keeps_both_ends(capsys):
+    line = told(capsys, ValueError("a" * 300 + "b" * 10**6 + "c" * 200))
+    assert line == "a" * 240 + " ... " + "c" * 100
+    assert told(capsys, ValueError("d" * 360)) == "d" * 360
+
+
+@pytest.mark.parametrize("message", ["CUDA out of memory. Tried 3 GiB", "can't allocate memory: you tried"])
+def test_too_little_memory_is_no_bug(message, capsys):
+    assert "not enough memory" in told(capsys, RuntimeError(message))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("other shapes"), TypeError("memory"), KeyError("x")],
+                         ids=repr)
+def test_our_own_bugs_are_not_hidden(error):
+    with pytest.raises(type(error)):
+        cli.main(ending(error), [])
+
+
+def test_ctrl_c_is_status_130_without_a_word(capsys):
+    assert cli.main(ending(KeyboardInterrupt()), []) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_has_left_is_status_141(capsys, monkeypatch, tmp_path):
+    """What is still printed then, such as by Python at its end, goes nowhere."""
+    with open(tmp_path / "out", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(ending(BrokenPipeError()), []) == 141
+        print("more", flush=True)
+    assert (tmp_path / "out").read_text() == ""
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wrong_flag_is_bad_input():
+    p = cli.Parser()
+    p.add_argument("--count", type=int)
+    for argv, word in ((["--count", "x"], "--count"), (["--other"], "--other")):
+        with pytest.raises(ValueError, match=f"{word}.*; see --help$"):
+            p.parse_args(argv)
+
+
+def test_help_is_no_error(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        cli.main(lambda argv: cli.Parser(prog="train.py", description="Train.").parse_args(argv), ["--help"])
+    assert "Train." in capsys.readouterr().out
+
+
+def test_the_machine_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert re.fullmatch(r"[^\s:].*, 3 threads", cli.machine(torch.device("cpu")))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Giant {device}")
+    assert cli.machine(torch.device("cuda", 1)) == "Giant cuda:1"
+
+
+def test_a_machine_without_proc_is_named_too(monkeypatch):
+    def nothing(*args, **kwargs):
+        raise FileNotFoundError
+    monkeypatch.setattr(cli.Path, "read_text", nothing)
+    monkeypatch.setattr(cli.platform, "processor", lambda: "")
+    monkeypatch.setattr(cli.platform, "machine", lambda: "riscv64")
+    assert cli.machine(torch.device("cpu")).startswith("riscv64, ")
+    monkeypatch.setattr(cli.Path, "read_text", lambda *args, **kwargs: "vendor: x\nflags: y\n")
+    assert cli.machine(torch.device("cpu")).startswith("riscv64, ")
