@@ -5,6 +5,7 @@
     python bench.py costs        what each sub-layer and the head take on this machine
     python bench.py help         will a draft help this model? every exit, or a skip set, and a verdict
     python bench.py self         every way to draft, four kinds of text, beside transformers
+    python bench.py search       the search for a skip set against the truth of all 4,096
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
@@ -15,13 +16,15 @@ from pathlib import Path
 import torch
 
 import bench_plain
+import bench_search
 import bench_self
 import checkpoint
 import cli
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 RUNS = {"counts": bench_plain.run_counts, "plain": bench_plain.run, "costs": bench_self.run_costs,
-        "help": bench_self.run_help, "self": bench_self.run}  # -> (Markdown, data, draw(path) or None)
+        "help": bench_self.run_help, "self": bench_self.run,
+        "search": bench_search.run}  # -> (Markdown, data, draw(path) or None)
 
 
 def parse(argv):

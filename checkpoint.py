@@ -92,10 +92,12 @@ def replacing(path):
         yield part
         with open(part, "rb+") as file:
             os.fsync(file.fileno())
+        part.chmod(0o644)  # safetensors lets only the owner read
         os.replace(part, path)
     except (OSError, SafetensorError) as e:
-        part.unlink(missing_ok=True)
         raise OSError(f"{path}: cannot be written ({e}); what was there before is untouched") from None
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def encode(tokenizer, text, bos=None):

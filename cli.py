@@ -40,10 +40,10 @@ def main(run, argv):
         return 141
     except (ValueError, OSError) as e:
         message = str(e)
-    except RuntimeError as e:
-        if "memory" not in str(e):
+    except (RuntimeError, MemoryError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e):
             raise
-        message = "not enough memory for this model, batch and context; try smaller ones, or --dtype bfloat16"
+        message = "not enough memory for this model, batch and context: try smaller ones, or a half dtype"
     except KeyboardInterrupt:
         return 130
     line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(message.split()))

@@ -238,11 +238,12 @@ class DoNoHarm(Rule):
 
     def __init__(self, c, gamma=MOST, risk=0.01, fade=0.95):
         super().__init__(gamma)
-        self.c, self.risk, self.decay, self.past = c, risk, fade, Beta()
+        self.c, self.risk, self.decay, self.past, self.saved = c, risk, fade, Beta(), []
 
     def begin(self, state):
         self.seen = [self.past.copy() for _ in state.text]  # what other texts taught is where a row starts
-        self.saved = [self.c] * len(state.text)
+        if len(self.saved) != len(state.text):
+            self.saved = [self.c] * len(state.text)
 
     def gamma(self, state):
         wanted = []

@@ -14,7 +14,7 @@ JITTER = 1e-10  # on the diagonal, relative to the signal: rounding must not mak
 
 
 def distances(a, b, groups):
-    """Hamming distances within each group of bits: a (N, n), b (M, n), groups (n,) ids from 0 -> (G, N, M)."""
+    """Hamming distances within each group of bits. a (N, n), b (M, n), groups (n,) ids from 0: (G, N, M)."""
     kinds = F.one_hot(groups).T.to(a.dtype)                                     # (G, n)
     a, b = a * kinds[:, None], b * kinds[:, None]                               # (G, N, n), (G, M, n)
     return a.sum(-1)[:, :, None] + b.sum(-1)[:, None] - 2 * a @ b.mT
@@ -93,7 +93,9 @@ def expected_improvement(mean, std, best):
     """E[max(0, f - best)] of normal f (Jones et al. 1998, eq. 15)."""
     gap, std = mean - best, std.clamp(min=1e-12)
     u = gap / std
-    return gap * torch.special.ndtr(u) + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
+    # trap: far below the best the two terms all but cancel, and torch's ndtr is not exact enough for that
+    below = torch.special.log_ndtr(u).exp()
+    return (gap * below + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
 
 
 def climb(score, starts, allowed):

@@ -156,3 +156,21 @@ def draw_plane(side, alphas, cs):
     side.scatter(cs, alphas, s=8, color=HUES[0], alpha=0.5, linewidths=0, label="trials")
     side.set(xlabel="c, cost of a drafted step", ylabel="alpha", xlim=(0, 1), ylim=(0, 1.01),
              title="a gain lies above alpha = c")
+
+
+def regrets(curves, optimum, title, path):
+    """Best so far against evaluations. curves: {method: one list of best values a seed}."""
+    figure, ((best, regret),) = axes(1, 2)
+    for (name, runs), hue in zip(curves.items(), HUES, strict=False):
+        spread = [sorted(optimum - v for v in column) for column in zip(*runs, strict=True)]
+        x, n = range(1, len(spread) + 1), len(runs)
+        middle = [s[n // 2] for s in spread]
+        for side, turn in ((best, lambda v: optimum - v), (regret, lambda v: max(v, 1e-4))):
+            side.plot(x, [turn(v) for v in middle], color=hue, label=name, lw=1.5)
+            side.fill_between(x, [turn(s[n // 4]) for s in spread], [turn(s[3 * n // 4]) for s in spread], color=hue,
+                              alpha=0.15, lw=0)
+    best.set(xlabel="evaluations", ylabel="best speed-up so far", ylim=(optimum - 0.25, optimum + 0.01))
+    regret.set(xlabel="evaluations", ylabel="regret (at the bottom: the optimum)", yscale="log")
+    best.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{title}; medians and quartiles of {max(map(len, curves.values()))} seeds", fontsize=9)
+    figure.savefig(path, dpi=130, format="png")

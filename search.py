@@ -7,6 +7,7 @@ The one thing to remember: a trial is one forward pass over a text, not a stopwa
 skip set is worth, and trial i depends on nothing but the seed and the trials before it.
 """
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import checkpoint
 import cli
 import corpus
 import plots
-from control import AdaptiveExit, Controlled, Costs, best_gamma, expected_speedup, weight_costs
+from control import MOST, AdaptiveExit, Controlled, Costs, expected_speedup, weight_costs
 from gaussian import GaussianProcess, climb, expected_improvement
 from layerskip import SelfDraft, Teacher, skipped
 from sampling import to_probs
@@ -52,8 +53,9 @@ class Calibration:
                 break
 
     def acceptance(self, sublayers):
-        """A series of acceptances for each document."""
-        return [teacher.acceptance(sublayers) for teacher in self.teachers]
+        """A series of acceptances for each document. A draft that overflows its dtype is NaN, and `verify`
+        accepts none of it."""
+        return [teacher.acceptance(sublayers).nan_to_num(0.0) for teacher in self.teachers]
 
 
 @dataclass
@@ -66,11 +68,15 @@ class Trial:
     speedup: float
 
 
+TRIAL = ["trial", "bits", "value", "alpha", "c", "gamma", "speedup", "theta", "expected"]  # a line of the log
+
+
 def speedup(calibration, costs, sublayers):
     """The expected speed-up at the best gamma of at least 1: below 1 it still tells a bad set from a worse
     one (Leviathan et al. 2023, Theorem 3.8, on acceptances along a text)."""
     series, c = calibration.acceptance(sublayers), costs.c(sublayers)
-    gamma = max(1, best_gamma(series, c))
+    gammas = range(1, min(MOST, max(map(len, series))) + 1)
+    gamma = max(gammas, key=lambda gamma: expected_speedup(series, gamma, c))
     gain = expected_speedup(series, gamma, c)
     return Trial(gain, float(torch.cat(series).mean()), c, gamma, gain)
 
@@ -89,7 +95,8 @@ def tokens_per_second(calibration, costs, sublayers, prompt=32, new=32):
     """Real decoding of 32 tokens behind the head of each document, adaptive exit on (Draft & Verify, Zhang et
     al. 2023, section 3.2). As noisy as the machine."""
     found = speedup(calibration, costs, sublayers)
-    heads, count, start = [ids[:prompt] for ids in calibration.ids], 0, time.perf_counter()
+    prompt, count, start = min(prompt, calibration.model.c.max_len - 1), 0, time.perf_counter()
+    heads = [ids[:prompt] for ids in calibration.ids]
     for ids in heads:
         drafter = Controlled(SelfDraft(calibration.model, sublayers, 0), AdaptiveExit())
         (out,), _ = generate(calibration.model, [ids], new, drafter, calibration.probs)
@@ -125,14 +132,24 @@ class Space:
         count = z.sum(-1)
         return (count >= self.least) & (count <= min(self.most, len(self.free)))
 
+    def counts(self):
+        """How many may be skipped."""
+        return range(self.least, min(self.most, len(self.free)) + 1)
+
     def random(self, g):
         """Any number of skips is as likely as any other, and then any set of them."""
-        n = len(self.free)
-        low, high = min(self.least, n), min(self.most, n)
-        count = low + int(torch.randint(high - low + 1, (), generator=g))
+        n, counts = len(self.free), self.counts()
+        count = counts[int(torch.randint(len(counts), (), generator=g))]
         z = torch.zeros(n, dtype=torch.float64)
         z[torch.randperm(n, generator=g)[:count]] = 1
         return z
+
+    def every(self):
+        """All sets there are, those with few skips first."""
+        n = len(self.free)
+        for count in self.counts():
+            for gone in itertools.combinations(range(n), count):
+                yield torch.tensor([float(j in gone) for j in range(n)], dtype=torch.float64)
 
 
 def propose(space, zs, ys, seed, theta=None):
@@ -142,8 +159,9 @@ def propose(space, zs, ys, seed, theta=None):
     i, g = len(zs), torch.Generator().manual_seed((seed * 1_000_003 + len(zs)) % 2**63)
     known = {tuple(z) for z in zs.tolist()}
     drawn = (space.random(g) for _ in range(1000))
+    untried = (z for z in itertools.chain(drawn, space.every()) if tuple(z.tolist()) not in known)
     if i < FIRST:
-        return next((z for z in drawn if tuple(z.tolist()) not in known), None), None, None
+        return next(untried, None), None, None
     process = GaussianProcess(zs, ys, space.groups(), theta, fit=theta is None or i % REFIT == 0)
 
     def score(z):
@@ -154,9 +172,18 @@ def propose(space, zs, ys, seed, theta=None):
     ends, values = climb(score, torch.stack([*tops, *(next(drawn) for _ in range(16))]), space.allowed)
     z = ends[int(values.argmax())]
     if float(values.max()) == -math.inf:
-        z = next((z for z in drawn if tuple(z.tolist()) not in known), None)
+        z = next(untried, None)
     expected = None if z is None else [float(v) for v in process.predict(z[None])]
     return z, process.theta.tolist(), expected
+
+
+def observed(space, entries):
+    """The sets tried (N, n) and their values (N,). What is not finite counts as the worst of the others."""
+    zs = torch.tensor([[int(b) for b in e["bits"]] for e in entries], dtype=torch.float64)
+    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)
+    fine = ys.isfinite()
+    worst = float(ys[fine].min()) if fine.any() else 0.0
+    return zs.view(-1, len(space.free)), torch.where(fine, ys, worst)
 
 
 def search(space, evaluate, count, seed=0, entries=()):
@@ -166,10 +193,8 @@ def search(space, evaluate, count, seed=0, entries=()):
     entries = list(entries)
     while len(entries) < count:
         start = time.perf_counter()
-        zs = torch.tensor([[int(b) for b in e["bits"]] for e in entries], dtype=torch.float64)
-        ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)
         theta = entries[-1]["theta"] if entries else None
-        z, theta, expected = propose(space, zs.view(-1, len(space.free)), ys, seed, theta)
+        z, theta, expected = propose(space, *observed(space, entries), seed, theta)
         if z is None:
             return
         thought = time.perf_counter() - start
@@ -189,35 +214,57 @@ def header(a, model, tokenizer, documents, costs, space):
         weights.update(name.encode() + part.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
     settings = {k: v for k, v in vars(a).items() if k not in FREE | {"model", "text", "costs"}}
     text = hashlib.sha256("\0".join(documents).encode() + tokenizer.to_str().encode())
-    return {"model": weights.hexdigest(), "text": text.hexdigest(), "free": list(space.free),
-            "costs": [*costs.sublayers, costs.head], **settings}
+    return {"model": weights.hexdigest(), "text": text.hexdigest(), **settings, "free": list(space.free),
+            "costs": [*costs.sublayers, costs.head]}
+
+
+def written(entry):
+    """An entry as a line of the log."""
+    return (json.dumps(entry) + "\n").encode()
+
+
+def is_trial(entry, number, head):
+    """Is it what this program writes of that trial?"""
+    def numbers(values, count):
+        return (isinstance(values, list) and len(values) == count
+                and all(type(x) is float and math.isfinite(x) for x in values))
+
+    if not isinstance(entry, dict) or list(entry) != TRIAL:
+        return False
+    bits, kinds = entry["bits"], 1 + max(sub % 2 for sub in head["free"])
+    return (type(entry["trial"]) is type(entry["gamma"]) is int and entry["trial"] == number
+            and isinstance(bits, str) and len(bits) == len(head["free"]) and not set(bits) - {"0", "1"}
+            and numbers([entry[key] for key in ("value", "alpha", "c", "speedup")], 4) and entry["gamma"] > 0
+            and (entry["theta"] is entry["expected"] is None
+                 or numbers(entry["theta"], kinds + 2) and numbers(entry["expected"], 2)))
 
 
 def read_log(path, head):
-    """The trials of a log that an interrupted run left. A last line without its end is the trial that was
-    being written: it is cut off. Raises ValueError, naming file and line, for anything else that is not what
-    this run would have written; nothing is changed then."""
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    lines = []
-    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+    """The trials of a log that an interrupted run left, and how many bytes of it are whole lines: a last line
+    without its end is the one that was being written. Raises ValueError, naming file and line, for anything
+    else that is not what this run would have written."""
+    def refuse(number, why):
+        raise ValueError(f"{path}, line {number}: {why}; nothing was changed") from None
+
+    raw, entries = path.read_bytes(), []
+    whole = raw.rfind(b"\n") + 1
+    if not whole and not written(head).startswith(raw):
+        refuse(1, "not the beginning of this run")
+    for number, line in enumerate(raw[:whole].split(b"\n")[:-1], 1):
         try:
             entry = json.loads(line)
-            if number > 1:
-                [float(entry[key]) for key in ("trial", "value", "alpha", "c", "gamma", "speedup")]
-                entry["theta"], entry["expected"], entry["bits"].strip()
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise ValueError(f"{path}, line {number}: not a line of this program; nothing was changed") from None
-        lines.append(entry)
-    if lines:
-        wrong = next((k for k in head if lines[0].get(k) != head[k]), None)
-        if wrong:
-            raise ValueError(f"{path}, line 1: this run had another {wrong}; repeat that, or name another --out")
-    for number, entry in enumerate(lines[1:], 2):
-        bits = entry["bits"]
-        if entry["trial"] != number - 2 or len(bits) != len(head["free"]) or set(bits) - {"0", "1"}:
-            raise ValueError(f"{path}, line {number}: not trial {number - 2} of this run; nothing was changed")
-    return lines[1:], len(whole)
+        except (ValueError, RecursionError):
+            refuse(number, "not a line of this program")
+        if number > 1:
+            if not is_trial(entry, number - 2, head):
+                refuse(number, f"not trial {number - 2} of this run")
+            entries.append(entry)
+        elif not isinstance(entry, dict) or entry.keys() != head.keys():
+            refuse(number, "not a line of this program")
+        elif entry != head:
+            wrong = next(key for key in head if entry[key] != head[key])
+            refuse(number, f"this run had another {wrong}: repeat that, or name another --out")
+    return entries, whole
 
 
 # --- the command line
@@ -257,9 +304,8 @@ def find_space(a, n_layers):
     if kept and not 0 <= min(kept) <= max(kept) < 2 * n_layers:
         raise ValueError(f"--protect: sub-layers run from 0 to {2 * n_layers - 1}, got {a.protect}")
     free = tuple(i for i in range(2 * n_layers) if i not in kept)
-    most = len(free) if a.max_skips is None else a.max_skips
-    if len(free) == 2 * n_layers:
-        most = min(most, len(free) - 1)  # something must stay
+    most = min(len(free), 2 * n_layers - 1)  # something must stay
+    most = most if a.max_skips is None else min(most, a.max_skips)
     if not 0 <= a.min_skips <= most or not free:
         raise ValueError(f"--min-skips {a.min_skips} and --max-skips {most} leave no set of {len(free)} "
                          "sub-layers to choose from")
@@ -273,8 +319,8 @@ def read_costs(path, c):
     fine = isinstance(parts, list) and all(type(x) in (int, float) and 0 <= x < math.inf
                                            for x in [*parts, raw.get("head")])
     if not fine or len(parts) != 2 * c.n_layers or sum(parts) <= 0:
-        raise ValueError(f"{path}: expected {2 * c.n_layers} costs under \"sublayers\" and one under \"head\", as "
-                         "bench.py costs --out writes them for this model")
+        raise ValueError(f'{path}: expected {2 * c.n_layers} costs under "sublayers" and one under "head", '
+                         "as bench.py costs --out writes them for this model")
     return Costs(tuple(parts), raw["head"])
 
 
@@ -284,7 +330,9 @@ def read_documents(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     found = []
-    for number, line in enumerate(checkpoint.read_text(path).splitlines(), 1):
+    for number, line in enumerate(checkpoint.read_text(path).split("\n"), 1):  # a text may hold a U+2028
+        if not line.strip():
+            continue
         try:
             found.append(json.loads(line)["text"])
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -298,7 +346,7 @@ def read_documents(path):
 
 def append(file, entry):
     """One line, on the disk before the next trial begins."""
-    file.write((json.dumps(entry) + "\n").encode())
+    file.write(written(entry))
     file.flush()
     os.fsync(file.fileno())
 
@@ -330,8 +378,8 @@ def finish(space, entries, out):
                           "front.json": [describe(space, e) for e in front(entries)]}.items():
         with checkpoint.replacing(out / name) as path:
             path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    zs = torch.tensor([[int(b) for b in e["bits"]] for e in entries], dtype=torch.float64)
-    ys, z = torch.tensor([e["value"] for e in entries], dtype=torch.float64), zs[entries.index(best)]
+    zs, ys = observed(space, entries)
+    z = zs[entries.index(best)]
     process = GaussianProcess(zs, ys, space.groups(), entries[-1]["theta"])
     flips = process.predict((z - torch.eye(len(z), dtype=torch.float64)).abs())
     with checkpoint.replacing(out / "search.png") as path:
@@ -352,11 +400,13 @@ def run(argv):
     costs = read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
     head = header(a, model, tokenizer, documents, costs, space)
     entries, whole = read_log(log, head) if log.is_file() else ([], 0)
-    calibration = Calibration(model, tokenizer, documents, a.tokens, partial(
-        to_probs, temperature=a.temperature, top_p=a.top_p))
-    evaluate, thought, start, old = partial(OBJECTIVES[a.objective], calibration, costs), 0.0, time.time(), len(entries)
+    calibration = Calibration(model, tokenizer, documents, a.tokens,
+                              partial(to_probs, temperature=a.temperature, top_p=a.top_p))
+    evaluate = partial(OBJECTIVES[a.objective], calibration, costs)
+    thought, start, old = 0.0, time.time(), len(entries)
     out.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab") as file, tqdm(total=max(a.trials, old), initial=old, unit="trial", disable=None) as bar:
+    bar = tqdm(total=max(a.trials, old), initial=old, unit="trial", disable=None)
+    with bar, open(log, "ab") as file:
         file.truncate(whole)
         if whole == 0:
             append(file, head)
@@ -367,11 +417,12 @@ def run(argv):
             bar.set_postfix_str(f"best {max(e['value'] for e in entries):.4g}", refresh=False)
             bar.update()
     best, spent = finish(space, entries, out), time.time() - start
-    print(f"{out / FOUND}: skips {sum(map(int, best['bits']))} of {2 * model.c.n_layers} sub-layers, alpha "
-          f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} times plain decoding")
+    print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * model.c.n_layers} sub-layers, alpha "
+          f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} times "
+          "plain decoding")
     if len(entries) > old:
-        print(f"{(len(entries) - old) / spent:.1f} trials/s, {thought / spent:.0%} of the time in the Gaussian process",
-              file=sys.stderr)
+        print(f"{(len(entries) - old) / spent:.1f} trials/s, {thought / spent:.0%} of the time in the "
+              "Gaussian process", file=sys.stderr)
 
 
 def main(argv=None):

@@ -10,8 +10,6 @@ import copy
 import ctypes
 import json
 import math
-import os
-import shlex
 import statistics
 import sys
 import time
@@ -24,6 +22,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
+import card
 import checkpoint
 import cli
 import corpus
@@ -360,6 +359,11 @@ def keep_memory():
 # --- what stands beside the model
 
 
+def repeat(a):
+    """The flags that repeat a run."""
+    return card.command(vars(a), vars(parse(["--out", "x"])))
+
+
 def finish(run):
     """Write the model in bfloat16, its plots and its card. Returns {file: its table}, of the model as
     written."""
@@ -374,63 +378,8 @@ def finish(run):
     with checkpoint.replacing(out / "training.png") as path:
         plots.training(run.losses, run.a.batch * run.a.context, history, tables, path)
     with checkpoint.replacing(out / "README.md") as path:
-        path.write_text(card(run, tables), encoding="utf-8")
+        path.write_text(card.card(run, tables, sample(run), repeat(run.a)), encoding="utf-8")
     return tables
-
-
-def card(run, tables):
-    """The model card, in Markdown."""
-    a, c, tokens = run.a, run.model.c, run.step * run.a.batch * run.a.context
-    count = sum(p.numel() for p in run.model.parameters())
-    exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
-    plain = not a.dropout and not a.exit_weight
-    recipe = "plain next-token loss" if plain else (
-        f"sub-layer dropout rising with depth to {a.dropout}; early-exit loss on one random exit a step "
-        f"through the shared norm and head: for the first {a.curriculum:.0%} of the steps weight "
-        f"{0.3 * a.exit_weight:.2g}, labels, all exits alike; then weight {a.exit_weight:g}, {a.distil:.0%} "
-        f"of it distilled from the model's own final distribution, {a.shallow:.0%} of the exits in the lower "
-        "half of the blocks")
-    window = f", window {c.window} on even layers" if c.window else ""
-    rows = [
-        ("shape", f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for "
-         f"keys and values, hidden {c.hidden_dim}, tied embeddings, vocabulary {c.vocab_size:,}, context "
-         f"{c.max_len}{window}, bfloat16"),
-        ("data", a.about or ", ".join(run.text.train)),
-        ("recipe", f"{tokens / 1e6:.3g} M tokens, sequences of {a.context}, batch {a.batch}; {recipe}"),
-        ("optimiser", f"Muon (lr {a.muon_lr:g}) for matrices, AdamW (lr {a.lr:g}) for embeddings and norms, "
-         f"warm-up {a.warmup} steps, linear to 2 % over the last {a.decay:.0%}; bf16 autocast"),
-        ("hardware, time", f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"),
-        ("command", f"`python train.py {command(a)}`")]
-    lines = [f"# {Path(a.out).name}", "", f"A {count / 1e6:.1f} M-parameter "
-             f"{'Gemma-2' if c.post_norm else 'Llama'}, made by this repository's `train.py` to show "
-             "self-speculative decoding on weights small enough to ship.", "", "| | |", "|---|---|",
-             *(f"| {name} | {value} |" for name, value in rows), "",
-             f"Validation text, up to 32,768 tokens a file in windows of {a.context}, float32, "
-             "teacher-forced. Loss in nats a token; agreement: how often an exit's best token is the last "
-             "block's; speed-up: the best one that the bytes of the weights allow.", "",
-             "| exit behind block | " + " | ".join(map(str, exits)) + " |", "|---" * (len(exits) + 1) + "|"]
-    for name, table in tables.items():
-        for kind, values in table.items():
-            cells = (f"{values[e - 1]:.2f}" if e <= len(values) else "" for e in exits)
-            lines.append(f"| {kind}, {Path(name).stem} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "![Loss, exits, speed-up](training.png)", "",
-                      f"Greedy sample: \"{sample(run)}\"", ""])
-
-
-def command(a):
-    """The flags that repeat this run, with DATA for the folder that holds all text files."""
-    given, default = vars(a), vars(parse(["--out", "x"]))
-    files = [Path(f).resolve() for f in (*(f.rpartition("=")[0] or f for f in a.data), *a.valid)]
-    root = os.path.commonpath([f.parent for f in files]) if files else ""
-    words = []
-    for name, value in given.items():
-        if name in ("data", "valid"):
-            value = [f"DATA/{os.path.relpath(Path(f).resolve(), root)}" for f in value]
-        if name == "out" or name not in {"resume", "device", "about", "every"} and value != default[name]:
-            values = value if isinstance(value, list) else [value]
-            values = (v if isinstance(v, str) else str(v).removesuffix(".0") for v in values)
-            words += [f"--{name.replace('_', '-')}", *values]
-    return " ".join(shlex.quote(word) for word in words)
 
 
 def twin(a):
@@ -441,7 +390,7 @@ def twin(a):
     changes = {"recipe": {}, "plain": {"dropout": 0.0, "exit_weight": 0.0}}
     runs = {name: open_run(argparse.Namespace(**{**vars(a), "out": str(out / name), "twin": None, **change}))
             for name, change in changes.items()}
-    result = {"command": f"python train.py {command(a)}"}
+    result = {"command": f"python train.py {repeat(a)}"}
     for name, run in runs.items():
         train(run)
         result[name] = {"tokens": run.step * a.batch * a.context, "files": finish(run),

@@ -1,0 +1,175 @@
+"""Skip sets as they are written, and how often a text accepts a draft: scored in one pass, and the same as in
+the loop, position by position. Drafting itself is tested in test_speculative.py."""
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import FAMILIES, LLAMA, make
+
+from layerskip import SelfDraft, Teacher, acceptance, early_exit, keep, read_skip
+from sampling import to_probs
+from speculative import rounds
+
+IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5
+DRAFTS = {
+    "exit 1": early_exit(6, 1),
+    "exit 4": early_exit(6, 4),
+    "skip": keep(6, attn=[1, 4], mlp=[2]),
+    "skip the first attention": keep(6, attn=[0]),
+    "skip the first block": keep(6, attn=[0], mlp=[0]),
+    "only attention": keep(6, mlp=range(6)),
+    "no attention": keep(6, attn=range(6)),
+    "only the last MLP": [11],
+}
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_draft = pytest.mark.parametrize("name", DRAFTS)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {family: make(c) for family, c in FAMILIES.items()}
+
+
+def first_rounds(m, sublayers, probs=to_probs):
+    """The loop's first round behind each prefix of the text, with one drafted token: one row each."""
+    prefixes = [IDS[: i + 1] for i in range(len(IDS))]
+    return next(rounds(m, prefixes, 2, SelfDraft(m, sublayers, 1), probs))[1]
+
+
+# --- acceptance
+
+
+@each_family
+@each_draft
+def test_greedy_acceptance_is_whether_the_loop_accepts(models, family, name):
+    m = models[family]
+    got = acceptance(m, DRAFTS[name], IDS)
+    assert got.tolist() == first_rounds(m, DRAFTS[name]).accepted.tolist()
+
+
+@each_family
+@each_draft
+def test_acceptance_is_the_overlap_of_the_loops_distributions(models, family, name):
+    m, probs = models[family], lambda logits: to_probs(logits, 1.3, top_p=0.95)
+    r = first_rounds(m, DRAFTS[name], probs)
+    want = torch.minimum(r.p[:, 0], r.draft.q[:, 0]).sum(-1)
+    got = acceptance(m, DRAFTS[name], IDS, probs)
+    assert (got - want).abs().max() < 1e-12 and 0 < float(got.min()) < float(got.max()) <= 1 + 1e-12
+    teacher = Teacher(m, IDS, probs)
+    assert (teacher.p[0] - r.p[:, 0]).abs().max() < 1e-12
+    assert (teacher.draft(DRAFTS[name])[0] - r.draft.q[:, 0]).abs().max() < 1e-12
+
+
+@each_family
+def test_acceptances_differ_between_drafts_and_places(models, family):
+    """Else the tests above would prove little."""
+    teacher = Teacher(models[family], IDS)
+    seen = {name: teacher.acceptance(subs).tolist() for name, subs in DRAFTS.items()}
+    assert len(set(map(tuple, seen.values()))) > 4
+    assert sum(0 < sum(row) < len(IDS) for row in seen.values()) > 4
+
+
+@each_family
+@each_draft
+def test_what_is_shared_need_not_be_computed(models, family, name):
+    """The whole draft, run again from the embeddings on, gives the same."""
+    m, probs = models[family], lambda logits: to_probs(logits, 1.0)
+    teacher, T = Teacher(m, IDS, probs), len(IDS)
+    own = torch.eye(T, dtype=torch.bool)
+    with torch.inference_mode():
+        cache = teacher.cache.fork()
+        x = m.run(teacher.states[0], slice(0, T), cache, DRAFTS[name], slice(T, 2 * T), own)
+        assert (teacher.draft(DRAFTS[name]) - probs(m.unembed(x))).abs().max() < 1e-12
+
+
+@each_family
+def test_one_teacher_scores_many_drafts(models, family):
+    """Nothing of one draft is left for the next."""
+    m, probs = models[family], lambda logits: to_probs(logits, 1.0)
+    teacher = Teacher(m, IDS, probs)
+    for name in [*DRAFTS, *reversed(DRAFTS)]:
+        alone = acceptance(m, DRAFTS[name], IDS, probs)
+        assert torch.equal(teacher.acceptance(DRAFTS[name]), alone)
+    assert len(teacher.states) == 13 and torch.equal(teacher.states[0], m.embed(torch.tensor([IDS])))
+
+
+@each_family
+@pytest.mark.parametrize("probs", [to_probs, lambda logits: to_probs(logits, 0.8)], ids=["greedy", "sampled"])
+def test_an_empty_skip_set_is_always_accepted(models, family, probs):
+    for subs in (keep(6), range(12), early_exit(6, 6)):
+        assert acceptance(models[family], subs, IDS, probs) == pytest.approx(torch.ones(len(IDS)), abs=1e-12)
+
+
+@each_family
+def test_texts_of_one_token_and_of_the_whole_context(models, family):
+    m = make(replace(FAMILIES[family], max_len=len(IDS)))
+    long = acceptance(m, DRAFTS["skip"], IDS)
+    assert torch.equal(long, acceptance(models[family], DRAFTS["skip"], IDS))
+    for n in (1, 2, 5, 6):
+        short = acceptance(m, DRAFTS["skip"], IDS[:n])
+        assert torch.equal(short, long[:n]), "no place knows of later ones"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_acceptances_are_float64_whatever_the_weights(dtype):
+    m = make(LLAMA).to(dtype)
+    got = acceptance(m, DRAFTS["exit 4"], IDS, lambda logits: to_probs(logits, 1.0))
+    assert got.dtype == torch.float64 and got.device.type == "cpu" and got.shape == (len(IDS),)
+
+
+@pytest.mark.parametrize("count", [0, 65, 1000])
+def test_texts_that_are_empty_or_too_long_are_refused(models, count):
+    message = f"^a text of {count} tokens cannot be scored: the context holds 1 to 64$"
+    with pytest.raises(ValueError, match=message):
+        Teacher(models["llama"], [1] * count)
+    assert len(acceptance(models["llama"], range(4), [1] * 64)) == 64
+
+
+@pytest.mark.parametrize("subs, words", [([], "no sub-layer"), ([0, 12], "must rise"), ([3, 1], "must rise"),
+                                         ([1, 1], "must rise"), ([-1, 2], "must rise within 0 .. 11")])
+def test_drafts_that_cannot_be_are_refused(models, subs, words):
+    with pytest.raises(ValueError, match=words):
+        Teacher(models["llama"], IDS).acceptance(subs)
+
+
+# --- skip sets as users write them
+
+
+@pytest.mark.parametrize("text, attn, mlp", [
+    ("a3,m4", [3], [4]), ("m0", [], [0]), (" a5 , a0,m5,a5", [0, 5], [5]), ("a05", [5], [])])
+def test_skip_sets_in_a_word(text, attn, mlp):
+    assert read_skip(text, 6) == keep(6, attn, mlp)
+
+
+@pytest.mark.parametrize("content, attn, mlp", [
+    ({"attn": [1, 4], "mlp": [2]}, [1, 4], [2]), ({"mlp": [5]}, [], [5]), ({}, [], []),
+    ({"attn": [0], "alpha": 0.4, "model": "x"}, [0], [])])
+def test_skip_sets_in_a_file(content, attn, mlp, tmp_path, monkeypatch):
+    (tmp_path / "skip.json").write_text(json.dumps(content))
+    assert read_skip(str(tmp_path / "skip.json"), 6) == keep(6, attn, mlp)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a3.json").write_text(json.dumps(content))
+    assert read_skip("a3.json", 6) == keep(6, attn, mlp), "a file may be called almost like a skip set"
+
+
+@pytest.mark.parametrize("text, error, words", [
+    ("a6", ValueError, "attention of block 6: blocks run from 0 to 5"),
+    ("m3,a1,m77", ValueError, "MLP of block 77"),
+    (",".join(f"{kind}{i}" for kind in "am" for i in range(6)), ValueError, "leaves no sub-layer"),
+    ("a3,m", FileNotFoundError, "a3,m"), ("a3,,m4", FileNotFoundError, "a3,,m4"),
+    ("a1234567", FileNotFoundError, "a1234567"), ("A3", FileNotFoundError, "A3")])
+def test_skip_sets_that_make_no_sense_are_refused(text, error, words):
+    with pytest.raises(error, match=words):
+        read_skip(text, 6)
+
+
+@pytest.mark.parametrize("content, words", [
+    ('{"attn": 3}', '"attn" and "mlp" must be lists of block numbers'),
+    ('{"mlp": ["3"]}', "lists of block numbers"), ('{"attn": [true]}', "lists of block numbers"),
+    ('{"attn": [1.0]}', "lists of block numbers"), ('{"attn": null}', "lists of block numbers"),
+    ("[3]", "expected a JSON object"), ('{"attn": [6]}', "attention of block 6")])
+def test_skip_files_that_make_no_sense_are_refused(content, words, tmp_path):
+    (tmp_path / "skip.json").write_text(content)
+    with pytest.raises(ValueError, match=words):
+        read_skip(str(tmp_path / "skip.json"), 6)
