@@ -175,8 +175,8 @@ def regrets(space, land, calibration, bar):
             found[name].append(run_method(method, space, worth, seed, max(BUDGETS)))
             bar.update()
     order = clasp(calibration, space)
-    found["CLaSp"] = [run_method(lambda space, evaluate, seed, count: list(map(evaluate, order)), space, worth, 0,
-                                 max(BUDGETS))]
+    in_turn = lambda space, evaluate, seed, count: [evaluate(z) for z in order]  # noqa: E731
+    found["CLaSp"] = [run_method(in_turn, space, worth, 0, max(BUDGETS))]
     return found
 
 
@@ -304,8 +304,8 @@ def first_within(curve, level):
 
 def markdown(a, land, data):
     optimum, curves = data["optimum"], data["curves"]
-    lines = [f"{a.model}; all 4,096 sets of the six middle blocks: the best promises {optimum:.4f}, the median "
-             f"set {np.median(land['speedup']):.4f}; {SEEDS} seeds; {a.machine}", ""]
+    lines = [f"{a.model}; all 4,096 sets of the six middle blocks: the best promises {optimum:.4f}, the "
+             f"median set {np.median(land['speedup']):.4f}; {SEEDS} seeds; {a.machine}", ""]
     head = ["method", *(f"regret at {b}" for b in BUDGETS), *(f"optimum by {b}" for b in BUDGETS),
             "within 1 %, median evaluations", "wins against random at 50"]
     rows = []

@@ -119,7 +119,8 @@ def search(entries, front, best, free, flips, path):
     deviations) of the process one flip away from the best."""
     figure, ((where, sets), (single, sure)) = axes(2, 2)
     draw_plane(where, [e["alpha"] for e in entries], [e["c"] for e in entries])
-    where.plot([e["c"] for e in front], [e["alpha"] for e in front], color=HUES[1], marker=".", lw=1, label="front")
+    where.plot([e["c"] for e in front], [e["alpha"] for e in front], color=HUES[1], marker=".", lw=1,
+               label="front")
     where.plot([best["c"]], [best["alpha"]], marker="*", markersize=13, color=HUES[1], ls="", label="best")
     where.legend(frameon=False, fontsize=8, loc="lower right")
     sets.imshow([[int(b) for b in e["bits"]] for e in front], aspect="auto", cmap="Greys", vmin=0, vmax=1.6)
@@ -167,8 +168,8 @@ def regrets(curves, optimum, title, path):
         middle = [s[n // 2] for s in spread]
         for side, turn in ((best, lambda v: optimum - v), (regret, lambda v: max(v, 1e-4))):
             side.plot(x, [turn(v) for v in middle], color=hue, label=name, lw=1.5)
-            side.fill_between(x, [turn(s[n // 4]) for s in spread], [turn(s[3 * n // 4]) for s in spread], color=hue,
-                              alpha=0.15, lw=0)
+            side.fill_between(x, [turn(s[n // 4]) for s in spread], [turn(s[3 * n // 4]) for s in spread],
+                              color=hue, alpha=0.15, lw=0)
     best.set(xlabel="evaluations", ylabel="best speed-up so far", ylim=(optimum - 0.25, optimum + 0.01))
     regret.set(xlabel="evaluations", ylabel="regret (at the bottom: the optimum)", yscale="log")
     best.legend(frameon=False, fontsize=8)

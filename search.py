@@ -418,8 +418,8 @@ def run(argv):
             bar.update()
     best, spent = finish(space, entries, out), time.time() - start
     print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * model.c.n_layers} sub-layers, alpha "
-          f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} times "
-          "plain decoding")
+          f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} "
+          "times plain decoding")
     if len(entries) > old:
         print(f"{(len(entries) - old) / spent:.1f} trials/s, {thought / spent:.0%} of the time in the "
               "Gaussian process", file=sys.stderr)
