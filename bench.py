@@ -9,6 +9,7 @@
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
+
 import json
 import sys
 from pathlib import Path
@@ -22,9 +23,14 @@ import checkpoint
 import cli
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
-RUNS = {"counts": bench_plain.run_counts, "plain": bench_plain.run, "costs": bench_self.run_costs,
-        "help": bench_self.run_help, "self": bench_self.run,
-        "search": bench_search.run}  # -> (Markdown, data, draw(path) or None)
+RUNS = {
+    "counts": bench_plain.run_counts,
+    "plain": bench_plain.run,
+    "costs": bench_self.run_costs,
+    "help": bench_self.run_help,
+    "self": bench_self.run,
+    "search": bench_search.run,
+}  # -> (Markdown, data, draw(path) or None)
 
 
 def parse(argv):

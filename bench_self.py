@@ -2,6 +2,7 @@
 
 The one thing to remember: no speed is printed before its text has been found identical in float64.
 """
+
 import json
 import statistics
 import time
@@ -57,8 +58,9 @@ def measure_costs(model, at=64, repeats=50):
     cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
     x, here = model.embed(torch.full((1, 1), 5, device=model.tok.device)), slice(at, at + 1)
     parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
-    times = interleave({**parts, "empty": partial(model.run, x, here, cache, []), "head": partial(
-        model.unembed, x)}, repeats)
+    times = interleave(
+        {**parts, "empty": partial(model.run, x, here, cache, []), "head": partial(model.unembed, x)}, repeats
+    )
     empty = times.pop("empty")  # what a call takes that runs nothing
     head = times.pop("head")
     return Costs(tuple(max(0.0, s - empty) for s in times.values()), head + empty)
@@ -68,9 +70,16 @@ def run_costs(a):
     model, _ = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     costs, bytes_ = measure_costs(model, repeats=a.repeats or (20 if a.quick else 100)), weight_costs(model.c)
     whole, read = sum(costs.sublayers) + costs.head, sum(bytes_.sublayers) + bytes_.head
-    rows = [[name, f"{1e6 * seconds:.0f}", f"{seconds / whole:.4f}", f"{size / read:.4f}"] for name, seconds, size
-            in [*((f"{'MLP' if i % 2 else 'attention'} {i // 2}", s, b) for i, (s, b) in enumerate(
-                zip(costs.sublayers, bytes_.sublayers, strict=True))), ("head", costs.head, bytes_.head)]]
+    rows = [
+        [name, f"{1e6 * seconds:.0f}", f"{seconds / whole:.4f}", f"{size / read:.4f}"]
+        for name, seconds, size in [
+            *(
+                (f"{'MLP' if i % 2 else 'attention'} {i // 2}", s, b)
+                for i, (s, b) in enumerate(zip(costs.sublayers, bytes_.sublayers, strict=True))
+            ),
+            ("head", costs.head, bytes_.head),
+        ]
+    ]
     lines = [f"one token behind 64 others, {a.model}, {a.dtype}; {a.machine}; medians", ""]
     lines += table(["part", "microseconds", "share", "share by bytes"], rows)
     data = {"model": str(a.model), "sublayers": costs.sublayers, "head": costs.head, "unit": "seconds"}
@@ -106,27 +115,41 @@ def run_help(a):
     """Alpha, c and what they promise, for every exit or one skip set."""
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     L = model.c.n_layers
-    drafts = ({a.skip: read_skip(a.skip, L)} if a.skip else
-              {f"exit {e}": early_exit(L, e) for e in ([a.exit_layer] if a.exit_layer else range(1, L))})
+    drafts = (
+        {a.skip: read_skip(a.skip, L)}
+        if a.skip
+        else {f"exit {e}": early_exit(L, e) for e in ([a.exit_layer] if a.exit_layer else range(1, L))}
+    )
     texts, bytes_ = teachers(model, tokenizer, a), weight_costs(model.c)
     costs, rows, found = measure_costs(model, repeats=20 if a.quick else 50), [], {}
     for name, subs in tqdm(drafts.items(), disable=None, leave=False):
         alphas = [t.acceptance(subs)[skip:] for t, skip in texts]
         c = costs.c(subs)
         alpha, gamma, gain = forecast(alphas, c)
-        found[name] = {"sublayers": subs, "alpha": alpha, "c": c, "c_bytes": bytes_.c(subs), "gamma": gamma,
-                       "speedup": gain}
+        found[name] = {
+            "sublayers": subs,
+            "alpha": alpha,
+            "c": c,
+            "c_bytes": bytes_.c(subs),
+            "gamma": gamma,
+            "speedup": gain,
+        }
         rows.append([name, f"{alpha:.3f}", f"{c:.3f}", f"{bytes_.c(subs):.3f}", f"{gamma}", f"{gain:.2f}"])
     name, best = max(found.items(), key=lambda item: item[1]["speedup"])
     flags = f"--skip {name}" if a.skip else f"--exit-layer {name.split()[1]}"
-    verdict = (f"Worth it: {name} with gamma {best['gamma']} promises {best['speedup']:.2f} times plain "
-               f"decoding; try: generate.py --model {a.model} {flags} --gamma {best['gamma']} --compare"
-               if best["gamma"] else
-               f"No gain: of {len(found)} drafts none has alpha > c; the nearest is {name}, alpha "
-               f"{best['alpha']:.2f} against c {best['c']:.2f}. Try --draft ngram, or search.py")
+    verdict = (
+        f"Worth it: {name} with gamma {best['gamma']} promises {best['speedup']:.2f} times plain "
+        f"decoding; try: generate.py --model {a.model} {flags} --gamma {best['gamma']} --compare"
+        if best["gamma"]
+        else f"No gain: of {len(found)} drafts none has alpha > c; the nearest is {name}, alpha "
+        f"{best['alpha']:.2f} against c {best['c']:.2f}. Try --draft ngram, or search.py"
+    )
     count = sum(len(t.p[0]) - skip for t, skip in texts)
-    lines = [f"{a.model}, {a.dtype}; {a.machine}; greedy, {count} tokens of "
-             f"{a.text or 'its own answers to bench_prompts'}", ""]
+    lines = [
+        f"{a.model}, {a.dtype}; {a.machine}; greedy, {count} tokens of "
+        f"{a.text or 'its own answers to bench_prompts'}",
+        "",
+    ]
     lines += table(["draft", "alpha", "c", "c by bytes", "best gamma", "speed-up promised"], rows)
     return "\n".join([*lines, verdict]), {"drafts": found, "verdict": verdict}, None
 
@@ -137,6 +160,7 @@ def run_help(a):
 @dataclass
 class Sample:
     """One prompt continued once. Seconds: `prefill` up to the prompt's last pass, `decode` behind it."""
+
     ids: list
     prefill: float
     decode: float
@@ -150,12 +174,13 @@ class Sample:
 class Method:
     """A way to decode. start() gives make(model, small), which gives a fresh drafter for each prompt: what a
     rule learns lasts from one start to the next. Or ask(ids) has transformers write."""
+
     start: Callable = lambda: lambda model, small: Drafter()
     ask: Callable | None = None
-    sublayers: list | None = None    # of a self-draft
-    gamma: int | None = None         # of a fixed one: the formula applies
+    sublayers: list | None = None  # of a self-draft
+    gamma: int | None = None  # of a fixed one: the formula applies
     samples: dict = field(default_factory=dict)  # prompt -> [Sample], without the warm-up
-    work: dict = field(default_factory=dict)     # prompt -> passes of the target that its weights read equal
+    work: dict = field(default_factory=dict)  # prompt -> passes of the target that its weights read equal
 
 
 class Bench:
@@ -198,8 +223,10 @@ class Bench:
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
         model, small = self.models["float64"]
         for i in range(len(self.prompts)):
-            texts = {name: [t for _, r in self.steps(i, make(model, small), model) for t in r.new[0]]
-                     for name, make in makers.items()}
+            texts = {
+                name: [t for _, r in self.steps(i, make(model, small), model) for t in r.new[0]]
+                for name, make in makers.items()
+            }
             bar.update(len(makers))
             wrong = next((name for name, text in texts.items() if text != texts["plain"]), None)
             if wrong:
@@ -264,9 +291,13 @@ def own_methods(L, exits, skip, c, everything):
     """{name: Method} of what this library offers. exits: [(exit layer, its best gamma)], the best one first;
     c: {exit layer or "bad": what a drafted step costs}; everything: also what only the stories are measured
     with."""
+
     def fixed(name, subs, gamma):
-        return {f"{name}, gamma {gamma}": Method(
-            lambda: lambda model, small: SelfDraft(model, subs, gamma), None, subs, gamma)}
+        return {
+            f"{name}, gamma {gamma}": Method(
+                lambda: lambda model, small: SelfDraft(model, subs, gamma), None, subs, gamma
+            )
+        }
 
     def ruled(subs, rule, tail=False):
         def start():
@@ -275,7 +306,9 @@ def own_methods(L, exits, skip, c, everything):
             def make(model, small):
                 drafter = Controlled(SelfDraft(model, subs, 0), learning)
                 return Then(drafter, NGram(TAIL, 3)) if tail else drafter
+
             return make
+
         return Method(start, None, subs)
 
     (e, g), bad = exits[0], keep(L, range(L), ())
@@ -286,7 +319,9 @@ def own_methods(L, exits, skip, c, everything):
         methods |= fixed("skip set", skip, gamma)
     methods |= {
         "n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
-        "n-gram tail": Method(lambda: lambda model, small: Then(SelfDraft(model, best, g), NGram(TAIL, 3)), None, best),
+        "n-gram tail": Method(
+            lambda: lambda model, small: Then(SelfDraft(model, best, g), NGram(TAIL, 3)), None, best
+        ),
         "do no harm": ruled(best, lambda: DoNoHarm(c[e])),
         "do no harm, n-gram tail": ruled(best, lambda: DoNoHarm(c[e]), tail=True),
         "expected-value gate": ruled(best, lambda: ValueGate(c[e])),
@@ -323,15 +358,29 @@ def their_methods(a, bench, exit_layer):
             model(tokens, use_cache=True, logits_to_keep=1)
         prefill, start = time.perf_counter() - start, time.perf_counter()
         torch.manual_seed(0)
-        out = model.generate(tokens, max_new_tokens=a.new, attention_mask=torch.ones_like(tokens), do_sample=bool(law),
-                             top_k=0 if law else None, pad_token_id=0, **law, **flags)
-        return Sample(out[0, len(ids):].tolist(), prefill, time.perf_counter() - start - prefill)
+        out = model.generate(
+            tokens,
+            max_new_tokens=a.new,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=bool(law),
+            top_k=0 if law else None,
+            pad_token_id=0,
+            **law,
+            **flags,
+        )
+        return Sample(out[0, len(ids) :].tolist(), prefill, time.perf_counter() - start - prefill)
 
-    flags = {"plain": {}, "assistant_model": {"assistant_model": helper},
-             "prompt lookup": {"prompt_lookup_num_tokens": TAIL},
-             "assistant_early_exit": {"assistant_early_exit": exit_layer}}
-    return {f"transformers, {name}": Method(ask=partial(ask, f)) for name, f in flags.items()
-            if helper or name != "assistant_model"}
+    flags = {
+        "plain": {},
+        "assistant_model": {"assistant_model": helper},
+        "prompt lookup": {"prompt_lookup_num_tokens": TAIL},
+        "assistant_early_exit": {"assistant_early_exit": exit_layer},
+    }
+    return {
+        f"transformers, {name}": Method(ask=partial(ask, f))
+        for name, f in flags.items()
+        if helper or name != "assistant_model"
+    }
 
 
 def pilot(bench, L):
@@ -342,7 +391,8 @@ def pilot(bench, L):
     for i, ids in enumerate(bench.prompts):
         for name in times:
             make = lambda model, small, name=name: (  # noqa: E731
-                SelfDraft(model, drafts[name], 4) if name in drafts else Drafter())
+                SelfDraft(model, drafts[name], 4) if name in drafts else Drafter()
+            )
             s = bench.write(make, i)
             steps = 4 * s.passes if name in drafts else s.passes
             times[name].append((s.split["draft"] if name in drafts else s.decode) / steps)
@@ -360,22 +410,33 @@ def row(bench, name, m, plain, texts):
     """What is reported of a method, as a dict."""
     samples = [s for runs in m.samples.values() for s in runs]
     rates = [len(s.ids) / s.decode for s in samples]
-    paired = [statistics.median(len(s.ids) / s.decode for s in runs)
-              / statistics.median(len(s.ids) / s.decode for s in plain.samples[i]) for i, runs in m.samples.items()]
+    paired = [
+        statistics.median(len(s.ids) / s.decode for s in runs)
+        / statistics.median(len(s.ids) / s.decode for s in plain.samples[i])
+        for i, runs in m.samples.items()
+    ]
     tokens, quarts = sum(len(s.ids) for s in samples), statistics.quantiles(rates, n=4)
-    r = {"tokens_per_second": statistics.median(rates), "spread": (quarts[2] - quarts[0]) / statistics.median(rates),
-         "ratio": statistics.median(paired), "prefill": statistics.median(s.prefill for s in samples)}
+    r = {
+        "tokens_per_second": statistics.median(rates),
+        "spread": (quarts[2] - quarts[0]) / statistics.median(rates),
+        "ratio": statistics.median(paired),
+        "prefill": statistics.median(s.prefill for s in samples),
+    }
     if m.ask:
         return r
     passes, proposed = sum(s.passes for s in samples), sum(s.proposed for s in samples)
-    r |= {"tau": tokens / passes, "acceptance": sum(s.accepted for s in samples) / proposed if proposed else None}
+    r |= {
+        "tau": tokens / passes,
+        "acceptance": sum(s.accepted for s in samples) / proposed if proposed else None,
+    }
     r["work"] = sum(m.work.values()) / (tokens / bench.a.repeats)
     whole = sum(sum(s.split.values()) for s in samples)
     r["split"] = {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}
     if m.sublayers and m.gamma:
         series = [t.acceptance(m.sublayers)[skip:] for t, skip in texts]
         one = sum(s.decode for runs in plain.samples.values() for s in runs) / sum(
-            s.passes for runs in plain.samples.values() for s in runs)
+            s.passes for runs in plain.samples.values() for s in runs
+        )
         r["alpha"] = float(torch.cat(series).mean())
         r["c"] = sum(s.split["draft"] for s in samples) / (m.gamma * passes) / one
         r["predicted"] = expected_speedup(series, m.gamma, r["c"])
@@ -395,25 +456,43 @@ def run(a):
     results, notes = {}, []
     with tqdm(disable=None) as bar:
         for name, flags in tasks[:1] if a.quick else tasks:
-            prompts = [checkpoint.encode(tokenizer, line["prompt"], target.c.bos) for line in read_prompts(name)]
+            prompts = [
+                checkpoint.encode(tokenizer, line["prompt"], target.c.bos) for line in read_prompts(name)
+            ]
             bench = Bench(a, models, prompts[:4] if a.quick else prompts, flags)
             texts, c, exits = pilot(bench, L)
             methods = own_methods(L, exits[:3], skip, c, name == "stories" and not flags)
-            title = f"{name}, greedy" if bench.greedy else f"{name}, temperature {flags['temperature']}, top-p .95"
+            title = (
+                f"{name}, greedy"
+                if bench.greedy
+                else f"{name}, temperature {flags['temperature']}, top-p .95"
+            )
             bar.set_description(title)
             if bench.greedy:
                 bench.gate(methods, bar)
             methods |= their_methods(a, bench, exits[0][0])
             bench.run(methods, bar)
-            results[title] = {m: row(bench, m, method, methods["plain"], texts) for m, method in methods.items()}
+            results[title] = {
+                m: row(bench, m, method, methods["plain"], texts) for m, method in methods.items()
+            }
             if bench.greedy:
                 notes += divergences(bench, methods, title)
-    data = {"results": results, "divergences": notes, "new": a.new, "repeats": a.repeats, "model": str(a.model)}
-    return markdown(a, results, notes), data, partial(plots.methods, results, f"{a.model}, {a.dtype}; {a.machine}")
+    data = {
+        "results": results,
+        "divergences": notes,
+        "new": a.new,
+        "repeats": a.repeats,
+        "model": str(a.model),
+    }
+    return (
+        markdown(a, results, notes),
+        data,
+        partial(plots.methods, results, f"{a.model}, {a.dtype}; {a.machine}"),
+    )
 
 
 def divergences(bench, methods, title):
-    """Where a text parts from plain decoding in the timed dtype, and by how little the two tokens differed."""
+    """Where a text parts from plain decoding in the timed dtype, and by how little two tokens differed."""
     found = []
     for name, m in methods.items():
         for i, runs in m.samples.items():
@@ -421,18 +500,37 @@ def divergences(bench, methods, title):
             at = next((k for k, (x, y) in enumerate(zip(ours, plain, strict=False)) if x != y), None)
             if at is not None:
                 with torch.inference_mode():
-                    logits = bench.model(torch.tensor([bench.prompts[i] + plain[:at]], device=bench.model.tok.device))
+                    logits = bench.model(
+                        torch.tensor([bench.prompts[i] + plain[:at]], device=bench.model.tok.device)
+                    )
                 top = logits[0, -1].float().topk(2).values.tolist()
-                found.append({"set": title, "method": name, "prompt": i, "position": at, "gap": top[0] - top[1]})
+                found.append(
+                    {"set": title, "method": name, "prompt": i, "position": at, "gap": top[0] - top[1]}
+                )
     return found
 
 
 def markdown(a, results, notes):
-    lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new tokens behind "
-             f"each prompt of bench_prompts, medians of {a.repeats} interleaved runs; every greedy method wrote the "
-             "same text as plain decoding in float64", ""]
-    head = ["", "tokens/s", "±", "ratio to plain", "tau", "accepted", "alpha", "c", "predicted", "of it", "passes a token",
-            "draft / verify / loop"]
+    lines = [
+        f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new tokens "
+        f"behind each prompt of bench_prompts, medians of {a.repeats} interleaved runs; every greedy method "
+        "of ours wrote the same text as plain decoding in float64",
+        "",
+    ]
+    head = [
+        "",
+        "tokens/s",
+        "±",
+        "ratio to plain",
+        "tau",
+        "accepted",
+        "alpha",
+        "c",
+        "predicted",
+        "of it",
+        "passes a token",
+        "draft / verify / loop",
+    ]
 
     def cell(r, key, form):
         return format(r[key], form) if r.get(key) is not None else ""
@@ -441,12 +539,27 @@ def markdown(a, results, notes):
         body = []
         for name, r in rows.items():
             split = " / ".join(f"{x:.0%}" for x in r["split"].values()) if "split" in r else ""
-            body.append([name, cell(r, "tokens_per_second", ".0f"), cell(r, "spread", ".0%"), cell(r, "ratio", ".2f"),
-                         cell(r, "tau", ".2f"), cell(r, "acceptance", ".2f"), cell(r, "alpha", ".2f"), cell(r, "c", ".3f"),
-                         cell(r, "predicted", ".2f"),
-                         f"{r['ratio'] / r['predicted']:.2f}" if "predicted" in r else "", cell(r, "work", ".3f"), split])
+            body.append(
+                [
+                    name,
+                    cell(r, "tokens_per_second", ".0f"),
+                    cell(r, "spread", ".0%"),
+                    cell(r, "ratio", ".2f"),
+                    cell(r, "tau", ".2f"),
+                    cell(r, "acceptance", ".2f"),
+                    cell(r, "alpha", ".2f"),
+                    cell(r, "c", ".3f"),
+                    cell(r, "predicted", ".2f"),
+                    f"{r['ratio'] / r['predicted']:.2f}" if "predicted" in r else "",
+                    cell(r, "work", ".3f"),
+                    split,
+                ]
+            )
         lines += [f"**{title}**", "", *table(head, body)]
     for n in notes:
-        lines.append(f"- {n['set']}, {n['method']}, prompt {n['prompt']}: parts from plain decoding in {a.dtype} at new "
-                     f"token {n['position']}, where the two best logits are {n['gap']:.3g} apart")
+        lines.append(
+            f"- {n['set']}, {n['method']}, prompt {n['prompt']}: parts from plain decoding in {a.dtype} at "
+            "new "
+            f"token {n['position']}, where the two best logits are {n['gap']:.3g} apart"
+        )
     return "\n".join(lines).rstrip()

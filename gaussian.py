@@ -62,7 +62,7 @@ class GaussianProcess:
         from saying anything about the logs (normal, of width 2 around where they start)."""
         L = torch.linalg.cholesky(self.covariance(theta))
         half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)
-        prior = torch.tensor([math.log(1 / self.z.shape[1])] * len(self.d) + [0.0, math.log(1e-3)]).double()
+        prior = theta.new_tensor([math.log(1 / self.z.shape[1])] * len(self.d) + [0.0, math.log(1e-3)])
         return (0.5 * half.square().sum() + L.diagonal().log().sum()
                 + 0.5 * len(self.y) * math.log(2 * math.pi) + 0.125 * (theta - prior).square().sum())
 
@@ -93,7 +93,7 @@ def expected_improvement(mean, std, best):
     """E[max(0, f - best)] of normal f (Jones et al. 1998, eq. 15)."""
     gap, std = mean - best, std.clamp(min=1e-12)
     u = gap / std
-    # trap: far below the best the two terms all but cancel, and torch's ndtr is not exact enough for that
+    # trap: far below the best the two terms all but cancel, and torch's ndtr of many is not exact enough
     below = torch.special.log_ndtr(u).exp()
     return (gap * below + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
 

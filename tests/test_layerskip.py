@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import FAMILIES, LLAMA, make
+from tiny import GEMMA, LLAMA, make
 
 from layerskip import SelfDraft, Teacher, acceptance, early_exit, keep, read_skip
 from sampling import to_probs
 from speculative import rounds
 
+FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
 IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5
 DRAFTS = {
     "exit 1": early_exit(6, 1),

@@ -1,0 +1,325 @@
+"""The benchmark counts, forecasts and judges as it says. Nothing here depends on how fast anything is."""
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make
+
+import bench
+import bench_self
+from bench_self import (
+    SETS,
+    Bench,
+    Method,
+    Sample,
+    divergences,
+    forecast,
+    measure_costs,
+    metered,
+    read_prompts,
+)
+from control import AdaptiveExit, Controlled, Costs, Then, expected_speedup, weight_costs
+from layerskip import SelfDraft, keep
+from speculative import Drafter, ModelDraft, NGram, generate, rounds
+
+DRAFT = bench.WEIGHTS / "stories-draft"
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {family: make(c) for family, c in FAMILIES.items()}
+
+
+@pytest.fixture
+def call(capsys):
+    def run(*argv):
+        status = bench.main([str(a) for a in argv])
+        return status, *capsys.readouterr()
+    return run
+
+
+def bench_of(m, small=None, new=20, **law):
+    return Bench(SimpleNamespace(new=new, dtype="float64", repeats=1), {"float64": (m, small)}, PROMPTS, law)
+
+
+# --- the weights that are read
+
+
+@each_family
+def test_plain_decoding_costs_one_pass_a_token(models, family):
+    b = bench_of(models[family])
+    for i in range(4):
+        assert b.meter(lambda model, small: Drafter(), i) == pytest.approx(20, abs=1e-9)
+
+
+def drafted(m, drafter, prompt, new=20):
+    """How many tokens each round drafted."""
+    return [r.draft.tokens.shape[1] for _, r in rounds(m, [prompt], new, drafter)]
+
+
+@each_family
+@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize("subs", [range(2), range(8), range(12), keep(6, attn=[2], mlp=[4]), range(1, 12)],
+                         ids=["exit 1", "exit 4", "exit 6", "skip", "skip first"])
+def test_a_round_costs_gamma_c_and_one_pass(models, family, subs, gamma):
+    """What draft and verification share is read once for each token, the last draft included."""
+    m = models[family]
+    lengths = drafted(m, SelfDraft(m, subs, gamma), PROMPTS[0])
+    want = sum(k * weight_costs(m.c).c(subs) + 1 for k in lengths)
+    got = bench_of(m).meter(lambda model, small: SelfDraft(model, subs, gamma), 0)
+    assert got == pytest.approx(want, abs=1e-9) and gamma in lengths
+
+
+def test_a_tail_makes_the_shared_part_be_read_twice(models):
+    """Where there is one, all is verified from the embeddings on."""
+    m, costs = models["llama"], weight_costs(models["llama"].c)
+
+    def make_pair(model, small=None):
+        return Then(SelfDraft(model, range(8), 2), NGram(4, 1))
+
+    drafts = [r.draft for _, r in rounds(m, PROMPTS[:1], 20, make_pair(m))]
+    seen = [(draft.tokens.shape[1], draft.reuse is None) for draft in drafts]
+    shared = sum(costs.sublayers[:8]) / (sum(costs.sublayers) + costs.head)
+    want = sum(min(k, 2) * costs.c(range(8)) + 1 + shared * (again and k > 0) for k, again in seen)
+    assert any(again for k, again in seen if k > 2)
+    assert bench_of(m).meter(make_pair, 0) == pytest.approx(want, abs=1e-9)
+
+
+def test_a_draft_model_counts_its_own_weights(models):
+    """Whatever the number of tokens that it reads at once."""
+    m, small = models["llama"], make(GEMMA, 1)
+    costs = [weight_costs(model.c) for model in (m, small)]
+    whole, little = (sum(c.sublayers) + c.head for c in costs)
+    lengths = drafted(m, ModelDraft(small, 3), PROMPTS[0])
+    want = sum(k * little / whole + 1 for k in lengths)
+    got = bench_of(m, small).meter(lambda model, other: ModelDraft(other, 3), 0)
+    assert got == pytest.approx(want, abs=1e-9)
+
+
+@each_family
+def test_metering_changes_nothing_and_removes_itself(models, family):
+    m = models[family]
+    own = set(vars(m))
+    with metered([m]) as spent:
+        written = generate(m, PROMPTS, 9, SelfDraft(m, range(4), 2))
+    assert written[0] == generate(m, PROMPTS, 9)[0] and spent
+    with pytest.raises(ZeroDivisionError), metered([m]):
+        raise ZeroDivisionError
+    assert set(vars(m)) == own and m.run.__func__ is type(m).run and m.unembed.__func__ is type(m).unembed
+    count = len(spent)
+    generate(m, PROMPTS, 3)
+    assert len(spent) == count
+
+
+def test_a_pass_without_a_list_of_sublayers_is_all_of_them(models):
+    m = models["llama"]
+    with torch.no_grad(), metered([m]) as spent:
+        m(torch.tensor([[1, 2, 3]]))
+        m.run(m.embed(torch.tensor([[1]])), slice(0, 1), None, [0, 3])
+        m.run(m.embed(torch.tensor([[1]])), slice(0, 1), sublayers=[1])
+    costs = weight_costs(m.c)
+    attn, mlp = costs.sublayers[:2]
+    assert spent == [6 * (attn + mlp), costs.head, attn + mlp, mlp]
+
+
+# --- costs
+
+
+@pytest.mark.parametrize("c", [LLAMA, GEMMA], ids=FAMILIES)
+def test_costs_are_one_number_for_each_sublayer_and_the_head(c):
+    costs = measure_costs(make(c), at=8, repeats=20)
+    assert len(costs.sublayers) == 12 and min(costs.sublayers) > 0 and costs.head > 0
+    assert 0 < costs.c(range(4)) < costs.c(range(12)) == 1
+
+
+def test_costs_leave_out_the_call_itself(models, monkeypatch):
+    """Here a call takes half a second, each part 1.5 s and its number more; the head includes its call."""
+    called = []
+
+    def fake(actions, repeats):
+        called.extend(action() for action in actions.values())
+        times = {name: 2.0 + name for name in actions if isinstance(name, int)}
+        return times | {"empty": 0.5, "head": 2.0}
+
+    monkeypatch.setattr(bench_self, "interleave", fake)
+    with torch.no_grad():
+        costs = measure_costs(models["llama"], repeats=3)
+    assert costs == Costs(tuple(1.5 + i for i in range(12)), 2.5)
+    assert len(called) == 14 and called[-1].shape == (1, 1, 17) and called[0].shape == (1, 1, 32)
+    monkeypatch.setattr(bench_self, "interleave", lambda actions, repeats: dict.fromkeys(actions, 1.0))
+    assert min(measure_costs(models["llama"]).sublayers) == 0
+
+
+# --- will it help?
+
+
+def test_a_forecast_by_hand():
+    """Two texts; no draft reaches from one into the other."""
+    texts = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 0, 1])]
+    alpha, gamma, gain = forecast(texts, 0.25)
+    assert alpha == pytest.approx(5 / 7)
+    by_hand = {0: 1, 1: (1 + 5 / 7) / 1.25, 2: (1 + (2 + 1 + 0 + 1 + 0) / 5) / 1.5,
+               3: (1 + (2 + 1 + 1) / 3) / 1.75, 4: (1 + 2) / 2}
+    assert gamma == max(by_hand, key=by_hand.get) == 4 and gain == pytest.approx(1.5)
+    for g, want in by_hand.items():
+        assert expected_speedup(texts, g, 0.25) == pytest.approx(want)
+    assert forecast(texts, 0.9)[1:] == (0, 1.0)
+
+
+def verdict_of(call, monkeypatch, costs, *argv):
+    monkeypatch.setattr(bench_self, "measure_costs", lambda model, repeats: costs)
+    status, out, err = call("help", "--model", DRAFT, "--quick", *argv)
+    assert (status, err) == (0, "")
+    return out
+
+
+@pytest.fixture
+def story(tmp_path):
+    path = tmp_path / "story.txt"
+    path.write_text(read_prompts("stories")[0]["text"][:400])
+    return path
+
+
+def test_help_ends_with_a_verdict(call, story):
+    """With the true costs of this machine, whatever they are."""
+    status, out, err = call("help", "--model", DRAFT, "--quick", "--text", story)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert str(DRAFT) in lines[0] and str(story) in lines[0] and "greedy" in lines[0]
+    assert lines[2].startswith("| draft | alpha | c | c by bytes |") and lines[4].startswith("| exit 1 | 0.")
+    assert lines[-1].startswith(("Worth it: exit 1 with gamma ", "No gain: of 1 drafts none has alpha > c; "))
+
+
+def test_help_says_no_where_alpha_is_below_c(call, monkeypatch, story):
+    out = verdict_of(call, monkeypatch, Costs((1.0, 1.0, 0.0, 0.0), 1.0), "--text", story)
+    assert "No gain: of 1 drafts none has alpha > c; the nearest is exit 1, alpha 0." in out
+    assert "against c 1.00. Try --draft ngram" in out and "--compare" not in out
+
+
+def test_help_says_yes_and_how(call, monkeypatch, story):
+    cheap = Costs((0.01, 0.0, 50.0, 50.0), 0.01)
+    out = verdict_of(call, monkeypatch, cheap, "--text", story, "--exit-layer", "1")
+    assert "Worth it: exit 1 with gamma" in out
+    assert f"try: generate.py --model {DRAFT} --exit-layer 1 --gamma" in out
+    out = verdict_of(call, monkeypatch, cheap, "--text", story, "--skip", "a1,m1", "--json")
+    assert out.count("\n") == 1
+    data = json.loads(out)
+    draft = data["drafts"]["a1,m1"]
+    assert draft["sublayers"] == [0, 1] and draft["c"] == pytest.approx(0.02 / 100.02)
+    assert draft["speedup"] == pytest.approx(1 / (1 - draft["alpha"]), rel=0.3) and draft["gamma"] >= 1
+    assert f"--skip a1,m1 --gamma {draft['gamma']} --compare" in data["verdict"]
+    assert data["what"] == "help" and data["dtype"] == "bfloat16"
+
+
+def test_help_scores_what_the_model_itself_says(call, monkeypatch):
+    """Behind one prompt of each kind: the last token of the prompt and the 8 new ones."""
+    free = Costs((0.0, 0.0, 1.0, 1.0), 0.0)
+    out = verdict_of(call, monkeypatch, free, "--new", "8", "--dtype", "float32")
+    assert "float32" in out and "greedy, 36 tokens of its own answers to bench_prompts" in out
+
+
+def test_results_are_written_where_asked(call, story, tmp_path):
+    status, out, err = call("help", "--model", DRAFT, "--quick", "--text", story, "--out", tmp_path / "made")
+    assert (status, err) == (0, "")
+    assert (tmp_path / "made.md").read_text() == out
+    assert json.loads((tmp_path / "made.json").read_text())["verdict"] == out.splitlines()[-1]
+    assert not (tmp_path / "made.png").exists(), "help draws nothing"
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], "arguments are required: what"),
+    (["speed"], "invalid choice: 'speed'"),
+    (["help", "--new", "7"], "--new must be at least 8"),
+    (["help", "--repeats", "0"], "--repeats at least 1"),
+    (["help", "--frob"], "unrecognized arguments: --frob"),
+    (["help", "--dtype", "int8"], "invalid choice: 'int8'"),
+    (["help", "--model", "nowhere"], "nowhere: no such folder"),
+    (["help", "--model", DRAFT, "--text", "nothing.txt"], "nothing.txt"),
+    (["help", "--model", DRAFT, "--skip", "a2"], "cannot skip the attention of block 2"),
+    (["help", "--model", DRAFT, "--exit-layer", "3"], "exit layer must lie between 1 and 2"),
+    (["help", "--out", "no/such"], "--out no/such: no such folder"),
+])
+def test_bad_flags_are_one_line_and_status_2(call, monkeypatch, tmp_path, argv, words):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call(*argv)
+    assert (status, out) == (2, "") and err.count("\n") == 1 and err.startswith("bench.py: ") and words in err
+
+
+# --- the benchmark itself
+
+
+def test_divergences_are_where_the_texts_part(models):
+    m = models["llama"]
+    plain = generate(m, PROMPTS[:2], 6)[0]
+    other = [row[:i] + [(row[i] + 1) % 17] + row[i + 1 :] for i, row in zip((3, 0), plain, strict=True)]
+
+    def method(rows):
+        return Method(samples={i: [Sample(row, 0.0, 1.0)] for i, row in enumerate(rows)})
+
+    methods = {"plain": method(plain), "same": method(plain), "longer": method([r + [1] for r in plain]),
+               "wrong": method(other), "late": method([plain[0], other[1]])}
+    found = divergences(bench_of(m), methods, "stories, greedy")
+    gaps = []
+    for b, at in ((0, 3), (1, 0)):
+        best = m(torch.tensor([PROMPTS[b] + plain[b][:at]]))[0, -1].sort().values
+        gaps.append(pytest.approx(float(best[-1] - best[-2]), abs=1e-5))
+    keys = "set", "method", "prompt", "position", "gap"
+    assert [tuple(f[k] for k in keys) for f in found] == [
+        ("stories, greedy", "wrong", 0, 3, gaps[0]), ("stories, greedy", "wrong", 1, 0, gaps[1]),
+        ("stories, greedy", "late", 1, 0, gaps[1])]
+
+
+class Liar(Drafter):
+    """Says one token for another."""
+
+    def observe(self, state, round):
+        round.new[0][-1] = (round.new[0][-1] + 1) % 17
+
+
+def test_a_method_that_writes_another_text_stops_the_benchmark(models):
+    b, bar = bench_of(models["llama"]), SimpleNamespace(update=lambda count: None)
+    honest = {"plain": Method(), "exit": Method(lambda: lambda model, small: SelfDraft(model, range(4), 2)),
+              "theirs": Method(ask=lambda ids: None)}
+    b.gate(honest, bar)
+    wrong = Method(lambda: lambda model, small: Liar())
+    with pytest.raises(RuntimeError, match="^wrong differs from plain decoding in float64 on prompt 0$"):
+        b.gate(honest | {"wrong": wrong}, bar)
+
+
+def test_what_a_rule_learns_lasts_from_prompt_to_prompt(models):
+    """One start is one run through the prompts: the threshold goes on, and the next start knows nothing."""
+    rule = bench_self.own_methods(6, [(2, 3)], None, {2: 0.3, "bad": 0.9}, True)["adaptive exit"]
+    m = models["llama"]
+    first, second = rule.start(), rule.start()
+    drafters = [first(m, None), first(m, None), second(m, None)]
+    assert all(isinstance(d, Controlled) and isinstance(d.rule, AdaptiveExit) for d in drafters)
+    assert drafters[0].rule is drafters[1].rule is not drafters[2].rule
+    assert drafters[0].drafter is not drafters[1].drafter and drafters[0].drafter.sublayers == [0, 1, 2, 3]
+
+
+def test_every_method_writes_the_same_text(models):
+    m, small = models["llama"], make(LLAMA, 1)
+    methods = bench_self.own_methods(6, [(2, 3), (1, 2)], keep(6, [1], [3]), {2: 0.3, "bad": 0.9}, True)
+    assert len(methods) > 20 and {m.gamma for m in methods.values() if m.sublayers} >= {1, 2, 3, 4, 6}
+    bench_of(m, small, new=12).gate(methods, SimpleNamespace(update=lambda count: None))
+
+
+# --- the texts
+
+
+def test_bench_prompts_are_small_and_complete():
+    folder = bench_self.HERE / "bench_prompts"
+    files = sorted(p.name for p in folder.glob("*.jsonl"))
+    assert files == sorted(f"{name}.jsonl" for name in SETS)
+    assert sum((folder / name).stat().st_size for name in files) <= 60_000
+    prompts = []
+    for name in SETS:
+        lines = read_prompts(name)
+        assert len(lines) == 8
+        for line in lines:
+            assert set(line) == {"prompt", "text", "source", "licence"} and all(line.values())
+            assert line["text"].startswith(line["prompt"]) and len(line["text"]) > len(line["prompt"])
+            prompts.append(line["prompt"])
+    assert len(set(prompts)) == 32
