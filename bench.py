@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import bench_costs
 import bench_plain
 import bench_search
 import bench_self
@@ -26,8 +27,8 @@ WEIGHTS = Path(__file__).resolve().parent / "weights"
 RUNS = {
     "counts": bench_plain.run_counts,
     "plain": bench_plain.run,
-    "costs": bench_self.run_costs,
-    "help": bench_self.run_help,
+    "costs": bench_costs.run_costs,
+    "help": bench_costs.run_help,
     "self": bench_self.run,
     "search": bench_search.run,
 }  # -> (Markdown, data, draw(path) or None)

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 import checkpoint
 import plots
+from bench_costs import SETS, read_prompts
 from bench_plain import table
-from bench_self import SETS, read_prompts
 from control import weight_costs
 from layerskip import SelfDraft, early_exit
 from search import Calibration, Space, Trial, matchness, search, speedup, tokens_per_second

@@ -1,160 +1,41 @@
-"""What drafting is worth: measured costs, a forecast for any model, and every method on four kinds of text.
+"""What drafting is worth: every method on four kinds of text, beside one another and transformers.
 
 The one thing to remember: no speed is printed before its text has been found identical in float64.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import checkpoint
 import plots
-from bench_plain import interleave, table
+from bench_costs import HERE, SETS, forecast, read_prompts
+from bench_plain import table
 from control import (
     AdaptiveExit,
     Confidence,
     Controlled,
-    Costs,
     DoNoHarm,
     Gate,
     Schedule,
     Then,
     ValueGate,
-    best_gamma,
     expected_speedup,
     weight_costs,
 )
-from kvcache import KVCache
 from layerskip import SelfDraft, Teacher, early_exit, keep, read_skip
 from sampling import Coins, to_probs
 from show import Timed
-from speculative import Drafter, ModelDraft, NGram, generate, rounds
+from speculative import Drafter, ModelDraft, NGram, rounds
 
-HERE = Path(__file__).resolve().parent
-SETS = "stories", "dialogues", "maths", "code"
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
-
-
-def read_prompts(name):
-    """The lines of bench_prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
-    lines = (HERE / "bench_prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-# --- costs
-
-
-def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds: each sub-layer alone, and the head, on one token behind `at` others."""
-    cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
-    x, here = model.embed(torch.full((1, 1), 5, device=model.tok.device)), slice(at, at + 1)
-    parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
-    times = interleave(
-        {**parts, "empty": partial(model.run, x, here, cache, []), "head": partial(model.unembed, x)}, repeats
-    )
-    empty = times.pop("empty")  # what a call takes that runs nothing
-    head = times.pop("head")
-    return Costs(tuple(max(0.0, s - empty) for s in times.values()), head + empty)
-
-
-def run_costs(a):
-    model, _ = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
-    costs, bytes_ = measure_costs(model, repeats=a.repeats or (20 if a.quick else 100)), weight_costs(model.c)
-    whole, read = sum(costs.sublayers) + costs.head, sum(bytes_.sublayers) + bytes_.head
-    rows = [
-        [name, f"{1e6 * seconds:.0f}", f"{seconds / whole:.4f}", f"{size / read:.4f}"]
-        for name, seconds, size in [
-            *(
-                (f"{'MLP' if i % 2 else 'attention'} {i // 2}", s, b)
-                for i, (s, b) in enumerate(zip(costs.sublayers, bytes_.sublayers, strict=True))
-            ),
-            ("head", costs.head, bytes_.head),
-        ]
-    ]
-    lines = [f"one token behind 64 others, {a.model}, {a.dtype}; {a.machine}; medians", ""]
-    lines += table(["part", "microseconds", "share", "share by bytes"], rows)
-    data = {"model": str(a.model), "sublayers": costs.sublayers, "head": costs.head, "unit": "seconds"}
-    return "\n".join(lines).rstrip(), data, None
-
-
-# --- will it help?
-
-
-def forecast(alphas, c):
-    """(alpha, best gamma, speed-up at it) of acceptance series (one a text) at the cost c."""
-    gamma = best_gamma(alphas, c)
-    return float(torch.cat(alphas).mean()), gamma, expected_speedup(alphas, gamma, c)
-
-
-def teachers(model, tokenizer, a, probs=to_probs):
-    """The texts to score drafts on, as Teachers, and how many of their first tokens to leave out: those of
-    --text; or what the model itself goes on to say behind the prompts, which is what a draft will meet."""
-    if a.text:
-        ids = checkpoint.encode(tokenizer, checkpoint.read_text(Path(a.text)), model.c.bos)
-        size = min(512, model.c.max_len)
-        return [(Teacher(model, ids[i : i + size], probs), 0) for i in range(0, min(len(ids), 2048), size)]
-    made = []
-    for name in SETS:
-        for line in read_prompts(name)[: 1 if a.quick else 2]:
-            ids = checkpoint.encode(tokenizer, line["prompt"], model.c.bos)[: model.c.max_len // 2]
-            (new,), _ = generate(model, [ids], a.new, probs=probs, eos=model.c.eos)
-            made.append((Teacher(model, ids + new, probs), len(ids) - 1))
-    return made
-
-
-def run_help(a):
-    """Alpha, c and what they promise, for every exit or one skip set."""
-    model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
-    L = model.c.n_layers
-    drafts = (
-        {a.skip: read_skip(a.skip, L)}
-        if a.skip
-        else {f"exit {e}": early_exit(L, e) for e in ([a.exit_layer] if a.exit_layer else range(1, L))}
-    )
-    texts, bytes_ = teachers(model, tokenizer, a), weight_costs(model.c)
-    costs, rows, found = measure_costs(model, repeats=20 if a.quick else 50), [], {}
-    for name, subs in tqdm(drafts.items(), disable=None, leave=False):
-        alphas = [t.acceptance(subs)[skip:] for t, skip in texts]
-        c = costs.c(subs)
-        alpha, gamma, gain = forecast(alphas, c)
-        found[name] = {
-            "sublayers": subs,
-            "alpha": alpha,
-            "c": c,
-            "c_bytes": bytes_.c(subs),
-            "gamma": gamma,
-            "speedup": gain,
-        }
-        rows.append([name, f"{alpha:.3f}", f"{c:.3f}", f"{bytes_.c(subs):.3f}", f"{gamma}", f"{gain:.2f}"])
-    name, best = max(found.items(), key=lambda item: item[1]["speedup"])
-    flags = f"--skip {name}" if a.skip else f"--exit-layer {name.split()[1]}"
-    verdict = (
-        f"Worth it: {name} with gamma {best['gamma']} promises {best['speedup']:.2f} times plain "
-        f"decoding; try: generate.py --model {a.model} {flags} --gamma {best['gamma']} --compare"
-        if best["gamma"]
-        else f"No gain: of {len(found)} drafts none has alpha > c; the nearest is {name}, alpha "
-        f"{best['alpha']:.2f} against c {best['c']:.2f}. Try --draft ngram, or search.py"
-    )
-    count = sum(len(t.p[0]) - skip for t, skip in texts)
-    lines = [
-        f"{a.model}, {a.dtype}; {a.machine}; greedy, {count} tokens of "
-        f"{a.text or 'its own answers to bench_prompts'}",
-        "",
-    ]
-    lines += table(["draft", "alpha", "c", "c by bytes", "best gamma", "speed-up promised"], rows)
-    return "\n".join([*lines, verdict]), {"drafts": found, "verdict": verdict}, None
-
-
-# --- the benchmark
 
 
 @dataclass

@@ -78,6 +78,8 @@ class Rule:
     stop = None
 
     def __init__(self, gamma):
+        if callable(gamma):
+            raise ValueError("a rule needs a whole number of tokens: it is itself what says how many")
         self.most = check_gamma(gamma)
 
     def begin(self, state):
@@ -203,7 +205,7 @@ class ValueGate(Gate):
     confidence exceeds c, as far as the formula says.
 
     It learns the acceptance of first drafts in ten classes of confidence, and that of later ones in one more.
-    Old evidence fades, so that a class that was given up is tried again.
+    Old evidence fades, and a class without any is tried: so none is given up for good.
     """
 
     def __init__(self, c, gamma=MOST, fade=0.98):
@@ -216,7 +218,8 @@ class ValueGate(Gate):
 
     def gamma(self, state):
         self.asked = [self.kind(sure) for sure in self.sure]
-        return [plan(kind.mean(), self.later.mean(), self.c, self.most) for kind in self.asked]
+        return [max(plan(kind.mean(), self.later.mean(), self.c, self.most), kind.hits + kind.misses < 0.5)
+                for kind in self.asked]
 
     def learn(self, state, round):
         for beta in (*self.first, self.later):
@@ -233,7 +236,8 @@ class DoNoHarm(Rule):
     acceptance estimate of each row, none where alpha <= c.
 
     A row that does not draft tries one token again when it has saved up for it: each round earns `risk`
-    passes, a try costs c. So a useless draft costs a share of `risk`, and a first try.
+    passes, a try costs c. So a useless draft of any price costs a share of `risk`, once a few tries have told
+    that it is useless.
     """
 
     def __init__(self, c, gamma=MOST, risk=0.01, fade=0.95):

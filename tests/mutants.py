@@ -903,6 +903,12 @@ CARD = [
 ]
 
 CONTROL = [
+    ("kind.hits + kind.misses < 0.5)", "0)",
+     "an unknown class is never tried",
+     "test_control.py::test_value_gate_tries_a_class_that_it_knows_nothing_of"),
+    ("        if callable(gamma):\n", "        if False:\n",
+     "a rule takes a function that it cannot ask",
+     "test_control.py::test_a_rule_is_no_function_of_its_own_making"),
     # the speed-up model
     ("return sum(alpha ** i for i in range(gamma + 1))", "return sum(alpha ** i for i in range(gamma))",
      "the token behind the draft is forgotten", "test_control.py::test_expected_tokens_is_the_closed_form"),
@@ -1067,7 +1073,16 @@ CONTROL = [
      "test_control.py::test_what_is_shared_is_handed_over_unless_there_is_a_tail"),
 ]
 
-BENCH = [
+BENCH_COSTS = [
+    ("head + empty)", "head)",
+     "the head's call is free", "test_bench.py::test_costs_leave_out_the_call_itself"),
+    ("float(torch.cat(alphas).mean()), gamma", "float(torch.stack([a.mean() for a in alphas]).mean()), gamma",
+     "alpha is a mean of means", "test_bench.py::test_a_forecast_by_hand"),
+    ("ids + new, probs), len(ids) - 1))", "ids + new, probs), 0))",
+     "drafts are scored on the prompts, too", "test_bench.py::test_help_scores_what_the_model_itself_says"),
+]
+
+BENCH_SELF = [
     ("spent.append(costs.head)", "pass",
      "the head is read for nothing", "test_bench.py::test_plain_decoding_costs_one_pass_a_token"),
     ("(every if sublayers is None else sublayers)", "(sublayers or every)",
@@ -1080,12 +1095,6 @@ BENCH = [
      "test_bench.py::test_a_draft_model_counts_its_own_weights"),
     ("            del model.run, model.unembed\n", "            del model.run\n",
      "the meter stays on the model", "test_bench.py::test_metering_changes_nothing_and_removes_itself"),
-    ("head + empty)", "head)",
-     "the head's call is free", "test_bench.py::test_costs_leave_out_the_call_itself"),
-    ("float(torch.cat(alphas).mean()), gamma", "float(torch.stack([a.mean() for a in alphas]).mean()), gamma",
-     "alpha is a mean of means", "test_bench.py::test_a_forecast_by_hand"),
-    ("ids + new, probs), len(ids) - 1))", "ids + new, probs), 0))",
-     "drafts are scored on the prompts, too", "test_bench.py::test_help_scores_what_the_model_itself_says"),
     ("            learning = rule()\n\n            def make(model, small):\n",
      "            def make(model, small):\n                learning = rule()\n",
      "a rule knows nothing of the prompt before",
@@ -1220,7 +1229,7 @@ SEARCH = [
     ("new = torch.cdist(z, zs, p=1).min(1).values > 0.5", "new = z[:, 0] >= 0",
      "a set is tried twice", "test_search.py::test_it_ends_when_every_set_has_been_tried"),
     ("ys.argsort(descending=True, stable=True)[:8]", "ys.argsort(stable=True)[:8]",
-     "it climbs from the worst", "test_search.py::test_it_finds_the_optimum_within_sixty_trials"),
+     "it climbs from the worst", "test_search.py::test_it_climbs_from_the_best_sets_and_from_anywhere"),
     ("torch.where(new, expected_improvement(*process.predict(z), float(ys.max())), -math.inf)",
      "torch.where(new, process.predict(z)[1], -math.inf)",
      "it goes where it knows least", "test_search.py::test_it_beats_random_sets_on_the_median"),
@@ -1239,7 +1248,8 @@ SEARCH = [
     ('FREE = {"trials", ', "FREE = {",
      "a finished run can have no more trials", "test_search.py::test_a_log_is_the_beginning_of_a_longer_one"),
     ("name.encode() + part.detach().contiguous()", "name.encode() + part.detach()[:1].contiguous()",
-     "the first row of a weight stands for all", "test_search.py::test_another_setting_is_no_resumption"),
+     "the first row of a weight stands for all",
+     "test_search.py::test_the_first_line_names_every_weight_every_text_and_the_tokenizer"),
     ('whole = raw.rfind(b"\\n") + 1', "whole = len(raw)",
      "half a line is gone on from",
      "test_search.py::test_a_run_killed_at_any_byte_comes_to_the_same_end"),
@@ -1301,6 +1311,9 @@ BENCH_SEARCH = [
      "CLaSp skips what is protected", "test_search.py::test_clasp_takes_the_nearer_state_at_each_step"),
     ("t.states[i + 1].double()", "t.states[i].double()",
      "CLaSp looks at the state before", "test_search.py::test_clasp_takes_the_nearer_state_at_each_step"),
+    ("t.cache, [i], slice(T, 2 * T), own)", "t.cache, [i], slice(T, 2 * T))",
+     "CLaSp's drafts see one another",
+     "test_search.py::test_clasp_takes_the_nearer_state_at_each_step"),
     ("t.cache, [i], slice(T, 2 * T), own)", "t.cache, [i])",
      "CLaSp's drafts overwrite the target's keys",
      "test_search.py::test_clasp_takes_the_nearer_state_at_each_step"),
@@ -1324,7 +1337,7 @@ BENCH_SEARCH = [
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT + REPLACING, "speculative.py": SPECULATIVE, "layerskip.py": LAYERSKIP,
          "gaussian.py": GAUSSIAN, "search.py": SEARCH, "bench_search.py": BENCH_SEARCH,
-         "control.py": CONTROL, "bench_self.py": BENCH,
+         "control.py": CONTROL, "bench_self.py": BENCH_SELF, "bench_costs.py": BENCH_COSTS,
          "chat.py": CHAT, "show.py": SHOW, "generate.py": GENERATE,
          "train.py": TRAIN, "corpus.py": CORPUS, "cli.py": CLI, "card.py": CARD}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]

@@ -7,18 +7,10 @@ import torch
 from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make
 
 import bench
+import bench_costs
 import bench_self
-from bench_self import (
-    SETS,
-    Bench,
-    Method,
-    Sample,
-    divergences,
-    forecast,
-    measure_costs,
-    metered,
-    read_prompts,
-)
+from bench_costs import SETS, forecast, measure_costs, read_prompts
+from bench_self import Bench, Method, Sample, divergences, metered
 from control import AdaptiveExit, Controlled, Costs, Then, expected_speedup, weight_costs
 from layerskip import SelfDraft, keep
 from speculative import Drafter, ModelDraft, NGram, generate, rounds
@@ -143,12 +135,12 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
         return times | {"empty": 0.5, "head": 2.0}
 
-    monkeypatch.setattr(bench_self, "interleave", fake)
+    monkeypatch.setattr(bench_costs, "interleave", fake)
     with torch.no_grad():
         costs = measure_costs(models["llama"], repeats=3)
     assert costs == Costs(tuple(1.5 + i for i in range(12)), 2.5)
     assert len(called) == 14 and called[-1].shape == (1, 1, 17) and called[0].shape == (1, 1, 32)
-    monkeypatch.setattr(bench_self, "interleave", lambda actions, repeats: dict.fromkeys(actions, 1.0))
+    monkeypatch.setattr(bench_costs, "interleave", lambda actions, repeats: dict.fromkeys(actions, 1.0))
     assert min(measure_costs(models["llama"]).sublayers) == 0
 
 
@@ -169,7 +161,7 @@ def test_a_forecast_by_hand():
 
 
 def verdict_of(call, monkeypatch, costs, *argv):
-    monkeypatch.setattr(bench_self, "measure_costs", lambda model, repeats: costs)
+    monkeypatch.setattr(bench_costs, "measure_costs", lambda model, repeats: costs)
     status, out, err = call("help", "--model", DRAFT, "--quick", *argv)
     assert (status, err) == (0, "")
     return out
@@ -189,12 +181,12 @@ def test_help_ends_with_a_verdict(call, story):
     lines = out.splitlines()
     assert str(DRAFT) in lines[0] and str(story) in lines[0] and "greedy" in lines[0]
     assert lines[2].startswith("| draft | alpha | c | c by bytes |") and lines[4].startswith("| exit 1 | 0.")
-    assert lines[-1].startswith(("Worth it: exit 1 with gamma ", "No gain: of 1 drafts none has alpha > c; "))
+    assert lines[-1].startswith(("Worth it: exit 1 with gamma ", "No gain: alpha exceeds c nowhere; exit 1 "))
 
 
 def test_help_says_no_where_alpha_is_below_c(call, monkeypatch, story):
     out = verdict_of(call, monkeypatch, Costs((1.0, 1.0, 0.0, 0.0), 1.0), "--text", story)
-    assert "No gain: of 1 drafts none has alpha > c; the nearest is exit 1, alpha 0." in out
+    assert "No gain: alpha exceeds c nowhere; exit 1 comes nearest, alpha 0." in out
     assert "against c 1.00. Try --draft ngram" in out and "--compare" not in out
 
 
@@ -310,7 +302,7 @@ def test_every_method_writes_the_same_text(models):
 
 
 def test_bench_prompts_are_small_and_complete():
-    folder = bench_self.HERE / "bench_prompts"
+    folder = bench_costs.HERE / "bench_prompts"
     files = sorted(p.name for p in folder.glob("*.jsonl"))
     assert files == sorted(f"{name}.jsonl" for name in SETS)
     assert sum((folder / name).stat().st_size for name in files) <= 60_000

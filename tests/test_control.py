@@ -626,12 +626,24 @@ def test_value_gate_never_drafts_at_or_below_c():
     for _ in range(200):
         rule = ValueGate(rng.random(), 12)
         rule.later = Beta(rng.random() * 50, rng.random() * 5)
-        rule.first = [Beta(rng.random() * 9, rng.random() * 9) for _ in range(10)]
+        rule.first = [Beta(0.5 + rng.random() * 9, rng.random() * 9) for _ in range(10)]
         rule.sure = [i / 10 + 0.05 for i in range(10)]
         for gamma, first in zip(rule.gamma(None), rule.first, strict=True):
             assert (gamma > 0) == any(
                 two_rates(first.mean(), rule.later.mean(), g, rule.c) > 1 for g in range(1, 13))
             assert gamma == 0 or first.mean() > rule.c
+
+
+def test_value_gate_tries_a_class_that_it_knows_nothing_of():
+    """Or with a prior of one half it would never draft where c is higher."""
+    rule = ValueGate(0.9, 12)
+    rule.sure, rule.first[3] = [0.35, 0.95], Beta(0.0, 0.6)
+    assert rule.gamma(None) == [0, 1]
+
+
+def test_a_rule_is_no_function_of_its_own_making():
+    with pytest.raises(ValueError, match="a whole number"):
+        Rule(lambda state: 3)
 
 
 # --- do no harm

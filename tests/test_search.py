@@ -262,7 +262,7 @@ def sets(entries):
     return [tuple(map(int, e["bits"])) for e in entries]
 
 
-@pytest.mark.parametrize("n, seed", [(10, 1), (10, 2), (11, 3), (12, 4), (12, 5)])
+@pytest.mark.parametrize("n, seed", [(10, 1), (10, 2), (11, 6), (12, 4), (12, 5)])
 def test_it_finds_the_optimum_within_sixty_trials(n, seed):
     values, space = planted(n, seed), Space(8, tuple(range(2, 2 + n)))
     top = max(values.values())
@@ -354,6 +354,19 @@ def test_after_the_first_trials_it_goes_where_improvement_is_expected():
     assert z.tolist() == [1, 1, 1, 1] and mean > 3 and len(theta) == 4
     whole = wide(everything(4)), wide(list(range(16)))
     assert search.propose(Space(2, (0, 1, 2, 3)), *whole, 0)[0] is None, "nothing is left"
+
+
+def test_it_climbs_from_the_best_sets_and_from_anywhere(monkeypatch):
+    values, climbs = planted(10, 3), []
+    monkeypatch.setattr(search, "climb", lambda score, starts, allowed: climbs.append((starts, score(starts)))
+                        or (starts, score(starts)))
+    entries = run(Space(5, tuple(range(10))), values, 13)
+    for i, (starts, scores) in enumerate(climbs, 10):
+        best = sorted(entries[:i], key=lambda e: -e["value"])[:8]
+        assert [tuple(z) for z in starts[:8].int().tolist()] == sets(best)
+        assert scores[:8].tolist() == [-math.inf] * 8, "known sets are worth nothing"
+        assert len(starts) == 24 and len(starts.unique(dim=0)) > 16 and float(scores[8:].max()) > 0
+    assert len(climbs) == 3
 
 
 # --- the command line
@@ -707,6 +720,24 @@ def test_another_setting_is_no_resumption(change, word, call, flags, made, tmp_p
     assert call(flags(trials=3, resume=True))[0] == 0
 
 
+def test_the_first_line_names_every_weight_every_text_and_the_tokenizer(flags):
+    a, model, tokenizer = search.parse(flags()), make(LLAMA), expected.byte_tokenizer()
+
+    def head(model=model, tokenizer=tokenizer, texts=("a", "b")):
+        head = search.header(a, model, tokenizer, texts, weight_costs(LLAMA), Space(6, (1, 2)))
+        return head["model"], head["text"]
+
+    first, other = head(), make(LLAMA)
+    assert first == head(other) and all(len(name) == 64 for name in first)
+    for weight in other.parameters():
+        before = weight.flatten()[-1].clone()
+        weight.view(-1)[-1] += 1e-9
+        assert head(other) != first and head(other)[1] == first[1]
+        weight.view(-1)[-1] = before
+    for change in ({"texts": ("a", "c")}, {"texts": ("ab",)}, {"tokenizer": expected.byte_tokenizer(True)}):
+        assert head(**change)[0] == first[0] and head(**change)[1] != first[1]
+
+
 LINE, BEGIN = "not a line of this program", "not trial "
 DAMAGE = [  # (line, what it becomes: text, or changes of its object, what the refusal says)
     *((1, text, LINE) for text in ("dear diary", "[]", "{}", "", "1")), (1, {"extra": 1}, LINE),
@@ -818,17 +849,23 @@ def test_every_set_is_what_a_trial_says_of_it(bench):
 
 
 @pytest.mark.parametrize("free", [(1, 2, 4), (0, 3), (2, 3, 4, 5)])
-def test_clasp_takes_the_nearer_state_at_each_step(free, bench):
-    """Its table with sets for states, which are computed anew for every set."""
+def test_clasp_takes_the_nearer_state_at_each_step(free, bench, monkeypatch):
+    """Its table with sets for states, which are computed anew for every set; it sees the same cosines."""
     model, calibration, _, _ = bench
-    n = len(free)
+    n, honest, seen, wanted = len(free), torch.cosine_similarity, [], []
+    target = [teacher.acceptance([1, 4]) for teacher in calibration.teachers]
 
     def near(gone, upto):
         cosines = []
         for ids in calibration.ids:
             x, want = (states(model, ids, [i for i in range(6) if i not in out], upto) for out in (gone, ()))
-            cosines += torch.cosine_similarity(x, want, -1).tolist()
+            cosines += honest(x, want, -1).tolist()
+        wanted.extend(cosines)
         return sum(cosines) / len(cosines)
+
+    def watched(*args):
+        seen.extend(honest(*args).flatten().tolist())
+        return honest(*args)
 
     table = {0: ()}
     for i in range(6):
@@ -838,7 +875,10 @@ def test_clasp_takes_the_nearer_state_at_each_step(free, bench):
                 options[j + 1].append((*table[j], i))                           # or skip it
         nearest = partial(max, key=lambda gone, i=i: near(gone, i + 1))
         table = {j: nearest(choice) for j, choice in options.items() if choice}
+    monkeypatch.setattr(torch, "cosine_similarity", watched)
     got = bench_search.clasp(calibration, Space(3, free))
+    assert seen == pytest.approx(wanted, abs=1e-9)
+    assert all(map(torch.equal, target, [t.acceptance([1, 4]) for t in calibration.teachers])), "unharmed"
     assert got == [tuple(int(sub in table[j]) for sub in free) for j in range(1, n + 1)]
     assert [sum(z) for z in got] == list(range(1, n + 1))
 
@@ -858,7 +898,7 @@ def test_a_method_sees_as_many_sets_as_it_may(method, count):
 
 
 def test_a_method_that_ends_early_keeps_its_best():
-    values = {(0, 1): 1.0, (1, 0): 2.0}
+    values = {(0, 1): 1.0, (1, 0): 2.0, (1, 1): 0.0}
     method = lambda space, evaluate, seed, count: [evaluate(z) for z in (*values, *values)]  # noqa: E731
     assert bench_search.run_method(method, Space(1, (0, 1)), values.get, 0, 4) == [1, 2, 2, 2]
 
