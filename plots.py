@@ -50,7 +50,7 @@ def training(losses, block, evals, tables, path):
         shade = i / max(1, len(evals[0]["speedup"]) - 1)
         speed.plot([e["tokens"] / 1e6 for e in evals], [e["speedup"][i] for e in evals], marker=".",
                    color=(0.85 * shade, 0.45 + 0.3 * shade, 0.7 + 0.2 * shade),
-                   label=f"{i + 1}" if i < 6 else None)
+                   label=f"{i + 1}")
     top = losses[len(losses) // 50][0] if losses else None  # the first steps dwarf all others
     loss.set(xlabel="million tokens", ylabel="nats a token", title="loss", ylim=(None, top))
     speed.set(xlabel="million tokens", ylabel="times plain decoding",
@@ -63,7 +63,8 @@ def training(losses, block, evals, tables, path):
     for side in (loss, lens):
         side.legend(frameon=False, fontsize=8)
     if evals[0]["speedup"]:  # a single block has no exit before its end
-        speed.legend(frameon=False, fontsize=8, title="exit", title_fontsize=8, ncol=2)
+        speed.legend(frameon=False, fontsize=8, title="exit", title_fontsize=8, loc="center left",
+                 bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120, format="png")
 
 
