@@ -478,19 +478,23 @@ def test_ngram_copies_the_latest_continuation():
     assert drafts == [[[4, 5, 1], [7], [], []]]
 
 
-def acceptance_counts():
+LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9  # beyond Gemma's window
+
+
+def acceptance_counts(name):
     """{drafter: [proposed, accepted, passes]} on the shipped weights in float64, greedy, 48 tokens of each
     prompt."""
-    m, tokenizer = checkpoint.load(SHIPPED / "stories-llama", "cpu", torch.float64)
+    m, tokenizer = checkpoint.load(SHIPPED / name, "cpu", torch.float64)
     draft, _ = checkpoint.load(SHIPPED / "stories-draft", "cpu", torch.float64)
     prompts = [
         checkpoint.encode(tokenizer, text, m.c.bos)
         for text in ("Once upon a time", "User: I want to book a table.\nAssistant:", "def main():")
+        + (LONG,) * (m.c.window is not None)
     ]
     drafters = {
         "exit 1": SelfDraft(m, range(2), 2),
         "exit 4": SelfDraft(m, range(8), 4),
-        "skip": SelfDraft(m, keep(12, [5, 7, 9], [6, 8]), 3),
+        "skip": SelfDraft(m, keep(m.c.n_layers, [5, 7, 9], [6, 8]), 3),
         "model": ModelDraft(draft, 3),
         "ngram": NGram(4, 2),
     }
@@ -503,12 +507,23 @@ def acceptance_counts():
 
 def test_golden_acceptance_counts():
     """Output tests cannot see a drafter that drafts badly; these counts can."""
-    assert acceptance_counts() == {
+    assert acceptance_counts("stories-llama") == {
         "exit 1": [135, 76, 24],
         "exit 4": [164, 100, 16],
         "skip": [120, 103, 15],
         "model": [190, 78, 26],
         "ngram": [70, 49, 47],
+    }
+
+
+def test_golden_acceptance_counts_of_gemma():
+    """The same with soft-caps, post-norms and sliding layers, one prompt longer than their window."""
+    assert acceptance_counts("stories-gemma2") == {
+        "exit 1": [180, 100, 26],
+        "exit 4": [228, 131, 17],
+        "skip": [164, 134, 16],
+        "model": [237, 109, 27],
+        "ngram": [98, 55, 45],
     }
 
 
