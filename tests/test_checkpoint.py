@@ -111,7 +111,7 @@ def test_transformers_loads_what_was_saved_and_agrees(name, tmp_path):
         assert theirs.generation_config.eos_token_id == [5, 6] and theirs.config.bos_token_id == 3
 
 
-@pytest.mark.parametrize("name", ["stories-llama", "stories-draft"])
+@pytest.mark.parametrize("name", ["stories-llama", "stories-draft", "stories-gemma2"])
 def test_the_shipped_weights_give_what_transformers_gives(name):
     """Both in float32, where a rounding is 6e-8: the two differ by 6e-7, which is a dozen roundings."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,10 @@
 """The README tells the truth: its example prints what its comments say, and its table names every module."""
 
+import json
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,3 +35,37 @@ def test_modules_import_only_those_above():
     for i, name in enumerate(order):
         found = re.findall(r"^(?:from|import) (\w+)", (ROOT / f"{name}.py").read_text(), re.M)
         assert not set(found) & set(order[i:]), f"{name}.py imports downward"
+
+
+TWIN = json.loads((ROOT / "weights" / "twin.json").read_text(encoding="utf-8"))
+
+
+def twin_mean(name, key, exit_layer):
+    files = TWIN[name]["files"].values()
+    return sum(table[key][exit_layer - 1] for table in files) / len(files)
+
+
+def test_the_twin_table_says_what_the_file_says():
+    exits = [int(e) for e in re.search(r"\| exit behind block \|([\d |]+)\|\n", README)[1].split("|")]
+    keys = {"loss": "loss", "alpha": "agreement", "speed-up": "speedup"}
+    rows = re.findall(r"^\| (loss|alpha|speed-up).*: (recipe|plain) \|(.*)\|$", README, re.M)
+    assert len(rows) == 6
+    for key, name, cells in rows:
+        for e, cell in zip(exits, cells.split("|"), strict=True):
+            assert not cell.strip() or float(cell) == pytest.approx(twin_mean(name, keys[key], e), abs=0.0051)
+
+
+def test_the_recipe_is_worth_something():
+    """At a quarter and at half of the layers, on every file."""
+    assert TWIN["recipe"]["tokens"] == TWIN["plain"]["tokens"]
+    assert TWIN["recipe"]["parameters"] == TWIN["plain"]["parameters"]
+    for file, table in TWIN["recipe"]["files"].items():
+        L = len(table["agreement"])
+        for e in (L // 4, L // 2):
+            gain = table["agreement"][e - 1] - TWIN["plain"]["files"][file]["agreement"][e - 1]
+            assert gain >= 0.15, f"{file}, exit {e}"
+
+
+def test_all_weights_together_are_small():
+    sizes = [p.stat().st_size for p in (ROOT / "weights").rglob("*.safetensors") if p.stem == "model"]
+    assert len(sizes) == 3 and sum(sizes) < 45e6
