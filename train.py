@@ -53,17 +53,21 @@ def parse(argv):
                           "context": 512}.items():
         shape.add_argument(f"--{flag}", type=int, default=default, metavar="N")
     shape.add_argument("--window", type=int, default=128, metavar="N", help="of Gemma-2's sliding layers")
-    recipe = p.add_argument_group("recipe (--dropout 0 --exit-weight 0 is plain training)")
+    recipe = p.add_argument_group("recipe, after LayerSkip (arXiv 2404.16710), one random exit a step "
+                                  "(--dropout 0 --exit-weight 0 is plain training)")
     recipe.add_argument("--dropout", type=float, default=0.15, metavar="P",
                         help="of the last sub-layer, growing with depth (LayerSkip, section 4.1)")
     recipe.add_argument("--exit-weight", type=float, default=1.0, metavar="W",
                         help="of the early-exit loss against the final one (LayerSkip, section 4.1)")
     recipe.add_argument("--distil", type=float, default=0.5, metavar="P", help="the share of the early-exit "
-                        "loss that imitates the model's own final distribution, not the labels")
+                        "loss that imitates the model's own final distribution, not the labels: what "
+                        "acceptance compares (soft labels as in Kangaroo, arXiv 2404.18911)")
     recipe.add_argument("--shallow", type=float, default=0.7, metavar="P",
-                        help="how often the exit lies in the lower half of the blocks")
+                        help="how often the exit lies in the lower half of the blocks, where drafts come "
+                        "from (ours; LayerSkip weighs deep exits more)")
     recipe.add_argument("--curriculum", type=float, default=0.2, metavar="P", help="the first share of the "
-                        "run has all exits alike, labels only, and .3 of --exit-weight")
+                        "run has all exits alike, labels only, and .3 of --exit-weight (ours; LayerSkip "
+                        "has one over the exits)")
     steps = p.add_argument_group("optimisation")
     steps.add_argument("--tokens", type=float, default=8e6, metavar="N", help="how long to train")
     steps.add_argument("--minutes", type=float, metavar="M", help="at most so long, resumed runs included; "
@@ -336,12 +340,19 @@ def train(run):
             bar.update(block)
             if run.seconds - saved > 60 * run.a.every:
                 run.measure()
-                bar.write(sample(run), file=sys.stderr)
+                bar.write("\n".join([*report(run.evals[-1]), sample(run)]), file=sys.stderr)
                 run.seconds = saved = time.monotonic() - started
                 run.save()
     if run.evals[-1]["tokens"] != run.step * block:
         run.measure()
     run.save()
+
+
+def report(measured):
+    """Lines for people: loss and agreement of each exit, by file."""
+    for name, table in measured["files"].items():
+        loss, agreement = (" ".join(f"{v:.2f}" for v in table[key]) for key in ("loss", "agreement"))
+        yield f"{name}: loss by exit {loss}; agreement {agreement}"
 
 
 def keep_memory():

@@ -1043,3 +1043,8 @@ def test_a_file_that_cannot_be_replaced_leaves_no_part(tmp_path):
                 if path.name == "file":
                     part.write_text("new")
     assert tree(tmp_path) == {str(tmp_path / "file"): None}
+
+
+def test_what_is_reported_while_training():
+    measured = {"files": {"a.txt": {"loss": [2.0, 1.5], "agreement": [0.625, 1.0]}}}
+    assert list(train.report(measured)) == ["a.txt: loss by exit 2.00 1.50; agreement 0.62 1.00"]
