@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 import checkpoint
 import plots
-from bench_costs import SETS, read_prompts
+from bench_costs import SETS, measure_costs, read_prompts
 from bench_plain import table
 from control import weight_costs
 from layerskip import SelfDraft, early_exit
@@ -222,15 +222,15 @@ def objectives_against_the_clock(a, model, prompts, space, land, calibration, co
         for objective in (speedup, matchness, tokens_per_second):
             seen[objective.__name__].append(objective(calibration, costs, subs).value)
         gamma = speedup(calibration, costs, subs).gamma
-        seen["measured"].append(measured_speedup(model, prompts[:4], subs, gamma, 64, 1))
+        seen["measured"].append(measured_speedup(model, prompts[:4], subs, gamma, 64, 1 if a.quick else 3))
     clock = seen.pop("measured")
     return {name: rank_correlation(values, clock) for name, values in seen.items()}
 
 
-def over_everything(a, model, tokenizer, documents, prompts):
-    """All 2L bits but the first two: the search beside the best early exit and CLaSp's best set."""
-    L, costs = model.c.n_layers, weight_costs(model.c)
-    calibration = Calibration(model, tokenizer, documents, 512)
+def over_everything(a, model, calibration, prompts):
+    """All 2L bits but the first two, with measured costs: the search beside the best early exit and CLaSp's
+    best set."""
+    L, costs = model.c.n_layers, measure_costs(model, repeats=20 if a.quick else 100)
     space = Space(L, tuple(range(2, 2 * L)))
     entries, start, thought = [], time.perf_counter(), 0.0
     for entry, seconds in search(space, partial(speedup, calibration, costs), 60 if a.quick else 200):
@@ -290,7 +290,7 @@ def run(a):
     data = {
         "optimum": optimum, "optimum_set": bits(int(land["speedup"].argmax())), "curves": curves,
         "correlation": objectives_against_the_clock(a, model, prompts, space, land, calibration, costs),
-        "everything": over_everything(a, exact, tokenizer, documents, prompts),
+        "everything": over_everything(a, model, calibration, prompts),
         "transfer": transfer(exact, tokenizer, 40 if a.quick else 150)}
     draw = partial(plots.regrets, curves, optimum,
                    f"{a.model}: the best of all 4,096 sets promises {optimum:.3f}")
