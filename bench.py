@@ -11,6 +11,7 @@ The one thing to remember: a speed is a ratio, measured in one run, with dtype, 
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ RUNS = {
 def parse(argv):
     p = cli.Parser(usage="python bench.py WHAT [flags]", description="Measure.", allow_abbrev=False)
     p.add_argument("what", choices=RUNS)
-    p.add_argument("--model", metavar="DIR", default=str(WEIGHTS / "stories-llama"))
+    p.add_argument("--model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-llama"))
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")

@@ -109,6 +109,8 @@ class Teacher:
         c, T = model.c, len(ids)
         if not 0 < T <= c.max_len:
             raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to {c.max_len}")
+        if not 0 <= min(ids) <= max(ids) < c.vocab_size:
+            raise ValueError(f"the text holds token id {max(ids)}, but ids run from 0 to {c.vocab_size - 1}")
         self.model, self.probs = model, probs
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
         x, trace = model.embed(torch.tensor([ids], device=model.tok.device)), []

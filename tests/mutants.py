@@ -466,6 +466,9 @@ SPECULATIVE = [
 ]
 
 LAYERSKIP = [
+    ("<= max(ids) < c.vocab_size:", "<= max(ids) <= c.vocab_size:",
+     "an id beyond the vocabulary is read",
+     "test_layerskip.py::test_ids_that_the_model_does_not_have_are_refused"),
     ("{2 * i for i in attn} | {2 * i + 1 for i in mlp}", "{2 * i + 1 for i in attn} | {2 * i for i in mlp}",
      "attention and MLP swapped", "test_checkpoint.py::test_skip_sets_by_hand"),
     ("range(2 * exit_layer)", "range(2 * exit_layer - 1)",

@@ -127,6 +127,12 @@ def test_texts_that_are_empty_or_too_long_are_refused(models, count):
     assert len(acceptance(models["llama"], range(4), [1] * 64)) == 64
 
 
+@pytest.mark.parametrize("bad", [17, -1])
+def test_ids_that_the_model_does_not_have_are_refused(models, bad):
+    with pytest.raises(ValueError, match="ids run from 0 to 16"):
+        Teacher(models["llama"], [1, bad, 2])
+
+
 @pytest.mark.parametrize("subs, words", [([], "no sub-layer"), ([0, 12], "must rise"), ([3, 1], "must rise"),
                                          ([1, 1], "must rise"), ([-1, 2], "must rise within 0 .. 11")])
 def test_drafts_that_cannot_be_are_refused(models, subs, words):
