@@ -229,14 +229,15 @@ def their_methods(a, bench, exit_layer):
 
     logging.set_verbosity_error()
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, a.dtype))
-    model, helper = load(a.model), load(a.draft_model) if a.draft_model else None
+    model = load(a.model).to(a.device)
+    helper = load(a.draft_model).to(a.device) if a.draft_model else None
     law = bench.probs.keywords
 
     def ask(flags, ids):
-        tokens = torch.tensor([ids])
+        tokens = torch.tensor([ids], device=a.device)
         start = time.perf_counter()
         with torch.no_grad():
-            model(tokens, use_cache=True, logits_to_keep=1)
+            model(tokens, use_cache=True, logits_to_keep=1).logits.argmax().item()  # waits for a GPU
         prefill, start = time.perf_counter() - start, time.perf_counter()
         torch.manual_seed(0)
         out = model.generate(
@@ -440,7 +441,6 @@ def markdown(a, results, notes):
     for n in notes:
         lines.append(
             f"- {n['set']}, {n['method']}, prompt {n['prompt']}: parts from plain decoding in {a.dtype} at "
-            "new "
-            f"token {n['position']}, where the two best logits are {n['gap']:.3g} apart"
+            f"new token {n['position']}, where the two best logits are {n['gap']:.3g} apart"
         )
     return "\n".join(lines).rstrip()

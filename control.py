@@ -44,11 +44,12 @@ def expected_speedup(alpha, gamma, c):
     return expected_tokens(alpha, gamma) / (gamma * c + 1)
 
 
-def best_gamma(alpha, c, most=MOST):
-    """The gamma of the highest expected speed-up; 0, do not draft, where none exceeds 1."""
+def best_gamma(alpha, c, most=MOST, least=0):
+    """The gamma of the highest expected speed-up, from `least` on; by default 0, do not draft, where none
+    exceeds 1."""
     if not isinstance(alpha, (int, float)):
         most = min(most, max(len(a) for a in ([alpha] if isinstance(alpha, torch.Tensor) else alpha)))
-    return max(range(most + 1), key=lambda gamma: expected_speedup(alpha, gamma, c))
+    return max(range(least, most + 1), key=lambda gamma: expected_speedup(alpha, gamma, c))
 
 
 @dataclass(frozen=True)

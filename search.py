@@ -24,7 +24,7 @@ import checkpoint
 import cli
 import corpus
 import plots
-from control import MOST, AdaptiveExit, Controlled, Costs, expected_speedup, weight_costs
+from control import AdaptiveExit, Controlled, Costs, best_gamma, expected_speedup, weight_costs
 from gaussian import GaussianProcess, climb, expected_improvement
 from layerskip import SelfDraft, Teacher, skipped
 from sampling import to_probs
@@ -75,8 +75,7 @@ def speedup(calibration, costs, sublayers):
     """The expected speed-up at the best gamma of at least 1: below 1 it still tells a bad set from a worse
     one (Leviathan et al. 2023, Theorem 3.8, on acceptances along a text)."""
     series, c = calibration.acceptance(sublayers), costs.c(sublayers)
-    gammas = range(1, min(MOST, max(map(len, series))) + 1)
-    gamma = max(gammas, key=lambda gamma: expected_speedup(series, gamma, c))
+    gamma = best_gamma(series, c, least=1)
     gain = expected_speedup(series, gamma, c)
     return Trial(gain, float(torch.cat(series).mean()), c, gamma, gain)
 

@@ -990,6 +990,12 @@ def test_charts_of_what_is_rare(tmp_path):
 # --- files are replaced as a whole
 
 
+def test_others_may_read_what_is_written(tmp_path):
+    with checkpoint.replacing(tmp_path / "file") as part:
+        part.touch(mode=0o600)  # as safetensors does
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
 @pytest.mark.parametrize("error", [OSError("disk full"), "SafetensorError"], ids=str)
 def test_a_failure_while_writing_leaves_the_old_file(error, tmp_path):
     path = tmp_path / "file"
