@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -333,7 +334,8 @@ def run(a):
         target, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, dtype))
         models[dtype] = target, checkpoint.load(a.draft_model, a.device, getattr(torch, dtype))[0]
     L, law = target.c.n_layers, {"temperature": 0.8, "top_p": 0.95}
-    skip = read_skip(a.skip, L) if a.skip else None
+    found = Path(a.model) / "skip.json"  # beside weights that search.py has been through
+    skip = read_skip(a.skip or str(found), L) if a.skip or found.is_file() else None
     tasks = [(name, {}) for name in SETS] + [("stories", law)]
     results, notes = {}, []
     with tqdm(disable=None) as bar:
@@ -438,9 +440,12 @@ def markdown(a, results, notes):
                 ]
             )
         lines += [f"**{title}**", "", *table(head, body)]
+    places = {}
     for n in notes:
+        places.setdefault((n["set"], n["prompt"], n["position"], n["gap"]), []).append(n["method"])
+    for (title, prompt, position, gap), names in places.items():
         lines.append(
-            f"- {n['set']}, {n['method']}, prompt {n['prompt']}: parts from plain decoding in {a.dtype} at "
-            f"new token {n['position']}, where the two best logits are {n['gap']:.3g} apart"
+            f"- {title}, prompt {prompt}: at new token {position}, where the two best logits are {gap:.3g} "
+            f"apart, {a.dtype} rounds otherwise than in plain decoding: {'; '.join(names)}"
         )
     return "\n".join(lines).rstrip()

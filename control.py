@@ -209,7 +209,7 @@ class ValueGate(Gate):
     Old evidence fades, and a class without any is tried: so none is given up for good.
     """
 
-    def __init__(self, c, gamma=MOST, fade=0.98):
+    def __init__(self, c, gamma=MOST, fade=0.99):
         super().__init__(gamma)
         self.c, self.fade = c, fade
         self.first, self.later = [Beta() for _ in range(10)], Beta()
@@ -308,15 +308,16 @@ def outcomes(round):
 
 def confidence(logits, token):
     """The raw probability of `token`. logits (B, V), token (B,) -> (B,)"""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.gather(1, token[:, None])[:, 0].sub(logits.logsumexp(1)).exp()
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return logits.softmax(1, dtype=wide).gather(1, token[:, None])[:, 0]
 
 
 def target_confidence(state, round, before):
     """The target's raw probability of each row's last known token; `before` for rows that stood still."""
     at = [len(text) - 1 - start for text, start in zip(state.text, round.start.tolist(), strict=True)]
-    token = torch.tensor([text[-1] for text in state.text], device=round.logits.device)
-    sure = confidence(round.logits[list(range(len(at))), at], token).tolist()
+    logits = torch.stack([row[i] for row, i in zip(round.logits, at, strict=True)])     # (B, V)
+    token = torch.tensor([text[-1] for text in state.text], device=logits.device)
+    sure = confidence(logits, token).tolist()
     return [s if i >= 0 else b for i, s, b in zip(at, sure, before, strict=True)]
 
 

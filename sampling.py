@@ -15,11 +15,10 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     exact one-hot. Raises ValueError for a setting out of range.
     """
     check(temperature, top_k, top_p, min_p)
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:  # greedy is sampling from a one-hot: no second code path
-        return torch.zeros_like(logits, dtype=wide).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # trap: subtract the maximum first, or a small temperature overflows; 1e-30, because float32 ends at 1e-38
-    logits = logits.to(wide)
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is None and top_p in (None, 1) and min_p is None:
         return logits.softmax(-1)
