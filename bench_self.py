@@ -62,7 +62,8 @@ class Method:
     sublayers: list | None = None  # of a self-draft
     gamma: int | None = None  # of a fixed one: the formula applies
     samples: dict = field(default_factory=dict)  # prompt -> [Sample], without the warm-up
-    work: dict = field(default_factory=dict)  # prompt -> passes of the target that its weights read equal
+    read: float = 0.0  # weights, in passes of the target, for so many tokens:
+    written: int = 0
 
 
 class Bench:
@@ -92,40 +93,39 @@ class Bench:
         return s
 
     def meter(self, make, i):
-        """The weights that prompt i's continuation reads, in passes of the target; a pass over a block counts
-        once."""
-        with metered([m for m in (self.model, self.small) if m]) as spent:
-            for _ in self.steps(i, After(make(self.model, self.small), spent.clear)):
-                pass
-        return sum(spent) / (sum(self.costs.sublayers) + self.costs.head)
+        """Prompt i's continuation in float64, and the weights that it reads, in passes of the target; a pass
+        over a block counts once."""
+        (model, small), ids = self.models["float64"], []
+        with metered([m for m in (model, small) if m]) as spent:
+            for _, r in self.steps(i, After(make(model, small), spent.clear), model):
+                ids += r.new[0]
+        return ids, sum(spent) / (sum(self.costs.sublayers) + self.costs.head)
 
     def gate(self, methods, bar):
-        """Every method writes what plain decoding writes, in float64. Raises RuntimeError where one does not:
-        that is a bug, and its speed would mean nothing."""
+        """Each method of ours writes each prompt once, metered. Raises RuntimeError where a greedy text is
+        not that of plain decoding: that is a bug, and its speed would mean nothing."""
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
-        model, small = self.models["float64"]
         for i in range(len(self.prompts)):
-            texts = {
-                name: [t for _, r in self.steps(i, make(model, small), model) for t in r.new[0]]
-                for name, make in makers.items()
-            }
-            bar.update(len(makers))
-            wrong = next((name for name, text in texts.items() if text != texts["plain"]), None)
-            if wrong:
-                raise RuntimeError(f"{wrong} differs from plain decoding in float64 on prompt {i}")
+            texts = {}
+            for name, make in makers.items():
+                texts[name], read = self.meter(make, i)
+                if self.greedy and texts[name] != texts["plain"]:  # which comes first
+                    raise RuntimeError(f"{name} differs from plain decoding in float64 on prompt {i}")
+                methods[name].read += read
+                methods[name].written += len(texts[name])
+                bar.update()
 
     def run(self, methods, bar):
-        """All methods on each prompt, one after another, again and again; the first time is the warm-up."""
+        """All methods on each prompt, one after another, again and again. Before it, on one prompt, the
+        warm-up."""
         for repeat in range(self.a.repeats + 1):
             makers = {name: m.start() for name, m in methods.items()}
-            for i in range(len(self.prompts)):
+            for i in range(len(self.prompts) if repeat else 1):
                 for name, m in methods.items():
                     bar.set_postfix_str(name, refresh=False)
-                    if repeat == 0 and not m.ask:
-                        m.work[i] = self.meter(makers[name], i)
-                    else:
-                        sample = m.ask(self.prompts[i]) if m.ask else self.write(makers[name], i)
-                        m.samples.setdefault(i, []).extend([sample] * (repeat > 0))
+                    sample = m.ask(self.prompts[i]) if m.ask else self.write(makers[name], i)
+                    if repeat:
+                        m.samples.setdefault(i, []).append(sample)
                     bar.update()
 
 
@@ -195,9 +195,9 @@ def own_methods(L, exits, skip, c, everything):
 
     (e, g), bad = exits[0], keep(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
-    for gamma in sorted({*GAMMAS, g}):
+    for gamma in sorted({*(GAMMAS if everything else GAMMAS[:4]), g}):
         methods |= fixed(f"exit {e}", best, gamma)
-    for gamma in (2, 4) if skip else ():
+    for gamma in ((2, 4) if everything else (2,)) if skip else ():
         methods |= fixed("skip set", skip, gamma)
     methods |= {
         "n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
@@ -229,6 +229,7 @@ def their_methods(a, bench, exit_layer):
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, a.dtype))
     model = load(a.model).to(a.device)
     helper = load(a.draft_model).to(a.device) if a.draft_model else None
@@ -269,16 +270,13 @@ def their_methods(a, bench, exit_layer):
 def pilot(bench, L):
     """What a drafted step costs against a plain one, all included, in the loop itself: {exit or "bad": c};
     and exits with the gamma that promises most, the best one first."""
-    drafts = {e: early_exit(L, e) for e in range(1, max(2, L // 3) + 1)} | {"bad": keep(L, range(L), ())}
+    drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)} | {"bad": keep(L, range(L), ())}
     texts, times = [], {name: [] for name in (*drafts, "plain")}
     for i, ids in enumerate(bench.prompts):
         for name in times:
-            make = lambda model, small, name=name: (  # noqa: E731
-                SelfDraft(model, drafts[name], 4) if name in drafts else Drafter()
-            )
-            s = bench.write(make, i)
-            steps = 4 * s.passes if name in drafts else s.passes
-            times[name].append((s.split["draft"] if name in drafts else s.decode) / steps)
+            subs = drafts.get(name)
+            s = bench.write(lambda m, small, subs=subs: SelfDraft(m, subs, 4) if subs else Drafter(), i)
+            times[name].append(s.split["draft"] / (4 * s.passes) if subs else s.decode / s.passes)
         texts.append((Teacher(bench.model, ids + s.ids, bench.probs), len(ids) - 1))
     c = {name: statistics.median(v) / statistics.median(times["plain"]) for name, v in times.items()}
     found = []
@@ -289,8 +287,9 @@ def pilot(bench, L):
     return texts, c, [(e, gamma) for _, e, gamma in sorted(found, reverse=True)]
 
 
-def row(bench, name, m, plain, texts):
-    """What is reported of a method, as a dict."""
+def row(m, plain, texts):
+    """What is reported of a method, as a dict. The ratio is a geometric mean over the prompts, so that the
+    quotient of two rows is a paired ratio, too."""
     samples = [s for runs in m.samples.values() for s in runs]
     rates = [len(s.ids) / s.decode for s in samples]
     paired = [
@@ -302,7 +301,8 @@ def row(bench, name, m, plain, texts):
     r = {
         "tokens_per_second": statistics.median(rates),
         "spread": (quarts[2] - quarts[0]) / statistics.median(rates),
-        "ratio": statistics.median(paired),
+        "ratio": statistics.geometric_mean(paired),
+        "ratios": paired,  # one a prompt
         "prefill": statistics.median(s.prefill for s in samples),
     }
     if m.ask:
@@ -312,17 +312,19 @@ def row(bench, name, m, plain, texts):
         "tau": tokens / passes,
         "acceptance": sum(s.accepted for s in samples) / proposed if proposed else None,
     }
-    r["work"] = sum(m.work.values()) / (tokens / bench.a.repeats)
+    r["work"] = m.read / m.written
     whole = sum(sum(s.split.values()) for s in samples)
     r["split"] = {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}
-    if m.sublayers and m.gamma:
-        series = [t.acceptance(m.sublayers)[skip:] for t, skip in texts]
+    if proposed:
         one = sum(s.decode for runs in plain.samples.values() for s in runs) / sum(
             s.passes for runs in plain.samples.values() for s in runs
         )
+        r["c"] = sum(s.split["draft"] for s in samples) / proposed / one
+    if m.sublayers:
+        series = [t.acceptance(m.sublayers)[skip:] for t, skip in texts]
         r["alpha"] = float(torch.cat(series).mean())
-        r["c"] = sum(s.split["draft"] for s in samples) / (m.gamma * passes) / one
-        r["predicted"] = expected_speedup(series, m.gamma, r["c"])
+        if m.gamma:
+            r["predicted"] = expected_speedup(series, m.gamma, r["c"])
     return r
 
 
@@ -349,15 +351,17 @@ def run(a):
             title = (
                 f"{name}, greedy"
                 if bench.greedy
-                else f"{name}, temperature {flags['temperature']}, top-p .95"
+                else f"{name}, T {flags['temperature']}, top-p {flags['top_p']}"
             )
             bar.set_description(title)
-            if bench.greedy:
-                bench.gate(methods, bar)
-            methods |= their_methods(a, bench, exits[0][0])
+            theirs = their_methods(a, bench, exits[0][0])
+            runs = len(methods) * len(bench.prompts)  # metered, and the timed ones
+            bar.reset(runs + (len(methods) + len(theirs)) * (1 + a.repeats * len(bench.prompts)))
+            bench.gate(methods, bar)
+            methods |= theirs
             bench.run(methods, bar)
             results[title] = {
-                m: row(bench, m, method, methods["plain"], texts) for m, method in methods.items()
+                m: row(method, methods["plain"], texts) for m, method in methods.items()
             }
             if bench.greedy:
                 notes += divergences(bench, methods, title)
@@ -397,8 +401,9 @@ def divergences(bench, methods, title):
 def markdown(a, results, notes):
     lines = [
         f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new tokens "
-        f"behind each prompt of bench_prompts, medians of {a.repeats} interleaved runs; every greedy method "
-        "of ours wrote the same text as plain decoding in float64",
+        f"behind each prompt of bench_prompts, {a.repeats} interleaved runs: medians, of the ratios their "
+        "geometric mean over the prompts; every greedy method of ours wrote the same text as plain decoding "
+        "in float64",
         "",
     ]
     head = [

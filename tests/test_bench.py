@@ -1,5 +1,7 @@
 """The benchmark counts, forecasts and judges as it says. Nothing here depends on how fast anything is."""
 import json
+import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -43,7 +45,8 @@ def bench_of(m, small=None, new=20, **law):
 def test_plain_decoding_costs_one_pass_a_token(models, family):
     b = bench_of(models[family])
     for i in range(4):
-        assert b.meter(lambda model, small: Drafter(), i) == pytest.approx(20, abs=1e-9)
+        ids, read = b.meter(lambda model, small: Drafter(), i)
+        assert len(ids) == 20 and read == pytest.approx(20, abs=1e-9)
 
 
 def drafted(m, drafter, prompt, new=20):
@@ -60,7 +63,7 @@ def test_a_round_costs_gamma_c_and_one_pass(models, family, subs, gamma):
     m = models[family]
     lengths = drafted(m, SelfDraft(m, subs, gamma), PROMPTS[0])
     want = sum(k * weight_costs(m.c).c(subs) + 1 for k in lengths)
-    got = bench_of(m).meter(lambda model, small: SelfDraft(model, subs, gamma), 0)
+    _, got = bench_of(m).meter(lambda model, small: SelfDraft(model, subs, gamma), 0)
     assert got == pytest.approx(want, abs=1e-9) and gamma in lengths
 
 
@@ -76,7 +79,7 @@ def test_a_tail_makes_the_shared_part_be_read_twice(models):
     shared = sum(costs.sublayers[:8]) / (sum(costs.sublayers) + costs.head)
     want = sum(min(k, 2) * costs.c(range(8)) + 1 + shared * (again and k > 0) for k, again in seen)
     assert any(again for k, again in seen if k > 2)
-    assert bench_of(m).meter(make_pair, 0) == pytest.approx(want, abs=1e-9)
+    assert bench_of(m).meter(make_pair, 0)[1] == pytest.approx(want, abs=1e-9)
 
 
 def test_a_draft_model_counts_its_own_weights(models):
@@ -86,7 +89,7 @@ def test_a_draft_model_counts_its_own_weights(models):
     whole, little = (sum(c.sublayers) + c.head for c in costs)
     lengths = drafted(m, ModelDraft(small, 3), PROMPTS[0])
     want = sum(k * little / whole + 1 for k in lengths)
-    got = bench_of(m, small).meter(lambda model, other: ModelDraft(other, 3), 0)
+    _, got = bench_of(m, small).meter(lambda model, other: ModelDraft(other, 3), 0)
     assert got == pytest.approx(want, abs=1e-9)
 
 
@@ -271,7 +274,7 @@ class Liar(Drafter):
 
 
 def test_a_method_that_writes_another_text_stops_the_benchmark(models):
-    b, bar = bench_of(models["llama"]), SimpleNamespace(update=lambda count: None)
+    b, bar = bench_of(models["llama"]), SimpleNamespace(update=lambda: None)
     honest = {"plain": Method(), "exit": Method(lambda: lambda model, small: SelfDraft(model, range(4), 2)),
               "theirs": Method(ask=lambda ids: None)}
     b.gate(honest, bar)
@@ -295,7 +298,71 @@ def test_every_method_writes_the_same_text(models):
     m, small = models["llama"], make(LLAMA, 1)
     methods = bench_self.own_methods(6, [(2, 3), (1, 2)], keep(6, [1], [3]), {2: 0.3, "bad": 0.9}, True)
     assert len(methods) > 20 and {m.gamma for m in methods.values() if m.sublayers} >= {1, 2, 3, 4, 6}
-    bench_of(m, small, new=12).gate(methods, SimpleNamespace(update=lambda count: None))
+    bench_of(m, small, new=12).gate(methods, SimpleNamespace(update=lambda: None))
+
+
+def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0):
+    split = {"draft": draft, "verify": decode - draft, "loop": 0.0}
+    return Sample([1] * tokens, 0.5, decode, passes, proposed, accepted, split)
+
+
+def test_a_row_by_hand():
+    """Three prompts, two runs each. Plain decoding writes 3 (2 and 4), 8 and 8 tokens a second, the draft 8,
+    16 and 8."""
+    quick, slow, plain_ = sample(8, 0.5, 4, 8, 4, 0.25), sample(8, 1.0, 4, 8, 4, 0.5), sample(8, 1.0, 8)
+    plain = Method(read=24.0, written=24, samples={
+        0: [sample(8, 4.0, 8), sample(8, 2.0, 8)], 1: [plain_] * 2, 2: [plain_] * 2})
+    fixed = Method(sublayers=[0, 1], gamma=2, samples={0: [slow] * 2, 1: [quick] * 2, 2: [slow] * 2},
+                   read=9.0, written=24)
+    texts = [(SimpleNamespace(acceptance=lambda subs: torch.tensor([9.0, 0.5, 1.0])), 1),
+             (SimpleNamespace(acceptance=lambda subs: torch.tensor([1.0, 1.0, 0.0])), 0)]
+    got = bench_self.row(fixed, plain, texts)
+    c = 2.5 / 48 / (10 / 48)  # seconds of drafting a drafted token, against those of a plain pass
+    assert got.pop("split") == {"draft": 0.5, "verify": 0.5, "loop": 0.0}
+    ratios = [8 / 3, 2, 1]
+    assert got.pop("ratios") == pytest.approx(ratios)
+    assert got == pytest.approx({
+        "tokens_per_second": 8, "spread": 1, "ratio": math.prod(ratios) ** (1 / 3), "prefill": 0.5,
+        "tau": 2, "acceptance": 0.5, "work": 9 / 24, "alpha": 3.5 / 5, "c": c,
+        "predicted": (1 + (1 + 2 + 1) / 3) / (2 * c + 1)})
+    ruled = Method(sublayers=[0, 1], samples=fixed.samples, read=1.0, written=1)
+    assert set(got) - set(bench_self.row(ruled, plain, texts)) == {"predicted"}
+    itself = bench_self.row(plain, plain, texts)
+    assert [itself[key] for key in ("ratio", "tau", "work", "acceptance")] == [1, 1, 1, None]
+    assert "c" not in itself
+    theirs = Method(ask=len, samples={i: [Sample([1] * 8, 0.5, 1.0)] for i in range(3)})
+    assert bench_self.row(theirs, plain, texts) == {
+        "tokens_per_second": 8, "spread": 0, "ratio": pytest.approx((8 / 3) ** (1 / 3)), "prefill": 0.5,
+        "ratios": pytest.approx([8 / 3, 1, 1])}
+
+
+def test_divergences_at_one_place_are_one_line():
+    a = SimpleNamespace(model="m", dtype="bfloat16", machine="here", new=8, repeats=1)
+    note = {"set": "stories, greedy", "prompt": 3, "position": 53, "gap": 0.0625}
+    rows = {"plain": {"tokens_per_second": 9.0, "spread": 0.5, "ratio": 1.0},
+            "exit": {"tokens_per_second": 12.0, "spread": 0.1, "ratio": 1.25, "predicted": 1.0}}
+    notes = [note | {"method": "exit"}, note | {"method": "n-gram"}, note | {"method": "gate", "prompt": 4}]
+    lines = bench_self.markdown(a, {"stories, greedy": rows}, notes).splitlines()
+    assert "| exit | 12 | 10% | 1.25 |  |  |  |  | 1.00 | 1.25 |  |  |" in lines
+    assert lines[-2:] == [f"- stories, greedy, prompt {i}: at new token 53, where the two best logits are "
+                          f"0.0625 apart, bfloat16 rounds otherwise than in plain decoding: {names}"
+                          for i, names in ((3, "exit; n-gram"), (4, "gate"))]
+
+
+def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
+    folder = shutil.copytree(DRAFT, tmp_path / "model")
+    (folder / "skip.json").write_text('{"attn": [1]}')
+    status, out, err = call("self", "--model", folder, "--quick", "--new", "8", "--out", tmp_path / "made")
+    assert (status, err) == (0, "") and (tmp_path / "made.md").read_text() == out
+    assert (tmp_path / "made.png").stat().st_size > 10_000
+    results = json.loads((tmp_path / "made.json").read_text())["results"]
+    assert list(results) == ["stories, greedy"]
+    rows = results["stories, greedy"]
+    assert all(r["tokens_per_second"] > 0 for r in rows.values()) and rows["plain"]["ratio"] == 1
+    assert {"exit 1, gamma 4", "skip set, gamma 2", "n-gram tail", "do no harm", "expected-value gate",
+            "draft model, gamma 3", "transformers, assistant_early_exit"} <= set(rows)
+    assert all(f"| {name} |" in out for name in rows)
+    assert rows["skip set, gamma 2"]["work"] > rows["exit 1, gamma 2"]["work"], "three sub-layers against two"
 
 
 # --- the texts
