@@ -48,9 +48,8 @@ def measure_costs(model, at=64, repeats=50):
 def run_costs(a):
     model, _ = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     costs, bytes_ = measure_costs(model, repeats=a.repeats or (20 if a.quick else 100)), weight_costs(model.c)
-    whole, read = sum(costs.sublayers) + costs.head, sum(bytes_.sublayers) + bytes_.head
     rows = [
-        [name, f"{1e6 * seconds:.0f}", f"{seconds / whole:.4f}", f"{size / read:.4f}"]
+        [name, f"{1e6 * seconds:.0f}", f"{seconds / costs.whole:.4f}", f"{size / bytes_.whole:.4f}"]
         for name, seconds, size in [
             *(
                 (f"{'MLP' if i % 2 else 'attention'} {i // 2}", s, b)

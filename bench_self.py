@@ -99,7 +99,7 @@ class Bench:
         with metered([m for m in (model, small) if m]) as spent:
             for _, r in self.steps(i, After(make(model, small), spent.clear), model):
                 ids += r.new[0]
-        return ids, sum(spent) / (sum(self.costs.sublayers) + self.costs.head)
+        return ids, sum(spent) / self.costs.whole
 
     def gate(self, methods, bar):
         """Each method of ours writes each prompt once, metered. Raises RuntimeError where a greedy text is
@@ -288,8 +288,8 @@ def pilot(bench, L):
 
 
 def row(m, plain, texts):
-    """What is reported of a method, as a dict. The ratio is a geometric mean over the prompts, so that the
-    quotient of two rows is a paired ratio, too."""
+    """What is reported of a method, as a dict. The ratio, and what is predicted, is a geometric mean over the
+    prompts, so that the quotient of two rows is a paired ratio, too."""
     samples = [s for runs in m.samples.values() for s in runs]
     rates = [len(s.ids) / s.decode for s in samples]
     paired = [
@@ -324,7 +324,8 @@ def row(m, plain, texts):
         series = [t.acceptance(m.sublayers)[skip:] for t, skip in texts]
         r["alpha"] = float(torch.cat(series).mean())
         if m.gamma:
-            r["predicted"] = expected_speedup(series, m.gamma, r["c"])
+            long = (a for a in series if len(a) >= m.gamma)
+            r["predicted"] = statistics.geometric_mean(expected_speedup(a, m.gamma, r["c"]) for a in long)
     return r
 
 

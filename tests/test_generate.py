@@ -18,6 +18,7 @@ from tqdm import tqdm
 import chat
 import checkpoint
 import generate
+from control import Then
 
 ROOT = Path(__file__).parent.parent
 STORIES, SMALL = ROOT / "weights" / "stories-llama", ROOT / "weights" / "stories-draft"
@@ -72,6 +73,34 @@ def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     assert r["tokens_per_second"] == pytest.approx(12 / r["seconds"])
     assert (r["acceptance"] is None) == (gamma == 0 or draft == "none" or r["target_passes"] == 12)
     assert r["exit_layer"] == {"exit": 3 if flags else 2}.get(draft)
+
+
+@pytest.mark.parametrize("flags", [["--do-no-harm"], ["--skip", "a3,m4", "--do-no-harm", "--gamma", "5"],
+                                   ["--draft", "model", "--do-no-harm", "--tail", "4"], ["--tail", "6"]],
+                         ids=" ".join)
+def test_how_far_to_draft(call, flags):
+    plain = as_json(call, "--dtype", "float32", "--draft", "none")
+    r = as_json(call, "--dtype", "float32", *flags)
+    assert r["outputs"] == plain["outputs"] and r["target_passes"] < 12
+    careful, gamma = "--do-no-harm" in flags, 5 if "--gamma" in flags else 16
+    assert (r["do_no_harm"], r["gamma"]) == ((True, gamma) if careful else (False, 2))
+    assert r["tail"] == (int(flags[-1]) if "--tail" in flags else None)
+    _, out, _ = call("Once upon a time", *SHORT, *flags)
+    assert (f"gamma up to {gamma} as it pays" in out) == careful
+    assert (f"then up to {r['tail']} by n-gram;" in out) == ("--tail" in flags)
+
+
+def test_a_step_costs_the_weights_that_it_reads(call):
+    model, tokenizer = checkpoint.load(ROOT / "weights" / "stories-llama", dtype=torch.float32)
+    a = generate.parse(["x", "--do-no-harm"])
+    exit2 = generate.make_drafter(a, model, tokenizer, "cpu")
+    block, head = 256 * 64 * (4 + 4 + 2 + 2) + 3 * 256 * 704, 4096 * 256
+    assert exit2.rule.c == pytest.approx((2 * block + head) / (12 * block + head)) and exit2.rule.most == 16
+    a = generate.parse(["x", "--draft", "model", "--do-no-harm", "--tail", "7", "--gamma", "3"])
+    both = generate.make_drafter(a, model, tokenizer, "cpu")
+    little = 2 * (128 * 64 * (2 + 2 + 1 + 1) + 3 * 128 * 352) + 4096 * 128
+    assert both.a.rule.c == pytest.approx(little / (12 * block + head)) and both.a.rule.most == 3
+    assert isinstance(both, Then) and (both.b.gamma, both.b.n) == (7, 3)
 
 
 def test_skip_file(call, tmp_path):
@@ -369,6 +398,11 @@ def bad(call, message, *argv):
         (["x", "--skip", "nowhere.json"], "nowhere.json: no such file"),
         (["x", "--draft", "skip"], "--draft skip needs --skip with the sub-layers, such as a3,m4 or a file"),
         (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer goes with --draft exit, not ngram"),
+        (["x", "--draft", "ngram", "--tail", "2"],
+         "--do-no-harm and --tail go with --draft exit, skip or model, not ngram"),
+        (["x", "--draft", "none", "--do-no-harm"],
+         "--do-no-harm and --tail go with --draft exit, skip or model, not none"),
+        (["x", "--tail", "0"], "--tail must be at least 1, got 0"),
         (["x", "--draft-model", "nowhere"], "nowhere: no such folder"),
         (["x", "--model", "nowhere"], "nowhere: no such folder"),
         (["x", "--device", "abacus"], "unknown device 'abacus': say cpu or cuda"),
