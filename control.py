@@ -24,18 +24,30 @@ def expected_tokens(alpha, gamma):
     alpha = 1 (Leviathan et al. 2023, eq. 1).
 
     alpha: a number; or a series (T,) of acceptances at successive positions of a text, or a list of them, one
-    a text. Of series it is the mean run over all starts: acceptances cluster, and so the mean of powers is
-    not the power of the mean. Raises ValueError where no series is as long as a draft.
+    a text, along which rounds are then followed. Acceptances cluster, and a round starts where another
+    was refused: the formula at their mean says too much, and so does the mean run over all positions. Raises
+    ValueError where no series is as long as a draft.
     """
     if isinstance(alpha, (int, float)):
         return sum(alpha ** i for i in range(gamma + 1))
     if gamma == 0:
         return 1.0
-    series = [alpha] if isinstance(alpha, torch.Tensor) else alpha
-    runs = [a.double().unfold(0, gamma, 1).cumprod(1).sum(1) for a in series if len(a) >= gamma]  # (starts,)
-    if not runs:
+    tokens = rounds = 0.0
+    for series in [alpha] if isinstance(alpha, torch.Tensor) else alpha:
+        a = series.tolist()
+        starts = [1.0] + [0.0] * (len(a) + 1)  # how probable it is that a round starts at each position
+        for i in range(len(a) - gamma + 1):
+            reach = starts[i]
+            rounds += reach
+            tokens += reach
+            for k in range(i, i + gamma):
+                starts[k + 1] += reach * (1 - a[k])
+                reach *= a[k]
+                tokens += reach
+            starts[i + gamma + 1] += reach
+    if not rounds:
         raise ValueError(f"no series of acceptances is as long as a draft of {gamma} tokens")
-    return 1 + float(torch.cat(runs).mean())
+    return tokens / rounds
 
 
 def expected_speedup(alpha, gamma, c):

@@ -134,7 +134,8 @@ class Teacher:
     def acceptance(self, sublayers):
         """How likely the first drafted token behind each position is accepted: sum of min(p, q) (Leviathan et
         al. 2023, Corollary 3.6). (T,) float64, on the CPU."""
-        return torch.minimum(self.p, self.draft(sublayers)).double().sum(-1)[0].cpu()
+        both = torch.minimum(self.p, self.draft(sublayers)).double().sum(-1)
+        return both[0].clamp(max=1).cpu()  # trap: in float32 a distribution may sum to more, and equals gain
 
 
 def acceptance(model, sublayers, ids, probs=to_probs):

@@ -155,9 +155,8 @@ def test_a_forecast_by_hand():
     texts = [torch.tensor([1.0, 1, 0, 1]), torch.tensor([1.0, 0, 1])]
     alpha, gamma, gain = forecast(texts, 0.25)
     assert alpha == pytest.approx(5 / 7)
-    by_hand = {0: 1, 1: (1 + 5 / 7) / 1.25, 2: (1 + (2 + 1 + 0 + 1 + 0) / 5) / 1.5,
-               3: (1 + (2 + 1 + 1) / 3) / 1.75, 4: (1 + 2) / 2}
-    assert gamma == max(by_hand, key=by_hand.get) == 4 and gain == pytest.approx(1.5)
+    by_hand = {0: 1, 1: (2 + 1 + 2 + 2 + 2) / 5 / 1.25, 2: (3 + 2) / 2 / 1.5, 3: (3 + 2) / 2 / 1.75, 4: 3 / 2}
+    assert gamma == max(by_hand, key=by_hand.get) == 2 and gain == pytest.approx(5 / 3)
     for g, want in by_hand.items():
         assert expected_speedup(texts, g, 0.25) == pytest.approx(want)
     assert forecast(texts, 0.9)[1:] == (0, 1.0)
@@ -325,7 +324,7 @@ def test_a_row_by_hand():
     assert got == pytest.approx({
         "tokens_per_second": 8, "spread": 1, "ratio": math.prod(ratios) ** (1 / 3), "prefill": 0.5,
         "tau": 2, "acceptance": 0.5, "work": 9 / 24, "alpha": 4.5 / 6, "c": c,
-        "predicted": math.sqrt((1 + 1) * (1 + 3 / 2)) / (2 * c + 1)})
+        "predicted": math.sqrt((1 + 0.5 + 0.5) * 3) / (2 * c + 1)})
     ruled = Method(sublayers=[0, 1], samples=fixed.samples, read=1.0, written=1)
     assert set(got) - set(bench_self.row(ruled, plain, texts)) == {"predicted"}
     itself = bench_self.row(plain, plain, texts)

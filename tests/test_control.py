@@ -962,16 +962,38 @@ def test_expected_tokens_is_the_closed_form(gamma):
     assert expected_tokens(1 - 1e-9, gamma) == pytest.approx(gamma + 1)
 
 
-def test_expected_tokens_of_a_series_is_the_mean_over_all_starts():
+def walks(text, gamma, at=0, weight=1.0):
+    """(tokens, rounds) to be expected from position `at` on, by trying every outcome of every round."""
+    if at > len(text) - gamma:
+        return 0.0, 0.0
+    tokens, rounds, reach = 0.0, 1.0, 1.0
+    for k in range(gamma + 1):
+        stop = reach * (1 - text[at + k]) if k < gamma else reach
+        if stop:
+            more = walks(text, gamma, at + k + 1)
+            tokens, rounds = tokens + stop * (k + 1 + more[0]), rounds + stop * more[1]
+        reach -= stop
+    return tokens, rounds
+
+
+def test_expected_tokens_along_a_series_by_trying_every_outcome():
     rng = random.Random(0)
     texts = [[rng.choice([0.0, 1.0, rng.random()]) for _ in range(n)] for n in (17, 9, 3)]
     series = [torch.tensor(text, dtype=torch.float64) for text in texts]
-    for gamma in range(0, 17):
-        runs = [[sum(math.prod(text[i : i + k]) for k in range(1, gamma + 1))
-                 for i in range(len(text) - gamma + 1)] for text in texts]
-        flat = [run for of_one in runs for run in of_one]
-        assert expected_tokens(series, gamma) == pytest.approx(1 + sum(flat) / len(flat), abs=1e-12)
-        assert expected_tokens(series[0], gamma) == pytest.approx(1 + sum(runs[0]) / len(runs[0]), abs=1e-12)
+    assert expected_tokens(series, 0) == 1
+    for gamma in range(1, 17):
+        of_each = [walks(text, gamma) for text in texts]
+        tokens, rounds = (sum(column) for column in zip(*of_each, strict=True))
+        assert expected_tokens(series, gamma) == pytest.approx(tokens / rounds, rel=1e-12)
+        assert expected_tokens(series[0], gamma) == pytest.approx(of_each[0][0] / of_each[0][1], rel=1e-12)
+
+
+def test_a_round_starts_where_the_last_one_ended():
+    """Half of the text is refused, half accepted: nearly every second place promises 4 tokens, but a decoder
+    stands on three of them only, and on each of the others."""
+    text = torch.tensor([0.0] * 12 + [1.0] * 12)
+    assert expected_tokens(text, 3) == (12 + 3 * 4) / 15
+    assert expected_tokens(text, 3) < 1 + text.unfold(0, 3, 1).cumprod(1).sum(1).mean() - 0.3
 
 
 def test_a_constant_series_equals_the_number():
@@ -982,8 +1004,9 @@ def test_a_constant_series_equals_the_number():
             assert best_gamma(torch.full((40,), alpha, dtype=torch.float64), 0.1) == best_gamma(alpha, 0.1)
 
 
-def test_clustered_acceptances_are_worth_more_than_their_mean():
-    assert expected_tokens(torch.tensor([1.0] * 10 + [0.0] * 10), 4) > expected_tokens(0.5, 4) + 0.4
+def test_clustered_acceptances_are_worth_less_than_their_mean():
+    assert expected_tokens(torch.tensor([1.0] * 40 + [0.0] * 10), 4) < expected_tokens(0.8, 4)
+    assert expected_tokens(torch.tensor([1.0, 0.0] * 20), 4) == 2 > expected_tokens(0.5, 4)
 
 
 def test_a_series_must_be_as_long_as_a_draft():

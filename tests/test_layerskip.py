@@ -160,6 +160,14 @@ def test_skip_sets_in_a_file(content, attn, mlp, tmp_path, monkeypatch):
     assert read_skip("a3.json", 6) == keep(6, attn, mlp), "a file may be called almost like a skip set"
 
 
+def test_no_acceptance_is_above_1(models, monkeypatch):
+    """Whatever two rounded distributions sum to."""
+    teacher = Teacher(models["llama"], IDS)
+    teacher.p = teacher.p * 1.0001
+    monkeypatch.setattr(teacher, "draft", lambda sublayers: teacher.p)
+    assert teacher.acceptance(range(2)).tolist() == [1.0] * len(IDS)
+
+
 @pytest.mark.parametrize("text, error, words", [
     ("a6", ValueError, "attention of block 6: blocks run from 0 to 5"),
     ("m3,a1,m77", ValueError, "MLP of block 77"),

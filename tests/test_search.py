@@ -23,7 +23,7 @@ import checkpoint
 import generate
 import plots
 import search
-from control import Costs, expected_speedup, weight_costs
+from control import Costs, expected_speedup, expected_tokens, weight_costs
 from kvcache import KVCache
 from layerskip import keep
 from sampling import to_probs
@@ -120,9 +120,7 @@ def test_the_speedup_is_the_best_of_the_formula_by_hand(scored):
         c = (sum(sizes[i] for i in subs) + head) / (sum(sizes) + head)
         gains = {}
         for gamma in range(1, 17):
-            runs = [1 + sum(math.prod(a[i : i + k]) for k in range(1, gamma + 1))
-                    for a in series for i in range(len(a) - gamma + 1)]
-            gains[gamma] = sum(runs) / len(runs) / (gamma * c + 1)
+            gains[gamma] = expected_tokens([wide(a) for a in series], gamma) / (gamma * c + 1)
         assert t.speedup == t.value == pytest.approx(max(gains.values()), rel=1e-9)
         assert gains[t.gamma] == pytest.approx(t.speedup, rel=1e-9)
         assert t.c == pytest.approx(c, rel=1e-12)
