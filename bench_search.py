@@ -311,9 +311,10 @@ def markdown(a, land, data):
     rows = []
     for name, runs in curves.items():
         at = [[optimum - run[b - 1] for run in runs] for b in BUDGETS]
-        near = [first_within(run, 0.99 * optimum) or math.inf for run in runs]
+        near = statistics.median(first_within(run, 0.99 * optimum) or math.inf for run in runs)
         row = [name, *(f"{statistics.median(r):.4f}" for r in at),
-               *(f"{sum(x < 1e-9 for x in r) / len(r):.0%}" for r in at), "never" if math.isinf(near := statistics.median(near)) else f"{near:.0f}"]
+               *(f"{sum(x < 1e-9 for x in r) / len(r):.0%}" for r in at),
+               "never" if math.isinf(near) else f"{near:.0f}"]
         pairs = [(run[49], other[49]) for run, other in zip(runs, curves["random"], strict=False)]
         wins, losses = sum(x > y for x, y in pairs), sum(x < y for x, y in pairs)
         fair = len(runs) == SEEDS and name != "random"
