@@ -527,7 +527,7 @@ LAYERSKIP = [
     ("torch.minimum(self.p, self.draft(sublayers))", "(self.p * self.draft(sublayers))",
      "how likely two draws agree, not that a draft is accepted",
      "test_layerskip.py::test_acceptance_is_the_overlap_of_the_loops_distributions[exit 1-llama]"),
-    (".double().sum(-1)[0]", ".sum(-1)[0]",
+    ("self.draft(sublayers)).double().sum(-1)", "self.draft(sublayers)).sum(-1)",
      "acceptances are added up in float32",
      "test_layerskip.py::test_acceptances_are_float64_whatever_the_weights"),
     ("if not 0 < T <= c.max_len:", "if not 0 < T < c.max_len:",
