@@ -37,6 +37,18 @@ from speculative import Drafter, ModelDraft, NGram, rounds
 
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
+COLUMNS = {
+    "tokens/s": ("tokens_per_second", ".0f"),
+    "±": ("spread", ".0%"),
+    "ratio to plain": ("ratio", ".2f"),
+    "tau": ("tau", ".2f"),
+    "accepted": ("acceptance", ".2f"),
+    "alpha": ("alpha", ".2f"),
+    "c": ("c", ".3f"),
+    "predicted": ("predicted", ".2f"),
+    "of it": ("reached", ".2f"),
+    "passes a token": ("work", ".3f"),
+}
 
 
 @dataclass
@@ -277,6 +289,7 @@ def pilot(bench, L):
             subs = drafts.get(name)
             s = bench.write(lambda m, small, subs=subs: SelfDraft(m, subs, 4) if subs else Drafter(), i)
             times[name].append(s.split["draft"] / (4 * s.passes) if subs else s.decode / s.passes)
+        # plain decoding came last: its text is what the drafts are scored on
         texts.append((Teacher(bench.model, ids + s.ids, bench.probs), len(ids) - 1))
     c = {name: statistics.median(v) / statistics.median(times["plain"]) for name, v in times.items()}
     found = []
@@ -323,8 +336,8 @@ def row(m, plain, texts):
     if m.sublayers:
         series = [t.acceptance(m.sublayers)[skip:] for t, skip in texts]
         r["alpha"] = float(torch.cat(series).mean())
-        if m.gamma:
-            long = (a for a in series if len(a) >= m.gamma)
+        long = [a for a in series if m.gamma and len(a) >= m.gamma]
+        if long:  # else nothing is predicted, but what was measured is not lost
             r["predicted"] = statistics.geometric_mean(expected_speedup(a, m.gamma, r["c"]) for a in long)
     return r
 
@@ -407,44 +420,13 @@ def markdown(a, results, notes):
         "in float64",
         "",
     ]
-    head = [
-        "",
-        "tokens/s",
-        "±",
-        "ratio to plain",
-        "tau",
-        "accepted",
-        "alpha",
-        "c",
-        "predicted",
-        "of it",
-        "passes a token",
-        "draft / verify / loop",
-    ]
-
-    def cell(r, key, form):
-        return format(r[key], form) if r.get(key) is not None else ""
-
+    head = ["", *COLUMNS, "draft / verify / loop"]
     for title, rows in results.items():
         body = []
         for name, r in rows.items():
-            split = " / ".join(f"{x:.0%}" for x in r["split"].values()) if "split" in r else ""
-            body.append(
-                [
-                    name,
-                    cell(r, "tokens_per_second", ".0f"),
-                    cell(r, "spread", ".0%"),
-                    cell(r, "ratio", ".2f"),
-                    cell(r, "tau", ".2f"),
-                    cell(r, "acceptance", ".2f"),
-                    cell(r, "alpha", ".2f"),
-                    cell(r, "c", ".3f"),
-                    cell(r, "predicted", ".2f"),
-                    f"{r['ratio'] / r['predicted']:.2f}" if "predicted" in r else "",
-                    cell(r, "work", ".3f"),
-                    split,
-                ]
-            )
+            r = r | ({"reached": r["ratio"] / r["predicted"]} if "predicted" in r else {})
+            cells = ("" if r.get(key) is None else format(r[key], form) for key, form in COLUMNS.values())
+            body.append([name, *cells, " / ".join(f"{x:.0%}" for x in r.get("split", {}).values())])
         lines += [f"**{title}**", "", *table(head, body)]
     places = {}
     for n in notes:

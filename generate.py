@@ -48,7 +48,7 @@ def parse(argv):
     p.add_argument("--do-no-harm", action="store_true",
                    help="draft as far as it pays, judging by what has been accepted; G is the most")
     p.add_argument("--tail", type=int, metavar="N",
-                   help="behind each draft look up to N more tokens up in the text")
+                   help="behind each draft up to N tokens more, looked up in the text")
     p.add_argument("--max-new", type=int, default=200, metavar="N")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     p.add_argument("--top-k", type=int, metavar="K")

@@ -107,7 +107,7 @@ def methods(results, title, path):
                 side.plot([found[n]["predicted"]], [y], marker="|", markersize=9, color=HUES[1])
         side.axvline(1, color="#404040", lw=0.8)
         side.invert_yaxis()
-        side.set_title(name, fontsize=10)
+        side.set_title(name, fontsize=9)
         side.tick_params(labelsize=8)
         side.set_xlabel("times plain decoding", fontsize=9)
     figure.suptitle(f"{title}; the marks: what the formula says", fontsize=9)

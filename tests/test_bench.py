@@ -282,6 +282,16 @@ def test_a_method_that_writes_another_text_stops_the_benchmark(models):
         b.gate(honest | {"wrong": wrong}, bar)
 
 
+def test_the_warm_up_is_one_prompt_and_does_not_count(models):
+    b, written = bench_of(models["llama"], new=3), []
+    b.a.repeats, bar = 2, SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
+    methods = {"plain": Method(), "theirs": Method(ask=lambda ids: written.append(ids) or Sample([1], 0, 1))}
+    b.run(methods, bar)
+    assert written == [PROMPTS[0], *PROMPTS, *PROMPTS]
+    assert all([len(runs) for runs in m.samples.values()] == [2] * len(PROMPTS) for m in methods.values())
+    assert [s.ids for s in methods["plain"].samples[1]] == generate(models["llama"], PROMPTS[1:2], 3)[0] * 2
+
+
 def test_what_a_rule_learns_lasts_from_prompt_to_prompt(models):
     """One start is one run through the prompts: the threshold goes on, and the next start knows nothing."""
     rule = bench_self.own_methods(6, [(2, 3)], None, {2: 0.3, "bad": 0.9}, True)["adaptive exit"]
@@ -327,6 +337,8 @@ def test_a_row_by_hand():
         "predicted": math.sqrt((1 + 0.5 + 0.5) * 3) / (2 * c + 1)})
     ruled = Method(sublayers=[0, 1], samples=fixed.samples, read=1.0, written=1)
     assert set(got) - set(bench_self.row(ruled, plain, texts)) == {"predicted"}
+    longer = Method(sublayers=[0, 1], gamma=4, samples=fixed.samples, read=1.0, written=1)
+    assert "predicted" not in bench_self.row(longer, plain, texts), "no text is as long as a draft"
     itself = bench_self.row(plain, plain, texts)
     assert [itself[key] for key in ("ratio", "tau", "work", "acceptance")] == [1, 1, 1, None]
     assert "c" not in itself
