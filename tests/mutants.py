@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -1409,9 +1409,14 @@ def pytest_in(folder, argv):
 
 
 def run_tests(folder, tests, *options, limit=None):
-    """pytest's exit status (None: out of time) and what it printed."""
+    """pytest's exit status (None: out of time) and what it printed.
+
+    Called in a process of its own, never in a thread: whenever multiprocessing starts a child, it asks after
+    all the others, and an exit status that two threads read at once is lost.
+    """
     argv = ["-p", "no:cacheprovider", f"--basetemp={folder}/made", "--tb=no", "--color=no", *options]
-    process = FORK.Process(target=pytest_in, args=(folder, argv + [f"tests/{test}" for test in tests]))
+    argv += [f"tests/{test}" for test in tests]
+    process = multiprocessing.get_context("fork").Process(target=pytest_in, args=(folder, argv))
     process.start()
     process.join(limit)
     if process.is_alive():
@@ -1459,7 +1464,9 @@ def try_mutant(mutant, wrong):
 def main(words):
     chosen = [m for m in MUTANTS if not words or any(word in f"{m.file} {m.phrase}" for word in words)]
     tests, wrong, failed = sorted({m.test for m in chosen}), {}, 0
-    with ThreadPoolExecutor(WORKERS) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tokenizers", "pytest"])  # imported once, not for every row
+    with ProcessPoolExecutor(WORKERS, context) as pool:
         for why in pool.map(check_tests, [tests[i::WORKERS] for i in range(min(WORKERS, len(tests)))]):
             wrong |= why
         for m, (verdict, seconds) in zip(chosen, pool.map(try_mutant, chosen, repeat(wrong)), strict=True):
@@ -1471,6 +1478,4 @@ def main(words):
 
 if __name__ == "__main__":
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    FORK = multiprocessing.get_context("forkserver")
-    FORK.set_forkserver_preload(["torch", "tokenizers", "pytest"])
     sys.exit(main(sys.argv[1:]))
