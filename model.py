@@ -163,7 +163,7 @@ class Attention(nn.Module):
         scores = torch.bmm(q.reshape(B * Hkv, G * T, D), k.flatten(0, 1).mT)    # (B*Hkv, G*T, S)
         scores = softcap(scores, self.c.attn_softcap)
         if mask is not None:
-            scores.view(B, Hkv, G, T, -1).add_(mask)  # in place: behind a long prompt nothing is larger
+            scores.view(B, Hkv, G, T, -1).add_(mask)  # in place: for a long prompt nothing is larger
         y = torch.bmm(scores.softmax(-1), v.flatten(0, 1))                     # (B*Hkv, G*T, D)
         y = y.view(B, Hkv, G, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, -1)    # (B, T, H*D)
         return F.linear(y.to(x.dtype), self.wo)                                 # (B, T, dim)
