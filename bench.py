@@ -17,12 +17,13 @@ from pathlib import Path
 
 import torch
 
-import bench_costs
-import bench_plain
-import bench_search
-import bench_self
 import checkpoint
-import cli
+from benchmarks import costs as bench_costs
+from benchmarks import drafters
+from benchmarks import plain as bench_plain
+from benchmarks import search as bench_search
+from support import cli
+from support.files import replacing
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 RUNS = {
@@ -30,7 +31,7 @@ RUNS = {
     "plain": bench_plain.run,
     "costs": bench_costs.run_costs,
     "help": bench_costs.run_help,
-    "self": bench_self.run,
+    "self": drafters.run,
     "search": bench_search.run,
 }  # -> (Markdown, data, draw(path) or None)
 
@@ -67,12 +68,12 @@ def run(argv):
     data = {"what": a.what, "machine": a.machine, "torch": torch.__version__, "dtype": a.dtype, **data}
     print(json.dumps(data) if a.json else text)
     if a.out:
-        with checkpoint.replacing(Path(f"{a.out}.md")) as path:
+        with replacing(Path(f"{a.out}.md")) as path:
             path.write_text(text + "\n", encoding="utf-8")
-        with checkpoint.replacing(Path(f"{a.out}.json")) as path:
+        with replacing(Path(f"{a.out}.json")) as path:
             path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         if draw:
-            with checkpoint.replacing(Path(f"{a.out}.png")) as path:
+            with replacing(Path(f"{a.out}.png")) as path:
                 draw(path)
 
 

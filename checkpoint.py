@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 from model import Config, Transformer
+from support.files import read_json, replacing
 
 FAMILIES = {  # what a key means that config.json leaves out; None: worked out from other keys, or absent
     "llama": dict(
@@ -27,7 +28,6 @@ FAMILIES = {  # what a key means that config.json leaves out; None: worked out f
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PART = ".part"  # a file that is being written
 CONVERT = ("python -c \"from transformers import AutoModelForCausalLM as M; "
            "M.from_pretrained('DIR').save_pretrained('NEW')\"")
 ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor",
@@ -81,23 +81,6 @@ def save(model, folder, tokenizer):
             path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with replacing(folder / "tokenizer.json") as path:
         path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-
-
-@contextmanager
-def replacing(path):
-    """A path to write to, which takes the place of `path` once all is written: killed at any moment, the old
-    file or the new one is there. Raises OSError, in one line, where it cannot be written."""
-    part = path.with_name(path.name + PART)
-    try:
-        yield part
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        part.chmod(0o644)  # safetensors lets only the owner read
-        os.replace(part, path)
-    except (OSError, SafetensorError) as e:
-        raise OSError(f"{path}: cannot be written ({e}); what was there before is untouched") from None
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def encode(tokenizer, text, bos=None):
@@ -210,25 +193,6 @@ def find_device(device=None):
 
 
 # --- config.json and tokenizer.json
-
-
-def read_text(path):
-    try:
-        return path.read_text(encoding="utf-8")
-    except (UnicodeDecodeError, OSError) as e:
-        raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
-
-
-def read_json(path):
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: not readable as JSON ({e})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
 
 
 def read_tokenizer(folder):

@@ -6,11 +6,15 @@ above the cost of a drafted step relative to a pass of the target.
 A rule gives any chain drafter its `gamma` and `stop`; none can change the text. Confidences come from the raw
 softmax, and so they mean something at temperature 0, too.
 """
+import statistics
+import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from kvcache import KVCache
 from speculative import Draft, Drafter, check_gamma
 
 MOST = 16  # drafts longer than this are not considered
@@ -84,6 +88,32 @@ def weight_costs(c):
     time."""
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim)
+
+
+@torch.no_grad()
+def interleave(actions, repeats):
+    """{name: median seconds}: every action once as a warm-up, then A B A B."""
+    seconds = {name: [] for name in actions}
+    for repeat in range(repeats + 1):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name] += [time.perf_counter() - start] * (repeat > 0)
+    return {name: statistics.median(s) for name, s in seconds.items()}
+
+
+def measure_costs(model, at=64, repeats=50):
+    """Costs in seconds: each sub-layer alone, and the head, on one token behind `at` others."""
+    cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
+    x, here = model.embed(torch.full((1, 1), 5, device=model.tok.device)), slice(at, at + 1)
+    parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
+    times = interleave({**parts, "empty": partial(model.run, x, here, cache, []),
+                        "head": partial(model.unembed, x)}, repeats)
+    empty = times.pop("empty")  # what a call takes that runs nothing
+    head = times.pop("head")
+    return Costs(tuple(max(0.0, s - empty) for s in times.values()), head + empty)
 
 
 # --- rules

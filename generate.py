@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import chat
 import checkpoint
-import cli
 import sampling
-import show
 from control import MOST, Controlled, DoNoHarm, Then, weight_costs
-from layerskip import SelfDraft, early_exit, read_skip
+from layerskip import SelfDraft, early_exit
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, rounds
+from support import chat, cli, show
+from support.cli import read_skip
+from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # what each way to draft adds
@@ -97,7 +97,7 @@ def read_prompts(a):
     path = Path(a.prompt_file)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    lines = [(i, line) for i, line in enumerate(checkpoint.read_text(path).splitlines(), 1) if line.strip()]
+    lines = [(i, line) for i, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path}: no prompts, every line is empty")
     return [read_jsonl(path, *line) for line in lines] if path.suffix == ".jsonl" else [t for _, t in lines]

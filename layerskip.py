@@ -4,12 +4,8 @@ drafter for both; and how often a text accepts such a draft.
 The one thing to remember: the sub-layers before the first gap compute exactly what the verifier would, so
 their keys, values and hidden states are handed over (`reuse`), not computed again.
 """
-import re
-from pathlib import Path
-
 import torch
 
-import checkpoint
 from kvcache import KVCache
 from sampling import to_probs
 from speculative import Draft, Drafter, chain, check_gamma
@@ -30,20 +26,6 @@ def skipped(n_layers, sublayers):
     """The inverse of `keep`: (attn, mlp), the blocks whose attention or MLP is not among the sub-layers."""
     gone = sorted(set(range(2 * n_layers)) - set(sublayers))
     return [i // 2 for i in gone if i % 2 == 0], [i // 2 for i in gone if i % 2]
-
-
-def read_skip(text, n_layers):
-    """The sub-layers that stay: "a3,m4" skips attention 3 and MLP 4, anything else names a file of
-    {"attn": [...], "mlp": [...]}, whose other keys are ignored."""
-    names = [name.strip() for name in text.split(",")]
-    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
-        attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
-        return keep(n_layers, attn, mlp)
-    sets = checkpoint.read_json(Path(text))
-    attn, mlp = sets.get("attn", []), sets.get("mlp", [])
-    if not all(isinstance(s, list) and all(type(i) is int for i in s) for s in (attn, mlp)):
-        raise ValueError(f'{text}: "attn" and "mlp" must be lists of block numbers')
-    return keep(n_layers, attn, mlp)
 
 
 def early_exit(n_layers, exit_layer):

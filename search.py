@@ -21,14 +21,13 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-import cli
-import corpus
-import plots
 from control import AdaptiveExit, Controlled, Costs, best_gamma, expected_speedup, weight_costs
 from gaussian import GaussianProcess, climb, expected_improvement
 from layerskip import SelfDraft, Teacher, skipped
 from sampling import to_probs
 from speculative import generate
+from support import cli, corpus, plots
+from support.files import read_json, read_text, replacing
 
 LOG, FOUND = "trials.jsonl", "skip.json"
 FIRST = 10   # trials before the process has a say
@@ -313,7 +312,7 @@ def find_space(a, n_layers):
 
 def read_costs(path, c):
     """The table that `bench.py costs --out` wrote."""
-    raw = checkpoint.read_json(Path(path))
+    raw = read_json(Path(path))
     parts = raw.get("sublayers")
     fine = isinstance(parts, list) and all(type(x) in (int, float) and 0 <= x < math.inf
                                            for x in [*parts, raw.get("head")])
@@ -329,7 +328,7 @@ def read_documents(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     found = []
-    for number, line in enumerate(checkpoint.read_text(path).split("\n"), 1):  # a text may hold a U+2028
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # a text may hold a U+2028
         if not line.strip():
             continue
         try:
@@ -375,13 +374,13 @@ def finish(space, entries, out):
     best = max(entries, key=lambda e: e["value"])
     for name, content in {FOUND: describe(space, best),
                           "front.json": [describe(space, e) for e in front(entries)]}.items():
-        with checkpoint.replacing(out / name) as path:
+        with replacing(out / name) as path:
             path.write_text(json.dumps(content) + "\n", encoding="utf-8")
     zs, ys = observed(space, entries)
     z = zs[entries.index(best)]
     process = GaussianProcess(zs, ys, space.groups(), entries[-1]["theta"])
     flips = process.predict((z - torch.eye(len(z), dtype=torch.float64)).abs())
-    with checkpoint.replacing(out / "search.png") as path:
+    with replacing(out / "search.png") as path:
         plots.search(entries, front(entries), best, space.free, [t.tolist() for t in flips], path)
     return best
 

@@ -22,15 +22,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-import card
 import checkpoint
-import cli
-import corpus
-import plots
 from control import MOST, best_gamma, expected_speedup, weight_costs
 from layerskip import early_exit
 from model import Config, Transformer
 from speculative import generate
+from support import card, cli, corpus, plots
+from support.files import PART, replacing
 
 STATE = "checkpoint.safetensors"
 # what a resumed run may change
@@ -259,7 +257,7 @@ class Run:
     def save(self):
         facts = {"step": self.step, "seconds": self.seconds, "losses": self.losses, "evals": self.evals,
                  "settings": self.settings, "tokenizer": self.text.tokenizer.to_str()}
-        with checkpoint.replacing(Path(self.a.out) / STATE) as path:
+        with replacing(Path(self.a.out) / STATE) as path:
             save_file(dict(self.tensors()), path, metadata={"run": json.dumps(facts)})
 
     def check(self, settings):
@@ -297,7 +295,7 @@ def open_run(a):
     damaged = f"{out / STATE}: not a checkpoint of this program, or damaged"
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")
-    there = {p.name for p in out.iterdir()} - {STATE + checkpoint.PART} if out.is_dir() else set()
+    there = {p.name for p in out.iterdir()} - {STATE + PART} if out.is_dir() else set()
     if STATE in there:
         if not a.resume:
             raise ValueError(f"{out} holds a run already: go on with --resume, or name another --out")
@@ -386,9 +384,9 @@ def finish(run):
         table["speedup"] = speedups(model.c, table["agreement"])
     history = [{**e, "speedup": speedups(model.c, [statistics.mean(column) for column in zip(
         *(f["agreement"] for f in e["files"].values()), strict=True)])} for e in run.evals]
-    with checkpoint.replacing(out / "training.png") as path:
+    with replacing(out / "training.png") as path:
         plots.training(run.losses, run.a.batch * run.a.context, history, tables, path)
-    with checkpoint.replacing(out / "README.md") as path:
+    with replacing(out / "README.md") as path:
         path.write_text(card.card(run, tables, sample(run), repeat(run.a)), encoding="utf-8")
     return tables
 
@@ -406,7 +404,7 @@ def twin(a):
         train(run)
         result[name] = {"tokens": run.step * a.batch * a.context, "files": finish(run),
                         "parameters": sum(p.numel() for p in run.model.parameters())}
-    with checkpoint.replacing(file) as path:
+    with replacing(file) as path:
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

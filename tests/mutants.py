@@ -537,7 +537,7 @@ LAYERSKIP = [
 ]
 
 CHAT = [
-    ("checkpoint.read_text(file) if file.is_file() else",
+    ("read_text(file) if file.is_file() else",
      "",
      "a template in a file of its own is ignored",
      "test_generate.py::test_chat_template_in_a_file_of_its_own_wins"),
@@ -790,10 +790,10 @@ TRAIN = [
     ('p.copy_(file.get_tensor(f"model.{name}"))', "pass",
      "a resumed run starts from fresh weights",
      "test_train.py::test_a_resumed_run_ends_like_one_that_was_never_interrupted"),
-    ("with checkpoint.replacing(Path(self.a.out) / STATE) as path:",
+    ("with replacing(Path(self.a.out) / STATE) as path:",
      "for path in [Path(self.a.out) / STATE]:",
      "the checkpoint is overwritten in place", "test_train.py::test_a_full_disk_spoils_nothing"),
-    ("- {STATE + checkpoint.PART}", "- set()",
+    ("- {STATE + PART}", "- set()",
      "a run killed at its first checkpoint locks its folder",
      "test_train.py::test_a_run_that_is_killed_while_it_saves_can_be_resumed"),
     ("            raise ValueError(f\"the loss is {final}", "            print(f\"the loss is {final}",
@@ -1327,7 +1327,7 @@ SEARCH = [
      "nine of four are to be skipped", "test_search.py::test_bad_input_is_one_line"),
     ("and 0 <= x < math.inf", "and x < math.inf",
      "negative costs", "test_search.py::test_damaged_costs_are_refused"),
-    ('checkpoint.read_text(path).split("\\n")', "checkpoint.read_text(path).splitlines()",
+    ('read_text(path).split("\\n")', "checkpoint.read_text(path).splitlines()",
      "a text is cut at a line separator of its own", "test_search.py::test_jsonl_is_the_same_text"),
     ("partial(to_probs, temperature=a.temperature, top_p=a.top_p)",
      "partial(to_probs, temperature=a.temperature)",
@@ -1378,11 +1378,12 @@ BENCH_SEARCH = [
 ]
 
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
-         "checkpoint.py": CHECKPOINT + REPLACING, "speculative.py": SPECULATIVE, "layerskip.py": LAYERSKIP,
-         "gaussian.py": GAUSSIAN, "search.py": SEARCH, "bench_search.py": BENCH_SEARCH,
-         "control.py": CONTROL, "bench_self.py": BENCH_SELF, "bench_costs.py": BENCH_COSTS,
-         "chat.py": CHAT, "show.py": SHOW, "generate.py": GENERATE,
-         "train.py": TRAIN, "corpus.py": CORPUS, "cli.py": CLI, "card.py": CARD}
+         "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
+         "layerskip.py": LAYERSKIP, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
+         "benchmarks/search.py": BENCH_SEARCH, "control.py": CONTROL,
+         "benchmarks/drafters.py": BENCH_SELF, "benchmarks/costs.py": BENCH_COSTS,
+         "support/chat.py": CHAT, "support/show.py": SHOW, "generate.py": GENERATE,
+         "train.py": TRAIN, "support/corpus.py": CORPUS, "support/cli.py": CLI, "support/card.py": CARD}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 
@@ -1391,8 +1392,9 @@ def copy_repository(folder):
     for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("weights", "bench_prompts"):
-        (folder / name).symlink_to(ROOT / name)
+    for name in ("support", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "weights").symlink_to(ROOT / "weights")
 
 
 def pytest_in(folder, argv):

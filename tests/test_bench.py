@@ -9,10 +9,10 @@ import torch
 from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make
 
 import bench
-import bench_costs
-import bench_self
-from bench_costs import SETS, forecast, measure_costs, read_prompts
-from bench_self import Bench, Method, Sample, divergences, metered
+from benchmarks import costs as bench_costs
+from benchmarks import drafters as bench_self
+from benchmarks.costs import SETS, forecast, measure_costs, read_prompts
+from benchmarks.drafters import Bench, Method, Sample, divergences, metered
 from control import AdaptiveExit, Controlled, Costs, Then, expected_speedup, weight_costs
 from layerskip import SelfDraft, keep
 from speculative import Drafter, ModelDraft, NGram, generate, rounds
@@ -138,12 +138,12 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
         return times | {"empty": 0.5, "head": 2.0}
 
-    monkeypatch.setattr(bench_costs, "interleave", fake)
+    monkeypatch.setattr("control.interleave", fake)
     with torch.no_grad():
         costs = measure_costs(models["llama"], repeats=3)
     assert costs == Costs(tuple(1.5 + i for i in range(12)), 2.5)
     assert len(called) == 14 and called[-1].shape == (1, 1, 17) and called[0].shape == (1, 1, 32)
-    monkeypatch.setattr(bench_costs, "interleave", lambda actions, repeats: dict.fromkeys(actions, 1.0))
+    monkeypatch.setattr("control.interleave", lambda actions, repeats: dict.fromkeys(actions, 1.0))
     assert min(measure_costs(models["llama"]).sublayers) == 0
 
 
@@ -211,7 +211,7 @@ def test_help_scores_what_the_model_itself_says(call, monkeypatch):
     """Behind one prompt of each kind: the last token of the prompt and the 8 new ones."""
     free = Costs((0.0, 0.0, 1.0, 1.0), 0.0)
     out = verdict_of(call, monkeypatch, free, "--new", "8", "--dtype", "float32")
-    assert "float32" in out and "greedy, 36 tokens of its own answers to bench_prompts" in out
+    assert "float32" in out and "greedy, 36 tokens of its own answers to benchmarks/prompts" in out
 
 
 def test_results_are_written_where_asked(call, story, tmp_path):
@@ -380,8 +380,8 @@ def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
 # --- the texts
 
 
-def test_bench_prompts_are_small_and_complete():
-    folder = bench_costs.HERE / "bench_prompts"
+def test_the_prompts_are_small_and_complete():
+    folder = bench.WEIGHTS.parent / "benchmarks" / "prompts"
     files = sorted(p.name for p in folder.glob("*.jsonl"))
     assert files == sorted(f"{name}.jsonl" for name in SETS)
     assert sum((folder / name).stat().st_size for name in files) <= 60_000

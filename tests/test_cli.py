@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-import cli
+from support import cli
 
 
 def ending(error):

@@ -1,7 +1,6 @@
 """Rules, and drafts behind one another, decide how much is drafted and never what is written; each rule does
 what its source says; and the speed-up model is arithmetic, checked by hand, by brute force and against what
 others published."""
-import json
 import math
 import random
 from dataclasses import replace
@@ -13,6 +12,7 @@ from test_speculative import FULL, SHIPPED, TINY, TOP_P, assert_same_law, small,
 from tiny import GEMMA, LLAMA, PROMPTS, law, make, oracle
 
 import checkpoint
+from benchmarks.shared import read_prompts
 from control import (
     MOST,
     AdaptiveExit,
@@ -1099,8 +1099,8 @@ def acceptance_counts():
     m, tokenizer = checkpoint.load(SHIPPED / "stories-llama", "cpu", torch.float64)
     prompts = []
     for name in ("stories", "dialogues"):
-        lines = (SHIPPED.parent / "bench_prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-        prompts.append(checkpoint.encode(tokenizer, json.loads(lines[0])["prompt"], m.c.bos))
+        lines = read_prompts(name)
+        prompts.append(checkpoint.encode(tokenizer, lines[0]["prompt"], m.c.bos))
     drafters = {
         "do no harm": Controlled(SelfDraft(m, range(4), 0), DoNoHarm(0.25)),
         "adaptive exit": Controlled(SelfDraft(m, range(4), 0), AdaptiveExit()),

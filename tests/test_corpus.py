@@ -9,8 +9,8 @@ from tiny import LLAMA, make
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import checkpoint
-import corpus
-from corpus import END, Corpus, read, train_tokenizer
+from support import corpus
+from support.corpus import END, Corpus, read, train_tokenizer
 
 TEXTS = ["Lily saw the cat and the cat saw Lily.\nThe end.", "Tom lost the ball; Tom found the ball.",
          "def f(x):\n    return x + 1", "日本語 and naïve café 🙂"]

@@ -15,10 +15,10 @@ from tiny import FAMILIES, LLAMA, make
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from tqdm import tqdm
 
-import chat
 import checkpoint
 import generate
 from control import Then
+from support import chat
 
 ROOT = Path(__file__).parent.parent
 STORIES, SMALL = ROOT / "weights" / "stories-llama", ROOT / "weights" / "stories-draft"

@@ -7,9 +7,10 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
 
-from layerskip import SelfDraft, Teacher, acceptance, early_exit, keep, read_skip
+from layerskip import SelfDraft, Teacher, acceptance, early_exit, keep
 from sampling import to_probs
 from speculative import rounds
+from support.cli import read_skip
 
 FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
 IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5

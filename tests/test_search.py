@@ -18,16 +18,16 @@ import torch
 from matplotlib import image
 from tiny import FAMILIES, LLAMA, make
 
-import bench_search
 import checkpoint
 import generate
-import plots
 import search
+from benchmarks import search as bench_search
 from control import Costs, expected_speedup, expected_tokens, weight_costs
 from kvcache import KVCache
 from layerskip import keep
 from sampling import to_probs
 from search import Calibration, Space, Trial, matchness, speedup, tokens_per_second
+from support import plots
 
 ROOT = Path(search.__file__).parent
 END = "<|endoftext|>"

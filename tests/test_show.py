@@ -13,10 +13,10 @@ import torch
 from tiny import FAMILIES, LLAMA, PROMPTS, make, oracle
 from tokenizers import Tokenizer, decoders, models
 
-import show
 from layerskip import SelfDraft
-from show import Generation, Stream, Timed, limit, origins, paint
 from speculative import Draft, Drafter, NGram, Round, generate, rounds
+from support import show
+from support.show import Generation, Stream, Timed, limit, origins, paint
 
 ROOT = Path(__file__).parent.parent
 STORIES = Tokenizer.from_file(str(ROOT / "weights" / "stories-llama" / "tokenizer.json"))
@@ -518,7 +518,7 @@ def test_registers_with_a_running_ipython(monkeypatch):
 def test_import_is_light_and_silent(monkeypatch, capsys):
     for name in ("matplotlib", "IPython"):
         monkeypatch.setitem(sys.modules, name, None)  # to import it would now raise
-    runpy.run_path(str(ROOT / "show.py"))
+    runpy.run_path(str(ROOT / "support" / "show.py"))
     assert capsys.readouterr() == ("", "")
 
 

@@ -606,7 +606,7 @@ def test_damaged_weights_are_noticed(value):
 
 
 def test_one_synchronisation_a_round_and_few_operations():
-    from bench_plain import counts
+    from benchmarks.plain import counts
 
     got = counts()
     assert got["plain round"]["operations"] <= 25 and got["drafted step"]["operations"] <= 20

@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from tiny import FAMILIES, LLAMA, make
 
 import checkpoint
-import corpus
-import plots
 import train
 from model import Transformer
+from support import corpus, files, plots
+from support.files import replacing
 
 ROOT = Path(train.__file__).parent
 SMALL = {"layers": 3, "dim": 32, "heads": 4, "kv-heads": 2, "head-dim": 8, "hidden": 48, "context": 16,
@@ -571,7 +571,7 @@ def test_a_run_that_is_killed_while_it_saves_can_be_resumed(culprit, calls, begi
         m.setattr(Path, "unlink", lambda self, missing_ok: None)  # the dead tidy nothing up
         with pytest.raises(Killed):
             train.train(begin(every=1e-9))
-    part = tmp_path / "out" / (train.STATE + checkpoint.PART)
+    part = tmp_path / "out" / (train.STATE + files.PART)
     assert part.exists(), "the test must leave what a killed process leaves"
     run = begin(resume=True)
     assert run.step == max(0, calls - 1)
@@ -991,7 +991,7 @@ def test_charts_of_what_is_rare(tmp_path):
 
 
 def test_others_may_read_what_is_written(tmp_path):
-    with checkpoint.replacing(tmp_path / "file") as part:
+    with replacing(tmp_path / "file") as part:
         part.touch(mode=0o600)  # as safetensors does
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
@@ -1001,7 +1001,7 @@ def test_a_failure_while_writing_leaves_the_old_file(error, tmp_path):
     path = tmp_path / "file"
     path.write_text("old")
     with pytest.raises(OSError, match="file: cannot be written.*untouched"):
-        with checkpoint.replacing(path) as part:
+        with replacing(path) as part:
             part.write_text("half of the n")
             assert path.read_text() == "old", "the old file stays until the new one is whole"
             raise error if isinstance(error, OSError) else checkpoint.SafetensorError("disk full")
@@ -1013,7 +1013,7 @@ def test_what_was_written_takes_the_place_of_the_old_file(tmp_path):
         path = tmp_path / f"{old}"
         if old:
             path.write_text(old)
-        with checkpoint.replacing(path) as part:
+        with replacing(path) as part:
             assert part.parent == path.parent, "only within a folder a file can be replaced at once"
             part.write_text("new")
         assert path.read_text() == "new"
@@ -1025,7 +1025,7 @@ def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(monkeypatch, tmp_p
     for name in ("fsync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (seen.append(name), real(*args)))
-    with checkpoint.replacing(tmp_path / "file") as part:
+    with replacing(tmp_path / "file") as part:
         part.write_text("new")
     assert seen == ["fsync", "replace"], "after a power cut there may be neither"
 
@@ -1036,7 +1036,7 @@ def test_a_file_that_cannot_be_replaced_keeps_what_it_holds(monkeypatch, tmp_pat
     monkeypatch.setattr(os, "replace", fail)   # the one call that changes files without a moment in between
     (tmp_path / "file").write_text("old")
     with pytest.raises(OSError, match="cannot be written"):
-        with checkpoint.replacing(tmp_path / "file") as part:
+        with replacing(tmp_path / "file") as part:
             part.write_text("new")
     assert tree(tmp_path) == {str(tmp_path / "file"): b"old"}
 
@@ -1045,7 +1045,7 @@ def test_a_file_that_cannot_be_replaced_leaves_no_part(tmp_path):
     (tmp_path / "file").mkdir()
     for path in (tmp_path / "file", tmp_path / "file" / "nothing"):
         with pytest.raises(OSError, match=f"{path}: cannot be written"):
-            with checkpoint.replacing(path) as part:
+            with replacing(path) as part:
                 if path.name == "file":
                     part.write_text("new")
     assert tree(tmp_path) == {str(tmp_path / "file"): None}

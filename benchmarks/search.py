@@ -14,16 +14,14 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-import plots
-from bench_costs import SETS, measure_costs, read_prompts
-from bench_plain import table
-from control import weight_costs
+from benchmarks.shared import ROOT, SETS, WEIGHTS, read_prompts, table
+from control import measure_costs, weight_costs
 from layerskip import SelfDraft, early_exit
 from search import Calibration, Space, Trial, matchness, search, speedup, tokens_per_second
 from speculative import generate
+from support import plots
 
-HERE = Path(__file__).resolve().parent
-LANDSCAPE = HERE / "notebooks" / "landscape.npz"
+LANDSCAPE = ROOT / "notebooks" / "landscape.npz"
 BUDGETS, SEEDS = (25, 50, 100), 20
 
 
@@ -277,11 +275,11 @@ def run(a):
     prompts = [checkpoint.encode(tokenizer, line["prompt"], model.c.bos) for line in lines]
     space, costs = middle(model.c.n_layers), weight_costs(model.c)
     calibration = Calibration(exact, tokenizer, documents, 512)
-    if LANDSCAPE.is_file() and Path(a.model).resolve() == HERE / "weights" / "stories-llama":
+    if LANDSCAPE.is_file() and Path(a.model).resolve() == WEIGHTS / "stories-llama":
         land = dict(np.load(LANDSCAPE))
     else:
         land = enumerate_sets(space, calibration, costs)
-        if Path(a.model).resolve() == HERE / "weights" / "stories-llama":
+        if Path(a.model).resolve() == WEIGHTS / "stories-llama":
             LANDSCAPE.parent.mkdir(exist_ok=True)
             np.savez_compressed(LANDSCAPE, **land)
     with tqdm(total=4 * SEEDS, desc="methods", disable=None) as bar:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2.sandbox
 
-import checkpoint
+from support.files import read_json, read_text
 
 
 def read_template(folder):
@@ -20,8 +20,8 @@ def read_template(folder):
     """
     folder = Path(folder)
     file, path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    config = checkpoint.read_json(path) if path.is_file() else {}
-    source = checkpoint.read_text(file) if file.is_file() else config.get("chat_template")
+    config = read_json(path) if path.is_file() else {}
+    source = read_text(file) if file.is_file() else config.get("chat_template")
     if isinstance(source, list):  # several templates by name
         source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}.get("default")
     if not isinstance(source, str):

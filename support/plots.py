@@ -70,7 +70,7 @@ def training(losses, block, evals, tables, path):
 
 def plain(results, title, path):
     """Speed beside transformers and the bound; what a block of T tokens costs. results: by model and dtype,
-    the medians that `bench_plain.measure` returns."""
+    the medians that `benchmarks.plain.measure` returns."""
     figure, ((left, right),) = axes(1, 2)
     names = list(results)
     ratios = [r["decode"]["transformers"] / r["decode"]["ours"] for r in results.values()]

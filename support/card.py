@@ -6,7 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
-import cli
+from support import cli
 
 
 def card(run, tables, sample, command):

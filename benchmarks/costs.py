@@ -4,45 +4,21 @@ The one thing to remember: alpha comes from one pass over a text and c from a st
 the weights; nothing has to be decoded to know whether alpha > c.
 """
 
-import json
-from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import checkpoint
-from bench_plain import interleave, table
-from control import Costs, best_gamma, expected_speedup, weight_costs
-from kvcache import KVCache
-from layerskip import Teacher, early_exit, read_skip
+from benchmarks.shared import SETS, forecast, read_prompts, table
+from control import measure_costs, weight_costs
+from layerskip import Teacher, early_exit
 from sampling import to_probs
 from speculative import generate
-
-HERE = Path(__file__).resolve().parent
-SETS = "stories", "dialogues", "maths", "code"
-
-
-def read_prompts(name):
-    """The lines of bench_prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
-    lines = (HERE / "bench_prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
+from support.cli import read_skip
+from support.files import read_text
 
 # --- costs
-
-
-def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds: each sub-layer alone, and the head, on one token behind `at` others."""
-    cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
-    x, here = model.embed(torch.full((1, 1), 5, device=model.tok.device)), slice(at, at + 1)
-    parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
-    times = interleave(
-        {**parts, "empty": partial(model.run, x, here, cache, []), "head": partial(model.unembed, x)}, repeats
-    )
-    empty = times.pop("empty")  # what a call takes that runs nothing
-    head = times.pop("head")
-    return Costs(tuple(max(0.0, s - empty) for s in times.values()), head + empty)
 
 
 def run_costs(a):
@@ -67,17 +43,11 @@ def run_costs(a):
 # --- will it help?
 
 
-def forecast(alphas, c):
-    """(alpha, best gamma, speed-up at it) of acceptance series (one a text) at the cost c."""
-    gamma = best_gamma(alphas, c)
-    return float(torch.cat(alphas).mean()), gamma, expected_speedup(alphas, gamma, c)
-
-
 def teachers(model, tokenizer, a, probs=to_probs):
     """The texts to score drafts on, as Teachers, and how many of their first tokens to leave out: those of
     --text; or what the model itself goes on to say behind the prompts, which is what a draft will meet."""
     if a.text:
-        ids = checkpoint.encode(tokenizer, checkpoint.read_text(Path(a.text)), model.c.bos)
+        ids = checkpoint.encode(tokenizer, read_text(Path(a.text)), model.c.bos)
         size = min(512, model.c.max_len)
         return [(Teacher(model, ids[i : i + size], probs), 0) for i in range(0, min(len(ids), 2048), size)]
     made = []
@@ -126,7 +96,7 @@ def run_help(a):
     count = sum(len(t.p[0]) - skip for t, skip in texts)
     lines = [
         f"{a.model}, {a.dtype}; {a.machine}; greedy, {count} tokens of "
-        f"{a.text or 'its own answers to bench_prompts'}",
+        f"{a.text or 'its own answers to benchmarks/prompts'}",
         "",
     ]
     lines += table(["draft", "alpha", "c", "c by bytes", "best gamma", "speed-up promised"], rows)

@@ -5,10 +5,14 @@ The one thing to remember: a ValueError or an OSError is a message to the user; 
 import argparse
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
 import torch
+
+from layerskip import keep
+from support.files import read_json
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,6 +20,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise ValueError(f"{message}; see --help")
+
+
+def read_skip(text, n_layers):
+    """The sub-layers that stay: "a3,m4" skips attention 3 and MLP 4, anything else names a file of
+    {"attn": [...], "mlp": [...]}, whose other keys are ignored."""
+    names = [name.strip() for name in text.split(",")]
+    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
+        attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
+        return keep(n_layers, attn, mlp)
+    sets = read_json(Path(text))
+    attn, mlp = sets.get("attn", []), sets.get("mlp", [])
+    if not all(isinstance(s, list) and all(type(i) is int for i in s) for s in (attn, mlp)):
+        raise ValueError(f'{text}: "attn" and "mlp" must be lists of block numbers')
+    return keep(n_layers, attn, mlp)
 
 
 def machine(device):

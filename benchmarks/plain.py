@@ -7,7 +7,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -18,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import checkpoint
-import plots
+from benchmarks.shared import ROOT, WEIGHTS, random_model, table
+from control import interleave
 from kvcache import KVCache
 from layerskip import SelfDraft
-from model import Config, Transformer
+from model import Config
 from speculative import generate, prefill, rounds
+from support import plots
 
-HERE = Path(__file__).resolve().parent
 SHAPE_110M = Config(
     vocab_size=32_000,
     dim=768,
@@ -48,14 +48,6 @@ SHAPE_1B = Config(  # for the GPU
 )
 TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
 BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
-
-
-def random_model(c, dtype=torch.float32, seed=0):
-    torch.manual_seed(seed)
-    model = Transformer(c).requires_grad_(False).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.constant_(p, 1 - c.norm_offset)
-    return model.to(dtype)
 
 
 # --- counts
@@ -135,20 +127,6 @@ def counts():
 # --- plain decoding against transformers
 
 
-@torch.no_grad()
-def interleave(actions, repeats):
-    """{name: median seconds}: every action once as a warm-up, then A B A B."""
-    seconds = {name: [] for name in actions}
-    for repeat in range(repeats + 1):
-        for name, action in actions.items():
-            start = time.perf_counter()
-            action()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name] += [time.perf_counter() - start] * (repeat > 0)
-    return {name: statistics.median(s) for name, s in seconds.items()}
-
-
 class Pair:
     """The same weights in this library and in transformers."""
 
@@ -221,7 +199,7 @@ def loading(folder, dtype, repeats):
     seen = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            run = [sys.executable, "-c", LOAD.format(here=str(HERE), call=call)]
+            run = [sys.executable, "-c", LOAD.format(here=str(ROOT), call=call)]
             seen[name].append(
                 [
                     float(n)
@@ -272,10 +250,6 @@ def launches(model, prompt):
     return sum(e.count for e in seen.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
-def table(head, rows):
-    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)] + [""]
-
-
 def markdown(results, a):
     """The tables of `plain`."""
     lines = [
@@ -322,7 +296,7 @@ def run_counts(a):
 
 
 def run(a):
-    stories, a.repeats = HERE / "weights" / "stories-llama", a.repeats or 5
+    stories, a.repeats = WEIGHTS / "stories-llama", a.repeats or 5
     _, tokenizer = checkpoint.load(stories, "cpu")
     a.prompt = checkpoint.encode(tokenizer, TEXT * 4, 0)
     shapes = (

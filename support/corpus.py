@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-import checkpoint
+from support.files import read_text
 
 END = "<|endoftext|>"
 HELD_OUT = 0.02  # of each training file, where nothing else is given to measure on
@@ -22,7 +22,7 @@ def read_documents(path):
     none."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    documents = [text for part in checkpoint.read_text(path).split(END) if (text := part.strip("\n"))]
+    documents = [text for part in read_text(path).split(END) if (text := part.strip("\n"))]
     if not documents:
         raise ValueError(f"{path}: no text in it")
     return documents

@@ -15,9 +15,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-import plots
-from bench_costs import HERE, SETS, forecast, read_prompts
-from bench_plain import table
+from benchmarks.shared import SETS, WEIGHTS, forecast, read_prompts, table
 from control import (
     AdaptiveExit,
     Confidence,
@@ -30,10 +28,12 @@ from control import (
     expected_speedup,
     weight_costs,
 )
-from layerskip import SelfDraft, Teacher, early_exit, keep, read_skip
+from layerskip import SelfDraft, Teacher, early_exit, keep
 from sampling import Coins, to_probs
-from show import Timed
 from speculative import Drafter, ModelDraft, NGram, rounds
+from support import plots
+from support.cli import read_skip
+from support.show import Timed
 
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
@@ -344,7 +344,7 @@ def row(m, plain, texts):
 
 def run(a):
     a.repeats = a.repeats or (1 if a.quick else 3)
-    a.draft_model = a.draft_model or str(HERE / "weights" / "stories-draft")
+    a.draft_model = a.draft_model or str(WEIGHTS / "stories-draft")
     models = {}
     for dtype in (a.dtype, "float64"):
         target, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, dtype))
@@ -415,7 +415,7 @@ def divergences(bench, methods, title):
 def markdown(a, results, notes):
     lines = [
         f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new tokens "
-        f"behind each prompt of bench_prompts, {a.repeats} interleaved runs: medians, of the ratios their "
+        f"after each prompt of benchmarks/prompts, {a.repeats} interleaved runs: medians, of the ratios the "
         "geometric mean over the prompts; every greedy method of ours wrote the same text as plain decoding "
         "in float64",
         "",

@@ -1,0 +1,47 @@
+"""Reading and writing files, so that bad input is one clear line and a kill at any moment loses nothing.
+
+The one thing to remember: what is written takes the place of the old file only once all of it is on the disk.
+"""
+import json
+import os
+from contextlib import contextmanager
+
+from safetensors import SafetensorError
+
+PART = ".part"  # the ending of a file that is being written
+
+
+@contextmanager
+def replacing(path):
+    """A path to write to, which takes the place of `path` once all is written: killed at any moment, the old
+    file or the new one is there. Raises OSError, in one line, where it cannot be written."""
+    part = path.with_name(path.name + PART)
+    try:
+        yield part
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())
+        part.chmod(0o644)  # safetensors lets only the owner read
+        os.replace(part, path)
+    except (OSError, SafetensorError) as e:
+        raise OSError(f"{path}: cannot be written ({e}); what was there before is untouched") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_text(path):
+    try:
+        return path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as e:
+        raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
+
+
+def read_json(path):
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}: not readable as JSON ({e})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
