@@ -3,19 +3,18 @@
 The one thing to remember: drafting gains only where alpha > c, the share of first drafts that are accepted
 above the cost of a drafted step relative to a pass of the target.
 
-A rule gives any chain drafter its `gamma` and `stop`; none can change the text. Confidences come from the raw
-softmax, and so they mean something at temperature 0, too.
+A rule says how far a drafter drafts, and none can change the text. Confidences come from the raw softmax, and
+so they mean something at temperature 0, too.
 """
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from kvcache import KVCache
-from speculative import Draft, Drafter, check_gamma
+from speculative import Rule
 
 MOST = 16  # drafts longer than this are not considered
 
@@ -24,13 +23,19 @@ MOST = 16  # drafts longer than this are not considered
 
 
 def expected_tokens(alpha, gamma):
-    """Tokens that a target pass yields behind gamma drafts: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 at
+    """Tokens that a target pass over gamma drafts yields: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 at
     alpha = 1 (Leviathan et al. 2023, eq. 1).
 
-    alpha: a number; or a series (T,) of acceptances at successive positions of a text, or a list of them, one
-    a text, along which rounds are then followed. Acceptances cluster, and a round starts where another
-    was refused: the formula at their mean says too much, and so does the mean run over all positions. Raises
-    ValueError where no series is as long as a draft.
+    alpha: a number; or a series (T,) of acceptances along a text, or a list of them, one for each text.
+    alpha[i] is how likely a draft of the token after position i is accepted, wherever in a round it falls.
+    Along a series rounds are followed one after the other, because accepted tokens come in groups and a round
+    starts where another one was refused: the formula at their mean promises too much. Raises ValueError where
+    no series is as long as a draft.
+
+    >>> round(expected_tokens(0.8, 2), 2)                   # 1 + .8 + .64
+    2.44
+    >>> round(expected_tokens(torch.tensor([0.9, 0.2]), 2), 2)  # one round: 1 + .9 + .9 * .2
+    2.08
     """
     if isinstance(alpha, (int, float)):
         return sum(alpha ** i for i in range(gamma + 1))
@@ -39,7 +44,7 @@ def expected_tokens(alpha, gamma):
     tokens = rounds = 0.0
     for series in [alpha] if isinstance(alpha, torch.Tensor) else alpha:
         a = series.tolist()
-        starts = [1.0] + [0.0] * (len(a) + 1)  # how probable it is that a round starts at each position
+        starts = [1.0] + [0.0] * (len(a) + 1)   # how likely a round starts at each position
         for i in range(len(a) - gamma + 1):
             reach = starts[i]
             rounds += reach
@@ -54,18 +59,22 @@ def expected_tokens(alpha, gamma):
     return tokens / rounds
 
 
-def expected_speedup(alpha, gamma, c):
+def expected_speedup(alpha, gamma, cost):
     """Over plain decoding, where verifying gamma + 1 tokens costs as much as one (Leviathan et al. 2023,
-    Theorem 3.8)."""
-    return expected_tokens(alpha, gamma) / (gamma * c + 1)
+    Theorem 3.8). cost: of a drafted step relative to a pass of the target, the paper's c."""
+    return expected_tokens(alpha, gamma) / (gamma * cost + 1)
 
 
-def best_gamma(alpha, c, most=MOST, least=0):
-    """The gamma of the highest expected speed-up, from `least` on; by default 0, do not draft, where none
-    exceeds 1."""
+def best_gamma(alpha, cost, most=MOST, least=0):
+    """The gamma of the highest expected speed-up, from `least` on. With the default 0 it is 0, do not draft,
+    where no speed-up exceeds 1.
+
+    >>> best_gamma(0.8, 0.2), best_gamma(0.8, 0.05), best_gamma(0.3, 0.4)
+    (4, 8, 0)
+    """
     if not isinstance(alpha, (int, float)):
         most = min(most, max(len(a) for a in ([alpha] if isinstance(alpha, torch.Tensor) else alpha)))
-    return max(range(least, most + 1), key=lambda gamma: expected_speedup(alpha, gamma, c))
+    return max(range(least, most + 1), key=lambda gamma: expected_speedup(alpha, gamma, cost))
 
 
 @dataclass(frozen=True)
@@ -78,21 +87,23 @@ class Costs:
     def whole(self):
         return sum(self.sublayers) + self.head
 
-    def c(self, sublayers):
-        """The cost of a drafted step relative to a pass of the target. Both include the head."""
+    def step(self, sublayers):
+        """The cost of a drafted step relative to a pass of the target, the c of the formulas. Both include
+        the head."""
         return (sum(self.sublayers[i] for i in sublayers) + self.head) / self.whole
 
 
 def weight_costs(c):
-    """Costs by the number of weights: where tokens are written one by one, reading them is what takes the
-    time."""
+    """Costs by the number of weights: where tokens are written one by one, reading the weights is what takes
+    the time."""
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim)
 
 
 @torch.no_grad()
 def interleave(actions, repeats):
-    """{name: median seconds}: every action once as a warm-up, then A B A B."""
+    """{name: median seconds} of actions, which are run in turn, A B A B, after one warm-up of each: then a
+    machine that slows down slows all of them."""
     seconds = {name: [] for name in actions}
     for repeat in range(repeats + 1):
         for name, action in actions.items():
@@ -105,7 +116,7 @@ def interleave(actions, repeats):
 
 
 def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds: each sub-layer alone, and the head, on one token behind `at` others."""
+    """Costs in seconds: each sub-layer alone, and the head, on one token after `at` others."""
     cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
     x, here = model.embed(torch.full((1, 1), 5, device=model.tok.device)), slice(at, at + 1)
     parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
@@ -119,76 +130,32 @@ def measure_costs(model, at=64, repeats=50):
 # --- rules
 
 
-class Rule:
-    """How far to draft. `gamma` is asked before each draft, `stop` (if there is one) behind each drawn token,
-    see `speculative.chain`; `learn` is told what became of it. This one: always the same."""
-    stop = None
-
-    def __init__(self, gamma):
-        if callable(gamma):
-            raise ValueError("a rule needs a whole number of tokens: it is itself what says how many")
-        self.most = check_gamma(gamma)
-
-    def begin(self, state):
-        """Before the first round of a run. What was learnt in earlier runs may stay."""
-
-    def gamma(self, state):
-        """How many tokens to draft: an int, or a list with one for each row."""
-        return self.most
-
-    def learn(self, state, round):
-        """After a round."""
-
-
-class Controlled(Drafter):
-    """A chain drafter under a rule, which takes the place of its own `gamma` and `stop`. Raises ValueError
-    for a drafter that has no `gamma`."""
-
-    def __init__(self, drafter, rule):
-        if not hasattr(drafter, "gamma"):
-            raise ValueError(f"{type(drafter).__name__} asks no rule how far to draft: control its parts")
-        self.drafter, self.rule = drafter, rule
-        self.wants_trace = drafter.wants_trace
-        drafter.gamma, drafter.stop = rule.gamma, rule.stop
-
-    def begin(self, state, x):
-        self.rule.begin(state)
-        self.drafter.begin(state, x)
-
-    def propose(self, state):
-        return self.drafter.propose(state)
-
-    def observe(self, state, round):
-        self.drafter.observe(state, round)
-        self.rule.learn(state, round)
-
-
 class Schedule(Rule):
     """Longer after a draft that was accepted whole, shorter otherwise, each row on its own.
 
-    `Schedule(g)` adds and takes one (the baseline "FS" of DEL, arXiv 2504.05598); `Schedule(g, up=2)` is
-    transformers' "heuristic", and up=0, down=0 its "constant".
+    `Schedule(start)` adds and takes one (the baseline "FS" of DEL, arXiv 2504.05598); `Schedule(start, up=2)`
+    is transformers' "heuristic", and up=0, down=0 its "constant".
     """
 
-    def __init__(self, gamma, up=1, down=1, most=MOST):
-        super().__init__(gamma)
-        self.up, self.down, self.longest = up, down, most
+    def __init__(self, start, up=1, down=1, most=MOST):
+        super().__init__(max(start, most))
+        self.start, self.up, self.down = Rule(start).most, up, down
 
     def begin(self, state):
-        self.now = [self.most] * len(state.text)
+        self.now = [self.start] * len(state.known)
 
     def gamma(self, state):
         return self.now
 
-    def learn(self, state, round):
-        for b, (drafted, kept) in enumerate(outcomes(round)):
+    def learn(self, state, r):
+        for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
                 change = self.up if kept == drafted else -self.down
-                self.now[b] = min(max(1, self.now[b] + change), max(self.longest, self.most))
+                self.now[b] = min(max(1, self.now[b] + change), self.most)
 
 
 class Confidence(Rule):
-    """Stop behind a token that the draft gives less than `threshold` (transformers'
+    """Stop after a token that the draft gives less than `threshold` (transformers'
     assistant_confidence_threshold: 0.4; Kangaroo, arXiv 2404.18911: 0.6)."""
 
     def __init__(self, threshold, gamma=MOST):
@@ -202,7 +169,7 @@ class Confidence(Rule):
 class AdaptiveExit(Rule):
     """Confidence with a threshold that steers the acceptance towards `target` (Draft & Verify, Zhang et al.
     2023, section 3.3), each row on its own. The threshold outlives the run, as in the paper's code, and so
-    does the acceptance, which starts at 0."""
+    does the running acceptance, which starts at 0."""
 
     def __init__(self, threshold=0.6, target=0.9, beta1=0.5, beta2=0.9, epsilon=0.01, gamma=12):
         super().__init__(gamma)
@@ -210,8 +177,9 @@ class AdaptiveExit(Rule):
         self.beta1, self.beta2, self.threshold = beta1, beta2, []
 
     def begin(self, state):
-        if len(self.threshold) != len(state.text):
-            self.threshold, self.acceptance = [self.start] * len(state.text), [0.0] * len(state.text)
+        rows = len(state.known)
+        if len(self.threshold) != rows:
+            self.threshold, self.acceptance = [self.start] * rows, [0.0] * rows
 
     def gamma(self, state):
         self.bar = state.send(self.threshold)  # (B,) once a round, not once a token
@@ -220,8 +188,8 @@ class AdaptiveExit(Rule):
     def stop(self, k, logits, token):
         return confidence(logits, token) < self.bar
 
-    def learn(self, state, round):
-        for b, (drafted, kept) in enumerate(outcomes(round)):
+    def learn(self, state, r):
+        for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
                 m = self.acceptance[b] = self.beta1 * self.acceptance[b] + (1 - self.beta1) * kept / drafted
                 up, full = m < self.target, drafted == self.most
@@ -230,7 +198,7 @@ class AdaptiveExit(Rule):
 
 
 class Gate(Rule):
-    """Draft only behind a token that the target was sure of (the repository fast-llm-inference by ccs96307:
+    """Draft only after a token that the target was sure of (the repository fast-llm-inference by ccs96307:
     0.5), each row on its own."""
 
     def __init__(self, gamma, threshold=0.5):
@@ -238,26 +206,27 @@ class Gate(Rule):
         self.threshold = threshold
 
     def begin(self, state):
-        self.sure = [1.0] * len(state.text)  # nothing is known yet of the prompt's last token
+        self.sure = [1.0] * len(state.known)  # the target has not judged the prompt's last token
 
     def gamma(self, state):
         return [self.most if sure >= self.threshold else 0 for sure in self.sure]
 
-    def learn(self, state, round):
-        self.sure = target_confidence(state, round, self.sure)
+    def learn(self, state, r):
+        self.sure = [row[-1] if row else before for row, before in zip(r.sure, self.sure, strict=True)]
 
 
 class ValueGate(Gate):
-    """The gate by expected value: draft iff the acceptance to be expected behind a target token of this
-    confidence exceeds c, as far as the formula says.
+    """The gate by expected value: draft where the acceptance to be expected after a target's token of this
+    confidence exceeds the cost, as far as the formula says.
 
     It learns the acceptance of first drafts in ten classes of confidence, and that of later ones in one more.
-    Old evidence fades, and a class without any is tried: so none is given up for good.
+    Old evidence fades, and a class with almost no evidence drafts one token, to learn: so none is given up
+    for good.
     """
 
-    def __init__(self, c, gamma=MOST, fade=0.99):
+    def __init__(self, cost, gamma=MOST, fade=0.99):
         super().__init__(gamma)
-        self.c, self.fade = c, fade
+        self.cost, self.fade = cost, fade
         self.first, self.later = [Beta() for _ in range(10)], Beta()
 
     def kind(self, sure):
@@ -265,50 +234,57 @@ class ValueGate(Gate):
 
     def gamma(self, state):
         self.asked = [self.kind(sure) for sure in self.sure]
-        return [max(plan(kind.mean(), self.later.mean(), self.c, self.most), kind.hits + kind.misses < 0.5)
-                for kind in self.asked]
+        wanted = []
+        for kind in self.asked:
+            to_learn = min(1, self.most) if kind.hits + kind.misses < 0.5 else 0
+            wanted.append(max(to_learn, plan(kind.mean(), self.later.mean(), self.cost, self.most)))
+        return wanted
 
-    def learn(self, state, round):
+    def learn(self, state, r):
         for beta in (*self.first, self.later):
             beta.fade(self.fade)
-        for (drafted, kept), kind in zip(outcomes(round), self.asked, strict=True):
+        for (drafted, kept), kind in zip(outcomes(r), self.asked, strict=True):
             if drafted:
                 kind.add(min(kept, 1), kept == 0)
                 self.later.add(max(0, kept - 1), 0 < kept < drafted)
-        super().learn(state, round)
+        super().learn(state, r)
 
 
 class DoNoHarm(Rule):
-    """Never much slower than plain decoding, whatever the draft is worth: gamma by the formula from a decayed
-    acceptance estimate of each row, none where alpha <= c.
+    """Never much slower than plain decoding, whatever the draft is worth: each row estimates its acceptance
+    from what became of its drafts, old ones fading, and drafts as far as the formula says; not at all where
+    the estimate does not exceed the cost.
 
-    A row that does not draft tries one token again when it has saved up for it: each round earns `risk`
-    passes, a try costs c. So a useless draft of any price costs a share of `risk`, once a few tries have told
-    that it is useless.
+    Each round without a draft earns `risk` passes, and once they pay for it the row tries one token, which
+    spends them. So a useless draft costs a share of `risk`, whatever its price, once a few tries have told
+    that it is useless. A cost below `FLOOR` counts as `FLOOR`: the estimate of a draft of which nothing is
+    accepted falls to .045 only, and a drafted token widens the block, which is never free.
     """
+    FLOOR = 0.05
 
-    def __init__(self, c, gamma=MOST, risk=0.01, fade=0.95):
+    def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
         super().__init__(gamma)
-        self.c, self.risk, self.decay, self.past, self.saved = c, risk, fade, Beta(), []
+        self.cost, self.risk, self.decay = max(cost, self.FLOOR), risk, fade
+        self.past, self.saved = Beta(), []
 
     def begin(self, state):
-        self.seen = [self.past.copy() for _ in state.text]  # what other texts taught is where a row starts
-        if len(self.saved) != len(state.text):
-            self.saved = [self.c] * len(state.text)
+        self.seen = [self.past.copy() for _ in state.known]  # a row starts with what other texts taught
+        if len(self.saved) != len(state.known):
+            self.saved = [self.cost] * len(state.known)
 
     def gamma(self, state):
         wanted = []
         for b, seen in enumerate(self.seen):
-            gamma = plan(seen.mean(), seen.mean(), self.c, self.most)
-            if gamma == 0:
+            gamma = plan(seen.mean(), seen.mean(), self.cost, self.most)
+            if gamma == 0 and self.most > 0:
                 self.saved[b] += self.risk
-                if self.saved[b] >= self.c:
-                    gamma, self.saved[b] = 1, self.saved[b] - self.c
+                if self.saved[b] >= self.cost:
+                    gamma, self.saved[b] = 1, self.saved[b] - self.cost
             wanted.append(gamma)
         return wanted
 
-    def learn(self, state, round):
-        for b, (drafted, kept) in enumerate(outcomes(round)):
+    def learn(self, state, r):
+        for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
                 for beta in (self.seen[b], self.past):
                     beta.fade(self.decay)
@@ -316,7 +292,8 @@ class DoNoHarm(Rule):
 
 
 class Beta:
-    """A Beta(1, 1) prior, uniform, and faded counts: Laplace's rule of succession."""
+    """An estimate of an acceptance from counts of which old ones fade: (hits + 1) / (hits + misses + 2), the
+    mean of a Beta distribution whose prior is uniform (Laplace's rule of succession)."""
 
     def __init__(self, hits=0.0, misses=0.0):
         self.hits, self.misses = hits, misses
@@ -334,99 +311,23 @@ class Beta:
         self.hits, self.misses = self.hits + hits, self.misses + misses
 
 
-def plan(first, later, c, most):
-    """The best gamma where the first draft is accepted with probability `first`, each behind an accepted one
-    with `later`."""
+def plan(first, later, cost, most):
+    """The best gamma where the first draft is accepted with probability `first`, and each after an accepted
+    one with `later`."""
     best, top, tokens, reach = 0, 1.0, 1.0, first
     for gamma in range(1, most + 1):
         tokens, reach = tokens + reach, reach * later
-        if tokens / (gamma * c + 1) > top:
-            best, top = gamma, tokens / (gamma * c + 1)
+        if tokens / (gamma * cost + 1) > top:
+            best, top = gamma, tokens / (gamma * cost + 1)
     return best
 
 
-def outcomes(round):
-    """(drafted, accepted) of each row. trap: where an end of text cuts the accepted ones short, nothing
-    behind it was refused."""
-    pairs = zip(round.proposed.tolist(), round.accepted.tolist(), round.new, strict=True)
-    return [(kept if len(new) == kept else drafted, kept) for drafted, kept, new in pairs]
+def outcomes(r):
+    """(drafted, accepted) of each row."""
+    return list(zip(r.proposed.tolist(), r.accepted.tolist(), strict=True))
 
 
 def confidence(logits, token):
     """The raw probability of `token`. logits (B, V), token (B,) -> (B,)"""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.softmax(1, dtype=wide).gather(1, token[:, None])[:, 0]
-
-
-def target_confidence(state, round, before):
-    """The target's raw probability of each row's last known token; `before` for rows that stood still."""
-    at = [len(text) - 1 - start for text, start in zip(state.text, round.start.tolist(), strict=True)]
-    logits = torch.stack([row[i] for row, i in zip(round.logits, at, strict=True)])     # (B, V)
-    token = torch.tensor([text[-1] for text in state.text], device=logits.device)
-    sure = confidence(logits, token).tolist()
-    return [s if i >= 0 else b for i, s, b in zip(at, sure, before, strict=True)]
-
-
-# --- two drafts, one behind the other
-
-
-class Then(Drafter):
-    """b goes on where a ends: `Then(SelfDraft(...), NGram(...))` looks up in the text what followed the last
-    time it went like the draft (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them so).
-
-    b must not need the target's cache behind the text, as `SelfDraft` does: nobody has filled it there.
-    """
-
-    def __init__(self, a, b):
-        self.a, self.b, self.wants_trace = a, b, a.wants_trace or b.wants_trace
-
-    def begin(self, state, x):
-        self.a.begin(state, x)
-        self.b.begin(state, x)
-
-    def propose(self, state):
-        head = self.a.propose(state).cut(max(state.room) - 1)
-        K = head.tokens.shape[1]
-        clip = (state.left - 1).clamp(0, K)
-        length = clip if head.length is None else torch.minimum(head.length, clip)      # (B,)
-        self.drafted = length.tolist()
-        text, room, tokens = [], [], state.tokens.clone()
-        rows = zip(state.text, state.room, head.tokens.tolist(), self.drafted, strict=True)
-        for b, (known, left, draft, m) in enumerate(rows):
-            tokens[b, len(known) : len(known) + m] = head.tokens[b, :m]
-            text.append(known + draft[:m])
-            room.append(max(0, left - m))
-        n, left = state.send([[len(t) for t in text], room]).unbind()
-        tail = self.b.propose(replace(state, tokens=tokens, n=n, left=left, text=text, room=room))
-        return join(head, length, tail, state.vocab)
-
-    def observe(self, state, round):
-        """Each learns of its own part; b's was refused unseen where a's was not accepted whole."""
-        drafted = torch.tensor(self.drafted)
-        first, over = round.accepted.minimum(drafted), round.accepted >= drafted
-        self.a.observe(state, replace(round, accepted=first, proposed=round.proposed.minimum(drafted)))
-        new = [row[m:] for row, m in zip(round.new, self.drafted, strict=True)]
-        self.b.observe(state, replace(round, accepted=round.accepted - first, new=new,
-                                      proposed=(round.proposed - drafted).clamp(min=0) * over))
-
-
-def join(head, length, tail, vocab):
-    """One Draft: of each row the first `length` (B,) tokens of head, right behind them the tail's."""
-    (B, A), T = head.tokens.shape, tail.tokens.shape[1]
-    if T == 0:
-        return replace(head, length=length)
-    more = torch.full_like(length, T) if tail.length is None else tail.length
-    at = torch.arange(int((length + more).max()), device=length.device).expand(B, -1)     # (B, K)
-    behind = (at - length[:, None]).clamp(max=T - 1)  # whose token is it? from 0: this one of the tail
-    source = torch.where(behind < 0, at, A + behind)
-
-    def place(first, second):  # (B, A, ...), (B, T, ...) -> (B, K, ...)
-        both = torch.cat([first, second], 1)
-        index = source.reshape(*source.shape, *[1] * (both.dim() - 2))
-        return both.gather(1, index.expand(-1, -1, *both.shape[2:]))
-
-    q = None
-    if head.q is not None or tail.q is not None:  # beside drawn tokens a certain one has a one-hot q
-        dtype = (tail.q if head.q is None else head.q).dtype
-        q = place(*(F.one_hot(d.tokens, vocab).to(dtype) if d.q is None else d.q for d in (head, tail)))
-    return Draft(place(head.tokens, tail.tokens), q, length + more)

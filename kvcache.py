@@ -1,10 +1,15 @@
-"""A KV cache with no length: slot = position, and a block of tokens sees the slots before its own first slot,
-and itself.
+"""A KV cache that stores no fill level: slot = position, and a block of tokens sees the slots before its own
+first slot, and itself.
 
-The one thing to remember: rolling back is starting the next block earlier. There is no truncate, no padding
-mask and no realignment, and the rows of a batch advance at different rates for free, because dead slots are
-outside every mask and are overwritten before anybody reads them. The rule behind it: a layer that runs a
-block must already hold every slot before it.
+The one thing to remember: rolling back is starting the next block earlier.
+
+    slot              3   4   5   6
+    this round        D   d1  d2  d3     d1 is accepted, d2 refused, and t is chosen in its place
+    next round                t   e1     the block starts at t and overwrites what d2 and d3 left
+
+So there is no truncation, no padding mask and no realignment, and the rows of a batch advance at different
+rates for free: a dead slot is hidden by every mask until it is overwritten. The rule on which it all rests: a
+layer that runs a block must already hold every slot before it.
 """
 import torch
 
@@ -14,11 +19,11 @@ class KVCache:
         # trap: zeros, not empty. A dead slot is masked to weight 0, but 0 * NaN is NaN.
         self.k = torch.zeros(c.n_layers, batch, c.n_kv_heads, slots, c.head_dim, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)                                   # both (L, B, Hkv, S, D)
-        self.layers = list(zip(self.k, self.v, strict=True))                # views: one less indexing a write
+        self.layers = list(zip(self.k, self.v, strict=True))                # views: a write indexes only once
 
     def write(self, layer, k, v, slots, end, recent=None):
         """Store k, v (B, Hkv, T, D) at `slots`, a slice or (B, T), and return what the block may read: the
-        slots before `end`, (B, Hkv, end, D), or with `recent` only the last that many of them."""
+        slots before `end`, (B, Hkv, end, D), or only the last `recent` of them."""
         keys, values = self.layers[layer]
         if isinstance(slots, slice):
             keys[:, :, slots], values[:, :, slots] = k, v
@@ -30,7 +35,7 @@ class KVCache:
         return keys[:, :, read], values[:, :, read]
 
     def fork(self, rows=1):
-        """A copy, each row `rows` times in a row, for scoring passes that must not touch committed slots."""
+        """A copy, with each row repeated `rows` times, so that an experiment cannot change what is known."""
         twin = object.__new__(KVCache)
         twin.k, twin.v = self.k.repeat_interleave(rows, 1), self.v.repeat_interleave(rows, 1)
         twin.layers = list(zip(twin.k, twin.v, strict=True))

@@ -8,14 +8,18 @@ import torch
 
 from kvcache import KVCache
 from sampling import to_probs
-from speculative import Draft, Drafter, chain, check_gamma
+from speculative import Draft, Drafter, ModelDraft, chain
 
 
 def keep(n_layers, attn=(), mlp=()):
     """The sub-layers that stay when the attentions of the blocks in `attn` and the MLPs of those in `mlp` are
-    skipped. Raises ValueError for a block that does not exist and where nothing stays."""
-    for name, skipped in (("attention", attn), ("MLP", mlp)):
-        bad = next((i for i in skipped if not 0 <= i < n_layers), None)
+    skipped. Raises ValueError for a block that does not exist and where nothing stays.
+
+    >>> keep(3, attn=[1], mlp=[1, 2])
+    [0, 1, 4]
+    """
+    for name, blocks in (("attention", attn), ("MLP", mlp)):
+        bad = next((i for i in blocks if not 0 <= i < n_layers), None)
         if bad is not None:
             raise ValueError(f"cannot skip the {name} of block {bad}: blocks run from 0 to {n_layers - 1}")
     gone = {2 * i for i in attn} | {2 * i + 1 for i in mlp}
@@ -23,7 +27,11 @@ def keep(n_layers, attn=(), mlp=()):
 
 
 def skipped(n_layers, sublayers):
-    """The inverse of `keep`: (attn, mlp), the blocks whose attention or MLP is not among the sub-layers."""
+    """The inverse of `keep`: (attn, mlp), the blocks whose attention or MLP is not among the sub-layers.
+
+    >>> skipped(3, [0, 1, 4])
+    ([1], [1, 2])
+    """
     gone = sorted(set(range(2 * n_layers)) - set(sublayers))
     return [i // 2 for i in gone if i % 2 == 0], [i // 2 for i in gone if i % 2]
 
@@ -45,43 +53,80 @@ def check_sublayers(sublayers, n_layers):
     return subs
 
 
+def shared_prefix(sublayers):
+    """How many sub-layers a draft runs before its first gap: those that it shares with the verifier.
+
+    >>> shared_prefix([0, 1, 2, 5, 6]), shared_prefix([1, 2])
+    (3, 0)
+    """
+    return next((i for i, sub in enumerate(sublayers) if i != sub), len(sublayers))
+
+
 class SelfDraft(Drafter):
-    """Draft with a subset of the target's sub-layers: range(2E) is early exit behind block E (Elhoushi et al.
+    """Draft with a subset of the target's sub-layers: range(2E) is early exit after block E (Elhoushi et al.
     2024, section 4), any other subset is layer skipping (Zhang et al. 2023, section 3).
 
-    Drafts write into the target's cache: below the first gap what the verifier would write, above it only
-    into slots that the verifier overwrites.
+    For two drafts d1, d2 after the last known token D:
+
+        block          D      d1     d2
+        before a gap   kept   kept   run once more, alone     nobody drafts from d2, but it must be verified
+        after a gap    -      -      -                        here the verifier begins, for all three
+
+    Drafts write into the target's cache. Before the first gap they write what the verifier would. After it a
+    draft reads exact old keys and its own rough new ones; the verification of this very round overwrites the
+    rough ones before anybody else reads them. A model that is not the target, which means that its `blocks`
+    are other objects, shares nothing: it drafts with a cache of its own.
     """
 
-    def __init__(self, model, sublayers, gamma, stop=None):
+    def __init__(self, model, sublayers, rule):
+        super().__init__(rule)
         self.model, self.sublayers = model, check_sublayers(sublayers, model.c.n_layers)
-        self.gamma, self.stop = check_gamma(gamma), stop
+
+    def begin(self, state, trace):
+        self.stranger = None
+        if self.model.blocks is not state.model.blocks:
+            self.stranger = ModelDraft(self.model, self.rule, self.sublayers)
+            return self.stranger.begin(state, trace)
+        super().begin(state, trace)
+
+    def observe(self, state, r):
+        (self.stranger.observe if self.stranger else super().observe)(state, r)
 
     def propose(self, state):
-        m, subs, xs = self.model, list(self.sublayers), []
-        shared = next((i for i, sub in enumerate(subs) if i != sub), len(subs))
+        if self.stranger:
+            return self.stranger.propose(state)
+        m, subs, xs, traces = self.model, list(self.sublayers), [], []
+        shared = shared_prefix(subs)
 
-        def carry(token, k):  # through the sub-layers that the verifier will not repeat
-            x = m.run(m.embed(token), state.at(k), state.cache, subs[:shared], end=state.end(k + 1))
-            xs.append(x)
-            return x
+        def run_shared(token, k):  # what the verifier will not repeat
+            traces.append(dict.fromkeys(tap for tap in state.taps if tap < shared))
+            xs.append(m.run(m.embed(token), state.at(k), state.cache, subs[:shared], trace=traces[-1],
+                            end=state.end(k + 1)))                              # (B, 1, dim)
+            return xs[-1]
 
         def step(token, k):
-            x = carry(token, k)
+            x = run_shared(token, k)
             if shared < len(subs):
                 x = m.run(x, state.at(k), state.cache, subs[shared:], end=state.end(k + 1))
             return m.unembed(x)
 
-        tokens, q, length = chain(state, step, self.gamma, self.stop)
+        tokens, q, length = chain(state, step, self.rule)
         K = tokens.shape[1]
         if K == 0:
             return Draft.none(state)
-        carry(tokens[:, -1:], K)                      # the last draft is not drafted from, but it is verified
-        return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1)))
+        run_shared(tokens[:, -1:], K)       # the last draft is not drafted from, but it is verified
+        trace = {tap: torch.cat([seen[tap] for seen in traces], 1) for tap in traces[0]}
+        return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1), trace))
 
 
 class Teacher:
-    """The target's own pass over a text, kept so that any number of drafts can be scored against it.
+    """One pass of the target over a text, kept so that any number of drafts can be scored against it without
+    decoding: how likely would the *first* drafted token be accepted, if a draft began at each position?
+
+    Each position drafts on its own, in a spare slot, and all of them in one pass. For a text of T = 4:
+
+        slot      0 1 2 3 | 4 5 6 7
+        query 2   x x . . | . . x .     the target's keys before position 2, and the draft's own key of it
 
     Raises ValueError for a text that is empty or longer than the context.
     """
@@ -95,31 +140,28 @@ class Teacher:
             raise ValueError(f"the text holds token id {max(ids)}, but ids run from 0 to {c.vocab_size - 1}")
         self.model, self.probs = model, probs
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
-        x, trace = model.embed(torch.tensor([ids], device=model.tok.device)), []
+        x = model.embed(torch.tensor([ids], device=model.tok.device))
+        trace = dict.fromkeys(range(2 * c.n_layers))
         model.run(x, slice(0, T), self.cache, trace=trace)
-        self.states = [x, *trace]                       # behind the first i sub-layers: (1, T, dim) each
-        self.p = probs(model.unembed(trace[-1]))        # (1, T, V)
+        self.states = [x, *trace.values()]                  # states[i] enters sub-layer i: (1, T, dim) each
+        self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
 
     @torch.inference_mode()
     def draft(self, sublayers):
-        """q (1, T, V): what the first drafted token behind each position is drawn from.
-
-        Position i reads the target's keys before i and its own at i, as the first step of a draft does: its
-        block lies in slots of its own behind the target's, and sees nothing of itself but itself.
-        """
+        """q (1, T, V): what the first drafted token after each position is drawn from."""
         subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
-        shared = next((i for i, sub in enumerate(subs) if i != sub), len(subs))
+        shared = shared_prefix(subs)
         own = torch.eye(T, dtype=torch.bool, device=self.p.device)
         x = self.model.run(self.states[shared], slice(0, T), self.cache, subs[shared:], slice(T, 2 * T), own)
         return self.probs(self.model.unembed(x))
 
     def acceptance(self, sublayers):
-        """How likely the first drafted token behind each position is accepted: sum of min(p, q) (Leviathan et
-        al. 2023, Corollary 3.6). (T,) float64, on the CPU."""
+        """How likely the first drafted token after each position is accepted: the sum of q min(1, p / q),
+        which is that of min(p, q) (Leviathan et al. 2023, Corollary 3.6). (T,) float64, on the CPU."""
         both = torch.minimum(self.p, self.draft(sublayers)).double().sum(-1)
-        return both[0].clamp(max=1).cpu()  # trap: in float32 a distribution may sum to more, and equals gain
+        return both[0].clamp(max=1).cpu()  # trap: the float32 sum of a distribution can exceed 1
 
 
 def acceptance(model, sublayers, ids, probs=to_probs):
-    """The acceptances (T,) of a draft along the text `ids`, teacher-forced in one pass; see `Teacher`."""
+    """The acceptances (T,) of a draft along the text `ids`, in one pass; see `Teacher`."""
     return Teacher(model, ids, probs).acceptance(sublayers)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SPARE = 8  # slots beyond the context limit: the dead end of a draft may overshoot it
+SPARE = 8  # slots beyond the context limit: a row near its limit may write drafts there that nobody will use
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Config:
     act: str = "silu"                  # "silu" (SwiGLU) | "gelu" (GeGLU, tanh approximation)
     norm_offset: float = 0.0           # 1.0: RMSNorm multiplies by (1 + w)
     embed_scale: float = 1.0           # sqrt(dim): embeddings are scaled up
-    post_norm: bool = False            # a second norm behind attention and behind the MLP
+    post_norm: bool = False            # a second norm after attention and after the MLP
     query_scale: float | None = None   # query_pre_attn_scalar ** -0.5 instead of head_dim ** -0.5
     attn_softcap: float | None = None  # 50: scores stay within (-50, 50)
     final_softcap: float | None = None  # 30: the same for logits
     window: int | None = None          # even layers see only keys with i - j < window
 
 
-# --- pure functions: the units that a porter ports and a student writes
+# --- pure functions: what a porter ports first and a student writes
 
 
 def softcap(x, cap):
@@ -59,9 +59,9 @@ def softcap(x, cap):
 def frequencies(head_dim, theta, scaling=None, device=None):
     """Angle per position of each rotated pair: theta^(-2i/D) (RoFormer, eq. 15). (D/2,) float64.
 
-    scaling "linear" divides all of them by `factor`. "llama3" does so only for the slow ones, which turn less
-    than `low_freq_factor` times within the original context; those above `high_freq_factor` stay; between, it
-    blends.
+    scaling "linear" divides all of them by `factor`. "llama3" divides only the slow ones, which turn fewer
+    than `low_freq_factor` times within the original context. Those that turn more than `high_freq_factor`
+    times stay as they are, and those between the two are blended.
     """
     freqs = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     if scaling is None:
@@ -93,16 +93,22 @@ def rotate(x, cos, sin):
 def visible(positions, slots, end, tree=None, window=None):
     """Which of the slots 0 .. end-1 may each token of the block read? (B, T), (B, T) -> (B, T, end) bool.
 
-    Outside its block a token sees the slots before the block whose position (there: the slot itself) is
-    smaller than its own; inside, what tree (T, T) allows, causal by default. `window` keeps the keys with i -
-    j < window.
+    Of the slots before its block a token sees those that lie before its own position. Inside the block,
+    tree (T, T) says which token sees which; without it, each sees itself and those before it. `window` hides
+    the keys that are `window` or more positions back.
+
+    >>> at = torch.tensor([[2, 3]])                 # a block of two tokens, after two slots that are filled
+    >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet, and so nobody sees it
+    [[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]]
+    >>> visible(at, at, end=5, window=2).int().tolist()
+    [[[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]]
     """
     B, T = slots.shape
     slot = torch.arange(end, device=slots.device)
     if tree is None:
         tree = torch.ones(T, T, dtype=torch.bool, device=slots.device).tril()
     mask = slot < torch.minimum(slots[:, :1], positions)[..., None]             # (B, T, S) before the block
-    mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))  # inside it
+    mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))  # inside the block
     if window is not None:
         key = slot.expand(B, end).scatter(1, slots, positions)                  # (B, S) position of each slot
         mask = mask & (positions[..., None] - key[:, None] < window)
@@ -118,7 +124,7 @@ def block_only(k, v):
 
 
 def weight(*shape):
-    return nn.Parameter(torch.empty(shape))   # whoever builds a model fills it: checkpoint.load or a trainer
+    return nn.Parameter(torch.empty(shape))   # filled by whoever builds a model: checkpoint.load or train.py
 
 
 class RMSNorm(nn.Module):
@@ -139,8 +145,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, explicit because soft-caps and trees need the scores.
 
-    wqkv stacks, for each KV head, its G query heads, its key and its value: one product serves all three, and
-    the G queries that share a key are folded into the query axis instead of copying keys and values G times.
+    wqkv stacks, for each KV head, its G query heads, its key and its value: one product serves all three. The
+    G queries that share a key become G times as many rows of the scores, so that no key or value is copied.
     """
 
     def __init__(self, c):
@@ -182,8 +188,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Two sub-layers, each norm -> f -> (Gemma-2: norm again). trap: Hugging Face calls the norm *before*
-    Llama's MLP `post_attention_layernorm`; in Gemma-2 the same name is a true post-norm."""
+    """Two sub-layers, each norm -> f -> (Gemma-2: norm again).
+
+    trap: Hugging Face calls the norm *before* Llama's MLP `post_attention_layernorm`; in Gemma-2 the same
+    name is a true post-norm.
+    """
 
     def __init__(self, c):
         super().__init__()
@@ -210,19 +219,18 @@ class Transformer(nn.Module):
         return F.embedding(tokens, self.tok) * self.scale
 
     def attention_dtype(self):
-        """In which attention computes and the cache stores. On the CPU half types are raised to float32: a
-        product of two of them has no fast path there, while the cast comes with the rotation and costs
-        nothing."""
+        """The type in which attention computes and the cache stores. On the CPU half types are raised to
+        float32: a product of two of them has no fast path there, and the rotation casts at no extra cost."""
         w = self.tok
         return w.dtype if w.is_cuda else torch.promote_types(w.dtype, torch.float32)
 
     def angles(self, positions, end):
         """Rows of the cos/sin table, (B or 1, T, 1, 1, D) each. The table follows the weights' dtype and
-        device and doubles when `end` outgrows it: a context of 131,072 is not paid for by a short prompt."""
+        device and doubles when `end` outgrows it, so that a short prompt does not pay for a long context."""
         t, dtype, device = self.table, self.attention_dtype(), self.tok.device
         if t is None or t[0].dtype != dtype or t[0].device != device or len(t[0]) < end:
             c, rows = self.c, max(256, 1 << (end - 1).bit_length())
-            with torch.inference_mode(False):  # trap: training could not use a table that generating made
+            with torch.inference_mode(False):  # trap: training cannot use tensors that were made in that mode
                 freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
                 at = torch.arange(rows, device=device, dtype=torch.float64)
                 t = self.table = [part.to(dtype) for part in rope(at, freqs)]   # (rows, D)
@@ -233,10 +241,12 @@ class Transformer(nn.Module):
             trace=None, end=None):
         """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
 
-        positions, slots: a slice where all rows stand at the same place, else (B, T) int64. Slot = position
-        unless slots say otherwise. A slice of one token reads the cache without a mask. `end`: one past the
-        last slot to read, known to the host, so that nothing here waits for the GPU. trace: a list that
-        receives x after each sub-layer. Without a cache the block is all there is, and any positions will do.
+        positions, slots: a slice where all rows stand at the same place, else (B, T) int64. The position sets
+        the rotation, the slot is the place in the cache. They are the same unless `slots` is given, and only
+        `layerskip.Teacher` gives it. A slice of one token reads the cache without a mask. `tree`: see
+        `visible`. `trace`: a dict whose keys are the sub-layers to look at; each receives x (B, T, dim) as it
+        is after that sub-layer. `end`: one past the last slot to read, known to the host, so that nothing
+        here waits for the GPU. Without a cache the block is all there is, and any positions will do.
         """
         c, T = self.c, x.shape[1]
         if slots is None:
@@ -262,12 +272,13 @@ class Transformer(nn.Module):
                     recent = window if masks[window] is None else None
                     store = partial(cache.write, layer, slots=slots, end=end, recent=recent)
                 x = x + b.attn_post(b.attn(b.attn_norm(x), cos, sin, masks[window], store))
-            if trace is not None:
-                trace.append(x)
+            if trace is not None and i in trace:
+                trace[i] = x
         return x
 
     def masks(self, x, positions, slots, end, tree):
-        """{window: 0 where visible, -inf elsewhere, (B or 1, 1, 1, T, S); None where nothing is hidden}."""
+        """{window: what is added to the scores, 0 where visible and -inf elsewhere, (B or 1, 1, 1, T, S);
+        or None where nothing is hidden}."""
         T, windows = x.shape[1], {None, self.c.window}
         if T == 1 and isinstance(slots, slice) and slots == positions:
             return dict.fromkeys(windows)

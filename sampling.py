@@ -13,10 +13,18 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     min(top_k, V) tokens stay; top-p keeps the smallest set whose mass reaches it, at least one token; then
     tokens below min_p times the most likely one go. Ties are broken towards the lower id. Temperature 0 is an
     exact one-hot. Raises ValueError for a setting out of range.
+
+    >>> logits = torch.tensor([2.0, 1.0, 1.0, 0.0])
+    >>> to_probs(logits)                                    # greedy is sampling from a one-hot
+    tensor([1., 0., 0., 0.])
+    >>> to_probs(logits, temperature=1.0)
+    tensor([0.5344, 0.1966, 0.1966, 0.0723])
+    >>> to_probs(logits, temperature=1.0, top_k=2)          # of the two ties the lower id stays
+    tensor([0.7311, 0.2689, 0.0000, 0.0000])
     """
     check(temperature, top_k, top_p, min_p)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if temperature == 0:  # greedy is sampling from a one-hot: no second code path
+    if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # trap: subtract the maximum first, or a small temperature overflows; 1e-30, because float32 ends at 1e-38
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
@@ -42,36 +50,64 @@ def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
             raise ValueError(f"{name} must lie in (0, 1], got {value}")
 
 
-class Coins:
-    """A stream of uniforms in [0, 1): float64 from a CPU generator, whatever the device, so that one seed
-    means one stream everywhere. They are bought wholesale, and the stream does not depend on the size of a
-    purchase.
+# --- randomness
 
-    The order in which the library spends them is part of its interface (ports and golden traces depend on
-    it): per drafted step one a row; then K flips a row, also after a rejection; then one choice a row.
+
+def signed(n):
+    """The 64 bits of a whole number as torch's int64 holds them: from -2^63 to 2^63 - 1."""
+    return (n + 2**63) % 2**64 - 2**63
+
+
+def shift(z, bits):
+    """z >> bits without the copies of the sign bit that torch shifts in."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniforms(seed, first, count, device=None):
+    """Numbers first .. first + count - 1 of the stream of a seed, in [0, 1). (count,) float64
+
+    SplitMix64 (Steele, Lea & Flood 2014), which any language repeats in ten lines: number i is the top 53
+    bits of mix(seed + (i + 1) * 0x9E3779B97F4A7C15), times 2^-53, where all arithmetic is modulo 2^64.
+
+    >>> uniforms(0, 0, 2).tolist()
+    [0.8833108082136426, 0.43152799704850997]
     """
+    z = torch.arange(first + 1, first + 1 + count, device=device)               # integers: exact everywhere
+    z = z * signed(0x9E3779B97F4A7C15) + signed(seed)
+    z = (z ^ shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
+    z = (z ^ shift(z, 27)) * signed(0x94D049BB133111EB)
+    return shift(z ^ shift(z, 31), 11).double() * 2.0**-53
+
+
+class Coins:
+    """The uniforms of one seed, spent one after the other. The stream is the same on every device and in
+    every port, and it does not depend on how many are computed at once.
+
+    The order in which the library spends them belongs to its interface, since ports and golden traces depend
+    on it: each drafted step spends one for every row; verifying K drafts spends K for every row, also after
+    a refusal; then one for every row chooses its next token. `version` counts the changes of that order.
+    """
+    version = 1
 
     def __init__(self, seed=0):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.pool = torch.empty(0, dtype=torch.float64)
+        self.seed, self.spent = seed, 0
+        self.pool = torch.empty(0, dtype=torch.float64)     # the next uniforms, computed ahead
 
     def take(self, count, device):
         """The next `count` uniforms. (count,)"""
         if len(self.pool) < count or self.pool.device != device:
-            fresh = torch.rand(max(4096, count), generator=self.generator, dtype=torch.float64)
-            if device.type == "cuda":
-                fresh = fresh.pin_memory().to(device, non_blocking=True)    # no waiting for the GPU
-            self.pool = torch.cat([self.pool.to(device), fresh])
+            self.pool = uniforms(self.seed, self.spent, max(4096, count), device)
         taken, self.pool = self.pool[:count], self.pool[count:]
+        self.spent += count
         return taken
 
     def flip(self, prob):
-        """True with the given probability, of any shape. What is above 1 is certain; NaN never happens."""
+        """True with probability min(1, prob), for prob of any shape; never for NaN."""
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def choose(self, weights):
-        """Indices drawn in proportion to weights (..., V), which need not sum to 1, by inverse CDF over
-        rising id."""
+        """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform each, turned
+        into an index by the inverse of the cumulative distribution over rising id."""
         cdf = weights.double().cumsum(-1)                                   # (..., V)
         u = self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)
         # `right` steps over weights of zero; the clamp is for weights all zero or NaN, which callers refuse

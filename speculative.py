@@ -3,7 +3,20 @@
 The one thing to remember: plain decoding is speculative decoding with an empty draft, and a position without
 a proposal has q = 0, so that max(p - q, 0) = p. Bonus token, ragged draft lengths and plain decoding are one
 formula.
+
+One round, with K = 3 tokens drafted after D, the last token that is known. Every round reads D itself, too,
+because the distribution of the token after it is needed. In the first round D is the prompt's last token.
+
+    slot      7   8   9   10
+    block     D   d1  d2  d3       one pass of the target reads the block and gives a row of p at each slot:
+    row of p  0   1   2   3        the distribution of the token after it,
+    judges    d1  d2  d3  -        so row k judges draft k + 1; q has a row for each draft, too
+    verdict   ok  no  dead         d1 is kept with probability min(1, p/q), d2 is refused, d3 does not count
+    text      D   d1  t            t is drawn from max(p - q, 0) in row 1; had all three been kept, a bonus
+                                   token would have been drawn from row 3
+    next              t   e1       the next block starts at slot 9, over what the dead drafts left there
 """
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,40 +24,41 @@ import torch
 import torch.nn.functional as F
 
 from kvcache import KVCache
-from model import SPARE
+from model import SPARE, Transformer
 from sampling import Coins, to_probs
 
 
 @dataclass
 class State:
-    """What the loop knows. Row b has the tokens[b, :n[b]]; all but the last of them are in the cache."""
-    tokens: torch.Tensor       # (B, S) slot = position; whatever stands at or behind n is dead
+    """What the loop knows. Row b has the tokens[b, :n[b]], and the cache holds at least all but the last."""
+    tokens: torch.Tensor       # (B, S) slot = position; entries from n onwards are dead
     n: torch.Tensor            # (B,) tokens known: the only length there is
     left: torch.Tensor         # (B,) tokens the row may still emit; 0 = finished
     cache: KVCache
+    model: Transformer         # the target
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
-    vocab: int                 # the target's, for drafters with a head of their own
-    text: list[list[int]]      # the host's copy of the known tokens: nobody waits to read them
-    room: list[int]            # the host's copy of `left`
+    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see
+    known: list[list[int]]     # the known tokens once more, on the host: reading them waits for nobody
+    left_cpu: list[int]        # `left`, on the host
 
     def at(self, *offsets):
         """Positions counted from each row's last known token (offset 0). A slice if there is one row on the
         CPU and the offsets are consecutive, else (B, T)."""
         first, T = offsets[0], len(offsets)
-        run = offsets == tuple(range(first, first + T))
-        if run and len(self.text) == 1 and not self.n.is_cuda:
-            last = len(self.text[0]) - 1
+        consecutive = offsets == tuple(range(first, first + T))
+        if consecutive and len(self.known) == 1 and not self.n.is_cuda:
+            last = len(self.known[0]) - 1
             return slice(last + first, last + first + T)
-        steps = (torch.arange(first - 1, first - 1 + T, device=self.n.device) if run
+        steps = (torch.arange(first - 1, first - 1 + T, device=self.n.device) if consecutive
                  else torch.stack([torch.full_like(self.n[:1], o - 1) for o in offsets], 1))
         # beside a longer draft a row at its limit overshoots: clamped, into a slot that is always dead
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
     def end(self, T):
-        """A host bound: one past the last slot that a block of T tokens reads. On CUDA rounded up to 256,
-        512, 1024..., so that few shapes occur."""
-        end = max(map(len, self.text)) - 1 + T
+        """One past the last slot that a block of T tokens reads, or more, known to the host. On CUDA it is
+        rounded up to 256, 512, 1024..., so that few shapes occur."""
+        end = max(map(len, self.known)) - 1 + T
         if self.n.is_cuda:
             end = max(256, 1 << (end - 1).bit_length())
         return min(end, self.tokens.shape[1])
@@ -52,6 +66,13 @@ class State:
     def read(self, positions):
         """The tokens at `positions`, a slice or (B, T). (B, T)"""
         return self.tokens[:, positions] if isinstance(positions, slice) else self.tokens.gather(1, positions)
+
+    def write(self, positions, tokens):
+        """Put tokens (B, T) at `positions`, a slice or (B, T)."""
+        if isinstance(positions, slice):
+            self.tokens[:, positions] = tokens
+        else:
+            self.tokens.scatter_(1, positions, tokens)
 
     def send(self, rows):
         """Host ints, lists or a tensor, as a tensor on the state's device; the host does not wait for it."""
@@ -63,9 +84,11 @@ class State:
 class Draft:
     """A proposal, as data."""
     tokens: torch.Tensor                  # (B, K)
-    q: torch.Tensor | None = None  # (B, K, V) the very tensors the tokens were drawn from; None: certain ones
+    q: torch.Tensor | None = None         # (B, K, V) the very tensors the tokens were drawn from; None: the
+    #                                       tokens were copied, not drawn, which means a one-hot q
     length: torch.Tensor | None = None    # (B,) how many of the K each row proposes; None: all
-    reuse: tuple | None = None          # (i, x): the target's first i sub-layers already gave x (B, K+1, dim)
+    reuse: tuple | None = None            # (i, x, trace): the target need not run sub-layers before i,
+    #                                       x (B, K+1, dim) enters sub-layer i, trace holds the taps before it
 
     @classmethod
     def none(cls, state):
@@ -76,46 +99,153 @@ class Draft:
         if self.tokens.shape[1] <= K:
             return self
         q, reuse = self.q, self.reuse
-        return Draft(self.tokens[:, :K], None if q is None else q[:, :K], self.length,
-                     None if reuse is None else (reuse[0], reuse[1][:, : K + 1]))
+        if reuse is not None:
+            first, x, trace = reuse
+            reuse = first, x[:, : K + 1], {tap: y[:, : K + 1] for tap, y in trace.items()}
+        return Draft(self.tokens[:, :K], None if q is None else q[:, :K], self.length, reuse)
 
 
 @dataclass
 class Round:
     """What happened in one draft-verify round: all that stepping, colours, statistics and traces need."""
     draft: Draft               # as verified: `length` is clipped to what each row may still emit
-    logits: torch.Tensor      # (B, K+1, V) the target's, behind the final soft-cap and before the temperature
+    logits: torch.Tensor       # (B, K+1, V) the target's, after the final soft-cap and before the temperature
     p: torch.Tensor            # (B, K+1, V)
     accepted: torch.Tensor     # (B,) on the CPU; never more than len(new)
-    proposed: torch.Tensor     # (B,) on the CPU: draft.length
-    new: list[list[int]]       # tokens appended to each row, cut behind the first end-of-text id
-    x: torch.Tensor            # (B, K+1, dim) the target's final states
-    trace: list | None         # the residual stream behind each sub-layer that verification ran, if asked for
-    start: torch.Tensor        # (B,) n before the round
+    proposed: torch.Tensor     # (B,) on the CPU; what stands after an accepted end of text was never tested
+    new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
+    sure: list[list[float]]    # what the target gave each of them, raw: softmax of the logits
+    trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
+
+
+# --- how far to draft, and where drafts come from
+
+
+class Rule:
+    """How far to draft. `gamma` is asked before each draft; `stop`, if a rule has one, after each drawn
+    token, see `chain`; `learn` is told what became of it. No rule can change the text. This one always asks
+    for the same number of tokens."""
+    stop = None
+
+    def __init__(self, gamma):
+        if not (isinstance(gamma, int) and gamma >= 0):
+            raise ValueError("gamma, how many tokens to draft, must be a whole number from 0 up, "
+                             f"got {gamma}")
+        self.most = gamma
+
+    def begin(self, state):
+        """Before the first round of a run. What was learnt in earlier runs may stay."""
+
+    def gamma(self, state):
+        """How many tokens to draft: an int, or a list with one for each row."""
+        return self.most
+
+    def learn(self, state, r):
+        """After a Round r."""
 
 
 class Drafter:
-    """Where drafts come from. This one never proposes anything: plain decoding."""
-    wants_trace = False
-    stop = None  # a chain drafter's stop rule, see `chain`
+    """Where drafts come from. This one never proposes anything: plain decoding.
 
-    def begin(self, state, x):
-        """After prefill. x (B, T, dim): the target's final states on the prompts."""
+    rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose outputs the
+    drafter wants to see, of the prompt (handed to `begin`) and of every round (`Round.trace`).
+    """
+    taps = ()
+
+    def __init__(self, rule=0):
+        self.rule = rule if isinstance(rule, Rule) else Rule(rule)
+
+    def begin(self, state, trace):
+        """After the prompt was read. trace: {tap: (B, T, dim)}"""
+        self.rule.begin(state)
 
     def propose(self, state):
         """The next Draft."""
         return Draft.none(state)
 
-    def observe(self, state, round):
-        """After a round: learn from it."""
+    def observe(self, state, r):
+        """After a Round r: learn from it."""
+        self.rule.learn(state, r)
+
+
+class Wrapper(Drafter):
+    """What goes around other drafters and hands everything on to them; the draft is the first one's."""
+
+    def __init__(self, *drafters):
+        self.drafters = drafters
+        self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
+
+    def begin(self, state, trace):
+        for drafter in self.drafters:
+            drafter.begin(state, trace)
+
+    def propose(self, state):
+        return self.drafters[0].propose(state)
+
+    def observe(self, state, r):
+        for drafter in self.drafters:
+            drafter.observe(state, r)
+
+
+def wanted(state, rule):
+    """How many tokens each row is to draft, no more than it may emit, and whether the rows differ."""
+    want = rule.gamma(state)
+    rows = [want] * len(state.left_cpu) if isinstance(want, int) else want
+    most = [max(0, min(gamma, left - 1)) for gamma, left in zip(rows, state.left_cpu, strict=True)]
+    return most, len(set(most)) > 1
+
+
+def chain(state, step, rule):
+    """Draw a chain of tokens one by one, as every drafter does that predicts them with a model.
+
+    step(token (B, 1), k) reads `token`, which stands at offset k, and returns the raw logits (B, 1, V) of the
+    token after it. Returns tokens (B, K), q (B, K, V) or None, length (B,) or None: what lies beyond a row's
+    length is dead. A rule's stop(k, logits (B, V), token (B,)) -> (B,) bool says after a draw which rows end
+    there, *and the drawn token is kept*: to discard a token for what it is would change the distribution of
+    the text. While any row goes on, all rows draw and spend uniforms:
+
+        row 0   a b c d   length 4
+        row 1   a ! . .   length 2: it stopped at "!", which is still proposed
+    """
+    most, varied = wanted(state, rule)
+    K, own = max(most), state.send(most) if varied else None                    # (B,) each row its own
+    token, tokens, qs = state.read(state.at(0)), [], []
+    length, going = own, None                                                   # (B,)
+    if rule.stop:
+        length, going = None, state.left > 1 if own is None else (state.left > 1) & (own > 0)
+    for k in range(K):
+        logits = step(token, k)                                                 # (B, 1, V)
+        q = state.probs(logits)
+        token = state.coins.choose(q)                                           # (B, 1)
+        tokens.append(token)
+        qs.append(q)
+        if rule.stop:
+            length = going.long() if length is None else length + going
+            going = going & ~rule.stop(k, logits[:, 0], token[:, 0])
+            going = going if own is None else going & (own > k + 1)
+            if k + 1 < K and not going.any():   # the one place that waits for the device while drafting
+                break
+    return (torch.cat(tokens, 1), torch.cat(qs, 1), length) if tokens else (state.tokens[:, :0], None, None)
+
+
+# --- the loop
 
 
 def verify(p, q, tokens, coins, length=None):
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Theorem 1).
 
-    p (B, K+1, V), q (B, K, V) or None for certain proposals, tokens (B, K), length (B,) or None for K
-    everywhere. Returns how many were accepted (B,) and the token behind them (B,), which is distributed as if
-    p had been sampled.
+    p (B, K+1, V), q (B, K, V) or None for copied proposals, tokens (B, K), length (B,) or None for K
+    everywhere. Returns how many were accepted (B,) and the token after them (B,).
+
+    The text is distributed as if p had been sampled: token t leaves as an accepted draft with probability
+    q(t) min(1, p(t) / q(t)) = min(p(t), q(t)), and as a replacement with max(p(t) - q(t), 0), as the chance
+    of a refusal is just what the replacement is divided by. Together that is p(t).
+
+    >>> p = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])        # of the first token, and of the one after it
+    >>> q = torch.tensor([[[0.5, 0.5]]])
+    >>> accepted, token = verify(p, q, torch.tensor([[0]]), Coins(0))   # .9 / .5 > 1: surely accepted
+    >>> accepted.tolist(), token.tolist()                   # and a bonus token drawn from (.2, .8)
+    ([1], [1])
     """
     B, K = tokens.shape
     if q is not None and q.shape[-1] != p.shape[-1]:
@@ -124,64 +254,34 @@ def verify(p, q, tokens, coins, length=None):
         return torch.zeros(B, dtype=torch.long, device=p.device), coins.choose(p[:, 0])
     if length is None:
         length = torch.full((B,), K, device=p.device)
-    x, row = tokens[..., None], torch.arange(B, device=p.device)
-    px = p[:, :K].gather(2, x)[..., 0]                                          # (B, K)
-    qx = 1.0 if q is None else q.gather(2, x)[..., 0]
-    fine = coins.flip(px / qx) & (torch.arange(K, device=p.device) < length[:, None])
-    accepted = fine.cumprod(1).sum(1)                                           # (B,)
+    drafted, row = tokens[..., None], torch.arange(B, device=p.device)          # (B, K, 1)
+    p_drafted = p[:, :K].gather(2, drafted)[..., 0]                             # (B, K)
+    q_drafted = 1.0 if q is None else q.gather(2, drafted)[..., 0]
+    # Accept draft k with probability min(1, p / q). All K are tested at once; `cumprod` ends at the first
+    # refusal, and what was tested after it does not count.
+    passed = coins.flip(p_drafted / q_drafted) & (torch.arange(K, device=p.device) < length[:, None])
+    accepted = passed.cumprod(1).sum(1)                                         # (B,)
 
-    # The token behind comes from max(p - q, 0), and q = 0 behind a row's last proposal.
+    # The next token comes from max(p - q, 0) where a draft was refused, and from p where none was: q = 0.
     at, refused = accepted.clamp(max=K - 1), (accepted < length)[:, None]
     p = p[row, accepted]                                                        # (B, V)
     q = torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None else q[row, at]
-    rest = (p - q * refused).clamp_(min=0)
-    # trap: where p = q up to rounding a refusal can leave nothing; then p itself is the right law
-    return accepted, coins.choose(torch.where(rest.sum(-1, keepdim=True) > 0, rest, p))
+    residual = (p - q * refused).clamp_(min=0)
+    # trap: where p = q up to rounding a refusal can leave nothing; then p itself is right
+    return accepted, coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))
 
 
-def prefill(model, tokens, cache, block=256):
-    """Run the whole model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x (B, T,
-    dim)."""
-    return torch.cat([model.run(model.embed(part), slice(i * block, i * block + part.shape[1]), cache)
-                      for i, part in enumerate(tokens.split(block, 1))], 1)
-
-
-def wanted(state, gamma):
-    """How many tokens each row is to draft, no more than it may emit, and whether the rows differ. gamma: an
-    int, or a function of the state that gives one, or a list with one for each row."""
-    want = gamma(state) if callable(gamma) else gamma
-    rows = [want] * len(state.room) if isinstance(want, int) else want
-    most = [max(0, min(g, room - 1)) for g, room in zip(rows, state.room, strict=True)]
-    return most, len(set(most)) > 1
-
-
-def chain(state, step, gamma, stop=None):
-    """The one loop that draws a chain of tokens, for every drafter that predicts them one by one.
-
-    step(token (B, 1), k) gives the raw logits (B, 1, V) for the token behind `token`, which stands at offset
-    k. gamma: how many to draw, see `wanted`. stop(k, logits, token) -> (B,) bool says after a draw which rows
-    end, *with the drawn token kept* (to drop it would bias the law); no step is computed once all have ended.
-    Returns tokens (B, K), q (B, K, V) or None, length (B,) or None: what is behind a row's length is dead.
-    """
-    most, varied = wanted(state, gamma)
-    K, own = max(most), state.send(most) if varied else None                    # (B,) each row its own
-    token, tokens, qs = state.read(state.at(0)), [], []
-    length, going = own, None                                                   # (B,)
-    if stop:
-        length, going = None, state.left > 1 if own is None else (state.left > 1) & (own > 0)
-    for k in range(K):
-        logits = step(token, k)                                                 # (B, 1, V)
-        q = state.probs(logits)
-        token = state.coins.choose(q)                                           # (B, 1)
-        tokens.append(token)
-        qs.append(q)
-        if stop:
-            length = going.long() if length is None else length + going
-            going = going & ~stop(k, logits[:, 0], token[:, 0])
-            going = going if own is None else going & (own > k + 1)
-            if k + 1 < K and not going.any():   # the one place that waits for the device while drafting
-                break
-    return (torch.cat(tokens, 1), torch.cat(qs, 1), length) if tokens else (state.tokens[:, :0], None, None)
+def prefill(model, tokens, cache, sublayers=None, trace=None, block=256):
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x (B, T, dim);
+    sublayers and trace are those of `Transformer.run`."""
+    xs, traces = [], []
+    for i, part in enumerate(tokens.split(block, 1)):
+        traces.append(dict.fromkeys(trace or ()))
+        here = slice(i * block, i * block + part.shape[1])
+        xs.append(model.run(model.embed(part), here, cache, sublayers, trace=traces[-1]))
+    for tap in trace or ():
+        trace[tap] = torch.cat([seen[tap] for seen in traces], 1)
+    return torch.cat(xs, 1)
 
 
 def check_prompts(model, prompts, max_new):
@@ -209,76 +309,83 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
     ValueError for prompts that cannot be continued and for NaN or infinite logits.
     """
     check_prompts(model, prompts, max_new)
-    text = [list(map(int, prompt)) for prompt in prompts]
-    room = [min(max_new, model.c.max_len - len(t)) for t in text]
-    S = max((len(t) + r for t, r in zip(text, room, strict=True)), default=0) + SPARE
+    drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
+    left = [min(max_new, model.c.max_len - len(row)) for row in known]
+    S = max((len(row) + more for row, more in zip(known, left, strict=True)), default=0) + SPARE
     device = model.tok.device
-    tokens = torch.tensor([t + [0] * (S - len(t)) for t in text], device=device)  # (B, S)
-    n, left = torch.tensor([[len(t) for t in text], room], device=device)
-    cache = KVCache(model.c, len(text), S, model.attention_dtype(), device)
-    state = State(tokens, n, left, cache, probs, coins or Coins(), model.c.vocab_size, text, room)
-    return loop(model, state, drafter or Drafter(), set(eos))
+    tokens = torch.tensor([row + [0] * (S - len(row)) for row in known], device=device)     # (B, S)
+    n, left_device = torch.tensor([[len(row) for row in known], left], device=device)
+    cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
+    state = State(tokens, n, left_device, cache, model, probs, coins or Coins(), drafter.taps, known, left)
+    return loop(state, drafter, set(eos))
 
 
 @torch.inference_mode()  # a tenth faster than no_grad; clone a Round's tensors to train on them
-def loop(model, state, drafter, eos):
-    if max(state.room, default=0) > 0:
-        # a short row's padding lands in dead slots
-        drafter.begin(state, prefill(model, state.tokens[:, : max(map(len, state.text))], state.cache))
-    while max(state.room, default=0) > 0:
-        draft = drafter.propose(state).cut(max(state.room) - 1)
+def loop(state, drafter, eos):
+    model, every = state.model, range(2 * state.model.c.n_layers)
+    if max(state.left_cpu, default=0) > 0:      # read the prompts; a short row's padding lands in dead slots
+        trace = dict.fromkeys(state.taps)
+        prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
+        drafter.begin(state, trace)
+    while max(state.left_cpu, default=0) > 0:
+        # 1. Draft, but no more than may still be emitted.
+        draft = drafter.propose(state).cut(max(state.left_cpu) - 1)
         K = draft.tokens.shape[1]
         length = (state.left - 1).clamp_(0, K)                                  # (B,)
         draft = replace(draft, length=length if draft.length is None else torch.minimum(draft.length, length))
+        # 2. The block: the last known token and the drafts; sub-layers that already ran are not run again.
         block = torch.cat([state.read(state.at(0)), draft.tokens], 1)           # (B, K+1)
-        first, x = draft.reuse or (0, model.embed(block))
-        trace = [] if drafter.wants_trace else None
-        x = model.run(x, state.at(*range(K + 1)), state.cache, range(first, 2 * model.c.n_layers),
-                      trace=trace, end=state.end(K + 1))
-        logits = model.unembed(x)
+        first, x, before = draft.reuse or (0, model.embed(block), {})
+        trace = dict.fromkeys(state.taps) | before
+        # 3. One pass of the target over the block gives the distribution after each of its tokens.
+        x = model.run(x, state.at(*range(K + 1)), state.cache, every[first:], trace=trace,
+                      end=state.end(K + 1))                                     # (B, K+1, dim)
+        logits = model.unembed(x)                                               # (B, K+1, V)
         p = state.probs(logits)
-        accepted, last = verify(p, draft.q, draft.tokens, state.coins, draft.length)
-        start = state.n
-        new, accepted, proposed = commit(state, draft, accepted, last, logits, eos)
-        round = Round(draft, logits, p, accepted, proposed, new, x, trace, start)
-        drafter.observe(state, round)
-        yield state, round
+        # 4. Verify: how many drafts are accepted, and which token comes after them?
+        accepted, next_token = verify(p, draft.q, draft.tokens, state.coins, draft.length)
+        # 5. Append them: n grows, and with it the place where the next block starts. Nothing is rolled back.
+        new, sure, accepted, proposed = commit(state, draft, accepted, next_token, logits, eos)
+        # 6. Let the drafter learn from it.
+        r = Round(draft, logits, p, accepted, proposed, new, sure, trace)
+        drafter.observe(state, r)
+        yield state, r
 
 
-def commit(state, draft, accepted, last, logits, eos):
-    """Append what was accepted and the token behind it. Only here does the loop wait for the device."""
-    out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], last[:, None])  # (B, K+1)
-    slots = state.at(*range(1, out.shape[1] + 1))
-    if isinstance(slots, slice):
-        state.tokens[:, slots] = out
-    else:
-        state.tokens.scatter_(1, slots, out)
+def commit(state, draft, accepted, next_token, logits, eos):
+    """Append what was accepted and the token after it. Only here does the loop wait for the device."""
+    K = draft.tokens.shape[1]
+    out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])   # (B, K+1)
+    state.write(state.at(*range(1, K + 2)), out)
     peak = logits.abs().amax((1, 2))                                     # (B,) NaN and infinity survive it
-    facts = torch.cat([torch.stack([accepted, draft.length, peak.isfinite()], 1), out], 1)
-    new, kept, proposed = [], [], []
-    for b, (a, offered, finite, *row) in enumerate(facts.tolist()):
-        if not finite:
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    sure = (wide.gather(2, out[..., None])[..., 0] - wide.logsumexp(-1)).exp()  # (B, K+1)
+    facts = torch.cat([torch.stack([accepted, draft.length, peak], 1), sure, out], 1)
+    new, chances, kept, proposed = [], [], [], []
+    for b, (yes, offered, top, *values) in enumerate(facts.tolist()):
+        if not math.isfinite(top):
             raise ValueError(f"the model's logits for row {b} are NaN or infinite: its weights are damaged, "
                              f"or {logits.dtype} is too narrow for them")
-        row = row[: a + 1] if state.room[b] else []
+        row = [int(t) for t in values[K + 1 :][: int(yes) + 1]] if state.left_cpu[b] else []
         row = next((row[: i + 1] for i, t in enumerate(row) if t in eos), row)
-        state.text[b] += row
-        state.room[b] = 0 if eos.intersection(row) else state.room[b] - len(row)
+        state.known[b] += row
+        state.left_cpu[b] = 0 if eos.intersection(row) else state.left_cpu[b] - len(row)
         new.append(row)
-        kept.append(min(a, len(row)))
-        proposed.append(offered)
-    host = torch.tensor([[len(t) for t in state.text], state.room, kept, proposed])     # (4, B)
+        chances.append(values[: len(row)])
+        kept.append(min(int(yes), len(row)))
+        proposed.append(int(offered) if len(row) > yes else kept[b])
+    host = torch.tensor([[len(row) for row in state.known], state.left_cpu, kept, proposed])    # (4, B)
     state.n, state.left = state.send(host[:2]).unbind()
-    return new, host[2], host[3]
+    return new, chances, host[2], host[3]
 
 
 def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=()):
-    """The continuation of every prompt as lists of ids, and the number of target passes behind the
-    prefill."""
+    """The continuation of every prompt as lists of ids, and the number of target passes after the prompt was
+    read."""
     outputs, passes = [[] for _ in prompts], 0
-    for _, round in rounds(model, prompts, max_new, drafter, probs, coins, eos):
+    for _, r in rounds(model, prompts, max_new, drafter, probs, coins, eos):
         passes += 1
-        for output, new in zip(outputs, round.new, strict=True):
+        for output, new in zip(outputs, r.new, strict=True):
             output += new
     return outputs, passes
 
@@ -286,26 +393,31 @@ def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, 
 # --- two drafters that need nothing from the target; layerskip.py has the one that does
 
 
-def check_gamma(gamma):
-    if not callable(gamma) and not (isinstance(gamma, int) and gamma >= 0):
-        raise ValueError(f"gamma, how many tokens to draft, must be a whole number from 0 up, got {gamma}")
-    return gamma
-
-
 class NGram(Drafter):
-    """Prompt lookup (Saxena 2023): copy what followed the last time the text held its final n tokens."""
+    """Prompt lookup (Saxena 2023): copy what followed the last time the text held its final n tokens. Raises
+    ValueError for a rule that wants to stop between tokens, since all of them are copied at once."""
 
-    def __init__(self, gamma, n):
+    def __init__(self, rule, n):
+        super().__init__(rule)
         if n < 1:
             raise ValueError(f"n, the number of tokens to look up, must be at least 1, got {n}")
-        self.gamma, self.n = check_gamma(gamma), n
+        if self.rule.stop:
+            raise ValueError(f"an n-gram is copied at once, with no logits for {type(self.rule).__name__} to "
+                             "stop at: give it a rule without a stop, or a whole number")
+        self.n = n
 
-    def begin(self, state, x):
-        self.index, self.done = [{} for _ in state.text], [0] * len(state.text)  # n-gram -> what is behind
-        self.observe(state, None)
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.index = [{} for _ in state.known]  # n-gram -> where the text went on after it
+        self.done = [0] * len(state.known)      # how many n-grams of each row are in the index
+        self.enter(state)
 
-    def observe(self, state, round):
-        for b, text in enumerate(state.text):
+    def observe(self, state, r):
+        super().observe(state, r)
+        self.enter(state)
+
+    def enter(self, state):
+        for b, text in enumerate(state.known):
             last = len(text) - self.n  # the final n-gram: nothing follows it yet
             for i in range(self.done[b], last):
                 self.index[b][tuple(text[i : i + self.n])] = i + self.n
@@ -313,7 +425,7 @@ class NGram(Drafter):
 
     def propose(self, state):
         hits = []
-        for text, index, most in zip(state.text, self.index, wanted(state, self.gamma)[0], strict=True):
+        for text, index, most in zip(state.known, self.index, wanted(state, self.rule)[0], strict=True):
             at = index.get(tuple(text[-self.n :]), len(text))
             hits.append(text[at : at + most])
         K = max(map(len, hits))
@@ -324,49 +436,127 @@ class NGram(Drafter):
 
 
 class ModelDraft(Drafter):
-    """A separate small model with the same vocabulary and a cache of its own (Leviathan et al. 2023).
+    """A model of its own with the same vocabulary and a cache of its own (Leviathan et al. 2023): a smaller
+    one, or some sub-layers of one.
 
-    It re-reads every token since its last proposal, at least two: rewriting a slot is harmless, and so
-    nothing is special about full acceptance, where it never saw its own last draft, or about rounds in which
-    a gate kept it from drafting.
+    Before each draft it reads what it has not read yet, and at least the last two known tokens. After a draft
+    that was accepted whole it lacks two, its own last draft and the bonus token; otherwise it lacks one. To
+    read a token again only writes the same keys and values again, and so no case needs code of its own.
     """
 
-    def __init__(self, model, gamma, stop=None):
-        self.model, self.gamma, self.stop = model, check_gamma(gamma), stop
+    def __init__(self, model, rule, sublayers=None):
+        super().__init__(rule)
+        self.model, self.sublayers = model, sublayers
 
-    def begin(self, state, x):
-        c, needed = self.model.c, state.tokens.shape[1] - SPARE
-        if c.vocab_size != state.vocab:
-            raise ValueError(f"the draft model's vocabulary is {c.vocab_size}, the target's {state.vocab}")
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        c, vocab, needed = self.model.c, state.model.c.vocab_size, state.tokens.shape[1] - SPARE
+        if c.vocab_size != vocab:
+            raise ValueError(f"the draft model's vocabulary is {c.vocab_size}, the target's {vocab}")
         if c.max_len < needed:
             raise ValueError(f"the draft model's context is {c.max_len}, but prompt and answer need {needed}")
         self.cache = KVCache(c, *state.tokens.shape, self.model.attention_dtype(), state.tokens.device)
-        prefill(self.model, state.tokens[:, : x.shape[1]], self.cache)
-        self.held = [len(text) for text in state.text]  # per row: how many slots hold what the text says
+        prompts = state.tokens[:, : max(map(len, state.known))]
+        prefill(self.model, prompts, self.cache, self.sublayers)
+        self.held = [len(text) for text in state.known]  # per row: how many slots hold what the text says
+
+    def run(self, tokens, at, end):
+        return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers, end=end)
 
     def propose(self, state):
-        m, n = self.model, [len(text) for text in state.text]
+        n = [len(text) for text in state.known]
         T = min(max(n), max(2, *(b - held for b, held in zip(n, self.held, strict=True))))
 
         def step(token, k):
             if k > 0:
-                return m.unembed(m.run(m.embed(token), state.at(k), self.cache, end=state.end(k + 1)))
+                return self.model.unembed(self.run(token, state.at(k), state.end(k + 1)))
             at = state.at(*range(1 - T, 1))
             if isinstance(at, slice):
-                return m.unembed(m.run(m.embed(state.read(at)), at, self.cache)[:, -1:])
+                return self.model.unembed(self.run(state.read(at), at, None)[:, -1:])
             # a row shorter than T starts at its first token instead and reads on into dead slots
             short = at[:, :1].clamp(max=0)              # (B, 1) minus how many are missing
-            x = m.run(m.embed(state.read(at - short)), at - short, self.cache, end=state.end(1))
-            return m.unembed(x.gather(1, (T - 1 + short)[..., None].expand(-1, 1, x.shape[-1])))
+            x = self.run(state.read(at - short), at - short, state.end(1))
+            return self.model.unembed(x.gather(1, (T - 1 + short)[..., None].expand(-1, 1, x.shape[-1])))
 
-        tokens, q, length = chain(state, step, self.gamma, self.stop)
+        tokens, q, length = chain(state, step, self.rule)
         K = tokens.shape[1]
         if K == 0:
             return Draft.none(state)
         self.held = [b + K - 1 for b in n]  # it read its own drafts but the last; `observe` drops the refused
         return Draft(tokens, q, length)
 
-    def observe(self, state, round):
+    def observe(self, state, r):
+        super().observe(state, r)
         # a row may have drafted less than the longest, and another drafter gone on where it ended
-        rows = zip(self.held, state.text, round.new, round.accepted.tolist(), strict=True)
+        rows = zip(self.held, state.known, r.new, r.accepted.tolist(), strict=True)
         self.held = [min(held, len(text) - 1, len(text) - len(new) + kept) for held, text, new, kept in rows]
+
+
+# --- two drafts, one after the other
+
+
+class Then(Wrapper):
+    """b goes on where a ends: `Then(SelfDraft(...), NGram(...))` looks up in the text what followed the last
+    time it went like the draft (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them so).
+
+    b cannot be a `SelfDraft`: that reads the target's cache, which holds nothing for a's drafts yet. Where b
+    adds tokens, a's `reuse` is lost, because nobody has computed those states for b's tokens.
+    """
+
+    def __init__(self, a, b):
+        super().__init__(a, b)
+
+    def propose(self, state):
+        a, b = self.drafters
+        head = a.propose(state).cut(max(state.left_cpu) - 1)
+        K = head.tokens.shape[1]
+        length = (state.left - 1).clamp(0, K)                                   # (B,)
+        length = length if head.length is None else torch.minimum(head.length, length)
+        # the tail needs the head's tokens on the host: one wait for all of them
+        *drafts, self.drafted = torch.cat([head.tokens, length[:, None]], 1).T.tolist()
+        known = [text + [draft[row] for draft in drafts[:m]]
+                 for row, (text, m) in enumerate(zip(state.known, self.drafted, strict=True))]
+        left = [max(0, more - m) for more, m in zip(state.left_cpu, self.drafted, strict=True)]
+        n, left_device = state.send([[len(text) for text in known], left]).unbind()
+        longer = replace(state, tokens=state.tokens.clone(), n=n, left=left_device, known=known,
+                         left_cpu=left)
+        if K > 0:
+            longer.write(state.at(*range(1, K + 1)), head.tokens)
+        return join(head, length, b.propose(longer), max(self.drafted))
+
+    def observe(self, state, r):
+        """Each learns of its own part. Where a's part was not accepted whole, b's was never tested."""
+        a, b = self.drafters
+        drafted = torch.tensor(self.drafted)
+        first, tested = r.accepted.minimum(drafted), r.accepted >= drafted
+        a.observe(state, replace(r, accepted=first, proposed=r.proposed.minimum(drafted)))
+        new, sure = ([row[m:] for row, m in zip(rows, self.drafted, strict=True)] for rows in (r.new, r.sure))
+        b.observe(state, replace(r, accepted=r.accepted - first, new=new, sure=sure,
+                                 proposed=(r.proposed - drafted).clamp(min=0) * tested))
+
+
+def join(head, length, tail, longest):
+    """One Draft: the first `length` (B,) tokens of each row of head, and the tail's right after them.
+    longest: the largest of `length`, known to the host."""
+    (B, A), T = head.tokens.shape, tail.tokens.shape[1]
+    if T == 0:
+        return replace(head, length=length)
+    at = torch.arange(longest + T, device=length.device).expand(B, -1)          # (B, K)
+    after = (at - length[:, None]).clamp(max=T - 1)     # negative: the head's token; else which of the tail's
+    source = torch.where(after < 0, at, A + after)
+
+    def place(first, second):  # (B, A, ...), (B, T, ...) -> (B, K, ...)
+        both = torch.cat([first, second], 1)
+        index = source.reshape(*source.shape, *[1] * (both.dim() - 2))
+        return both.gather(1, index.expand(-1, -1, *both.shape[2:]))
+
+    q = None if head.q is None and tail.q is None else place(one_hot(head, tail.q), one_hot(tail, head.q))
+    return Draft(place(head.tokens, tail.tokens), q, length + (T if tail.length is None else tail.length))
+
+
+def one_hot(draft, like):
+    """The q of a draft (B, K, V): its own, or for copied tokens the one-hot, shaped like another's."""
+    if draft.q is not None:
+        return draft.q
+    zeros = torch.zeros(*draft.tokens.shape, like.shape[-1], dtype=like.dtype, device=like.device)
+    return zeros.scatter_(2, draft.tokens[..., None], 1.0)

@@ -1,0 +1,57 @@
+"""Self-speculative decoding on one page: one text, no cache, one position at a time, nothing clever.
+
+The one thing to remember: the first blocks of the model draft, the whole model judges every draft, and the
+text is exactly what the whole model alone would have written. `speculative.py` does the same with a cache,
+for many texts and any kind of draft; a test holds the two equal, coin for coin.
+"""
+from pathlib import Path
+
+import torch
+
+import checkpoint
+from sampling import Coins, to_probs
+
+
+def distribution(model, tokens, blocks, probs):
+    """What the first `blocks` blocks of the model, and its head, say of the token after `tokens`. (V,)"""
+    x = model.embed(torch.tensor([tokens]))                                     # (1, T, dim)
+    x = model.run(x, slice(0, len(tokens)), sublayers=range(2 * blocks))        # a block is two sub-layers
+    return probs(model.unembed(x[:, -1:]))[0, 0]
+
+
+def speculate(model, tokens, exit_layer, gamma, probs, coins):
+    """One round. Returns the gamma tokens drafted, how many of them were accepted, and what to append."""
+    # Draft: the first blocks write `gamma` tokens, each drawn from their own distribution q.
+    drafted, q, p = [], [], []
+    for _ in range(gamma):
+        q.append(distribution(model, tokens + drafted, exit_layer, probs))
+        drafted.append(int(coins.choose(q[-1])))
+    # Verify: p is what the whole model says at the same places (with a cache: in one pass). Draft k is
+    # accepted with probability min(1, p / q), and the first refusal ends the round.
+    for k in range(gamma + 1):
+        p.append(distribution(model, tokens + drafted[:k], model.c.n_layers, probs))
+    passed = [bool(coins.flip(p[k][t] / q[k][t])) for k, t in enumerate(drafted)]
+    accepted = (passed + [False]).index(False)
+    # Correct: in place of a refused draft comes a token from max(p - q, 0), which is what p has and q lacks;
+    # after a draft that was accepted to its end, a bonus token from p.
+    rest = (p[accepted] - q[accepted]).clamp(min=0) if accepted < gamma else p[accepted]
+    rest = rest if rest.sum() > 0 else p[accepted]                              # p = q up to rounding
+    return drafted, accepted, drafted[:accepted] + [int(coins.choose(rest))]
+
+
+@torch.inference_mode()
+def rounds(model, tokens, max_new, exit_layer, gamma, probs=to_probs, coins=None):
+    """Yield (drafted, accepted, new) of each round, until max_new tokens are there or the text has ended."""
+    tokens, coins, left = list(tokens), coins or Coins(), min(max_new, model.c.max_len - len(tokens))
+    while left > 0:
+        drafted, accepted, new = speculate(model, tokens, exit_layer, min(gamma, left - 1), probs, coins)
+        end = next((i + 1 for i, t in enumerate(new) if t in model.c.eos), len(new))
+        tokens, left = tokens + new[:end], 0 if new[end - 1] in model.c.eos else left - end
+        yield drafted, accepted, new[:end]
+
+
+if __name__ == "__main__":
+    model, tokenizer = checkpoint.load(Path(__file__).parent / "weights/stories-llama", "cpu", torch.float32)
+    prompt = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
+    for drafted, accepted, new in rounds(model, prompt, max_new=40, exit_layer=2, gamma=3):
+        print(f"drafted {tokenizer.decode(drafted)!r:26} accepted {accepted}   new {tokenizer.decode(new)!r}")
