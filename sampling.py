@@ -90,15 +90,15 @@ class Coins:
     version = 1
 
     def __init__(self, seed=0):
-        self.seed, self.spent = seed, 0
+        self.seed, self.index = seed, 0                            # number of the next uniform
         self.pool = torch.empty(0, dtype=torch.float64)     # the next uniforms, computed ahead
 
     def take(self, count, device):
         """The next `count` uniforms. (count,)"""
         if len(self.pool) < count or self.pool.device != device:
-            self.pool = uniforms(self.seed, self.spent, max(4096, count), device)
+            self.pool = uniforms(self.seed, self.index, max(4096, count), device)
         taken, self.pool = self.pool[:count], self.pool[count:]
-        self.spent += count
+        self.index += count
         return taken
 
     def flip(self, prob):

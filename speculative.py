@@ -499,8 +499,8 @@ class Then(Wrapper):
     """b goes on where a ends: `Then(SelfDraft(...), NGram(...))` looks up in the text what followed the last
     time it went like the draft (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them so).
 
-    b cannot be a `SelfDraft`: that reads the target's cache, which holds nothing for a's drafts yet. Where b
-    adds tokens, a's `reuse` is lost, because nobody has computed those states for b's tokens.
+    b had better not be a `SelfDraft`: it reads the target's cache, which nobody has filled for a's tokens.
+    And where b adds tokens, a's `reuse` is lost: nobody has computed those states for b's tokens.
     """
 
     def __init__(self, a, b):

@@ -196,15 +196,18 @@ def test_every_sublayer_can_be_the_border(name):
 
 
 @families
-def test_the_trace_holds_the_state_behind_each_sublayer(name):
+def test_the_trace_holds_the_state_after_each_sublayer(name):
     m, x, at = make(CONFIGS[name]), some_x(2, 8), slice(0, 8)
     for sublayers in (range(12), [0, 3, 4, 11], []):
-        trace = []
+        trace = dict.fromkeys(range(12))
         out = m.run(x, at, sublayers=sublayers, trace=trace)
-        assert len(trace) == len(sublayers)
-        for i, state in enumerate(trace):
-            assert torch.equal(state, m.run(x, at, sublayers=sublayers[: i + 1]))
-        assert torch.equal(out, trace[-1] if trace else x)
+        assert [i for i, state in trace.items() if state is not None] == list(sublayers)
+        for k, i in enumerate(sublayers):
+            assert torch.equal(trace[i], m.run(x, at, sublayers=sublayers[: k + 1]))
+        assert torch.equal(out, trace[sublayers[-1]] if sublayers else x)
+        some = {3: None}
+        m.run(x, at, sublayers=sublayers, trace=some)
+        assert list(some) == [3] and (some[3] is None) == (3 not in sublayers), "only what was asked for"
 
 
 @families
@@ -312,7 +315,7 @@ def test_run_never_waits_for_the_device(name, device):
     """A meta tensor has no values: nothing can ask for one. On CUDA torch itself forbids to synchronise."""
     m = make(CONFIGS[name], device=device)
     cache, x, at = new_cache(m, 2, 24), some_x(2, 4).to(device), torch.arange(4).expand(2, 4).to(device)
-    alone, trace = torch.eye(4, dtype=torch.bool, device=device), []
+    alone, trace = torch.eye(4, dtype=torch.bool, device=device), dict.fromkeys(range(12))
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -324,7 +327,7 @@ def test_run_never_waits_for_the_device(name, device):
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    assert len(trace) == 12
+    assert all(state.shape == x.shape for state in trace.values())
 
 
 # --- norms, scales, the cache

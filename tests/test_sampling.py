@@ -1,14 +1,17 @@
 """From logits to distribution to token, by hand: what stays, in which order, how ties end, and which uniforms
 are spent on what.
 """
+import hashlib
 import math
+from itertools import islice
 
 import pytest
 import torch
 from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, make
 
-from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, generate
+from layerskip import SelfDraft
+from sampling import Coins, to_probs, uniforms
+from speculative import ModelDraft, NGram, Rule, Then, generate
 
 ALMOST_ONE = 1 - 2**-53    # the largest uniform there is
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -203,12 +206,41 @@ class Fixed(Coins):
 
 @devices
 def test_the_stream_does_not_depend_on_the_purchases(device):
-    """One torch.rand in float64, whatever it is cut into: also where the pool runs out within a cut."""
-    want = torch.rand(30_000, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    """Whatever it is cut into: also where what was computed ahead runs out within a cut."""
+    want = uniforms(7, 0, 30_000)
     for sizes in ([30_000], [1] * 50 + [4096, 4095, 3, 10_000, 1, 0, 5000], [4000, 97, 4096, 20_000]):
         coins = Coins(7)
         got = torch.cat([coins.take(size, torch.device(device)) for size in sizes])
         assert torch.equal(got.cpu(), want[: len(got)])
+
+
+def splitmix64(seed):
+    """An implementation that shares nothing with ours: Python's own integers, one number at a time."""
+    mask, state = 2**64 - 1, seed % 2**64
+    while True:
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        z = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
+        yield z ^ z >> 31
+
+
+def test_the_coins_are_splitmix64():
+    """The published first values of seed 1234567, and a thousand of other seeds."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431,
+                 16408922859458223821]
+    assert list(islice(splitmix64(1234567), 5)) == published
+    assert uniforms(1234567, 0, 5).tolist() == [(z >> 11) / 2**53 for z in published]
+    for seed in (0, 1, -1, 7, 2**63 - 1, -(2**63), 2**64 - 1):
+        want = [(z >> 11) / 2**53 for z in islice(splitmix64(seed), 1000)]
+        assert uniforms(seed, 0, 1000).tolist() == want and uniforms(seed, 400, 9).tolist() == want[400:409]
+    assert uniforms(0, 0, 3).tolist() == [0.8833108082136426, 0.43152799704850997, 0.026433771592597743]
+
+
+def test_uniforms_lie_between_0_and_1_and_fill_it_evenly():
+    got = uniforms(3, 0, 100_000)
+    assert 0 <= float(got.min()) and float(got.max()) < 1
+    counts = torch.histc(got, 20, 0, 1)
+    assert float(((counts - 5000) ** 2 / 5000).sum()) < 43.8, "chi-square, 19 degrees of freedom, p = .001"
 
 
 def test_seeds_differ_and_repeat():
@@ -318,11 +350,12 @@ def test_a_speculative_round_spends_drafts_then_flips_then_one_choice(gamma):
     """A poor draft, so that rejections occur: the flips behind one are spent all the same."""
     coins, gammas = Ledger(), []
 
-    def drafted(state):
-        gammas.append(min(gamma, max(state.room) - 1))
-        return gamma
+    class Watched(Rule):
+        def gamma(self, state):
+            gammas.append(min(gamma, max(state.left_cpu) - 1))
+            return gamma
 
-    generate(make(LLAMA), PROMPTS, 9, ModelDraft(make(GEMMA, 1), drafted), warm, coins)
+    generate(make(LLAMA), PROMPTS, 9, ModelDraft(make(GEMMA, 1), Watched(gamma)), warm, coins)
     want = []
     for K in gammas:
         want += [("choose", 4)] * K + [("flip", 4, K)] * (K > 0) + [("choose", 4)]
@@ -337,10 +370,30 @@ def test_certain_drafts_spend_flips_and_one_choice():
 
 
 def test_greedy_decoding_spends_them_too():
-    """One code path: a one-hot is a law like any other, so that seeds and settings never change the order."""
+    """One code path: a one-hot is a distribution like any other, and no setting changes the order."""
     coins = Ledger()
     generate(make(LLAMA), PROMPTS, 3, coins=coins)
     assert coins.spent == [("choose", 4)] * 3
+
+
+ORDERS = {1: "f9ee7d76"}  # of each version the hash of what is spent on what; a new order needs a new version
+
+
+def test_the_order_of_spending_has_a_version():
+    """Ports and recorded runs depend on it: whoever changes the order raises `Coins.version`."""
+    class Stop(Rule):
+        def stop(self, k, logits, token):
+            return token % 3 == 0
+
+    m, draft, spent = make(LLAMA), make(GEMMA, 1), []
+    for drafter in (None, NGram(3, 1), ModelDraft(draft, 2), ModelDraft(draft, Stop(3)),
+                    SelfDraft(m, range(8), 3), Then(SelfDraft(m, range(8), 2), NGram(2, 1))):
+        for prompts in (PROMPTS, PROMPTS[:1]):
+            coins = Ledger(5)
+            generate(m, prompts, 7, drafter, warm, coins)
+            spent += [coins.spent, coins.uniforms]
+    got = hashlib.sha256(repr(spent).encode()).hexdigest()[:8]
+    assert got == ORDERS.get(Coins.version), f"the order is another one ({got}): raise Coins.version"
 
 
 def test_huge_logits_at_a_tiny_temperature():

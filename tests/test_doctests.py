@@ -1,0 +1,25 @@
+"""The worked examples in the docstrings say what the functions return."""
+import doctest
+
+import pytest
+
+import checkpoint
+import control
+import layerskip
+import model
+import sampling
+import speculative
+
+EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"], speculative: ["verify"],
+            layerskip: ["keep", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
+            checkpoint: ["parts"]}
+
+
+@pytest.mark.parametrize("module, name", [(m, name) for m, names in EXAMPLES.items() for name in names],
+                         ids=lambda value: value if isinstance(value, str) else value.__name__)
+def test_examples(module, name):
+    found = [t for t in doctest.DocTestFinder().find(module) if t.name == f"{module.__name__}.{name}"]
+    assert len(found) == 1 and found[0].examples, f"{name} has no worked example"
+    runner = doctest.DocTestRunner()
+    runner.run(found[0])
+    assert runner.failures == 0
