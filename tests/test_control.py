@@ -558,7 +558,7 @@ def test_adaptive_exit_stops_each_row_at_its_own_threshold(models):
 
 @pytest.mark.parametrize("temperature", [0, 1.4])
 @each_family
-def test_the_gate_drafts_behind_tokens_that_the_target_was_sure_of(models, family, temperature):
+def test_the_gate_drafts_after_tokens_that_the_target_was_sure_of(models, family, temperature):
     """As the target says without a cache; also of a rule of the second of two drafters."""
     m, answers = models[family], set()
     for pair in (False, True):

@@ -145,6 +145,16 @@ def test_prefill_blocks_agree(models, family, block):
     assert (caches[0].k - caches[1].k).abs().max() < 1e-12
 
 
+@each_family
+def test_the_trace_of_a_long_prompt_is_whole(models, family):
+    m, tokens = models[family], torch.tensor([PROMPTS[0], PROMPTS[3]], device=models[family].tok.device)
+    whole, parts = {2: None, 11: None}, {2: None, 11: None}
+    for trace, block in ((whole, 8), (parts, 3)):
+        x = prefill(m, tokens, KVCache(m.c, 2, 16, torch.float64, tokens.device), trace=trace, block=block)
+        assert torch.equal(trace[11], x)
+    assert all((whole[tap] - parts[tap]).abs().max() < 1e-12 for tap in whole)
+
+
 # --- a perfect draft: the only test that sees a drafter's own mistakes, which otherwise just cost acceptance
 
 
