@@ -271,7 +271,7 @@ def verify(p, q, tokens, coins, length=None):
     return accepted, coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))
 
 
-def prefill(model, tokens, cache, sublayers=None, trace=None, block=256):
+def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
     """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x (B, T, dim);
     sublayers and trace are those of `Transformer.run`."""
     xs, traces = [], []
@@ -457,7 +457,7 @@ class ModelDraft(Drafter):
             raise ValueError(f"the draft model's context is {c.max_len}, but prompt and answer need {needed}")
         self.cache = KVCache(c, *state.tokens.shape, self.model.attention_dtype(), state.tokens.device)
         prompts = state.tokens[:, : max(map(len, state.known))]
-        prefill(self.model, prompts, self.cache, self.sublayers)
+        prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
         self.held = [len(text) for text in state.known]  # per row: how many slots hold what the text says
 
     def run(self, tokens, at, end):
@@ -530,9 +530,9 @@ class Then(Wrapper):
         drafted = torch.tensor(self.drafted)
         first, tested = r.accepted.minimum(drafted), r.accepted >= drafted
         a.observe(state, replace(r, accepted=first, proposed=r.proposed.minimum(drafted)))
-        new, sure = ([row[m:] for row, m in zip(rows, self.drafted, strict=True)] for rows in (r.new, r.sure))
-        b.observe(state, replace(r, accepted=r.accepted - first, new=new, sure=sure,
-                                 proposed=(r.proposed - drafted).clamp(min=0) * tested))
+        proposed = (r.proposed - drafted).clamp(min=0) * tested
+        b.observe(state, replace(r, accepted=r.accepted - first, proposed=proposed,
+                                 new=[row[m:] for row, m in zip(r.new, self.drafted, strict=True)]))
 
 
 def join(head, length, tail, longest):

@@ -33,7 +33,7 @@ from control import (
 )
 from layerskip import SelfDraft, early_exit, keep
 from model import Config, Transformer
-from sampling import to_probs
+from sampling import Coins, to_probs
 from speculative import (
     Draft,
     Drafter,
@@ -489,7 +489,7 @@ def test_confidence_stops_behind_the_low_token_and_keeps_it(models, temperature,
             return draft
 
     drafter = Watched(m, FULL, Confidence(threshold, 6))
-    generate(m, PROMPTS, 40, drafter, lambda logits: to_probs(logits, temperature))
+    generate(m, PROMPTS, 40, drafter, lambda logits: to_probs(logits, temperature), Coins(2))
     assert len({n for n, _ in ends}) > 3 and {low for _, low in ends} == {True, False}
 
 
