@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import control
 from benchmarks.shared import SETS, WEIGHTS, forecast, load, page, prompt_ids, table
-from control import (AdaptiveExit, Confidence, DoNoHarm, Gate, Schedule, ValueGate, expected_speedup,
-                     weight_costs)
+from control import expected_speedup, weight_costs
 from layerskip import SelfDraft, Teacher, early_exit, keep
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, rounds
@@ -195,19 +195,19 @@ def own_methods(L, exits, skip, cost, everything):
         methods |= fixed("skip set", skip, gamma)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
                 "n-gram tail": ruled(best, lambda: g, tail=True),
-                "do no harm": ruled(best, lambda: DoNoHarm(cost[e])),
-                "do no harm, n-gram tail": ruled(best, lambda: DoNoHarm(cost[e]), tail=True),
-                "expected-value gate": ruled(best, lambda: ValueGate(cost[e])),
-                "do no harm, a bad skip set": ruled(bad, lambda: DoNoHarm(cost["bad"]))}
+                "do no harm": ruled(best, lambda: control.DoNoHarm(cost[e])),
+                "do no harm, n-gram tail": ruled(best, lambda: control.DoNoHarm(cost[e]), tail=True),
+                "expected-value gate": ruled(best, lambda: control.ValueGate(cost[e])),
+                "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"]))}
     if everything:
         for other, gamma in exits[1:]:
             methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
-        methods |= {"+1 / -1": ruled(best, lambda: Schedule(g)),
-                    "heuristic +2 / -1": ruled(best, lambda: Schedule(5, up=2)),
-                    "confidence 0.4": ruled(best, lambda: Confidence(0.4)),
-                    "confidence 0.6": ruled(best, lambda: Confidence(0.6)),
-                    "adaptive exit": ruled(best, AdaptiveExit),
-                    "target gate 0.5": ruled(best, lambda: Gate(g)),
+        methods |= {"+1 / -1": ruled(best, lambda: control.Schedule(g)),
+                    "heuristic +2 / -1": ruled(best, lambda: control.Schedule(5, up=2)),
+                    "confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
+                    "confidence 0.6": ruled(best, lambda: control.Confidence(0.6)),
+                    "adaptive exit": ruled(best, control.AdaptiveExit),
+                    "target gate 0.5": ruled(best, lambda: control.Gate(g)),
                     "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
     return methods
 
