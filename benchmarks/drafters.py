@@ -21,7 +21,7 @@ from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, rounds
 from support import plots
 from support.cli import read_skip
-from support.stats import Timed, divergence
+from support.stats import Timed, parting
 
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
@@ -71,15 +71,13 @@ class Bench:
 
     def write(self, make, i):
         """Prompt i, timed."""
-        timed, s, start = Timed(make(self.model, self.small)), Sample([], 0.0, 0.0), time.perf_counter()
+        timed, s = Timed(make(self.model, self.small)), Sample([], 0.0, 0.0)
         for _, r in self.steps(i, timed):
             s.ids += r.new[0]
             s.passes += 1
             s.proposed += int(r.proposed[0])
             s.accepted += int(r.accepted[0])
-        total, s.split = time.perf_counter() - start, timed.seconds
-        s.decode = sum(timed.seconds.values())  # from the end of the prompt on
-        s.prefill = total - s.decode
+        s.prefill, s.decode, s.split = timed.reading, sum(timed.seconds.values()), timed.seconds
         return s
 
     def meter(self, make, i):
@@ -307,15 +305,14 @@ def drafting(m, samples, plain, texts):
 
 
 def divergences(bench, methods, title):
-    """Where a text parts from plain decoding in the timed dtype, and by how little two tokens differed."""
+    """Where a text parts from plain decoding in the timed dtype, as `support.stats.parting` says."""
     found = []
     for name, m in methods.items():
         for i, runs in m.samples.items():
             ours, plain = runs[0].ids, methods["plain"].samples[i][0].ids
             if any(x != y for x, y in zip(ours, plain, strict=False)):
-                d = divergence(bench.model, [bench.prompts[i]], [ours], [plain])
-                found.append({"set": title, "method": name, "prompt": i, "position": d["position"],
-                              "gap": d["top2_gap"]})
+                found.append({"set": title, "method": name, "prompt": i,
+                              **parting(bench.model, bench.prompts[i], ours, plain)})
     return found
 
 
@@ -333,10 +330,12 @@ def markdown(a, results, notes):
         lines += [f"**{title}**", "", *table(["", *COLUMNS, "draft / verify / loop"], body)]
     places = {}
     for n in notes:
-        places.setdefault((n["set"], n["prompt"], n["position"], n["gap"]), []).append(n["method"])
-    lines += [f"- {title}, prompt {prompt}: at new token {position}, where the two best logits are {gap:.3g} "
-              f"apart, {a.dtype} rounds otherwise than in plain decoding: {'; '.join(names)}"
-              for (title, prompt, position, gap), names in places.items()]
+        why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
+        place = n["set"], n["prompt"], n["position"], n["gap"], why
+        places.setdefault(place, []).append(n["method"])
+    lines += [f"- {title}, prompt {prompt}: other than plain decoding from new token {position} on, where the "
+              f"logits of the two tokens lie {gap:.3g} apart, {why}: {'; '.join(names)}"
+              for (title, prompt, position, gap, why), names in places.items()]
     return page(lines)
 
 
