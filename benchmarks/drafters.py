@@ -333,8 +333,8 @@ def markdown(a, results, notes):
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
         place = n["set"], n["prompt"], n["position"], n["gap"], why
         places.setdefault(place, []).append(n["method"])
-    lines += [f"- {title}, prompt {prompt}: other than plain decoding from new token {position} on, where the "
-              f"logits of the two tokens lie {gap:.3g} apart, {why}: {'; '.join(names)}"
+    lines += [f"- {title}, prompt {prompt}: other than plain decoding from new token {position} on, where "
+              f"the logits of the two tokens lie {gap:.3g} apart, {why}: {'; '.join(names)}"
               for (title, prompt, position, gap, why), names in places.items()]
     return page(lines)
 
