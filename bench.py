@@ -1,4 +1,4 @@
-"""Honest measurements, side by side in one process: A B A B, medians, after a warm-up.
+"""The command that measures: side by side in one process, A B A B, medians, after a warm-up.
 
     python bench.py counts       operations and synchronisations of a round: free of noise
     python bench.py plain        plain decoding beside transformers
@@ -9,7 +9,6 @@
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
-
 import json
 import os
 import sys
@@ -18,22 +17,13 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import costs as bench_costs
-from benchmarks import drafters
-from benchmarks import plain as bench_plain
-from benchmarks import search as bench_search
+from benchmarks import costs, drafters, plain, search
+from benchmarks.shared import WEIGHTS
 from support import cli
 from support.files import replacing
 
-WEIGHTS = Path(__file__).resolve().parent / "weights"
-RUNS = {
-    "counts": bench_plain.run_counts,
-    "plain": bench_plain.run,
-    "costs": bench_costs.run_costs,
-    "help": bench_costs.run_help,
-    "self": drafters.run,
-    "search": bench_search.run,
-}  # -> (Markdown, data, draw(path) or None)
+RUNS = {"counts": plain.run_counts, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
+        "self": drafters.run, "search": search.run}  # -> (Markdown, data, draw(path) or None)
 
 
 def parse(argv):

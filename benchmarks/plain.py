@@ -1,8 +1,7 @@
 """Plain decoding, measured: its operations and synchronisations, and its speed beside transformers.
 
-The one thing to remember: a speed is a ratio, measured in one process A B A B, medians after a warm-up.
+The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
 """
-
 import statistics
 import subprocess
 import sys
@@ -17,44 +16,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import checkpoint
-from benchmarks.shared import ROOT, WEIGHTS, random_model, table
+from benchmarks.shared import ROOT, WEIGHTS, page, random_model, table
 from control import interleave
 from kvcache import KVCache
 from layerskip import SelfDraft
 from model import Config
-from speculative import generate, prefill, rounds
+from speculative import Rule, generate, prefill, rounds
 from support import plots
 
-SHAPE_110M = Config(
-    vocab_size=32_000,
-    dim=768,
-    n_layers=12,
-    n_heads=12,
-    n_kv_heads=12,
-    head_dim=64,
-    hidden_dim=2048,
-    max_len=1024,
-)
-SHAPE_1B = Config(  # for the GPU
-    vocab_size=128_000,
-    dim=2048,
-    n_layers=16,
-    n_heads=32,
-    n_kv_heads=8,
-    head_dim=64,
-    hidden_dim=8192,
-    max_len=4096,
-    tied=True,
-)
+SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
+                    hidden_dim=2048, max_len=1024)
+SHAPE_1B = Config(vocab_size=128_000, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
+                  hidden_dim=8192, max_len=4096, tied=True)  # for the GPU
 TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
 BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
+CONTEXTS = 64, 256, 512, 1024, 2048, 4096
 
 
 # --- counts
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that compute or copy; views cost next to nothing and are left out, and so are
+    """Counts the operations that compute or copy. Views cost next to nothing and are left out, and so are
     questions, such as what two dtypes promote to."""
 
     count = 0
@@ -68,18 +51,8 @@ class Operations(TorchDispatchMode):
 class Synchronisations(TorchFunctionMode):
     """Counts the calls that make the host wait for the device to have a value."""
 
-    names = {
-        "tolist",
-        "item",
-        "cpu",
-        "numpy",
-        "nonzero",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "equal",
-    }
+    names = {"tolist", "item", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__",
+             "__index__"}
     count = 0
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -93,18 +66,23 @@ def count(action):
     return {"operations": operations.count, "synchronisations": waits.count}
 
 
+class Unstopped(Rule):
+    """Has a stop rule, which never stops a draft."""
+
+    def stop(self, k, logits, token):
+        return token < 0
+
+
 def counts():
     """What a plain round and a drafted step cost outside the sub-layers."""
-    model = random_model(
-        Config(vocab_size=64, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32)
-    )
+    model = random_model(Config(vocab_size=64, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16,
+                                hidden_dim=32))
     cache, x = KVCache(model.c, 1, 64, torch.float32), torch.zeros(1, 1, 32)
     model.run(x, slice(0, 1), cache)  # the cos/sin table is made once
 
     def layers(sublayers):
-        full, empty = (
-            count(lambda s=s: model.run(x, slice(9, 10), cache, s))["operations"] for s in (sublayers, [])
-        )
+        runs = [partial(model.run, x, slice(9, 10), cache, subs) for subs in (sublayers, [])]
+        full, empty = (count(run)["operations"] for run in runs)
         return full - empty
 
     def round_of(drafter):
@@ -112,19 +90,23 @@ def counts():
         next(steps)
         return count(lambda: next(steps))
 
-    def step(stop=None):
-        short, long = (round_of(SelfDraft(model, range(2), gamma, stop)) for gamma in (2, 3))
+    def step(rule):
+        short, long = (round_of(SelfDraft(model, range(2), rule(gamma))) for gamma in (2, 3))
         return {key: long[key] - short[key] - layers(range(2)) * (key == "operations") for key in long}
 
     plain = round_of(None)
-    return {
-        "plain round": {**plain, "operations": plain["operations"] - layers(range(4))},
-        "drafted step": step(),
-        "drafted step, stop rule": step(lambda k, logits, token: token < 0),
-    }
+    return {"plain round": {**plain, "operations": plain["operations"] - layers(range(4))},
+            "drafted step": step(Rule), "drafted step, stop rule": step(Unstopped)}
 
 
-# --- plain decoding against transformers
+def run_counts(a):
+    seen = counts()
+    rows = [[name, str(r["operations"]), str(r["synchronisations"])] for name, r in seen.items()]
+    lines = table(["outside the sub-layers", "operations", "synchronisations"], rows)
+    return page(lines), {"counts": seen}, None
+
+
+# --- plain decoding beside transformers
 
 
 class Pair:
@@ -138,39 +120,31 @@ class Pair:
         self.theirs.generation_config.eos_token_id = None  # both write all the tokens
         self.device, self.c = torch.device(device), self.ours.c
 
-    def write(self, prompts, new):
+    def generators(self, prompts, new):
         """Both continue the prompts greedily: two functions that return the ids."""
         ids = torch.tensor(prompts, device=self.device)
-        flags = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids))
-        return {
-            "ours": lambda: generate(self.ours, prompts, new)[0],
-            "transformers": lambda: self.theirs.generate(ids, max_new_tokens=new, **flags)[
-                :, ids.shape[1] :
-            ].tolist(),
-        }
+        flags = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids), max_new_tokens=new)
+        return {"ours": lambda: generate(self.ours, prompts, new)[0],
+                "transformers": lambda: self.theirs.generate(ids, **flags)[:, ids.shape[1] :].tolist()}
 
-    def read(self, ids):
-        """Both read a prompt of (1, T) ids into a cache."""
+    def prefills(self, ids):
+        """Both read a prompt of (1, T) ids into a cache: two functions."""
         cache = KVCache(self.c, 1, ids.shape[1], self.ours.attention_dtype(), self.device)
-        return {
-            "ours": lambda: prefill(self.ours, ids, cache),
-            "transformers": lambda: self.theirs(ids, use_cache=True, logits_to_keep=1),
-        }
+        return {"ours": lambda: prefill(self.ours, ids, cache),
+                "transformers": lambda: self.theirs(ids, use_cache=True, logits_to_keep=1)}
 
 
 def matrices(model):
     """The model's own matrix-vector products for one token, and nothing else: the bound for batch 1."""
-    x = {
-        n: torch.ones(1, 1, n, dtype=model.tok.dtype, device=model.tok.device)
-        for n in {w.shape[1] for w in model.parameters() if w.dim() == 2}
-    }
+    widths = {w.shape[1] for w in model.parameters() if w.dim() == 2}
+    x = {n: torch.ones(1, 1, n, dtype=model.tok.dtype, device=model.tok.device) for n in widths}
     weights = [w for b in model.blocks for w in (b.attn.wqkv, b.attn.wo, b.mlp.gate_up, b.mlp.down)]
     weights.append(model.tok if model.head is None else model.head)
     return lambda: [F.linear(x[w.shape[1]], w) for w in weights]
 
 
 def step(model, T, at):
-    """A target pass over T tokens behind `at` others."""
+    """A target pass over T tokens after `at` others."""
     cache = KVCache(model.c, 1, at + T, model.attention_dtype(), model.tok.device)
     tokens = torch.full((1, T), 5, device=model.tok.device)
     return lambda: model.unembed(model.run(model.embed(tokens), slice(at, at + T), cache))
@@ -192,53 +166,15 @@ print(time.perf_counter() - start, anonymous() - before)
 def loading(folder, dtype, repeats):
     """Median seconds and MB of anonymous memory, each in a fresh process. transformers leaves the weights in
     the mapped file, to be paged in at first use."""
-    calls = {
-        "ours": f"checkpoint.load({str(folder)!r}, 'cpu', {dtype})",
-        "transformers": f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}, dtype={dtype})",
-    }
-    seen = {name: [] for name in calls}
+    folder, seen = str(folder), {"ours": [], "transformers": []}
+    calls = {"ours": f"checkpoint.load({folder!r}, 'cpu', {dtype})",
+             "transformers": f"transformers.AutoModelForCausalLM.from_pretrained({folder!r}, dtype={dtype})"}
     for _ in range(repeats):
         for name, call in calls.items():
-            run = [sys.executable, "-c", LOAD.format(here=str(ROOT), call=call)]
-            seen[name].append(
-                [
-                    float(n)
-                    for n in subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()[
-                        -2:
-                    ]
-                ]
-            )
-    return {
-        name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in seen.items()
-    }
-
-
-def measure(folder, dtype, device, a, bar):
-    """All of `plain` for one model and dtype, as a dict for JSON."""
-    pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
-    contexts = [n for n in (64, 256, 512, 1024, 2048, 4096) if n < pair.c.max_len] + [pair.c.max_len - 1]
-    write = pair.write([prompt], a.new)
-    ours, theirs = (run()[0] for run in write.values())
-    r = {"same tokens": next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), a.new)}
-    bar.update()
-    r["decode"] = interleave(write, a.repeats)
-    bar.update()
-    single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
-    r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
-    if a.quick:
-        return r
-    r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
-    bar.update()
-    ids = torch.tensor([(a.prompt * 20)[: min(480, pair.c.max_len)]], device=device)
-    r["prompt"] = interleave(pair.read(ids), a.repeats) | {"tokens": ids.shape[1]}
-    bar.update()
-    r["batches"] = {B: interleave(pair.write([prompt] * B, a.new // 4), a.repeats) for B in BATCHES}
-    bar.update()
-    r["contexts"] = interleave({n: step(pair.ours, 1, n) for n in contexts}, 5 * a.repeats)
-    r["loading"] = loading(folder, dtype, max(1, a.repeats // 2)) if device == "cpu" else None
-    r["launches"] = launches(pair.ours, prompt) if device == "cuda" else None
-    bar.update()
-    return r
+            argv = [sys.executable, "-c", LOAD.format(here=str(ROOT), call=call)]
+            out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+            seen[name].append([float(n) for n in out.split()[-2:]])
+    return {name: list(map(statistics.median, zip(*rows, strict=True))) for name, rows in seen.items()}
 
 
 def launches(model, prompt):
@@ -250,21 +186,52 @@ def launches(model, prompt):
     return sum(e.count for e in seen.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
+def measure(folder, dtype, device, a, bar):
+    """All of `plain` for one model and dtype, as a dict for JSON."""
+    pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
+    contexts = [n for n in CONTEXTS if n < pair.c.max_len] + [pair.c.max_len - 1]
+    both = pair.generators([prompt], a.new)
+    ours, theirs = (run()[0] for run in both.values())
+    r = {"same tokens": next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), a.new)}
+    bar.update()
+    r["decode"] = interleave(both, a.repeats)
+    bar.update()
+    single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
+    r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
+    if a.quick:
+        return r
+    r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
+    bar.update()
+    ids = torch.tensor([(a.prompt * 20)[: min(480, pair.c.max_len)]], device=device)
+    r["prompt"] = interleave(pair.prefills(ids), a.repeats) | {"tokens": ids.shape[1]}
+    bar.update()
+    r["batches"] = {B: interleave(pair.generators([prompt] * B, a.new // 4), a.repeats) for B in BATCHES}
+    bar.update()
+    r["contexts"] = interleave({n: step(pair.ours, 1, n) for n in contexts}, 5 * a.repeats)
+    r["loading"] = loading(folder, dtype, max(1, a.repeats // 2)) if device == "cpu" else None
+    r["launches"] = launches(pair.ours, prompt) if device == "cuda" else None
+    bar.update()
+    return r
+
+
 def markdown(results, a):
     """The tables of `plain`."""
-    lines = [
-        f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
-        f"torch {torch.__version__}; medians of {a.repeats} runs A B A B",
-        "",
-    ]
-    speed, blocks, work = [], [], []
+    lines = [f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
+             f"torch {torch.__version__}; medians of {a.repeats} runs A B A B", ""]
+    speed = []
     for name, r in results.items():
         ours, theirs = r["decode"]["ours"], r["decode"]["transformers"]
-        same = f"{r['same tokens']} of {a.new}"
-        speed.append([name, f"{a.new / ours:.1f}", f"{a.new / theirs:.1f}", f"{theirs / ours:.2f}"])
-        speed[-1] += [f"{r['bound']:.2f}", same]
-        if a.quick:
-            continue
+        speed.append([name, f"{a.new / ours:.1f}", f"{a.new / theirs:.1f}", f"{theirs / ours:.2f}",
+                      f"{r['bound']:.2f}", f"{r['same tokens']} of {a.new}"])
+    lines += table(["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"],
+                   speed)
+    return page(lines if a.quick else lines + details(results))
+
+
+def details(results):
+    """The tables that --quick leaves out."""
+    blocks, work = [], []
+    for name, r in results.items():
         blocks.append([name, *(f"{s / r['blocks'][1]:.2f}" for s in r["blocks"].values())])
         contexts = ", ".join(f"{n}: {s / r['contexts'][64]:.2f}" for n, s in r["contexts"].items())
         batches = " ".join(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())
@@ -272,42 +239,21 @@ def markdown(results, a):
         prompt = f"{read['tokens'] / read['ours']:.0f} ({read['transformers'] / read['ours']:.2f})"
         loads = [f"{s:.1f} s, {mb:.0f} MB" for s, mb in (r["loading"] or {}).values()]
         work.append([name, contexts, prompt, batches, *(loads or ["", ""])])
-    lines += table(
-        ["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"], speed
-    )
-    if a.quick:
-        return "\n".join(lines).rstrip()
-    lines += table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks)
-    head = ["model, dtype", "a token behind n others, relative to 64", "reading a prompt, tokens/s (ratio)"]
-    head += [f"ratio at batch {' '.join(map(str, BATCHES))}", "loading, memory", "transformers"]
-    lines += table(head, work)
-    lines += [
-        f"{name}: {r['launches']} kernel launches a plain round"
-        for name, r in results.items()
-        if r["launches"]
-    ]
-    return "\n".join(lines).rstrip()
-
-
-def run_counts(a):
-    rows = [[name, str(c["operations"]), str(c["synchronisations"])] for name, c in counts().items()]
-    lines = table(["outside the sub-layers", "operations", "synchronisations"], rows)
-    return "\n".join(lines).rstrip(), {"counts": counts()}, None
+    head = ["model, dtype", "a token after n others, relative to 64", "reading a prompt, tokens/s (ratio)",
+            f"ratio at batch {' '.join(map(str, BATCHES))}", "loading, memory", "transformers"]
+    lines = table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks) + table(head, work)
+    return lines + [f"{name}: {r['launches']} kernel launches a plain round"
+                    for name, r in results.items() if r["launches"]]
 
 
 def run(a):
-    stories, a.repeats = WEIGHTS / "stories-llama", a.repeats or 5
+    stories, a.repeats, cpu = WEIGHTS / "stories-llama", a.repeats or 5, a.device == "cpu"
     _, tokenizer = checkpoint.load(stories, "cpu")
     a.prompt = checkpoint.encode(tokenizer, TEXT * 4, 0)
-    shapes = (
-        {"stories-llama": None, "110M shape": SHAPE_110M} if a.device == "cpu" else {"1B shape": SHAPE_1B}
-    )
-    dtypes = (torch.bfloat16, torch.float32) if a.device == "cpu" else (torch.bfloat16,)
-    results = {}
-    with (
-        tqdm(total=6 * len(shapes) * len(dtypes), disable=None) as bar,
-        tempfile.TemporaryDirectory() as made,
-    ):
+    shapes = {"stories-llama": None, "110M shape": SHAPE_110M} if cpu else {"1B shape": SHAPE_1B}
+    dtypes = (torch.bfloat16, torch.float32) if cpu else (torch.bfloat16,)
+    results, bar = {}, tqdm(total=6 * len(shapes) * len(dtypes), disable=None)
+    with bar, tempfile.TemporaryDirectory() as made:
         for name, c in shapes.items():
             for dtype in dtypes:
                 folder = Path(made) if c else stories

@@ -7,14 +7,14 @@ import math
 import statistics
 import time
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-import checkpoint
-from benchmarks.shared import ROOT, SETS, WEIGHTS, read_prompts, table
+from benchmarks.shared import ROOT, SETS, WEIGHTS, load, page, prompt_ids, read_prompts, table
 from control import measure_costs, weight_costs
 from layerskip import SelfDraft, early_exit
 from search import Calibration, Space, Trial, matchness, search, speedup, tokens_per_second
@@ -38,13 +38,13 @@ def bits(number, n=12):
 def enumerate_sets(space, calibration, costs):
     """alpha, c, gamma, speed-up of every set; set number k skips the bits of k. Four arrays (2^n,)."""
     rows = []
-    for k in tqdm(range(1 << len(space.free)), desc="every set", disable=None):
-        t = speedup(calibration, costs, space.sublayers(bits(k, len(space.free))))
-        rows.append((t.alpha, t.c, t.gamma, t.speedup))
+    for k in tqdm(range(1 << len(space.skippable)), desc="every set", disable=None):
+        t = speedup(calibration, costs, space.sublayers(bits(k, len(space.skippable))))
+        rows.append((t.alpha, t.cost, t.gamma, t.speedup))
     return dict(zip(("alpha", "c", "gamma", "speedup"), np.array(rows).T, strict=True))
 
 
-# --- the competitors: each asks what sets, (n,) tuples of bits, are worth, until `evaluate` says Enough
+# --- the competitors: each asks `evaluate` what sets, tuples of n bits, are worth, until it raises Enough
 
 
 def random_search(space, evaluate, seed, count):
@@ -54,9 +54,9 @@ def random_search(space, evaluate, seed, count):
 
 
 def local_search(space, evaluate, seed, count):
-    """First improvement over single flips in random order, from a random set; anew from another one where no
-    flip helps."""
-    g, n = torch.Generator().manual_seed(seed), len(space.free)
+    """Flip single bits of a random set in random order and keep the first improvement; restart from another
+    random set when none helps."""
+    g, n = torch.Generator().manual_seed(seed), len(space.skippable)
     while True:
         z = tuple(space.random(g).int().tolist())
         value, improved = evaluate(z), True
@@ -71,7 +71,7 @@ def local_search(space, evaluate, seed, count):
 
 def gaussian_process(space, evaluate, seed, count):
     def trial(sublayers):
-        z = tuple(int(sub not in set(sublayers)) for sub in space.free)
+        z = tuple(int(sub not in set(sublayers)) for sub in space.skippable)
         return Trial(evaluate(z), 0.0, 0.0, 0, 0.0)
 
     for _ in search(space, trial, count, seed):
@@ -85,7 +85,7 @@ def tpe(space, evaluate, seed, count):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     def objective(trial):
-        return evaluate(tuple(trial.suggest_int(f"b{j}", 0, 1) for j in range(len(space.free))))
+        return evaluate(tuple(trial.suggest_int(f"b{j}", 0, 1) for j in range(len(space.skippable))))
 
     sampler = optuna.samplers.TPESampler(seed=seed)
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=10 * count)
@@ -95,38 +95,41 @@ def clasp(calibration, space):
     """CLaSp's dynamic programme (arXiv 2505.24196): for each number of skips the set whose residual stream
     stays nearest to the target's, by cosine. [set for 1 skip, for 2, ...]
 
-    Its table: best[j], a state behind i sub-layers of which j were skipped. The next sub-layer is either run
-    on best[j] or skipped from best[j-1], whichever is nearer to the target's state there.
+    Its table: best[j] = (states, skipped), after i sub-layers of which j were skipped. The next sub-layer is
+    either run on best[j] or skipped from best[j-1], whichever ends nearer to the target's state there.
     """
-    model, n = calibration.model, len(space.free)
-    teachers = calibration.teachers
+    n, teachers = len(space.skippable), calibration.teachers
     best = {0: ([t.states[0] for t in teachers], ())}
-
-    @torch.inference_mode()
-    def apply(t, x, i):
-        T = x.shape[1]
-        own = torch.eye(T, dtype=torch.bool, device=x.device)
-        return model.run(x, slice(0, T), t.cache, [i], slice(T, 2 * T), own)
-
-    def near(xs, i):
-        cosines = [torch.cosine_similarity(x.double(), t.states[i + 1].double(), -1).flatten()
-                   for x, t in zip(xs, teachers, strict=True)]
-        return float(torch.cat(cosines).mean())
-
-    for i in range(2 * model.c.n_layers):
+    for i in range(2 * calibration.model.c.n_layers):
         following = {}
         for j in range(min(n, i + 1) + 1):
             options = []
             if j in best:
                 xs, gone = best[j]
                 options.append(([apply(t, x, i) for t, x in zip(teachers, xs, strict=True)], gone))
-            if i in space.free and j - 1 in best:
+            if i in space.skippable and j - 1 in best:
                 xs, gone = best[j - 1]
                 options.append((xs, (*gone, i)))
             if options:
-                following[j] = max(options, key=lambda o: near(o[0], i))
+                following[j] = max(options, key=lambda option: nearness(teachers, option[0], i))
         best = following
-    return [tuple(int(sub in best[j][1]) for sub in space.free) for j in sorted(best) if j]
+    return [tuple(int(sub in best[j][1]) for sub in space.skippable) for j in sorted(best) if j]
+
+
+@torch.inference_mode()
+def apply(teacher, x, i):
+    """Sub-layer i at every position of x (1, T, dim) at once, each as the first token of a draft: it reads
+    the target's keys before it and its own, which lie in slots of their own."""
+    T = x.shape[1]
+    own = torch.eye(T, dtype=torch.bool, device=x.device)
+    return teacher.model.run(x, slice(0, T), teacher.cache, [i], slice(T, 2 * T), own)
+
+
+def nearness(teachers, xs, i):
+    """The mean cosine between the states xs and the target's after sub-layer i."""
+    cosines = [torch.cosine_similarity(x.double(), t.states[i + 1].double(), -1).flatten()
+               for x, t in zip(xs, teachers, strict=True)]
+    return float(torch.cat(cosines).mean())
 
 
 class Enough(Exception):
@@ -135,7 +138,7 @@ class Enough(Exception):
 
 def run_method(method, space, worth, seed, count):
     """The best value seen after each of `count` evaluations; a set asked for again costs nothing."""
-    seen, best, most = {}, [], min(count, 2 ** len(space.free))
+    seen, best, most = {}, [], min(count, 2 ** len(space.skippable))
 
     def evaluate(z):
         if z not in seen:
@@ -153,16 +156,18 @@ def run_method(method, space, worth, seed, count):
 
 
 def installed(name):
-    try:
-        __import__(name)
-    except ImportError:
-        return False
-    return True
+    return find_spec(name) is not None
 
 
 def regrets(space, land, calibration, bar):
     """{method: (seeds, budget) best values so far}."""
-    worth = lambda z: float(land["speedup"][sum(b << j for j, b in enumerate(z))])  # noqa: E731
+    def worth(z):
+        return float(land["speedup"][sum(b << j for j, b in enumerate(z))])
+
+    def clasps_in_turn(space, evaluate, seed, count):
+        for z in clasp(calibration, space):
+            evaluate(z)
+
     methods = {"Gaussian process": gaussian_process, "local search": local_search, "random": random_search}
     if installed("optuna"):
         methods["TPE (Optuna)"] = tpe
@@ -172,14 +177,11 @@ def regrets(space, land, calibration, bar):
         for seed in range(SEEDS):
             found[name].append(run_method(method, space, worth, seed, max(BUDGETS)))
             bar.update()
-    order = clasp(calibration, space)
-    in_turn = lambda space, evaluate, seed, count: [evaluate(z) for z in order]  # noqa: E731
-    found["CLaSp"] = [run_method(in_turn, space, worth, 0, max(BUDGETS))]
-    return found
+    return found | {"CLaSp": [run_method(clasps_in_turn, space, worth, 0, max(BUDGETS))]}
 
 
 def sign_test(wins, losses):
-    """One-sided: how likely are so many wins, or more, by chance?"""
+    """One-sided: how likely so many wins, or more, are by chance."""
     n = wins + losses
     return sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
 
@@ -197,7 +199,7 @@ def rank_correlation(a, b):
 
 
 def measured_speedup(model, prompts, sublayers, gamma, new, repeats):
-    """Of a skip set over plain decoding: A B A B on each prompt, the median of the paired ratios."""
+    """Of a draft over plain decoding: A B A B on each prompt, the median of the paired ratios."""
     ratios = []
     for ids in prompts:
         for repeat in range(repeats + 1):
@@ -225,35 +227,39 @@ def objectives_against_the_clock(a, model, prompts, space, land, calibration, co
     return {name: rank_correlation(values, clock) for name, values in seen.items()}
 
 
+def best_set(space, entries):
+    """The sub-layers that stay in the best of the trials that `search` yielded."""
+    return space.sublayers([int(b) for b in max(entries, key=lambda e: e["value"])["bits"]])
+
+
 def over_everything(a, model, calibration, prompts):
     """All 2L bits but the first two, with measured costs: the search beside the best early exit and CLaSp's
     best set."""
     L, costs = model.c.n_layers, measure_costs(model, repeats=20 if a.quick else 100)
-    space = Space(L, tuple(range(2, 2 * L)))
+    space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
     entries, start, thought = [], time.perf_counter(), 0.0
-    for entry, seconds in search(space, partial(speedup, calibration, costs), 60 if a.quick else 200):
+    for entry, seconds in search(space, score, 60 if a.quick else 200):
         entries.append(entry)
         thought += seconds
     spent = time.perf_counter() - start
-    best = max(entries, key=lambda e: e["value"])
-    sets = {"found by the search": space.sublayers([int(b) for b in best["bits"]])}
-    score = partial(speedup, calibration, costs)
     exits = [early_exit(L, e) for e in range(1, L)]
-    sets["best early exit"] = max(exits, key=lambda subs: score(subs).value)
     dp = [space.sublayers(z) for z in clasp(calibration, space) if sum(z) < len(z)]
-    sets["CLaSp's best"] = max(dp, key=lambda subs: score(subs).value)
+    sets = {"found by the search": best_set(space, entries),
+            "best early exit": max(exits, key=lambda subs: score(subs).value),
+            "CLaSp's best": max(dp, key=lambda subs: score(subs).value)}
     seen = {}
     for name, subs in sets.items():
         t = score(subs)
-        seen[name] = {"sublayers": subs, "alpha": t.alpha, "c": t.c, "gamma": t.gamma, "predicted": t.speedup,
+        seen[name] = {"sublayers": subs, "alpha": t.alpha, "c": t.cost, "gamma": t.gamma,
+                      "predicted": t.speedup,
                       "measured": measured_speedup(model, prompts, subs, t.gamma, a.new, 1 if a.quick else 3)}
     return {"sets": seen, "trials_per_second": len(entries) / spent, "share_in_process": thought / spent,
             "trials": len(entries), "curve": [e["value"] for e in entries]}
 
 
 def transfer(model, tokenizer, trials):
-    """{calibrated on: {measured on: (speed-up promised there, of the set found there itself)}} by held-out
-    documents: a search sees the first half of a domain, and its set is scored on the second half of all."""
+    """{calibrated on: {promised on: speed-up}}: a search sees the first half of one kind of documents, and
+    its set is scored on the second half of every kind."""
     L, costs, halves = model.c.n_layers, weight_costs(model.c), {}
     for name in SETS:
         texts = [line["text"] for line in read_prompts(name)]
@@ -261,35 +267,37 @@ def transfer(model, tokenizer, trials):
     space, found = Space(L, tuple(range(2, 2 * L))), {}
     for name in tqdm(SETS, desc="transfer", disable=None):
         entries = [e for e, _ in search(space, partial(speedup, halves[name][0], costs), trials)]
-        best = max(entries, key=lambda e: e["value"])
-        subs = space.sublayers([int(b) for b in best["bits"]])
+        subs = best_set(space, entries)
         found[name] = {other: speedup(halves[other][1], costs, subs).speedup for other in SETS}
     return found
 
 
+def landscape(a, space, calibration, costs):
+    """What every set is worth: from the file, which only the shipped Llama has, or scored anew."""
+    shipped = Path(a.model).resolve() == WEIGHTS / "stories-llama"
+    if shipped and LANDSCAPE.is_file():
+        return dict(np.load(LANDSCAPE))
+    land = enumerate_sets(space, calibration, costs)
+    if shipped:
+        LANDSCAPE.parent.mkdir(exist_ok=True)
+        np.savez_compressed(LANDSCAPE, **land)
+    return land
+
+
 def run(a):
-    model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
-    exact = checkpoint.load(a.model, a.device, torch.float32)[0]  # scores that do not hang on rounding
-    lines = read_prompts("stories")
-    documents = [line["text"] for line in lines]
-    prompts = [checkpoint.encode(tokenizer, line["prompt"], model.c.bos) for line in lines]
+    (model, tokenizer), (exact, _) = load(a), load(a, "float32")  # whose scores do not hang on rounding
+    documents = [line["text"] for line in read_prompts("stories")]
+    prompts = prompt_ids("stories", tokenizer, model.c)
     space, costs = middle(model.c.n_layers), weight_costs(model.c)
     calibration = Calibration(exact, tokenizer, documents, 512)
-    if LANDSCAPE.is_file() and Path(a.model).resolve() == WEIGHTS / "stories-llama":
-        land = dict(np.load(LANDSCAPE))
-    else:
-        land = enumerate_sets(space, calibration, costs)
-        if Path(a.model).resolve() == WEIGHTS / "stories-llama":
-            LANDSCAPE.parent.mkdir(exist_ok=True)
-            np.savez_compressed(LANDSCAPE, **land)
+    land = landscape(a, space, calibration, costs)
     with tqdm(total=4 * SEEDS, desc="methods", disable=None) as bar:
         curves = regrets(space, land, calibration, bar)
     optimum = float(land["speedup"].max())
-    data = {
-        "optimum": optimum, "optimum_set": bits(int(land["speedup"].argmax())), "curves": curves,
-        "correlation": objectives_against_the_clock(a, model, prompts, space, land, calibration, costs),
-        "everything": over_everything(a, model, calibration, prompts),
-        "transfer": transfer(exact, tokenizer, 40 if a.quick else 150)}
+    data = {"optimum": optimum, "optimum_set": bits(int(land["speedup"].argmax())), "curves": curves,
+            "correlation": objectives_against_the_clock(a, model, prompts, space, land, calibration, costs),
+            "everything": over_everything(a, model, calibration, prompts),
+            "transfer": transfer(exact, tokenizer, 40 if a.quick else 150)}
     draw = partial(plots.regrets, curves, optimum,
                    f"{a.model}: the best of all 4,096 sets promises {optimum:.3f}")
     return markdown(a, land, data), data, draw
@@ -329,4 +337,4 @@ def markdown(a, land, data):
               f"{every['share_in_process']:.0%} of the time in the Gaussian process", ""]
     lines += table(["calibrated on, promised on held-out", *SETS], [
         [name, *(f"{r[other]:.2f}" for other in SETS)] for name, r in data["transfer"].items()])
-    return "\n".join(lines).rstrip()
+    return page(lines)

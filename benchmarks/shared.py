@@ -1,4 +1,4 @@
-"""What the benchmarks share: paths, prompts, random models, tables, and the one way to time things.
+"""What the benchmarks share: models, prompts, forecasts and tables.
 
 The one thing to remember: a speed is a ratio, measured in one process A B A B, medians after a warm-up.
 """
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 from control import best_gamma, expected_speedup
 from model import Transformer
 
@@ -15,10 +16,9 @@ WEIGHTS = ROOT / "weights"
 SETS = "stories", "dialogues", "maths", "code"
 
 
-def read_prompts(name):
-    """The lines of benchmarks/prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
-    lines = (ROOT / "benchmarks" / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+def load(a, dtype=None, folder=None):
+    """(model, tokenizer) as the flags say, or in another dtype, or from another folder."""
+    return checkpoint.load(folder or a.model, a.device, getattr(torch, dtype or a.dtype))
 
 
 def random_model(c, dtype=torch.float32, seed=0):
@@ -29,11 +29,28 @@ def random_model(c, dtype=torch.float32, seed=0):
     return model.to(dtype)
 
 
+def read_prompts(name):
+    """The lines of benchmarks/prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
+    lines = (ROOT / "benchmarks" / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
+
+
+def prompt_ids(name, tokenizer, c):
+    """The prompts of one kind, as ids."""
+    return [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts(name)]
+
+
+def forecast(series, cost):
+    """(alpha, best gamma, speed-up at it) of series of acceptances, one a text, where a drafted step costs
+    `cost`."""
+    gamma = best_gamma(series, cost)
+    return float(torch.cat(series).mean()), gamma, expected_speedup(series, gamma, cost)
+
+
 def table(head, rows):
+    """The lines of a Markdown table, and an empty one."""
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)] + [""]
 
 
-def forecast(alphas, c):
-    """(alpha, best gamma, speed-up at it) of acceptance series (one a text) at the cost c."""
-    gamma = best_gamma(alphas, c)
-    return float(torch.cat(alphas).mean()), gamma, expected_speedup(alphas, gamma, c)
+def page(lines):
+    return "\n".join(lines).rstrip()
