@@ -29,16 +29,16 @@ def running_mean(values, width):
 
 
 def training(losses, block, evals, tables, path):
-    """The course of a training run, and what each exit is worth at its end. losses: (final, exit's or None, exit
-    layer) of each step; block: tokens in a step; evals: [{"tokens", "files": {name: {"loss": of each exit}},
-    "speedup": of each exit}]; tables: {name: {"loss", "agreement"}} at the end."""
+    """The course of a training run, and what each exit is worth at its end. losses: (final, exit's or None,
+    exit layer) of each step; block: tokens in a step; evals: [{"tokens", "files": {name: {"loss": of each
+    exit}}, "speedup": of each exit}]; tables: {name: {"loss", "agreement"}} at the end."""
     figure, ((loss, speed), (lens, agreed)) = axes(2, 2)
     tokens = [(i + 1) * block / 1e6 for i in range(len(losses))]
     width = max(1, len(losses) // 100)
     loss.plot(tokens, running_mean([r[0] for r in losses], width), color="#808080", lw=1, label="training")
     if any(r[1] is not None for r in losses):
-        early = [float("nan") if v is None else v for v in running_mean([r[1] for r in losses], 4 * width)]
-        loss.plot(tokens, early, color="#808080", lw=1, ls=":", label="training, a random exit")
+        exits = [float("nan") if v is None else v for v in running_mean([r[1] for r in losses], 4 * width)]
+        loss.plot(tokens, exits, color="#808080", lw=1, ls=":", label="training, a random exit")
     for (name, table), hue in zip(tables.items(), HUES * len(tables), strict=False):
         seen, label = [e for e in evals if name in e["files"]], name.removesuffix(".txt")
         loss.plot([e["tokens"] / 1e6 for e in seen], [e["files"][name]["loss"][-1] for e in seen], color=hue,
@@ -69,8 +69,8 @@ def training(losses, block, evals, tables, path):
 
 
 def plain(results, title, path):
-    """Left, speed relative to transformers, and its bound; right, what a block of T tokens costs. results: for
-    each model and dtype the medians that `benchmarks.plain.measure` returns."""
+    """Left, speed relative to transformers, and its bound; right, what a block of T tokens costs. results:
+    for each model and dtype the medians that `benchmarks.plain.measure` returns."""
     figure, ((left, right),) = axes(1, 2)
     names = list(results)
     ratios = [r["decode"]["transformers"] / r["decode"]["ours"] for r in results.values()]
@@ -116,8 +116,8 @@ def methods(results, title, path):
 
 def search(entries, front, best, skippable, flips, path):
     """What a search found. entries: its trials {"bits", "value", "alpha", "c", "speedup", "expected"}; front:
-    those that no other trial beats; best: the best of them; skippable: the sub-layer of each bit; flips: (means,
-    standard deviations) that the process expects of the sets one flip away from the best."""
+    those that no other trial beats; best: the best of them; skippable: the sub-layer of each bit; flips:
+    (means, standard deviations) that the process expects of the sets one flip away from the best."""
     figure, ((where, sets), (single, sure)) = axes(2, 2)
     draw_plane(where, [e["alpha"] for e in entries], [e["c"] for e in entries])
     where.plot([e["c"] for e in front], [e["alpha"] for e in front], color=HUES[1], marker=".", lw=1,
