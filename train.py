@@ -45,7 +45,7 @@ def parse(argv):
     p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
                    f"{corpus.BOUNDARY}, drawn W times as often (default: Python's own standard library)")
     p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these (default: "
-                   f"the last {corpus.HELD_OUT:.0%} of each training file, which is then not trained on)")
+                   f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not trained on)")
     p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of training one")
     p.add_argument("--vocab", type=int, default=4096, metavar="N", help="size of a new tokenizer")
     add_shape(p.add_argument_group("shape"))
@@ -56,8 +56,8 @@ def parse(argv):
     other.add_argument("--every", type=float, default=5, metavar="M", help="minutes between checkpoints")
     other.add_argument("--prompt", default="Once upon a time", help="what the samples begin with")
     other.add_argument("--about", default="", metavar="TEXT", help="for the card: sources and licences")
-    other.add_argument("--twin", metavar="FILE", help="train two models, below --out, which differ only in the "
-                       "recipe, and write both tables to this JSON file")
+    other.add_argument("--twin", metavar="FILE", help="train two models, below --out, that differ only "
+                       "in the recipe, and write both tables to this JSON file")
     return check_flags(p.parse_args(argv))
 
 

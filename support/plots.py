@@ -37,8 +37,8 @@ def training(losses, block, evals, tables, path):
     width = max(1, len(losses) // 100)
     loss.plot(tokens, running_mean([r[0] for r in losses], width), color="#808080", lw=1, label="training")
     if any(r[1] is not None for r in losses):
-        exits = [float("nan") if v is None else v for v in running_mean([r[1] for r in losses], 4 * width)]
-        loss.plot(tokens, exits, color="#808080", lw=1, ls=":", label="training, a random exit")
+        shown = [float("nan") if v is None else v for v in running_mean([r[1] for r in losses], 4 * width)]
+        loss.plot(tokens, shown, color="#808080", lw=1, ls=":", label="training, a random exit")
     for (name, table), hue in zip(tables.items(), HUES * len(tables), strict=False):
         seen, label = [e for e in evals if name in e["files"]], name.removesuffix(".txt")
         loss.plot([e["tokens"] / 1e6 for e in seen], [e["files"][name]["loss"][-1] for e in seen], color=hue,

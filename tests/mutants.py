@@ -756,7 +756,7 @@ TRAIN = [
      "test_train.py::test_the_curriculum_has_all_exits_alike_labels_only_and_a_weight_of_3_tenths"),
     ("max(1, n_layers - 1))\n    weight", "n_layers)\n    weight",
      "two blocks: the exit lies behind the last",
-     "test_train.py::test_no_exit_lies_behind_the_last_block_but_one"),
+     "test_train.py::test_no_exit_lies_after_the_last_block_but_one"),
     ("(0.3 * a.exit_weight, 0.0) if early", "(0.3, 0.0) if early",
      "the curriculum forgets --exit-weight",
      "test_train.py::test_the_curriculum_has_all_exits_alike_labels_only_and_a_weight_of_3_tenths"),
