@@ -38,9 +38,9 @@ def bits(number, n=12):
 def enumerate_sets(space, calibration, costs):
     """alpha, c, gamma, speed-up of every set; set number k skips the bits of k. Four arrays (2^n,)."""
     rows = []
-    for k in tqdm(range(1 << len(space.free)), desc="every set", disable=None):
-        t = speedup(calibration, costs, space.sublayers(bits(k, len(space.free))))
-        rows.append((t.alpha, t.c, t.gamma, t.speedup))
+    for k in tqdm(range(1 << len(space.skippable)), desc="every set", disable=None):
+        t = speedup(calibration, costs, space.sublayers(bits(k, len(space.skippable))))
+        rows.append((t.alpha, t.cost, t.gamma, t.speedup))
     return dict(zip(("alpha", "c", "gamma", "speedup"), np.array(rows).T, strict=True))
 
 
@@ -56,7 +56,7 @@ def random_search(space, evaluate, seed, count):
 def local_search(space, evaluate, seed, count):
     """First improvement over single flips in random order, from a random set; anew from another one where no
     flip helps."""
-    g, n = torch.Generator().manual_seed(seed), len(space.free)
+    g, n = torch.Generator().manual_seed(seed), len(space.skippable)
     while True:
         z = tuple(space.random(g).int().tolist())
         value, improved = evaluate(z), True
@@ -71,7 +71,7 @@ def local_search(space, evaluate, seed, count):
 
 def gaussian_process(space, evaluate, seed, count):
     def trial(sublayers):
-        z = tuple(int(sub not in set(sublayers)) for sub in space.free)
+        z = tuple(int(sub not in set(sublayers)) for sub in space.skippable)
         return Trial(evaluate(z), 0.0, 0.0, 0, 0.0)
 
     for _ in search(space, trial, count, seed):
@@ -85,7 +85,7 @@ def tpe(space, evaluate, seed, count):
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
     def objective(trial):
-        return evaluate(tuple(trial.suggest_int(f"b{j}", 0, 1) for j in range(len(space.free))))
+        return evaluate(tuple(trial.suggest_int(f"b{j}", 0, 1) for j in range(len(space.skippable))))
 
     sampler = optuna.samplers.TPESampler(seed=seed)
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=10 * count)
@@ -98,7 +98,7 @@ def clasp(calibration, space):
     Its table: best[j], a state behind i sub-layers of which j were skipped. The next sub-layer is either run
     on best[j] or skipped from best[j-1], whichever is nearer to the target's state there.
     """
-    model, n = calibration.model, len(space.free)
+    model, n = calibration.model, len(space.skippable)
     teachers = calibration.teachers
     best = {0: ([t.states[0] for t in teachers], ())}
 
@@ -120,13 +120,13 @@ def clasp(calibration, space):
             if j in best:
                 xs, gone = best[j]
                 options.append(([apply(t, x, i) for t, x in zip(teachers, xs, strict=True)], gone))
-            if i in space.free and j - 1 in best:
+            if i in space.skippable and j - 1 in best:
                 xs, gone = best[j - 1]
                 options.append((xs, (*gone, i)))
             if options:
                 following[j] = max(options, key=lambda o: near(o[0], i))
         best = following
-    return [tuple(int(sub in best[j][1]) for sub in space.free) for j in sorted(best) if j]
+    return [tuple(int(sub in best[j][1]) for sub in space.skippable) for j in sorted(best) if j]
 
 
 class Enough(Exception):
@@ -135,7 +135,7 @@ class Enough(Exception):
 
 def run_method(method, space, worth, seed, count):
     """The best value seen after each of `count` evaluations; a set asked for again costs nothing."""
-    seen, best, most = {}, [], min(count, 2 ** len(space.free))
+    seen, best, most = {}, [], min(count, 2 ** len(space.skippable))
 
     def evaluate(z):
         if z not in seen:
@@ -245,7 +245,7 @@ def over_everything(a, model, calibration, prompts):
     seen = {}
     for name, subs in sets.items():
         t = score(subs)
-        seen[name] = {"sublayers": subs, "alpha": t.alpha, "c": t.c, "gamma": t.gamma, "predicted": t.speedup,
+        seen[name] = {"sublayers": subs, "alpha": t.alpha, "c": t.cost, "gamma": t.gamma, "predicted": t.speedup,
                       "measured": measured_speedup(model, prompts, subs, t.gamma, a.new, 1 if a.quick else 3)}
     return {"sets": seen, "trials_per_second": len(entries) / spent, "share_in_process": thought / spent,
             "trials": len(entries), "curve": [e["value"] for e in entries]}
