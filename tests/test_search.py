@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from support.files import LOCK, lock
 END = corpus.BOUNDARY
 TEXT = END.join(["Once upon a time there was a girl", "She saw a ball and took it", "They went home"])
 FAST = {"trials": 6, "tokens": 32, "device": "cpu"}
-DRAW = plots.search
+DRAWN = []  # what the one picture shows that is really drawn
 wide = partial(torch.tensor, dtype=torch.float64)
 
 
@@ -59,13 +60,14 @@ def scored(request):
 def states(model, ids, sublayers, upto):
     """The residual stream after the sub-layers below `upto` where a draft has only `sublayers`: position by
     position, each as the first token drafted after a text that the whole model has read. (T, dim)"""
-    rows, cache = [], KVCache(model.c, 1, len(ids), torch.float64)
-    subs, whole = [i for i in sublayers if i < upto], list(range(upto))
-    for i, token in enumerate(ids):
-        x, at = model.embed(torch.tensor([[token]])), slice(i, i + 1)
-        rows.append(model.run(x, at, cache, subs)[0, 0])
-        if subs != whole:
-            model.run(x, at, cache, whole)                                      # what the verifier leaves
+    rows, T, cache = [], len(ids), KVCache(model.c, 1, len(ids), torch.float64)
+    x = model.embed(torch.tensor([ids]))
+    model.run(x, slice(0, T), cache)
+    k, v = cache.k.clone(), cache.v.clone()                                     # what the verifier leaves
+    for i in range(T):
+        at, subs = slice(i, i + 1), [sub for sub in sublayers if sub < upto]
+        rows.append(model.run(x[:, at], at, cache, subs)[0, 0])
+        cache.k.copy_(k), cache.v.copy_(v)
     return torch.stack(rows)
 
 
@@ -415,8 +417,10 @@ def product(made, tmp_path_factory):
     out = tmp_path_factory.mktemp("product") / "out"
     argv = ["--model", made / "model", "--text", made / "text.txt", "--out", out, "--tokens", 64, "--protect",
             0, "--temperature", 0.8, "--top-p", 0.9, "--device", "cpu", "--trials", 17]
-    argv = list(map(str, argv))
-    assert search.main(argv) == 0
+    argv, draw = list(map(str, argv)), plots.search
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(plots, "search", lambda *args: (DRAWN.append(repr(args[:-1])), draw(*args)))
+        assert search.main(argv) == 0
     return out, argv
 
 
@@ -461,7 +465,8 @@ def test_the_trials_of_a_log_are_those_of_the_objective(product, made):
     for e in log(product[0])[1]:
         subs = Space(3, (1, 2, 3, 4, 5)).sublayers([int(b) for b in e["bits"]])
         want = speedup(calibration, weight_costs(model.c), subs)
-        assert {key: e[key] for key in vars(want)} == pytest.approx(vars(want))
+        assert [e[key] for key in search.TRIAL[2:7]] == pytest.approx(list(vars(want).values()))
+        assert e["c"] == pytest.approx(want.cost)
 
 
 def test_the_front_is_what_no_trial_beats(product):
@@ -521,7 +526,8 @@ def test_costs_from_a_file(call, flags, made, tmp_path):
         assert e["c"] == pytest.approx((10 - gone) / 10)
 
 
-def test_bounds_and_protected_sublayers_by_flags(call, flags, tmp_path):
+def test_bounds_and_protected_sublayers_by_flags(call, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "FIRST", 100)
     assert call(flags(protect="5, 2", min_skips=2, max_skips=3, trials=15))[0] == 0
     head, entries = log(tmp_path / "out")
     assert head["free"] == [0, 1, 3, 4] and len(entries) == 10, "that many sets there are"
@@ -587,10 +593,11 @@ def test_a_log_is_the_beginning_of_a_longer_one(product, call, tmp_path):
     assert files(tmp_path / "out") | {"search.png": files(out)["search.png"]} == files(out)
 
 
-def test_a_run_that_has_ended_only_writes_its_files_again(product, call, monkeypatch):
-    out, argv = product
-    before = tree(out)
-    monkeypatch.setattr(plots, "search", DRAW)
+def test_a_run_that_has_ended_only_writes_its_files_again(product, call, monkeypatch, tmp_path):
+    out = shutil.copytree(product[0], tmp_path / "out")
+    argv = [str(out) if word == str(product[0]) else word for word in product[1]]
+    before = tree(out) | {str(out / "search.png"): DRAWN[0].encode()}
+    monkeypatch.setattr(plots, "search", lambda *args: Path(args[-1]).write_text(repr(args[:-1])))
     monkeypatch.setitem(search.OBJECTIVES, "speedup", lambda *args: pytest.fail("nothing is left to try"))
     for name in ("skip.json", "front.json", "search.png"):
         (out / name).write_bytes(b"damaged")

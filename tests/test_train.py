@@ -33,6 +33,7 @@ SMALL = {"layers": 3, "dim": 32, "heads": 4, "kv-heads": 2, "head-dim": 8, "hidd
          "window": 5, "vocab": 300, "batch": 4, "tokens": 640, "warmup": 3, "every": 1e6, "prompt": "Lily",
          "device": "cpu"}  # ten steps
 
+DRAWN = {}  # what the pictures of the products show, by folder
 families = pytest.mark.parametrize("family", FAMILIES)
 TOKENS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8], [3, 8, 8, 1, 2, 6, 11, 15, 2, 2, 0, 1]])
 
@@ -96,7 +97,10 @@ def product(request, texts, tmp_path_factory):
     given = SMALL | {"family": request.param, "lr": 0.0123456789012345, "seed": 12345678901, "about": "Tales"}
     argv = ["--out", str(out), "--data", f"{texts}/a.txt=2", f"{texts}/b.txt", "--valid", f"{texts}/v/v.txt"]
     argv += [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    assert train.main(argv) == 0
+    draw = plots.training
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(plots, "training", lambda *args: (DRAWN.update({out: repr(args[:-1])}), draw(*args)))
+        assert train.main(argv) == 0
     return request.param, out, argv
 
 
@@ -661,13 +665,15 @@ def test_resume_without_a_run_starts_one(begin, tmp_path):
 
 def test_a_run_that_has_ended_is_only_written_again(product, monkeypatch, capsys):
     _, out, argv = product
-    before = tree(out)
+    before, drawn = tree(out), []
     monkeypatch.setattr(train.Run, "train_step", lambda run: pytest.fail("there is nothing left to train"))
+    monkeypatch.setattr(plots, "training", lambda *args: (
+        drawn.append(repr(args[:-1])), Path(args[-1]).write_bytes(before[str(out / "training.png")])))
     for path in out.iterdir():
-        if path.name != train.STATE:
+        if path.name not in (train.STATE, files.LOCK):
             path.write_bytes(b"damaged")
     assert train.main([*argv, "--resume"]) == 0
-    assert tree(out) == before
+    assert tree(out) == before and drawn == [DRAWN[out]], "and the picture shows what it showed"
 
 
 def test_a_resumed_run_may_change_what_trains_nothing(begin, call, flags, texts, monkeypatch, tmp_path):
