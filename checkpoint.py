@@ -1,12 +1,13 @@
-"""A Hugging Face folder -> model and tokenizer, and back: config.json, (sharded) safetensors, tokenizer.json.
+"""A Hugging Face folder to a model and its tokenizer, and back: config.json, safetensors, tokenizer.json.
 
-The one thing to remember: `parts` names every tensor of a checkpoint once, with the piece of a parameter
-where it belongs; loading copies into the pieces, saving copies out of them. No pickle is ever opened.
+The one thing to remember: `parts` names every tensor of a checkpoint once, with the piece of a parameter that
+it fills. Loading copies into the pieces, saving copies out of them, and no pickle is ever opened.
 """
 import json
 import math
 import os
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from model import Config, Transformer
 from support.files import read_json, replacing
 
-FAMILIES = {  # what a key means that config.json leaves out; None: worked out from other keys, or absent
+FAMILIES = {  # defaults for keys that config.json leaves out; None: derived from other keys
     "llama": dict(
         num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=False,
         max_position_embeddings=2048, hidden_act="silu"),
@@ -37,9 +38,9 @@ ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 def load(folder, device=None, dtype=None):
     """(model, tokenizer) from a Llama or Gemma-2 folder in the Hugging Face layout.
 
-    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. Tensors go straight
-    to the device, one at a time, into their final place. Raises FileNotFoundError or ValueError, in one line,
-    for whatever is missing, damaged or not supported.
+    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. Each tensor is read
+    and copied to its final place before the next one is read. Raises FileNotFoundError or ValueError, in one
+    line, for whatever is missing, damaged or not supported.
     """
     folder, device = Path(folder), find_device(device)
     if not folder.is_dir():
@@ -52,23 +53,23 @@ def load(folder, device=None, dtype=None):
     try:
         with torch.device("meta"):
             model = Transformer(c)
-    except RuntimeError:  # torch counts bytes in 63 bits
+    except RuntimeError:  # the size in bytes exceeds 63 bits
         raise ValueError("config.json asks for a model larger than any memory") from None
     check_tensors(files, model)
     if dtype is None:
         dtype = DTYPES[files["model.embed_tokens.weight"].get_slice("model.embed_tokens.weight").get_dtype()]
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    model.scale.fill_(c.embed_scale)  # trap: `to_empty` forgets buffers too
-    for name, part in parts(model):
-        part.copy_(files[name].get_tensor(name).view(part.shape))
+    model.scale.fill_(c.embed_scale)  # trap: `to_empty` also empties buffers
+    for name, piece in parts(model):
+        piece.copy_(files[name].get_tensor(name).view(piece.shape))
     return model, tokenizer
 
 
 def save(model, folder, tokenizer):
-    """Write config, weights and tokenizer as `transformers` reads them."""
+    """Write config, weights and tokenizer in the form that `transformers` reads."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: part.detach().reshape(stored_shape(part)).contiguous() for name, part in parts(model)}
+    tensors = {name: p.detach().reshape(stored_shape(p)).contiguous() for name, p in parts(model)}
     with replacing(folder / "model.safetensors") as path:
         save_file(tensors, path, metadata={"format": "pt"})
     ids = {"bos_token_id": model.c.bos, "eos_token_id": list(model.c.eos) or None}
@@ -84,8 +85,8 @@ def save(model, folder, tokenizer):
 
 
 def encode(tokenizer, text, bos=None):
-    """The ids of a prompt, with exactly one begin-of-text id in front when the model names one, whether or
-    not tokenizer.json adds it. Raises ValueError for an empty prompt and for text that is not Unicode."""
+    """The ids of a prompt. They begin with exactly one `bos` if there is one, whether or not tokenizer.json
+    adds it. Raises ValueError for an empty prompt and for text that is not Unicode."""
     if not text:
         raise ValueError("the prompt is empty: give it at least one character")
     try:
@@ -103,13 +104,32 @@ def encode(tokenizer, text, bos=None):
 
 
 def parts(model):
-    """(name in the checkpoint, the piece of a parameter that holds it) for every tensor."""
+    """(name in the checkpoint, the piece of a parameter that it fills) for every tensor.
+
+    A parameter may hold several tensors: `wqkv` has queries, keys and values, group by group.
+
+    >>> c = Config(vocab_size=9, dim=4, n_layers=1, n_heads=6, n_kv_heads=2, head_dim=2, hidden_dim=5,
+    ...            tied=True)
+    >>> for name, piece in parts(Transformer(c)):
+    ...     print(name, *piece.shape)
+    model.embed_tokens.weight 9 4
+    model.norm.weight 4
+    model.layers.0.self_attn.q_proj.weight 2 3 2 4
+    model.layers.0.self_attn.k_proj.weight 2 2 4
+    model.layers.0.self_attn.v_proj.weight 2 2 4
+    model.layers.0.self_attn.o_proj.weight 4 12
+    model.layers.0.mlp.gate_proj.weight 5 4
+    model.layers.0.mlp.up_proj.weight 5 4
+    model.layers.0.mlp.down_proj.weight 4 5
+    model.layers.0.input_layernorm.weight 4
+    model.layers.0.post_attention_layernorm.weight 4
+    """
     yield "model.embed_tokens.weight", model.tok
     yield "model.norm.weight", model.norm.weight
     if model.head is not None:
         yield "lm_head.weight", model.head
     for i, b in enumerate(model.blocks):
-        wqkv = b.attn.wqkv.view(*b.attn.grouped, -1)                        # (Hkv, G+2, D, dim)
+        wqkv = b.attn.wqkv.view(*b.attn.grouped, -1)                            # (Hkv, G+2, D, dim)
         gate, up = b.mlp.gate_up.chunk(2)
         pieces = {"self_attn.q_proj": wqkv[:, :-2], "self_attn.k_proj": wqkv[:, -2],
                   "self_attn.v_proj": wqkv[:, -1], "self_attn.o_proj": b.attn.wo,
@@ -124,13 +144,13 @@ def parts(model):
         yield from ((f"model.layers.{i}.{name}.weight", piece) for name, piece in pieces.items())
 
 
-def stored_shape(part):
-    """A checkpoint stores vectors and matrices: (..., dim) is flattened to (rows, dim)."""
-    return tuple(part.shape) if part.dim() == 1 else (math.prod(part.shape[:-1]), part.shape[-1])
+def stored_shape(piece):
+    """A checkpoint stores vectors and matrices only: (..., dim) is flattened to (rows, dim)."""
+    return tuple(piece.shape) if piece.dim() == 1 else (math.prod(piece.shape[:-1]), piece.shape[-1])
 
 
 def find_weights(folder):
-    """{tensor name: open safetensors file that has it}."""
+    """{tensor name: the open safetensors file that holds it}."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
         handle = open_weights(single)
@@ -161,15 +181,16 @@ def open_weights(path):
 
 
 def check_tensors(files, model):
-    """Every tensor is there, has the right shape and a floating type, and none is left over."""
-    extra = {name for name in files if not name.endswith("rotary_emb.inv_freq")}  # rope's, in Llama 1 and 2
+    """Raises ValueError unless every tensor is there, with its shape and a floating type, and none is left
+    over."""
+    extra = {name for name in files if not name.endswith("rotary_emb.inv_freq")}  # in Llama 1 and 2, unused
     if model.c.tied:
         extra.discard("lm_head.weight")  # some tied checkpoints store the embedding twice
-    for name, part in parts(model):
+    for name, piece in parts(model):
         if name not in files:
             hint = " (untied: tie_word_embeddings is false)" if name == "lm_head.weight" else ""
             raise ValueError(f"the weights lack tensor {name}{hint}")
-        stored, want = files[name].get_slice(name), stored_shape(part)
+        stored, want = files[name].get_slice(name), stored_shape(piece)
         if tuple(stored.get_shape()) != want:
             raise ValueError(f"tensor {name} has shape {tuple(stored.get_shape())}, config.json wants {want}")
         if stored.get_dtype() not in DTYPES:
@@ -201,18 +222,21 @@ def read_tokenizer(folder):
         raise FileNotFoundError(f"{path}: no such file")
     with guarded(f"{path}: not a readable tokenizer"):
         tokenizer = Tokenizer.from_file(str(path))
-        tokenizer.no_padding()  # trap: the file may ask for any length, and a prompt is to stay as it is
+        tokenizer.no_padding()  # trap: the file may ask for some length, but a prompt must stay as it is
         tokenizer.no_truncation()
-        for i in range(300):  # some panic only in use
+        for i in range(300):  # some damaged tokenizers load, but crash when they decode
             tokenizer.decode([i], skip_special_tokens=False)
         return tokenizer
 
 
 @contextmanager
 def guarded(what):
-    """Whatever the tokenizer library raises inside becomes a ValueError. trap: it is written in Rust, where a
-    damaged file can cause a panic, which prints to file descriptor 2 and is no Exception."""
-    null, kept = os.open(os.devnull, os.O_WRONLY), os.dup(2)  # in this order it works where 2 is closed, too
+    """Whatever the tokenizer library raises inside becomes a ValueError.
+
+    trap: the library is written in Rust. A damaged file can make it panic, and a panic prints to file
+    descriptor 2 and reaches Python as a BaseException, not as an Exception.
+    """
+    null, kept = os.open(os.devnull, os.O_WRONLY), os.dup(2)  # this order also works where 2 is closed
     os.dup2(null, 2)
     try:
         yield
@@ -235,27 +259,58 @@ def read_config(folder):
     def refuse(why):
         raise ValueError(f"{path}: {why}")
 
+    family = read_family(raw, refuse)
+    raw = FAMILIES[family] | raw
+    for key in ("head_dim", "num_key_value_heads"):
+        raw[key] = FAMILIES[family][key] if raw[key] is None else raw[key]
+    number = partial(read_number, raw, refuse)
+    shape = read_shape(raw, number, refuse)
+    act = raw["hidden_activation"] if family == "gemma2" else raw["hidden_act"]
+    if act is None and family == "gemma2":
+        act = FAMILIES[family]["hidden_activation"]
+    if not isinstance(act, str) or act not in ACTS:
+        refuse(f"activation {act!r} is not supported; {' and '.join(ACTS)} are")
+    if not isinstance(raw["tie_word_embeddings"], bool):
+        refuse(f"tie_word_embeddings must be true or false, got {raw['tie_word_embeddings']!r}")
+    theta, scaling = read_rope(raw, refuse)
+    fields = shape | dict(
+        rope_theta=theta, rope_scaling=scaling, tied=raw["tie_word_embeddings"], act=ACTS[act],
+        max_len=number("max_position_embeddings"), **read_special(folder, raw, shape["vocab_size"], refuse))
+    if family == "gemma2":
+        fields |= read_gemma2(raw, number)
+    kinds = raw.get("layer_types")
+    turn = ["sliding_attention" if family == "gemma2" else "full_attention", "full_attention"]
+    if kinds is not None and kinds != [turn[i % 2] for i in range(min(shape["n_layers"], 2**16))]:
+        refuse(f"layer_types must be {turn[0]} and {turn[1]} in turn, got {kinds}")
+    return Config(**fields)
+
+
+def read_family(raw, refuse):
+    """A key of FAMILIES. Refuses architectures and variants that are not written here."""
     named = raw.get("architectures") or [ARCHITECTURES.get(raw.get("model_type"), raw.get("model_type"))]
     family = next((f for f, name in ARCHITECTURES.items() if named == [name]), None)
     if family is None or raw.get("model_type", family) != family:
         refuse(f"architecture {raw.get('architectures') or raw.get('model_type')} is not supported; "
                f"Llama 1 to 3.x and Gemma-2 are ({', '.join(ARCHITECTURES.values())})")
-    raw = FAMILIES[family] | raw
-    for key in ("head_dim", "num_key_value_heads"):
-        raw[key] = FAMILIES[family][key] if raw[key] is None else raw[key]
-
-    def number(key, kind=int, default=None):
-        value = default if raw.get(key) is None else raw[key]
-        if value is None:
-            refuse(f"{key} is missing")
-        fine = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-        if not fine or not 0 < value < 2**31:
-            refuse(f"{key} must be a {'whole' if kind is int else 'positive'} number, got {value!r}")
-        return kind(value)
-
     for key in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
         if raw.get(key):
             refuse(f"{key} is not supported")
+    return family
+
+
+def read_number(raw, refuse, key, kind=int, default=None):
+    """A positive number of config.json, as an int or a float."""
+    value = default if raw.get(key) is None else raw[key]
+    if value is None:
+        refuse(f"{key} is missing")
+    fine = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    if not fine or not 0 < value < 2**31:
+        refuse(f"{key} must be a {'whole' if kind is int else 'positive'} number, got {value!r}")
+    return kind(value)
+
+
+def read_shape(raw, number, refuse):
+    """The fields of a Config that say how large its tensors are, and the epsilon of the norms."""
     vocab, dim, heads = map(number, ("vocab_size", "hidden_size", "num_attention_heads"))
     kv_heads = number("num_key_value_heads", default=heads)
     head_dim = number("head_dim", default=dim // heads)
@@ -264,35 +319,22 @@ def read_config(folder):
     if head_dim % 2 or raw.get("partial_rotary_factor", 1) != 1:
         refuse(f"rotary embedding needs an even head_dim and all of it, got head_dim {head_dim}, "
                f"partial_rotary_factor {raw.get('partial_rotary_factor', 1)}")
-    act = raw["hidden_activation"] if family == "gemma2" else raw["hidden_act"]
-    if act is None and family == "gemma2":
-        act = FAMILIES[family]["hidden_activation"]
-    if not isinstance(act, str) or act not in ACTS:
-        refuse(f"activation {act!r} is not supported; {' and '.join(ACTS)} are")
-    if not isinstance(raw["tie_word_embeddings"], bool):
-        refuse(f"tie_word_embeddings must be true or false, got {raw['tie_word_embeddings']!r}")
-    layers, eps = number("num_hidden_layers"), number("rms_norm_eps", float)
-    theta, scaling = read_rope(raw, refuse)
-    fields = dict(
-        vocab_size=vocab, dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads,
-        head_dim=head_dim, hidden_dim=number("intermediate_size"), norm_eps=eps, rope_theta=theta,
-        rope_scaling=scaling, tied=raw["tie_word_embeddings"], act=ACTS[act],
-        max_len=number("max_position_embeddings"), **read_special(folder, raw, vocab, refuse))
-    if family == "gemma2":
-        attn_cap, final_cap = (None if raw[key] is None else number(key, float)
-                               for key in ("attn_logit_softcapping", "final_logit_softcapping"))
-        fields |= dict(norm_offset=1.0, embed_scale=dim**0.5, post_norm=True, window=number("sliding_window"),
+    return dict(vocab_size=vocab, dim=dim, n_layers=number("num_hidden_layers"), n_heads=heads,
+                n_kv_heads=kv_heads, head_dim=head_dim, hidden_dim=number("intermediate_size"),
+                norm_eps=number("rms_norm_eps", float))
+
+
+def read_gemma2(raw, number):
+    """The fields of a Config that only Gemma-2 has."""
+    caps = {field: None if raw[key] is None else number(key, float) for field, key in (
+        ("attn_softcap", "attn_logit_softcapping"), ("final_softcap", "final_logit_softcapping"))}
+    return caps | dict(norm_offset=1.0, embed_scale=number("hidden_size") ** 0.5, post_norm=True,
                        query_scale=number("query_pre_attn_scalar", float) ** -0.5,
-                       attn_softcap=attn_cap, final_softcap=final_cap)
-    kinds = raw.get("layer_types")
-    turn = ["sliding_attention" if family == "gemma2" else "full_attention", "full_attention"]
-    if kinds is not None and kinds != [turn[i % 2] for i in range(min(layers, 2**16))]:
-        refuse(f"layer_types must be {turn[0]} and {turn[1]} in turn, got {kinds}")
-    return Config(**fields)
+                       window=number("sliding_window"))
 
 
 def read_rope(raw, refuse):
-    """(theta, scaling) from either spelling: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
+    """(theta, scaling) from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(spec, dict):
         refuse(f"rope_scaling must be an object, got {spec!r}")
@@ -310,7 +352,7 @@ def read_rope(raw, refuse):
 
 
 def read_special(folder, raw, vocab, refuse):
-    """The begin- and end-of-text ids; for the latter generation_config.json comes first."""
+    """The begin- and end-of-text ids. For the latter, generation_config.json has priority."""
     path = folder / "generation_config.json"
     eos = (read_json(path) if path.is_file() else {}).get("eos_token_id", raw.get("eos_token_id"))
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]

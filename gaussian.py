@@ -1,34 +1,40 @@
-"""A Gaussian process over bit vectors, by hand: which set of sub-layers should be tried next?
+"""A Gaussian process over bit vectors, written out: which set of sub-layers should be tried next?
 
-The one thing to remember: a process says of every set what it expects and how unsure it is; the next trial
-goes where the expected improvement over the best one so far is largest.
+The one thing to remember: for every set the process predicts a value and says how unsure it is; the next
+trial goes where the expected improvement over the best value so far is largest.
 
-A bit is 1 where a sub-layer is skipped. N sets observed, M asked about, n bits; float64 throughout.
+A bit is 1 where a sub-layer is skipped. N sets were observed, M are asked about, each has n bits; all numbers
+are float64.
 """
 import math
 
 import torch
 import torch.nn.functional as F
 
-JITTER = 1e-10  # on the diagonal, relative to the signal: rounding must not make a matrix indefinite
+JITTER = 1e-10  # added to the diagonal, relative to the signal, so that rounding makes no matrix indefinite
 
 
 def distances(a, b, groups):
-    """Hamming distances within each group of bits. a (N, n), b (M, n), groups (n,) ids from 0: (G, N, M)."""
+    """How many bits of each group differ: a (N, n), b (M, n) -> (G, N, M). groups (n,) says to which group,
+    from 0, each bit belongs."""
     kinds = F.one_hot(groups).T.to(a.dtype)                                     # (G, n)
     a, b = a * kinds[:, None], b * kinds[:, None]                               # (G, N, n), (G, M, n)
     return a.sum(-1)[:, :, None] + b.sum(-1)[:, None] - 2 * a @ b.mT
 
 
 def kernel(d, theta):
-    """exp(theta_s - sum over groups of e^theta_g d_g): d (G, N, M), theta (G + 2,) = logs of each group's
-    weight, of the signal's variance and of the noise's -> (N, M).
+    """The covariance of two sets: exp(theta_s - sum over groups g of e^theta_g d_g). d (G, N, M) -> (N, M).
 
-    Each bit contributes a factor of 1 where two sets agree and rho = exp(-weight) where they differ, so the
-    matrix over all 2^n sets is a Kronecker product of [[1, rho], [rho, 1]]: positive definite, its smallest
-    eigenvalue the product of all 1 - rho. Why not a smooth kernel on a box [0, 1]^n, cut at a half, as Draft
-    & Verify's search does? There two points of the same cell are the same set, with the same value, but far
-    apart, and the process learns a staircase that does not exist.
+    theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance (theta_s), and of
+    the noise's variance.
+
+    Each bit contributes a factor: 1 where two sets agree, and rho = exp(-weight) where they differ. So the
+    matrix over all 2^n sets is a Kronecker product of matrices [[1, rho], [rho, 1]]. It is positive definite,
+    and its smallest eigenvalue is the product of all 1 - rho.
+
+    Draft & Verify's search uses a smooth kernel on the box [0, 1]^n instead, and rounds each coordinate to a
+    bit. Two points that round to the same set have the same value but may lie far apart, so the process has
+    to learn steps that are only an effect of rounding. Comparing bits avoids them.
     """
     return torch.exp(theta[-2] - (theta[:-2].exp()[:, None, None] * d).sum(0))
 
@@ -36,8 +42,9 @@ def kernel(d, theta):
 class GaussianProcess:
     """Regression on observed values (Rasmussen and Williams 2006, Algorithm 2.1).
 
-    z (N, n) bits, y (N,) values, groups (n,): bits of a group weigh alike. theta: where the search for
-    hyper-parameters starts; by default, and always inside, y is standardised.
+    z (N, n): the observed sets, y (N,): their values, groups (n,): the bits of a group share one weight.
+    theta: where the fit starts, or what is used where `fit` is false; None is the centre of the priors.
+    Inside, y always has mean 0 and deviation 1.
     """
 
     def __init__(self, z, y, groups, theta=None, fit=True):
@@ -45,28 +52,29 @@ class GaussianProcess:
         self.mean, self.std = float(y.mean()), max(float(y.std(correction=0)), 1e-12)
         self.y = (y.double() - self.mean) / self.std
         self.d = distances(self.z, self.z, groups)
-        G = len(self.d)
-        start = [math.log(1 / max(1, z.shape[1]))] * G + [0.0, math.log(1e-3)] if theta is None else theta
-        self.theta = torch.tensor(start, dtype=torch.float64)
+        centre = [math.log(1 / z.shape[1])] * len(self.d) + [0.0, math.log(1e-3)]
+        self.prior = torch.tensor(centre, dtype=torch.float64)                  # (G + 2,)
+        self.theta = self.prior if theta is None else torch.tensor(theta, dtype=torch.float64)
         if fit:
             self.fit()
-        self.L = torch.linalg.cholesky(self.covariance(self.theta))
-        self.alpha = torch.cholesky_solve(self.y[:, None], self.L)              # (N, 1)
+        self.L = torch.linalg.cholesky(self.covariance(self.theta))             # (N, N)
+        self.dual = torch.cholesky_solve(self.y[:, None], self.L)               # (N, 1): covariance^-1 y
 
     def covariance(self, theta):
         noise = theta[-1].exp() + JITTER * theta[-2].exp()
         return kernel(self.d, theta) + noise * torch.eye(len(self.y), dtype=torch.float64)
 
     def loss(self, theta):
-        """Minus the log marginal likelihood (ibid., eq. 2.30), and weak priors that keep a handful of values
-        from saying anything about the logs (normal, of width 2 around where they start)."""
+        """Minus the log marginal likelihood (ibid., eq. 2.30), minus the log of a weak prior: each entry of
+        theta is normal around its centre, with a deviation of 2. Without the prior a handful of values could
+        move theta anywhere."""
         L = torch.linalg.cholesky(self.covariance(theta))
-        half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)
-        prior = theta.new_tensor([math.log(1 / self.z.shape[1])] * len(self.d) + [0.0, math.log(1e-3)])
+        half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)   # (N, 1)
         return (0.5 * half.square().sum() + L.diagonal().log().sum()
-                + 0.5 * len(self.y) * math.log(2 * math.pi) + 0.125 * (theta - prior).square().sum())
+                + 0.5 * len(self.y) * math.log(2 * math.pi) + 0.125 * (theta - self.prior).square().sum())
 
     def fit(self, steps=30):
+        """Move theta to where the loss is lower; keep it where that ends in numbers that are not finite."""
         theta = self.theta.clone().requires_grad_()
         optimiser = torch.optim.LBFGS([theta], max_iter=steps, line_search_fn="strong_wolfe")
 
@@ -78,37 +86,39 @@ class GaussianProcess:
 
         with torch.enable_grad():
             optimiser.step(closure)
-        if bool(theta.isfinite().all()):  # else: as it was
+        if bool(theta.isfinite().all()):
             self.theta = theta.detach()
 
     def predict(self, z):
-        """Mean and standard deviation of the value, without noise, at z (M, n): two tensors (M,)."""
+        """Mean and standard deviation of the value, without noise, at the sets z (M, n): two tensors (M,)."""
         k = kernel(distances(self.z, z.double(), self.groups), self.theta)      # (N, M)
-        half = torch.linalg.solve_triangular(self.L, k, upper=False)
-        variance = (self.theta[-2].exp() - half.square().sum(0)).clamp(min=0)
-        return self.mean + self.std * (k.T @ self.alpha)[:, 0], self.std * variance.sqrt()
+        half = torch.linalg.solve_triangular(self.L, k, upper=False)            # (N, M)
+        variance = (self.theta[-2].exp() - half.square().sum(0)).clamp(min=0)   # (M,)
+        return self.mean + self.std * (k.T @ self.dual)[:, 0], self.std * variance.sqrt()
 
 
 def expected_improvement(mean, std, best):
-    """E[max(0, f - best)] of normal f (Jones et al. 1998, eq. 15)."""
+    """E[max(0, f - best)] for a normal f with this mean and deviation (Jones et al. 1998, eq. 15)."""
     gap, std = mean - best, std.clamp(min=1e-12)
     u = gap / std
-    # trap: far below the best the two terms all but cancel, and torch's ndtr of many is not exact enough
+    # trap: far below the best the two terms nearly cancel; ndtr of a long tensor is not exact enough then
     below = torch.special.log_ndtr(u).exp()
     return (gap * below + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
 
 
 def climb(score, starts, allowed):
-    """Local search by flips: from each start (S, n) to the best neighbour, one flip away, as long as that is
-    better. score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores."""
+    """Local search: from each start (S, n), flip the bit that raises the score most, as long as one does.
+
+    score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores (S,).
+    """
     z, n = starts.double(), starts.shape[1]
     value = score(z)
     flips = torch.eye(n, dtype=torch.float64)
     while True:
-        near = (z[:, None] - flips).abs()                                       # (S, n, n): flipped
-        flat = near.flatten(0, 1)
+        near = (z[:, None] - flips).abs()                                       # (S, n, n): bit j flipped
+        flat = near.flatten(0, 1)                                               # (S * n, n)
         scores = torch.where(allowed(flat), score(flat), -math.inf).view(len(z), n)
-        top, which = scores.max(1)
+        top, which = scores.max(1)                                              # (S,)
         better = top > value
         if not better.any():
             return z, value

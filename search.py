@@ -1,9 +1,9 @@
-"""Which sub-layers to skip: a search that is deterministic, can be killed at any moment, and goes on.
+"""Which sub-layers to skip: a search that repeats exactly and, killed at any moment, can be resumed.
 
     python search.py --model weights/stories-llama --text stories.txt --trials 200 --out found
     python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json --compare
 
-The one thing to remember: a trial is one forward pass over a text, not a stopwatch; alpha and c say what a
+The one thing to remember: a trial needs one forward pass over a text and no stopwatch; alpha and c say what a
 skip set is worth, and trial i depends on nothing but the seed and the trials before it.
 """
 import hashlib
@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,25 +21,25 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from control import AdaptiveExit, Controlled, Costs, best_gamma, expected_speedup, weight_costs
+from control import AdaptiveExit, Costs, best_gamma, expected_speedup, weight_costs
 from gaussian import GaussianProcess, climb, expected_improvement
 from layerskip import SelfDraft, Teacher, skipped
 from sampling import to_probs
 from speculative import generate
 from support import cli, corpus, plots
-from support.files import read_json, read_text, replacing
+from support.files import LOCK, lock, read_json, read_text, replacing
 
 LOG, FOUND = "trials.jsonl", "skip.json"
-FIRST = 10   # trials before the process has a say
+FIRST = 10   # random trials, before the process is asked
 REFIT = 5    # trials between two fits of its hyper-parameters
-FREE = {"trials", "out", "resume", "device"}  # what a resumed run may change
+MAY_CHANGE = {"trials", "out", "resume", "device"}  # when a run is resumed
 
 
 # --- objectives
 
 
 class Calibration:
-    """The text that skip sets are scored on: its documents, one Teacher each, `tokens` in all."""
+    """The text that skip sets are scored on: the first `tokens` tokens of its documents, one Teacher each."""
 
     def __init__(self, model, tokenizer, documents, tokens, probs=to_probs):
         self.model, self.probs, self.teachers, self.ids = model, probs, [], []
@@ -52,36 +52,36 @@ class Calibration:
                 break
 
     def acceptance(self, sublayers):
-        """A series of acceptances for each document. A draft that overflows its dtype is NaN, and `verify`
-        accepts none of it."""
+        """A series of acceptances for each document. Where a draft overflows its dtype the acceptance is NaN;
+        it counts as 0, as `verify` would refuse that draft."""
         return [teacher.acceptance(sublayers).nan_to_num(0.0) for teacher in self.teachers]
 
 
 @dataclass
 class Trial:
-    """What is known of a set of sub-layers; `value` is what the search maximises."""
-    value: float
+    """What is known about a set of sub-layers after it was scored."""
+    value: float    # what the search maximises
     alpha: float
-    c: float
-    gamma: int
-    speedup: float
+    cost: float     # the c of the formulas
+    gamma: int      # the best one
+    speedup: float  # expected with this gamma
 
 
 TRIAL = ["trial", "bits", "value", "alpha", "c", "gamma", "speedup", "theta", "expected"]  # a line of the log
 
 
 def speedup(calibration, costs, sublayers):
-    """The expected speed-up at the best gamma of at least 1: below 1 it still tells a bad set from a worse
-    one (Leviathan et al. 2023, Theorem 3.8, on acceptances along a text)."""
-    series, c = calibration.acceptance(sublayers), costs.c(sublayers)
-    gamma = best_gamma(series, c, least=1)
-    gain = expected_speedup(series, gamma, c)
-    return Trial(gain, float(torch.cat(series).mean()), c, gamma, gain)
+    """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances along a
+    text). Gamma is at least 1: values below 1 still tell a bad set from a worse one."""
+    series, cost = calibration.acceptance(sublayers), costs.step(sublayers)
+    gamma = best_gamma(series, cost, least=1)
+    gain = expected_speedup(series, gamma, cost)
+    return Trial(gain, float(torch.cat(series).mean()), cost, gamma, gain)
 
 
 def matchness(calibration, costs, sublayers):
-    """How often the draft's best token is the target's (SWIFT, arXiv 2410.06916). It knows no costs: bound
-    the number of skips from below, or it will skip nothing."""
+    """How often the draft's best token is also the target's (SWIFT, arXiv 2410.06916). It ignores costs: set
+    `--min-skips`, or the best set is the one that skips nothing."""
     found, hits = speedup(calibration, costs, sublayers), []
     for teacher in calibration.teachers:
         hits.append((teacher.draft(sublayers).argmax(-1) == teacher.p.argmax(-1)).double().flatten())
@@ -90,14 +90,13 @@ def matchness(calibration, costs, sublayers):
 
 
 def tokens_per_second(calibration, costs, sublayers, prompt=32, new=32):
-    """Real decoding of 32 tokens behind the head of each document, adaptive exit on (Draft & Verify, Zhang et
-    al. 2023, section 3.2). As noisy as the machine."""
+    """Measured: the first `prompt` tokens of each document are continued by `new` tokens, with the adaptive
+    exit (Draft & Verify, Zhang et al. 2023, section 3.2). The values are as noisy as the machine."""
     found = speedup(calibration, costs, sublayers)
     prompt, count, start = min(prompt, calibration.model.c.max_len - 1), 0, time.perf_counter()
-    heads = [ids[:prompt] for ids in calibration.ids]
-    for ids in heads:
-        drafter = Controlled(SelfDraft(calibration.model, sublayers, 0), AdaptiveExit())
-        (out,), _ = generate(calibration.model, [ids], new, drafter, calibration.probs)
+    for ids in calibration.ids:
+        drafter = SelfDraft(calibration.model, sublayers, AdaptiveExit())
+        (out,), _ = generate(calibration.model, [ids[:prompt]], new, drafter, calibration.probs)
         count += len(out)
     found.value = count / (time.perf_counter() - start)
     return found
@@ -111,49 +110,54 @@ OBJECTIVES = {f.__name__: f for f in (speedup, matchness, tokens_per_second)}
 
 @dataclass(frozen=True)
 class Space:
-    """The bits: bit j is 1 where sub-layer `free[j]` is skipped. At least `least`, at most `most` are."""
+    """All sets that may be tried, as vectors of bits: bit j is 1 where sub-layer `skippable[j]` is skipped.
+    From `least` to `most` bits are 1."""
     n_layers: int
-    free: tuple[int, ...]
+    skippable: tuple[int, ...]
     least: int = 0
     most: int = 10**9
 
     def sublayers(self, z):
-        """What stays."""
-        gone = {sub for sub, bit in zip(self.free, z, strict=True) if bit}
+        """The sub-layers that stay."""
+        gone = {sub for sub, bit in zip(self.skippable, z, strict=True) if bit}
         return [i for i in range(2 * self.n_layers) if i not in gone]
 
     def groups(self):
-        """Attentions weigh alike, and so do MLPs."""
-        return torch.tensor([sub % 2 for sub in self.free])
+        """The group of each bit, for the kernel: 0 for attention, 1 for an MLP."""
+        return torch.tensor([sub % 2 for sub in self.skippable])
 
     def allowed(self, z):
+        """z (..., n) -> (...) bool."""
         count = z.sum(-1)
-        return (count >= self.least) & (count <= min(self.most, len(self.free)))
+        return (count >= self.least) & (count <= min(self.most, len(self.skippable)))
 
     def counts(self):
-        """How many may be skipped."""
-        return range(self.least, min(self.most, len(self.free)) + 1)
+        """How many sub-layers may be skipped."""
+        return range(self.least, min(self.most, len(self.skippable)) + 1)
 
     def random(self, g):
-        """Any number of skips is as likely as any other, and then any set of them."""
-        n, counts = len(self.free), self.counts()
+        """First draw the number of skips, each equally likely; then one of the sets of that size."""
+        n, counts = len(self.skippable), self.counts()
         count = counts[int(torch.randint(len(counts), (), generator=g))]
         z = torch.zeros(n, dtype=torch.float64)
         z[torch.randperm(n, generator=g)[:count]] = 1
         return z
 
     def every(self):
-        """All sets there are, those with few skips first."""
-        n = len(self.free)
+        """Every set, those with few skips first."""
+        n = len(self.skippable)
         for count in self.counts():
             for gone in itertools.combinations(range(n), count):
                 yield torch.tensor([float(j in gone) for j in range(n)], dtype=torch.float64)
 
 
 def propose(space, zs, ys, seed, theta=None):
-    """(z, theta, expected) for trial i = len(zs): the set (None where none is left); the process's
-    hyper-parameters; and the value it expects there, (mean, standard deviation). The latter two are None
-    before it has a say. zs (i, n), ys (i,): the trials so far; theta: that of trial i - 1."""
+    """(z, theta, expected) for trial i = len(zs).
+
+    z (n,): the set to try, None where every set was tried. theta: the hyper-parameters of the process.
+    expected: [mean, standard deviation] of the value that it expects of z. Both are None in the first,
+    random, trials. zs (i, n), ys (i,): the trials so far; the argument theta: that of trial i - 1.
+    """
     i, g = len(zs), torch.Generator().manual_seed((seed * 1_000_003 + len(zs)) % 2**63)
     known = {tuple(z) for z in zs.tolist()}
     drawn = (space.random(g) for _ in range(1000))
@@ -176,18 +180,19 @@ def propose(space, zs, ys, seed, theta=None):
 
 
 def observed(space, entries):
-    """The sets tried (N, n) and their values (N,). What is not finite counts as the worst of the others."""
+    """The sets that were tried (N, n) and their values (N,). A value that is not finite counts as much as the
+    worst of the others."""
     zs = torch.tensor([[int(b) for b in e["bits"]] for e in entries], dtype=torch.float64)
     ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)
     fine = ys.isfinite()
     worst = float(ys[fine].min()) if fine.any() else 0.0
-    return zs.view(-1, len(space.free)), torch.where(fine, ys, worst)
+    return zs.view(-1, len(space.skippable)), torch.where(fine, ys, worst)
 
 
 def search(space, evaluate, count, seed=0, entries=()):
-    """Yield the trials that are left until there are `count`, as dicts for the log, each with the seconds
-    that proposing it took. evaluate(sublayers) -> Trial; entries: the trials there already are. Ends early
-    where every set has been tried."""
+    """Continue from the trials in `entries` until there are `count`, or until every set was tried. Yields
+    each new trial as an entry of the log, with the seconds that proposing it took. evaluate(sublayers) ->
+    Trial."""
     entries = list(entries)
     while len(entries) < count:
         start = time.perf_counter()
@@ -195,34 +200,34 @@ def search(space, evaluate, count, seed=0, entries=()):
         z, theta, expected = propose(space, *observed(space, entries), seed, theta)
         if z is None:
             return
-        thought = time.perf_counter() - start
-        bits = "".join(str(int(b)) for b in z)
-        entries.append({"trial": len(entries), "bits": bits, **asdict(evaluate(space.sublayers(z))),
-                        "theta": theta, "expected": expected})
-        yield entries[-1], thought
+        seconds = time.perf_counter() - start
+        bits, found = "".join(str(int(b)) for b in z), astuple(evaluate(space.sublayers(z)))
+        entries.append(dict(zip(TRIAL, (len(entries), bits, *found, theta, expected), strict=True)))
+        yield entries[-1], seconds
 
 
 # --- the log
 
 
 def header(a, model, tokenizer, documents, costs, space):
-    """The first line of the log: all that the trials depend on."""
+    """The first line of the log: everything that the trials depend on."""
     weights = hashlib.sha256()
-    for name, part in checkpoint.parts(model):
-        weights.update(name.encode() + part.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    settings = {k: v for k, v in vars(a).items() if k not in FREE | {"model", "text", "costs"}}
+    for name, piece in checkpoint.parts(model):
+        raw = piece.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
+        weights.update(name.encode() + raw)
+    settings = {k: v for k, v in vars(a).items() if k not in MAY_CHANGE | {"model", "text", "costs"}}
     text = hashlib.sha256("\0".join(documents).encode() + tokenizer.to_str().encode())
-    return {"model": weights.hexdigest(), "text": text.hexdigest(), **settings, "free": list(space.free),
+    return {"model": weights.hexdigest(), "text": text.hexdigest(), **settings, "free": list(space.skippable),
             "costs": [*costs.sublayers, costs.head]}
 
 
-def written(entry):
-    """An entry as a line of the log."""
+def as_line(entry):
+    """An entry as a line of the log, in bytes."""
     return (json.dumps(entry) + "\n").encode()
 
 
 def is_trial(entry, number, head):
-    """Is it what this program writes of that trial?"""
+    """Whether an entry could have been written by this program as trial `number` of this run."""
     def numbers(values, count):
         return (isinstance(values, list) and len(values) == count
                 and all(type(x) is float and math.isfinite(x) for x in values))
@@ -238,15 +243,15 @@ def is_trial(entry, number, head):
 
 
 def read_log(path, head):
-    """The trials of a log that an interrupted run left, and how many bytes of it are whole lines: a last line
-    without its end is the one that was being written. Raises ValueError, naming file and line, for anything
-    else that is not what this run would have written."""
+    """The trials of a log that an interrupted run left, and how many bytes of it are whole lines. A last line
+    that does not end was being written when the run stopped, and is ignored. Raises ValueError, naming file
+    and line, for anything else that this run could not have written."""
     def refuse(number, why):
         raise ValueError(f"{path}, line {number}: {why}; nothing was changed") from None
 
     raw, entries = path.read_bytes(), []
     whole = raw.rfind(b"\n") + 1
-    if not whole and not written(head).startswith(raw):
+    if not whole and not as_line(head).startswith(raw):
         refuse(1, "not the beginning of this run")
     for number, line in enumerate(raw[:whole].split(b"\n")[:-1], 1):
         try:
@@ -271,20 +276,20 @@ def read_log(path, head):
 def parse(argv):
     p = cli.Parser(description="Search for the sub-layers to skip while drafting.", allow_abbrev=False)
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
-    p.add_argument("--text", required=True, metavar="FILE", help="text like that to be written: documents "
-                   f"separated by {corpus.END}, or JSONL with text")
-    p.add_argument("--out", required=True, metavar="DIR", help="the log, skip.json, the front, a picture")
-    p.add_argument("--resume", action="store_true", help="go on where DIR's log ends, if there is one")
-    p.add_argument("--trials", type=int, default=100, metavar="N")
-    p.add_argument("--objective", choices=OBJECTIVES, default="speedup")
+    p.add_argument("--text", required=True, metavar="FILE", help="text of the kind that will be written: "
+                   f'documents separated by {corpus.BOUNDARY}, or lines of JSON with "text"')
+    p.add_argument("--out", required=True, metavar="DIR", help="for the log, skip.json, the front, a picture")
+    p.add_argument("--resume", action="store_true", help="continue where the log in --out ends")
+    p.add_argument("--trials", type=int, default=100, metavar="N", help="in all, resumed runs included")
+    p.add_argument("--objective", choices=OBJECTIVES, default="speedup", help="what a set is judged by")
     p.add_argument("--tokens", type=int, default=512, metavar="N", help="of the text, to score drafts on")
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="that the drafts are for")
-    p.add_argument("--top-p", type=float, metavar="P")
-    p.add_argument("--costs", metavar="FILE", help="measured ones, from bench.py costs --out (default: by "
-                   "the bytes of the weights)")
+    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="at which drafts will be used")
+    p.add_argument("--top-p", type=float, metavar="P", help="with which drafts will be used")
+    p.add_argument("--costs", metavar="FILE", help="measured costs, from bench.py costs --out (default: the "
+                   "weights read)")
     p.add_argument("--protect", default="0,1", metavar="I,J", help="sub-layers that are never skipped")
-    p.add_argument("--min-skips", type=int, default=0, metavar="N")
-    p.add_argument("--max-skips", type=int, metavar="N")
+    p.add_argument("--min-skips", type=int, default=0, metavar="N", help="skip at least N sub-layers")
+    p.add_argument("--max-skips", type=int, metavar="N", help="skip at most N sub-layers")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
@@ -295,23 +300,24 @@ def parse(argv):
 
 
 def find_space(a, n_layers):
+    """The Space that --protect, --min-skips and --max-skips describe."""
     try:
         kept = {int(i) for i in a.protect.split(",") if i.strip()}
     except ValueError:
         raise ValueError(f"--protect takes numbers of sub-layers, such as 0,1, got {a.protect!r}") from None
     if kept and not 0 <= min(kept) <= max(kept) < 2 * n_layers:
         raise ValueError(f"--protect: sub-layers run from 0 to {2 * n_layers - 1}, got {a.protect}")
-    free = tuple(i for i in range(2 * n_layers) if i not in kept)
-    most = min(len(free), 2 * n_layers - 1)  # something must stay
+    skippable = tuple(i for i in range(2 * n_layers) if i not in kept)
+    most = min(len(skippable), 2 * n_layers - 1)  # something must stay
     most = most if a.max_skips is None else min(most, a.max_skips)
-    if not 0 <= a.min_skips <= most or not free:
-        raise ValueError(f"--min-skips {a.min_skips} and --max-skips {most} leave no set of {len(free)} "
+    if not 0 <= a.min_skips <= most or not skippable:
+        raise ValueError(f"--min-skips {a.min_skips} and --max-skips {most} leave no set of {len(skippable)} "
                          "sub-layers to choose from")
-    return Space(n_layers, free, a.min_skips, most)
+    return Space(n_layers, skippable, a.min_skips, most)
 
 
 def read_costs(path, c):
-    """The table that `bench.py costs --out` wrote."""
+    """The Costs that `bench.py costs --out` wrote for a model of this shape."""
     raw = read_json(Path(path))
     parts = raw.get("sublayers")
     fine = isinstance(parts, list) and all(type(x) in (int, float) and 0 <= x < math.inf
@@ -323,12 +329,13 @@ def read_costs(path, c):
 
 
 def read_documents(path):
+    """The documents of a text file, or those under "text" in the lines of a .jsonl file."""
     if path.suffix != ".jsonl":
         return corpus.read_documents(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     found = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):  # a text may hold a U+2028
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # trap: splitlines also splits at U+2028
         if not line.strip():
             continue
         try:
@@ -343,14 +350,14 @@ def read_documents(path):
 
 
 def append(file, entry):
-    """One line, on the disk before the next trial begins."""
-    file.write(written(entry))
+    """Write one line of the log; it is on the disk before the next trial begins."""
+    file.write(as_line(entry))
     file.flush()
     os.fsync(file.fileno())
 
 
 def front(entries):
-    """The trials that none other beats in alpha and c at once, by rising c."""
+    """The trials that no other one beats in both alpha and c, ordered by c."""
     best, kept = -1.0, []
     for e in sorted(entries, key=lambda e: (e["c"], -e["alpha"])):
         if e["alpha"] > best:
@@ -360,8 +367,7 @@ def front(entries):
 
 
 def describe(space, entry):
-    """What generate.py --skip reads: the blocks whose attention and MLP are skipped, and what that is
-    worth."""
+    """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and what that is worth."""
     sublayers = space.sublayers([int(b) for b in entry["bits"]])
     attn, mlp = skipped(space.n_layers, sublayers)
     return {"attn": attn, "mlp": mlp, "gamma": entry["gamma"] if entry["speedup"] > 1 else 0,
@@ -370,7 +376,7 @@ def describe(space, entry):
 
 
 def finish(space, entries, out):
-    """skip.json, front.json and search.png beside the log."""
+    """Write skip.json, front.json and search.png beside the log. Returns the best trial."""
     best = max(entries, key=lambda e: e["value"])
     for name, content in {FOUND: describe(space, best),
                           "front.json": [describe(space, e) for e in front(entries)]}.items():
@@ -381,28 +387,38 @@ def finish(space, entries, out):
     process = GaussianProcess(zs, ys, space.groups(), entries[-1]["theta"])
     flips = process.predict((z - torch.eye(len(z), dtype=torch.float64)).abs())
     with replacing(out / "search.png") as path:
-        plots.search(entries, front(entries), best, space.free, [t.tolist() for t in flips], path)
+        plots.search(entries, front(entries), best, space.skippable, [t.tolist() for t in flips], path)
     return best
 
 
 def run(argv):
     a = parse(argv)
-    out, log = Path(a.out), Path(a.out) / LOG
-    there = {p.name for p in out.iterdir()} if out.is_dir() else set()
+    out = Path(a.out)
+    there = {p.name for p in out.iterdir()} - {LOCK} if out.is_dir() else set()
     if there and not a.resume:
-        raise ValueError(f"{out} is not empty: go on with --resume, or name another --out")
+        raise ValueError(f"{out} is not empty: continue with --resume, or name another --out")
     if there and LOG not in there:
-        raise ValueError(f"{out} holds no {LOG}, and so it is no search's: name another --out")
+        raise ValueError(f"{out} holds no {LOG}, so no search made it: name another --out")
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     documents, space = read_documents(Path(a.text)), find_space(a, model.c.n_layers)
     costs = read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
     head = header(a, model, tokenizer, documents, costs, space)
-    entries, whole = read_log(log, head) if log.is_file() else ([], 0)
     calibration = Calibration(model, tokenizer, documents, a.tokens,
                               partial(to_probs, temperature=a.temperature, top_p=a.top_p))
-    evaluate = partial(OBJECTIVES[a.objective], calibration, costs)
-    thought, start, old = 0.0, time.time(), len(entries)
     out.mkdir(parents=True, exist_ok=True)
+    with lock(out):
+        best = run_trials(a, out, head, space, partial(OBJECTIVES[a.objective], calibration, costs))
+    print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * model.c.n_layers} sub-layers, alpha "
+          f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} "
+          "times plain decoding")
+
+
+def run_trials(a, out, head, space, evaluate):
+    """Read the log, make the trials that are left, and write what was found. Returns the best trial. Only one
+    process at a time may be here."""
+    log = out / LOG
+    entries, whole = read_log(log, head) if log.is_file() else ([], 0)
+    proposing, start, old = 0.0, time.time(), len(entries)
     bar = tqdm(total=max(a.trials, old), initial=old, unit="trial", disable=None)
     with bar, open(log, "ab") as file:
         file.truncate(whole)
@@ -411,16 +427,14 @@ def run(argv):
         for entry, seconds in search(space, evaluate, a.trials, a.seed, entries):
             append(file, entry)
             entries.append(entry)
-            thought += seconds
+            proposing += seconds
             bar.set_postfix_str(f"best {max(e['value'] for e in entries):.4g}", refresh=False)
             bar.update()
     best, spent = finish(space, entries, out), time.time() - start
-    print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * model.c.n_layers} sub-layers, alpha "
-          f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} "
-          "times plain decoding")
     if len(entries) > old:
-        print(f"{(len(entries) - old) / spent:.1f} trials/s, {thought / spent:.0%} of the time in the "
+        print(f"{(len(entries) - old) / spent:.1f} trials/s, {proposing / spent:.0%} of the time in the "
               "Gaussian process", file=sys.stderr)
+    return best
 
 
 def main(argv=None):

@@ -2,8 +2,8 @@
 
     python train.py --out my-model --data stories.txt=2 code.txt --valid stories-valid.txt --tokens 8e6
 
-The one thing to remember: training skips layers with the very call that drafting uses, `run` over a part of
-the sub-layers, so that what a draft will compute is what was trained.
+The one thing to remember: training skips sub-layers with the same call that drafting uses, `run` over a part
+of them, so a draft computes exactly what was trained.
 """
 import argparse
 import copy
@@ -23,69 +23,86 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
-from control import MOST, best_gamma, expected_speedup, weight_costs
+from control import best_gamma, expected_speedup, weight_costs
 from layerskip import early_exit
 from model import Config, Transformer
 from speculative import generate
 from support import card, cli, corpus, plots
-from support.files import PART, replacing
+from support.files import LOCK, PART, lock, replacing
 
 STATE = "checkpoint.safetensors"
-# what a resumed run may change
-FREE = {"out", "resume", "valid", "tokenizer", "minutes", "every", "twin", "about", "prompt", "device"}
+# when a run is resumed
+MAY_CHANGE = {"out", "resume", "valid", "tokenizer", "minutes", "every", "twin", "about", "prompt", "device"}
+
+
+# --- the command line
 
 
 def parse(argv):
     p = cli.Parser(description="Train a tiny Llama or Gemma-2 so that skipping works.", allow_abbrev=False)
-    p.add_argument("--out", required=True, metavar="DIR", help="the model, its card, plots and checkpoint")
-    p.add_argument("--resume", action="store_true", help="go on from DIR's last checkpoint, if there is one")
+    p.add_argument("--out", required=True, metavar="DIR", help="for the model, its card and its checkpoint")
+    p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
-                   f"{corpus.END}, drawn W times as often (default: Python's own standard library)")
+                   f"{corpus.BOUNDARY}, drawn W times as often (default: Python's own standard library)")
     p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these (default: "
-                   f"the last {corpus.HELD_OUT:.0%} of each training file, held out)")
-    p.add_argument("--tokenizer", metavar="DIR", help="share a tokenizer instead of training one")
+                   f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not trained on)")
+    p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of training one")
     p.add_argument("--vocab", type=int, default=4096, metavar="N", help="size of a new tokenizer")
-    shape = p.add_argument_group("shape")
-    shape.add_argument("--family", choices=["llama", "gemma2"], default="llama")
-    for flag, default in {"layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "head-dim": 64, "hidden": 704,
-                          "context": 512}.items():
-        shape.add_argument(f"--{flag}", type=int, default=default, metavar="N")
-    shape.add_argument("--window", type=int, default=128, metavar="N", help="of Gemma-2's sliding layers")
-    recipe = p.add_argument_group("recipe, after LayerSkip (arXiv 2404.16710), one random exit a step "
-                                  "(--dropout 0 --exit-weight 0 is plain training)")
-    recipe.add_argument("--dropout", type=float, default=0.15, metavar="P",
-                        help="of the last sub-layer, growing with depth (LayerSkip, section 4.1)")
-    recipe.add_argument("--exit-weight", type=float, default=1.0, metavar="W",
-                        help="of the early-exit loss against the final one (LayerSkip, section 4.1)")
-    recipe.add_argument("--distil", type=float, default=0.5, metavar="P", help="the share of the early-exit "
-                        "loss that imitates the model's own final distribution, not the labels: what "
-                        "acceptance compares (soft labels as in Kangaroo, arXiv 2404.18911)")
-    recipe.add_argument("--shallow", type=float, default=0.7, metavar="P",
-                        help="how often the exit lies in the lower half of the blocks, where drafts come "
-                        "from (ours; LayerSkip weighs deep exits more)")
-    recipe.add_argument("--curriculum", type=float, default=0.2, metavar="P", help="the first share of the "
-                        "run has all exits alike, labels only, and .3 of --exit-weight (ours; LayerSkip "
-                        "has one over the exits)")
-    steps = p.add_argument_group("optimisation")
-    steps.add_argument("--tokens", type=float, default=8e6, metavar="N", help="how long to train")
-    steps.add_argument("--minutes", type=float, metavar="M", help="at most so long, resumed runs included; "
-                       "the learning rate then follows the clock, and no run repeats another exactly")
-    steps.add_argument("--batch", type=int, default=16, metavar="N", help="sequences of --context tokens")
-    steps.add_argument("--lr", type=float, default=3e-3, help="of AdamW: embeddings and norms")
-    steps.add_argument("--muon-lr", type=float, default=0.02, help="of Muon: matrices (Jordan et al. 2024)")
-    steps.add_argument("--warmup", type=int, default=100, metavar="N", help="steps")
-    steps.add_argument("--decay", type=float, default=0.5, metavar="P", help="the last share of the run, in "
-                       "which both rates fall linearly to 2 %%")
-    steps.add_argument("--clip", type=float, default=1.0, metavar="X", help="the norm of the gradient")
-    steps.add_argument("--seed", type=int, default=0)
-    steps.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    add_shape(p.add_argument_group("shape"))
+    add_recipe(p.add_argument_group("recipe, after LayerSkip (arXiv 2404.16710), one random exit a step "
+                                    "(--dropout 0 --exit-weight 0 is plain training)"))
+    add_steps(p.add_argument_group("optimisation"))
     other = p.add_argument_group("what is written beside the model")
     other.add_argument("--every", type=float, default=5, metavar="M", help="minutes between checkpoints")
-    other.add_argument("--prompt", default="Once upon a time", help="of the samples")
+    other.add_argument("--prompt", default="Once upon a time", help="what the samples begin with")
     other.add_argument("--about", default="", metavar="TEXT", help="for the card: sources and licences")
-    other.add_argument("--twin", metavar="FILE", help="train a second model in DIR, equal in everything but "
-                       "the recipe, and write both tables to this JSON file")
-    a = p.parse_args(argv)
+    other.add_argument("--twin", metavar="FILE", help="train two models, below --out, that differ only "
+                       "in the recipe, and write both tables to this JSON file")
+    return check_flags(p.parse_args(argv))
+
+
+def add_shape(group):
+    group.add_argument("--family", choices=["llama", "gemma2"], default="llama")
+    for flag, default in {"layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "head-dim": 64, "hidden": 704,
+                          "context": 512}.items():
+        group.add_argument(f"--{flag}", type=int, default=default, metavar="N")
+    group.add_argument("--window", type=int, default=128, metavar="N", help="of Gemma-2's sliding layers")
+
+
+def add_recipe(group):
+    group.add_argument("--dropout", type=float, default=0.15, metavar="P",
+                       help="how often the last sub-layer is dropped; the others less, the earlier they come "
+                       "(LayerSkip, section 4.1)")
+    group.add_argument("--exit-weight", type=float, default=1.0, metavar="W",
+                       help="of the early-exit loss relative to the final one (LayerSkip, section 4.1)")
+    group.add_argument("--distil", type=float, default=0.5, metavar="P", help="the share of the early-exit "
+                       "loss that imitates the model's own final distribution instead of the labels, as "
+                       "acceptance compares the two (soft labels as in Kangaroo, arXiv 2404.18911)")
+    group.add_argument("--shallow", type=float, default=0.7, metavar="P",
+                       help="how often the exit lies in the lower half of the blocks, where drafts come "
+                       "from (our choice; LayerSkip weighs deep exits more)")
+    group.add_argument("--curriculum", type=float, default=0.2, metavar="P", help="in the first P of the run "
+                       "every exit is drawn equally often and learns from labels only, with .3 times "
+                       "--exit-weight (our choice; LayerSkip's curriculum is over the exits)")
+
+
+def add_steps(group):
+    group.add_argument("--tokens", type=float, default=8e6, metavar="N", help="how many to train on")
+    group.add_argument("--minutes", type=float, metavar="M", help="train no longer, resumed runs included; "
+                       "the learning rate then follows the clock, and no run repeats another exactly")
+    group.add_argument("--batch", type=int, default=16, metavar="N", help="sequences of --context tokens")
+    group.add_argument("--lr", type=float, default=3e-3, help="of AdamW: embeddings and norms")
+    group.add_argument("--muon-lr", type=float, default=0.02, help="of Muon: matrices (Jordan et al. 2024)")
+    group.add_argument("--warmup", type=int, default=100, metavar="N", help="steps to the full learning rate")
+    group.add_argument("--decay", type=float, default=0.5, metavar="P", help="in the last P of the run both "
+                       "rates fall linearly to 2 %%")
+    group.add_argument("--clip", type=float, default=1.0, metavar="X", help="the greatest norm of a gradient")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+
+
+def check_flags(a):
+    """The same flags. Raises ValueError for numbers that make no sense."""
     for low, high, names in (
             (1, 2**20, "vocab layers dim heads kv_heads head_dim hidden context window batch"),
             (0, 2**40, "seed warmup"), (0, 1, "dropout distil shallow curriculum decay")):
@@ -107,39 +124,40 @@ def parse(argv):
 
 
 def drop_rates(n_layers, most):
-    """How often each of the 2L sub-layers is dropped: most * (2^(l / (2L-1)) - 1), from 0 to `most`
-    (LayerSkip, section 4.1, there for whole layers)."""
+    """How often each of the 2L sub-layers is dropped: most * (2^(l / (2L-1)) - 1) for sub-layer l, from 0 to
+    `most` (LayerSkip, section 4.1, which drops whole blocks)."""
     return most * (2 ** torch.linspace(0, 1, 2 * n_layers, dtype=torch.float64) - 1)
 
 
 def choose(a, n_layers, progress, g):
-    """What one step trains: (sub-layers kept, exit layer, weight of its loss, its distilled share)."""
+    """What one step trains: (sub-layers kept, exit layer, weight of its loss, distilled share of its
+    loss)."""
     kept = (torch.rand(2 * n_layers, generator=g, dtype=torch.float64) >= drop_rates(n_layers, a.dropout))
     u, v = torch.rand(2, generator=g, dtype=torch.float64).tolist()
-    early, half = progress < a.curriculum, max(1, n_layers // 2)
-    low, high = (1, n_layers) if early else (1, half + 1) if u < a.shallow else (half + 1, n_layers)
+    in_curriculum, half = progress < a.curriculum, max(1, n_layers // 2)
+    low, high = (1, n_layers) if in_curriculum else (1, half + 1) if u < a.shallow else (half + 1, n_layers)
     exit_layer = min(low + int(v * max(1, high - low)), max(1, n_layers - 1))
-    weight, distil = (0.3 * a.exit_weight, 0.0) if early else (a.exit_weight, a.distil)
+    weight, distil = (0.3 * a.exit_weight, 0.0) if in_curriculum else (a.exit_weight, a.distil)
     return kept.nonzero()[:, 0].tolist(), exit_layer, weight, distil
 
 
 def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
     """(final loss, early-exit loss or None) of windows (B, T+1), in nats a token.
 
-    The early exit speaks through the final norm and head that all exits share. Its targets are the labels
-    and, for the distilled share, the final distribution of this same pass, which is what acceptance compares
-    it with; no gradient flows into that target, or the whole model would learn to be as simple as its exit.
+    The early exit uses the final norm and head, which all exits share. Its targets are the labels and, for
+    the distilled share, the final distribution of this same pass, as acceptance compares the two. No gradient
+    flows into that target: else the whole model would learn to be as simple as its exit.
     """
-    tokens, labels = batch[:, :-1].long(), batch[:, 1:].long()
+    tokens, labels = batch[:, :-1].long(), batch[:, 1:].long()                  # (B, T)
     at, x = slice(0, tokens.shape[1]), model.embed(tokens)                      # (B, T, dim)
     if exit_layer is not None:
-        x = early = model.run(x, at, sublayers=[i for i in sublayers if i < 2 * exit_layer])
+        x = exit_x = model.run(x, at, sublayers=[i for i in sublayers if i < 2 * exit_layer])
     x = model.run(x, at, sublayers=[i for i in sublayers if i >= 2 * (exit_layer or 0)])
     logits = model.unembed(x).float().flatten(0, 1)                             # (B*T, V)
     final = F.cross_entropy(logits, labels.flatten())
     if exit_layer is None:
         return final, None
-    logq, loss = model.unembed(early).float().flatten(0, 1).log_softmax(-1), 0.0
+    logq, loss = model.unembed(exit_x).float().flatten(0, 1).log_softmax(-1), 0.0
     if distil < 1:
         loss = loss + (1 - distil) * F.nll_loss(logq, labels.flatten())
     if distil > 0:
@@ -150,17 +168,17 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
 
 @torch.no_grad()
 def evaluate(model, tokens, context, most):
-    """{"loss": [per exit], "agreement": [...]} over the first `most` tokens, cut into windows: the loss
-    behind each block in nats a token, and how often its best token is the last block's. One pass gives all
-    exits: below it, an early exit computes what the whole model does ("logit lens")."""
+    """{"loss": [of each exit], "agreement": [of each exit]} over the first `most` tokens, cut into windows:
+    the loss after each block in nats a token, and how often its best token is that of the last block. One
+    pass gives all exits, because the states before an exit equal those of the whole model ("logit lens")."""
     starts = range(0, max(1, min(most, len(tokens) - 1) // context) * context, context)
     windows = torch.stack([tokens[i : i + context + 1] for i in starts]).long().to(model.tok.device)
     loss, agreed = 0.0, 0.0
     for rows in windows.split(max(1, 512 // context)):
-        trace, labels = [], rows[:, 1:].flatten()
+        trace, labels = dict.fromkeys(range(1, 2 * model.c.n_layers, 2)), rows[:, 1:].flatten()
         model.run(model.embed(rows[:, :-1]), slice(0, context), trace=trace)
-        logits = torch.stack([model.unembed(x).float().flatten(0, 1) for x in trace[1::2]])  # (L, B*T, V)
-        right = logits.gather(2, labels.expand(len(logits), -1)[..., None])[..., 0]          # (L, B*T)
+        logits = torch.stack([model.unembed(x).float().flatten(0, 1) for x in trace.values()])  # (L, B*T, V)
+        right = logits.gather(2, labels.expand(len(logits), -1)[..., None])[..., 0]             # (L, B*T)
         loss = loss + (logits.logsumexp(-1) - right).double().sum(1)
         best = logits.argmax(-1)
         agreed = agreed + (best == best[-1]).double().sum(1)
@@ -169,12 +187,12 @@ def evaluate(model, tokens, context, most):
 
 
 def speedups(c, agreement):
-    """The modelled best speed-up of each exit but the last: alpha is its agreement, c what it reads."""
-    costs = weight_costs(c)
-    table = []
+    """The best speed-up that the formula promises each exit but the last: its alpha is its agreement, its
+    cost the share of the weights that it reads."""
+    costs, table = weight_costs(c), []
     for exit_layer, alpha in enumerate(agreement[:-1], 1):
-        cost = costs.c(early_exit(c.n_layers, exit_layer))
-        table.append(expected_speedup(alpha, best_gamma(alpha, cost, MOST), cost))
+        cost = costs.step(early_exit(c.n_layers, exit_layer))
+        table.append(expected_speedup(alpha, best_gamma(alpha, cost), cost))
     return table
 
 
@@ -182,18 +200,20 @@ def speedups(c, agreement):
 
 
 def shape(a, tokenizer):
-    end, vocab = tokenizer.token_to_id(corpus.END), tokenizer.get_vocab()
-    c = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
-             n_kv_heads=a.kv_heads, head_dim=a.head_dim, hidden_dim=a.hidden, max_len=a.context, tied=True,
-             bos=end, eos=(end,))
+    """The Config that the flags and the tokenizer ask for."""
+    boundary, vocab = tokenizer.token_to_id(corpus.BOUNDARY), tokenizer.get_vocab()
+    fields = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
+                  n_kv_heads=a.kv_heads, head_dim=a.head_dim, hidden_dim=a.hidden, max_len=a.context,
+                  tied=True, bos=boundary, eos=(boundary,))
     if a.family == "gemma2":
-        c |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5, post_norm=True,
-                  query_scale=a.head_dim**-0.5, attn_softcap=50.0, final_softcap=30.0, window=a.window)
-    return Config(**c)
+        fields |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5, post_norm=True,
+                       query_scale=a.head_dim**-0.5, attn_softcap=50.0, final_softcap=30.0, window=a.window)
+    return Config(**fields)
 
 
 def build(c, seed, device):
-    """A model with fresh weights in float32: all of rms 0.02, norms neutral."""
+    """A model with fresh weights in float32: normal with a deviation of 0.02, and norms that multiply by
+    1."""
     g, model = torch.Generator().manual_seed(seed), Transformer(c).float()
     for p in model.parameters():
         fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - c.norm_offset
@@ -202,7 +222,7 @@ def build(c, seed, device):
 
 
 class Run:
-    """Model, optimisers, what was done so far; one file holds all of it."""
+    """A model, its optimisers and what was done so far; one file, the checkpoint, holds all of it."""
 
     def __init__(self, a, text, device):
         self.a, self.text, self.device = a, text, device
@@ -215,11 +235,11 @@ class Run:
         self.rates = [a.muon_lr, a.lr]
         self.steps = max(1, round(a.tokens / (a.batch * a.context)))
         self.step, self.seconds, self.losses, self.evals = 0, 0.0, [], []
-        settings = {k: v for k, v in vars(a).items() if k not in FREE}
+        settings = {k: v for k, v in vars(a).items() if k not in MAY_CHANGE}
         self.settings = settings | {"data": [Path(f).name for f in a.data], "text": text.hash()}
 
     def progress(self):
-        """From 0 to 1: by steps, or by the clock where that is ahead."""
+        """From 0 to 1, by steps or by the clock, whichever is ahead."""
         clock = self.seconds / (60 * self.a.minutes) if self.a.minutes else 0.0
         return min(1.0, max(self.step / self.steps, clock))
 
@@ -230,15 +250,15 @@ class Run:
         batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
         scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, (1 - progress) / max(a.decay, 1e-9)))
         with torch.autocast(self.device.type, torch.bfloat16):
-            final, early = losses(self.model, batch, kept, exit_layer if weight else None, distil)
-        (final if early is None else final + weight * early).backward()
+            final, exit_loss = losses(self.model, batch, kept, exit_layer if weight else None, distil)
+        (final if exit_loss is None else final + weight * exit_loss).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), a.clip)
         for optimiser, rate in zip(self.optimisers, self.rates, strict=True):
             optimiser.param_groups[0]["lr"] = rate * scale
             optimiser.step()
             optimiser.zero_grad()
         self.step += 1
-        self.losses.append([final.item(), None if early is None else early.item(), exit_layer])
+        self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
 
     def measure(self):
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -261,12 +281,11 @@ class Run:
             save_file(dict(self.tensors()), path, metadata={"run": json.dumps(facts)})
 
     def check(self, settings):
-        """Raises ValueError where a run with these settings cannot be gone on with."""
+        """Raises ValueError where a run that was begun with other settings cannot be resumed with these."""
         wrong = next((k for k, v in self.settings.items() if settings.get(k) != v), None)
         if wrong:
-            raise ValueError(
-                f"{self.a.out} holds a run with another {wrong} ({settings.get(wrong)}, now "
-                f"{self.settings[wrong]}): repeat that, or name another --out")
+            raise ValueError(f"{self.a.out} holds a run with another {wrong} ({settings.get(wrong)}, now "
+                             f"{self.settings[wrong]}): repeat that, or name another --out")
 
     def restore(self, file, facts):
         self.step, self.seconds, self.losses, self.evals = (
@@ -283,22 +302,24 @@ class Run:
 
 
 def sample(run, count=60):
+    """What the model writes after the prompt, greedily, on one line."""
     ids = checkpoint.encode(run.text.tokenizer, run.a.prompt, run.model.c.bos)
     (new,), _ = generate(run.model, [ids], min(count, run.model.c.max_len - len(ids)), eos=run.model.c.eos)
     return " ".join(run.text.tokenizer.decode(ids + new).split())
 
 
 def open_run(a):
-    """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds anything
-    else."""
+    """A fresh Run, or with --resume the one that --out holds. It keeps the lock of --out. Raises ValueError
+    where --out holds anything else, or where another process has the lock."""
     out, device, facts = Path(a.out), checkpoint.find_device(a.device), None
     damaged = f"{out / STATE}: not a checkpoint of this program, or damaged"
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")
-    there = {p.name for p in out.iterdir()} - {STATE + PART} if out.is_dir() else set()
+    there = {p.name for p in out.iterdir()} - {STATE + PART, LOCK} if out.is_dir() else set()
     if STATE in there:
         if not a.resume:
-            raise ValueError(f"{out} holds a run already: go on with --resume, or name another --out")
+            raise ValueError(f"{out} holds a run already: continue with --resume, or name another --out")
+        held = lock(out)  # before its checkpoint is read
         with checkpoint.guarded(damaged):
             file = safe_open(out / STATE, framework="pt")
             facts = json.loads(file.metadata()["run"])
@@ -316,24 +337,26 @@ def open_run(a):
             run.restore(file, facts)
     else:
         out.mkdir(parents=True, exist_ok=True)
+        held = lock(out)
         run.measure()
         run.save()
+    run.lock = held  # for as long as there is this run
     return run
 
 
 def train(run):
-    """The steps that are left, with a checkpoint every few minutes."""
+    """Take the steps that are left, and save a checkpoint every few minutes."""
     block, started, saved = run.a.batch * run.a.context, time.monotonic() - run.seconds, run.seconds
     keep_memory()
-    pace = dict(mininterval=1 if sys.stderr.isatty() else 60)  # a log needs no line a step
+    pace = dict(mininterval=1 if sys.stderr.isatty() else 60)  # a file needs fewer lines than a terminal
     with tqdm(total=run.steps * block, initial=run.step * block, unit="tok", unit_scale=True, **pace) as bar:
         while run.progress() < 1:
             run.train_step()
             run.seconds = time.monotonic() - started
-            final, early, exit_layer = run.losses[-1]
+            final, exit_loss, exit_layer = run.losses[-1]
             if not math.isfinite(final):
                 raise ValueError(f"the loss is {final} at step {run.step}: try a lower --lr and --muon-lr")
-            exits = f", exit {exit_layer} {early:.2f}" if early else ""
+            exits = f", exit {exit_layer} {exit_loss:.2f}" if exit_loss else ""
             bar.set_postfix_str(f"loss {final:.2f}{exits}", refresh=False)
             bar.update(block)
             if run.seconds - saved > 60 * run.a.every:
@@ -347,15 +370,15 @@ def train(run):
 
 
 def report(measured):
-    """Lines for people: loss and agreement of each exit, by file."""
+    """One line for each file: loss and agreement of each exit."""
     for name, table in measured["files"].items():
         loss, agreement = (" ".join(f"{v:.2f}" for v in table[key]) for key in ("loss", "agreement"))
         yield f"{name}: loss by exit {loss}; agreement {agreement}"
 
 
 def keep_memory():
-    """Have glibc keep the memory that tensors give back. trap: it returns large blocks to the system and asks
-    for them anew, page by page, thousands of times a step, which takes longer than the arithmetic."""
+    """Tell glibc to keep the memory that tensors free. trap: else it returns large blocks to the system and
+    asks for new ones, page by page, thousands of times a step, which takes longer than the arithmetic."""
     trim_threshold, mmap_max = -1, -4
     try:
         libc = ctypes.CDLL(None)
@@ -365,7 +388,7 @@ def keep_memory():
         pass
 
 
-# --- what stands beside the model
+# --- what is written beside the model
 
 
 def repeat(a):
@@ -374,8 +397,8 @@ def repeat(a):
 
 
 def finish(run):
-    """Write the model in bfloat16, its plots and its card. Returns {file: its table}, of the model as
-    written."""
+    """Write the model in bfloat16, its picture and its card. Returns {file: table} of the model as written:
+    in each table loss, agreement and speed-up of every exit."""
     out = Path(run.a.out)
     checkpoint.save(copy.deepcopy(run.model).bfloat16(), out, run.text.tokenizer)
     model, _ = checkpoint.load(out, run.device, torch.float32)
@@ -392,7 +415,7 @@ def finish(run):
 
 
 def twin(a):
-    """Two models, equal in everything but the recipe; their tables as JSON."""
+    """Train two models that differ in the recipe only, and write their tables as JSON."""
     out, file = Path(a.out), Path(a.twin)
     if file.is_dir() or not file.parent.is_dir() and file.parent.resolve() != out.resolve():
         raise ValueError(f"{file}: --twin must name a file, in --out or in a folder that is there")
@@ -412,9 +435,9 @@ def run(argv):
     a = parse(argv)
     if a.twin:
         return twin(a)
-    this = open_run(a)
-    train(this)
-    finish(this)
+    begun = open_run(a)
+    train(begun)
+    finish(begun)
 
 
 def main(argv=None):

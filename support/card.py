@@ -1,6 +1,6 @@
 """The model card: what a trained model is, how it was made, and what each of its exits is worth.
 
-The one thing to remember: the card is written by the run itself, so that it cannot tell of another one.
+The one thing to remember: the run itself writes the card, so it cannot describe any other run.
 """
 import os
 import shlex
@@ -10,20 +10,40 @@ from support import cli
 
 
 def card(run, tables, sample, command):
-    """The card, in Markdown, of a `train.Run`. tables: {file: what its exits are worth}; sample: a text that
-    it wrote; command: the flags that repeat it."""
-    a, c, tokens = run.a, run.model.c, run.step * run.a.batch * run.a.context
+    """The card of a `train.Run`, in Markdown. tables: {file: what each exit is worth on it}; sample: a text
+    that the model wrote; command: the flags that repeat the run."""
+    a, c = run.a, run.model.c
     count = sum(p.numel() for p in run.model.parameters())
     exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
+    lines = [f"# {Path(a.out).name}", "", f"A {count / 1e6:.1f} M-parameter "
+             f"{'Gemma-2' if c.post_norm else 'Llama'}, made by this repository's `train.py` to show "
+             "self-speculative decoding on weights small enough to ship.", "", "| | |", "|---|---|",
+             *(f"| {name} | {value} |" for name, value in facts(run, command)), "",
+             f"Validation text, up to 32,768 tokens of each file in windows of {a.context}, float32, "
+             "teacher-forced. Loss: nats per token. Agreement: how often an exit's best token is that of the "
+             "last block. Speed-up: the best that the formula promises where c is the share of the weights "
+             "that a drafted step reads.", "",
+             "| exit after block | " + " | ".join(map(str, exits)) + " |", "|---" * (len(exits) + 1) + "|"]
+    for name, table in tables.items():
+        for kind, values in table.items():
+            cells = (f"{values[e - 1]:.2f}" if e <= len(values) else "" for e in exits)
+            lines.append(f"| {kind}, {Path(name).stem} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "![Loss, exits, speed-up](training.png)", "",
+                      f"Greedy sample: \"{sample}\"", ""])
+
+
+def facts(run, command):
+    """The rows of the card's first table: (name, value)."""
+    a, c, tokens = run.a, run.model.c, run.step * run.a.batch * run.a.context
     plain = not a.dropout and not a.exit_weight
     recipe = "plain next-token loss" if plain else (
-        f"sub-layer dropout rising with depth to {a.dropout}; early-exit loss on one random exit a step "
-        f"through the shared norm and head: for the first {a.curriculum:.0%} of the steps weight "
-        f"{0.3 * a.exit_weight:.2g}, labels, all exits alike; then weight {a.exit_weight:g}, {a.distil:.0%} "
-        f"of it distilled from the model's own final distribution, {a.shallow:.0%} of the exits in the lower "
-        "half of the blocks")
+        f"sub-layer dropout that grows with depth to {a.dropout}; early-exit loss on one random exit a step "
+        f"through the shared norm and head: for the first {a.curriculum:.0%} of the run weight "
+        f"{0.3 * a.exit_weight:.2g}, labels only, every exit equally often; then weight {a.exit_weight:g}, "
+        f"{a.distil:.0%} of it distilled from the model's own final distribution, {a.shallow:.0%} of the "
+        "exits in the lower half of the blocks")
     window = f", window {c.window} on even layers" if c.window else ""
-    rows = [
+    return [
         ("shape", f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for "
          f"keys and values, hidden {c.hidden_dim}, tied embeddings, vocabulary {c.vocab_size:,}, context "
          f"{c.max_len}{window}, bfloat16"),
@@ -33,25 +53,11 @@ def card(run, tables, sample, command):
          f"warm-up {a.warmup} steps, linear to 2 % over the last {a.decay:.0%}; bf16 autocast"),
         ("hardware, time", f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"),
         ("command", f"`python train.py {command}`")]
-    lines = [f"# {Path(a.out).name}", "", f"A {count / 1e6:.1f} M-parameter "
-             f"{'Gemma-2' if c.post_norm else 'Llama'}, made by this repository's `train.py` to show "
-             "self-speculative decoding on weights small enough to ship.", "", "| | |", "|---|---|",
-             *(f"| {name} | {value} |" for name, value in rows), "",
-             f"Validation text, up to 32,768 tokens a file in windows of {a.context}, float32, "
-             "teacher-forced. Loss in nats a token; agreement: how often an exit's best token is the last "
-             "block's; speed-up: the best one that the bytes of the weights allow.", "",
-             "| exit behind block | " + " | ".join(map(str, exits)) + " |", "|---" * (len(exits) + 1) + "|"]
-    for name, table in tables.items():
-        for kind, values in table.items():
-            cells = (f"{values[e - 1]:.2f}" if e <= len(values) else "" for e in exits)
-            lines.append(f"| {kind}, {Path(name).stem} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", "![Loss, exits, speed-up](training.png)", "",
-                      f"Greedy sample: \"{sample}\"", ""])
 
 
 def command(given, default):
-    """The flags that repeat a run, with DATA for the folder that holds all its text. given, default: {flag:
-    value}."""
+    """The flags that repeat a run. given, default: {flag: value}. DATA stands for the folder that holds all
+    its text, wherever that is."""
     files = [Path(f).resolve() for f in (*given["data"], *given["valid"])]
     root = os.path.commonpath([f.parent for f in files]) if files else ""
     words = []

@@ -1,6 +1,6 @@
-"""Text to train and measure on: files of documents, a byte-level BPE, token streams, batches.
+"""Text to train and measure on: from files of documents to a byte-level BPE, streams of tokens, and batches.
 
-The one thing to remember: a document begins with the begin-of-text id, and the batch of a step depends on
+The one thing to remember: every document begins with the begin-of-text id, and the batch of a step depends on
 nothing but seed and step, so that a run can be resumed or repeated exactly.
 """
 import hashlib
@@ -13,23 +13,22 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from support.files import read_text
 
-END = "<|endoftext|>"
-HELD_OUT = 0.02  # of each training file, where nothing else is given to measure on
+BOUNDARY = "<|endoftext|>"  # separates the documents of a file; its id begins a document and ends an answer
+HELD_OUT = 0.02             # the share of each training file that is measured on where no other file is given
 
 
 def read_documents(path):
-    """The documents of a file: what stands between two `<|endoftext|>`. Raises ValueError where there is
-    none."""
+    """The documents of a file, which `<|endoftext|>` separates. Raises ValueError where there is none."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    documents = [text for part in read_text(path).split(END) if (text := part.strip("\n"))]
+    documents = [text for part in read_text(path).split(BOUNDARY) if (text := part.strip("\n"))]
     if not documents:
         raise ValueError(f"{path}: no text in it")
     return documents
 
 
 def own_sources():
-    """The Python standard library's own modules: text that is there wherever this runs."""
+    """The modules of Python's standard library: text that every machine with Python has."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [p for p in sorted(root.rglob("*.py"))
              if not {"site-packages", "test", "tests"} & set(p.relative_to(root).parts)]
@@ -38,37 +37,37 @@ def own_sources():
 
 
 def train_tokenizer(documents, vocab):
-    """A byte-level BPE (Radford et al. 2019, section 2.2): any text comes back as it was. Id 0 begins and
-    ends a text."""
+    """A byte-level BPE (Radford et al. 2019, section 2.2), which can encode any text and decode it again
+    without loss. Id 0 is the boundary of documents."""
     if vocab < 257:
-        raise ValueError(f"--vocab must be at least 257, all bytes and {END}, got {vocab}")
+        raise ValueError(f"--vocab must be at least 257, all bytes and {BOUNDARY}, got {vocab}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(documents, trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=[END], show_progress=False,
+        vocab_size=vocab, special_tokens=[BOUNDARY], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{END} $A", special_tokens=[(END, tokenizer.token_to_id(END))])
+        single=f"{BOUNDARY} $A", special_tokens=[(BOUNDARY, tokenizer.token_to_id(BOUNDARY))])
     return tokenizer
 
 
 def stream(tokenizer, documents):
-    """All documents behind one another, each behind a begin-of-text id: (N,) int32."""
-    start, rows = tokenizer.token_to_id(END), tokenizer.encode_batch(documents, add_special_tokens=False)
+    """All documents in one row, each after a begin-of-text id: (N,) int32."""
+    start, rows = tokenizer.token_to_id(BOUNDARY), tokenizer.encode_batch(documents, add_special_tokens=False)
     return torch.tensor([t for row in rows for t in (start, *row.ids)], dtype=torch.int32)
 
 
 @dataclass
 class Corpus:
-    """Streams by file name, to train and to measure on; how often each of the former is drawn."""
-    train: dict
-    valid: dict
-    weights: list
+    """Streams of tokens by file name, and what weighs how much."""
+    train: dict           # {file name: (N,) int32}
+    valid: dict           # the same, to measure on
+    weights: list         # one for each training file: how often it is drawn, relative to its size
     tokenizer: Tokenizer
 
     def batch(self, seed, step, rows, length):
-        """Windows (rows, length + 1) from anywhere; a file is drawn by weight times size."""
+        """Windows (rows, length + 1) at random places. The chance of a file is its weight times its size."""
         g = torch.Generator().manual_seed(seed * 1_000_003 + step)
         streams = list(self.train.values())
         sizes = torch.tensor([len(s) for s in streams], dtype=torch.float64)
@@ -88,35 +87,43 @@ class Corpus:
         return h.hexdigest()[:16]
 
 
+def split_weight(item):
+    """(path, weight) of FILE=WEIGHT. A FILE alone weighs 1."""
+    path, _, weight = item.rpartition("=") if "=" in item else (item, "", "1")
+    try:
+        value = float(weight)
+    except ValueError:
+        raise ValueError(f"{item}: the weight must be a number, got {weight!r}") from None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{item}: the weight must be positive")
+    return Path(path), value
+
+
 def read(files, valid, length, vocab=4096, tokenizer=None):
     """A Corpus whose streams are longer than `length`.
 
-    files: FILE or FILE=WEIGHT, or none for `own_sources`. valid: files, or none for the end of each training
-    file. Without a tokenizer one of `vocab` tokens is trained. Raises ValueError or FileNotFoundError, in one
-    line, for files that are missing, empty or too short.
+    files: each FILE or FILE=WEIGHT; an empty list stands for `own_sources`. valid: files to measure on; an
+    empty list stands for the last part of each training file, which is then not trained on. Without a
+    tokenizer, one of `vocab` tokens is trained. Raises ValueError or FileNotFoundError, in one line, for
+    files that are missing, empty or too short.
     """
     weights, documents = [], {}
     for item in files:
-        path, _, weight = item.rpartition("=") if "=" in item else (item, "", "1")
-        try:
-            weights.append(float(weight))
-        except ValueError:
-            raise ValueError(f"{item}: the weight must be a number, got {weight!r}") from None
-        if not 0 < weights[-1] < float("inf"):
-            raise ValueError(f"{item}: the weight must be positive")
-        if Path(path).name in documents:
-            raise ValueError(f"{item}: two files of the same name")
-        documents[Path(path).name] = read_documents(Path(path))
+        path, weight = split_weight(item)
+        if path.name in documents:
+            raise ValueError(f"{item}: two files have the same name")
+        weights.append(weight)
+        documents[path.name] = read_documents(path)
     if not files:
         weights, documents = [1.0], {"python": own_sources()}
     held_out = {}
     for path in map(Path, valid):
         if path.name in held_out:
-            raise ValueError(f"{path}: two files of the same name")
+            raise ValueError(f"{path}: two files have the same name")
         held_out[path.name] = read_documents(path)
     tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
-    if tokenizer.token_to_id(END) is None:
-        raise ValueError(f"this tokenizer has no {END}, which is to separate the documents")
+    if tokenizer.token_to_id(BOUNDARY) is None:
+        raise ValueError(f"this tokenizer has no {BOUNDARY}, which must separate the documents")
     train = {name: stream(tokenizer, texts) for name, texts in documents.items()}
     valid = {name: stream(tokenizer, texts) for name, texts in held_out.items()}
     if not valid:
@@ -126,5 +133,5 @@ def read(files, valid, length, vocab=4096, tokenizer=None):
     for name, s in [*train.items(), *valid.items()]:
         if len(s) <= length:
             raise ValueError(f"{name}: {len(s)} tokens are too few for one sequence of {length} and the "
-                             "token behind it; give more text or a smaller --context")
+                             "token after it; give more text or a smaller --context")
     return Corpus(train, valid, weights, tokenizer)

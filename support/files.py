@@ -8,7 +8,14 @@ from contextlib import contextmanager
 
 from safetensors import SafetensorError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+    import msvcrt
+
 PART = ".part"  # the ending of a file that is being written
+LOCK = ".lock"  # an empty file, held open by the process that writes to its folder
 
 
 @contextmanager
@@ -45,3 +52,19 @@ def read_json(path):
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+def lock(folder):
+    """The lock of a folder, as an open file: until it is closed, every other call raises ValueError, in this
+    process and in others. The system closes it when its process ends, even if it is killed; an empty file
+    stays and locks nothing."""
+    file = open(folder / LOCK, "ab")
+    try:
+        if fcntl:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        else:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        raise ValueError(f"{folder}: another process is writing here: wait, or name another --out") from None
+    return file

@@ -1,6 +1,6 @@
 """The charts. Each function takes plain data, draws one figure and writes it to a file.
 
-The one thing to remember: nothing here computes; a chart shows what another module measured.
+The one thing to remember: nothing is measured here; a chart shows what another module has found.
 """
 from matplotlib.figure import Figure
 
@@ -20,7 +20,7 @@ def axes(rows, columns, width=5.0, height=3.6):
 
 
 def running_mean(values, width):
-    """Means of up to `width` values that end at each place; None is left out."""
+    """At each place the mean of the last `width` values that are not None, or None where there are none."""
     means = []
     for i in range(len(values)):
         seen = [v for v in values[max(0, i - width + 1) : i + 1] if v is not None]
@@ -29,16 +29,16 @@ def running_mean(values, width):
 
 
 def training(losses, block, evals, tables, path):
-    """What a training run was like. losses: per step (final, exit or None, exit layer); block: tokens a step;
-    evals: [{"tokens", "files": {name: {"loss": per exit}}, "speedup": per exit}]; tables: the last of them,
-    {name: {"loss", "agreement"}}."""
+    """The course of a training run, and what each exit is worth at its end. losses: (final, exit's or None,
+    exit layer) of each step; block: tokens in a step; evals: [{"tokens", "files": {name: {"loss": of each
+    exit}}, "speedup": of each exit}]; tables: {name: {"loss", "agreement"}} at the end."""
     figure, ((loss, speed), (lens, agreed)) = axes(2, 2)
     tokens = [(i + 1) * block / 1e6 for i in range(len(losses))]
     width = max(1, len(losses) // 100)
     loss.plot(tokens, running_mean([r[0] for r in losses], width), color="#808080", lw=1, label="training")
     if any(r[1] is not None for r in losses):
-        early = [float("nan") if v is None else v for v in running_mean([r[1] for r in losses], 4 * width)]
-        loss.plot(tokens, early, color="#808080", lw=1, ls=":", label="training, a random exit")
+        shown = [float("nan") if v is None else v for v in running_mean([r[1] for r in losses], 4 * width)]
+        loss.plot(tokens, shown, color="#808080", lw=1, ls=":", label="training, a random exit")
     for (name, table), hue in zip(tables.items(), HUES * len(tables), strict=False):
         seen, label = [e for e in evals if name in e["files"]], name.removesuffix(".txt")
         loss.plot([e["tokens"] / 1e6 for e in seen], [e["files"][name]["loss"][-1] for e in seen], color=hue,
@@ -54,23 +54,23 @@ def training(losses, block, evals, tables, path):
     top = losses[len(losses) // 50][0] if losses else None  # the first steps dwarf all others
     loss.set(xlabel="million tokens", ylabel="nats a token", title="loss", ylim=(None, top))
     speed.set(xlabel="million tokens", ylabel="times plain decoding",
-              title="best speed-up by bytes, mean of the files")
-    lens.set(xlabel="exit behind block", ylabel="nats a token", title="loss of each exit (logit lens)")
-    agreed.set(xlabel="exit behind block", ylabel="share of tokens", ylim=(0, 1.02),
+              title="best speed-up, c by weights, mean of the files")
+    lens.set(xlabel="exit after block", ylabel="nats a token", title="loss of each exit (logit lens)")
+    agreed.set(xlabel="exit after block", ylabel="share of tokens", ylim=(0, 1.02),
                title="agreement with the last block (greedy alpha)")
     for side in (lens, agreed):
         side.xaxis.get_major_locator().set_params(integer=True)
     for side in (loss, lens):
         side.legend(frameon=False, fontsize=8)
-    if evals[0]["speedup"]:  # a single block has no exit before its end
+    if evals[0]["speedup"]:  # a model of one block has no early exit
         speed.legend(frameon=False, fontsize=8, title="exit", title_fontsize=8, loc="center left",
-                 bbox_to_anchor=(1, 0.5))
+                     bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120, format="png")
 
 
 def plain(results, title, path):
-    """Speed beside transformers and the bound; what a block of T tokens costs. results: by model and dtype,
-    the medians that `benchmarks.plain.measure` returns."""
+    """Left, speed relative to transformers, and its bound; right, what a block of T tokens costs. results:
+    for each model and dtype the medians that `benchmarks.plain.measure` returns."""
     figure, ((left, right),) = axes(1, 2)
     names = list(results)
     ratios = [r["decode"]["transformers"] / r["decode"]["ours"] for r in results.values()]
@@ -94,8 +94,8 @@ def plain(results, title, path):
 
 
 def methods(results, title, path):
-    """Speed relative to plain decoding by method, one panel a set. results: {set: {method: {"ratio",
-    "predicted"}}}."""
+    """The speed of each method relative to plain decoding, one panel for each set of prompts. results: {set:
+    {method: {"ratio", "predicted"}}}."""
     rows = max(len(r) for r in results.values())
     figure, grid = axes(1, len(results), width=3.6, height=0.24 * rows + 1)
     for side, (name, found) in zip(grid[0], results.items(), strict=True):
@@ -114,10 +114,10 @@ def methods(results, title, path):
     figure.savefig(path, dpi=110, format="png")
 
 
-def search(entries, front, best, free, flips, path):
+def search(entries, front, best, skippable, flips, path):
     """What a search found. entries: its trials {"bits", "value", "alpha", "c", "speedup", "expected"}; front:
-    those that no other beats; best: one of them; free: the sub-layer of each bit; flips: (means, standard
-    deviations) of the process one flip away from the best."""
+    those that no other trial beats; best: the best of them; skippable: the sub-layer of each bit; flips:
+    (means, standard deviations) that the process expects of the sets one flip away from the best."""
     figure, ((where, sets), (single, sure)) = axes(2, 2)
     draw_plane(where, [e["alpha"] for e in entries], [e["c"] for e in entries])
     where.plot([e["c"] for e in front], [e["alpha"] for e in front], color=HUES[1], marker=".", lw=1,
@@ -125,43 +125,44 @@ def search(entries, front, best, free, flips, path):
     where.plot([best["c"]], [best["alpha"]], marker="*", markersize=13, color=HUES[1], ls="", label="best")
     where.legend(frameon=False, fontsize=8, loc="lower right")
     sets.imshow([[int(b) for b in e["bits"]] for e in front], aspect="auto", cmap="Greys", vmin=0, vmax=1.6)
-    names = [f"{'am'[sub % 2]}{sub // 2}" for sub in free]
-    sets.set_xticks(range(len(free)), names, rotation=90, fontsize=7)
+    names = [f"{'am'[sub % 2]}{sub // 2}" for sub in skippable]
+    sets.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     sets.set(title="skipped sub-layers along the front", ylabel="cheapest at the top")
     means, stds = flips
     hues = [HUES[0] if b == "0" else HUES[1] for b in best["bits"]]
     for j, (mean, std, hue) in enumerate(zip(means, stds, hues, strict=True)):
         single.errorbar([j], [mean], [2 * std], color=hue, marker=".", capsize=2, lw=1)
     single.axhline(best["value"], color=HUES[-1], lw=0.8)
-    single.set_xticks(range(len(free)), names, rotation=90, fontsize=7)
+    single.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     single.set(title="one flip from the best: expected value, 2 sd", ylabel="blue: also skipped, red: kept")
-    said = [(e["expected"][0], e["expected"][1], e["value"]) for e in entries if e["expected"]]
-    for mean, std, value in said:
+    expected = [(*e["expected"], e["value"]) for e in entries if e["expected"]]
+    for mean, std, value in expected:
         sure.errorbar([mean], [value], xerr=[2 * std], color=HUES[0], marker=".", lw=0.6, alpha=0.6)
-    if said:
-        ends = [min(v for *_, v in said), max(v for *_, v in said)]
+    if expected:
+        ends = [min(v for *_, v in expected), max(v for *_, v in expected)]
         sure.plot(ends, ends, color=HUES[-1], lw=0.8)
-        inside = sum(abs(mean - value) <= 2 * std for mean, std, value in said) / len(said)
-        sure.set_title(f"what it expected of its own trials: {inside:.0%} within 2 sd")
+        inside = sum(abs(mean - value) <= 2 * std for mean, std, value in expected) / len(expected)
+        sure.set_title(f"{inside:.0%} of the trials lie within 2 sd of what was expected")
     sure.set(xlabel="expected value, 2 sd", ylabel="value found")
     figure.savefig(path, dpi=110, format="png")
 
 
-def draw_plane(side, alphas, cs):
-    """Skip sets in the plane of alpha and c, with contours of the best speed-up; a gain lies above the
+def draw_plane(side, alphas, costs):
+    """Skip sets in the plane of alpha and c, with contours of the best speed-up. A gain lies above the
     diagonal."""
     grid = [i / 60 for i in range(1, 60)]
-    gains = [[expected_speedup(alpha, best_gamma(alpha, c), c) for c in grid] for alpha in grid]
+    gains = [[expected_speedup(alpha, best_gamma(alpha, cost), cost) for cost in grid] for alpha in grid]
     shown = side.contour(grid, grid, gains, levels=[1.1, 1.25, 1.5, 2, 3, 4], colors=HUES[-1], linewidths=0.7)
     side.clabel(shown, fontsize=7)
     side.plot([0, 1], [0, 1], color=HUES[-1], lw=1, ls="--")
-    side.scatter(cs, alphas, s=8, color=HUES[0], alpha=0.5, linewidths=0, label="trials")
+    side.scatter(costs, alphas, s=8, color=HUES[0], alpha=0.5, linewidths=0, label="trials")
     side.set(xlabel="c, cost of a drafted step", ylabel="alpha", xlim=(0, 1), ylim=(0, 1.01),
              title="a gain lies above alpha = c")
 
 
 def regrets(curves, optimum, title, path):
-    """Best so far against evaluations. curves: {method: one list of best values a seed}."""
+    """The best value so far, and its regret, against evaluations: medians and quartiles over seeds. curves:
+    {method: for each seed the list of best values so far}."""
     figure, ((best, regret),) = axes(1, 2)
     for (name, runs), hue in zip(curves.items(), HUES, strict=False):
         spread = [sorted(optimum - v for v in column) for column in zip(*runs, strict=True)]

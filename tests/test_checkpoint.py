@@ -302,11 +302,12 @@ def test_an_end_of_text_that_is_no_id_is_refused(eos, tmp_path):
 
 
 @families
-def test_no_value_of_any_key_escapes_as_another_error(name, tmp_path):
+def test_no_value_of_any_key_escapes_as_another_error(name, tmp_path, monkeypatch):
     """Each key of config.json with each of these values loads, or is refused in one line."""
     _, folder = saved(FAMILIES[name], tmp_path)
-    path = folder / "config.json"
+    path, tokenizer = folder / "config.json", checkpoint.read_tokenizer(folder)
     good = json.loads(path.read_text())
+    monkeypatch.setattr(checkpoint, "read_tokenizer", lambda folder: tokenizer)
     for key in good:
         for value in (None, True, 0, -1, 1.5, 10**12, math.nan, "x", [], ["x"], {}, {"x": 1}):
             path.write_text(json.dumps(good | {key: value}))
@@ -462,7 +463,7 @@ print(peak - before, model.tok.dtype)
 
 def test_loading_takes_little_more_memory_than_the_model(tmp_path):
     """Never two copies: the model, one and a half of its largest tensor, and 8 MB for the rest."""
-    c = replace(LLAMA, vocab_size=4000, dim=1024, n_layers=4, n_heads=16, head_dim=64, hidden_dim=2816)
+    c = replace(LLAMA, vocab_size=4000, dim=1024, n_layers=2, n_heads=16, head_dim=64, hidden_dim=2816)
     saved(LLAMA, tmp_path / "small")
     m = checkpoint.Transformer(c).bfloat16()
     for p in m.parameters():
@@ -470,7 +471,7 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path):
     checkpoint.save(m, tmp_path / "large", expected.byte_tokenizer())
     with safe_open(tmp_path / "large" / "model.safetensors", "pt") as f:
         sizes = [2 * math.prod(f.get_slice(key).get_shape()) for key in f.keys()]
-    assert 90e6 < sum(sizes) < 110e6
+    assert 55e6 < sum(sizes) < 65e6
     child = subprocess.run([sys.executable, "-c", CHILD, tmp_path / "small", tmp_path / "large"], cwd=ROOT,
                            capture_output=True, text=True, check=True)
     grown, dtype = child.stdout.split()

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import checkpoint
 from support import corpus
-from support.corpus import END, Corpus, read, train_tokenizer
+from support.corpus import BOUNDARY, Corpus, read, train_tokenizer
 
 TEXTS = ["Lily saw the cat and the cat saw Lily.\nThe end.", "Tom lost the ball; Tom found the ball.",
          "def f(x):\n    return x + 1", "日本語 and naïve café 🙂"]
@@ -47,7 +47,7 @@ def test_any_text_comes_back_as_it_was():
         assert t.decode(ids) == text, f"{text!r} becomes {t.decode(ids)!r}"
 
 
-def test_every_byte_has_a_token_and_merges_come_behind():
+def test_every_byte_has_a_token_and_merges_come_after_them():
     t = tokenizer()
     assert {t.token_to_id(c) for c in pre_tokenizers.ByteLevel.alphabet()} == set(range(1, 257))
     assert t.get_vocab_size() == 300 and t.token_to_id("Ġthe") > 256, "what is frequent is one token"
@@ -60,7 +60,7 @@ def test_the_same_text_gives_the_same_tokenizer():
 
 def test_a_prompt_begins_with_one_id_0_and_it_ends_a_text_too():
     t = tokenizer()
-    assert t.token_to_id(END) == 0
+    assert t.token_to_id(BOUNDARY) == 0
     plain = t.encode("Lily saw", add_special_tokens=False).ids
     assert t.encode("Lily saw").ids == [0, *plain] and 0 not in plain
     assert checkpoint.encode(t, "Lily saw", bos=0) == [0, *plain], "the begin-of-text id must not be doubled"
@@ -88,7 +88,8 @@ def test_a_vocabulary_must_hold_all_bytes(vocab):
 
 def test_documents_are_what_stands_between_two_separators(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text(f"{END}\none\n{END}{END}\n\n  two\n\nlines \n{END}\n{END}three", encoding="utf-8")
+    pieces = "", "\none\n", "", "\n\n  two\n\nlines \n", "\n", "three"
+    path.write_text(BOUNDARY.join(pieces), encoding="utf-8")
     assert corpus.read_documents(path) == ["one", "  two\n\nlines ", "three"], "newlines at the ends only"
 
 
@@ -116,7 +117,7 @@ def test_the_standard_library_is_there():
     texts = corpus.own_sources()
     assert len(texts) > 100 and all(texts) and sum(map(len, texts)) > 1e6
     assert any("class ArgumentParser" in text for text in texts)
-    assert not any(END in text for text in texts), "it would be taken for a separator"
+    assert not any(BOUNDARY in text for text in texts), "it would be taken for a separator"
 
 
 def test_without_files_the_standard_library_is_read(monkeypatch):
@@ -131,7 +132,7 @@ def test_without_files_the_standard_library_is_read(monkeypatch):
 
 
 def test_the_end_of_each_file_is_held_out(tmp_path):
-    files = write(tmp_path, a=story(0, 3000), b=END.join([story(1, 60), story(2, 60)]))
+    files = write(tmp_path, a=story(0, 3000), b=BOUNDARY.join([story(1, 60), story(2, 60)]))
     c = read(files, [], 16, 300)
     for name, texts in {"a.txt": [story(0, 3000)], "b.txt": [story(1, 60), story(2, 60)]}.items():
         whole = corpus.stream(c.tokenizer, texts)
@@ -139,7 +140,7 @@ def test_the_end_of_each_file_is_held_out(tmp_path):
         assert len(c.valid[name]) == held_out
         assert torch.equal(torch.cat([c.train[name], c.valid[name]]), whole), "disjoint, and nothing is lost"
     assert len(c.valid["a.txt"]) > 17, "the test must see both rules"
-    assert len(c.valid["b.txt"]) == 17, "at least one window and the token behind it"
+    assert len(c.valid["b.txt"]) == 17, "at least one window and the token after it"
 
 
 def test_files_to_measure_on_leave_the_training_text_alone(tmp_path):
@@ -227,13 +228,13 @@ def test_two_files_of_one_name_are_refused(tmp_path):
         (tmp_path / name).mkdir()
     files = [f for name in "xy" for f in write(tmp_path / name, a=story(0))]
     for args in ((files, []), (files[:1], files)):
-        with pytest.raises(ValueError, match=f"{files[1]}: two files of the same name"):
+        with pytest.raises(ValueError, match=f"{files[1]}: two files have the same name"):
             read(*args, 16, 300)
     assert read(files[:1], files[1:], 16, 300).valid.keys() == {"a.txt"}, "one to train, one to measure: fine"
 
 
 def test_text_for_one_window_is_enough_and_less_is_refused(tmp_path):
-    t = Tokenizer(models.BPE({END: 0, "a": 1}, []))
+    t = Tokenizer(models.BPE({BOUNDARY: 0, "a": 1}, []))
     t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     a, v, short = write(tmp_path, a="a" * 16, v="a" * 16, short="a" * 15)
     c = read([a], [v], 16, tokenizer=t)

@@ -5,8 +5,7 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,34 +15,30 @@ import expected
 import pytest
 import torch
 from matplotlib import image
-from tiny import FAMILIES, LLAMA, make
+from tiny import FAMILIES, LLAMA, full_disk, make, tree
 
 import checkpoint
 import generate
 import search
 from benchmarks import search as bench_search
-from control import Costs, expected_speedup, expected_tokens, weight_costs
+from control import AdaptiveExit, Costs, expected_speedup, expected_tokens, weight_costs
 from kvcache import KVCache
 from layerskip import keep
 from sampling import to_probs
 from search import Calibration, Space, Trial, matchness, speedup, tokens_per_second
-from support import plots
+from support import corpus, plots
+from support.files import LOCK, lock
 
-ROOT = Path(search.__file__).parent
-END = "<|endoftext|>"
+END = corpus.BOUNDARY
 TEXT = END.join(["Once upon a time there was a girl", "She saw a ball and took it", "They went home"])
 FAST = {"trials": 6, "tokens": 32, "device": "cpu"}
-DRAW = plots.search
+DRAWN = []  # what the one picture shows that is really drawn
 wide = partial(torch.tensor, dtype=torch.float64)
 
 
-def tree(folder):
-    """All that a folder holds, to see that nothing was changed."""
-    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
-
-
 def files(folder):
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
+    """{name: content} of what a run has written; the lock is empty and says nothing."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != LOCK}
 
 
 def everything(n):
@@ -63,14 +58,16 @@ def scored(request):
 
 
 def states(model, ids, sublayers, upto):
-    """The residual stream behind the sub-layers below `upto` where a draft has only `sublayers`: position by
-    position, each as the first token drafted behind a text that the whole model has read. (T, dim)"""
-    rows, cache = [], KVCache(model.c, 1, len(ids), torch.float64)
-    subs = [i for i in sublayers if i < upto]
-    for i, token in enumerate(ids):
-        x, at = model.embed(torch.tensor([[token]])), slice(i, i + 1)
-        rows.append(model.run(x, at, cache, subs)[0, 0])
-        model.run(x, at, cache)                                                 # what the verifier leaves
+    """The residual stream after the sub-layers below `upto` where a draft has only `sublayers`: position by
+    position, each as the first token drafted after a text that the whole model has read. (T, dim)"""
+    rows, T, cache = [], len(ids), KVCache(model.c, 1, len(ids), torch.float64)
+    x = model.embed(torch.tensor([ids]))
+    model.run(x, slice(0, T), cache)
+    k, v = cache.k.clone(), cache.v.clone()                                     # what the verifier leaves
+    for i in range(T):
+        at, subs = slice(i, i + 1), [sub for sub in sublayers if sub < upto]
+        rows.append(model.run(x[:, at], at, cache, subs)[0, 0])
+        cache.k.copy_(k), cache.v.copy_(v)
     return torch.stack(rows)
 
 
@@ -123,7 +120,7 @@ def test_the_speedup_is_the_best_of_the_formula_by_hand(scored):
             gains[gamma] = expected_tokens([wide(a) for a in series], gamma) / (gamma * c + 1)
         assert t.speedup == t.value == pytest.approx(max(gains.values()), rel=1e-9)
         assert gains[t.gamma] == pytest.approx(t.speedup, rel=1e-9)
-        assert t.c == pytest.approx(c, rel=1e-12)
+        assert t.cost == pytest.approx(c, rel=1e-12)
         assert t.alpha == pytest.approx(sum(sum(a) for a in series) / 24, rel=1e-9)
 
 
@@ -172,7 +169,7 @@ def test_temperature_and_top_p_reach_target_and_draft(scored):
     assert 0.01 < want < 0.99 and speedup(warm, costs, [0, 1, 4]).alpha == pytest.approx(want, rel=1e-9)
 
 
-def test_a_trial_runs_only_the_sublayers_behind_the_first_gap(scored, monkeypatch):
+def test_a_trial_runs_only_the_sublayers_after_the_first_gap(scored, monkeypatch):
     """The target's pass is made once, when the calibration is."""
     model, _, costs = scored
     honest, calls = model.run, []
@@ -184,13 +181,13 @@ def test_a_trial_runs_only_the_sublayers_behind_the_first_gap(scored, monkeypatc
     monkeypatch.setattr(model, "run", counting, raising=False)
     calibration = Calibration(model, expected.byte_tokenizer(), ["Once upon", "a time"], 100)
     assert calls == [None, None], "a pass for each document"
-    for subs, behind in ((range(6), []), (range(2), []), ([0, 1, 3, 5], [3, 5]), ([1, 2], [1, 2])):
+    for subs, rest in ((range(6), []), (range(2), []), ([0, 1, 3, 5], [3, 5]), ([1, 2], [1, 2])):
         calls.clear()
         speedup(calibration, costs, list(subs))
-        assert calls == [behind, behind]
+        assert calls == [rest, rest]
         calls.clear()
         matchness(calibration, costs, list(subs))
-        assert calls == [behind] * 4
+        assert calls == [rest] * 4
 
 
 def test_tokens_per_second_decodes_with_the_draft(scored, monkeypatch):
@@ -200,7 +197,8 @@ def test_tokens_per_second_decodes_with_the_draft(scored, monkeypatch):
     t, by_speed = (score(calibration, costs, [0, 1, 4]) for score in (tokens_per_second, speedup))
     assert 0 < t.value < math.inf and replace(t, value=by_speed.value) == by_speed
     assert [args[1] for args in seen] == [[ids] for ids in calibration.ids], "the single token, too"
-    assert all(args[2] == 32 and args[3].drafter.sublayers == [0, 1, 4] for args in seen)
+    assert all(args[2] == 32 and args[3].sublayers == [0, 1, 4] for args in seen)
+    assert all(isinstance(args[3].rule, AdaptiveExit) for args in seen) and len({id(a[3]) for a in seen}) == 3
     seen.clear()
     short = make(replace(model.c, max_len=16))
     full = Calibration(short, expected.byte_tokenizer(), ["Once upon a time"], 16)
@@ -246,14 +244,19 @@ def planted(n, seed):
     return dict(zip(everything(n), (z @ w + (z @ pairs * z).sum(1)).tolist(), strict=True))
 
 
-def run(space, values, count, seed=0, entries=()):
-    """The entries of a search for the best of {set: value}."""
+def run(space, values, count, seed=0, entries=(), enough=math.inf):
+    """The entries of a search for the best of {set: value}, up to the first that is worth enough."""
     def evaluate(sublayers):
-        assert set(range(2 * space.n_layers)) - set(space.free) <= set(sublayers), "they are protected"
-        z = tuple(int(sub not in sublayers) for sub in space.free)
+        assert set(range(2 * space.n_layers)) - set(space.skippable) <= set(sublayers), "they are protected"
+        z = tuple(int(sub not in sublayers) for sub in space.skippable)
         return Trial(values(z) if callable(values) else values[z], 0.0, 0.0, 1, 0.0)
 
-    return [entry for entry, _ in search.search(space, evaluate, count, seed, entries)]
+    found = []
+    for entry, _ in search.search(space, evaluate, count, seed, entries):
+        found.append(entry)
+        if entry["value"] >= enough:
+            break
+    return found
 
 
 def sets(entries):
@@ -265,9 +268,9 @@ def test_it_finds_the_optimum_within_sixty_trials(n, seed):
     values, space = planted(n, seed), Space(8, tuple(range(2, 2 + n)))
     top = max(values.values())
     for start in range(2):
-        entries = run(space, values, 60, start)
-        assert max(e["value"] for e in entries) == pytest.approx(top, abs=1e-9)
-        assert len(set(sets(entries))) == 60, "no set is tried twice"
+        entries = run(space, values, 60, start, enough=top)
+        assert entries[-1]["value"] == top, "not within sixty trials"
+        assert len(set(sets(entries))) == len(entries), "no set is tried twice"
         assert all(e["value"] == values[z] for e, z in zip(entries, sets(entries), strict=True))
 
 
@@ -414,8 +417,10 @@ def product(made, tmp_path_factory):
     out = tmp_path_factory.mktemp("product") / "out"
     argv = ["--model", made / "model", "--text", made / "text.txt", "--out", out, "--tokens", 64, "--protect",
             0, "--temperature", 0.8, "--top-p", 0.9, "--device", "cpu", "--trials", 17]
-    argv = list(map(str, argv))
-    assert search.main(argv) == 0
+    argv, draw = list(map(str, argv)), plots.search
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(plots, "search", lambda *args: (DRAWN.append(repr(args[:-1])), draw(*args)))
+        assert search.main(argv) == 0
     return out, argv
 
 
@@ -460,7 +465,8 @@ def test_the_trials_of_a_log_are_those_of_the_objective(product, made):
     for e in log(product[0])[1]:
         subs = Space(3, (1, 2, 3, 4, 5)).sublayers([int(b) for b in e["bits"]])
         want = speedup(calibration, weight_costs(model.c), subs)
-        assert {key: e[key] for key in vars(want)} == pytest.approx(vars(want))
+        assert [e[key] for key in search.TRIAL[2:7]] == pytest.approx(list(vars(want).values()))
+        assert e["c"] == pytest.approx(want.cost)
 
 
 def test_the_front_is_what_no_trial_beats(product):
@@ -520,7 +526,8 @@ def test_costs_from_a_file(call, flags, made, tmp_path):
         assert e["c"] == pytest.approx((10 - gone) / 10)
 
 
-def test_bounds_and_protected_sublayers_by_flags(call, flags, tmp_path):
+def test_bounds_and_protected_sublayers_by_flags(call, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "FIRST", 100)
     assert call(flags(protect="5, 2", min_skips=2, max_skips=3, trials=15))[0] == 0
     head, entries = log(tmp_path / "out")
     assert head["free"] == [0, 1, 3, 4] and len(entries) == 10, "that many sets there are"
@@ -586,10 +593,11 @@ def test_a_log_is_the_beginning_of_a_longer_one(product, call, tmp_path):
     assert files(tmp_path / "out") | {"search.png": files(out)["search.png"]} == files(out)
 
 
-def test_a_run_that_has_ended_only_writes_its_files_again(product, call, monkeypatch):
-    out, argv = product
-    before = tree(out)
-    monkeypatch.setattr(plots, "search", DRAW)
+def test_a_run_that_has_ended_only_writes_its_files_again(product, call, monkeypatch, tmp_path):
+    out = shutil.copytree(product[0], tmp_path / "out")
+    argv = [str(out) if word == str(product[0]) else word for word in product[1]]
+    before = tree(out) | {str(out / "search.png"): DRAWN[0].encode()}
+    monkeypatch.setattr(plots, "search", lambda *args: Path(args[-1]).write_text(repr(args[:-1])))
     monkeypatch.setitem(search.OBJECTIVES, "speedup", lambda *args: pytest.fail("nothing is left to try"))
     for name in ("skip.json", "front.json", "search.png"):
         (out / name).write_bytes(b"damaged")
@@ -609,26 +617,30 @@ def test_a_run_killed_at_any_byte_comes_to_the_same_end(call, flags, tmp_path, m
     ends = [i + 1 for i, byte in enumerate(raw) if byte == ord("\n")]
     assert len(ends) == 6 and log(tmp_path / "out")[1][3]["theta"] is not None
     monkeypatch.setattr(search, "finish", lambda space, entries, out: entries[0])   # tested by the run before
-    one, loads = flags(trials=1, resume=True), checkpoint.load
-    loaded = loads(one[1], "cpu", torch.float32)
-    monkeypatch.setattr(checkpoint, "load", lambda *args: loaded)
+    known = {}
+
+    def remember(where, name, key):
+        """What is deterministic need not be done a thousand times."""
+        honest = where[name] if isinstance(where, dict) else getattr(where, name)
+
+        def once(*args):
+            if (name, key(*args)) not in known:
+                known[name, key(*args)] = honest(*args)
+            return known[name, key(*args)]
+        (monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr)(where, name, once)
+    remember(checkpoint, "load", lambda *args: None)
+    remember(search, "header", lambda *args: None)
+    remember(search, "Calibration", lambda *args: None)
+    remember(search.OBJECTIVES, "speedup", lambda calibration, costs, sublayers: str(sublayers))
+    remember(search, "propose", lambda space, zs, ys, *rest: str((zs.tolist(), ys.tolist(), *rest)))
+    one, five = flags(trials=1, resume=True), flags(trials=5, resume=True)
     for cut in range(ends[0] + 1):
         file.write_bytes(raw[:cut])
         assert search.main(one) == 0 and file.read_bytes() == raw[: ends[1]], cut
-    known, honest = {}, search.propose
-
-    def propose(space, zs, ys, seed, theta):
-        """Deterministic, and so it need not think twice."""
-        key = zs.numpy().tobytes(), ys.numpy().tobytes(), seed, str(theta)
-        if key not in known:
-            known[key] = honest(space, zs, ys, seed, theta)
-        return known[key]
-    monkeypatch.setattr(search, "propose", propose)
-    five = flags(trials=5, resume=True)
     for cut in [*range(ends[0] + 1, ends[3], 7), *range(ends[3], len(raw) + 1)]:
         file.write_bytes(raw[:cut])
         assert search.main(five) == 0 and file.read_bytes() == raw, cut
-    assert len(known) == 5 and tree(tmp_path) == want
+    assert sum(name == "propose" for name, _ in known) == 5 and tree(tmp_path) == want
 
 
 def test_an_exception_loses_the_running_trial_only(call, flags, tmp_path, monkeypatch):
@@ -650,22 +662,14 @@ def test_an_exception_loses_the_running_trial_only(call, flags, tmp_path, monkey
         assert files(tmp_path / f"cut{stop}") == files(tmp_path / "whole")
 
 
-FULL = """
-import resource, sys
-import search
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-sys.exit(search.main(sys.argv[2:]))
-"""
-
-
 def test_a_full_disk_loses_the_running_trial_only(call, flags, tmp_path):
     assert call(flags("whole"))[0] == 0
     raw = (tmp_path / "whole" / "trials.jsonl").read_bytes()
     room = len(b"".join(raw.splitlines(True)[:4])) + 100                        # within the fourth trial
-    child = subprocess.run([sys.executable, "-c", FULL, str(room), *flags()], cwd=ROOT, capture_output=True,
-                           text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert child.returncode == 2 and "Traceback" not in child.stderr
-    assert child.stderr.splitlines()[-1].startswith("search.py: ") and "too large" in child.stderr
+    with full_disk(room):
+        status, _, err = call(flags())
+    assert status == 2 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("search.py: ") and "too large" in err
     assert list(files(tmp_path / "out")) == ["trials.jsonl"]
     left = files(tmp_path / "out")["trials.jsonl"]
     assert raw.startswith(left) and left.count(b"\n") == 4
@@ -674,10 +678,33 @@ def test_a_full_disk_loses_the_running_trial_only(call, flags, tmp_path):
 
 
 def test_resume_without_a_run_starts_one(call, flags, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for out, changes in (("a", {}), ("not/there", {"resume": True}), ("empty", {"resume": True})):
-        assert call(flags(out, **changes))[0] == 0
-    assert files(tmp_path / "a") == files(tmp_path / "not" / "there") == files(tmp_path / "empty")
+    for out in ("empty", "killed"):
+        (tmp_path / out).mkdir()
+    (tmp_path / "killed" / LOCK).touch()  # before it wrote anything
+    for out, resume in (("a", None), ("not/there", True), ("empty", True), ("killed", None)):
+        assert call(flags(out, resume=resume))[0] == 0
+        assert files(tmp_path / out) == files(tmp_path / "a")
+
+
+def test_two_processes_do_not_search_in_one_folder(call, flags, tmp_path, monkeypatch):
+    """The second is refused, whatever it asks for, and the first ends as if it had been alone."""
+    assert call(flags("whole"))[0] == 0
+    seen = []
+
+    def second(*args):
+        if not seen:
+            before = tree(tmp_path)
+            seen.append(search.main(flags(resume=True, trials=9)))
+            assert tree(tmp_path) == before
+        return speedup(*args)
+    monkeypatch.setitem(search.OBJECTIVES, "speedup", second)
+    status, _, err = call(flags())
+    assert status == 0 and seen == [2]
+    assert err.count(f"search.py: {tmp_path / 'out'}: another process is writing here") == 1
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    with lock(tmp_path / "out"):
+        refused(call, flags(resume=True), tmp_path, "another process")
+    assert call(flags(resume=True))[0] == 0, "no lock outlives its owner"
 
 
 # --- what is refused
@@ -833,7 +860,7 @@ def bench(scored):
 def test_bits_count_from_the_lowest():
     assert bench_search.bits(6, 4) == [0, 1, 1, 0] and len(bench_search.bits(1)) == 12
     assert bench_search.middle(12) == Space(12, tuple(range(6, 18)))
-    assert [bench_search.middle(7).free[0], bench_search.middle(7).free[-1]] == [0, 11]
+    assert [bench_search.middle(7).skippable[0], bench_search.middle(7).skippable[-1]] == [0, 11]
 
 
 def test_every_set_is_what_a_trial_says_of_it(bench):
@@ -843,7 +870,7 @@ def test_every_set_is_what_a_trial_says_of_it(bench):
     for k in range(8):
         z = [k & 1, k >> 1 & 1, k >> 2]
         t = speedup(calibration, costs, space.sublayers(z))
-        assert [land[name][k] for name in land] == [t.alpha, t.c, t.gamma, t.speedup]
+        assert [land[name][k] for name in land] == [t.alpha, t.cost, t.gamma, t.speedup]
 
 
 @pytest.mark.parametrize("free", [(1, 2, 4), (0, 3), (2, 3, 4, 5)])
@@ -853,10 +880,12 @@ def test_clasp_takes_the_nearer_state_at_each_step(free, bench, monkeypatch):
     n, honest, seen, wanted = len(free), torch.cosine_similarity, [], []
     target = [teacher.acceptance([1, 4]) for teacher in calibration.teachers]
 
+    targets = [[states(model, ids, range(6), upto) for ids in calibration.ids] for upto in range(7)]
+
     def near(gone, upto):
         cosines = []
-        for ids in calibration.ids:
-            x, want = (states(model, ids, [i for i in range(6) if i not in out], upto) for out in (gone, ()))
+        for ids, want in zip(calibration.ids, targets[upto], strict=True):
+            x = states(model, ids, [i for i in range(6) if i not in gone], upto)
             cosines += honest(x, want, -1).tolist()
         wanted.extend(cosines)
         return sum(cosines) / len(cosines)

@@ -20,7 +20,7 @@ import torch
 from matplotlib import image
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny import FAMILIES, LLAMA, make
+from tiny import FAMILIES, LLAMA, full_disk, make, tree
 
 import checkpoint
 import train
@@ -32,7 +32,8 @@ ROOT = Path(train.__file__).parent
 SMALL = {"layers": 3, "dim": 32, "heads": 4, "kv-heads": 2, "head-dim": 8, "hidden": 48, "context": 16,
          "window": 5, "vocab": 300, "batch": 4, "tokens": 640, "warmup": 3, "every": 1e6, "prompt": "Lily",
          "device": "cpu"}  # ten steps
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+
+DRAWN = {}  # what the pictures of the products show, by folder
 families = pytest.mark.parametrize("family", FAMILIES)
 TOKENS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8], [3, 8, 8, 1, 2, 6, 11, 15, 2, 2, 0, 1]])
 
@@ -44,7 +45,7 @@ class Killed(BaseException):
 def story(seed, count=60):
     draw, words = random.Random(seed), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
     sentences = (" ".join(draw.choice(part.split()) for part in words) + "." for _ in range(6 * count))
-    return corpus.END.join(" ".join(next(sentences) for _ in range(6)) for _ in range(count))
+    return corpus.BOUNDARY.join(" ".join(next(sentences) for _ in range(6)) for _ in range(count))
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +74,12 @@ def flags(texts, tmp_path):
 
 @pytest.fixture
 def begin(flags):
-    """A Run that is ready to train."""
-    return lambda *out, **changes: train.open_run(train.parse(flags(*out, **changes)))
+    """A Run that is ready to train. It gives its lock back, as the tests open a folder again."""
+    def opened(*out, **changes):
+        run = train.open_run(train.parse(flags(*out, **changes)))
+        run.lock.close()
+        return run
+    return opened
 
 
 @pytest.fixture
@@ -92,7 +97,10 @@ def product(request, texts, tmp_path_factory):
     given = SMALL | {"family": request.param, "lr": 0.0123456789012345, "seed": 12345678901, "about": "Tales"}
     argv = ["--out", str(out), "--data", f"{texts}/a.txt=2", f"{texts}/b.txt", "--valid", f"{texts}/v/v.txt"]
     argv += [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    assert train.main(argv) == 0
+    draw = plots.training
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(plots, "training", lambda *args: (DRAWN.update({out: repr(args[:-1])}), draw(*args)))
+        assert train.main(argv) == 0
     return request.param, out, argv
 
 
@@ -108,11 +116,6 @@ def same_end(a, b):
     assert facts["step"] == facts_b["step"] and facts["losses"] == facts_b["losses"], "losses or exits differ"
     assert tensors.keys() == tensors_b.keys() and len(tensors) > 40
     assert all(torch.equal(t, tensors_b[key]) for key, t in tensors.items()), "the weights differ"
-
-
-def tree(folder):
-    """All that a folder holds, to see that nothing was changed."""
-    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 def trainable(family, **changes):
@@ -230,7 +233,7 @@ def test_afterwards_most_exits_lie_in_the_lower_half():
 
 
 @pytest.mark.parametrize("n_layers", [1, 2, 3, 4, 7])
-def test_no_exit_lies_behind_the_last_block_but_one(n_layers):
+def test_no_exit_lies_after_the_last_block_but_one(n_layers):
     for progress in (0.0, 0.5, 1.0):
         exits = {c[1] for c in choices(300, n_layers, progress)}
         assert exits == set(range(1, max(2, n_layers))), f"{exits} at {progress:.0%}"
@@ -322,10 +325,10 @@ def test_no_gradient_flows_into_what_is_imitated(family):
 
 @families
 def test_one_batch_is_learnt_by_heart(family, begin):
-    run = begin(family=family, tokens=64 * 200, dropout=0, exit_weight=1, lr=0.01)
+    run = begin(family=family, tokens=64 * 60, dropout=0, exit_weight=1, lr=0.02, muon_lr=0.05)
     batch = run.text.batch(0, 0, 4, 16)
     run.text.batch = lambda *_: batch
-    for _ in range(120):
+    for _ in range(40):
         run.train_step()
     first, last = run.losses[0], run.losses[-1]
     assert first[0] > 5 and first[1] > 5, "fresh weights know nothing"
@@ -483,16 +486,16 @@ def test_a_checkpoint_every_few_minutes_and_one_at_the_end(begin, monkeypatch):
 
 
 def test_what_was_measured_at_the_last_step_is_not_measured_again(begin):
-    run = begin(every=1e-9)  # behind each step
+    run = begin(every=1e-9, tokens=320)  # after each of five steps
     train.train(run)
-    assert [e["tokens"] for e in run.evals] == list(range(0, 641, 64))
+    assert [e["tokens"] for e in run.evals] == list(range(0, 321, 64))
 
 
 # --- measuring
 
 
 def truncated(m, exit_layer):
-    """A whole model that ends behind this block."""
+    """A whole model that ends after this block."""
     t = Transformer(replace(m.c, n_layers=exit_layer)).double()
     t.load_state_dict({key: v for key, v in m.state_dict().items() if key in t.state_dict()})
     return t
@@ -502,8 +505,8 @@ def truncated(m, exit_layer):
 def test_each_exit_is_measured_as_a_truncated_model(family):
     m = make(FAMILIES[family])
     tokens = torch.randint(17, (16 * 40 + 9,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
-    logits = torch.stack([torch.cat([truncated(m, e)(tokens[None, i : i + 16].long())[0]
-                                     for i in range(0, 640, 16)]) for e in range(1, 7)])   # (L, 640, V)
+    windows = tokens[:640].long().view(40, 16)
+    logits = torch.stack([truncated(m, e)(windows).flatten(0, 1) for e in range(1, 7)])     # (L, 640, V)
     logits, labels = logits.detach(), tokens[1:641].long()
     got = train.evaluate(m, tokens, 16, 10**6)
     assert got["loss"] == pytest.approx([float(nll(x.softmax(-1), labels)) for x in logits], rel=1e-5)
@@ -539,15 +542,15 @@ def test_speedups_by_hand():
 
 @families
 def test_a_resumed_run_ends_like_one_that_was_never_interrupted(family, begin):
-    changes = dict(family=family, dropout=0.5)
+    changes = dict(family=family, dropout=0.5, tokens=64 * 6)
     train.train(begin("whole", **changes))
-    for i, stops in enumerate([(0,), (1,), (4, 5), (2, 7, 10)]):
+    for i, stops in enumerate([(0,), (1,), (2, 3), (1, 4, 6)]):
         for stop in stops:
             run = begin(f"{i}", resume=True, **changes)
             while run.step < stop:
                 run.train_step()
             run.save()
-            if stop < 10:
+            if stop < 6:
                 run.train_step()  # and this one is lost
         train.train(begin(f"{i}", resume=True, **changes))
         same_end(run.a.out, Path(run.a.out).parent / "whole")
@@ -556,8 +559,9 @@ def test_a_resumed_run_ends_like_one_that_was_never_interrupted(family, begin):
 @pytest.mark.parametrize("calls", [0, 3])
 @pytest.mark.parametrize("culprit", ["fsync", "replace"])
 def test_a_run_that_is_killed_while_it_saves_can_be_resumed(culprit, calls, begin, monkeypatch, tmp_path):
-    """Killed at its first checkpoint, or at the one behind its third step."""
-    train.train(begin("whole"))
+    """Killed at its first checkpoint, or at the one after its third step."""
+    changes = dict(tokens=64 * 4)
+    train.train(begin("whole", **changes))
     left, real = [calls], getattr(os, culprit)
 
     def kill(*args):
@@ -570,10 +574,10 @@ def test_a_run_that_is_killed_while_it_saves_can_be_resumed(culprit, calls, begi
         m.setattr(os, culprit, kill)
         m.setattr(Path, "unlink", lambda self, missing_ok: None)  # the dead tidy nothing up
         with pytest.raises(Killed):
-            train.train(begin(every=1e-9))
+            train.train(begin(every=1e-9, **changes))
     part = tmp_path / "out" / (train.STATE + files.PART)
     assert part.exists(), "the test must leave what a killed process leaves"
-    run = begin(resume=True)
+    run = begin(resume=True, **changes)
     assert run.step == max(0, calls - 1)
     train.train(run)
     assert not part.exists()
@@ -581,10 +585,11 @@ def test_a_run_that_is_killed_while_it_saves_can_be_resumed(culprit, calls, begi
 
 
 def test_a_killed_process_can_be_resumed(begin, flags, tmp_path):
-    """SIGKILL at any moment behind the first step; checkpoints come as fast as they can."""
-    changes = dict(tokens=64 * 60, every=1e-9)
-    child = subprocess.Popen([sys.executable, ROOT / "train.py", *flags(**changes)], env=ONE_THREAD,
-                             stderr=subprocess.DEVNULL)
+    """SIGKILL at any moment after the first step; checkpoints come as fast as they can."""
+    changes = dict(tokens=64 * 30)
+    child = subprocess.Popen([sys.executable, ROOT / "train.py", *flags(every=1e-9, **changes)],
+                             env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    train.train(begin("whole", **changes))
     while child.poll() is None:
         if (tmp_path / "out" / train.STATE).exists() and state(tmp_path / "out")[0]["step"]:
             time.sleep(random.random() / 2)
@@ -592,7 +597,6 @@ def test_a_killed_process_can_be_resumed(begin, flags, tmp_path):
         time.sleep(0.01)
     child.kill()
     child.wait()
-    train.train(begin("whole", **changes | {"every": 1e6}))
     train.train(begin(resume=True, **changes))
     same_end(tmp_path / "out", tmp_path / "whole")
 
@@ -615,25 +619,33 @@ def test_ctrl_c_is_status_130_and_the_run_goes_on_later(begin, call, flags, monk
     same_end(tmp_path / "out", tmp_path / "whole")
 
 
-FULL = """
-import resource, signal, sys
-import train
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-sys.exit(train.main(sys.argv[1:]))
-"""
+def test_two_processes_do_not_train_in_one_folder(call, flags, monkeypatch, tmp_path):
+    """The second is refused, whatever it asks for, before it reads or writes anything."""
+    real = train.Run.train_step
+
+    def second(run):
+        if run.step == 1:
+            before = tree(tmp_path)
+            assert train.main(flags(resume=True)) == 2 and tree(tmp_path) == before
+        real(run)
+
+    monkeypatch.setattr(train.Run, "train_step", second)
+    monkeypatch.setattr(train, "finish", lambda run: None)
+    status, _, err = call(flags(every=1e-9, tokens=128))
+    assert status == 0 and err.count(f"train.py: {tmp_path / 'out'}: another process is writing here") == 1
+    assert call(flags(resume=True, tokens=128))[0] == 0, "the lock went with the run"
 
 
-def test_a_full_disk_spoils_nothing(begin, flags, tmp_path):
+def test_a_full_disk_spoils_nothing(begin, call, flags, tmp_path):
     run = begin()
     for _ in range(3):
         run.train_step()
     run.save()
     before = tree(tmp_path)
-    child = subprocess.run([sys.executable, "-c", FULL, *flags(resume=True)], cwd=ROOT, env=ONE_THREAD,
-                           capture_output=True, text=True)
-    last = child.stderr.splitlines()[-1]
-    assert child.returncode == 2 and "Traceback" not in child.stderr
+    with full_disk(20_000):
+        status, _, err = call(flags(resume=True))
+    last = err.splitlines()[-1]
+    assert status == 2 and "Traceback" not in err
     assert last.startswith(f"train.py: {tmp_path / 'out' / train.STATE}: cannot be written")
     assert "what was there before is untouched" in last
     assert tree(tmp_path) == before, "the checkpoint of step 3, and no file that was begun"
@@ -646,22 +658,26 @@ def test_resume_without_a_run_starts_one(begin, tmp_path):
     run = begin("not/there", resume=True)
     assert run.step == 0 and state(tmp_path / "not" / "there")[0]["step"] == 0
     (tmp_path / "empty").mkdir()
-    assert begin("empty").step == 0, "an empty folder holds nothing that could be lost"
+    (tmp_path / "empty" / files.LOCK).touch()
+    assert begin("empty").step == 0, "nothing can be lost there: a run was killed before its first checkpoint"
     assert [e["tokens"] for e in run.evals] == [0], "the fresh model is measured, too"
 
 
 def test_a_run_that_has_ended_is_only_written_again(product, monkeypatch, capsys):
     _, out, argv = product
-    before = tree(out)
+    before, drawn = tree(out), []
     monkeypatch.setattr(train.Run, "train_step", lambda run: pytest.fail("there is nothing left to train"))
+    monkeypatch.setattr(plots, "training", lambda *args: (
+        drawn.append(repr(args[:-1])), Path(args[-1]).write_bytes(before[str(out / "training.png")])))
     for path in out.iterdir():
-        if path.name != train.STATE:
+        if path.name not in (train.STATE, files.LOCK):
             path.write_bytes(b"damaged")
     assert train.main([*argv, "--resume"]) == 0
-    assert tree(out) == before
+    assert tree(out) == before and drawn == [DRAWN[out]], "and the picture shows what it showed"
 
 
-def test_a_resumed_run_may_change_what_trains_nothing(begin, call, flags, texts, tmp_path):
+def test_a_resumed_run_may_change_what_trains_nothing(begin, call, flags, texts, monkeypatch, tmp_path):
+    monkeypatch.setattr(plots, "training", lambda *args: Path(args[-1]).write_bytes(b"a picture"))
     begin(valid=[texts / "v" / "v.txt"]).save()
     changes = dict(valid=[texts / "b.txt"], minutes=1000, every=2, about="me", prompt="Tom",
                    tokenizer=tmp_path / "nowhere")
@@ -708,6 +724,13 @@ def test_wrong_numbers_are_refused_by_name(flag, call, flags, tmp_path):
         refused(call, tmp_path, flags(**{flag: value}), f"--{flag}")
 
 
+def test_the_help_prints(capsys):
+    with pytest.raises(SystemExit) as e:
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    assert e.value.code == 0 and "the last 2% of each training file" in " ".join(text.split())
+
+
 def test_the_extremes_that_are_allowed():
     for flag in ("warmup", "seed", "exit-weight", "dropout", "distil", "shallow", "curriculum", "decay"):
         train.parse(["--out", "x", f"--{flag}", "0"])
@@ -750,7 +773,7 @@ def test_a_prompt_leaves_room_for_one_token(begin, call, flags, tmp_path):
 
 @pytest.mark.parametrize("content, words", [
     (b"", ["no text"]), (b"\n \n".replace(b" ", b""), ["no text"]),
-    (f"{corpus.END}\n{corpus.END}{corpus.END}\n\n".encode(), ["no text"]),
+    (f"{corpus.BOUNDARY}\n{corpus.BOUNDARY}{corpus.BOUNDARY}\n\n".encode(), ["no text"]),
     (b"Lily saw \xff the cat", ["UTF-8", "0xff"]), (b"Lily saw the cat.", ["too few"])],
     ids=["empty", "newlines", "separators", "not utf-8", "short"])
 def test_files_without_usable_text_are_refused(content, words, call, flags, texts, tmp_path):
@@ -775,7 +798,7 @@ def test_two_files_of_one_name_are_refused(call, flags, texts, tmp_path):
 def test_a_tokenizer_must_know_the_separator(call, flags, tmp_path):
     (tmp_path / "t").mkdir()
     expected.byte_tokenizer().save(str(tmp_path / "t" / "tokenizer.json"))
-    refused(call, tmp_path, flags(tokenizer=tmp_path / "t"), corpus.END)
+    refused(call, tmp_path, flags(tokenizer=tmp_path / "t"), corpus.BOUNDARY)
     (tmp_path / "t" / "tokenizer.json").write_text("{")
     refused(call, tmp_path, flags(tokenizer=tmp_path / "t"), "tokenizer.json")
 
@@ -809,7 +832,7 @@ OTHER = {"vocab": 290, "family": "gemma2", "layers": 2, "dim": 16, "heads": 2, "
 
 def test_every_setting_is_either_free_or_tested():
     given = {k.replace("_", "-") for k in vars(train.parse(["--out", "x"]))}
-    assert given - train.FREE == OTHER.keys() | {"data"}
+    assert given - train.MAY_CHANGE == OTHER.keys() | {"data"}
 
 
 def test_another_setting_cannot_go_on_with_a_run(begin, call, flags, tmp_path):
@@ -928,7 +951,7 @@ def test_a_card_holds_what_was_measured(product, texts):
         cells = " | ".join("" if x is None else f"{x:.2f}" for x in values)
         assert f"\n| {kind}, v | {cells} |\n" in card, kind
     assert card.startswith(f"# {family}\n")
-    assert "| exit behind block | 1 | 2 | 3 |\n|---|---|---|---|\n" in card
+    assert "| exit after block | 1 | 2 | 3 |\n|---|---|---|---|\n" in card
     assert f"Greedy sample: \"{train.sample(train.open_run(train.parse([*argv, '--resume'])))}\"" in card
     assert "| data | Tales |" in card and "![Loss, exits, speed-up](training.png)" in card
     assert ("window 5 on even layers" in card) == (family == "gemma2")
@@ -1039,6 +1062,25 @@ def test_a_file_that_cannot_be_replaced_keeps_what_it_holds(monkeypatch, tmp_pat
         with replacing(tmp_path / "file") as part:
             part.write_text("new")
     assert tree(tmp_path) == {str(tmp_path / "file"): b"old"}
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    held = files.lock(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path}: another process"):
+        files.lock(tmp_path)
+    held.close()
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        held = files.lock(tmp_path)
+        os.write(sink, b"locked")
+        signal.pause()
+    assert os.read(source, 6) == b"locked"
+    with pytest.raises(ValueError, match="another process"):
+        files.lock(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    files.lock(tmp_path).close()
 
 
 def test_a_file_that_cannot_be_replaced_leaves_no_part(tmp_path):

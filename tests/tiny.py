@@ -1,6 +1,8 @@
 """What the tests share: tiny random models of both families in float64, ragged prompts, an oracle, and the
 enumerator of every outcome of the production loop."""
 
+import resource
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -91,3 +93,19 @@ def law(run):
         if not path:
             return got
         path[-1] += 1
+
+
+def tree(folder):
+    """All that a folder holds, to see that nothing was changed."""
+    return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@contextmanager
+def full_disk(size):
+    """Inside, no file can be written beyond this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
