@@ -7,6 +7,7 @@ import torch
 
 from model import Config, Transformer
 from sampling import Coins
+from speculative import Draft, Round
 
 torch.set_num_threads(1)  # these models are too small to share
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
@@ -91,3 +92,13 @@ def law(run):
         if not path:
             return got
         path[-1] += 1
+
+
+def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
+    """A Round of given outcome, with p the same everywhere."""
+    B, K = len(new), max([*proposed, *(len(row) for row in tokens or [])])
+    tokens = torch.tensor(tokens) if tokens else torch.zeros(B, K, dtype=torch.long)
+    p = torch.full((B, K + 1, vocab), 1 / vocab)
+    accepted, proposed = torch.tensor(accepted), torch.tensor(proposed)
+    sure = [[1 / vocab] * len(row) for row in new]
+    return Round(Draft(tokens, q, proposed), p.log(), p, accepted, proposed, new, sure, {})
