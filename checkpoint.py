@@ -201,13 +201,17 @@ def check_tensors(files, model):
 
 
 def find_device(device=None):
-    """None is CUDA if there is one, else the CPU. Raises ValueError for a device that is not there."""
+    """The device of that name; None is CUDA if there is a GPU, else the CPU. Raises ValueError for a device
+    that is not there."""
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError):
         raise ValueError(f"unknown device {device!r}: say cpu or cuda") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("CUDA was asked for, but torch finds no GPU here: leave the device out, or say cpu")
+    last = torch.cuda.device_count() - 1
+    if device.type == "cuda" and device.index is not None and device.index > last:
+        raise ValueError(f"{device} was asked for, but the last GPU here is cuda:{last}")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device} is not supported: say cpu or cuda")
     return device

@@ -5,9 +5,7 @@
 The one thing to remember: this file only consumes what `speculative.rounds` yields.
 """
 import json
-import statistics
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -15,54 +13,55 @@ from tqdm import tqdm
 
 import checkpoint
 import sampling
-from control import MOST, Controlled, DoNoHarm, Then, weight_costs
+from control import MOST, DoNoHarm, weight_costs
 from layerskip import SelfDraft, early_exit
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, generate, rounds
-from support import chat, cli, show
-from support.cli import read_skip
+from speculative import ModelDraft, NGram, Then, rounds
+from support import chat, cli, show, stats
 from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
-OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # what each way to draft adds
-GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3}
+OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # of each way to draft that has one
+GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3}  # if neither a flag nor a file says
 PATHS = "model", "skip", "draft_model", "prompt_file", "picture"
-REPEATS = 3  # of A B in --compare, behind a warm-up of each
+REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
+
+
+def flags():
+    p = cli.Parser(
+        description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
+    add = p.add_argument
+    add("prompt", nargs="?", metavar="PROMPT")
+    add("--prompt", dest="text", metavar="TEXT", help="the same as PROMPT; - reads standard input")
+    add("--prompt-file", metavar="FILE", help='a batch: one prompt a line, or JSONL with {"prompt": ...}')
+    add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
+    add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
+    add("--draft", choices=GAMMA, help="where drafts come from (default: exit)")
+    add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
+    add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
+        'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
+    add("--draft-model", metavar="DIR", help="draft with a small model that has the same tokenizer")
+    add("--gamma", type=int, metavar="G", help="how many tokens to draft per round")
+    add("--do-no-harm", action="store_true",
+        help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
+    add("--tail", type=int, metavar="N",
+        help="after each draft, append up to N tokens copied from earlier text")
+    add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P")
+    add("--min-p", type=float, metavar="P", help="no token below P times the most likely one")
+    add("--seed", type=int, default=0, help="of the random numbers (default: 0)")
+    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
+    add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
+    add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
+    add("--picture", metavar="FILE", help="draw the coloured text as PNG or SVG (first prompt)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return p
 
 
 def parse(argv):
-    p = cli.Parser(
-        description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
-    p.add_argument("prompt", nargs="?", metavar="PROMPT")
-    p.add_argument("--prompt", dest="text", metavar="TEXT", help="the same; - reads standard input")
-    p.add_argument("--prompt-file", metavar="FILE", help="a batch: one prompt a line, or JSONL with prompt")
-    p.add_argument("--chat", action="store_true", help="put it as the checkpoint's chat template says")
-    p.add_argument("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
-    p.add_argument("--draft", choices=GAMMA, help="where drafts come from (default: exit)")
-    p.add_argument(
-        "--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)"
-    )
-    p.add_argument("--skip", metavar="SET", help='skip sub-layers: a3,m4 or a file {"attn": [3], "mlp": [4]}')
-    p.add_argument("--draft-model", metavar="DIR", help="a small model with the same tokenizer")
-    p.add_argument("--gamma", type=int, metavar="G", help="tokens to draft per round")
-    p.add_argument("--do-no-harm", action="store_true",
-                   help="draft as far as it pays, judging by what has been accepted; G is the most")
-    p.add_argument("--tail", type=int, metavar="N",
-                   help="behind each draft up to N tokens more, looked up in the text")
-    p.add_argument("--max-new", type=int, default=200, metavar="N")
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    p.add_argument("--top-k", type=int, metavar="K")
-    p.add_argument("--top-p", type=float, metavar="P")
-    p.add_argument("--min-p", type=float, metavar="P")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    p.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored"
-    )
-    p.add_argument("--compare", action="store_true", help="time plain decoding beside it, compare the texts")
-    p.add_argument("--picture", metavar="FILE", help="draw the coloured text as PNG or SVG (first prompt)")
-    p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    a = p.parse_args(argv)
+    a = flags().parse_args(argv)
     implied = [kind for kind, flag in OWN_FLAG.items() if getattr(a, flag) is not None]
     a.draft = a.draft or (implied[0] if implied else "exit")
     wrong = next((kind for kind in implied if kind != a.draft), None)
@@ -97,7 +96,8 @@ def read_prompts(a):
     path = Path(a.prompt_file)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    lines = [(i, line) for i, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+    # trap: `splitlines` also splits at U+2028 and others, which a JSON text may hold
+    lines = [(i, line) for i, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path}: no prompts, every line is empty")
     return [read_jsonl(path, *line) for line in lines] if path.suffix == ".jsonl" else [t for _, t in lines]
@@ -113,40 +113,42 @@ def read_jsonl(path, number, line):
     return prompt
 
 
-def make_drafter(a, model, tokenizer, device):
-    """The drafter that the flags ask for; fills in a.gamma and a.exit_layer."""
-    if a.gamma is None:
-        a.gamma = MOST if a.do_no_harm else GAMMA[a.draft]
-    drafter = draft_alone(a, model, tokenizer, device)
-    if a.do_no_harm:
-        drafter = Controlled(drafter, DoNoHarm(step_cost(drafter, model), a.gamma))
-    return drafter if a.tail is None else Then(drafter, NGram(a.tail, 3))
-
-
-def step_cost(drafter, model):
-    """What a drafted step costs relative to a pass of the target, by the weights that it reads."""
-    costs = weight_costs(model.c)
-    if isinstance(drafter, ModelDraft):
-        return weight_costs(drafter.model.c).whole / costs.whole
-    return costs.c(drafter.sublayers)
-
-
-def draft_alone(a, model, tokenizer, device):
-    L = model.c.n_layers
+def drafters(a, model, tokenizer):
+    """A function that makes the drafter which the flags ask for: a new one for each run, because a rule
+    learns from the text. Fills in a.gamma and a.exit_layer."""
+    L, costs, sublayers, small, found = model.c.n_layers, weight_costs(model.c), None, None, None
     if a.draft == "exit":
         a.exit_layer = max(1, L // 6) if a.exit_layer is None else a.exit_layer
-        return SelfDraft(model, early_exit(L, a.exit_layer), a.gamma)
-    if a.draft == "skip":
-        return SelfDraft(model, read_skip(a.skip, L), a.gamma)
-    if a.draft == "ngram":
-        return NGram(a.gamma, 2)
-    if a.draft == "model":
-        folder = a.draft_model or WEIGHTS / "stories-draft"
-        small, other = checkpoint.load(folder, device, model.tok.dtype)
-        if other.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{folder}: its tokenizer differs from the target's: its ids mean other words")
-        return ModelDraft(small, a.gamma)
-    return None
+        sublayers = early_exit(L, a.exit_layer)
+    elif a.draft == "skip":
+        sublayers, found = cli.read_skip(a.skip, L), cli.read_gamma(a.skip)
+    elif a.draft == "model":
+        small = load_small(a.draft_model or WEIGHTS / "stories-draft", model, tokenizer)
+    a.gainless = found == 0 and a.gamma is None and not a.do_no_harm
+    if a.gamma is None:
+        a.gamma = MOST if a.do_no_harm else GAMMA[a.draft] if found is None else found
+
+    def make():
+        rule = a.gamma
+        if a.do_no_harm:  # what a drafted step costs relative to a pass of the target, by their weights
+            step = weight_costs(small.c).whole / costs.whole if small else costs.step(sublayers)
+            rule = DoNoHarm(step, a.gamma)
+        if small:
+            drafter = ModelDraft(small, rule)
+        elif sublayers:
+            drafter = SelfDraft(model, sublayers, rule)
+        else:
+            return NGram(rule, 2) if a.draft == "ngram" else None
+        return drafter if a.tail is None else Then(drafter, NGram(a.tail, 3))
+
+    return make
+
+
+def load_small(folder, model, tokenizer):
+    small, other = checkpoint.load(folder, model.tok.device, model.tok.dtype)
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"{folder}: its tokenizer differs from the target's: its ids mean other words")
+    return small
 
 
 class Reading:
@@ -168,20 +170,18 @@ class Reading:
         return x
 
 
-def settings(a, model):
-    """What `rounds` and `generate` take behind the drafter."""
+def begin(model, prompts, a, drafter):
+    """The rounds that the flags ask for."""
     probs = lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p, a.min_p)  # noqa: E731
-    return {"probs": probs, "coins": Coins(a.seed), "eos": {*model.c.eos, *a.eos}}
+    return rounds(model, prompts, a.max_new, drafter, probs, Coins(a.seed), {*model.c.eos, *a.eos})
 
 
 def watch(model, tokenizer, prompts, a, drafter):
-    """One run as a show.Generation, a single text printed as it is accepted. Ctrl-C ends it early."""
-    seen, colour = show.Generation(tokenizer, prompts, show.Timed(drafter)), show.colours(sys.stdout)
+    """One run as a show.Generation; a single text is printed while it is written. Ctrl-C ends it early."""
+    seen, colour = show.Generation(tokenizer, prompts, stats.Timed(drafter)), show.colours(sys.stdout)
     seen.interrupted, started, live = False, False, not a.json and len(prompts) == 1
-    reading = Reading(model, max(map(len, prompts)))
-    steps = rounds(reading, prompts, a.max_new, seen.timed, **settings(a, model))
     try:
-        for _ in seen.watch(steps):
+        for _ in seen.watch(begin(Reading(model, max(map(len, prompts))), prompts, a, seen.timed)):
             if live:
                 before, started = "" if started else opening(seen.prompts[0], a), True
                 print(before + seen.fresh(colour), end="", flush=True)
@@ -197,36 +197,8 @@ def watch(model, tokenizer, prompts, a, drafter):
 
 
 def opening(prompt, a):
-    """The prompt as it is printed: its text goes on in the answer, unless it was a message."""
+    """The prompt as it is printed before the answer, which continues it. A message is not printed."""
     return "" if a.chat else show.paint([(prompt, None)])
-
-
-def timed(model, prompts, a, drafter):
-    start = time.perf_counter()
-    outputs, _ = generate(model, prompts, a.max_new, drafter, **settings(a, model))
-    return outputs, time.perf_counter() - start
-
-
-def compare(model, prompts, a, drafter):
-    """Drafted against plain, A B A B, each warmed up before: (outputs, median seconds) of either."""
-    runs = {drafter: [], None: []} if drafter else {None: []}
-    for _ in range(REPEATS + 1):
-        for drafting, results in runs.items():
-            results.append(timed(model, prompts, a, drafting))
-    both = [(r[-1][0], statistics.median(spent for _, spent in r[1:])) for r in runs.values()]
-    return both[0], both[-1]
-
-
-def divergence(model, prompts, ours, plain):
-    """Where greedy answers first part, with the gap between the two best logits there: rounding or a bug?"""
-    b = next(b for b, pair in enumerate(zip(ours, plain, strict=True)) if pair[0] != pair[1])
-    pairs = enumerate(zip(ours[b], plain[b], strict=False))
-    at = next((i for i, (x, y) in pairs if x != y), min(len(ours[b]), len(plain[b])))
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompts[b] + plain[b][:at]], device=model.tok.device))[0, -1].float()
-    best = logits.topk(2)
-    return {"output": b, "position": at, "ids": best.indices.tolist(),
-            "top2_gap": float(best.values[0] - best.values[1])}
 
 
 def run(a):
@@ -238,28 +210,26 @@ def run(a):
         prompts = [render([{"role": "user", "content": text}]) if text else text for text in texts]
         a.eos = chat.end_of_turn(render, tokenizer)
     prompts = [checkpoint.encode(tokenizer, prompt, model.c.bos) for prompt in prompts]
-    drafter = make_drafter(a, model, tokenizer, device)
-    start = time.perf_counter()
-    seen = watch(model, tokenizer, prompts, a, drafter)
-    r = report(a, model, seen, texts, time.perf_counter() - start)
+    make = drafters(a, model, tokenizer)
+    seen = watch(model, tokenizer, prompts, a, make())
+    r = report(a, model, seen, texts)
     if a.picture:
         show.picture(seen, a.picture)
     if a.compare and not seen.interrupted:
-        r |= against_plain(a, model, tokenizer, prompts, texts, drafter)
+        r |= against_plain(a, model, tokenizer, prompts, r["outputs"], make)
     print(json.dumps(r) if a.json else summary(r, a, seen))
-    # in half precision a block of tokens rounds differently from a single one; otherwise nothing may differ
-    different = r.get("identical") is False and r["dtype"] in ("float32", "float64")
-    return 130 if seen.interrupted else int(different)
+    unexplained = r.get("first_divergence") and not r["first_divergence"]["near_tie"]
+    return 130 if seen.interrupted else int(bool(unexplained))
 
 
-def report(a, model, seen, texts, seconds):
+def report(a, model, seen, texts):
     outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
                for text, row in zip(texts, seen.rows, strict=True)]
-    new = sum(map(len, seen.rows))
+    c, seconds = seen.counts, sum(seen.timed.seconds.values())
     return {
-        "outputs": outputs, "new_tokens": new, "seconds": seconds, "tokens_per_second": new / seconds,
-        "target_passes": seen.passes, "tokens_per_pass": new / max(1, seen.turns),
-        "acceptance": seen.accepted / seen.proposed if seen.proposed else None,
+        "outputs": outputs, **speed(c.tokens, seen.timed.reading, seconds),
+        "target_passes": c.passes, "tokens_per_pass": c.tau,
+        "acceptance": c.accepted / c.proposed if c.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
         "tail": a.tail,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
@@ -267,49 +237,76 @@ def report(a, model, seen, texts, seconds):
     }
 
 
-def against_plain(a, model, tokenizer, prompts, texts, drafter):
-    (ours, our_seconds), (plain, plain_seconds) = compare(model, prompts, a, drafter)
-    same = ours == plain if a.temperature == 0 else None
-    new = [sum(map(len, outputs)) for outputs in (ours, plain)]
-    outputs = [{"prompt": text, "text": tokenizer.decode(ids + out)[len(tokenizer.decode(ids)):], "ids": out}
-               for text, ids, out in zip(texts, prompts, plain, strict=True)]
+def speed(tokens, reading, seconds):
+    """Tokens and seconds of one run. seconds: after the prompts were read."""
+    return {"new_tokens": tokens, "reading_seconds": reading, "seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0}
+
+
+def against_plain(a, model, tokenizer, prompts, printed, make):
+    """Drafting timed beside plain decoding, and the printed text compared with the plain one."""
+    makers = {"drafted": make} if a.draft != "none" else {}
+    runs = stats.compare(lambda drafter: begin(model, prompts, a, drafter), makers | {"plain": lambda: None},
+                         len(prompts), REPEATS)
+    plain, drafted = runs["plain"], runs.get("drafted", runs["plain"])
+    ours = [output["ids"] for output in printed]
+    different = stats.divergence(model, prompts, ours, plain.outputs) if a.temperature == 0 else None
+    outputs = [{"prompt": o["prompt"], "text": tokenizer.decode(ids + out)[len(tokenizer.decode(ids)):],
+                "ids": out} for o, ids, out in zip(printed, prompts, plain.outputs, strict=True)]
     return {
-        "seconds": our_seconds, "tokens_per_second": new[0] / our_seconds, "identical": same,
-        "first_divergence": divergence(model, prompts, ours, plain) if same is False else None,
-        "ratio": plain_seconds / our_seconds,
-        "baseline": {"seconds": plain_seconds, "tokens_per_second": new[1] / plain_seconds,
-                     "outputs": outputs},
+        **speed(drafted.tokens, drafted.reading, drafted.seconds),
+        "identical": different is None if a.temperature == 0 else None, "first_divergence": different,
+        "ratio": drafted.rate / plain.rate if plain.tokens else None,
+        "baseline": speed(plain.tokens, plain.reading, plain.seconds)
+        | {"target_passes": plain.passes, "outputs": outputs},
     }
 
 
 def summary(r, a, seen):
-    plain = None  # seconds of a plain pass
-    if "baseline" in r:
-        plain = r["baseline"]["seconds"] / max(1, *(len(o["ids"]) for o in r["baseline"]["outputs"]))
-    how = r["draft"] + {"exit": f" behind block {r['exit_layer']}", "skip": f" {a.skip}"}.get(r["draft"], "")
+    plain, one = r.get("baseline"), None
+    if plain:
+        one = plain["seconds"] / max(1, plain["target_passes"])
+    return "\n".join(filter(None, [show.legend(show.colours(sys.stdout)), seen.summary(one, r.get("ratio")),
+                                   method(r, a), rates(r), verdict(r) if plain else ""]))
+
+
+def method(r, a):
+    """How the run drafted, in one line."""
+    where = {"exit": f" after block {r['exit_layer']}", "skip": f" {a.skip}"}.get(r["draft"], "")
     far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"
-    far += f", then up to {a.tail} by n-gram" if a.tail is not None else ""
-    lines = ["", show.legend(show.colours(sys.stdout)), seen.summary(plain),
-             f"draft: {how}, {far}; {r['tokens_per_second']:.0f} tokens/s in {r['dtype']} "
-             f"on {r['device']}, {r['threads']} threads"]
+    tail = f", then up to {a.tail} by n-gram" if a.tail is not None else ""
+    why = " because its search found no gain; --gamma G drafts all the same" if a.gainless else ""
+    return f"draft: {r['draft']}{where}, {far}{tail}{why}"
+
+
+def rates(r):
+    """How fast the run was, in one line."""
+    line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads"
     if "baseline" not in r:
-        return "\n".join(line for line in lines if line) + " (one run, while printing)"
-    lines[-1] += (f"; plain decoding {r['baseline']['tokens_per_second']:.0f}: ratio {r['ratio']:.2f} "
-                  f"(medians of {REPEATS} interleaved runs)")
+        return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s (one run, while printing)"
+    plain, ratio = r["baseline"], "unknown" if r["ratio"] is None else f"{r['ratio']:.2f}"
+    return (f"{line}; plain decoding {plain['tokens_per_second']:.0f}: ratio {ratio} ({r['new_tokens']} and "
+            f"{plain['new_tokens']} tokens, after reading the prompt in {r['reading_seconds']:.2g} and "
+            f"{plain['reading_seconds']:.2g} s; medians of {REPEATS} interleaved runs)")
+
+
+def verdict(r):
+    """Whether the text is that of plain decoding, in one line."""
+    d = r["first_divergence"]
     if r["identical"] is None:
-        lines.append("identity is a question for temperature 0: here two runs spend their coins differently")
-    elif r["identical"]:
-        lines.append(f"identical to plain decoding in {r['dtype']}, token for token")
-    else:
-        d = r["first_divergence"]
-        lines.append(
-            f"NOT identical to plain decoding: they part at new token {d['position']}, where the best "
-            f"logits (ids {d['ids'][0]} and {d['ids'][1]}) are {d['top2_gap']:.3g} apart in {r['dtype']}")
-    return "\n".join(line for line in lines if line)
+        return ("sampled texts may differ, as drafting uses the random numbers differently; compare texts at "
+                "temperature 0")
+    if d is None:
+        return f"identical to plain decoding in {r['dtype']}, token for token"
+    equal = f"{d['position']} equal tokens" + f" of output {d['output']}" * (len(r["outputs"]) > 1)
+    gap = f"{d['gap']:.3g} apart, and rounding in {r['dtype']} explains up to {d['rounding']:.2g}"
+    if d["near_tie"]:
+        return f"after {equal} a near-tie was decided otherwise than in plain decoding: two logits are {gap}"
+    return f"NOT identical to plain decoding, and no near-tie explains it: after {equal} two logits are {gap}"
 
 
 def main(argv=None):
-    """Exit status: 0; 1 if --compare found a difference that rounding cannot explain; 2 for bad input; 130
+    """Exit status: 0; 1 if --compare found a difference that rounding cannot explain; 2 after bad input; 130
     after Ctrl-C."""
     return cli.main(lambda argv: run(parse(argv)), argv)
 

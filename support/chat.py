@@ -1,4 +1,4 @@
-"""A message -> the prompt that a chat model was trained on, by the checkpoint's own template, in a sandbox.
+"""A message -> the prompt that a chat model was trained on: the checkpoint's own template, in a sandbox.
 
 The one thing to remember: a template often writes the begin-of-text token itself, and the tokenizer may add
 another; `checkpoint.encode` leaves exactly one.
@@ -13,10 +13,11 @@ from support.files import read_json, read_text
 
 
 def read_template(folder):
-    """render(messages, add_generation_prompt=True) -> text, from chat_template.jinja or tokenizer_config.json
-    in `folder`.
+    """The template in `folder`, from chat_template.jinja or tokenizer_config.json, as a function
+    render(messages, add_generation_prompt=True) -> text.
 
-    Raises ValueError if there is no template, or (from render) if it is broken or refuses the messages.
+    Raises ValueError if there is no template. `render` raises it if the template is broken or refuses the
+    messages.
     """
     folder = Path(folder)
     file, path = folder / "chat_template.jinja", folder / "tokenizer_config.json"
@@ -41,7 +42,7 @@ def read_template(folder):
         try:
             text = env.from_string(source).render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **special)
-            return text.encode().decode()  # a template can also make what is no Unicode
+            return text.encode().decode()  # a template can write what is not valid Unicode
         except Exception as e:  # a template is a program: it can fail in any way
             raise ValueError(f"{folder}: the chat template fails: {' '.join(str(e).split())[:200]}") from None
 
@@ -49,10 +50,10 @@ def read_template(folder):
 
 
 def end_of_turn(render, tokenizer):
-    """The special id with which the template ends an answer, such as <|eot_id|> or <end_of_turn>: a tuple of
-    one, or empty. It is found by rendering an answer and looking at what follows."""
+    """The special id with which the template ends an answer, such as <|eot_id|> or <end_of_turn>, as a tuple
+    of one id or none. It is found by rendering an answer and looking at what follows it."""
     mark = "\u2603"
     text = render([{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}], False)
     special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    behind = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False).ids
-    return tuple(i for i in behind if i in special)[:1]
+    after = tokenizer.encode(text.rpartition(mark)[2], add_special_tokens=False).ids
+    return tuple(i for i in after if i in special)[:1]

@@ -23,21 +23,33 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_skip(text, n_layers):
-    """The sub-layers that stay: "a3,m4" skips attention 3 and MLP 4, anything else names a file of
+    """The sub-layers that stay. text: "a3,m4", which skips attention 3 and MLP 4, or the name of a file with
     {"attn": [...], "mlp": [...]}, whose other keys are ignored."""
-    names = [name.strip() for name in text.split(",")]
-    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
-        attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
-        return keep(n_layers, attn, mlp)
-    sets = read_json(Path(text))
+    sets = skip_set(text)
     attn, mlp = sets.get("attn", []), sets.get("mlp", [])
     if not all(isinstance(s, list) and all(type(i) is int for i in s) for s in (attn, mlp)):
         raise ValueError(f'{text}: "attn" and "mlp" must be lists of block numbers')
     return keep(n_layers, attn, mlp)
 
 
+def read_gamma(text):
+    """How far the search that wrote the file `text` found it best to draft, 0 where it found no gain. None if
+    the file does not say, or if text is no file but a skip set such as "a3,m4"."""
+    gamma = skip_set(text).get("gamma")
+    if gamma is not None and not (type(gamma) is int and gamma >= 0):
+        raise ValueError(f'{text}: "gamma" must be a whole number from 0 up')
+    return gamma
+
+
+def skip_set(text):
+    names = [name.strip() for name in text.split(",")]
+    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
+        return {key: [int(name[1:]) for name in names if name[0] == key[0]] for key in ("attn", "mlp")}
+    return read_json(Path(text))
+
+
 def machine(device):
-    """What computes: the GPU's name, or the processor's and how many threads."""
+    """What the model runs on: the name of the GPU, or of the processor with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -48,9 +60,16 @@ def machine(device):
     return f"{name}, {torch.get_num_threads()} threads"
 
 
+def lacks_memory(error):
+    """Whether there was too little memory. trap: other errors name it, too, such as CUDA's "an illegal memory
+    access", and those are bugs."""
+    words = "DefaultCPUAllocator", "CUDA error: out of memory"  # torch has no class of its own for these two
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(w in str(error) for w in words)
+
+
 def main(run, argv):
-    """Exit status: what run(argv) returns, or 0; 2 for bad input, told in one line; 130 after Ctrl-C; 141
-    where the reader of our output has left."""
+    """Exit status: what run(argv) returns, or 0; 2 after bad input, told in one line; 130 after Ctrl-C; 141
+    if whoever read our output has left."""
     try:
         return run(argv) or 0
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -59,12 +78,12 @@ def main(run, argv):
     except (ValueError, OSError) as e:
         message = str(e)
     except (RuntimeError, MemoryError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e):
+        if not lacks_memory(e):
             raise
         message = "not enough memory for this model, batch and context: try smaller ones, or a half dtype"
     except KeyboardInterrupt:
         return 130
-    line = "".join(c if c.isprintable() else "\ufffd" for c in " ".join(message.split()))
+    line = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(message.split()))
     if len(line) > 360:  # a damaged file can quote itself at any length
         line = f"{line[:240]} ... {line[-100:]}"
     print(f"{os.path.basename(run.__code__.co_filename)}: {line}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Reading and writing files, so that bad input is one clear line and a kill at any moment loses nothing.
+"""Reading and writing files, so that bad input gives one clear line and a kill at any moment loses nothing.
 
-The one thing to remember: what is written takes the place of the old file only once all of it is on the disk.
+The one thing to remember: a new file takes the place of the old one only once all of it is on the disk.
 """
 import json
 import os
@@ -20,8 +20,9 @@ LOCK = ".lock"  # an empty file, held open by the process that writes to its fol
 
 @contextmanager
 def replacing(path):
-    """A path to write to, which takes the place of `path` once all is written: killed at any moment, the old
-    file or the new one is there. Raises OSError, in one line, where it cannot be written."""
+    """A temporary path to write to, which takes the place of `path` once all is written. After a kill at any
+    moment either the old file is there or the new one. Raises OSError, in one line, if it cannot be written.
+    """
     part = path.with_name(path.name + PART)
     try:
         yield part

@@ -48,13 +48,24 @@ def test_a_long_message_keeps_both_ends(capsys):
     assert told(capsys, ValueError("d" * 360)) == "d" * 360
 
 
-@pytest.mark.parametrize("message", ["CUDA out of memory. Tried 3 GiB", "can't allocate memory: you tried"])
-def test_too_little_memory_is_no_bug(message, capsys):
-    assert "not enough memory" in told(capsys, RuntimeError(message))
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB."), MemoryError(),
+    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory")], ids=repr)
+def test_too_little_memory_is_no_bug(error, capsys):
+    assert "not enough memory" in told(capsys, error)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("other shapes"), TypeError("memory"), KeyError("x")],
-                         ids=repr)
+def test_the_cpus_own_words_for_too_little_memory(capsys):
+    with pytest.raises(RuntimeError) as e:
+        torch.empty(1 << 60, dtype=torch.int8)
+    assert "not enough memory" in told(capsys, e.value)
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("unsupported memory format option"), RuntimeError("other shapes"), TypeError("memory"),
+    KeyError("x")], ids=repr)
 def test_our_own_bugs_are_not_hidden(error):
     with pytest.raises(type(error)):
         cli.main(ending(error), [])

@@ -1,7 +1,7 @@
 """The command line: what it prints, the JSON that scripts read, and one line with status 2 for bad input."""
-
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,8 +17,12 @@ from tqdm import tqdm
 
 import checkpoint
 import generate
-from control import Then
-from support import chat
+from control import MOST
+from layerskip import SelfDraft
+from speculative import Then
+from support import chat, stats
+from support.show import Generation
+from support.stats import Run
 
 ROOT = Path(__file__).parent.parent
 STORIES, SMALL = ROOT / "weights" / "stories-llama", ROOT / "weights" / "stories-draft"
@@ -45,22 +49,19 @@ def test_text_streams_and_a_summary_follows(call):
     assert (status, err) == (0, "")
     text, summary = out.split("\n", 1)
     assert text == "Once upon a time, there was a little girl named Lily. She loved to"
-    assert "12 tokens in" in summary and "draft: exit behind block 2, gamma 2" in summary
+    assert "12 tokens in" in summary and "draft: exit after block 2, gamma 2\n" in summary
     assert "\x1b" not in out, "no colours where nobody watches"
 
 
-@pytest.mark.parametrize(
-    "flags, draft, gamma",
-    [
-        (["--draft", "none"], "none", 0),
-        ([], "exit", 2),
-        (["--exit-layer", "3", "--gamma", "1"], "exit", 1),
-        (["--skip", "a3,m4,a11"], "skip", 3),
-        (["--draft", "ngram"], "ngram", 4),
-        (["--draft", "model"], "model", 3),
-        (["--draft-model", SMALL, "--gamma", "0"], "model", 0),
-    ],
-)
+@pytest.mark.parametrize("flags, draft, gamma", [
+    (["--draft", "none"], "none", 0),
+    ([], "exit", 2),
+    (["--exit-layer", "3", "--gamma", "1"], "exit", 1),
+    (["--skip", "a3,m4,a11"], "skip", 3),
+    (["--draft", "ngram"], "ngram", 4),
+    (["--draft", "model"], "model", 3),
+    (["--draft-model", SMALL, "--gamma", "0"], "model", 0),
+])
 def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     plain = as_json(call, "--dtype", "float32", "--draft", "none")
     r = as_json(call, "--dtype", "float32", *flags)
@@ -87,62 +88,156 @@ def test_how_far_to_draft(call, flags):
     assert r["tail"] == (int(flags[-1]) if "--tail" in flags else None)
     _, out, _ = call("Once upon a time", *SHORT, *flags)
     assert (f"gamma up to {gamma} as it pays" in out) == careful
-    assert (f"then up to {r['tail']} by n-gram;" in out) == ("--tail" in flags)
+    assert (f"then up to {r['tail']} by n-gram\n" in out) == ("--tail" in flags)
 
 
-def test_a_step_costs_the_weights_that_it_reads(call):
-    model, tokenizer = checkpoint.load(ROOT / "weights" / "stories-llama", dtype=torch.float32)
-    a = generate.parse(["x", "--do-no-harm"])
-    exit2 = generate.make_drafter(a, model, tokenizer, "cpu")
+def test_a_step_costs_the_weights_that_it_reads():
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+    exit2 = generate.drafters(generate.parse(["x", "--do-no-harm"]), model, tokenizer)()
     block, head = 256 * 64 * (4 + 4 + 2 + 2) + 3 * 256 * 704, 4096 * 256
-    assert exit2.rule.c == pytest.approx((2 * block + head) / (12 * block + head)) and exit2.rule.most == 16
+    assert exit2.rule.cost == pytest.approx((2 * block + head) / (12 * block + head))
+    assert exit2.rule.most == MOST
     a = generate.parse(["x", "--draft", "model", "--do-no-harm", "--tail", "7", "--gamma", "3"])
-    both = generate.make_drafter(a, model, tokenizer, "cpu")
+    both = generate.drafters(a, model, tokenizer)()
+    head_draft, tail = both.drafters
     little = 2 * (128 * 64 * (2 + 2 + 1 + 1) + 3 * 128 * 352) + 4096 * 128
-    assert both.a.rule.c == pytest.approx(little / (12 * block + head)) and both.a.rule.most == 3
-    assert isinstance(both, Then) and (both.b.gamma, both.b.n) == (7, 3)
+    assert head_draft.rule.cost == pytest.approx(little / (12 * block + head)) and head_draft.rule.most == 3
+    assert isinstance(both, Then) and (tail.rule.most, tail.n) == (7, 3)
+
+
+def test_every_run_has_a_drafter_of_its_own():
+    """A rule that has learnt a text knows it the second time; the weights are read once."""
+    model, tokenizer = checkpoint.load(STORIES)
+    for flags in ([], ["--draft", "model"], ["--tail", "3"]):
+        make = generate.drafters(generate.parse(["x", "--do-no-harm", *flags]), model, tokenizer)
+        first, second = ((d.drafters[0] if "--tail" in flags else d) for d in (make(), make()))
+        assert first.rule is not second.rule and first.model is second.model
+
+
+def skip_file(folder, **more):
+    file = folder / "skip.json"
+    file.write_text(json.dumps({"attn": [3, 11], "mlp": [4], "alpha": 0.8, "note": "ignored"} | more))
+    return file
 
 
 def test_skip_file(call, tmp_path):
-    file = tmp_path / "skip.json"
-    file.write_text(json.dumps({"attn": [3, 11], "mlp": [4], "alpha": 0.8, "note": "ignored"}))
-    by_file, by_name = as_json(call, "--skip", file), as_json(call, "--skip", "a3, m4, a11")
-    assert by_file["target_passes"] == by_name["target_passes"]
+    by_file, by_name = as_json(call, "--skip", skip_file(tmp_path)), as_json(call, "--skip", "a3, m4, a11")
+    assert by_file["target_passes"] == by_name["target_passes"] and by_file["gamma"] == by_name["gamma"] == 3
 
 
-def test_compare(call):
+def test_gamma_of_a_skip_file(call, tmp_path):
+    file = skip_file(tmp_path, gamma=5)
+    assert as_json(call, "--skip", file)["gamma"] == 5
+    assert as_json(call, "--skip", file, "--gamma", "1")["gamma"] == 1, "what the user says comes first"
+    assert as_json(call, "--skip", file, "--do-no-harm")["gamma"] == MOST, "the rule finds its own"
+
+
+def test_a_skip_file_without_a_gain(call, tmp_path):
+    """gamma 0: the search that wrote it advises against drafting."""
+    file = skip_file(tmp_path, gamma=0)
+    why = "because its search found no gain; --gamma G drafts all the same"
+    r = as_json(call, "--skip", file)
+    assert (r["gamma"], r["target_passes"]) == (0, 12)
+    assert f"skip.json, gamma 0 {why}\n" in call("Once", *SHORT, "--skip", file)[1]
+    assert as_json(call, "--skip", file, "--gamma", "2")["target_passes"] < 12
+    for flags in (["--gamma", "0"], ["--do-no-harm"]):
+        assert why not in call("Once", *SHORT, "--skip", file, *flags)[1]
+
+
+# --- beside plain decoding
+
+
+@pytest.fixture
+def once(monkeypatch):
+    """The runs of --compare are not repeated, as nothing here is measured."""
+    monkeypatch.setattr(generate, "REPEATS", 1)
+
+
+def test_compare(call, once):
     r = as_json(call, "--compare", "--dtype", "float32")
     assert r["identical"] is True and r["first_divergence"] is None
-    assert r["baseline"]["outputs"] == r["outputs"]
-    assert r["ratio"] == pytest.approx(r["baseline"]["seconds"] / r["seconds"])
-    assert r["baseline"]["tokens_per_second"] == pytest.approx(12 / r["baseline"]["seconds"])
+    plain = r["baseline"]
+    assert plain["outputs"] == r["outputs"] and plain["new_tokens"] == plain["target_passes"] == 12
+    for run in (r, plain):
+        assert run["tokens_per_second"] == pytest.approx(12 / run["seconds"])
+    assert r["ratio"] == pytest.approx(r["tokens_per_second"] / plain["tokens_per_second"])
 
 
-def test_compare_while_sampling_says_why_identity_is_no_question(call):
+def test_compare_without_a_draft_or_a_token(call, once):
+    assert as_json(call, "--compare", "--draft", "none")["ratio"] == 1
+    r = json.loads(call("Once", "--max-new", "0", "--compare", "--json")[1])
+    assert r["ratio"] is None and r["identical"] is True
+    assert "ratio unknown (0 and 0 tokens" in call("Once", "--max-new", "0", "--compare")[1]
+
+
+def test_compare_divides_tokens_a_second(call, monkeypatch):
+    """Two runs may write different numbers of tokens, and reading the prompt is not decoding."""
+    runs = {False: Run([[9] * 6], 6, 100.0, 2.0), True: Run([[9] * 30], 10, 300.0, 5.0)}
+    drafting = iter([True, False] * 4 * 2)
+    monkeypatch.setattr(stats, "measure", lambda start, drafter, rows: runs[next(drafting)])
+    r = as_json(call, "--compare", "--temperature", "1")
+    assert (r["new_tokens"], r["seconds"], r["reading_seconds"], r["tokens_per_second"]) == (30, 5, 300, 6)
+    plain = {key: value for key, value in r["baseline"].items() if key != "outputs"}
+    assert plain == {"new_tokens": 6, "seconds": 2, "reading_seconds": 100, "tokens_per_second": 3,
+                     "target_passes": 6} and r["ratio"] == 2
+    told, honest = [], Generation.summary
+    monkeypatch.setattr(Generation, "summary", lambda seen, *args: told.append(args) or honest(seen, *args))
+    out = call("Once upon a time", *SHORT, "--compare", "--temperature", "1")[1]
+    assert told == [(2 / 6, 2.0)], "a plain pass took a sixth of 2 seconds: the prompt was read before"
+    assert "6 tokens/s" in out and "plain decoding 3: ratio 2.00 (30 and 6 tokens, after reading" in out
+    assert "in 3e+02 and 1e+02 s; medians of 3 interleaved runs)" in out
+
+
+def test_a_draft_that_hands_over_its_work_is_not_called_a_loss(call):
+    """Drafting runs 11 of 12 blocks, and verifying the one that is left: that is no unit to measure by."""
+    out = call("Once upon a time", "--max-new", "40", "--exit-layer", "11")[1]
+    assert "alpha <= c" not in out and " passes over a single token" not in out
+
+
+def test_compare_while_sampling_says_that_texts_may_differ(call, once):
     assert as_json(call, "--compare", "--temperature", "0.8")["identical"] is None
     out = call("Once upon a time", *SHORT, "--compare", "--temperature", "0.8")[1]
-    assert "identity is a question for temperature 0" in out
+    assert "sampled texts may differ" in out and "compare texts at temperature 0" in out
 
 
-def test_compare_reports_a_divergence_and_its_gap(call, monkeypatch):
-    """A crooked drafter stands for rounding: in bfloat16 it is reported, in float32 it is a failure."""
-    honest = generate.timed
+@pytest.fixture
+def crooked(monkeypatch, once):
+    """Token 5 of the first run, the one that is printed, is not the target's."""
+    honest, runs = generate.rounds, []
 
-    def crooked(model, prompts, a, drafter):
-        outputs, seconds = honest(model, prompts, a, drafter)
-        if drafter:
-            outputs[0][5] += 1
-        return outputs, seconds
+    def rounds(*args):
+        runs.append(0)
+        for state, r in honest(*args):
+            at = 5 - runs[-1]
+            if len(runs) == 1 and 0 <= at < len(r.new[0]):
+                r.new[0][at] += 1
+            runs[-1] += len(r.new[0])
+            yield state, r
 
-    monkeypatch.setattr(generate, "timed", crooked)
-    for dtype, status in (("bfloat16", 0), ("float32", 1)):
-        argv = ["Once upon a time", *SHORT, "--compare", "--dtype", dtype]
-        got, out, _ = call(*argv)
-        assert got == status and "NOT identical" in out and "part at new token 5" in out
-        r = json.loads(call(*argv, "--json")[1])
-        d = r["first_divergence"]
-        assert d["ids"][0] == r["baseline"]["outputs"][0]["ids"][5], "the best token there is the plain one"
-        assert (d["output"], d["position"]) == (0, 5) and d["top2_gap"] > 0 and len(d["ids"]) == 2
+    monkeypatch.setattr(generate, "rounds", rounds)
+    return runs
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_compare_reports_a_difference_and_its_gap(call, crooked, dtype):
+    """The text that is judged is the printed one, and what no near-tie explains is a failure."""
+    status, out, _ = call("Once upon a time", *SHORT, "--compare", "--dtype", dtype, "--json")
+    r = json.loads(out)
+    ours, plain, d = r["outputs"][0]["ids"], r["baseline"]["outputs"][0]["ids"], r["first_divergence"]
+    assert status == 1 and r["identical"] is False and len(crooked) > 2
+    assert d["ids"] == [ours[5], plain[5]] == [plain[5] + 1, plain[5]]
+    assert (d["output"], d["position"], d["near_tie"]) == (0, 5, False) and d["gap"] > d["rounding"] > 0
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_a_difference_is_called_what_it_is(call, crooked, monkeypatch, near):
+    d = {"position": 5, "ids": [1, 2], "gap": 0.0625, "rounding": 0.25, "near_tie": near}
+    monkeypatch.setattr(stats, "parting", lambda *args: d)
+    status, out, _ = call("Once upon a time", *SHORT, "--compare")
+    assert status == (0 if near else 1)
+    mild, loud = "after 5 equal tokens a near-tie was decided otherwise", "NOT identical to plain decoding"
+    assert (mild in out, loud in out) == (near, not near)
+    assert "two logits are 0.0625 apart, and rounding in bfloat16 explains up to 0.25" in out
 
 
 def test_seed_repeats_a_sampled_run(call):
@@ -151,8 +246,9 @@ def test_seed_repeats_a_sampled_run(call):
 
 
 def test_end_of_text_ends_the_answer(call):
-    ids = as_json(call, "--max-new", "400", "--dtype", "float32")["outputs"][0]["ids"]
-    assert ids[-1] == 0 and 0 not in ids[:-1] and len(ids) < 400
+    argv = "User: Thank you, goodbye!\nAssistant:", "--max-new", "60", "--dtype", "float32", "--json"
+    ids = json.loads(call(*argv)[1])["outputs"][0]["ids"]
+    assert ids[-1] == 0 and 0 not in ids[:-1] and 12 < len(ids) < 60
 
 
 def test_picture(call, tmp_path):
@@ -177,6 +273,18 @@ def test_batch_from_a_file(call, tmp_path):
         assert r["outputs"] == alone and r["new_tokens"] == 27
     out = call("--prompt-file", lines, "--max-new", "9")[1]
     assert all(text + o["text"] in out for text, o in zip(texts, alone, strict=True))
+
+
+def test_only_a_newline_ends_a_prompt(call, tmp_path):
+    """U+2028 and its like end a line for Python's `splitlines`; JSON may hold them within a text."""
+    texts = ["one\u2028two\u2029", "a\x85b\x0bc\x0cd\x1ce"]
+    lines, jsonl = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("\r\n".join(texts) + "\n", encoding="utf-8", newline="")
+    jsonl.write_text("".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in texts),
+                     encoding="utf-8")
+    for file in (lines, jsonl):
+        status, out, err = call("--prompt-file", file, "--max-new", "1", "--json")
+        assert (status, err) == (0, "") and [o["prompt"] for o in json.loads(out)["outputs"]] == texts
 
 
 @pytest.mark.parametrize("flag", [["-"], ["--prompt", "-"]])
@@ -206,23 +314,15 @@ def test_ctrl_c_prints_what_there_is(call, monkeypatch):
     assert status == 130 and json.loads(out)["interrupted"] and json.loads(out)["new_tokens"] == 3
 
 
-def test_a_long_prompt_shows_how_much_is_read(monkeypatch, capsys):
+def test_a_long_prompt_shows_how_much_is_read(monkeypatch):
     bars = []
-    monkeypatch.setattr(
-        generate, "tqdm", lambda **kwargs: bars.append(kwargs) or tqdm(**kwargs | {"disable": False})
-    )
-    model, _ = checkpoint.load(STORIES, "cpu")
+    monkeypatch.setattr(generate, "tqdm",
+                        lambda **kwargs: bars.append(kwargs) or tqdm(**kwargs | {"disable": False}))
+    model = make(replace(LLAMA, max_len=512))
     reading = generate.Reading(model, 300)
-    generate.generate(reading, [[5] * 300], 3)
+    assert len(list(generate.rounds(reading, [[5] * 300], 3, SelfDraft(model, range(4), 2)))) <= 3
     assert bars[0]["disable"] is True and generate.Reading(model, 2000) and bars[1]["disable"] is None
     assert reading.bar.n == 300, "only the prompt counts"
-
-
-def test_reader_that_stops_early(tmp_path):
-    """`python generate.py ... | head -c 5` ends without a traceback."""
-    run = f"{sys.executable} {ROOT / 'generate.py'} 'Once upon a time' --max-new 60 | head -c 5"
-    r = subprocess.run(run, shell=True, capture_output=True, text=True)
-    assert r.stdout == "Once " and r.stderr == ""
 
 
 # --- chat
@@ -287,47 +387,37 @@ def chat_folder(folder, family, adds_bos=True):
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("family", CHATS)
 def test_chat(call, tmp_path, monkeypatch, family, adds_bos):
-    folder, asked = chat_folder(tmp_path / family, family, adds_bos), {}
+    folder, asked = chat_folder(tmp_path / family, family, adds_bos), []
     honest = generate.rounds
-    monkeypatch.setattr(
-        generate,
-        "rounds",
-        lambda model, prompts, *a, **kw: (
-            asked.update(prompts=prompts, eos=kw["eos"]) or honest(model, prompts, *a, **kw)
-        ),
-    )
+    monkeypatch.setattr(generate, "rounds", lambda *args: asked.append(args) or honest(*args))
     status, out, err = call("Hi", "--chat", "--model", folder, *SHORT, "--json")
     assert status == 0, err
     tokenizer = checkpoint.load(folder, "cpu")[1]
-    ids = asked["prompts"][0]
+    (_, [ids], *_, eos), = asked
     assert ids[0] == 0 and 0 not in ids[1:], "exactly one begin-of-text"
     assert tokenizer.decode(ids[1:], skip_special_tokens=False) == CHATS[family][2]
     turn_end = tokenizer.token_to_id(CHATS[family][1][-1])
-    assert asked["eos"] == {1, turn_end}, "stops at end-of-text and at the template's end of turn"
+    assert eos == {1, turn_end}, "stops at end-of-text and at the template's end of turn"
     assert json.loads(out)["outputs"][0]["prompt"] == "Hi"
 
 
 def test_chat_template_in_a_file_of_its_own_wins(tmp_path):
     folder = chat_folder(tmp_path / "m", "llama")
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}[{{ m.content | tojson }}]{% endfor %}"
-    )
+    template = "{% for m in messages %}[{{ m.content | tojson }}]{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     assert chat.read_template(folder)([{"role": "user", "content": "a<b"}]) == '["a<b"]'
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        (None, "no chat template, so this is a base model"),
-        (7, "no chat template"),
-        ([{"name": "tools", "template": "x"}], "no chat template"),
-        ("{% for x in %}", "the chat template fails"),
-        ("{{ raise_exception('no\nusers here') }}", "the chat template fails: no users here"),
-        ("{{ messages.__class__.__mro__ }}", "the chat template fails: access to attribute '__class__'"),
-        ("{{ 1 / 0 }}", "the chat template fails: division by zero"),
-        ("", "the prompt is empty"),
-    ],
-)
+@pytest.mark.parametrize("template, message", [
+    (None, "no chat template, so this is a base model"),
+    (7, "no chat template"),
+    ([{"name": "tools", "template": "x"}], "no chat template"),
+    ("{% for x in %}", "the chat template fails"),
+    ("{{ raise_exception('no\nusers here') }}", "the chat template fails: no users here"),
+    ("{{ messages.__class__.__mro__ }}", "the chat template fails: access to attribute '__class__'"),
+    ("{{ 1 / 0 }}", "the chat template fails: division by zero"),
+    ("", "the prompt is empty"),
+])
 def test_bad_templates(call, tmp_path, template, message):
     folder = chat_folder(tmp_path / "m", "llama")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -347,89 +437,79 @@ def bad(call, message, *argv):
     assert all(part in line for part in parts), line
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ([], "give one prompt: as an argument, with --prompt, or a batch with --prompt-file"),
-        (
-            ["x", "--prompt", "y"],
-            "give one prompt: as an argument, with --prompt, or a batch with --prompt-file",
-        ),
-        (["--prompt-file", "nowhere.txt"], "nowhere.txt: no such file"),
-        (["--prompt-file", str(ROOT)], "...: no such file"),
-        (["--prompt", ""], "the prompt is empty: give it at least one character"),
-        (["x", "--picture", "run.gif"], "--picture must name a .png or .svg file, got run.gif"),
-        (["x", "--picture", ""], "--picture is empty"),
-        (["x", "--prompt-file", ""], "--prompt-file is empty"),
-        (["x", "--chat"], "...: no chat template, so this is a base model: prompt it without --chat"),
-        (["x", "--max-new", "1e3"], "argument --max-new: invalid int value: '1e3'; see --help"),
-        (["x", "--temperature", "warm"], "argument --temperature: invalid float value: 'warm'; see --help"),
-        (["x", "--temperature", "inf"], "temperature must be 0 (greedy) or a positive number, got inf"),
-        (["x", "--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
-        (["x", "--min-p", "-1"], "min_p must lie in (0, 1], got -1.0"),
-        (["x", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'...; see --help"),
-        (["x", "--skip", "a1,b2"], "a1,b2: no such file"),
-        (["x", "--skip", ""], "--skip is empty"),
-        (["x", "--skip", str(ROOT)], "...: no such file"),
-        (["x", "--draft", "none", "--draft-model", "d"], "--draft-model goes with --draft model, not none"),
-        (["x", "--draft-model", str(ROOT)], "...config.json: no such file"),
-        (["x", "--model", ""], "--model is empty"),
-        (["x", "--model", str(ROOT / "README.md")], "...README.md: no such folder"),
-        (["x", "--frobnicate"], "unrecognized arguments: --frobnicate; see --help"),
-        (["x", "--draft", "magic"], "argument --draft: invalid choice: 'magic'...; see --help"),
-        (["x", "--gamma", "two"], "argument --gamma: invalid int value: 'two'; see --help"),
-        (["x", "--gamma", "-1"], "gamma, how many tokens to draft, must be a whole number from 0 up, got -1"),
-        (["x", "--max-new", "-5"], "max_new must be at least 0, got -5"),
-        (["x", "--temperature", "-0.1"], "temperature must be 0 (greedy) or a positive number, got -0.1"),
-        (["x", "--temperature", "nan"], "temperature must be 0 (greedy) or a positive number, got nan"),
-        (["x", "--top-k", "0"], "top_k must be a whole number, at least 1, got 0"),
-        (["x", "--top-p", "0"], "top_p must lie in (0, 1], got 0.0"),
-        (["x", "--top-p", "1.1"], "top_p must lie in (0, 1], got 1.1"),
-        (["x", "--min-p", "2"], "min_p must lie in (0, 1], got 2.0"),
-        (["x", "--seed", str(2**70)], "--seed must fit in 64 bits, got 1180591620717411303424"),
-        (["x", "--exit-layer", "0"], "exit layer must lie between 1 and 12 (all blocks), got 0"),
-        (["x", "--exit-layer", "13"], "exit layer must lie between 1 and 12 (all blocks), got 13"),
-        (["x", "--skip", "a12"], "cannot skip the attention of block 12: blocks run from 0 to 11"),
-        (["x", "--skip", "m99"], "cannot skip the MLP of block 99: blocks run from 0 to 11"),
-        (
-            ["x", "--skip", ",".join(f"a{i},m{i}" for i in range(12))],
-            "the skip set leaves no sub-layer to draft with",
-        ),
-        (["x", "--skip", "nowhere.json"], "nowhere.json: no such file"),
-        (["x", "--draft", "skip"], "--draft skip needs --skip with the sub-layers, such as a3,m4 or a file"),
-        (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer goes with --draft exit, not ngram"),
-        (["x", "--draft", "ngram", "--tail", "2"],
-         "--do-no-harm and --tail go with --draft exit, skip or model, not ngram"),
-        (["x", "--draft", "none", "--do-no-harm"],
-         "--do-no-harm and --tail go with --draft exit, skip or model, not none"),
-        (["x", "--tail", "0"], "--tail must be at least 1, got 0"),
-        (["x", "--draft-model", "nowhere"], "nowhere: no such folder"),
-        (["x", "--model", "nowhere"], "nowhere: no such folder"),
-        (["x", "--device", "abacus"], "unknown device 'abacus': say cpu or cuda"),
-        (["x", "--device", "meta"], "device meta is not supported: say cpu or cuda"),
-        ([""], "the prompt is empty: give it at least one character"),
-        (["ab\udcff"], "the prompt is not valid UTF-8 at character 2"),
-        (["word " * 600], "prompt 0 has 602 tokens and fills the context of 512"),
-    ],
-)
+@pytest.mark.parametrize("argv, message", [
+    ([], "give one prompt: as an argument, with --prompt, or a batch with --prompt-file"),
+    (["x", "--prompt", "y"],
+     "give one prompt: as an argument, with --prompt, or a batch with --prompt-file"),
+    (["--prompt-file", "nowhere.txt"], "nowhere.txt: no such file"),
+    (["--prompt-file", str(ROOT)], "...: no such file"),
+    (["--prompt", ""], "the prompt is empty: give it at least one character"),
+    (["x", "--picture", "run.gif"], "--picture must name a .png or .svg file, got run.gif"),
+    (["x", "--picture", ""], "--picture is empty"),
+    (["x", "--prompt-file", ""], "--prompt-file is empty"),
+    (["x", "--chat"], "...: no chat template, so this is a base model: prompt it without --chat"),
+    (["x", "--max-new", "1e3"], "argument --max-new: invalid int value: '1e3'; see --help"),
+    (["x", "--temperature", "warm"], "argument --temperature: invalid float value: 'warm'; see --help"),
+    (["x", "--temperature", "inf"], "temperature must be 0 (greedy) or a positive number, got inf"),
+    (["x", "--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
+    (["x", "--min-p", "-1"], "min_p must lie in (0, 1], got -1.0"),
+    (["x", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'...; see --help"),
+    (["x", "--skip", "a1,b2"], "a1,b2: no such file"),
+    (["x", "--skip", ""], "--skip is empty"),
+    (["x", "--skip", str(ROOT)], "...: no such file"),
+    (["x", "--draft", "none", "--draft-model", "d"], "--draft-model goes with --draft model, not none"),
+    (["x", "--draft-model", str(ROOT)], "...config.json: no such file"),
+    (["x", "--model", ""], "--model is empty"),
+    (["x", "--model", str(ROOT / "README.md")], "...README.md: no such folder"),
+    (["x", "--frobnicate"], "unrecognized arguments: --frobnicate; see --help"),
+    (["x", "--draft", "magic"], "argument --draft: invalid choice: 'magic'...; see --help"),
+    (["x", "--gamma", "two"], "argument --gamma: invalid int value: 'two'; see --help"),
+    (["x", "--gamma", "-1"], "gamma, how many tokens to draft, must be a whole number from 0 up, got -1"),
+    (["x", "--max-new", "-5"], "max_new must be at least 0, got -5"),
+    (["x", "--temperature", "-0.1"], "temperature must be 0 (greedy) or a positive number, got -0.1"),
+    (["x", "--temperature", "nan"], "temperature must be 0 (greedy) or a positive number, got nan"),
+    (["x", "--top-k", "0"], "top_k must be a whole number, at least 1, got 0"),
+    (["x", "--top-p", "0"], "top_p must lie in (0, 1], got 0.0"),
+    (["x", "--top-p", "1.1"], "top_p must lie in (0, 1], got 1.1"),
+    (["x", "--min-p", "2"], "min_p must lie in (0, 1], got 2.0"),
+    (["x", "--seed", str(2**70)], "--seed must fit in 64 bits, got 1180591620717411303424"),
+    (["x", "--exit-layer", "0"], "exit layer must lie between 1 and 12 (all blocks), got 0"),
+    (["x", "--exit-layer", "13"], "exit layer must lie between 1 and 12 (all blocks), got 13"),
+    (["x", "--skip", "a12"], "cannot skip the attention of block 12: blocks run from 0 to 11"),
+    (["x", "--skip", "m99"], "cannot skip the MLP of block 99: blocks run from 0 to 11"),
+    (["x", "--skip", ",".join(f"a{i},m{i}" for i in range(12))],
+     "the skip set leaves no sub-layer to draft with"),
+    (["x", "--skip", "nowhere.json"], "nowhere.json: no such file"),
+    (["x", "--draft", "skip"], "--draft skip needs --skip with the sub-layers, such as a3,m4 or a file"),
+    (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer goes with --draft exit, not ngram"),
+    (["x", "--draft", "ngram", "--tail", "2"],
+     "--do-no-harm and --tail go with --draft exit, skip or model, not ngram"),
+    (["x", "--draft", "none", "--do-no-harm"],
+     "--do-no-harm and --tail go with --draft exit, skip or model, not none"),
+    (["x", "--tail", "0"], "--tail must be at least 1, got 0"),
+    (["x", "--draft-model", "nowhere"], "nowhere: no such folder"),
+    (["x", "--model", "nowhere"], "nowhere: no such folder"),
+    (["x", "--device", "abacus"], "unknown device 'abacus': say cpu or cuda"),
+    (["x", "--device", "meta"], "device meta is not supported: say cpu or cuda"),
+    ([""], "the prompt is empty: give it at least one character"),
+    (["ab\udcff"], "the prompt is not valid UTF-8 at character 2"),
+    (["word " * 600], "prompt 0 has 602 tokens and fills the context of 512"),
+])
 def test_bad_flags(call, argv, message):
     bad(call, message, *argv)
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("p.txt", b"", "p.txt: no prompts, every line is empty"),
-        ("p.txt", b"\n  \n", "p.txt: no prompts, every line is empty"),
-        ("p.txt", b"caf\xe9", "p.txt: not readable as UTF-8 text"),
-        ("p.txt", b"ok\n" + b"word " * 600, "prompt 1 has"),
-        ("p.jsonl", b"Once", 'p.jsonl, line 1: expected a JSON object with a text under "prompt"'),
-        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "p.jsonl, line 2: expected a JSON object"),
-        ("p.jsonl", b'{"prompt": 3}', "p.jsonl, line 1: expected a JSON object"),
-        ("p.jsonl", b'{"prompt": ""}', "p.jsonl, line 1: expected a JSON object"),
-        ("p.jsonl", b'["prompt"]', "p.jsonl, line 1: expected a JSON object"),
-    ],
-)
+@pytest.mark.parametrize("name, content, message", [
+    ("p.txt", b"", "p.txt: no prompts, every line is empty"),
+    ("p.txt", b"\n  \n", "p.txt: no prompts, every line is empty"),
+    ("p.txt", b"caf\xe9", "p.txt: not readable as UTF-8 text"),
+    ("p.txt", b"ok\n" + b"word " * 600, "prompt 1 has"),
+    ("p.jsonl", b"Once", 'p.jsonl, line 1: expected a JSON object with a text under "prompt"'),
+    ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "p.jsonl, line 2: expected a JSON object"),
+    ("p.jsonl", b'{"prompt": 3}', "p.jsonl, line 1: expected a JSON object"),
+    ("p.jsonl", b'{"prompt": ""}', "p.jsonl, line 1: expected a JSON object"),
+    ("p.jsonl", b'["prompt"]', "p.jsonl, line 1: expected a JSON object"),
+])
 def test_bad_prompt_files(call, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     bad(call, f"...{message}...", "--prompt-file", tmp_path / name)
@@ -437,25 +517,31 @@ def test_bad_prompt_files(call, tmp_path, name, content, message):
 
 def test_cuda_asked_for_and_absent(call, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    bad(
-        call,
-        "CUDA was asked for, but torch finds no GPU here: leave the device out, or say cpu",
-        "x",
-        "--device",
-        "cuda",
-    )
+    message = "CUDA was asked for, but torch finds no GPU here: leave the device out, or say cpu"
+    bad(call, message, "x", "--device", "cuda")
+    bad(call, message, "x", "--device", "cuda:7")
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        ("[1, 2]", "expected a JSON object, got list"),
-        ("{", "not readable as JSON"),
-        ('{"attn": 3}', '"attn" and "mlp" must be lists of block numbers'),
-        ('{"attn": ["3"]}', '"attn" and "mlp" must be lists of block numbers'),
-        ('{"mlp": [12]}', "cannot skip the MLP of block 12"),
-    ],
-)
+def test_a_gpu_that_is_not_there(call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for index in (2, 7):
+        message = f"cuda:{index} was asked for, but the last GPU here is cuda:1"
+        bad(call, message, "x", "--device", f"cuda:{index}")
+    for name in ("cuda", "cuda:1"):
+        assert str(checkpoint.find_device(name)) == name
+
+
+@pytest.mark.parametrize("content, message", [
+    ("[1, 2]", "expected a JSON object, got list"),
+    ("{", "not readable as JSON"),
+    ('{"attn": 3}', '"attn" and "mlp" must be lists of block numbers'),
+    ('{"attn": ["3"]}', '"attn" and "mlp" must be lists of block numbers'),
+    ('{"mlp": [12]}', "cannot skip the MLP of block 12"),
+    ('{"mlp": [3], "gamma": -1}', '"gamma" must be a whole number from 0 up'),
+    ('{"mlp": [3], "gamma": 2.5}', '"gamma" must be a whole number from 0 up'),
+    ('{"mlp": [3], "gamma": true}', '"gamma" must be a whole number from 0 up'),
+])
 def test_bad_skip_files(call, tmp_path, content, message):
     (tmp_path / "skip.json").write_text(content)
     bad(call, f"...{message}...", "x", "--skip", tmp_path / "skip.json")
@@ -469,13 +555,8 @@ def test_draft_model_of_another_tokenizer(call, tmp_path):
     first, second = list(vocab)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     file.write_text(json.dumps(spec))
-    bad(
-        call,
-        "...: its tokenizer differs from the target's: its ids mean other words",
-        "x",
-        "--draft-model",
-        tmp_path / "other",
-    )
+    message = "...: its tokenizer differs from the target's: its ids mean other words"
+    bad(call, message, "x", "--draft-model", tmp_path / "other")
 
 
 def test_draft_model_of_another_vocabulary(call, tmp_path):
@@ -495,9 +576,15 @@ def test_damaged_weights(call, tmp_path):
     assert status == 2 and err.count("\n") == 1 and "NaN or infinite: its weights are damaged" in err
 
 
-@pytest.mark.parametrize("argv, status", [(["Hi", "--max-new", "3"], 0), (["Hi", "--gamma", "-1"], 2)])
-def test_as_a_program_from_another_folder(tmp_path, argv, status):
-    command = [sys.executable, ROOT / "generate.py", *argv]
-    r = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert r.returncode == status and "Traceback" not in r.stderr
-    assert r.stdout.startswith("Hi") if status == 0 else r.stderr.count("\n") == 1
+def test_as_a_program_from_another_folder(tmp_path):
+    """It writes its text and ends with its status. A reader that stops early, such as `head`, causes no
+    traceback."""
+    command = [sys.executable, ROOT / "generate.py", "Hi", "--max-new", "3"]
+    nobody, pipe = os.pipe()
+    os.close(nobody)  # before anything is written, whoever is faster
+    programs = [subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True)
+                for out in (subprocess.PIPE, pipe)]  # side by side, as importing torch takes the longest
+    os.close(pipe)
+    (text, no_error), (_, no_traceback) = (program.communicate() for program in programs)
+    assert [program.returncode for program in programs] == [0, 141]
+    assert text.startswith("Hi") and no_error == no_traceback == ""

@@ -1,5 +1,4 @@
 """What people look at: where tokens came from, colours that are never needed, no half characters."""
-
 import html
 import io
 import re
@@ -10,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import FAMILIES, LLAMA, PROMPTS, make, oracle
+from tiny import FAMILIES, LLAMA, PROMPTS, make, make_round, oracle
 from tokenizers import Tokenizer, decoders, models
 
 from layerskip import SelfDraft
-from speculative import Draft, Drafter, NGram, Round, generate, rounds
+from sampling import to_probs
+from speculative import NGram, Round, generate, rounds
 from support import show
-from support.show import Generation, Stream, Timed, limit, origins, paint
+from support.show import Generation, Stream, origins, paint
 
 ROOT = Path(__file__).parent.parent
 STORIES = Tokenizer.from_file(str(ROOT / "weights" / "stories-llama" / "tokenizer.json"))
@@ -31,15 +31,6 @@ class Letters:
         return "".join(chr(97 + i) for i in ids)
 
 
-def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
-    """A Round of given outcome, with p the same everywhere."""
-    B, K = len(new), max([*proposed, *(len(row) for row in tokens or [])])
-    tokens = torch.tensor(tokens) if tokens else torch.zeros(B, K, dtype=torch.long)
-    p = torch.full((B, K + 1, vocab), 1 / vocab)
-    accepted, proposed = torch.tensor(accepted), torch.tensor(proposed)
-    return Round(Draft(tokens, q, proposed), p.log(), p, accepted, proposed, new, None, None, None)
-
-
 def add_texts(generation, groups):
     """One round per group of ids, each of a single row: all but the last of them accepted drafts."""
     for ids in groups:
@@ -50,18 +41,15 @@ def add_texts(generation, groups):
 # --- origins
 
 
-@pytest.mark.parametrize(
-    "new, accepted, proposed, expected",
-    [
-        ([5, 6, 7], 2, 2, ["accepted", "accepted", "bonus"]),
-        ([5, 6], 1, 3, ["accepted", "correction"]),
-        ([5], 0, 3, ["correction"]),
-        ([5], 0, 0, ["plain"]),
-        ([], 0, 0, []),  # finished
-        ([5, 6], 2, 2, ["accepted", "accepted"]),  # the second is an end-of-text id: no bonus behind it
-        ([5], 1, 3, ["accepted"]),  # the first is one
-    ],
-)
+@pytest.mark.parametrize("new, accepted, proposed, expected", [
+    ([5, 6, 7], 2, 2, ["accepted", "accepted", "bonus"]),
+    ([5, 6], 1, 3, ["accepted", "correction"]),
+    ([5], 0, 3, ["correction"]),
+    ([5], 0, 0, ["plain"]),
+    ([], 0, 0, []),                             # finished
+    ([5, 6], 2, 2, ["accepted", "accepted"]),   # the second is an end-of-text id: no bonus after it
+    ([5], 1, 1, ["accepted"]),                  # the first is one
+])
 def test_origins(new, accepted, proposed, expected):
     assert origins(make_round([new], [accepted], [proposed])) == expected
 
@@ -85,11 +73,11 @@ def test_origins_of_real_runs(family, make_drafter):
             drafts = r.draft.tokens[b, : int(r.proposed[b])].tolist()
             for i, (token, origin) in enumerate(zip(row, origins(r, b), strict=True)):
                 same = i < len(drafts) and drafts[i] == token
-                behind = "plain" if not drafts else "bonus" if i == len(drafts) else "correction"
-                assert origin == ("accepted" if same else behind)
+                last = "plain" if not drafts else "bonus" if i == len(drafts) else "correction"
+                assert origin == ("accepted" if same else last)
     assert sum(map(len, seen.rows)) == new > 0
     assert [[t.id for t in row] for row in seen.rows] == generate(model, PROMPTS, 20, eos=eos)[0]
-    assert sum(t.origin == "accepted" for row in seen.rows for t in row) == seen.accepted
+    assert sum(t.origin == "accepted" for row in seen.rows for t in row) == seen.counts.accepted
 
 
 def test_end_of_text_inside_an_accepted_draft_is_no_bonus():
@@ -101,23 +89,26 @@ def test_end_of_text_inside_an_accepted_draft_is_no_bonus():
     assert [t.origin for t in seen.rows[0]] == expected[: at + 1], "a perfect draft that ends within a block"
 
 
-def test_probability_of_each_token():
-    r = make_round([[1, 2]], [1], [1], vocab=4)
-    r.p = torch.tensor([[[0.1, 0.7, 0.1, 0.1], [0.2, 0.2, 0.5, 0.1]]])
-    seen = Generation(Letters(), [[0]])
-    seen.add(r)
-    assert [t.p for t in seen.rows[0]] == pytest.approx([0.7, 0.5]), "p of the token's own place"
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
+def test_probability_of_each_token_is_the_targets_own(temperature):
+    """Neither 1, as when greedy, nor what is left after temperature and cuts."""
+    model, prompt = make(LLAMA), PROMPTS[0]
+    probs = lambda logits: to_probs(logits, temperature, top_k=3)  # noqa: E731
+    seen = show.record(model, Letters(), [prompt], 9, SelfDraft(model, range(6), 2), probs)
+    ids = [t.id for t in seen.rows[0]]
+    p = model(torch.tensor([prompt + ids]))[0].softmax(-1)[len(prompt) - 1 : -1]
+    assert [t.p for t in seen.rows[0]] == pytest.approx(p[range(9), ids].tolist()) and len(ids) == 9
+    assert f"target's raw probability {seen.rows[0][0].p:.3g}" in html.unescape(seen.html())
 
 
-# --- counts, and the sentence on what limits
+# --- the summary
 
 
-def test_counts_and_summary():
+def test_summary_of_counts():
     seen = Generation(Letters(), [[0], [0]])
     seen.add(make_round([[1, 2, 3], [1]], [2, 0], [2, 2]))
     seen.add(make_round([[1], [1, 2, 3]], [0, 2], [0, 2]))
     seen.add(make_round([[], [1]], [0, 0], [0, 1]))
-    assert (seen.passes, seen.proposed, seen.accepted) == (3, 7, 4)
     first, second, last = seen.summary().split("\n")
     assert first == "9 tokens in 3 passes over 2 rows: 1.80 a pass (tau)", "a finished row takes no pass"
     assert second == "4 of 7 drafted tokens accepted (57%), 50% of the first ones (alpha)"
@@ -133,134 +124,20 @@ def test_summary_of_an_empty_run():
 def test_summary_splits_the_time(monkeypatch):
     model, asked = make(LLAMA), []
     seen = show.record(model, Letters(), PROMPTS[:1], 40, SelfDraft(model, range(12), 3))
-    n = seen.passes
+    n = seen.counts.passes
     seen.timed.seconds = {"draft": 0.75 * n, "verify": 1.0 * n, "loop": 0.25 * n}
     lines = seen.summary().split("\n")
     assert lines[0] == "40 tokens in 10 passes: 4.00 a pass (tau)"
     assert lines[2] == "time: draft 38%, verify 50%, loop 12%"
-    assert lines[3].startswith("Drafting limits: it takes 38% of the time")
+    assert lines[3].startswith("Drafting is the limit: it takes 38% of the time")
 
-    monkeypatch.setattr(show, "limit", lambda *args, **parts: asked.append((*args, parts)) or "")
-    seen.summary()  # nothing better measured: a verification stands for a pass over a single token
-    seen.summary(plain=0.5)
-    seen.timed.verified = [(1, 0.25)] * 3
+    monkeypatch.setattr(show, "limit", lambda *args: asked.append(args) or "")
+    seen.summary()  # every round drafted: nothing says what a plain pass takes
+    seen.summary(plain=0.5, speedup=1.2)
+    seen.timed.verified += [(1, 0.25)] * 30
     seen.summary()
-    counts = 10, 4.0, 3.0, 1.0, 1.0
-    assert asked == [
-        (*counts, {"draft": 0.75, "verify": 1.0, "loop": 0.25}),
-        (*counts, {"draft": 1.5, "verify": 2.0, "loop": 0.5}),
-        (*counts, {"draft": 3.0, "verify": 4.0, "loop": 1.0}),
-    ]
-
-
-@pytest.mark.parametrize(
-    "word, numbers",
-    [
-        ("Nothing was drafted", dict(passes=50, tau=1, gamma=0, alpha=0)),
-        ("too short", dict(passes=5, tau=2, gamma=2, alpha=0.7)),
-        ("must cost less than 70% of a target pass", dict(passes=50, tau=2, gamma=2, alpha=0.7)),
-        ("No gain, as alpha <= c: 30%", dict(passes=50, tau=1.4, gamma=2, alpha=0.3, draft=0.8)),
-        ("Acceptance limits: 1.0 of 3.0", dict(passes=50, tau=2.0, gamma=3, alpha=0.6, draft=0.3)),
-        (
-            "Drafting limits: it takes 60% of the time",
-            dict(passes=50, tau=3.8, gamma=3, alpha=0.95, draft=1.5),
-        ),
-        ("The block limits", dict(passes=50, tau=2.6, gamma=2, alpha=0.9, draft=0.2, verify=2.1)),
-        (
-            "The loop limits: 50% of the time",
-            dict(passes=50, tau=2.2, gamma=2, alpha=0.7, draft=0.2, loop=1.2),
-        ),
-        (
-            "Short drafts limit: for alpha = 95% gamma 9",
-            dict(passes=50, tau=1.95, gamma=1, alpha=0.95, draft=0.05),
-        ),
-        ("only 10% of the passes", dict(passes=50, tau=1.3, gamma=0.4, alpha=0.9, share=0.1, draft=0.001)),
-        (
-            "Acceptance limits: 0.1 of 0.6",
-            dict(passes=50, tau=1.1, gamma=0.6, alpha=0.15, share=0.3, draft=0.01),
-        ),
-    ],
-)
-def test_limit(word, numbers):
-    sentence = limit(**numbers)
-    assert word in sentence
-    assert sentence.endswith(".") and "\n" not in sentence and ". " not in sentence, "one sentence"
-
-
-# --- time
-
-
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 1000.0
-        monkeypatch.setattr(show.time, "perf_counter", lambda: self.now)
-
-
-def test_timed_adds_up(monkeypatch):
-    clock, model = Clock(monkeypatch), make(LLAMA)
-
-    class Slow(Drafter):
-        def begin(self, state, x):
-            clock.now += 100  # before the first round: not counted, as little as prefill
-
-        def propose(self, state):
-            clock.now += 3
-            return Draft(state.tokens[:, :1])
-
-        def observe(self, state, round):
-            clock.now += 5
-
-    run = model.run
-
-    def slow_run(*args, **kwargs):
-        clock.now += 7
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(model, "run", slow_run)
-    timed = Timed(Slow())
-    for _ in range(2):  # each run anew
-        n = 0
-        for _ in rounds(model, PROMPTS[:1], 9, timed):
-            n, clock.now = n + 1, clock.now + 11
-        assert timed.seconds == {"draft": 8 * n, "verify": 7 * n, "loop": 11 * (n - 1)} and n > 4
-
-
-def test_timed_knows_what_a_single_token_costs(monkeypatch):
-    timed = Timed()
-    timed.verified = [(1, 4.0), (3, 9.0), (1, 5.0)]
-    assert timed.single() is None, "two are too few"
-    timed.verified += [(1, 90.0), (3, 1.0)]
-    assert timed.single() == 5.0
-
-
-@pytest.mark.parametrize("make_drafter", DRAFTERS)
-def test_timed_changes_nothing(make_drafter):
-    model = make(LLAMA)
-    timed, bare = Timed(make_drafter(model)), make_drafter(model)
-    assert generate(model, PROMPTS, 20, timed) == generate(model, PROMPTS, 20, bare)
-
-
-def test_timed_forwards_what_the_loop_asks_for():
-    class Tracing(Drafter):
-        wants_trace = True
-
-    model = make(LLAMA)
-    _, r = next(rounds(model, PROMPTS, 5, Timed(Tracing())))
-    assert len(r.trace) == 2 * LLAMA.n_layers
-    assert next(rounds(model, PROMPTS, 5, Timed()))[1].trace is None
-
-
-def test_timed_waits_for_the_device(monkeypatch):
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    state = types.SimpleNamespace(
-        n=types.SimpleNamespace(is_cuda=True, device="cuda:0"), tokens=torch.zeros(1, 3)
-    )
-    timed = Timed()
-    timed.begin(state, None)
-    timed.propose(state)
-    timed.observe(state, make_round([[1]], [0], [0]))
-    assert waits == ["cuda:0"] * 5, "at the start and on both sides of propose and observe"
+    counts = 10, 4.0, 3.0, 1.0, 1.0, {"draft": 0.75, "verify": 1.0, "loop": 0.25}
+    assert asked == [(*counts, None, None), (*counts, 0.5, 1.2), (*counts, 0.25 + 2.5 / 40, None)]
 
 
 # --- the terminal
@@ -271,18 +148,15 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize(
-    "stream, settings, expected",
-    [
-        (Terminal(), {}, True),
-        (Terminal(), {"NO_COLOR": ""}, True),  # no-color.org: only when not empty
-        (Terminal(), {"NO_COLOR": "0"}, False),
-        (Terminal(), {"NO_COLOR": "1"}, False),
-        (Terminal(), {"TERM": "dumb"}, False),
-        (Terminal(), {"TERM": "xterm"}, True),
-        (io.StringIO(), {}, False),
-    ],
-)
+@pytest.mark.parametrize("stream, settings, expected", [
+    (Terminal(), {}, True),
+    (Terminal(), {"NO_COLOR": ""}, True),  # no-color.org: only when not empty
+    (Terminal(), {"NO_COLOR": "0"}, False),
+    (Terminal(), {"NO_COLOR": "1"}, False),
+    (Terminal(), {"TERM": "dumb"}, False),
+    (Terminal(), {"TERM": "xterm"}, True),
+    (io.StringIO(), {}, False),
+])
 def test_when_to_colour(monkeypatch, stream, settings, expected):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -336,10 +210,7 @@ def test_a_character_has_the_colour_of_the_token_that_completes_it():
     assert seen.fresh() == ""
     seen.add(make_round([snow[2:]], [0], [0], vocab=4096))
     assert [(t.text, t.origin) for t in seen.rows[0]] == [
-        ("", "accepted"),
-        ("", "correction"),
-        ("\u2603", "plain"),
-    ]
+        ("", "accepted"), ("", "correction"), ("\u2603", "plain")]
     assert seen.fresh() == paint([("\u2603", "plain")])
 
 
@@ -358,13 +229,8 @@ def byte_fallback():
     """As in Llama 1 and 2: a run of bytes that is not valid yet decodes to one U+FFFD for each of them."""
     vocab = {"<unk>": 0, "\u2581a": 1, "!": 2, "\u2581": 3} | {f"<0x{i:02X}>": 10 + i for i in range(256)}
     t = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
-    parts = [
-        decoders.Replace("\u2581", " "),
-        decoders.ByteFallback(),
-        decoders.Fuse(),
-        decoders.Strip(" ", 1, 0),
-    ]
-    t.decoder = decoders.Sequence(parts)
+    t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                   decoders.Strip(" ", 1, 0)])
     return t
 
 
@@ -423,7 +289,8 @@ def test_html_of_a_generation():
     assert texts[1] == STORIES.decode(ids).replace("\x1b", "\u241b")
     assert texts[2] == (STORIES.decode(ids) + STORIES.decode(ids[:1])).replace("\x1b", "\u241b")
     assert texts[3] == seen.summary()
-    assert f'title="accepted, id {ids[1]}, p 0.000244"' in page
+    title = f'title="accepted, id {ids[1]}, target\'s raw probability 0.000244"'
+    assert title in page.replace("&#x27;", "'")
 
 
 def test_html_suits_light_and_dark_pages():
@@ -436,23 +303,16 @@ def test_html_suits_light_and_dark_pages():
 
 def cells(table):
     rows = re.findall(r"<tr>(.*?)(?=<tr>|</table>)", table, re.S)
-    return [
-        [html.unescape(re.sub(r"<[^>]*>", "", c)) for c in re.split(r"<t[dh][^>]*>", row)[1:]] for row in rows
-    ]
+    return [[html.unescape(re.sub(r"<[^>]*>", "", cell)) for cell in re.split(r"<t[dh][^>]*>", row)[1:]]
+            for row in rows]
 
 
 @pytest.mark.parametrize("certain", [True, False])
 def test_html_of_a_round(certain):
     q = torch.full((3, 3, 8), 0.25)
     q[0, 0, 4] = 0.5
-    r = make_round(
-        [[4, 7], [1, 2, 3], []],
-        [1, 2, 0],
-        [3, 2, 0],
-        [[4, 5, 6], [1, 2, 0], [0, 0, 0]],
-        None if certain else q,
-        vocab=8,
-    )
+    r = make_round([[4, 7], [1, 2, 3], []], [1, 2, 0], [3, 2, 0], [[4, 5, 6], [1, 2, 0], [0, 0, 0]],
+                   None if certain else q, vocab=8)
     r.p[0, 1, 5] = 0.0625
     half, quarter = ("1", "1") if certain else ("0.5", "0.25")
     assert cells(show.round_html(r)) == [
@@ -472,23 +332,19 @@ def test_html_of_a_round(certain):
     ]
 
 
-def test_html_of_a_round_behind_an_end_of_text_nothing_is_refused():
-    r = make_round([[4, 5]], [2], [3], [[4, 5, 6]])
+def test_html_of_a_round_after_an_end_of_text_nothing_is_refused():
+    r = make_round([[4, 5]], [2], [2], [[4, 5, 6]])
     assert [row[-1] for row in cells(show.round_html(r))[1:4]] == ["accepted", "accepted", "dead"]
 
 
 def test_html_of_a_plain_round_and_of_texts():
-    assert cells(show.round_html(make_round([[4]], [0], [0]))) == [
-        cells(show.round_html(make_round([], [], [0])))[0],
-        ["0", "new: 4"],
-    ]
+    table = cells(show.round_html(make_round([[4]], [0], [0])))
+    assert table == [["row", "drafted", "p", "q", "verdict"], ["0", "new: 4"]]
     ids = STORIES.encode("<b>").ids
     page = show.round_html(make_round([ids], [0], [1], [[ids[1]]], vocab=4096), STORIES)
     assert "<'" not in page and "<|" not in page, "escaped, in the table and in the spans"
-    assert (
-        cells(page)[1][1] == f"{ids[1]} {STORIES.decode(ids[1:2])!r}"
-        and "0 '<|endoftext|>'" in cells(page)[2][1]
-    )
+    assert cells(page)[1][1] == f"{ids[1]} {STORIES.decode(ids[1:2])!r}"
+    assert "0 '<|endoftext|>'" in cells(page)[2][1]
 
 
 def test_html_of_real_rounds():
@@ -503,9 +359,8 @@ def test_html_of_real_rounds():
 def test_registers_with_a_running_ipython(monkeypatch):
     known = {}
     formatter = types.SimpleNamespace(for_type=known.__setitem__)
-    shell = types.SimpleNamespace(
-        display_formatter=types.SimpleNamespace(formatters={"text/html": formatter})
-    )
+    display = types.SimpleNamespace(formatters={"text/html": formatter})
+    shell = types.SimpleNamespace(display_formatter=display)
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     show.register()
     assert set(known) == {Round, Generation}
@@ -526,26 +381,13 @@ def test_import_is_light_and_silent(monkeypatch, capsys):
 
 
 def test_wrap_breaks_between_words_and_drops_no_ink():
-    pieces = [
-        ("Once", None),
-        (" upon", "accepted"),
-        ("on", "bonus"),
-        (" a", "plain"),
-        ("\n\tx \x1b", "bonus"),
-    ]
+    pieces = [("Once", None), (" upon", "accepted"), ("on", "bonus"), (" a", "plain"),
+              ("\n\tx \x1b", "bonus")]
     assert show.wrap(pieces, 9) == [
-        (0, 0, "Once", None),
-        (1, 0, "upon", "accepted"),
-        (1, 4, "on", "bonus"),
-        (1, 7, "a", "plain"),
-        (2, 2, "x \u241b", "bonus"),
-    ]
+        (0, 0, "Once", None), (1, 0, "upon", "accepted"), (1, 4, "on", "bonus"), (1, 7, "a", "plain"),
+        (2, 2, "x \u241b", "bonus")]
     assert show.wrap([("abcde", "plain"), ("fgh", "bonus")], 3) == [
-        (0, 0, "abc", "plain"),
-        (1, 0, "de", "plain"),
-        (1, 2, "f", "bonus"),
-        (2, 0, "gh", "bonus"),
-    ]
+        (0, 0, "abc", "plain"), (1, 0, "de", "plain"), (1, 2, "f", "bonus"), (2, 0, "gh", "bonus")]
     assert show.wrap([(" ", "plain")], 3) == show.wrap([], 3) == []
     story = [(w, "plain") for w in re.findall(r"\s?\S+", "the quick brown fox " * 20)]
     got = show.wrap(story, 30)

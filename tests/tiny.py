@@ -9,26 +9,15 @@ import torch
 
 from model import Config, Transformer
 from sampling import Coins
+from speculative import Draft, Round
 
 torch.set_num_threads(1)  # these models are too small to share
 DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
 
-LLAMA = Config(
-    vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48, max_len=64
-)
-GEMMA = replace(
-    LLAMA,
-    head_dim=16,
-    tied=True,
-    act="gelu",
-    norm_offset=1.0,
-    embed_scale=32**0.5,
-    post_norm=True,
-    query_scale=24**-0.5,
-    attn_softcap=50.0,
-    final_softcap=30.0,
-    window=5,
-)
+LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
+               max_len=64)
+GEMMA = replace(LLAMA, head_dim=16, tied=True, act="gelu", norm_offset=1.0, embed_scale=32**0.5,
+                post_norm=True, query_scale=24**-0.5, attn_softcap=50.0, final_softcap=30.0, window=5)
 FAMILIES = {"llama": LLAMA, "gemma2": GEMMA}
 PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]  # one of them a single token
 
@@ -75,9 +64,8 @@ class Branch(Coins):
         return torch.tensor([bool(h) for h in heads], device=prob.device).view(prob.shape)
 
     def choose(self, weights):
-        return torch.stack([self.pick(w) for w in weights.reshape(-1, weights.shape[-1])]).view(
-            weights.shape[:-1]
-        )
+        rows = weights.reshape(-1, weights.shape[-1])
+        return torch.stack([self.pick(row) for row in rows]).view(weights.shape[:-1])
 
 
 def law(run):
@@ -109,3 +97,13 @@ def full_disk(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
+    """A Round of given outcome, with p the same everywhere."""
+    B, K = len(new), max([*proposed, *(len(row) for row in tokens or [])])
+    tokens = torch.tensor(tokens) if tokens else torch.zeros(B, K, dtype=torch.long)
+    p = torch.full((B, K + 1, vocab), 1 / vocab)
+    accepted, proposed = torch.tensor(accepted), torch.tensor(proposed)
+    sure = [[1 / vocab] * len(row) for row in new]
+    return Round(Draft(tokens, q, proposed), p.log(), p, accepted, proposed, new, sure, {})

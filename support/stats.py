@@ -1,0 +1,228 @@
+"""What a run did and what it cost: counts, a stopwatch, what limits the speed, and plain decoding beside it.
+
+The one thing to remember: a rate is the tokens by the seconds of one and the same run, and the reading of the
+prompts does not count, because drafting speeds up only the writing.
+"""
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvcache import KVCache
+from speculative import Drafter, Wrapper, prefill
+
+
+@dataclass
+class Counts:
+    """What happened in a run, over all its rows."""
+    passes: int = 0     # passes of the target, after the prompts were read
+    turns: int = 0      # row by row: passes that wrote something into the row
+    tokens: int = 0     # written
+    drafted: int = 0    # row by row: passes that tested a draft of the row
+    hits: int = 0       # those of them that accepted the draft's first token
+    proposed: int = 0   # drafted tokens that were tested
+    accepted: int = 0   # those of them that were accepted
+
+    def add(self, r):
+        self.passes += 1
+        for new, proposed, accepted in zip(r.new, r.proposed.tolist(), r.accepted.tolist(), strict=True):
+            self.turns, self.tokens = self.turns + bool(new), self.tokens + len(new)
+            self.drafted, self.hits = self.drafted + bool(proposed), self.hits + bool(accepted)
+            self.proposed, self.accepted = self.proposed + proposed, self.accepted + accepted
+
+    @property
+    def tau(self):
+        """Tokens that a pass wrote into a row."""
+        return self.tokens / max(1, self.turns)
+
+    @property
+    def alpha(self):
+        """How often the first token of a draft was accepted."""
+        return self.hits / max(1, self.drafted)
+
+
+# --- time
+
+
+class Stopwatch(Wrapper):
+    """Goes around a drafter (None: plain decoding) and notes the seconds until the prompts were read, the
+    draft model's reading included. It starts when it is made: make one right before each run."""
+
+    def __init__(self, drafter=None):
+        super().__init__(drafter or Drafter())
+        self.reading, self.now = 0.0, time.perf_counter()
+
+    def lap(self, state):
+        """The seconds since the last lap. On CUDA this waits for the device."""
+        if state.n.is_cuda:
+            torch.cuda.synchronize(state.n.device)
+        before, self.now = self.now, time.perf_counter()
+        return self.now - before
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.reading = self.lap(state)
+
+
+class Timed(Stopwatch):
+    """A stopwatch that also tells the parts of each round apart. `seconds`: what drafting (with `observe`),
+    verifying and the rest of the loop took after the prompts were read; the rest includes whoever consumes
+    the rounds. On CUDA it waits for the device four times a round, which costs a little of what it measures.
+    """
+
+    def __init__(self, drafter=None):
+        super().__init__(drafter)
+        self.seconds = {"draft": 0.0, "verify": 0.0, "loop": 0.0}
+        self.verified = []  # (tokens in the block, seconds) of each pass of the target
+
+    def propose(self, state):
+        self.seconds["loop"] += self.lap(state)
+        draft = super().propose(state)
+        self.seconds["draft"] += self.lap(state)
+        return draft
+
+    def observe(self, state, r):
+        self.verified.append((r.p.shape[1], self.lap(state)))
+        self.seconds["verify"] += self.verified[-1][1]
+        super().observe(state, r)
+        self.seconds["draft"] += self.lap(state)
+
+    def plain(self):
+        """The median seconds of a round without a draft, in which the target runs all its sub-layers on a
+        single token; None if there were fewer than three."""
+        single = [seconds for block, seconds in self.verified if block == 1]
+        if len(single) < 3:
+            return None
+        return statistics.median(single) + self.seconds["loop"] / len(self.verified)
+
+
+# --- what limits the speed
+
+
+def limit(passes, tau, gamma, alpha, share=1.0, seconds=None, plain=None, speedup=None):
+    """One sentence: what keeps a run from being faster.
+
+    tau: mean tokens per pass. gamma: mean drafted tokens per pass. share: fraction of passes with a draft.
+    alpha: how often a draft's first token was accepted. seconds: what {"draft", "verify", "loop"} took in a
+    mean pass, if measured. plain: what a pass of plain decoding takes; None if none was timed. speedup: that
+    over plain decoding, if it was measured.
+    """
+    if gamma == 0:
+        return "Nothing was drafted: every token cost a pass of the whole model."
+    if passes < 8:
+        return "The answer is too short to say what limits it: it took fewer than 8 passes."
+    if seconds is None:
+        return f"A gain needs alpha > c: drafting a token must cost less than {alpha:.0%} of a target pass."
+    # trap: without `plain` there is no c. The time of verifying cannot stand for a whole pass, because it
+    # omits the sub-layers whose results the draft has handed over.
+    if plain is not None:
+        c = seconds["draft"] / gamma / plain
+        if alpha <= c and (tau * plain / sum(seconds.values()) if speedup is None else speedup) <= 1:
+            return (f"No gain, as alpha <= c: {alpha:.0%} of the first drafts are accepted, but drafting a "
+                    f"token costs {c:.0%} of a target pass.")
+    gains = ideals(tau, gamma, alpha, share, **seconds, plain=plain)
+    return max(gains, key=gains.get)
+
+
+def ideals(tau, gamma, alpha, share, draft, verify, loop, plain):
+    """{sentence: how many times as fast the run would be if what the sentence names were ideal}; the
+    arguments are those of `limit`."""
+    cost, now = draft + verify + loop, max(1, round(gamma / share))  # now: the length of a draft, if any
+    # Leviathan et al. 2023, Theorem 3.8, with the measured costs
+    speed = {g: sum(alpha ** i for i in range(g + 1)) / (draft / gamma * g + verify + loop)
+             for g in range(now, now + 9)}
+    best = max(speed, key=speed.get)
+    gains = {
+        f"Acceptance is the limit: {tau - 1:.1f} of {gamma:.1f} drafted tokens a pass are accepted; try a "
+        "draft nearer to the target.": (gamma + 1) / tau,
+        f"Drafting is the limit: it takes {draft / cost:.0%} of the time; try a cheaper draft, such as an "
+        "earlier exit.": cost / (verify + loop),
+        f"The loop is the limit: {loop / cost:.0%} of the time is spent outside drafter and target.":
+            cost / (draft + verify),
+        f"Drafts are too short: with alpha = {alpha:.0%}, gamma {best} promises "
+        f"{speed[best] / speed[now]:.1f} times the speed.": speed[best] / speed[now],
+        f"Drafts are too rare: only {share:.0%} of the passes had one to check.":
+            (1 + (tau - 1) / share) / tau}
+    if plain is not None:
+        gains[f"The block is the limit: on this machine a pass over it costs {verify / plain:.1f} passes "
+              "over a single token."] = cost / (draft + min(plain, verify) + loop)
+    return gains
+
+
+# --- drafted and plain decoding, side by side
+
+
+class Run(NamedTuple):
+    """A run without a spectator."""
+    outputs: list       # the ids written into each row
+    passes: int         # of the target, after the prompts were read
+    reading: float      # seconds until the prompts were read
+    seconds: float      # from then on
+
+    @property
+    def tokens(self):
+        return sum(map(len, self.outputs))
+
+    @property
+    def rate(self):
+        """Tokens a second, once the prompts were read."""
+        return self.tokens / self.seconds
+
+
+def measure(start, drafter, rows):
+    """A Run of `start(drafter)`, which continues so many rows and yields what `rounds` yields."""
+    watch, outputs, passes = Stopwatch(drafter), [[] for _ in range(rows)], 0
+    for _, r in start(watch):
+        passes += 1
+        for output, new in zip(outputs, r.new, strict=True):
+            output += new
+    return Run(outputs, passes, watch.reading, time.perf_counter() - watch.now)
+
+
+def compare(start, makers, rows, repeats):
+    """{name: the Run whose rate is the median of its name's}: a warm-up of each, then A B A B.
+
+    makers: {name: a function that makes a drafter, or None for plain decoding}. trap: a drafter is made anew
+    for every run, because a rule that has learnt from a text knows it the second time.
+    """
+    runs = {name: [] for name in makers}
+    for _ in range(repeats + 1):
+        for name, make in makers.items():
+            runs[name].append(measure(start, make(), rows))
+    return {name: sorted(r[1:], key=lambda run: run.rate)[repeats // 2] for name, r in runs.items()}
+
+
+def divergence(model, prompts, ours, plain):
+    """Where greedy texts differ from plain decoding, and whether rounding explains it; None where they are
+    the same. Of several rows that differ it is the first that rounding does not explain, else the first."""
+    rows = enumerate(zip(prompts, ours, plain, strict=True))
+    found = [{"output": b} | parting(model, *row) for b, row in rows if row[1] != row[2]]
+    return next((d for d in found if not d["near_tie"]), found[0] if found else None)
+
+
+@torch.inference_mode()
+def parting(model, prompt, ours, plain):
+    """The first position where two answers differ, the ids there, and their `gap`: how far the less likely
+    one's logit lies below the best.
+
+    `rounding` is how far apart two logits may be and still change places, because a block of tokens rounds
+    otherwise than a single one: each sub-layer rounds its result to the model's dtype, and its sums of `dim`
+    products to float32 or wider. Independent errors add up like the root of their number, and here are four,
+    two logits in two runs, which gives the 2.
+    """
+    both = enumerate(zip(ours, plain, strict=False))
+    at = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
+    ids = [*ours[at : at + 1], *plain[at : at + 1]]     # one only, if the other text has ended
+    tokens = torch.tensor([prompt + plain[:at]], device=model.tok.device)               # (1, T)
+    cache = KVCache(model.c, 1, tokens.shape[1], model.attention_dtype(), tokens.device)
+    logits = model.unembed(prefill(model, tokens, cache)[:, -1:])[0, 0].double()        # (V,)
+    gap = float(logits.max() - logits[ids].min())
+    dtypes = model.tok.dtype, torch.promote_types(model.tok.dtype, torch.float32)
+    result, product = (torch.finfo(dtype).eps / 2 for dtype in dtypes)
+    error = math.sqrt(2 * model.c.n_layers) * (result + math.sqrt(model.c.dim) * product)
+    rounding = 2 * error * float(logits.abs().max())
+    return {"position": at, "ids": ids, "gap": gap, "rounding": rounding,
+            "near_tie": len(ids) == 2 and gap <= rounding}
