@@ -82,7 +82,8 @@ def write(model, path):
     known, index, at, count = metadata(c), b"", 0, 0
     for name, w in tensors(model):
         # trap: the sizes stand from the innermost to the outermost, the other way round from a shape
-        index += string(name) + struct.pack(f"<I{w.dim()}QIQ", w.dim(), *reversed(w.shape), TYPES[w.dtype], at)
+        sizes = struct.pack(f"<I{w.dim()}Q", w.dim(), *reversed(w.shape))
+        index += string(name) + sizes + struct.pack("<IQ", TYPES[w.dtype], at)
         size = w.numel() * w.element_size()
         at, count = at + size + padded(size), count + 1
     head = b"GGUF" + struct.pack("<IQQ", 3, count, len(known))

@@ -1,5 +1,5 @@
-"""Other programs on the same weights, prompt and number of threads, where they are installed: llama.cpp on the
-CPU, and gpt-fast's recipe on a GPU.
+"""Other programs on the same weights, with the same prompt and as many threads, where they are installed:
+llama.cpp on the CPU, and gpt-fast's recipe on a GPU.
 
 The one thing to remember: a peer that is not there is a row that is not there.
 """
@@ -44,21 +44,23 @@ class LlamaCpp:
             self.llama.eval(ids[-1:])
 
 
-class GptFast:
+class GptFast(torch.nn.Module):
     """gpt-fast's recipe (PyTorch, 2023) on our weights: a cache of fixed size, written in place at a position
     that lies on the device; `scaled_dot_product_attention` over all of it under a mask; and the step of one
     token compiled as a whole, into one CUDA graph."""
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __init__(self, model, compiled=True):
+        super().__init__()
         c, w = model.c, model.tok
         self.model, self.shape = model, model.blocks[0].attn.grouped
         at = torch.arange(c.max_len, device=w.device, dtype=torch.float64)
         freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, w.device)
         self.cos, self.sin = (t.to(w.dtype) for t in rope(at, freqs))            # (S, D)
         self.mask = torch.ones(c.max_len, c.max_len, dtype=torch.bool, device=w.device).tril()
-        self.cache = torch.zeros(c.n_layers, 2, 1, c.n_kv_heads, c.max_len, c.head_dim, dtype=w.dtype,
-                                 device=w.device)
+        shape = c.n_layers, 2, 1, c.n_kv_heads, c.max_len, c.head_dim
+        # trap: a tensor that is no buffer may not be written to inside a graph, and then there is no graph
+        self.register_buffer("cache", torch.zeros(shape, dtype=w.dtype, device=w.device))
         self.step = self.forward
         if compiled:
             torch._inductor.config.coordinate_descent_tuning = True
@@ -84,7 +86,7 @@ class GptFast:
             x = x + b.mlp(b.mlp_norm(x))
         return F.linear(m.norm(x[:, -1:]), m.tok if m.head is None else m.head).argmax(-1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def write(self, prompt, new):
         device = self.model.tok.device
         at = torch.arange(len(prompt), device=device)
