@@ -106,7 +106,7 @@ def test_turning_neighbours_gives_the_same_scores(models, tmp_path, name):
     at, freqs = torch.arange(5.0, dtype=torch.float64), frequencies(D, c.rope_theta, c.rope_scaling)
     Hkv, N, _ = m.blocks[0].attn.grouped
     qkv = (x @ m.blocks[0].attn.wqkv.double().T).view(5, Hkv, N, D)
-    ours = rotate(qkv[:, :, :-1], *(t[:, None, None] for t in rope(at, freqs)))                               # (T, Hkv, G+1, D)
+    ours = rotate(qkv[:, :, :-1], *(t[:, None, None] for t in rope(at, freqs)))     # (T, Hkv, G+1, D)
     want = torch.einsum("thgd,shd->hgts", ours[:, :, :-1], ours[:, :, -1])
 
     divisors = f.tensors["rope_freqs.weight"].double() if c.rope_scaling else 1.0
