@@ -24,7 +24,8 @@ from support import cli
 from support.files import replacing
 
 RUNS = {"counts": plain.run_counts, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
-        "check": check.run, "self": drafters.run, "search": search.run}  # -> (Markdown, data, draw(path) or None)
+        "check": check.run, "self": drafters.run,
+        "search": search.run}  # -> (Markdown, data, draw(path) or None)
 
 
 def parse(argv):

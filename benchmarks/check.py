@@ -15,13 +15,14 @@ from tqdm import tqdm
 import checkpoint
 from benchmarks.costs import run_help
 from benchmarks.plain import loading
-from benchmarks.shared import SETS, read_prompts, table
+from benchmarks.shared import SETS, page, prompt_ids, read_prompts, table
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit, keep
 from speculative import NGram, generate, rounds
 from support.chat import read_template
 from support.cli import read_skip
 from support.files import read_text
+from support.stats import parting
 
 RIGHT, WRONG, OPEN, NONE = "right", "DIFFERS", "not checked", "-"
 HALF = torch.bfloat16, torch.float16
@@ -240,15 +241,6 @@ def check_rounding(half, said, want, stored, why):
 # --- texts, context, loading
 
 
-def parting(model, prompt, ours, theirs):
-    """Where two greedy texts part: None, or (place, gap between the two tokens' logits, of the largest)."""
-    at = next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), None)
-    if at is None:
-        return None
-    logits = our_logits(model, Pass("", [*prompt, *ours[:at]], model.c.window))[-1]
-    return at, float((logits[ours[at]] - logits[theirs[at]]).abs() / logits.abs().max())
-
-
 def check_texts(model, prompts, new, sublayers, said, why):
     """Greedy texts in float32, both prompts in one ragged batch. Where two logits tie, texts may part."""
     L = model.c.n_layers
@@ -262,11 +254,10 @@ def check_texts(model, prompts, new, sublayers, said, why):
             rows.append(Row(name, "", why, OPEN))
             continue
         texts, want = generate(model, prompts, new, drafter)[0], said["greedy"] if said else plain
-        parts = [parting(model, *row) for row in zip(prompts, texts, want, strict=True)]
-        parts = [p for p in parts if p]
-        ours = "; ".join(f"parts at {at}, logits {gap:.0e} apart" for at, gap in parts) or "equal"
-        rows.append(judge(name, ours, "its text" if said else "plain decoding",
-                          all(gap <= TOLERANCE for _, gap in parts)))
+        parts = [parting(model, *row) for row in zip(prompts, texts, want, strict=True) if row[1] != row[2]]
+        ours = "; ".join(f"parts at token {p['position']}, logits {p['gap']:.0e} apart" for p in parts)
+        rows.append(judge(name, ours or "equal", "its text" if said else "plain decoding",
+                          all(p["near_tie"] for p in parts)))
     return rows
 
 
@@ -297,11 +288,9 @@ def check_loading(folder, stored):
 
 def texts(tokenizer, c, a):
     """(ids of the text for logits, two prompts). Raises ValueError for a tokenizer that makes no such ids."""
-    lines = {name: read_prompts(name)[0] for name in SETS}
-    text = read_text(Path(a.text)) if a.text else " ".join(line["text"] for line in lines.values())
+    text = read_text(Path(a.text)) if a.text else " ".join(read_prompts(name)[0]["text"] for name in SETS)
     ids = checkpoint.encode(tokenizer, text, c.bos)[: min(c.max_len, SIZES[a.quick])]
-    prompts = [checkpoint.encode(tokenizer, lines[name]["prompt"], c.bos)[: c.max_len // 2]
-               for name in ("stories", "code")]
+    prompts = [prompt_ids(name, tokenizer, c)[0][: c.max_len // 2] for name in ("stories", "code")]
     used = [i for part in (ids, *prompts) for i in part]
     if not all((ids, *prompts)) or max(used) >= c.vocab_size:
         raise ValueError(f"{a.model}: the tokenizer makes ids up to {max(used, default=None)}, but "
@@ -351,4 +340,4 @@ def run(a):
     lines = [f"{a.model} beside transformers; {a.machine}; differences of the largest logit, in float32", "",
              *table(Row._fields, rows), verdict, "", helps]
     data = {"checks": [r._asdict() for r in rows], "verdict": verdict, "status": status, "help": found}
-    return "\n".join(lines).rstrip(), data, None
+    return page(lines), data, None

@@ -166,7 +166,7 @@ print(time.perf_counter() - start, anonymous() - before)
 
 
 def loading(folder, dtype, repeats):
-    """Median seconds and MB of anonymous memory, each in a fresh process. transformers, where it is installed,
+    """Median seconds and MB of anonymous memory, each in a fresh process. transformers, where there is one,
     leaves the weights in the mapped file, to be paged in at first use."""
     folder, seen = str(folder), {}
     calls = {"ours": f"checkpoint.load({folder!r}, 'cpu', {dtype})",
@@ -203,7 +203,8 @@ def measure(folder, dtype, device, a, bar):
     both = pair.generators([prompt], a.new)
     others = {name: partial(write, prompt, a.new) for name, write in peers.find_peers(pair.ours).items()}
     ours, theirs = (run()[0] for run in both.values())
-    r = {"same tokens": agree(ours, theirs), "peers": {name: agree(ours, run()) for name, run in others.items()}}
+    r = {"same tokens": agree(ours, theirs)}
+    r["peers"] = {name: agree(ours, run()) for name, run in others.items()}
     bar.update()
     r["decode"] = interleave(both | others, a.repeats)
     bar.update()
