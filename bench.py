@@ -4,6 +4,7 @@
     python bench.py plain        plain decoding beside transformers
     python bench.py costs        what each sub-layer and the head take on this machine
     python bench.py help         will a draft help this model? every exit, or a skip set, and a verdict
+    python bench.py check        does this library compute your model right? beside transformers
     python bench.py self         every way to draft, four kinds of text, beside transformers
     python bench.py search       the search for a skip set against the truth of all 4,096
 
@@ -17,13 +18,14 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import costs, drafters, plain, search
+from benchmarks import check, costs, drafters, plain, search
 from benchmarks.shared import WEIGHTS
 from support import cli
 from support.files import replacing
 
 RUNS = {"counts": plain.run_counts, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
-        "self": drafters.run, "search": search.run}  # -> (Markdown, data, draw(path) or None)
+        "check": check.run, "self": drafters.run,
+        "search": search.run}  # -> (Markdown, data, draw(path) or None)
 
 
 def parse(argv):
@@ -65,6 +67,7 @@ def run(argv):
         if draw:
             with replacing(Path(f"{a.out}.png")) as path:
                 draw(path)
+    return data.get("status")
 
 
 def main(argv=None):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import checkpoint
+from benchmarks import peers
 from benchmarks.shared import ROOT, WEIGHTS, page, random_model, table
 from control import interleave
 from kvcache import KVCache
@@ -153,7 +155,7 @@ def step(model, T, at):
 LOAD = """
 import sys, time, torch
 sys.path.insert(0, {here!r})
-import checkpoint, transformers
+import {module}
 def anonymous():
     lines = open("/proc/self/status")
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
@@ -164,16 +166,19 @@ print(time.perf_counter() - start, anonymous() - before)
 
 
 def loading(folder, dtype, repeats):
-    """Median seconds and MB of anonymous memory, each in a fresh process. transformers leaves the weights in
-    the mapped file, to be paged in at first use."""
-    folder, seen = str(folder), {"ours": [], "transformers": []}
+    """Median seconds and MB of anonymous memory, each in a fresh process. transformers, where there is one,
+    leaves the weights in the mapped file, to be paged in at first use."""
+    folder, seen = str(folder), {}
     calls = {"ours": f"checkpoint.load({folder!r}, 'cpu', {dtype})",
              "transformers": f"transformers.AutoModelForCausalLM.from_pretrained({folder!r}, dtype={dtype})"}
     for _ in range(repeats):
         for name, call in calls.items():
-            argv = [sys.executable, "-c", LOAD.format(here=str(ROOT), call=call)]
+            module = call.partition(".")[0]
+            if find_spec(module) is None:
+                continue
+            argv = [sys.executable, "-c", LOAD.format(here=str(ROOT), module=module, call=call)]
             out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-            seen[name].append([float(n) for n in out.split()[-2:]])
+            seen.setdefault(name, []).append([float(n) for n in out.split()[-2:]])
     return {name: list(map(statistics.median, zip(*rows, strict=True))) for name, rows in seen.items()}
 
 
@@ -186,15 +191,22 @@ def launches(model, prompt):
     return sum(e.count for e in seen.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
+def agree(ours, theirs):
+    """How many first tokens are the same."""
+    return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), len(ours))
+
+
 def measure(folder, dtype, device, a, bar):
     """All of `plain` for one model and dtype, as a dict for JSON."""
     pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
     contexts = [n for n in CONTEXTS if n < pair.c.max_len] + [pair.c.max_len - 1]
     both = pair.generators([prompt], a.new)
+    others = {name: partial(write, prompt, a.new) for name, write in peers.find_peers(pair.ours).items()}
     ours, theirs = (run()[0] for run in both.values())
-    r = {"same tokens": next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), a.new)}
+    r = {"same tokens": agree(ours, theirs)}
+    r["peers"] = {name: agree(ours, run()) for name, run in others.items()}
     bar.update()
-    r["decode"] = interleave(both, a.repeats)
+    r["decode"] = interleave(both | others, a.repeats)
     bar.update()
     single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
     r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
@@ -225,6 +237,7 @@ def markdown(results, a):
                       f"{r['bound']:.2f}", f"{r['same tokens']} of {a.new}"])
     lines += table(["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"],
                    speed)
+    lines += peers.markdown(results, a.new)
     return page(lines if a.quick else lines + details(results))
 
 

@@ -1,0 +1,343 @@
+"""Does this library compute your checkpoint right? Any folder that loads, beside transformers, row by row.
+
+The one thing to remember: in float32 both libraries must agree to rounding; in a half dtype both round, so
+each is compared with float32, and ours may not be further from it than theirs.
+"""
+import gc
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+from benchmarks.costs import run_help
+from benchmarks.plain import loading
+from benchmarks.shared import SETS, page, prompt_ids, read_prompts, table
+from kvcache import KVCache
+from layerskip import SelfDraft, early_exit, keep
+from speculative import NGram, generate, rounds
+from support.chat import read_template
+from support.cli import read_skip
+from support.files import read_text
+from support.stats import parting
+
+RIGHT, WRONG, OPEN, NONE = "right", "DIFFERS", "not checked", "-"
+HALF = torch.bfloat16, torch.float16
+TOLERANCE = 5e-5            # of the largest logit; in float32 two right programs differ by 1e-6 to 1e-5
+SIZES = 256, 64             # tokens: for logits in float32, and in the stored dtype
+CHUNKS = 1, 2, 7, 1, 32     # how many tokens each pass into the cache takes, again and again
+TEXTS = ("Once upon a time", " two  spaces,\ttabs\n\nand lines \r\n", "def f(x):\n    return x**2 + 1e-5",
+         "naïve café, Größe 你好 русский عربي \U0001f44d\U0001f3fd e\u0301 \u00a0\u200bx\u2028y",
+         "1234567890 3.14", "I'll, they've; DON'T", "...!?")
+USER, ANSWER, SYSTEM = ({"role": role, "content": text} for role, text in (
+    ("user", "  What is 2 + 2? <b>é</b>\n"), ("assistant", "4."), ("system", "Be short.")))
+CHATS = {"a question": ([USER], True), "an answer": ([USER, ANSWER], False),
+         "three turns": ([USER, ANSWER, USER], True), "a system prompt": ([SYSTEM, USER], True)}
+
+
+class Row(NamedTuple):
+    check: str
+    ours: str
+    theirs: str       # what transformers gives, or the tolerance
+    verdict: str
+
+
+class Pass(NamedTuple):
+    """One reading of a text that both libraries compute, in float32 and without a cache."""
+    name: str
+    ids: list
+    window: int | None
+    positions: torch.Tensor | None = None   # (T,) where they are not 0 .. T-1
+    tolerance: float = TOLERANCE
+
+
+def judge(name, ours, theirs, fine):
+    return Row(name, ours, theirs, RIGHT if fine else WRONG)
+
+
+def attempt(action, *args):
+    """(what it returns, "") or (None, why it could not): that transformers is not installed, or cannot load a
+    folder, says nothing about this library."""
+    try:
+        return action(*args), ""
+    except ModuleNotFoundError as e:
+        return None, f"{e.name} is not installed"
+    except Exception as e:
+        return None, f"transformers: {' '.join(str(e).split())[:80]}"
+
+
+# --- transformers: one model in memory at a time, and only what it says is kept
+
+
+def theirs_in(folder, dtype, device):
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    # trap: of their ways to compute attention only "eager" has Gemma-2's soft-caps everywhere
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text, no penalties of the folder's
+    return model.to(device).eval()
+
+
+def their_logits(model, p):
+    """(T, V) float32, on the CPU."""
+    device, model.config.sliding_window = model.device, p.window
+    ids = torch.tensor([p.ids], device=device)
+    at = torch.arange(len(p.ids)) if p.positions is None else p.positions
+    # trap: without an attention mask they take a jump of the positions for the start of another text
+    out = model(ids, position_ids=at[None].to(device), attention_mask=torch.ones_like(ids), use_cache=False)
+    return out.logits[0].float().cpu()
+
+
+@torch.inference_mode()
+def ask(folder, device, passes, prompts, new, half, stored):
+    """All that transformers is asked about the model: its context, logits and greedy texts, and the logits of
+    the pass `half` in the stored dtype."""
+    model = theirs_in(folder, torch.float32, device)
+    said = {"max_len": model.config.max_position_embeddings, "greedy": [], "half": None}
+    for ids in prompts:
+        prompt = torch.tensor([ids], device=device)
+        flags = dict(attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new)
+        said["greedy"].append(model.generate(prompt, **flags)[0, len(ids) :].tolist())
+    said["logits"] = [their_logits(model, p) for p in passes]  # last, because these change the window
+    del model
+    gc.collect()
+    if half:
+        said["half"] = their_logits(theirs_in(folder, stored, device), half)
+        gc.collect()
+    return said
+
+
+def quiet_tokenizer(folder):
+    from transformers import AutoTokenizer, logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return AutoTokenizer.from_pretrained(folder)
+
+
+# --- tokenizer and chat template
+
+
+def check_tokenizer(tokenizer, c, theirs, why):
+    """Ids, and the text that they make again. Theirs may lack the begin-of-text id that ours always puts in
+    front."""
+    special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
+    texts = [*TEXTS, f"a {' b'.join(special)} c", *(read_prompts(name)[0]["text"][:500] for name in SETS)]
+    ours = [checkpoint.encode(tokenizer, text, c.bos) for text in texts]
+    name = f"tokenizer: ids of {len(texts)} texts, and back"
+    if why:
+        return [Row(name, "", why, OPEN)]
+    wrong = []
+    for text, ids in zip(texts, ours, strict=True):
+        other = theirs(text).input_ids
+        other = other if c.bos is None or other[:1] == [c.bos] else [c.bos, *other]
+        again = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if ids != other or tokenizer.decode(ids) != again:
+            wrong.append(repr(text[:20]))
+    found = f"not equal: {', '.join(wrong)}" if wrong else "equal"
+    return [judge(name, found, "AutoTokenizer", not wrong)]
+
+
+def check_chat(folder, tokenizer, c, theirs, why):
+    """The prompt that a message becomes, as text and as ids. A template that refuses must refuse both."""
+    try:
+        render = read_template(folder)
+    except ValueError:
+        if not why and theirs.chat_template:
+            return [Row("chat template", "none found", "has one", WRONG)]
+        return [Row("chat template", "none: a base model", "", NONE)]
+    if why:
+        return [Row("chat template", "", why, OPEN)]
+    rows = []
+    for name, (messages, more) in CHATS.items():
+        ours, refusal = attempt(render, messages, more)
+        other, _ = attempt(lambda m=messages, more=more: theirs.apply_chat_template(
+            m, tokenize=False, add_generation_prompt=more))
+        fine = ours == other
+        if ours is not None and fine:
+            ids = [i for i in theirs(ours, add_special_tokens=False).input_ids if i != c.bos]
+            fine = [i for i in checkpoint.encode(tokenizer, ours, c.bos) if i != c.bos] == ids
+        rows.append(judge(f"chat template: {name}", "refused" if refusal else "text and ids",
+                          "refused" if other is None else "apply_chat_template", fine))
+    return rows
+
+
+# --- logits
+
+
+def plan(c, ids):
+    """The passes that both compute: the text; with a smaller window where the text does not fill it; and
+    tokens spread over the whole context, for the angles that a long text will meet."""
+    T, count = len(ids), min(len(ids), 48)
+    passes = [Pass(f"logits, {T} tokens at once", ids, c.window)]
+    if c.window and 4 <= T <= c.window:
+        passes.append(Pass(f"logits, window {T // 4} instead of {c.window}", ids, T // 4))
+    at = torch.linspace(0, c.max_len - 1, count, dtype=torch.float64).long()
+    # transformers has its angles in float32, where position * frequency is off by up to max_len * 2^-24
+    passes.append(Pass(f"logits, {count} tokens spread over positions 0 to {c.max_len - 1}", ids[:count],
+                       c.window and c.max_len, at, TOLERANCE + c.max_len * 2**-23))
+    return passes
+
+
+@torch.inference_mode()
+def our_logits(model, p):
+    """(T, V) float32, on the CPU."""
+    whole, tokens = model.c, torch.tensor([p.ids], device=model.tok.device)
+    model.c = replace(whole, window=p.window)
+    at = slice(0, len(p.ids)) if p.positions is None else p.positions[None].to(tokens.device)
+    logits = model.unembed(model.run(model.embed(tokens), at))              # (1, T, V)
+    model.c = whole
+    return logits[0].float().cpu()
+
+
+@torch.inference_mode()
+def cached_logits(model, ids):
+    """The same of a text that goes into the cache in uneven chunks."""
+    tokens, parts, at = torch.tensor([ids], device=model.tok.device), [], 0
+    cache = KVCache(model.c, 1, len(ids), model.attention_dtype(), tokens.device)
+    for size in itertools.cycle(CHUNKS):
+        part = tokens[:, at : at + size]
+        x = model.run(model.embed(part), slice(at, at + part.shape[1]), cache)
+        parts.append(model.unembed(x)[0].float().cpu())                     # (size, V)
+        at += size
+        if at >= len(ids):
+            return torch.cat(parts)
+
+
+def apart(got, want):
+    """The largest difference, of the largest logit. NaN stays NaN, which is within no tolerance."""
+    worst = torch.stack([(g - w).abs().max() for g, w in zip(got.split(64), want.split(64), strict=True)])
+    return float(worst.max() / want.abs().max())
+
+
+def check_logits(model, passes, said, why):
+    """(rows, logits of the first pass), in float32. Without transformers the cache can still be compared with
+    one pass over all of the text."""
+    ours = [our_logits(model, p) for p in passes]
+    if not said:
+        rows, want = [Row(p.name, "", why, OPEN) for p in passes], ours[0]
+    else:
+        gaps, want = [apart(*both) for both in zip(ours, said["logits"], strict=True)], said["logits"][0]
+        rows = [judge(p.name, f"{gap:.1e}", f"{p.tolerance:.1e}", gap <= p.tolerance)
+                for p, gap in zip(passes, gaps, strict=True)]
+    gap = apart(cached_logits(model, passes[0].ids), want)
+    name = f"the same in chunks of {', '.join(map(str, CHUNKS))} through the cache"
+    return [*rows, judge(name, f"{gap:.1e}", f"{TOLERANCE:.1e}", gap <= TOLERANCE)], want
+
+
+def check_rounding(half, said, want, stored, why):
+    """How far the stored dtype is from float32, root mean square: a half dtype rounds in both libraries."""
+    if half is None:
+        return [Row("the stored dtype", str(stored)[6:], "", NONE)]
+    name, want = f"error of {str(stored)[6:]} against float32, root mean square", want[: len(half)]
+    ours, theirs = (None if x is None else float((x - want).norm() / want.norm())
+                    for x in (half, said and said["half"]))
+    if theirs is None:
+        return [Row(name, f"{ours:.1e}", why, OPEN)]
+    return [judge(name, f"{ours:.1e}", f"{theirs:.1e}", ours <= 1.5 * theirs)]
+
+
+# --- texts, context, loading
+
+
+def check_texts(model, prompts, new, sublayers, said, why):
+    """Greedy texts in float32, both prompts in one ragged batch. Where two logits tie, texts may part."""
+    L = model.c.n_layers
+    exit_layer = (L + 2) // 3
+    drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3),
+                "a skip set": SelfDraft(model, sublayers, 3), "an n-gram": NGram(6, 2)}
+    plain, rows = generate(model, prompts, new)[0], []
+    for name, drafter in drafters.items():
+        name = f"greedy text, {name}: {len(prompts)} x {new} tokens"
+        if not said and drafter is None:
+            rows.append(Row(name, "", why, OPEN))
+            continue
+        texts, want = generate(model, prompts, new, drafter)[0], said["greedy"] if said else plain
+        parts = [parting(model, *row) for row in zip(prompts, texts, want, strict=True) if row[1] != row[2]]
+        ours = "; ".join(f"parts at token {p['position']}, logits {p['gap']:.0e} apart" for p in parts)
+        rows.append(judge(name, ours or "equal", "its text" if said else "plain decoding",
+                          all(p["near_tie"] for p in parts)))
+    return rows
+
+
+def check_context(model, ids, said, why):
+    """The last position that fits is computed (in a long context only without what comes before it, see
+    `plan`), and one more is refused in one line."""
+    limit, answer = model.c.max_len, "fits"
+    try:
+        next(rounds(model, [[ids[0]] * limit], 1))
+    except ValueError as e:
+        answer = str(e)
+    fine = f"context of {limit}" in answer and "\n" not in answer
+    if limit <= 1024:
+        fine &= len(generate(model, [(ids * limit)[: limit - 1]], 2)[0][0]) == 1
+    name = "context: the last position, and one more"
+    ours = f"a prompt of {limit - 1} and a new token fit, one of {limit} is refused" if fine else answer
+    return [judge(name, ours, str(said["max_len"]), fine and said["max_len"] == limit) if said
+            else Row(name, ours, why, OPEN if fine else WRONG)]
+
+
+def check_loading(folder, stored):
+    seen = {name: f"{s:.1f} s, {mb:.0f} MB" for name, (s, mb) in loading(folder, stored, 1).items()}
+    return [Row(f"loading in {str(stored)[6:]}, memory", seen["ours"], seen.get("transformers", ""), NONE)]
+
+
+# --- all of it
+
+
+def texts(tokenizer, c, a):
+    """(ids of the text for logits, two prompts). Raises ValueError for a tokenizer that makes no such ids."""
+    text = read_text(Path(a.text)) if a.text else " ".join(read_prompts(name)[0]["text"] for name in SETS)
+    ids = checkpoint.encode(tokenizer, text, c.bos)[: min(c.max_len, SIZES[a.quick])]
+    prompts = [prompt_ids(name, tokenizer, c)[0][: c.max_len // 2] for name in ("stories", "code")]
+    used = [i for part in (ids, *prompts) for i in part]
+    if not all((ids, *prompts)) or max(used) >= c.vocab_size:
+        raise ValueError(f"{a.model}: the tokenizer makes ids up to {max(used, default=None)}, but "
+                         f"config.json has a vocabulary of {c.vocab_size}")
+    return ids, prompts
+
+
+def summary(rows):
+    """(the last line, exit status)."""
+    by = {v: [r.check for r in rows if r.verdict == v] for v in (RIGHT, WRONG, OPEN)}
+    if by[WRONG]:
+        return f"{len(by[WRONG])} of {len(by[RIGHT]) + len(by[WRONG])} differ: {'; '.join(by[WRONG])}", 1
+    if by[OPEN]:
+        return f"Nothing differs, but {len(by[OPEN])} could not be checked: {'; '.join(by[OPEN])}", 0
+    return f"All {len(by[RIGHT])} checks are right: this is the model that transformers computes", 0
+
+
+def run(a):
+    """One model in memory at a time: ours as stored, theirs, ours in float32."""
+    folder = Path(a.model)
+    model, tokenizer = checkpoint.load(folder, a.device)  # refuses in one line what it would compute wrongly
+    c, stored = model.c, model.tok.dtype
+    ids, prompts = texts(tokenizer, c, a)
+    new, skip = min(a.new, 64, c.max_len - max(map(len, prompts))), folder / "skip.json"
+    skip = a.skip or (str(skip) if skip.is_file() else None)
+    sublayers = read_skip(skip, c.n_layers) if skip else keep(c.n_layers, attn=range(1, c.n_layers, 2))
+    passes = plan(c, ids)
+    first = passes[0]._replace(ids=ids[: SIZES[1]])
+    half = our_logits(model, first) if stored in HALF else None
+    del model
+    with tqdm(total=4, disable=None, leave=False) as bar:
+        theirs, why = attempt(quiet_tokenizer, folder)
+        rows = check_tokenizer(tokenizer, c, theirs, why) + check_chat(folder, tokenizer, c, theirs, why)
+        said, why = attempt(ask, folder, a.device, passes, prompts, new, half is not None and first, stored)
+        bar.update()
+        model, _ = checkpoint.load(folder, a.device, torch.float32)
+        logits, want = check_logits(model, passes, said, why)
+        rows += logits + check_rounding(half, said, want, stored, why)
+        bar.update()
+        rows += check_texts(model, prompts, new, sublayers, said, why) + check_context(model, ids, said, why)
+        del model, said, want
+        bar.update()
+        rows += check_loading(folder, stored)
+        a.dtype = str(stored)[6:]  # in which the model will be used
+        helps, found, _ = run_help(a) if c.n_layers > 1 else ("", {}, None)
+    verdict, status = summary(rows)
+    lines = [f"{a.model} beside transformers; {a.machine}; differences of the largest logit, in float32", "",
+             *table(Row._fields, rows), verdict, "", helps]
+    data = {"checks": [r._asdict() for r in rows], "verdict": verdict, "status": status, "help": found}
+    return page(lines), data, None
