@@ -9,7 +9,7 @@ demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
 	$(PY) generate.py "Once upon a time" --compare --dtype float32
 	@echo
-	@echo "== in the stored dtype, bfloat16: how fast?"
+	@echo "== in the stored dtype, bfloat16: how fast? (its coarse rounding may decide a near-tie otherwise)"
 	$(PY) generate.py "Once upon a time" --compare
 
 test: $(VENV)/dev

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import checkpoint
 import generate
-from control import MOST
+from control import MOST, DoNoHarm
 from layerskip import SelfDraft
 from speculative import Then
 from support import chat, stats
@@ -112,6 +112,19 @@ def test_every_run_has_a_drafter_of_its_own():
         make = generate.drafters(generate.parse(["x", "--do-no-harm", *flags]), model, tokenizer)
         first, second = ((d.drafters[0] if "--tail" in flags else d) for d in (make(), make()))
         assert first.rule is not second.rule and first.model is second.model
+
+
+def test_runs_that_are_compared_share_no_rule(call, once, monkeypatch):
+    honest, rules = generate.rounds, []
+
+    def rounds(model, prompts, max_new, watch, *rest):
+        rules.append(watch.drafters[0].rule)
+        return honest(model, prompts, max_new, watch, *rest)
+
+    monkeypatch.setattr(generate, "rounds", rounds)
+    as_json(call, "--do-no-harm", "--compare")
+    drafted = {id(rule) for rule in rules if isinstance(rule, DoNoHarm)}
+    assert len(drafted) == 3 and len(rules) == 5, "printed, a warm-up and one more; the two others are plain"
 
 
 def skip_file(folder, **more):
