@@ -225,11 +225,11 @@ def run(a):
 def report(a, model, seen, texts):
     outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
                for text, row in zip(texts, seen.rows, strict=True)]
-    c, seconds = seen.counts, sum(seen.timed.seconds.values())
+    n, seconds = seen.counts, sum(seen.timed.seconds.values())
     return {
-        "outputs": outputs, **speed(c.tokens, seen.timed.reading, seconds),
-        "target_passes": c.passes, "tokens_per_pass": c.tau,
-        "acceptance": c.accepted / c.proposed if c.proposed else None,
+        "outputs": outputs, **speed(n.tokens, seen.timed.reading, seconds),
+        "target_passes": n.passes, "tokens_per_pass": n.tau,
+        "acceptance": n.accepted / n.proposed if n.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
         "tail": a.tail,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),

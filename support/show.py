@@ -147,18 +147,18 @@ class Generation:
     def summary(self, plain=None, speedup=None):
         """Counts, where the time went, and what limits the speed, in up to four lines. plain: the seconds
         that a pass takes in plain decoding, speedup: that over plain decoding, if they were measured."""
-        c, n, seconds = self.counts, max(1, self.counts.passes), None
+        n, seconds = self.counts, None
         batch = f" over {len(self.rows)} rows" if len(self.rows) > 1 else ""
-        lines = [f"{c.tokens} tokens in {c.passes} passes{batch}: {c.tau:.2f} a pass (tau)"]
-        if c.proposed:
-            lines += [f"{c.accepted} of {c.proposed} drafted tokens accepted "
-                      f"({c.accepted / c.proposed:.0%}), {c.alpha:.0%} of the first ones (alpha)"]
-        if self.timed and c.passes:
+        lines = [f"{n.tokens} tokens in {n.passes} passes{batch}: {n.tau:.2f} a pass (tau)"]
+        if n.proposed:
+            lines += [f"{n.accepted} of {n.proposed} drafted tokens accepted "
+                      f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones (alpha)"]
+        if self.timed and n.passes:
             spent = self.timed.seconds
             lines += ["time: " + ", ".join(f"{k} {s / sum(spent.values()):.0%}" for k, s in spent.items())]
-            seconds, plain = {k: s / n for k, s in spent.items()}, plain or self.timed.plain()
-        turns = max(1, c.turns)
-        return "\n".join([*lines, limit(c.passes, c.tau, c.proposed / turns, c.alpha, c.drafted / turns,
+            seconds, plain = {k: s / n.passes for k, s in spent.items()}, plain or self.timed.plain()
+        turns = max(1, n.turns)
+        return "\n".join([*lines, limit(n.passes, n.tau, n.proposed / turns, n.alpha, n.drafted / turns,
                                         seconds, plain, speedup)])
 
     def html(self):

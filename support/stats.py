@@ -156,7 +156,7 @@ def ideals(tau, gamma, alpha, share, draft, verify, loop, plain):
 
 
 class Run(NamedTuple):
-    """A run without a spectator."""
+    """What one run wrote and how long it took."""
     outputs: list       # the ids written into each row
     passes: int         # of the target, after the prompts were read
     reading: float      # seconds until the prompts were read

@@ -639,7 +639,7 @@ SHOW = [
     ("zip(r.new, r.sure, strict=True)", "zip(r.new, r.p.amax(-1).tolist(), strict=False)",
      "p after temperature and cuts instead of the target's own",
      "test_show.py::test_probability_of_each_token_is_the_targets_own"),
-    ("{c.accepted / c.proposed:.0%}", "{c.accepted / c.tokens:.0%}",
+    ("{n.accepted / n.proposed:.0%}", "{n.accepted / n.tokens:.0%}",
      "acceptance over tokens instead of drafts", "test_show.py::test_summary_of_counts"),
     ("plain or self.timed.plain()", 'plain or self.timed.plain() or seconds["verify"]',
      "a verification that omits what the draft handed over passes for a whole pass",
