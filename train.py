@@ -28,7 +28,7 @@ from layerskip import early_exit
 from model import Config, Transformer
 from speculative import generate
 from support import card, cli, corpus, plots
-from support.files import LOCK, PART, lock, replacing
+from support.files import LOCK, TEMPORARY, lock, replacing
 
 STATE = "checkpoint.safetensors"
 # when a run is resumed
@@ -315,7 +315,8 @@ def open_run(a):
     damaged = f"{out / STATE}: not a checkpoint of this program, or damaged"
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")
-    there = {p.name for p in out.iterdir()} - {STATE + PART, LOCK} if out.is_dir() else set()
+    there = {p.name for p in out.iterdir()} if out.is_dir() else set()
+    there -= {STATE + TEMPORARY, LOCK}
     if STATE in there:
         if not a.resume:
             raise ValueError(f"{out} holds a run already: continue with --resume, or name another --out")

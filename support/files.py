@@ -14,7 +14,7 @@ except ImportError:  # Windows
     fcntl = None
     import msvcrt
 
-PART = ".part"  # the ending of a file that is being written
+TEMPORARY = ".part"  # the ending of a file that is being written
 LOCK = ".lock"  # an empty file, held open by the process that writes to its folder
 
 
@@ -23,17 +23,17 @@ def replacing(path):
     """A temporary path to write to, which takes the place of `path` once all is written. After a kill at any
     moment either the old file is there or the new one. Raises OSError, in one line, if it cannot be written.
     """
-    part = path.with_name(path.name + PART)
+    temporary = path.with_name(path.name + TEMPORARY)
     try:
-        yield part
-        with open(part, "rb+") as file:
+        yield temporary
+        with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        part.chmod(0o644)  # safetensors lets only the owner read
-        os.replace(part, path)
+        temporary.chmod(0o644)  # safetensors lets only the owner read
+        os.replace(temporary, path)
     except (OSError, SafetensorError) as e:
         raise OSError(f"{path}: cannot be written ({e}); what was there before is untouched") from None
     finally:
-        part.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_text(path):

@@ -575,7 +575,7 @@ def test_a_run_that_is_killed_while_it_saves_can_be_resumed(culprit, calls, begi
         m.setattr(Path, "unlink", lambda self, missing_ok: None)  # the dead tidy nothing up
         with pytest.raises(Killed):
             train.train(begin(every=1e-9, **changes))
-    part = tmp_path / "out" / (train.STATE + files.PART)
+    part = tmp_path / "out" / (train.STATE + files.TEMPORARY)
     assert part.exists(), "the test must leave what a killed process leaves"
     run = begin(resume=True, **changes)
     assert run.step == max(0, calls - 1)
