@@ -237,8 +237,8 @@ def beside(bench, name):
 
 
 def shipped(bench, name):
-    """A trained model end to end in both dtypes: its speed, and how far its texts are those of plain decoding,
-    and of plain decoding in float32 on the CPU."""
+    """A trained model end to end in both dtypes: its speed, and how far its texts are those of plain decoding
+    and of float32 on the CPU."""
     rows, count = {}, 1 + bench.new
     for dtype in (torch.float32, torch.bfloat16):
         model, tokenizer = checkpoint.load(WEIGHTS / name, bench.device, dtype)

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -60,13 +61,15 @@ def start(command, out):
     if child == 0:
         status = 1
         try:
-            log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
+            sys.stdout = sys.stderr = log = open(out.with_suffix(".log"), "a", encoding="utf-8")
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
             plots.search = plots.training = lambda *args: args[-1].write_bytes(b"picture")
             status = module.main([*flags, "--out", str(out), "--resume"])
-            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
         finally:
+            log.flush()
             os._exit(status)
     return child
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.shared import random_model
 
 TINY = "--tiny", "--device", "cpu", "--repeats", "1"
 
@@ -58,6 +59,15 @@ def test_every_part_runs_and_is_written(call, tmp_path):
         rows = {way: row for way, row in found["parts"][name].items() if way.endswith("float32")}
         assert len(rows) == 4 and all(row["tokens as plain"] == row["as float32 on the CPU"] == 9
                                       for row in rows.values()), "in float32 every text is the same"
+
+
+def test_a_random_model_is_complete_and_follows_its_seed():
+    for c in gpu.TINY.values():
+        model, again, other = (random_model(c, torch.bfloat16, seed) for seed in (0, 0, 1))
+        assert model.tok.dtype == torch.bfloat16
+        assert float(model.scale) == pytest.approx(c.embed_scale, rel=0.01)
+        assert torch.equal(model.tok, again.tok) and not torch.equal(model.tok, other.tok)
+        assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_without_transformers_nothing_is_beside_it(monkeypatch):
