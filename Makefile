@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test mutants fuzz lint picture clean
+.PHONY: demo test gpu-test gpu mutants fuzz kill lint picture clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -15,11 +15,21 @@ demo: $(VENV)/run
 test: $(VENV)/dev
 	$(PY) -m pytest
 
+gpu-test: $(VENV)/dev
+	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no CUDA device here")'
+	$(PY) -m pytest
+
+gpu: $(VENV)/run
+	$(PY) -m benchmarks.gpu --out gpu.json --resume
+
 mutants: $(VENV)/dev
 	$(PY) tests/mutants.py
 
 fuzz: $(VENV)/dev
 	$(PY) tests/fuzz.py
+
+kill: $(VENV)/dev
+	$(PY) tests/kill.py
 
 picture: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --max-new 90 --picture run.png

@@ -145,11 +145,14 @@ def matrices(model):
     return lambda: [F.linear(x[w.shape[1]], w) for w in weights]
 
 
-def step(model, T, at):
-    """A target pass over T tokens after `at` others."""
-    cache = KVCache(model.c, 1, at + T, model.attention_dtype(), model.tok.device)
-    tokens = torch.full((1, T), 5, device=model.tok.device)
-    return lambda: model.unembed(model.run(model.embed(tokens), slice(at, at + T), cache))
+def step(model, T, at, sublayers=None):
+    """A pass over T tokens after `at` others, with positions as the loop gives them on this device."""
+    device, here = model.tok.device, slice(at, at + T)
+    cache = KVCache(model.c, 1, at + T, model.attention_dtype(), device)
+    tokens = torch.full((1, T), 5, device=device)
+    if tokens.is_cuda:
+        here = torch.arange(at, at + T, device=device)[None]
+    return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
 
 
 LOAD = """

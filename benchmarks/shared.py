@@ -21,12 +21,16 @@ def load(a, dtype=None, folder=None):
     return checkpoint.load(folder or a.model, a.device, getattr(torch, dtype or a.dtype))
 
 
-def random_model(c, dtype=torch.float32, seed=0):
+def random_model(c, dtype=torch.float32, seed=0, device="cpu"):
+    """Made where it is to stay, as a large one would not fit anywhere else."""
     torch.manual_seed(seed)
-    model = Transformer(c).requires_grad_(False).eval()
+    with torch.device("meta"):
+        model = Transformer(c).requires_grad_(False).eval()
+    model = model.to(dtype).to_empty(device=device)
+    model.scale.fill_(c.embed_scale)  # trap: `to_empty` forgets buffers too
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.constant_(p, 1 - c.norm_offset)
-    return model.to(dtype)
+    return model
 
 
 def read_prompts(name):

@@ -1,7 +1,8 @@
 """Checkpoints corrupted by machine: each must load and generate, or be refused in one clear line; never a
 traceback, a crash, a hang, an opened pickle, or more memory than the files warrant.
 
-The one thing to remember: case i is the same on every run, and `python tests/fuzz.py --case i` shows it.
+The one thing to remember: case i is the same on every run, and `python tests/fuzz.py --case i` shows it. A
+run ends after 10,000 cases or half an hour, and says how far it came.
 """
 
 import argparse
@@ -37,7 +38,9 @@ from tiny import GEMMA, LLAMA, make  # noqa: E402
 import checkpoint  # noqa: E402
 import generate  # noqa: E402
 
-SECONDS, SPACE, PEAK, LENGTH = 20, 2**30, 300 * 2**20, 400  # what a case may take, and its line on stderr
+SECONDS, CLOCK = 20, 200  # what a case may take: seconds of the processor, and by the clock, if it waits
+SPACE, LENGTH = 2**30, 400  # bytes of address space, and of its line on stderr
+PEAK = 64 * 2**20  # resident memory that a case may add; a panic in Rust alone reads 50 MB of its own symbols
 BATCH = 100  # cases to one child: a fresh one starts with fresh memory
 LOADS, REFUSED = 0, 2  # exit statuses
 INDEX, WEIGHTS = "model.safetensors.index.json", "*.safetensors"
@@ -733,7 +736,12 @@ def blame(e):
     return f"{type(e).__name__} from {where}: {' '.join(str(e).split())}"
 
 
-def peak_memory():
+def peak_memory(anew=False):
+    """The most resident memory so far or, where Linux counts it, since the last call that asked for it anew.
+    trap: without that, what one case took hides what all later ones of its process take."""
+    clear = Path("/proc/self/clear_refs")
+    if anew and clear.exists():
+        clear.write_text("5")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -748,7 +756,7 @@ def take(file):
 
 def attempt(case, files, marker):
     """Fill in what comes of a case. files: those behind stdout and stderr."""
-    start, before = time.perf_counter(), peak_memory()
+    start, before = time.perf_counter(), peak_memory(anew=True)
     try:
         case.status = generate.main(case.argv)
     except BaseException as e:  # a panic of a library in Rust is no Exception
@@ -773,10 +781,19 @@ def limit_memory():
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+ALARMS = signal.SIGPROF, signal.SIGALRM
+
+
+def set_alarms(seconds, clock):
+    """trap: by the clock alone a case may hang for no other reason than that the machine is busy."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, clock)
+
+
 def work(numbers, seed, top, sink):
     """In a child: run the cases up to the first that fails, as that one may have left something behind. Each
     is sent as JSON twice, before and after."""
-    for number in (signal.SIGINT, signal.SIGALRM):
+    for number in (signal.SIGINT, *ALARMS):
         signal.signal(number, signal.SIG_DFL)  # so that a hang in a library's own code ends the child, too
     for category in (UserWarning, RuntimeWarning, FutureWarning):
         warnings.simplefilter("always", category)
@@ -786,15 +803,21 @@ def work(numbers, seed, top, sink):
     sys.stdout, sys.stderr = files
     limit_memory()
     room, send = top / "case", lambda case: os.write(sink, (json.dumps(vars(case)) + "\n").encode())
-    for number in numbers:
+
+    def fresh(number):
         shutil.rmtree(room, ignore_errors=True)
         room.mkdir()
-        case = prepare(number, seed, top / "bases", room)
-        take(files[1])
+        return prepare(number, seed, top / "bases", room)
+
+    generate.main([*fresh(0).argv, "--chat"])  # libraries load parts of themselves at first use
+    for number in numbers:
+        case = fresh(number)
+        for file in files:
+            take(file)  # what went before
         send(case)
-        signal.alarm(SECONDS)
+        set_alarms(SECONDS, CLOCK)
         attempt(case, files, room / "marker")
-        signal.alarm(0)
+        set_alarms(0, 0)
         send(case)
         if case.wrong:
             return
@@ -823,18 +846,18 @@ def batch(numbers, seed, top):
         raise RuntimeError((top / "err").read_text())
     if ended < 0:
         case = cases[max(cases)]
-        case.wrong = "hangs" if ended == -signal.SIGALRM else f"crashes with {signal.Signals(-ended).name}"
+        case.wrong = "hangs" if -ended in ALARMS else f"crashes with {signal.Signals(-ended).name}"
         case.err = (top / "err").read_text(errors="replace")
     return list(cases.values())
 
 
-def run(numbers, seed=0, progress=lambda done: None):
-    """All the cases."""
-    numbers, done = list(numbers), []
+def run(numbers, seed=0, progress=lambda done: None, seconds=math.inf):
+    """All the cases, or as many batches of them as begin within so many seconds."""
+    numbers, done, end = list(numbers), [], time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="fuzz-") as top:
         for name, base in BASES.items():
             make_base(Path(top) / "bases" / name, *base)
-        while len(done) < len(numbers):
+        while len(done) < len(numbers) and (not done or time.monotonic() < end):
             done += batch(numbers[len(done) :][:BATCH], seed, Path(top))
             progress(done)
     return done
@@ -860,18 +883,32 @@ def summarize(cases, seed=0):
 
 def main(argv=None):
     p = argparse.ArgumentParser(description="Corrupt checkpoints and see what generate.py makes of them.")
-    p.add_argument("--cases", type=int, default=2000, metavar="N", help="run cases 0 to N - 1")
+    p.add_argument("--cases", type=int, default=10_000, metavar="N", help="run the cases below N")
+    p.add_argument("--first", type=int, default=0, metavar="I", help="from case I on")
+    p.add_argument("--minutes", type=float, default=30, metavar="M", help="begin no more cases after that")
     p.add_argument("--seed", type=int, default=0, metavar="S", help="other cases")
     p.add_argument("--case", type=int, metavar="I", help="run one case and show it")
     a, start = p.parse_args(argv), time.perf_counter()
+    if a.case is not None:
+        return show(a.case, a.seed)
+    if a.minutes <= 0 or not 0 <= a.first < a.cases:
+        p.error("--minutes must be positive, and --first must lie within 0 and --cases")
 
     def progress(done):
         failed = sum(case.wrong is not None for case in done)
         print(f"{len(done)} cases, {failed} failed, {time.perf_counter() - start:.0f} s", flush=True)
 
-    if a.case is None:
-        return int(summarize(run(range(a.cases), a.seed, progress), a.seed) > 0)
-    [case] = run([a.case], a.seed)
+    print(f"seed {a.seed}, cases {a.first} to {a.cases - 1}, at most {a.minutes:g} minutes", flush=True)
+    cases = run(range(a.first, a.cases), a.seed, progress, 60 * a.minutes)
+    if len(cases) < a.cases - a.first:
+        print(f"the time is up after {len(cases)} of {a.cases - a.first} cases: go on with --first "
+              f"{a.first + len(cases)}" + f" --seed {a.seed}" * (a.seed != 0))
+    return int(summarize(cases, a.seed) > 0)
+
+
+def show(number, seed):
+    """Run one case and print all that there is to know of it."""
+    [case] = run([number], seed)
     print(f"case {case.number}, {case.kind}\n{case.how!r}\ngenerate.py {' '.join(map(ascii, case.argv))}")
     print(f"status {case.status} after {case.seconds:.2f} s, {case.wrong or 'passed'}\n{case.err}", end="")
     return int(case.wrong is not None)

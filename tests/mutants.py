@@ -1468,6 +1468,60 @@ SEARCH = [
      "test_search.py::test_other_objectives_rank_by_their_own_value"),
 ]
 
+BENCH_SHARED = [
+    ("    model.scale.fill_(c.embed_scale)", "    # model.scale.fill_(c.embed_scale)",
+     "a random model forgets the scale of its embeddings",
+     "test_gpu_benchmark.py::test_a_random_model_is_complete_and_follows_its_seed"),
+]
+
+BENCH_GPU = [
+    ("bench.found.get(name) or measure()", "measure()",
+     "--resume measures everything again", "test_gpu_benchmark.py::test_a_part_that_fails_costs_no_other"),
+    ("failed += 1", "failed += 0",
+     "a part that failed is no failure", "test_gpu_benchmark.py::test_a_part_that_fails_costs_no_other"),
+    ("except Exception:", "except KeyError:",
+     "one part that fails ends the run", "test_gpu_benchmark.py::test_a_part_that_fails_costs_no_other"),
+    ("time.monotonic() - start > 60 * a.minutes", "time.monotonic() - start > 60 * a.minutes + 60",
+     "the clock ends nothing", "test_gpu_benchmark.py::test_no_part_begins_when_the_time_is_up"),
+    ("    if not a.resume:", "    if False:",
+     "an old file is gone on with unasked",
+     "test_gpu_benchmark.py::test_what_cannot_be_gone_on_with_is_refused_in_one_line"),
+    ("if old.get(key) != head[key]", "if key not in old",
+     "figures of two machines in one file",
+     "test_gpu_benchmark.py::test_what_cannot_be_gone_on_with_is_refused_in_one_line"),
+    ('find_spec("transformers")', "True",
+     "transformers must be there", "test_gpu_benchmark.py::test_without_transformers_nothing_is_beside_it"),
+]
+
+FUZZ = [
+    ('clear.write_text("5")', "pass",
+     "what one case took hides what later ones take",
+     "test_fuzz.py::test_whatever_goes_wrong_is_noticed_and_the_next_case_runs"),
+    ("-ended in ALARMS", "ended == -signal.SIGPROF",
+     "only what computes can hang",
+     "test_fuzz.py::test_whatever_goes_wrong_is_noticed_and_the_next_case_runs"),
+    (" and (not done or time.monotonic() < end):", ":",
+     "the clock ends no run", "test_fuzz.py::test_a_run_that_runs_out_of_time_says_how_far_it_came"),
+    ('f"{a.first + len(cases)}"', 'f"{len(cases)}"',
+     "a run goes on where another has been",
+     "test_fuzz.py::test_a_run_that_runs_out_of_time_says_how_far_it_came"),
+]
+
+KILL = [
+    (', "--resume"])', "])",
+     "killed runs begin anew", "test_kill.py::test_killed_runs_end_like_undisturbed_ones"),
+    ('        del facts["seconds"]\n', "",
+     "a state differs as it took longer",
+     "test_kill.py::test_a_training_state_may_differ_in_its_seconds_only"),
+    ("        return facts, {key:", "        return {key:",
+     "steps, losses and measurements may differ",
+     "test_kill.py::test_a_training_state_may_differ_in_its_seconds_only"),
+    ("for folder in (a, b) for p", "for folder in (a,) for p",
+     "a file too many goes unseen", "test_kill.py::test_a_file_that_differs_or_is_missing_is_named"),
+    ("if status != 0:", "if status is None:",
+     "a resumed run may fail", "test_kill.py::test_a_run_that_hangs_or_fails_is_an_error"),
+]
+
 BENCH_SEARCH = [
     ("[number >> j & 1 for j in range(n)]", "[number >> n - 1 - j & 1 for j in range(n)]",
      "bits count from the highest", "test_search.py::test_every_set_is_what_a_trial_says_of_it"),
@@ -1585,7 +1639,8 @@ GGUF = [
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
          "layerskip.py": LAYERSKIP, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
-         "benchmarks/search.py": BENCH_SEARCH, "control.py": CONTROL,
+         "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
+         "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL, "control.py": CONTROL,
          "benchmarks/drafters.py": BENCH_SELF, "benchmarks/costs.py": BENCH_COSTS,
          "benchmarks/check.py": CHECK, "benchmarks/peers.py": PEERS, "benchmarks/gguf.py": GGUF,
          "support/chat.py": CHAT, "support/show.py": SHOW, "support/stats.py": STATS,

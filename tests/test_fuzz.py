@@ -1,7 +1,8 @@
 """A first few of the fuzzer's cases, each kind of corruption among them, and whether the fuzzer itself would
 notice what it looks for.
 
-The one thing to remember: `python tests/fuzz.py` runs two thousand cases, and any other number with --cases.
+The one thing to remember: `python tests/fuzz.py` runs ten thousand cases, or as many as half an
+hour allows.
 """
 import os
 import pickle
@@ -9,6 +10,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 
 import fuzz
 import pytest
@@ -28,6 +30,15 @@ def test_the_first_cases_pass_and_every_kind_is_among_them(capsys):
     out = capsys.readouterr().out
     assert status == 0, out
     assert out.endswith(f"\n{cases} passed, 0 failed\n") and all(kind in out for kind in fuzz.KINDS)
+
+
+def test_a_run_that_runs_out_of_time_says_how_far_it_came(capsys, monkeypatch):
+    monkeypatch.setattr(fuzz, "BATCH", 1)
+    assert fuzz.main(["--first", "50", "--cases", "60", "--minutes", "1e-9", "--seed", "7"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("seed 7, cases 50 to 59, at most 1e-09 minutes\n")
+    assert "the time is up after 1 of 10 cases: go on with --first 51 --seed 7\n" in out
+    assert out.endswith("\n1 passed, 0 failed\n")
 
 
 def prepared(number, bases, room):
@@ -100,8 +111,10 @@ def test_whatever_goes_wrong_is_noticed_and_the_next_case_runs(monkeypatch):
         (lambda room: {}["x"], "KeyError from a library: 'x'"),
         (lambda room: sys.exit(3), "SystemExit"),
         (lambda room: forever(), "hangs"),
+        (lambda room: time.sleep(99), "hangs"),
         (lambda room: os.kill(os.getpid(), signal.SIGKILL), "crashes with SIGKILL"),
-        (lambda room: len(b"x" * (fuzz.PEAK + 2**24)), "took 3"),
+        (lambda room: len(b"x" * (fuzz.PEAK - 2**24)), None),
+        (lambda room: len(b"x" * (fuzz.PEAK + 2**24)), "took 8"),
         (lambda room: len(bytes(2 * fuzz.SPACE)), "MemoryError"),
         (lambda room: os.write(2, b"a library says"), "a library says"),
         (lambda room: open(f"{room}/marker", "w").close(), "a pickle was opened"),
@@ -115,10 +128,11 @@ def test_whatever_goes_wrong_is_noticed_and_the_next_case_runs(monkeypatch):
         return 0
 
     monkeypatch.setattr(fuzz, "SECONDS", 1)
+    monkeypatch.setattr(fuzz, "CLOCK", 2)
     monkeypatch.setattr(fuzz, "prepare", prepare)
     monkeypatch.setattr(fuzz.generate, "main", act)
     cases = fuzz.run(range(len(ways)))
     assert [case.number for case in cases] == list(range(len(ways)))
     for case, (_, words) in zip(cases, ways, strict=True):
         assert case.wrong is None if words is None else words in case.wrong
-    assert fuzz.summarize(cases) == len(ways) - 2
+    assert fuzz.summarize(cases) == len(ways) - 3
