@@ -358,9 +358,9 @@ def commit(state, draft, accepted, next_token, logits, eos):
     out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])   # (B, K+1)
     state.write(state.at(*range(1, K + 2)), out)
     peak = logits.abs().amax((1, 2))                                     # (B,) NaN and infinity survive it
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    sure = (wide.gather(2, out[..., None])[..., 0] - wide.logsumexp(-1)).exp()  # (B, K+1)
-    facts = torch.cat([torch.stack([accepted, draft.length, peak], 1), sure, out], 1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    sure = logits.softmax(-1, dtype=wide).gather(2, out[..., None])[..., 0]     # (B, K+1)
+    facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure, out], 1)
     new, chances, kept, proposed = [], [], [], []
     for b, (yes, offered, top, *values) in enumerate(facts.tolist()):
         if not math.isfinite(top):
