@@ -1187,7 +1187,7 @@ CONTROL = [
     ("self.saved[b] += self.risk", "self.saved[b] += 0",
      "a draft that failed is never tried again",
      "test_control.py::test_a_useless_draft_costs_three_per_cent_at_most"),
-    ("gamma, self.saved[b] = 1, self.saved[b] - self.c", "gamma = 1",
+    ("gamma, self.saved[b] = 1, self.saved[b] - self.cost", "gamma = 1",
      "a try is not paid for", "test_control.py::test_a_useless_draft_costs_three_per_cent_at_most"),
     ("        if len(self.saved) != len(state.known):", "        if True:",
      "each text comes with a free try", "test_control.py::test_do_no_harm_keeps_its_purse_from_text_to_text"),
