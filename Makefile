@@ -13,7 +13,7 @@ demo: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --compare
 
 test: $(VENV)/dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n auto
 
 gpu-test: $(VENV)/dev
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no CUDA device here")'
