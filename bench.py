@@ -1,6 +1,6 @@
 """The command that measures: side by side in one process, A B A B, medians, after a warm-up.
 
-    python bench.py counts       operations and synchronisations of a round: free of noise
+    python bench.py counts       operations of a round, and waits for a GPU: counted, so free of noise
     python bench.py plain        plain decoding beside transformers
     python bench.py costs        what each sub-layer and the head take on this machine
     python bench.py help         will a draft help this model? every exit, or a skip set, and a verdict
@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import check, costs, drafters, plain, search
+from benchmarks import check, costs, counts, drafters, plain, search
 from benchmarks.shared import WEIGHTS
 from support import cli
 from support.files import replacing
 
-RUNS = {"counts": plain.run_counts, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
+RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run,
         "search": search.run}  # -> (Markdown, data, draw(path) or None)
 

@@ -1,4 +1,4 @@
-"""Plain decoding, measured: its operations and synchronisations, and its speed beside transformers.
+"""Plain decoding, measured beside transformers.
 
 The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
 """
@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import checkpoint
@@ -21,9 +19,8 @@ from benchmarks import peers
 from benchmarks.shared import ROOT, WEIGHTS, page, random_model, table
 from control import interleave
 from kvcache import KVCache
-from layerskip import SelfDraft
 from model import Config
-from speculative import Rule, generate, prefill, rounds
+from speculative import generate, prefill, rounds
 from support import plots
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
@@ -33,82 +30,6 @@ SHAPE_1B = Config(vocab_size=128_000, dim=2048, n_layers=16, n_heads=32, n_kv_he
 TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
 BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 CONTEXTS = 64, 256, 512, 1024, 2048, 4096
-
-
-# --- counts
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations that compute or copy. Views cost next to nothing and are left out, and so are
-    questions, such as what two dtypes promote to."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = [r.alias_info for r in func._schema.returns if "Tensor" in str(r.type)]
-        self.count += bool(made) and all(alias is None or alias.is_write for alias in made)
-        return func(*args, **(kwargs or {}))
-
-
-class Synchronisations(TorchFunctionMode):
-    """Counts the calls that make the host wait for the device to have a value."""
-
-    names = {"tolist", "item", "cpu", "numpy", "nonzero", "equal", "__bool__", "__int__", "__float__",
-             "__index__"}
-    count = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.count += getattr(func, "__name__", "") in self.names
-        return func(*args, **(kwargs or {}))
-
-
-def count(action):
-    with torch.inference_mode(), Synchronisations() as waits, Operations() as operations:
-        action()
-    return {"operations": operations.count, "synchronisations": waits.count}
-
-
-class Unstopped(Rule):
-    """Has a stop rule, which never stops a draft."""
-
-    def stop(self, k, logits, token):
-        return token < 0
-
-
-def counts():
-    """What a plain round and a drafted step cost outside the sub-layers."""
-    model = random_model(Config(vocab_size=64, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16,
-                                hidden_dim=32))
-    cache, x = KVCache(model.c, 1, 64, torch.float32), torch.zeros(1, 1, 32)
-    model.run(x, slice(0, 1), cache)  # the cos/sin table is made once
-
-    def layers(sublayers):
-        runs = [partial(model.run, x, slice(9, 10), cache, subs) for subs in (sublayers, [])]
-        full, empty = (count(run)["operations"] for run in runs)
-        return full - empty
-
-    def round_of(drafter):
-        steps = rounds(model, [[1, 2, 3]], 60, drafter)
-        next(steps)
-        return count(lambda: next(steps))
-
-    def step(rule):
-        short, long = (round_of(SelfDraft(model, range(2), rule(gamma))) for gamma in (2, 3))
-        return {key: long[key] - short[key] - layers(range(2)) * (key == "operations") for key in long}
-
-    plain = round_of(None)
-    return {"plain round": {**plain, "operations": plain["operations"] - layers(range(4))},
-            "drafted step": step(Rule), "drafted step, stop rule": step(Unstopped)}
-
-
-def run_counts(a):
-    seen = counts()
-    rows = [[name, str(r["operations"]), str(r["synchronisations"])] for name, r in seen.items()]
-    lines = table(["outside the sub-layers", "operations", "synchronisations"], rows)
-    return page(lines), {"counts": seen}, None
-
-
-# --- plain decoding beside transformers
 
 
 class Pair:

@@ -116,6 +116,10 @@ MODEL = [
      "if True:",
      "a table made while generating cannot be trained with",
      "test_speculative.py::test_a_model_that_has_generated_can_still_be_trained"),
+    # on a GPU
+    ("slot = torch.arange(end, device=slots.device)", "slot = torch.arange(end)",
+     "a tensor is made on the CPU inside `run`",
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-plain-4]"),
 ]
 
 KVCACHE = [
@@ -201,6 +205,10 @@ SAMPLING = [
      "the stream begins one number early", "test_sampling.py::test_the_coins_are_splitmix64"),
     ('    version = 1\n', '    version = 2\n',
      "a version that no test has seen", "test_sampling.py::test_the_order_of_spending_has_a_version"),
+    # on a GPU
+    ("max(4096, count), device)", "max(4096, count)).to(device)",
+     "uniforms are computed on the CPU, and the host waits until they are sent",
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-plain-1]"),
 ]
 
 CHECKPOINT = [
@@ -262,6 +270,10 @@ CHECKPOINT = [
      "begin-of-text doubled", "test_checkpoint.py::test_a_prompt_gets_exactly_one_begin_of_text"),
     ("device.index > last", "device.index > last + 1",
      "one GPU more than there is", "test_generate.py::test_a_gpu_that_is_not_there"),
+    # on a GPU
+    (".to_empty(device=device)", '.to_empty(device="cpu").to(device)',
+     "the whole model takes memory on the CPU before it moves",
+     "test_paper_gpu.py::test_a_checkpoint_is_loaded_straight_onto_the_gpu[llama]"),
 ]
 
 SPECULATIVE = [
@@ -371,14 +383,14 @@ SPECULATIVE = [
      "the last slot of the context stays empty", "test_speculative.py::test_context_limit[llama-none]"),
     (" p = state.probs(logits)", " p = state.probs(logits) if logits.isfinite().all() else None",
      "a check that waits for the device each round",
-     "test_speculative.py::test_one_synchronisation_a_round_and_few_operations"),
+     "test_paper_gpu.py::test_one_wait_a_round_and_few_operations"),
     ('        if rule.stop:\n            length = going.long()',
      '        if rule.stop and going.any():\n            length = going.long()',
      "a stop rule that waits for the device twice",
-     "test_speculative.py::test_one_synchronisation_a_round_and_few_operations"),
+     "test_paper_gpu.py::test_one_wait_a_round_and_few_operations"),
     ("        qs.append(q)", "        qs.append(q if int(token[0]) >= 0 else q)",
      "a drafted step that waits for the device",
-     "test_speculative.py::test_one_synchronisation_a_round_and_few_operations"),
+     "test_paper_gpu.py::test_one_wait_a_round_and_few_operations"),
     # n-gram
     ("self.index[b][tuple(text[i : i + self.n])] = i + self.n",
      "self.index[b].setdefault(tuple(text[i : i + self.n]), i + self.n)",
@@ -525,6 +537,17 @@ SPECULATIVE = [
      "q, length + (T if tail.length is None else tail.length), head.reuse)",
      "the states of the first draft are handed over for all",
      "test_control.py::test_what_is_shared_is_handed_over_unless_there_is_a_tail"),
+    # on a GPU
+    ("t.pin_memory().to(self.n.device, non_blocking=True)", "t.to(self.n.device)",
+     "the host waits until what it sends has arrived",
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-plain-1]"),
+    ("t.pin_memory().to(", "t.to(",
+     "what is not pinned is sent no sooner for being non_blocking",
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-plain-1]"),
+    ("*drafts, self.drafted = torch.cat([head.tokens, length[:, None]], 1).T.tolist()",
+     "drafts, self.drafted = head.tokens.T.tolist(), length.tolist()",
+     "the tail makes the host wait twice",
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-exit, then n-gram-1]"),
 ]
 
 LAYERSKIP = [
@@ -600,6 +623,13 @@ LAYERSKIP = [
     ("dict.fromkeys(tap for tap in state.taps if tap < shared)", "{}",
      "the sub-layers that draft and verifier share leave no trace",
      "test_speculative.py::test_what_is_shared_is_handed_over_and_not_run_again[cpu-sublayers0-8]"),
+    # on a GPU
+    ("x = run_shared(token, k)", "x = run_shared(token, k if token[0, 0].item() >= 0 else k)",
+     "an .item() in `propose`: the host waits for each drafted token",
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-exit, constant-1]"),
+    ("own = torch.eye(T, dtype=torch.bool, device=self.p.device)", "own = torch.eye(T, dtype=torch.bool)",
+     "the tree of a scored text stays on the CPU",
+     "test_paper_gpu.py::test_a_text_is_scored_as_on_the_cpu[llama]"),
 ]
 
 CHAT = [
@@ -1211,6 +1241,10 @@ CONTROL = [
     ("max(cost, self.FLOOR)", "cost",
      "a useless draft that seems free is never given up",
      "test_control.py::test_a_useless_draft_that_costs_nothing_is_given_up"),
+    # on a GPU
+    ("< self.bar", "< torch.tensor(self.threshold, device=token.device)",
+     "the thresholds are sent after every drafted token",
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-exit, adaptive exit-1]"),
 ]
 
 BENCH_COSTS = [
@@ -1635,6 +1669,31 @@ GGUF = [
      "the tensors start where the index ends", "test_peers.py::test_the_file_holds_every_tensor"),
 ]
 
+PAPER = [
+    ("any(t.dim() > 0 and not isinstance(t, Paper) for t in tensors)", "len(tensors) < 0",
+     "a mix of devices passes", "test_paper_gpu.py::test_a_mix_of_devices_is_an_error"),
+    ("isinstance(source, Pinned) and (", "(",
+     "memory that is not pinned is fetched, too", "test_paper_gpu.py::test_what_waits"),
+    ("or isinstance(i, Tensor) and i.dtype == torch.bool", "",
+     "a mask as an index waits for nobody", "test_paper_gpu.py::test_what_waits"),
+    ("            out = out.clone()", "            pass",
+     "a copy shares its memory", "test_paper_gpu.py::test_a_copy_has_memory_of_its_own"),
+    ("(new or writes)", "new",
+     "what writes in place is no operation", "test_paper_gpu.py::test_views_are_no_operations"),
+    ("future.set_overwrite_module_params_on_conversion(True)", "pass",
+     "a module that moves stays where it was", "test_paper_gpu.py::test_modules_move_with_their_parameters"),
+    ("        self.patches.close()", "        pass",
+     "afterwards there is still a GPU", "test_paper_gpu.py::test_afterwards_all_is_as_before"),
+]
+
+COUNTS = [
+    ("        gpu.operations[device] = before", "        pass",
+     "the sub-layers are counted", "test_paper_gpu.py::test_one_wait_a_round_and_few_operations"),
+    ("    for _ in range(7):", "    for _ in range(1):",
+     "n-grams that find nothing yet are counted",
+     "test_paper_gpu.py::test_one_wait_a_round_and_few_operations"),
+]
+
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
          "layerskip.py": LAYERSKIP, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
@@ -1642,6 +1701,7 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL, "control.py": CONTROL,
          "benchmarks/drafters.py": BENCH_SELF, "benchmarks/costs.py": BENCH_COSTS,
          "benchmarks/check.py": CHECK, "benchmarks/peers.py": PEERS, "benchmarks/gguf.py": GGUF,
+         "benchmarks/counts.py": COUNTS, "tests/paper_gpu.py": PAPER,
          "support/chat.py": CHAT, "support/show.py": SHOW, "support/stats.py": STATS,
          "generate.py": GENERATE, "train.py": TRAIN, "support/corpus.py": CORPUS, "support/cli.py": CLI,
          "support/card.py": CARD}

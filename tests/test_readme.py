@@ -14,7 +14,7 @@ import bench
 import generate
 import search
 import train
-from benchmarks.plain import counts
+from benchmarks import counts
 from control import expected_speedup, expected_tokens
 
 ROOT = Path(__file__).parent.parent
@@ -170,13 +170,8 @@ def test_our_figures_in_the_table_of_papers_stand_in_the_benchmarks():
 
 
 def test_the_counts_of_operations_are_those_of_the_code():
-    seen = {name: tuple(r.values()) for name, r in counts().items()}
-    words = " ".join(BENCHMARKS.split())
-    plain, step = (int(re.search(pattern, words)[1]) for pattern in (
-        r"a plain round takes (\d+) tensor operations and one synchronisation",
-        r"A drafted step takes (\d+) operations and no synchronisation"))
-    assert seen["plain round"] == (plain, 1) and seen["drafted step"] == (step, 0)
-    assert seen["drafted step, stop rule"][1] == 1
+    table, _, _ = counts.run(None)
+    assert table in BENCHMARKS
 
 
 def of_files(name, key, exit_layer):

@@ -716,19 +716,6 @@ def test_damaged_weights_are_noticed(value):
         generate(m, [[1, 2]], 5)
 
 
-# --- the cost of a round, in operations: free of noise
-
-
-def test_one_synchronisation_a_round_and_few_operations():
-    from benchmarks.plain import counts
-
-    got = counts()
-    assert got["plain round"]["operations"] <= 25 and got["drafted step"]["operations"] <= 20
-    assert got["plain round"]["synchronisations"] == 1
-    assert got["drafted step"]["synchronisations"] == 0
-    assert got["drafted step, stop rule"]["synchronisations"] == 1
-
-
 # --- GPU
 
 
