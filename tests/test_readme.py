@@ -110,6 +110,13 @@ def test_imports_run_upward(name):
     assert imports(CODE[name]) <= allowed(name)
 
 
+@pytest.mark.parametrize("name", CODE)
+def test_no_function_is_longer_than_forty_lines(name):
+    found = ast.walk(ast.parse(CODE[name].read_text(encoding="utf-8")))
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in found if isinstance(f, ast.FunctionDef)}
+    assert not {f: lines for f, lines in long.items() if lines > 40}
+
+
 def test_no_imports_go_round_in_a_circle():
     graphlib.TopologicalSorter({name: imports(path) for name, path in CODE.items()}).prepare()
 
