@@ -54,6 +54,7 @@ class Bench:
     def __init__(self, a):
         self.device, self.repeats = checkpoint.find_device(a.device), a.repeats
         self.shapes, self.found, self.held = TINY if a.tiny else SHAPES, {}, None
+        self.trained = ["stories-draft"] if a.tiny else ["stories-llama", "stories-gemma2"]
         self.prompt, self.new = (12, 8) if a.tiny else (128, 128)
         self.bytes, self.side, self.calls = (2**12, 16, 2) if a.tiny else (2**30, 8192, 1000)
 
@@ -170,7 +171,7 @@ def blocks(bench, name):
     return rows
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def exactness(bench, name):
     """Which widths give the same bits in bfloat16, all else equal? One cache, one reach, the same tokens."""
     model, start, count = bench.model(name), bench.prompt, 24
@@ -245,8 +246,9 @@ def shipped(bench, name):
         ids = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], model.c.bos)
         if not rows:
             (truth,), _ = generate(checkpoint.load(WEIGHTS / name, "cpu", dtype)[0], [ids], count)
-        L, skip = model.c.n_layers, str(WEIGHTS / name / "skip.json")
-        drafts = {f"exit {L // 4}": early_exit(L, L // 4), "skip set": cli.read_skip(skip, L)}
+        L, skip = model.c.n_layers, WEIGHTS / name / "skip.json"
+        drafts = {f"exit {max(1, L // 4)}": early_exit(L, max(1, L // 4))}
+        drafts |= {"skip set": cli.read_skip(str(skip), L)} if skip.is_file() else {}
         drafters = {"plain": lambda: None, "n-gram": lambda: NGram(8, 3)}
         drafters |= {way: partial(SelfDraft, model, subs, GAMMA) for way, subs in drafts.items()}
         texts = {way: generate(model, [ids], count, make())[0][0] for way, make in drafters.items()}
@@ -264,7 +266,7 @@ def parts(bench):
     todo = {"constants": partial(constants, bench), "products": partial(products, bench)}
     for name in bench.shapes:
         todo |= {f"{name}: {f.__name__}": partial(f, bench, name) for f in (blocks, exactness, decoding)}
-    todo |= {name: partial(shipped, bench, name) for name in ("stories-llama", "stories-gemma2")}
+    todo |= {name: partial(shipped, bench, name) for name in bench.trained}
     if find_spec("transformers"):
         todo |= {f"{name}: beside transformers": partial(beside, bench, name) for name in bench.shapes}
     return todo
