@@ -57,7 +57,7 @@ def count(gpu, device, make, gamma):
     for m in (model, small):
         ignore_sublayers(gpu, m, device)
     steps = rounds(model, [[1, 2, 3]], 100, make(model, small, gamma))
-    for _ in range(7):      # by then the text repeats itself, so that there are n-grams
+    for _ in range(12):     # by then the text repeats itself, so that there are n-grams
         next(steps)
     operations, waits = gpu.operations[device], len(gpu.waits)
     next(steps)

@@ -20,6 +20,7 @@ from tiny import FAMILIES, LLAMA, full_disk, make, tree
 import checkpoint
 import generate
 import search
+import speculative
 from benchmarks import search as bench_search
 from control import AdaptiveExit, Costs, expected_speedup, expected_tokens, weight_costs
 from kvcache import KVCache
@@ -193,7 +194,7 @@ def test_a_trial_runs_only_the_sublayers_after_the_first_gap(scored, monkeypatch
 def test_tokens_per_second_decodes_with_the_draft(scored, monkeypatch):
     model, calibration, costs = scored
     seen = []
-    monkeypatch.setattr(search, "generate", lambda *args: seen.append(args) or generate.generate(*args))
+    monkeypatch.setattr(search, "generate", lambda *args: seen.append(args) or speculative.generate(*args))
     t, by_speed = (score(calibration, costs, [0, 1, 4]) for score in (tokens_per_second, speedup))
     assert 0 < t.value < math.inf and replace(t, value=by_speed.value) == by_speed
     assert [args[1] for args in seen] == [[ids] for ids in calibration.ids], "the single token, too"
