@@ -1,7 +1,7 @@
 """When to draft and how far, and what it is worth.
 
-The one thing to remember: drafting gains only where alpha > c, the share of first drafts that are accepted
-above the cost of a drafted step relative to a pass of the target.
+The one thing to remember: drafting gains only where alpha exceeds c. Alpha is how often the first token of a
+draft is accepted, and c is the cost of a drafted step relative to a pass of the target.
 
 A rule says how far a drafter drafts, and none can change the text. Confidences come from the raw softmax, and
 so they mean something at temperature 0, too.
@@ -36,6 +36,9 @@ def expected_tokens(alpha, gamma):
     2.44
     >>> round(expected_tokens(torch.tensor([0.9, 0.2]), 2), 2)  # one round: 1 + .9 + .9 * .2
     2.08
+
+    After that round the next one starts at position 1 (probability .1), 2 (.9 * .8) or 3 (.9 * .2). Elsewhere
+    alpha is measured otherwise: `support.stats` counts the first drafts of rounds, `DoNoHarm` every draft.
     """
     if isinstance(alpha, (int, float)):
         return sum(alpha ** i for i in range(gamma + 1))
@@ -60,8 +63,8 @@ def expected_tokens(alpha, gamma):
 
 
 def expected_speedup(alpha, gamma, cost):
-    """Over plain decoding, where verifying gamma + 1 tokens costs as much as one (Leviathan et al. 2023,
-    Theorem 3.8). cost: of a drafted step relative to a pass of the target, the paper's c."""
+    """The speed relative to plain decoding, where verifying gamma + 1 tokens costs as much as one (Leviathan
+    et al. 2023, Theorem 3.8). cost: what a drafted step takes relative to a target pass, the paper's c."""
     return expected_tokens(alpha, gamma) / (gamma * cost + 1)
 
 
@@ -138,8 +141,9 @@ class Schedule(Rule):
     """
 
     def __init__(self, start, up=1, down=1, most=MOST):
-        super().__init__(max(start, most))
-        self.start, self.up, self.down = Rule(start).most, up, down
+        self.start = Rule(start).most   # checked like any other length
+        super().__init__(max(self.start, most))
+        self.up, self.down = up, down
 
     def begin(self, state):
         self.now = [self.start] * len(state.known)
@@ -198,8 +202,8 @@ class AdaptiveExit(Rule):
 
 
 class Gate(Rule):
-    """Draft only after a token that the target was sure of (the repository fast-llm-inference by ccs96307:
-    0.5), each row on its own."""
+    """Draft only after a token that the target was sure of, each row on its own (the repository
+    fast-llm-inference by ccs96307, with a threshold of 0.5)."""
 
     def __init__(self, gamma, threshold=0.5):
         super().__init__(gamma)
@@ -216,10 +220,10 @@ class Gate(Rule):
 
 
 class ValueGate(Gate):
-    """The gate by expected value: draft where the acceptance to be expected after a target's token of this
-    confidence exceeds the cost, as far as the formula says.
+    """The gate by expected value: it learns how often drafts are accepted after a target's token of each
+    confidence, and drafts where that exceeds the cost, as far as the formula says.
 
-    It learns the acceptance of first drafts in ten classes of confidence, and that of later ones in one more.
+    First drafts are counted in ten classes of confidence, and later ones in one more.
     Old evidence fades, and a class with almost no evidence drafts one token, to learn: so none is given up
     for good.
     """
@@ -255,16 +259,16 @@ class DoNoHarm(Rule):
     from what became of its drafts, old ones fading, and drafts as far as the formula says; not at all where
     the estimate does not exceed the cost.
 
-    Each round without a draft earns `risk` passes, and once they pay for it the row tries one token, which
-    spends them. So a useless draft costs a share of `risk`, whatever its price, once a few tries have told
-    that it is useless. A cost below `FLOOR` counts as `FLOOR`: the estimate of a draft of which nothing is
-    accepted falls to .045 only, and a drafted token widens the block, which is never free.
+    Each round without a draft earns `risk` passes. When a row has earned the cost of a drafted token, it
+    drafts one and spends them. So, once a few tries have told that a draft is useless, it costs `risk` passes
+    a round, whatever its price. A cost below `FLOOR` counts as `FLOOR`: the estimate of a draft of which
+    nothing is accepted only falls to .045, and a drafted token widens the block, which is never free.
     """
     FLOOR = 0.05
 
     def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
         super().__init__(gamma)
-        self.cost, self.risk, self.decay = max(cost, self.FLOOR), risk, fade
+        self.cost, self.risk, self.fade = max(cost, self.FLOOR), risk, fade
         self.past, self.saved = Beta(), []
 
     def begin(self, state):
@@ -286,9 +290,9 @@ class DoNoHarm(Rule):
     def learn(self, state, r):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
-                for beta in (self.seen[b], self.past):
-                    beta.fade(self.decay)
-                    beta.add(kept, kept < drafted)
+                for seen in (self.seen[b], self.past):
+                    seen.fade(self.fade)
+                    seen.add(kept, kept < drafted)
 
 
 class Beta:
@@ -313,7 +317,7 @@ class Beta:
 
 def plan(first, later, cost, most):
     """The best gamma where the first draft is accepted with probability `first`, and each after an accepted
-    one with `later`."""
+    one with `later`. Where the two are equal this is `best_gamma`."""
     best, top, tokens, reach = 0, 1.0, 1.0, first
     for gamma in range(1, most + 1):
         tokens, reach = tokens + reach, reach * later

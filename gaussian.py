@@ -29,8 +29,8 @@ def kernel(d, theta):
     the noise's variance.
 
     Each bit contributes a factor: 1 where two sets agree, and rho = exp(-weight) where they differ. So the
-    matrix over all 2^n sets is a Kronecker product of matrices [[1, rho], [rho, 1]]. It is positive definite,
-    and its smallest eigenvalue is the product of all 1 - rho.
+    matrix over all 2^n sets is the signal's variance times a Kronecker product of matrices [[1, rho],
+    [rho, 1]]. It is positive definite: the smallest eigenvalue of the product is the product of all 1 - rho.
 
     Draft & Verify's search uses a smooth kernel on the box [0, 1]^n instead, and rounds each coordinate to a
     bit. Two points that round to the same set have the same value but may lie far apart, so the process has
@@ -101,9 +101,10 @@ def expected_improvement(mean, std, best):
     """E[max(0, f - best)] for a normal f with this mean and deviation (Jones et al. 1998, eq. 15)."""
     gap, std = mean - best, std.clamp(min=1e-12)
     u = gap / std
-    # trap: far below the best the two terms nearly cancel; ndtr of a long tensor is not exact enough then
-    below = torch.special.log_ndtr(u).exp()
-    return (gap * below + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
+    # trap: where the mean is far below the best, the two terms nearly cancel, and torch.special.ndtr of many
+    # numbers at once is not exact enough for that
+    above = torch.special.log_ndtr(u).exp()                                     # how likely f exceeds best
+    return (gap * above + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
 
 
 def climb(score, starts, allowed):

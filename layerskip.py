@@ -69,8 +69,8 @@ class SelfDraft(Drafter):
     For two drafts d1, d2 after the last known token D:
 
         block          D      d1     d2
-        before a gap   kept   kept   run once more, alone     nobody drafts from d2, but it must be verified
-        after a gap    -      -      -                        here the verifier begins, for all three
+        before a gap   kept   kept   run last: nobody drafts from d2, but it must be verified
+        after a gap    rough  rough  -          the verifier begins here, and runs all three
 
     Drafts write into the target's cache. Before the first gap they write what the verifier would. After it a
     draft reads exact old keys and its own rough new ones; the verification of this very round overwrites the
@@ -95,7 +95,7 @@ class SelfDraft(Drafter):
     def propose(self, state):
         if self.stranger:
             return self.stranger.propose(state)
-        m, subs, xs, traces = self.model, list(self.sublayers), [], []
+        m, subs, xs, traces = self.model, self.sublayers, [], []
         shared = shared_prefix(subs)
 
         def run_shared(token, k):  # what the verifier will not repeat
@@ -160,8 +160,3 @@ class Teacher:
         which is that of min(p, q) (Leviathan et al. 2023, Corollary 3.6). (T,) float64, on the CPU."""
         both = torch.minimum(self.p, self.draft(sublayers)).double().sum(-1)
         return both[0].clamp(max=1).cpu()  # trap: the float32 sum of a distribution can exceed 1
-
-
-def acceptance(model, sublayers, ids, probs=to_probs):
-    """The acceptances (T,) of a draft along the text `ids`, in one pass; see `Teacher`."""
-    return Teacher(model, ids, probs).acceptance(sublayers)

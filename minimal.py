@@ -1,8 +1,9 @@
 """Self-speculative decoding on one page: one text, no cache, one position at a time, nothing clever.
 
 The one thing to remember: the first blocks of the model draft, the whole model judges every draft, and the
-text is exactly what the whole model alone would have written. `speculative.py` does the same with a cache,
-for many texts and any kind of draft; a test holds the two equal, coin for coin.
+text is exactly what the whole model alone would have written or, when sampling, has the same distribution.
+`speculative.py` does the same with a cache, for many texts and any kind of draft; a test holds the two equal,
+coin for coin.
 """
 from pathlib import Path
 
@@ -34,9 +35,9 @@ def speculate(model, tokens, exit_layer, gamma, probs, coins):
     accepted = (passed + [False]).index(False)
     # Correct: in place of a refused draft comes a token from max(p - q, 0), which is what p has and q lacks;
     # after a draft that was accepted to its end, a bonus token from p.
-    rest = (p[accepted] - q[accepted]).clamp(min=0) if accepted < gamma else p[accepted]
-    rest = rest if rest.sum() > 0 else p[accepted]                              # p = q up to rounding
-    return drafted, accepted, drafted[:accepted] + [int(coins.choose(rest))]
+    residual = (p[accepted] - q[accepted]).clamp(min=0) if accepted < gamma else p[accepted]
+    residual = residual if residual.sum() > 0 else p[accepted]      # where p = q, rounding can leave nothing
+    return drafted, accepted, drafted[:accepted] + [int(coins.choose(residual))]
 
 
 @torch.inference_mode()

@@ -32,7 +32,7 @@ from sampling import Coins, to_probs
 class State:
     """What the loop knows. Row b has the tokens[b, :n[b]], and the cache holds at least all but the last."""
     tokens: torch.Tensor       # (B, S) slot = position; entries from n onwards are dead
-    n: torch.Tensor            # (B,) tokens known: the only length there is
+    n: torch.Tensor            # (B,) how many tokens of each row are known
     left: torch.Tensor         # (B,) tokens the row may still emit; 0 = finished
     cache: KVCache
     model: Transformer         # the target
@@ -56,8 +56,8 @@ class State:
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
     def end(self, T):
-        """One past the last slot that a block of T tokens reads, or more, known to the host. On CUDA it is
-        rounded up to 256, 512, 1024..., so that few shapes occur."""
+        """One past the last slot that a block of T tokens from offset 0 on reads, or more, known to the host.
+        On CUDA it is rounded up to 256, 512, 1024..., so that few shapes occur."""
         end = max(map(len, self.known)) - 1 + T
         if self.n.is_cuda:
             end = max(256, 1 << (end - 1).bit_length())
@@ -112,7 +112,7 @@ class Round:
     logits: torch.Tensor       # (B, K+1, V) the target's, after the final soft-cap and before the temperature
     p: torch.Tensor            # (B, K+1, V)
     accepted: torch.Tensor     # (B,) on the CPU; never more than len(new)
-    proposed: torch.Tensor     # (B,) on the CPU; what stands after an accepted end of text was never tested
+    proposed: torch.Tensor     # (B,) on the CPU; drafted tokens, less those after an accepted end of text
     new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
     sure: list[list[float]]    # what the target gave each of them, raw: softmax of the logits
     trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
@@ -196,13 +196,13 @@ def wanted(state, rule):
 
 
 def chain(state, step, rule):
-    """Draw a chain of tokens one by one, as every drafter does that predicts them with a model.
+    """Draw a chain of tokens one by one: what every drafter with a model does.
 
-    step(token (B, 1), k) reads `token`, which stands at offset k, and returns the raw logits (B, 1, V) of the
-    token after it. Returns tokens (B, K), q (B, K, V) or None, length (B,) or None: what lies beyond a row's
-    length is dead. A rule's stop(k, logits (B, V), token (B,)) -> (B,) bool says after a draw which rows end
-    there, *and the drawn token is kept*: to discard a token for what it is would change the distribution of
-    the text. While any row goes on, all rows draw and spend uniforms:
+    step(token (B, 1), k) reads `token`, which stands at offset k (0: the last known token), and returns the
+    raw logits (B, 1, V) of the token after it. Returns tokens (B, K), q (B, K, V) or None, length (B,) or
+    None: what lies beyond a row's length is dead. A rule's stop(k, logits (B, V), token (B,)) -> (B,) bool
+    says after a draw which rows end there, *and the drawn token is kept*: to discard a token for what it is
+    would change the distribution of the text. While any row goes on, all rows draw and spend uniforms:
 
         row 0   a b c d   length 4
         row 1   a ! . .   length 2: it stopped at "!", which is still proposed
@@ -238,8 +238,9 @@ def verify(p, q, tokens, coins, length=None):
     everywhere. Returns how many were accepted (B,) and the token after them (B,).
 
     The text is distributed as if p had been sampled: token t leaves as an accepted draft with probability
-    q(t) min(1, p(t) / q(t)) = min(p(t), q(t)), and as a replacement with max(p(t) - q(t), 0), as the chance
-    of a refusal is just what the replacement is divided by. Together that is p(t).
+    q(t) min(1, p(t) / q(t)) = min(p(t), q(t)), and as a replacement with max(p(t) - q(t), 0), because the sum
+    of max(p - q, 0), by which the weights of a replacement are divided, is the chance of a refusal. Together
+    that is p(t).
 
     >>> p = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])        # of the first token, and of the one after it
     >>> q = torch.tensor([[[0.5, 0.5]]])
@@ -304,9 +305,10 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
     """Continue every prompt, yielding (state, round) after each draft-verify round. A generator: stepping in
     a notebook, streaming, colours and statistics are consumers of it.
 
-    prompts is a ragged list of lists of ids. A row ends at the first id in `eos`, after max_new tokens, or
-    when prompt and answer fill the context. Without a drafter every draft is empty: plain decoding. Raises
-    ValueError for prompts that cannot be continued and for NaN or infinite logits.
+    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is none:
+    pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without a drafter
+    every draft is empty: plain decoding. Raises ValueError for prompts that cannot be continued and for NaN
+    or infinite logits.
     """
     check_prompts(model, prompts, max_new)
     drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
@@ -487,7 +489,7 @@ class ModelDraft(Drafter):
 
     def observe(self, state, r):
         super().observe(state, r)
-        # a row may have drafted less than the longest, and another drafter gone on where it ended
+        # a row may have drafted less than the longest one, and another drafter may have continued its draft
         rows = zip(self.held, state.known, r.new, r.accepted.tolist(), strict=True)
         self.held = [min(held, len(text) - 1, len(text) - len(new) + kept) for held, text, new, kept in rows]
 
@@ -499,8 +501,8 @@ class Then(Wrapper):
     """b goes on where a ends: `Then(SelfDraft(...), NGram(...))` looks up in the text what followed the last
     time it went like the draft (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them so).
 
-    b had better not be a `SelfDraft`: it reads the target's cache, which nobody has filled for a's tokens.
-    And where b adds tokens, a's `reuse` is lost: nobody has computed those states for b's tokens.
+    b should not be a `SelfDraft`: it would read the target's cache, which holds nothing yet for a's tokens.
+    Where b adds tokens, a's `reuse` is lost, because nobody has computed those states for b's tokens.
     """
 
     def __init__(self, a, b):

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-from benchmarks.plain import launches, step
+from benchmarks.plain import agree, launches, step
 from benchmarks.shared import WEIGHTS, random_model, read_prompts, table
 from control import expected_speedup, interleave, weight_costs
 from kvcache import KVCache
@@ -104,11 +104,6 @@ def recorded(action, device):
     with torch.cuda.graph(graph):
         action()
     return graph.replay
-
-
-def parting(a, b):
-    """How many tokens two texts begin with in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 # --- what is measured: each function returns {row: {column: number}}
@@ -209,7 +204,7 @@ def decoding(bench, name):
         texts[way] = generate(model, ids, count, drafters[way]())
     rows = bench.speeds({way: partial(write, way) for way in drafters}, c)
     for way, ((text,), passes) in texts.items():
-        same = parting(text, texts["plain"][0][0])
+        same = agree(text, texts["plain"][0][0])
         rows[way] |= {"tokens a pass": len(text) / passes, "tokens as plain": same}
     cost = bench.found[f"{name}: blocks"][f"exit {E}"]["relative"]
     rows[f"promised for exit {E} at alpha .8"] = {"times the first row": expected_speedup(0.8, GAMMA, cost)}
@@ -256,8 +251,8 @@ def shipped(bench, name):
                 for way, make in drafters.items()}
         for way, row in bench.speeds(ways).items():
             text = texts[way]
-            rows[f"{way}, {str(dtype)[6:]}"] = row | {"tokens as plain": parting(text, texts["plain"]),
-                                                      "as float32 on the CPU": parting(text, truth)}
+            rows[f"{way}, {str(dtype)[6:]}"] = row | {"tokens as plain": agree(text, texts["plain"]),
+                                                      "as float32 on the CPU": agree(text, truth)}
     return rows
 
 

@@ -1,7 +1,7 @@
 """What a run did and what it cost: counts, a stopwatch, what limits the speed, and plain decoding beside it.
 
-The one thing to remember: a rate is the tokens by the seconds of one and the same run, and the reading of the
-prompts does not count, because drafting speeds up only the writing.
+The one thing to remember: a rate is the tokens divided by the seconds of one and the same run, and the
+reading of the prompts does not count, because drafting speeds up only the writing.
 """
 import math
 import statistics
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from control import expected_tokens
 from kvcache import KVCache
 from speculative import Drafter, Wrapper, prefill
 
@@ -23,7 +24,7 @@ class Counts:
     tokens: int = 0     # written
     drafted: int = 0    # row by row: passes that tested a draft of the row
     hits: int = 0       # those of them that accepted the draft's first token
-    proposed: int = 0   # drafted tokens that were tested
+    proposed: int = 0   # drafted tokens, less those after an accepted end of text
     accepted: int = 0   # those of them that were accepted
 
     def add(self, r):
@@ -132,7 +133,7 @@ def ideals(tau, gamma, alpha, share, draft, verify, loop, plain):
     arguments are those of `limit`."""
     cost, now = draft + verify + loop, max(1, round(gamma / share))  # now: the length of a draft, if any
     # Leviathan et al. 2023, Theorem 3.8, with the measured costs
-    speed = {g: sum(alpha ** i for i in range(g + 1)) / (draft / gamma * g + verify + loop)
+    speed = {g: expected_tokens(alpha, g) / (draft / gamma * g + verify + loop)
              for g in range(now, now + 9)}
     best = max(speed, key=speed.get)
     gains = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
 
-from layerskip import SelfDraft, Teacher, acceptance, early_exit, keep
+from layerskip import SelfDraft, Teacher, early_exit, keep
 from sampling import to_probs
 from speculative import rounds
 from support.cli import read_skip
@@ -46,7 +46,7 @@ def first_rounds(m, sublayers, probs=to_probs):
 @each_draft
 def test_greedy_acceptance_is_whether_the_loop_accepts(models, family, name):
     m = models[family]
-    got = acceptance(m, DRAFTS[name], IDS)
+    got = Teacher(m, IDS).acceptance(DRAFTS[name])
     assert got.tolist() == first_rounds(m, DRAFTS[name]).accepted.tolist()
 
 
@@ -56,7 +56,7 @@ def test_acceptance_is_the_overlap_of_the_loops_distributions(models, family, na
     m, probs = models[family], lambda logits: to_probs(logits, 1.3, top_p=0.95)
     r = first_rounds(m, DRAFTS[name], probs)
     want = torch.minimum(r.p[:, 0], r.draft.q[:, 0]).sum(-1)
-    got = acceptance(m, DRAFTS[name], IDS, probs)
+    got = Teacher(m, IDS, probs).acceptance(DRAFTS[name])
     assert (got - want).abs().max() < 1e-12 and 0 < float(got.min()) < float(got.max()) <= 1 + 1e-12
     teacher = Teacher(m, IDS, probs)
     assert (teacher.p[0] - r.p[:, 0]).abs().max() < 1e-12
@@ -91,7 +91,7 @@ def test_one_teacher_scores_many_drafts(models, family):
     m, probs = models[family], lambda logits: to_probs(logits, 1.0)
     teacher = Teacher(m, IDS, probs)
     for name in [*DRAFTS, *reversed(DRAFTS)]:
-        alone = acceptance(m, DRAFTS[name], IDS, probs)
+        alone = Teacher(m, IDS, probs).acceptance(DRAFTS[name])
         assert torch.equal(teacher.acceptance(DRAFTS[name]), alone)
     assert len(teacher.states) == 13 and torch.equal(teacher.states[0], m.embed(torch.tensor([IDS])))
 
@@ -100,23 +100,24 @@ def test_one_teacher_scores_many_drafts(models, family):
 @pytest.mark.parametrize("probs", [to_probs, lambda logits: to_probs(logits, 0.8)], ids=["greedy", "sampled"])
 def test_an_empty_skip_set_is_always_accepted(models, family, probs):
     for subs in (keep(6), range(12), early_exit(6, 6)):
-        assert acceptance(models[family], subs, IDS, probs) == pytest.approx(torch.ones(len(IDS)), abs=1e-12)
+        got = Teacher(models[family], IDS, probs).acceptance(subs)
+        assert got == pytest.approx(torch.ones(len(IDS)), abs=1e-12)
 
 
 @each_family
 def test_texts_of_one_token_and_of_the_whole_context(models, family):
     m = make(replace(FAMILIES[family], max_len=len(IDS)))
-    long = acceptance(m, DRAFTS["skip"], IDS)
-    assert torch.equal(long, acceptance(models[family], DRAFTS["skip"], IDS))
+    long = Teacher(m, IDS).acceptance(DRAFTS["skip"])
+    assert torch.equal(long, Teacher(models[family], IDS).acceptance(DRAFTS["skip"]))
     for n in (1, 2, 5, 6):
-        short = acceptance(m, DRAFTS["skip"], IDS[:n])
+        short = Teacher(m, IDS[:n]).acceptance(DRAFTS["skip"])
         assert torch.equal(short, long[:n]), "no place knows of later ones"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_acceptances_are_float64_whatever_the_weights(dtype):
     m = make(LLAMA).to(dtype)
-    got = acceptance(m, DRAFTS["exit 4"], IDS, lambda logits: to_probs(logits, 1.0))
+    got = Teacher(m, IDS, lambda logits: to_probs(logits, 1.0)).acceptance(DRAFTS["exit 4"])
     assert got.dtype == torch.float64 and got.device.type == "cpu" and got.shape == (len(IDS),)
 
 
@@ -125,7 +126,7 @@ def test_texts_that_are_empty_or_too_long_are_refused(models, count):
     message = f"^a text of {count} tokens cannot be scored: the context holds 1 to 64$"
     with pytest.raises(ValueError, match=message):
         Teacher(models["llama"], [1] * count)
-    assert len(acceptance(models["llama"], range(4), [1] * 64)) == 64
+    assert len(Teacher(models["llama"], [1] * 64).acceptance(range(4))) == 64
 
 
 @pytest.mark.parametrize("bad", [17, -1])
