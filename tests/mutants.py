@@ -1247,13 +1247,29 @@ CONTROL = [
      "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-exit, adaptive exit-1]"),
 ]
 
-BENCH_COSTS = [
+LAYOUT = [
+    ("import statistics\n", "import statistics\n\nimport checkpoint\n",
+     "the library imports what stands below it", "test_readme.py::test_imports_run_upward[control]"),
+]
+
+MEASURE_COSTS = [
     ("head + empty)", "head)",
      "the head's call is free", "test_bench.py::test_costs_leave_out_the_call_itself"),
-    ("float(torch.cat(alphas).mean()), gamma", "float(torch.stack([a.mean() for a in alphas]).mean()), gamma",
-     "alpha is a mean of means", "test_bench.py::test_a_forecast_by_hand"),
+    ("max(0.0, s - empty)", "s",
+     "a sub-layer pays for its call", "test_bench.py::test_costs_leave_out_the_call_itself"),
+]
+
+BENCH_PLAIN = [
+    ("return full - empty", "return full",
+     "what a call does that runs nothing counts for the sub-layers",
+     "test_readme.py::test_the_counts_of_operations_are_those_of_the_code"),
+]
+
+BENCH_COSTS = [
     ("ids + new, probs), len(ids) - 1))", "ids + new, probs), 0))",
      "drafts are scored on the prompts, too", "test_bench.py::test_help_scores_what_the_model_itself_says"),
+    ("cost = costs.step(subs)", "cost = weights.step(subs)",
+     "the stopwatch has no say", "test_bench.py::test_help_says_yes_and_how"),
 ]
 
 BENCH_SELF = [
@@ -1263,29 +1279,31 @@ BENCH_SELF = [
      "a pass through no sub-layer counts as whole", "test_bench.py::test_a_round_costs_gamma_c_and_one_pass"),
     ("watch(model, weight_costs(model.c))", "watch(model, weight_costs(models[0].c))",
      "a draft model is as heavy as the target", "test_bench.py::test_a_draft_model_counts_its_own_weights"),
-    ("        self.drafter.begin(state, x)\n        self.then()\n",
-     "        self.then()\n        self.drafter.begin(state, x)\n",
+    ("        super().begin(state, trace)\n        self.action()\n",
+     "        self.action()\n        super().begin(state, trace)\n",
      "what a draft model reads of the prompt counts",
      "test_bench.py::test_a_draft_model_counts_its_own_weights"),
     ("            del model.run, model.unembed\n", "            del model.run\n",
      "the meter stays on the model", "test_bench.py::test_metering_changes_nothing_and_removes_itself"),
-    ("            learning = rule()\n\n            def make(model, small):\n",
-     "            def make(model, small):\n                learning = rule()\n",
+    ("        rule = new_rule()\n\n        def make(model, small):\n",
+     "        def make(model, small):\n            rule = new_rule()\n",
      "a rule knows nothing of the prompt before",
      "test_bench.py::test_what_a_rule_learns_lasts_from_prompt_to_prompt"),
     ('texts[name] != texts["plain"]:', 'len(texts[name]) != len(texts["plain"]):',
      "only the lengths of two texts are compared",
      "test_bench.py::test_a_method_that_writes_another_text_stops_the_benchmark"),
-    ("bench.prompts[i] + plain[:at]", "bench.prompts[i] + plain[: at + 1]",
-     "the gap is read one token late", "test_bench.py::test_divergences_are_where_the_texts_part"),
+    ("bench.prompts[i], ours, plain)", "bench.prompts[0], ours, plain)",
+     "the gap is read after another prompt", "test_bench.py::test_divergences_are_where_the_texts_part"),
+    ("if any(x != y for x, y in zip(ours, plain, strict=False)):", "if ours != plain:",
+     "a text that is longer has parted", "test_bench.py::test_divergences_are_where_the_texts_part"),
     # a row
-    ("        for i, runs in m.samples.items()\n    ]\n    tokens,",
-     "        for i, runs in plain.samples.items()\n    ]\n    tokens,",
+    ("              for i, runs in m.samples.items()]\n",
+     "              for i, runs in plain.samples.items()]\n",
      "every method is compared with plain decoding, plain decoding with itself",
      "test_bench.py::test_a_row_by_hand"),
     ('"ratio": statistics.geometric_mean(paired)', '"ratio": statistics.mean(paired)',
      "the mean of quotients is not the quotient of means", "test_bench.py::test_a_row_by_hand"),
-    ("        series = [t.acceptance(m.sublayers)[skip:]", "        series = [t.acceptance(m.sublayers)",
+    ("        series = [t.acceptance(m.sublayers)[unscored:]", "        series = [t.acceptance(m.sublayers)",
      "what the prompt would accept counts", "test_bench.py::test_a_row_by_hand"),
     ("if m.gamma and len(a) >= m.gamma]", "if m.gamma]",
      "a text shorter than a draft ends the benchmark at its last step", "test_bench.py::test_a_row_by_hand"),
@@ -1298,9 +1316,11 @@ BENCH_SELF = [
     ("a.skip or found.is_file()", "a.skip",
      "the skip set beside the weights is not looked at",
      "test_bench.py::test_the_whole_benchmark_with_a_skip_set_beside_the_weights"),
-    ('n["prompt"], n["position"]', 'n["position"]',
+    ('n["prompt"], n["position"]', '0, n["position"]',
      "two prompts that part at the same token are one",
      "test_bench.py::test_divergences_at_one_place_are_one_line"),
+    ('if n["near_tie"] else', "if True else",
+     "every difference is blamed on rounding", "test_bench.py::test_divergences_at_one_place_are_one_line"),
 ]
 
 GAUSSIAN = [
@@ -1502,6 +1522,8 @@ SEARCH = [
 ]
 
 BENCH_SHARED = [
+    ("float(torch.cat(series).mean()), gamma", "float(torch.stack([a.mean() for a in series]).mean()), gamma",
+     "alpha is a mean of means", "test_bench.py::test_a_forecast_by_hand"),
     ("    model.scale.fill_(c.embed_scale)", "    # model.scale.fill_(c.embed_scale)",
      "a random model forgets the scale of its embeddings",
      "test_gpu_benchmark.py::test_a_random_model_is_complete_and_follows_its_seed"),
@@ -1698,7 +1720,8 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
          "layerskip.py": LAYERSKIP, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
-         "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL, "control.py": CONTROL,
+         "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL,
+         "control.py": CONTROL + MEASURE_COSTS + LAYOUT, "benchmarks/plain.py": BENCH_PLAIN,
          "benchmarks/drafters.py": BENCH_SELF, "benchmarks/costs.py": BENCH_COSTS,
          "benchmarks/check.py": CHECK, "benchmarks/peers.py": PEERS, "benchmarks/gguf.py": GGUF,
          "benchmarks/counts.py": COUNTS, "tests/paper_gpu.py": PAPER,
@@ -1710,7 +1733,7 @@ MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 def copy_repository(folder):
     """What the tests need; what is large or never changed by a link."""
-    for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("support", "benchmarks"):
