@@ -119,7 +119,7 @@ MODEL = [
     # on a GPU
     ("slot = torch.arange(end, device=slots.device)", "slot = torch.arange(end)",
      "a tensor is made on the CPU inside `run`",
-     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-plain-4]"),
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[gemma2-4-plain]"),
 ]
 
 KVCACHE = [
@@ -208,7 +208,7 @@ SAMPLING = [
     # on a GPU
     ("max(4096, count), device)", "max(4096, count)).to(device)",
      "uniforms are computed on the CPU, and the host waits until they are sent",
-     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-plain-1]"),
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-1-plain]"),
 ]
 
 CHECKPOINT = [
@@ -540,14 +540,14 @@ SPECULATIVE = [
     # on a GPU
     ("t.pin_memory().to(self.n.device, non_blocking=True)", "t.to(self.n.device)",
      "the host waits until what it sends has arrived",
-     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-plain-1]"),
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-1-plain]"),
     ("t.pin_memory().to(", "t.to(",
      "what is not pinned is sent no sooner for being non_blocking",
-     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-plain-1]"),
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-1-plain]"),
     ("*drafts, self.drafted = torch.cat([head.tokens, length[:, None]], 1).T.tolist()",
      "drafts, self.drafted = head.tokens.T.tolist(), length.tolist()",
      "the tail makes the host wait twice",
-     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-exit, then n-gram-1]"),
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-1-exit, then n-gram]"),
 ]
 
 LAYERSKIP = [
@@ -626,7 +626,7 @@ LAYERSKIP = [
     # on a GPU
     ("x = run_shared(token, k)", "x = run_shared(token, k if token[0, 0].item() >= 0 else k)",
      "an .item() in `propose`: the host waits for each drafted token",
-     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-exit, constant-1]"),
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-1-exit, constant]"),
     ("own = torch.eye(T, dtype=torch.bool, device=self.p.device)", "own = torch.eye(T, dtype=torch.bool)",
      "the tree of a scored text stays on the CPU",
      "test_paper_gpu.py::test_a_text_is_scored_as_on_the_cpu[llama]"),
@@ -1244,7 +1244,7 @@ CONTROL = [
     # on a GPU
     ("< self.bar", "< torch.tensor(self.threshold, device=token.device)",
      "the thresholds are sent after every drafted token",
-     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-exit, adaptive exit-1]"),
+     "test_paper_gpu.py::test_the_text_of_the_cpu_and_only_known_waits[llama-1-exit, adaptive exit]"),
 ]
 
 LAYOUT = [
@@ -1257,12 +1257,6 @@ MEASURE_COSTS = [
      "the head's call is free", "test_bench.py::test_costs_leave_out_the_call_itself"),
     ("max(0.0, s - empty)", "s",
      "a sub-layer pays for its call", "test_bench.py::test_costs_leave_out_the_call_itself"),
-]
-
-BENCH_PLAIN = [
-    ("return full - empty", "return full",
-     "what a call does that runs nothing counts for the sub-layers",
-     "test_readme.py::test_the_counts_of_operations_are_those_of_the_code"),
 ]
 
 BENCH_COSTS = [
@@ -1721,7 +1715,7 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "layerskip.py": LAYERSKIP, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
          "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL,
-         "control.py": CONTROL + MEASURE_COSTS + LAYOUT, "benchmarks/plain.py": BENCH_PLAIN,
+         "control.py": CONTROL + MEASURE_COSTS + LAYOUT,
          "benchmarks/drafters.py": BENCH_SELF, "benchmarks/costs.py": BENCH_COSTS,
          "benchmarks/check.py": CHECK, "benchmarks/peers.py": PEERS, "benchmarks/gguf.py": GGUF,
          "benchmarks/counts.py": COUNTS, "tests/paper_gpu.py": PAPER,

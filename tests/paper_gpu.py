@@ -28,6 +28,10 @@ class Paper(Tensor):
     """A tensor of the paper GPU: in truth one of the CPU. Only its type tells where it is."""
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def __deepcopy__(self, memo):
+        twin = self.detach().clone()
+        return torch.nn.Parameter(twin, self.requires_grad) if isinstance(self, torch.nn.Parameter) else twin
+
 
 class Pinned(Tensor):
     """A tensor of the host which the paper GPU fetches without making the host wait."""
