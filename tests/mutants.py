@@ -370,7 +370,7 @@ SPECULATIVE = [
      "max_new overshoots: no room for the token behind",
      "test_speculative.py::test_drafts_never_overrun_even_if_they_ignore_what_is_left[cpu-4-llama]", HANGS),
     ("(state.left - 1).clamp_(0, K)", "(state.left - 1).clamp_(max=K)",
-     "finished rows propose -1 tokens", "test_speculative.py::test_golden_acceptance_counts"),
+     "finished rows propose -1 tokens", "test_speculative.py::test_accepted_counts_only_what_was_kept"),
     ("length if draft.length is None else torch.minimum(draft.length, length)", "length",
      "the drafter's length is ignored", "test_speculative.py::test_golden_acceptance_counts"),
     ("trace = dict.fromkeys(state.taps) | before", "trace = before",

@@ -250,7 +250,7 @@ def test_steps_of_training_end_in_the_weights_of_the_cpu(gpu, family):
     text = SimpleNamespace(tokenizer=expected.byte_tokenizer(), hash=str,
                            batch=lambda seed, step, batch, context: tokens[step])
     runs = [train.Run(a, text, torch.device(device)) for device in ("cpu", "cuda")]
-    # trap: autocast keeps the half copy of a weight for its next use, so that gradients add up in half; but it
+    # trap: autocast keeps the half copy of a weight, so that the gradients of its uses add up in half; but it
     # takes a tensor of paper for a view, of which it keeps none
     torch.set_autocast_cache_enabled(False)
     try:
