@@ -38,9 +38,9 @@ def parse(argv):
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 3)")
     p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
-    p.add_argument("--skip", metavar="SET", help="help, self: this skip set, a3,m4 or a skip.json "
+    p.add_argument("--skip", metavar="SET", help="help, check, self: this skip set, a3,m4 or a skip.json "
                    "(self: by default the one beside the weights, if there is one)")
-    p.add_argument("--text", metavar="FILE", help="help: the text to score drafts on, instead of its own")
+    p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
     p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
