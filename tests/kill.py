@@ -41,7 +41,7 @@ def commands(folder):
     """{name: (the module, its flags)}, and the files that they read."""
     draw, words = random.Random(0), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
     stories = [" ".join(draw.choice(part.split()) for _ in range(6) for part in words) for _ in range(60)]
-    (folder / "text.txt").write_text(corpus.END.join(stories))
+    (folder / "text.txt").write_text(corpus.BOUNDARY.join(stories))
     model = make(replace(LLAMA, vocab_size=64, n_layers=3)).float()
     for b in model.blocks[1:]:  # so weak that drafts without them are worth something
         b.attn.wo.mul_(0.2)
@@ -111,8 +111,9 @@ def disturbed(command, out, span, rng, most):
         if status is not None:
             break
         kill(child)
-        names = {p.name for p in out.iterdir()} if out.is_dir() else set()
-        met.append("a file half written" if any(name.endswith(files.TEMPORARY) for name in names) else
+        names = {p.name for p in out.iterdir()} - {files.LOCK} if out.is_dir() else set()
+        met.append("a file half written" if any(name.endswith(files.TEMPORARY) or name.startswith(".tmp")
+                                                 for name in names) else
                    "nothing yet" if not names else
                    "the run at its end" if names & {search.FOUND, "model.safetensors"} else "the run at work")
     finished(command, out)  # once more after a good end: that must change nothing
