@@ -125,8 +125,10 @@ def constants(bench):
             "launch in a graph": (calls, "launches", recorded(adds, bench.device)),
             "wait": (calls, "waits", lambda: [small[0].item() for _ in range(calls)])}
     s = interleave({name: action for name, (_, _, action) in work.items()}, bench.repeats)
-    return {name: {"unit": unit, "per second": size / s[name], "microseconds": 1e6 * s[name] / size}
-            for name, (size, unit, _) in work.items()}
+    rows = {name: {"unit": unit, "per second": size / s[name]} for name, (size, unit, _) in work.items()}
+    for name in ("launch", "launch in a graph", "wait"):
+        rows[name]["microseconds"] = 1e6 * s[name] / calls
+    return rows
 
 
 def products(bench):
