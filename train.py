@@ -31,6 +31,7 @@ from support import card, cli, corpus, plots
 from support.files import LOCK, TEMPORARY, lock, replacing
 
 STATE = "checkpoint.safetensors"
+LITTER = ".tmp??????"  # safetensors writes such a file and renames it: a kill in between leaves it there
 # when a run is resumed
 MAY_CHANGE = {"out", "resume", "valid", "tokenizer", "minutes", "every", "twin", "about", "prompt", "device"}
 
@@ -316,7 +317,7 @@ def open_run(a):
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")
     there = {p.name for p in out.iterdir()} if out.is_dir() else set()
-    there -= {STATE + TEMPORARY, LOCK}
+    there -= {STATE + TEMPORARY, LOCK, *(p.name for p in out.glob(LITTER))}
     if STATE in there:
         if not a.resume:
             raise ValueError(f"{out} holds a run already: continue with --resume, or name another --out")
@@ -342,6 +343,8 @@ def open_run(a):
         run.measure()
         run.save()
     run.lock = held  # for as long as there is this run
+    for file in out.glob(LITTER):
+        file.unlink()
     return run
 
 

@@ -112,7 +112,8 @@ def disturbed(command, out, span, rng, most):
             break
         kill(child)
         names = {p.name for p in out.iterdir()} - {files.LOCK} if out.is_dir() else set()
-        met.append("a file half written" if any(name.endswith(files.TEMPORARY) for name in names) else
+        met.append("a file half written" if any(name.endswith(files.TEMPORARY) or name.startswith(".tmp")
+                                                 for name in names) else
                    "nothing yet" if not names else
                    "the run at its end" if names & {search.FOUND, "model.safetensors"} else "the run at work")
     finished(command, out)  # once more after a good end: that must change nothing

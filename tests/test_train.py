@@ -584,6 +584,16 @@ def test_a_run_that_is_killed_while_it_saves_can_be_resumed(culprit, calls, begi
     same_end(tmp_path / "out", tmp_path / "whole")
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_safetensors_leaves_when_it_is_killed_is_tidied_up(saved, begin, tmp_path):
+    litter = tmp_path / "out" / ".tmpcrE7OO"
+    if saved:
+        begin().lock.close()
+    litter.parent.mkdir(exist_ok=True)
+    litter.write_bytes(b"half a checkpoint")
+    assert begin(resume=True).step == 0 and not litter.exists()
+
+
 def test_a_killed_process_can_be_resumed(begin, flags, tmp_path):
     """SIGKILL at any moment after the first step; checkpoints come as fast as they can."""
     changes = dict(tokens=64 * 30)
