@@ -1570,7 +1570,7 @@ FUZZ = [
 
 KILL = [
     (', "--resume"])', "])",
-     "killed runs begin anew", "test_kill.py::test_killed_runs_end_like_undisturbed_ones"),
+     "killed runs begin anew", "test_kill.py::test_killed_runs_end_like_undisturbed_ones", 200),
     ('        del facts["seconds"]\n', "",
      "a state differs as it took longer",
      "test_kill.py::test_a_training_state_may_differ_in_its_seconds_only"),
