@@ -1684,7 +1684,7 @@ GGUF = [
     ("*reversed(w.shape)", "*w.shape",
      "sizes from the outermost inwards", "test_peers.py::test_the_file_holds_every_tensor"),
     ("at, count = at + size + padded(size), count + 1", "at, count = at + size, count + 1",
-     "tensors are not aligned", "test_peers.py::test_the_file_holds_every_tensor"),
+     "tensors are not aligned", "test_peers.py::test_every_tensor_begins_at_a_multiple_of_32_bytes"),
     ("w.float() if w.dim() == 1 else w", "w",
      "norms in half precision", "test_peers.py::test_the_file_holds_every_tensor"),
     ("file.write(head + bytes(padded(len(head))))", "file.write(head)",

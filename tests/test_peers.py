@@ -97,6 +97,15 @@ def test_the_file_holds_every_tensor(models, tmp_path, name, dtype):
     assert f.metadata["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(c.norm_eps)
 
 
+def test_every_tensor_begins_at_a_multiple_of_32_bytes(tmp_path):
+    """Here hardly any tensor ends at one."""
+    m = make(replace(CONFIGS["llama"], vocab_size=5, dim=20, hidden_dim=12)).half()
+    f = written(m, tmp_path)
+    for name, part in (("token_embd", m.tok), ("blk.2.ffn_down", m.blocks[2].mlp.down),
+                       ("blk.5.attn_output", m.blocks[5].attn.wo)):
+        assert torch.equal(f.tensors[name + ".weight"], part)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_turning_neighbours_gives_the_same_scores(models, tmp_path, name):
     """llama.cpp's rotation, over the file's Q and K, against ours over our own."""
