@@ -39,7 +39,10 @@ class Pinned(Tensor):
 
 
 def paper(x):
-    return x.as_subclass(Paper) if type(x) is Tensor else x
+    if type(x) is not Tensor:
+        return x
+    # trap: autocast keeps its copy of a weight for the next call only where the weight is no view
+    return x.as_subclass(Paper) if x.requires_grad else Tensor._make_subclass(Paper, x)
 
 
 def flat(x):
