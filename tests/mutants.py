@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKERS = min(2, os.cpu_count() or 1)
-LIMIT, HANGS = 60, 15  # seconds; only where a row ends with HANGS is running out of time a kill
+LIMIT, HANGS = 150, 15  # seconds; only where a row ends with HANGS is running out of time a kill
 
 
 class Mutant(NamedTuple):
