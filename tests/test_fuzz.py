@@ -131,8 +131,8 @@ def test_whatever_goes_wrong_is_noticed_and_the_next_case_runs(monkeypatch):
         ways[int(argv[0])][0](argv[1])
         return 0
 
-    monkeypatch.setattr(fuzz, "SECONDS", 1)
-    monkeypatch.setattr(fuzz, "CLOCK", 2)
+    monkeypatch.setattr(fuzz, "SECONDS", 3)
+    monkeypatch.setattr(fuzz, "CLOCK", 8)
     monkeypatch.setattr(fuzz, "prepare", prepare)
     monkeypatch.setattr(fuzz.generate, "main", act)
     cases = fuzz.run(range(len(ways)))
