@@ -33,7 +33,8 @@ from support.files import LOCK, TEMPORARY, lock, replacing
 STATE = "checkpoint.safetensors"
 LITTER = ".tmp??????"  # safetensors writes such a file and renames it: a kill in between leaves it there
 # when a run is resumed
-MAY_CHANGE = {"out", "resume", "valid", "tokenizer", "minutes", "every", "twin", "about", "prompt", "device"}
+MAY_CHANGE = {"out", "resume", "valid", "tokenizer", "minutes", "every", "twin", "about", "prompt", "device",
+              "dtype"}
 
 
 # --- the command line
@@ -80,8 +81,10 @@ def add_recipe(group):
                        "loss that imitates the model's own final distribution instead of the labels, as "
                        "acceptance compares the two (soft labels as in Kangaroo, arXiv 2404.18911)")
     group.add_argument("--shallow", type=float, default=0.7, metavar="P",
-                       help="how often the exit lies in the lower half of the blocks, where drafts come "
-                       "from (our choice; LayerSkip weighs deep exits more)")
+                       help="how often the exit is a shallow one, where drafts come from (our choice; "
+                       "LayerSkip weighs deep exits more)")
+    group.add_argument("--shallow-end", type=float, default=1 / 6, metavar="P",
+                       help="the share of the blocks up to which an exit is shallow (default: a sixth)")
     group.add_argument("--curriculum", type=float, default=0.2, metavar="P", help="in the first P of the run "
                        "every exit is drawn equally often and learns from labels only, with .3 times "
                        "--exit-weight (our choice; LayerSkip's curriculum is over the exits)")
@@ -100,13 +103,16 @@ def add_steps(group):
     group.add_argument("--clip", type=float, default=1.0, metavar="X", help="the greatest norm of a gradient")
     group.add_argument("--seed", type=int, default=0)
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    group.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16",
+                       help="of the products; weights are float32. A CPU without bfloat16 units is faster in "
+                       "float32")
 
 
 def check_flags(a):
     """The same flags. Raises ValueError for numbers that make no sense."""
     for low, high, names in (
             (1, 2**20, "vocab layers dim heads kv_heads head_dim hidden context window batch"),
-            (0, 2**40, "seed warmup"), (0, 1, "dropout distil shallow curriculum decay")):
+            (0, 2**40, "seed warmup"), (0, 1, "dropout distil shallow shallow_end curriculum decay")):
         for name in names.split():
             if not low <= getattr(a, name) <= high:
                 raise ValueError(f"--{name.replace('_', '-')} must lie within {low} and {high}, got "
@@ -135,8 +141,8 @@ def choose(a, n_layers, progress, g):
     loss)."""
     kept = (torch.rand(2 * n_layers, generator=g, dtype=torch.float64) >= drop_rates(n_layers, a.dropout))
     u, v = torch.rand(2, generator=g, dtype=torch.float64).tolist()
-    in_curriculum, half = progress < a.curriculum, max(1, n_layers // 2)
-    low, high = (1, n_layers) if in_curriculum else (1, half + 1) if u < a.shallow else (half + 1, n_layers)
+    in_curriculum, end = progress < a.curriculum, max(1, round(n_layers * a.shallow_end))
+    low, high = (1, n_layers) if in_curriculum else (1, end + 1) if u < a.shallow else (end + 1, n_layers)
     exit_layer = min(low + int(v * max(1, high - low)), max(1, n_layers - 1))
     weight, distil = (0.3 * a.exit_weight, 0.0) if in_curriculum else (a.exit_weight, a.distil)
     return kept.nonzero()[:, 0].tolist(), exit_layer, weight, distil
@@ -244,13 +250,16 @@ class Run:
         clock = self.seconds / (60 * self.a.minutes) if self.a.minutes else 0.0
         return min(1.0, max(self.step / self.steps, clock))
 
+    def precision(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.a.dtype == "bfloat16")
+
     def train_step(self):
         a, progress = self.a, self.progress()
         g = torch.Generator().manual_seed(a.seed * 1_000_003 + self.step + 2**40)
         kept, exit_layer, weight, distil = choose(a, self.model.c.n_layers, progress, g)
         batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
         scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, (1 - progress) / max(a.decay, 1e-9)))
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with self.precision():
             final, exit_loss = losses(self.model, batch, kept, exit_layer if weight else None, distil)
         (final if exit_loss is None else final + weight * exit_loss).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), a.clip)
@@ -262,7 +271,7 @@ class Run:
         self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
 
     def measure(self):
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with self.precision():
             files = {name: evaluate(self.model, s, self.a.context, 8192)
                      for name, s in self.text.valid.items()}
         self.evals.append({"tokens": self.step * self.a.batch * self.a.context, "files": files})

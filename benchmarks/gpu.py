@@ -94,9 +94,13 @@ class Bench:
         return rows
 
 
+def can_record(device):
+    return device.type == "cuda" and torch.version.cuda is not None
+
+
 def recorded(action, device):
     """The action as one CUDA graph, whose launches cost next to nothing; elsewhere the action itself."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    if not can_record(device):
         return action
     action()  # libraries set themselves up at the first call, and that cannot be recorded
     torch.cuda.synchronize()
@@ -163,7 +167,7 @@ def blocks(bench, name):
     rows = {key: {"ms": 1e3 * s[key], "relative": s[key] / s["1 tokens"]} for key in s}
     for key, subs in exits.items():
         rows[key]["by weights"] = weight_costs(model.c).step(subs)
-    if bench.device.type == "cuda" and torch.version.cuda:
+    if can_record(bench.device):
         rows["launches of a plain round"] = {"count": launches(model, [1] * at)}
     return rows
 
@@ -229,7 +233,7 @@ def beside(bench, name):
                         pad_token_id=0, **flags)
     ways = {"ours": lambda count: generate(model, ids.tolist(), count),
             "transformers": partial(write, disable_compile=True)}
-    if bench.device.type == "cuda":  # there it compiles by itself, in the warm-up
+    if can_record(bench.device):  # there it compiles by itself, in the warm-up
         ways["transformers, static cache, compiled"] = partial(write, cache_implementation="static")
     return bench.speeds(ways, c)
 

@@ -41,7 +41,7 @@ def facts(run, command):
         f"through the shared norm and head: for the first {a.curriculum:.0%} of the run weight "
         f"{0.3 * a.exit_weight:.2g}, labels only, every exit equally often; then weight {a.exit_weight:g}, "
         f"{a.distil:.0%} of it distilled from the model's own final distribution, {a.shallow:.0%} of the "
-        "exits in the lower half of the blocks")
+        f"exits in the first {a.shallow_end:.0%} of the blocks")
     window = f", window {c.window} on even layers" if c.window else ""
     return [
         ("shape", f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for "
@@ -50,7 +50,7 @@ def facts(run, command):
         ("data", a.about or ", ".join(run.text.train)),
         ("recipe", f"{tokens / 1e6:.3g} M tokens, sequences of {a.context}, batch {a.batch}; {recipe}"),
         ("optimiser", f"Muon (lr {a.muon_lr:g}) for matrices, AdamW (lr {a.lr:g}) for embeddings and norms, "
-         f"warm-up {a.warmup} steps, linear to 2 % over the last {a.decay:.0%}; bf16 autocast"),
+         f"warm-up {a.warmup} steps, linear to 2 % over the last {a.decay:.0%}; products in {a.dtype}"),
         ("hardware, time", f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"),
         ("command", f"`python train.py {command}`")]
 

@@ -84,7 +84,8 @@ class PaperGPU(TorchFunctionMode):
             get_device_name=lambda device: "a GPU on paper",
             synchronize=lambda device=None: self.wait("synchronize"),
             set_sync_debug_mode=partial(setattr, self, "sync_debug_mode")))
-        self.patches.enter_context(patch("torch.autocast", lambda device, *more: autocast("cpu", *more)))
+        self.patches.enter_context(patch(
+            "torch.autocast", lambda device, *more, **flags: autocast("cpu", *more, **flags)))
         # trap: by default a module that moves keeps its parameters, and so their type, and swaps their data
         self.patches.callback(future.set_overwrite_module_params_on_conversion,
                               future.get_overwrite_module_params_on_conversion())

@@ -9,17 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import DEVICES
 
 from benchmarks import gpu
 from benchmarks.shared import random_model
 
-TINY = "--tiny", "--device", "cpu", "--repeats", "1"
+TINY = "--tiny", "--repeats", "1"
 
 
 @pytest.fixture
 def call(capsys, tmp_path):
-    def run(*argv):
-        status = gpu.main(["--out", str(tmp_path / "gpu.json"), *TINY, *map(str, argv)])
+    def run(*argv, device="cpu"):
+        argv = ["--out", tmp_path / "gpu.json", *TINY, "--device", device, *argv]
+        status = gpu.main([*map(str, argv)])
         return status, *capsys.readouterr()
     return run
 
@@ -42,8 +44,9 @@ def numbers(x):
     return [n for v in x.values() for n in numbers(v)] if isinstance(x, dict) else [x]
 
 
-def test_every_part_runs_and_is_written(call, tmp_path):
-    status, out, err = call()
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_part_runs_and_is_written(call, tmp_path, device):
+    status, out, err = call(device=device)
     found = json.loads((tmp_path / "gpu.json").read_text())
     kinds = "blocks", "exactness", "decoding", "beside transformers"
     assert (status, found["torch"], found["tiny"]) == (0, torch.__version__, True)

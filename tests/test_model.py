@@ -114,7 +114,8 @@ def test_cached_blocks_equal_the_full_pass(name, block, device):
 def test_rows_at_different_places_equal_their_full_passes(name, device):
     """Prompts end inside a prefill block, rows advance unevenly; dead slots hold garbage."""
     m, tokens = make(CONFIGS[name], device=device), some_tokens(3, 32, device)
-    cache, n, T, row = new_cache(m, 3, 32), torch.tensor([4, 13, 1], device=device), 4, torch.arange(3)
+    cache, n, T = new_cache(m, 3, 32), torch.tensor([4, 13, 1], device=device), 4
+    row = torch.arange(3, device=device)
     slot = torch.arange(32, device=device)
     wrong = torch.where(slot < n[:, None], tokens, (tokens + 1) % 17)
     x = prefill(m, wrong[:, :13], cache, 6)

@@ -1,6 +1,7 @@
 """Training: the recipe by hand, runs that are interrupted, what is refused, and what stands there at the end.
 """
 import argparse
+import copy
 import json
 import math
 import os
@@ -155,8 +156,8 @@ def test_drop_rates_by_hand():
 
 
 def recipe(**changes):
-    return argparse.Namespace(**{"dropout": 0.4, "curriculum": 0.2, "shallow": 0.7, "exit_weight": 2.0,
-                                 "distil": 0.25} | changes)
+    return argparse.Namespace(**{"dropout": 0.4, "curriculum": 0.2, "shallow": 0.7,
+                                 "shallow_end": 0.5, "exit_weight": 2.0, "distil": 0.25} | changes)
 
 
 def choices(count, n_layers, progress, **changes):
@@ -206,6 +207,17 @@ def test_a_step_leaves_out_what_was_dropped(begin):
     assert all(p.isnan().all() for p in parameters(run.model, 5)), "the optimiser must leave it alone"
 
 
+def test_in_float32_no_product_is_rounded_to_bfloat16(begin):
+    seen = {}
+    for dtype in ("float32", "bfloat16"):
+        run = begin(dtype, dtype=dtype, dropout=0, curriculum=0)
+        batch = run.text.batch(run.a.seed, 0, run.a.batch, run.a.context)
+        exact = train.losses(copy.deepcopy(run.model).double(), batch, range(2 * run.a.layers))[0].item()
+        run.train_step()
+        seen[dtype] = abs(run.losses[0][0] - exact)
+    assert seen["float32"] < 1e-5 < seen["bfloat16"], seen
+
+
 # --- which exit it trains, and how
 
 
@@ -227,7 +239,17 @@ def test_afterwards_most_exits_lie_in_the_lower_half():
     assert {c[1:] for c in got} == {(e, 2.0, 0.25) for e in range(1, 6)}
     assert {c[1] for c in choices(200, 6, 0.9, shallow=1.0)} == {1, 2, 3}
     assert {c[1] for c in choices(200, 6, 0.9, shallow=0.0)} == {4, 5}
-    assert {c[1] for c in choices(200, 7, 0.9, shallow=1.0)} == {1, 2, 3}
+    assert {c[1] for c in choices(200, 8, 0.9, shallow=1.0)} == {1, 2, 3, 4}
+
+
+def test_where_shallow_ends_is_a_share_of_the_blocks():
+    ends = {24: 4, 12: 2, 10: 2, 6: 1, 2: 1, 1: 1}
+    for n_layers, end in ends.items():
+        drawn = {c[1] for c in choices(300, n_layers, 0.9, shallow=1.0, shallow_end=1 / 6)}
+        assert drawn == set(range(1, end + 1)), f"of {n_layers} blocks {drawn}"
+    assert {c[1] for c in choices(300, 8, 0.9, shallow=0.0, shallow_end=0.25)} == {3, 4, 5, 6, 7}
+    assert {c[1] for c in choices(300, 4, 0.9, shallow=0.0, shallow_end=1.0)} == {3}
+    assert train.parse(["--out", "x"]).shallow_end == 1 / 6
 
 
 @pytest.mark.parametrize("n_layers", [1, 2, 3, 4, 7])
@@ -700,7 +722,8 @@ NUMBERS = {"vocab": "0 -1", "layers": "0 -1", "dim": "0 -1", "heads": "0 -1", "k
            "head-dim": "0 -1 7", "hidden": "0 -1", "context": "0 -1", "window": "0 -1", "batch": "0 -1",
            "warmup": "-1", "seed": "-1", "tokens": "0 -1", "every": "0 -1", "minutes": "0 -1", "lr": "0 -1",
            "muon-lr": "0 -1", "clip": "0 -1", "exit-weight": "-1", "dropout": "-1 1.1 1e9",
-           "distil": "-1 1.1 1e9", "shallow": "-1 1.1 1e9", "curriculum": "-1 1.1 1e9", "decay": "-1 1.1 1e9"}
+           "distil": "-1 1.1 1e9", "shallow": "-1 1.1 1e9", "curriculum": "-1 1.1 1e9", "decay": "-1 1.1 1e9",
+           "shallow-end": "-1 1.1 1e9"}
 
 
 def test_the_table_of_numbers_is_complete():
@@ -723,9 +746,10 @@ def test_the_help_prints(capsys):
 
 
 def test_the_extremes_that_are_allowed():
-    for flag in ("warmup", "seed", "exit-weight", "dropout", "distil", "shallow", "curriculum", "decay"):
+    for flag in ("warmup", "seed", "exit-weight", "dropout", "distil", "shallow", "shallow-end", "curriculum",
+                 "decay"):
         train.parse(["--out", "x", f"--{flag}", "0"])
-    for flag in ("dropout", "distil", "shallow", "curriculum", "decay"):
+    for flag in ("dropout", "distil", "shallow", "shallow-end", "curriculum", "decay"):
         train.parse(["--out", "x", f"--{flag}", "1"])
 
 
@@ -817,8 +841,8 @@ def test_both_runs_of_a_twin_are_checked_before_either_starts(begin, call, flags
 
 OTHER = {"vocab": 290, "family": "gemma2", "layers": 2, "dim": 16, "heads": 2, "kv-heads": 4, "head-dim": 10,
          "hidden": 40, "context": 12, "window": 6, "dropout": 0.2, "exit-weight": 0.5, "distil": 0.1,
-         "shallow": 0.1, "curriculum": 0.1, "tokens": 641, "batch": 5, "lr": 0.1, "muon-lr": 0.1, "warmup": 4,
-         "decay": 0.1, "clip": 2, "seed": 1}
+         "shallow": 0.1, "shallow-end": 0.9, "curriculum": 0.1, "tokens": 641, "batch": 5, "lr": 0.1,
+         "muon-lr": 0.1, "warmup": 4, "decay": 0.1, "clip": 2, "seed": 1}
 
 
 def test_every_setting_is_either_free_or_tested():
