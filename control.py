@@ -90,10 +90,10 @@ class Costs:
     def whole(self):
         return sum(self.sublayers) + self.head
 
-    def step(self, sublayers):
+    def step(self, sublayers, share=1.0):
         """The cost of a drafted step relative to a pass of the target, the c of the formulas. Both include
-        the head."""
-        return (sum(self.sublayers[i] for i in sublayers) + self.head) / self.whole
+        the head, the draft maybe only a share of it (a draft vocabulary)."""
+        return (sum(self.sublayers[i] for i in sublayers) + share * self.head) / self.whole
 
 
 def weight_costs(c):

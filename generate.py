@@ -14,7 +14,7 @@ from tqdm import tqdm
 import checkpoint
 import sampling
 from control import MOST, DoNoHarm, weight_costs
-from layerskip import SelfDraft, early_exit
+from layerskip import SelfDraft, ShortHead, early_exit
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Then, rounds
 from support import chat, cli, show, stats
@@ -23,7 +23,7 @@ from support.files import read_text
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # of each way to draft that has one
 GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3}  # if neither a flag nor a file says
-PATHS = "model", "skip", "draft_model", "prompt_file", "picture"
+PATHS = "model", "skip", "draft_model", "draft_vocab", "prompt_file", "picture"
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
 
@@ -41,6 +41,8 @@ def flags():
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
         'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--draft-model", metavar="DIR", help="draft with a small model that has the same tokenizer")
+    add("--draft-vocab", metavar="FILE", help="draft with few tokens only, and so with a shorter head, as "
+        "search.py --draft-vocab writes it")
     add("--gamma", type=int, metavar="G", help="how many tokens to draft per round")
     add("--do-no-harm", action="store_true",
         help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
@@ -69,8 +71,9 @@ def parse(argv):
         raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")
     if a.draft == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
-    if a.draft in ("none", "ngram") and (a.do_no_harm or a.tail is not None):
-        raise ValueError(f"--do-no-harm and --tail go with --draft exit, skip or model, not {a.draft}")
+    if a.draft in ("none", "ngram") and (a.do_no_harm or a.tail is not None or a.draft_vocab is not None):
+        raise ValueError("--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not "
+                         f"{a.draft}")
     if a.tail is not None and a.tail < 1:
         raise ValueError(f"--tail must be at least 1, got {a.tail}")
     if not -(2**63) <= a.seed < 2**63:
@@ -116,7 +119,7 @@ def read_jsonl(path, number, line):
 def drafters(a, model, tokenizer):
     """A function that makes the drafter which the flags ask for: a new one for each run, because a rule
     learns from the text. Fills in a.gamma and a.exit_layer."""
-    L, costs, sublayers, small, found = model.c.n_layers, weight_costs(model.c), None, None, None
+    L, sublayers, small, found, share = model.c.n_layers, None, None, None, 1.0
     if a.draft == "exit":
         a.exit_layer = max(1, L // 6) if a.exit_layer is None else a.exit_layer
         sublayers = early_exit(L, a.exit_layer)
@@ -124,6 +127,10 @@ def drafters(a, model, tokenizer):
         sublayers, found = cli.read_skip(a.skip, L), cli.read_gamma(a.skip)
     elif a.draft == "model":
         small = load_small(a.draft_model or WEIGHTS / "stories-draft", model, tokenizer)
+    drafting = small or model
+    if a.draft_vocab:
+        drafting = ShortHead(drafting, cli.read_vocab(a.draft_vocab, drafting.c.vocab_size))
+        share = drafting.share
     a.gainless = found == 0 and a.gamma is None and not a.do_no_harm
     if a.gamma is None:
         a.gamma = MOST if a.do_no_harm else GAMMA[a.draft] if found is None else found
@@ -131,12 +138,13 @@ def drafters(a, model, tokenizer):
     def make():
         rule = a.gamma
         if a.do_no_harm:  # what a drafted step costs relative to a pass of the target, by their weights
-            step = weight_costs(small.c).whole / costs.whole if small else costs.step(sublayers)
+            own, every = weight_costs(drafting.c), range(2 * drafting.c.n_layers)
+            step = own.step(sublayers or every, share) * own.whole / weight_costs(model.c).whole
             rule = DoNoHarm(step, a.gamma)
         if small:
-            drafter = ModelDraft(small, rule)
+            drafter = ModelDraft(drafting, rule)
         elif sublayers:
-            drafter = SelfDraft(model, sublayers, rule)
+            drafter = SelfDraft(drafting, sublayers, rule)
         else:
             return NGram(rule, 2) if a.draft == "ngram" else None
         return drafter if a.tail is None else Then(drafter, NGram(a.tail, 3))

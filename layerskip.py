@@ -4,6 +4,8 @@ drafter for both; and how often a text accepts such a draft.
 The one thing to remember: the sub-layers before the first gap compute exactly what the verifier would, so
 their keys, values and hidden states are handed over (`reuse`), not computed again.
 """
+import math
+
 import torch
 
 from kvcache import KVCache
@@ -60,6 +62,33 @@ def shared_prefix(sublayers):
     (3, 0)
     """
     return next((i for i, sub in enumerate(sublayers) if i != sub), len(sublayers))
+
+
+class ShortHead:
+    """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model, with only those rows of its head
+    that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes one.
+
+    All other tokens have the logit -inf and so q = 0: they are never drafted, and as the target keeps its
+    whole head, the text stays exact. A draft gets cheaper by what it does not read of the head, which in a
+    model of few blocks and many tokens weighs as much as several blocks. Raises ValueError for ids that are
+    no tokens, or not all different.
+    """
+
+    def __init__(self, model, ids):
+        V, ids = model.c.vocab_size, list(ids)
+        if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= V:
+            raise ValueError(f"a draft vocabulary needs different token ids from 0 to {V - 1}")
+        self.model, self.share = model, len(ids) / V
+        self.ids = torch.tensor(ids, device=model.tok.device)                   # (N,)
+        self.rows = (model.tok if model.head is None else model.head).detach()[self.ids]    # (N, dim), copied
+
+    def __getattr__(self, name):  # all else is the model's own
+        return getattr(self.model, name)
+
+    def unembed(self, x):
+        short = self.model.unembed(x, self.rows)                                # (B, T, N)
+        logits = short.new_full((*x.shape[:2], self.model.c.vocab_size), -math.inf)
+        return logits.index_copy_(2, self.ids, short)                           # (B, T, V)
 
 
 class SelfDraft(Drafter):
@@ -147,16 +176,17 @@ class Teacher:
         self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
 
     @torch.inference_mode()
-    def draft(self, sublayers):
-        """q (1, T, V): what the first drafted token after each position is drawn from."""
+    def draft(self, sublayers, drafting=None):
+        """q (1, T, V): what the first drafted token after each position is drawn from. drafting: what stands
+        in for the model while it drafts, such as a `ShortHead`."""
         subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
         shared = shared_prefix(subs)
         own = torch.eye(T, dtype=torch.bool, device=self.p.device)
         x = self.model.run(self.states[shared], slice(0, T), self.cache, subs[shared:], slice(T, 2 * T), own)
-        return self.probs(self.model.unembed(x))
+        return self.probs((self.model if drafting is None else drafting).unembed(x))
 
-    def acceptance(self, sublayers):
+    def acceptance(self, sublayers, drafting=None):
         """How likely the first drafted token after each position is accepted: the sum of q min(1, p / q),
         which is that of min(p, q) (Leviathan et al. 2023, Corollary 3.6). (T,) float64, on the CPU."""
-        both = torch.minimum(self.p, self.draft(sublayers)).double().sum(-1)
+        both = torch.minimum(self.p, self.draft(sublayers, drafting)).double().sum(-1)
         return both[0].clamp(max=1).cpu()  # trap: the float32 sum of a distribution can exceed 1

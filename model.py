@@ -289,10 +289,11 @@ class Transformer(nn.Module):
         return {w: zeros.masked_fill(~visible(at, slots, end, tree, w)[:, None, None], -math.inf)
                 for w in windows}
 
-    def unembed(self, x):
-        """(B, T, dim) -> raw logits (B, T, V): final norm, head, final soft-cap."""
+    def unembed(self, x, rows=None):
+        """(B, T, dim) -> raw logits (B, T, V): final norm, head, final soft-cap. rows (N, dim): some rows of
+        the head, and then (B, T, N)."""
         head = self.tok if self.head is None else self.head
-        return softcap(F.linear(self.norm(x), head), self.c.final_softcap)
+        return softcap(F.linear(self.norm(x), head if rows is None else rows), self.c.final_softcap)
 
     def forward(self, tokens):
         """(B, T) ids -> logits (B, T, V), without a cache."""

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,13 @@ from tqdm import tqdm
 import checkpoint
 from control import AdaptiveExit, Costs, best_gamma, expected_speedup, weight_costs
 from gaussian import GaussianProcess, climb, expected_improvement
-from layerskip import SelfDraft, Teacher, skipped
+from layerskip import SelfDraft, ShortHead, Teacher, skipped
 from sampling import to_probs
 from speculative import generate
 from support import cli, corpus, plots
 from support.files import LOCK, lock, read_json, read_text, replacing
 
-LOG, FOUND = "trials.jsonl", "skip.json"
+LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "vocab.json"
 FIRST = 10   # random trials, before the process is asked
 REFIT = 5    # trials between two fits of its hyper-parameters
 MAY_CHANGE = {"trials", "out", "resume", "device"}  # when a run is resumed
@@ -39,10 +40,12 @@ MAY_CHANGE = {"trials", "out", "resume", "device"}  # when a run is resumed
 
 
 class Calibration:
-    """The text that skip sets are scored on: the first `tokens` tokens of its documents, one Teacher each."""
+    """The text that skip sets are scored on: the first `tokens` tokens of its documents, one Teacher each.
+    drafting: a ShortHead that stands in for the model while it drafts."""
 
-    def __init__(self, model, tokenizer, documents, tokens, probs=to_probs):
+    def __init__(self, model, tokenizer, documents, tokens, probs=to_probs, drafting=None):
         self.model, self.probs, self.teachers, self.ids = model, probs, [], []
+        self.drafting, self.share = (model, 1.0) if drafting is None else (drafting, drafting.share)
         for text in documents:
             ids = checkpoint.encode(tokenizer, text, model.c.bos)[: min(tokens, model.c.max_len)]
             self.ids.append(ids)
@@ -54,7 +57,7 @@ class Calibration:
     def acceptance(self, sublayers):
         """A series of acceptances for each document. Where a draft overflows its dtype the acceptance is NaN;
         it counts as 0, as `verify` would refuse that draft."""
-        return [teacher.acceptance(sublayers).nan_to_num(0.0) for teacher in self.teachers]
+        return [teacher.acceptance(sublayers, self.drafting).nan_to_num(0.0) for teacher in self.teachers]
 
 
 @dataclass
@@ -73,7 +76,7 @@ TRIAL = ["trial", "bits", "value", "alpha", "c", "gamma", "speedup", "theta", "e
 def speedup(calibration, costs, sublayers):
     """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances along a
     text). Gamma is at least 1: values below 1 still tell a bad set from a worse one."""
-    series, cost = calibration.acceptance(sublayers), costs.step(sublayers)
+    series, cost = calibration.acceptance(sublayers), costs.step(sublayers, calibration.share)
     gamma = best_gamma(series, cost, least=1)
     gain = expected_speedup(series, gamma, cost)
     return Trial(gain, float(torch.cat(series).mean()), cost, gamma, gain)
@@ -84,7 +87,8 @@ def matchness(calibration, costs, sublayers):
     `--min-skips`, or the best set is the one that skips nothing."""
     found, hits = speedup(calibration, costs, sublayers), []
     for teacher in calibration.teachers:
-        hits.append((teacher.draft(sublayers).argmax(-1) == teacher.p.argmax(-1)).double().flatten())
+        q = teacher.draft(sublayers, calibration.drafting)
+        hits.append((q.argmax(-1) == teacher.p.argmax(-1)).double().flatten())
     found.value = float(torch.cat(hits).mean())
     return found
 
@@ -95,7 +99,7 @@ def tokens_per_second(calibration, costs, sublayers, prompt=32, new=32):
     found = speedup(calibration, costs, sublayers)
     prompt, count, start = min(prompt, calibration.model.c.max_len - 1), 0, time.perf_counter()
     for ids in calibration.ids:
-        drafter = SelfDraft(calibration.model, sublayers, AdaptiveExit())
+        drafter = SelfDraft(calibration.drafting, sublayers, AdaptiveExit())
         (out,), _ = generate(calibration.model, [ids[:prompt]], new, drafter, calibration.probs)
         count += len(out)
     found.value = count / (time.perf_counter() - start)
@@ -290,12 +294,14 @@ def parse(argv):
     p.add_argument("--protect", default="0,1", metavar="I,J", help="sub-layers that are never skipped")
     p.add_argument("--min-skips", type=int, default=0, metavar="N", help="skip at least N sub-layers")
     p.add_argument("--max-skips", type=int, metavar="N", help="skip at most N sub-layers")
+    p.add_argument("--draft-vocab", type=int, metavar="N", help="draft with only the N most frequent "
+                   f"tokens of the text, which are written to {VOCAB} in --out (FR-Spec, arXiv 2502.14856)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
     a = p.parse_args(argv)
-    if a.trials < 1 or a.tokens < 16:
-        raise ValueError("--trials must be at least 1 and --tokens at least 16")
+    if a.trials < 1 or a.tokens < 16 or a.draft_vocab is not None and a.draft_vocab < 1:
+        raise ValueError("--trials and --draft-vocab must be at least 1 and --tokens at least 16")
     return a
 
 
@@ -347,6 +353,18 @@ def read_documents(path):
     if not found:
         raise ValueError(f"{path}: no text in it")
     return found
+
+
+def most_frequent(documents, tokenizer, c, count):
+    """The draft vocabulary: {"ids": the `count` most frequent tokens of the documents, the most frequent
+    first, "share": of the text}. Each document ends with an end of text, which drafts should know, too."""
+    seen = Counter()
+    for text in documents:
+        seen.update(checkpoint.encode(tokenizer, text) + list(c.eos[:1]))
+    if len(seen) < count:
+        raise ValueError(f"--draft-vocab {count}: the text holds only {len(seen)} different tokens")
+    ids = sorted(seen, key=lambda i: (-seen[i], i))[:count]
+    return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}
 
 
 def append(file, entry):
@@ -401,16 +419,24 @@ def run(argv):
         raise ValueError(f"{out} holds no {LOG}, so no search made it: name another --out")
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     documents, space = read_documents(Path(a.text)), find_space(a, model.c.n_layers)
+    vocab = most_frequent(documents, tokenizer, model.c, a.draft_vocab) if a.draft_vocab else None
     costs = read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
     head = header(a, model, tokenizer, documents, costs, space)
     calibration = Calibration(model, tokenizer, documents, a.tokens,
-                              partial(to_probs, temperature=a.temperature, top_p=a.top_p))
+                              partial(to_probs, temperature=a.temperature, top_p=a.top_p),
+                              vocab and ShortHead(model, vocab["ids"]))
     out.mkdir(parents=True, exist_ok=True)
     with lock(out):
         best = run_trials(a, out, head, space, partial(OBJECTIVES[a.objective], calibration, costs))
+        if vocab:
+            with replacing(out / VOCAB) as path:
+                path.write_text(json.dumps(vocab) + "\n", encoding="utf-8")
     print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * model.c.n_layers} sub-layers, alpha "
           f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} "
           "times plain decoding")
+    if vocab:
+        print(f"{out / VOCAB}: {len(vocab['ids'])} of {model.c.vocab_size} tokens, which are "
+              f"{vocab['share']:.1%} of the text")
 
 
 def run_trials(a, out, head, space, evaluate):

@@ -10,10 +10,10 @@ from tqdm import tqdm
 import checkpoint
 from benchmarks.shared import SETS, forecast, load, page, prompt_ids, table
 from control import measure_costs, weight_costs
-from layerskip import Teacher, early_exit
+from layerskip import ShortHead, Teacher, early_exit
 from sampling import to_probs
 from speculative import generate
-from support.cli import read_skip
+from support.cli import read_skip, read_vocab
 from support.files import read_text
 
 # --- costs
@@ -62,18 +62,50 @@ def run_help(a):
     texts, weights = teachers(model, tokenizer, a), weight_costs(model.c)
     costs, found = measure_costs(model, repeats=20 if a.quick else 50), {}
     for name, subs in tqdm(drafts.items(), disable=None, leave=False):
-        cost = costs.step(subs)
-        alpha, gamma, gain = forecast([t.acceptance(subs)[unscored:] for t, unscored in texts], cost)
-        found[name] = {"sublayers": subs, "alpha": alpha, "c": cost, "c_weights": weights.step(subs),
-                       "gamma": gamma, "speedup": gain}
-    rows = [[name, f"{r['alpha']:.3f}", f"{r['c']:.3f}", f"{r['c_weights']:.3f}", f"{r['gamma']}",
-             f"{r['speedup']:.2f}"] for name, r in found.items()]
+        found[name] = promise(texts, costs, weights, subs)
+    best = max(found, key=lambda name: found[name]["speedup"])
+    short = short_heads(a, model, texts, costs, found[best]["sublayers"])
     scored = sum(len(t.p[0]) - unscored for t, unscored in texts)
     lines = [f"{a.model}, {a.dtype}; {a.machine}; greedy, {scored} tokens of "
              f"{a.text or 'its own answers to benchmarks/prompts'}", "",
-             *table(["draft", "alpha", "c", "c by weights", "best gamma", "speed-up promised"], rows)]
+             *table(["draft", *PROMISED], promises(found)),
+             f"{best} with a draft vocabulary, the first tokens {of_file(a)}:", "",
+             *table(["tokens", *PROMISED], promises(short))]
     said = verdict(a, found)
-    return "\n".join([*lines, said]), {"drafts": found, "verdict": said}, None
+    return "\n".join([*lines, said]), {"drafts": found, "short_heads": short, "verdict": said}, None
+
+
+PROMISED = "alpha", "c", "c by weights", "best gamma", "speed-up promised"
+
+
+def promises(found):
+    """The rows of a table."""
+    return [[str(name), f"{r['alpha']:.3f}", f"{r['c']:.3f}", f"{r['c_weights']:.3f}", f"{r['gamma']}",
+             f"{r['speedup']:.2f}"] for name, r in found.items()]
+
+
+def promise(texts, costs, weights, subs, drafting=None):
+    """What a draft is worth on the texts that `teachers` made."""
+    share = 1.0 if drafting is None else drafting.share
+    cost = costs.step(subs, share)
+    series = [t.acceptance(subs, drafting)[unscored:] for t, unscored in texts]
+    alpha, gamma, gain = forecast(series, cost)
+    return {"sublayers": subs, "alpha": alpha, "c": cost, "c_weights": weights.step(subs, share),
+            "gamma": gamma, "speedup": gain}
+
+
+def short_heads(a, model, texts, costs, subs):
+    """{N: what the draft promises with only N tokens} for powers of two. Without --draft-vocab they are the
+    lowest ids: a byte-pair tokenizer numbers what it merges first, and so the frequent, first."""
+    V, weights = model.c.vocab_size, weight_costs(model.c)
+    ids = read_vocab(a.draft_vocab, V) if a.draft_vocab else range(V)
+    sizes = [1 << k for k in range(5, V.bit_length()) if 1 << k < min(V, len(ids) + 1)]
+    return {size: promise(texts, costs, weights, subs, ShortHead(model, ids[:size]))
+            for size in tqdm(sizes, disable=None, leave=False)}
+
+
+def of_file(a):
+    return f"of {a.draft_vocab}" if a.draft_vocab else "by id (--draft-vocab: the frequent ones of a text)"
 
 
 def verdict(a, found):

@@ -141,9 +141,9 @@ def metered(models):
             spent.append(sum(costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
             return type(model).run(model, x, positions, cache, sublayers, *args, **kwargs)
 
-        def unembed(x):
-            spent.append(costs.head)
-            return type(model).unembed(model, x)
+        def unembed(x, rows=None):
+            spent.append(costs.head if rows is None else costs.head * len(rows) / model.c.vocab_size)
+            return type(model).unembed(model, x, rows)
 
         model.run, model.unembed = run, unembed
 

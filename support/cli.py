@@ -41,6 +41,16 @@ def read_gamma(text):
     return gamma
 
 
+def read_vocab(path, vocab_size):
+    """The ids of a draft vocabulary, the most frequent first, from a file with {"ids": [...]}."""
+    ids = read_json(Path(path)).get("ids")
+    fine = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
+    if not fine or not 0 < len(set(ids)) == len(ids):
+        raise ValueError(f'{path}: expected different token ids from 0 to {vocab_size - 1} under "ids", as '
+                         "search.py --draft-vocab writes them")
+    return ids
+
+
 def skip_set(text):
     names = [name.strip() for name in text.split(",")]
     if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):

@@ -9,11 +9,12 @@ import torch
 from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make
 
 import bench
+import checkpoint
 from benchmarks import drafters
 from benchmarks.drafters import Bench, Method, Sample, divergences, metered
 from benchmarks.shared import SETS, WEIGHTS, forecast, read_prompts
 from control import AdaptiveExit, Costs, expected_speedup, measure_costs, weight_costs
-from layerskip import SelfDraft, keep
+from layerskip import SelfDraft, ShortHead, keep
 from speculative import Drafter, ModelDraft, NGram, Then, generate, rounds
 
 DRAFT = WEIGHTS / "stories-draft"
@@ -65,6 +66,14 @@ def test_a_round_costs_gamma_c_and_one_pass(models, family, subs, gamma):
     want = sum(k * weight_costs(m.c).step(subs) + 1 for k in lengths)
     _, got = bench_of(m).meter(lambda model, small: SelfDraft(model, subs, gamma), 0)
     assert got == pytest.approx(want, abs=1e-9) and gamma in lengths
+
+
+def test_a_short_head_is_read_as_far_as_it_goes(models):
+    m, some = models["llama"], [4, 9, 0, 2, 16]
+    lengths = drafted(m, SelfDraft(ShortHead(m, some), range(8), 3), PROMPTS[0])
+    want = sum(k * weight_costs(m.c).step(range(8), 5 / 17) + 1 for k in lengths)
+    _, got = bench_of(m).meter(lambda model, small: SelfDraft(ShortHead(model, some), range(8), 3), 0)
+    assert got == pytest.approx(want, abs=1e-9)
 
 
 def test_a_tail_makes_the_shared_part_be_read_twice(models):
@@ -185,6 +194,23 @@ def test_help_ends_with_a_verdict(call, story):
     assert lines[2].startswith("| draft | alpha | c | c by weights |")
     assert lines[4].startswith("| exit 1 | 0.")
     assert lines[-1].startswith(("Worth it: exit 1 with gamma ", "No gain: alpha exceeds c nowhere; exit 1 "))
+
+
+def test_help_says_what_a_shorter_head_promises(call, monkeypatch, story, tmp_path):
+    """With a head that costs as much as all the rest, and blocks after the exit that cost most of it."""
+    costs, argv = Costs((1.0, 1.0, 3.0, 3.0), 8.0), ("--text", story, "--json")
+    short = json.loads(verdict_of(call, monkeypatch, costs, *argv))["short_heads"]
+    assert list(short) == [str(2**k) for k in range(5, 12)], "4,096 is the whole head"
+    want = [(2 + 2.0**k / 512) / 16 for k in range(5, 12)]
+    assert [row["c"] for row in short.values()] == pytest.approx(want)
+    by_id = [row["alpha"] for row in short.values()]
+    text = checkpoint.encode(checkpoint.load(DRAFT)[1], story.read_text())
+    (tmp_path / "vocab.json").write_text(json.dumps({"ids": list(dict.fromkeys(text))[:64]}))
+    argv = "--draft-vocab", tmp_path / "vocab.json", *argv
+    frequent = json.loads(verdict_of(call, monkeypatch, costs, *argv))["short_heads"]
+    assert list(frequent) == ["32", "64"] and frequent["64"]["alpha"] > by_id[1]
+    out = verdict_of(call, monkeypatch, costs, "--text", story)
+    assert "exit 1 with a draft vocabulary, the first tokens by id" in out and "\n| 2048 | 0." in out
 
 
 def test_help_says_no_where_alpha_is_below_c(call, monkeypatch, story):

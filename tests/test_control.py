@@ -1098,6 +1098,7 @@ def test_costs_by_hand():
     costs = Costs((3.0, 5.0, 7.0, 11.0), 4.0)
     assert costs.step(range(4)) == 1 and costs.step([]) == 4 / 30
     assert costs.step(early_exit(2, 1)) == 12 / 30
+    assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
     assert costs.step(keep(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
 
 

@@ -105,6 +105,26 @@ def test_a_step_costs_the_weights_that_it_reads():
     assert isinstance(both, Then) and (tail.rule.most, tail.n) == (7, 3)
 
 
+def test_a_draft_vocabulary_shortens_the_head(call, tmp_path):
+    """Of the draft, whether it is the model's own or a small model's; the text stays."""
+    path, ids = tmp_path / "vocab.json", [0, *range(200, 1223)]
+    path.write_text(json.dumps({"ids": ids}))
+    flags = "--draft-vocab", str(path), "--dtype", "float32"
+    plain = as_json(call, "--dtype", "float32", "--draft", "none")
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+    block, head = 256 * 64 * (4 + 4 + 2 + 2) + 3 * 256 * 704, 4096 * 256
+    little = 2 * (128 * 64 * (2 + 2 + 1 + 1) + 3 * 128 * 352) + 4096 * 128 / 4
+    for draft, cost in ((["--exit-layer", "2"], 2 * block + head / 4), (["--draft", "model"], little)):
+        assert as_json(call, *flags, *draft)["outputs"] == plain["outputs"]
+        a = generate.parse(["x", "--do-no-harm", *flags, *draft])
+        drafter = generate.drafters(a, model, tokenizer)()
+        assert drafter.rule.cost == pytest.approx(cost / (12 * block + head))
+        assert drafter.model.ids.tolist() == ids
+    path.write_text('{"ids": [4096]}')
+    message = '...vocab.json: expected different token ids from 0 to 4095 under "ids", as search.py '
+    bad(call, message + "--draft-vocab writes them", "x", *flags)
+
+
 def test_every_run_has_a_drafter_of_its_own():
     """A rule that has learnt a text knows it the second time; the weights are read once."""
     model, tokenizer = checkpoint.load(STORIES)
@@ -495,9 +515,10 @@ def bad(call, message, *argv):
     (["x", "--draft", "skip"], "--draft skip needs --skip with the sub-layers, such as a3,m4 or a file"),
     (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer goes with --draft exit, not ngram"),
     (["x", "--draft", "ngram", "--tail", "2"],
-     "--do-no-harm and --tail go with --draft exit, skip or model, not ngram"),
+     "--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not ngram"),
     (["x", "--draft", "none", "--do-no-harm"],
-     "--do-no-harm and --tail go with --draft exit, skip or model, not none"),
+     "--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not none"),
+    (["x", "--draft-vocab", "nowhere.json"], "nowhere.json: no such file"),
     (["x", "--tail", "0"], "--tail must be at least 1, got 0"),
     (["x", "--draft-model", "nowhere"], "nowhere: no such folder"),
     (["x", "--model", "nowhere"], "nowhere: no such folder"),

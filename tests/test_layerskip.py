@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
 
-from layerskip import SelfDraft, Teacher, early_exit, keep
+from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from sampling import to_probs
 from speculative import rounds
-from support.cli import read_skip
+from support.cli import read_skip, read_vocab
 
 FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
 IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5
@@ -33,10 +33,53 @@ def models():
     return {family: make(c) for family, c in FAMILIES.items()}
 
 
-def first_rounds(m, sublayers, probs=to_probs):
+def first_rounds(m, sublayers, probs=to_probs, drafting=None):
     """The loop's first round behind each prefix of the text, with one drafted token: one row each."""
     prefixes = [IDS[: i + 1] for i in range(len(IDS))]
-    return next(rounds(m, prefixes, 2, SelfDraft(m, sublayers, 1), probs))[1]
+    return next(rounds(m, prefixes, 2, SelfDraft(drafting or m, sublayers, 1), probs))[1]
+
+
+# --- a draft vocabulary
+
+
+SOME = [4, 9, 0, 2, 16, 3, 8]
+
+
+@each_family
+def test_a_short_head_knows_its_tokens_and_no_other(models, family):
+    m, x = models[family], models[family].embed(torch.tensor([IDS]))
+    short, whole = ShortHead(m, SOME), m.unembed(x)
+    got, others = short.unembed(x), sorted(set(range(17)) - set(SOME))
+    assert got.shape == whole.shape and torch.allclose(got[..., SOME], whole[..., SOME], rtol=0, atol=1e-12)
+    assert got[..., others].isneginf().all()
+    assert torch.equal(short.rows, (m.tok if m.head is None else m.head)[SOME])
+    assert short.share == 7 / 17 and short.blocks is m.blocks and short.c is m.c
+
+
+@each_family
+def test_a_short_head_of_all_tokens_is_the_whole_one(models, family):
+    m, everything = models[family], ShortHead(models[family], range(17))
+    x = m.embed(torch.tensor([IDS]))
+    assert torch.allclose(everything.unembed(x), m.unembed(x), rtol=0, atol=1e-12) and everything.share == 1
+
+
+@each_family
+@each_draft
+def test_a_teacher_scores_what_the_loop_drafts_with_a_short_head(models, family, name):
+    m, probs = models[family], lambda logits: to_probs(logits, 1.3, top_p=0.95)
+    short, teacher = ShortHead(m, SOME), Teacher(m, IDS, probs)
+    r = first_rounds(m, DRAFTS[name], probs, short)
+    assert r.draft.reuse is not None, "the stand-in shares the target's cache"
+    assert set(r.draft.tokens.flatten().tolist()) <= set(SOME)
+    assert (teacher.draft(DRAFTS[name], short)[0] - r.draft.q[:, 0]).abs().max() < 1e-12
+    want = torch.minimum(r.p[:, 0], r.draft.q[:, 0]).sum(-1)
+    assert (teacher.acceptance(DRAFTS[name], short) - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("ids", [[], [1, 2, 1], [-1, 2], [3, 17]])
+def test_a_draft_vocabulary_is_of_different_tokens_that_exist(models, ids):
+    with pytest.raises(ValueError, match="a draft vocabulary needs different token ids from 0 to 16"):
+        ShortHead(models["llama"], ids)
 
 
 # --- acceptance
@@ -166,7 +209,7 @@ def test_no_acceptance_is_above_1(models, monkeypatch):
     """Whatever two rounded distributions sum to."""
     teacher = Teacher(models["llama"], IDS)
     teacher.p = teacher.p * 1.0001
-    monkeypatch.setattr(teacher, "draft", lambda sublayers: teacher.p)
+    monkeypatch.setattr(teacher, "draft", lambda sublayers, drafting: teacher.p)
     assert teacher.acceptance(range(2)).tolist() == [1.0] * len(IDS)
 
 
@@ -190,3 +233,14 @@ def test_skip_files_that_make_no_sense_are_refused(content, words, tmp_path):
     (tmp_path / "skip.json").write_text(content)
     with pytest.raises(ValueError, match=words):
         read_skip(str(tmp_path / "skip.json"), 6)
+
+
+@pytest.mark.parametrize("content", ['{"ids": 3}', '{"ids": []}', '{"ids": [1, 1]}', '{"ids": [17]}', "{}",
+                                     '{"ids": [-1]}', '{"ids": [1.0]}', '{"ids": [true]}', '{"ids": ["1"]}'])
+def test_vocabularies_that_make_no_sense_are_refused(content, tmp_path):
+    path = tmp_path / "vocab.json"
+    path.write_text('{"ids": [16, 0, 3], "share": 0.5}')
+    assert read_vocab(str(path), 17) == [16, 0, 3], "in the order of the file"
+    path.write_text(content)
+    with pytest.raises(ValueError, match='expected different token ids from 0 to 16 under "ids"'):
+        read_vocab(str(path), 17)

@@ -24,7 +24,7 @@ import speculative
 from benchmarks import search as bench_search
 from control import AdaptiveExit, Costs, expected_speedup, expected_tokens, weight_costs
 from kvcache import KVCache
-from layerskip import keep
+from layerskip import ShortHead, keep
 from sampling import to_probs
 from search import Calibration, Space, Trial, matchness, speedup, tokens_per_second
 from support import corpus, plots
@@ -133,7 +133,8 @@ def test_where_nothing_is_skipped_every_draft_is_accepted_and_nothing_is_gained(
 def test_the_best_gamma_is_found_where_none_gains():
     """Many documents of one token, all refused, and a long one: a single draft is worse than two."""
     series = [wide([0.0])] * 99 + [wide([0.5] * 16)]
-    t = speedup(SimpleNamespace(acceptance=lambda subs: series), Costs((0.9, 0.1), 0.0), [0])
+    scored = SimpleNamespace(acceptance=lambda subs: series, share=1.0)
+    t = speedup(scored, Costs((0.9, 0.1), 0.0), [0])
     gains = [expected_speedup(series, gamma, 0.9) for gamma in range(1, 17)]
     assert max(gains) < 1 and t.gamma == 1 + gains.index(max(gains)) > 1 and t.speedup == max(gains)
 
@@ -141,7 +142,7 @@ def test_the_best_gamma_is_found_where_none_gains():
 def test_a_draft_that_overflows_is_a_draft_that_is_refused(scored):
     model, calibration, costs = scored
     broken = Calibration(model, expected.byte_tokenizer(), ["Once upon"], 16)
-    broken.teachers[0].acceptance = lambda subs: wide([math.nan, 1.0, math.nan, 1.0])
+    broken.teachers[0].acceptance = lambda subs, drafting: wide([math.nan, 1.0, math.nan, 1.0])
     assert broken.acceptance([0])[0].tolist() == [0, 1, 0, 1]
     assert speedup(broken, costs, [0]).alpha == 0.5
 
@@ -495,6 +496,44 @@ def test_generate_takes_what_is_found(product, made, capsys):
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["draft"] == "skip" and generate.main([*argv, "--draft", "none"]) == 0
     assert drafted["outputs"] == json.loads(capsys.readouterr().out)["outputs"]
+
+
+def test_a_draft_vocabulary_is_of_the_most_frequent_tokens(made):
+    _, tokenizer = checkpoint.load(made / "model")
+    c = SimpleNamespace(eos=(7, 9))
+    ids = [tokenizer.token_to_id(letter) for letter in "abc"]
+    found = search.most_frequent(["caabb", "acb", "b"], tokenizer, c, 3)            # a 3, b 4, c 2, the end 3
+    assert found == {"ids": [ids[1], *sorted([ids[0], 7])], "share": 10 / 12}
+    assert search.most_frequent(["caabb"], tokenizer, SimpleNamespace(eos=()), 3)["share"] == 1
+    with pytest.raises(ValueError, match="--draft-vocab 5: the text holds only 4 different tokens"):
+        search.most_frequent(["caabb"], tokenizer, c, 5)
+
+
+def test_sets_are_scored_with_the_draft_vocabulary(call, flags, made, tmp_path, capsys):
+    argv = flags(draft_vocab=8, trials=12)
+    status, printed, _ = call(argv)
+    assert status == 0 and "vocab.json: 8 of 64 tokens, which are " in printed
+    vocab, (_, entries) = json.loads((tmp_path / "out" / "vocab.json").read_text()), log(tmp_path / "out")
+    model, tokenizer = checkpoint.load(made / "model", "cpu", torch.float32)
+    short = ShortHead(model, vocab["ids"])
+    calibration = Calibration(model, tokenizer, TEXT.split(END), 32, drafting=short)
+    for e in entries:
+        subs = Space(3, (2, 3, 4, 5)).sublayers([int(b) for b in e["bits"]])
+        alpha = torch.cat([t.acceptance(subs, short) for t in calibration.teachers]).mean()
+        assert e["c"] == pytest.approx(weight_costs(model.c).step(subs, 8 / 64))
+        assert e["alpha"] == pytest.approx(float(alpha)) and e["alpha"] < 1
+    costs, seen = weight_costs(model.c), []
+    for objective in (speedup, matchness, tokens_per_second):
+        assert objective(calibration, costs, range(4)).cost == costs.step(range(4), 8 / 64)
+    path = tmp_path / "out" / "vocab.json"
+    path.unlink()  # as if killed before it was written
+    assert call([*argv, "--resume"])[0] == 0 and json.loads(path.read_text()) == vocab
+    draft = ["--skip", str(tmp_path / "out" / "skip.json"), "--draft-vocab", str(path)]
+    argv = ["Once upon", "--model", str(made / "model"), "--max-new", "8", "--device", "cpu", "--json"]
+    for way in (draft, ["--draft", "none"]):
+        assert generate.main([*argv, *way]) == 0
+        seen.append(json.loads(capsys.readouterr().out)["outputs"])
+    assert seen[0] == seen[1]
 
 
 def test_what_is_printed(call, flags, tmp_path):

@@ -11,7 +11,7 @@ from tiny import DEVICES, FAMILIES, LLAMA, PROMPTS, law, make, oracle
 
 import checkpoint
 from kvcache import KVCache
-from layerskip import SelfDraft, keep
+from layerskip import SelfDraft, ShortHead, keep
 from model import Config
 from sampling import Coins, to_probs, uniforms
 from speculative import (
@@ -56,6 +56,7 @@ def gate():
     return Says(lambda state: 4 * (len(state.known[0]) % 2))
 
 
+SOME = [4, 9, 0, 2, 16, 3]  # a draft vocabulary
 DRAFTERS = {
     "none": lambda m: None,
     "ngram": lambda m: NGram(4, 2),
@@ -71,6 +72,8 @@ DRAFTERS = {
     "ngram, gated": lambda m: NGram(gate(), 1),
     "another model's exit": lambda m: SelfDraft(make(m.c, 9, m.tok.device), range(8), 3),
     "another model's skip": lambda m: SelfDraft(make(m.c, 9, m.tok.device), keep(6, attn=[1], mlp=[2]), 3),
+    "exit, short head": lambda m: SelfDraft(ShortHead(m, SOME), range(8), 4),
+    "model, short head": lambda m: ModelDraft(ShortHead(small(m), SOME), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -441,6 +444,8 @@ LAWS = {
     "model, gated": (TINY, lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7),
                                                 Says(lambda state: 2 * (len(state.known[0]) > 3))), TOP_P),
     "another model's exit": (TINY, lambda m: SelfDraft(make(TINY, 9), range(4), 2), TOP_P),
+    "short head": (TINY, lambda m: SelfDraft(ShortHead(m, [2, 0]), range(4), 2), TOP_P),
+    "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2), TOP_P),
 }
 
 
