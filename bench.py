@@ -40,8 +40,8 @@ def parse(argv):
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
     p.add_argument("--skip", metavar="SET", help="help, check, self: this skip set, a3,m4 or a skip.json "
                    "(self: by default the one beside the weights, if there is one)")
-    p.add_argument("--draft-vocab", metavar="FILE", help="help: the tokens of this file, from search.py "
-                   "--draft-vocab, the most frequent first")
+    p.add_argument("--draft-vocab", metavar="FILE", help="help, self: the tokens of this file, the "
+                   "most frequent first (self: by default vocab.json beside the weights, if it is there)")
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
     p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")

@@ -10,6 +10,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -17,6 +18,7 @@ from kvcache import KVCache
 from speculative import Rule
 
 MOST = 16  # drafts longer than this are not considered
+WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1  # of the blocks that are measured
 
 
 # --- the speed-up model
@@ -62,22 +64,24 @@ def expected_tokens(alpha, gamma):
     return tokens / rounds
 
 
-def expected_speedup(alpha, gamma, cost):
-    """The speed relative to plain decoding, where verifying gamma + 1 tokens costs as much as one (Leviathan
-    et al. 2023, Theorem 3.8). cost: what a drafted step takes relative to a target pass, the paper's c."""
-    return expected_tokens(alpha, gamma) / (gamma * cost + 1)
+def expected_speedup(alpha, gamma, cost, block=1.0):
+    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8). cost: what a drafted step
+    takes relative to a target pass over one token, the paper's c; block: what the pass over gamma + 1 tokens
+    that verifies takes, in the paper as much as one token."""
+    return expected_tokens(alpha, gamma) / (gamma * cost + block)
 
 
-def best_gamma(alpha, cost, most=MOST, least=0):
+def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
     """The gamma of the highest expected speed-up, from `least` on. With the default 0 it is 0, do not draft,
-    where no speed-up exceeds 1.
+    where no speed-up exceeds 1. block(T): what a pass over T tokens takes relative to one token.
 
     >>> best_gamma(0.8, 0.2), best_gamma(0.8, 0.05), best_gamma(0.3, 0.4)
     (4, 8, 0)
     """
     if not isinstance(alpha, (int, float)):
         most = min(most, max(len(a) for a in ([alpha] if isinstance(alpha, torch.Tensor) else alpha)))
-    return max(range(least, most + 1), key=lambda gamma: expected_speedup(alpha, gamma, cost))
+    return max(range(least, most + 1),
+               key=lambda gamma: expected_speedup(alpha, gamma, cost, block(gamma + 1)))
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Costs:
     """What the parts of a pass over one token take, in any unit: each of the 2L sub-layers, and the head."""
     sublayers: tuple[float, ...]
     head: float
+    blocks: tuple = ((1, 1.0),)  # (T, what a pass over T tokens takes relative to one token), T rising
 
     @property
     def whole(self):
@@ -94,6 +99,19 @@ class Costs:
         """The cost of a drafted step relative to a pass of the target, the c of the formulas. Both include
         the head, the draft maybe only a share of it (a draft vocabulary)."""
         return (sum(self.sublayers[i] for i in sublayers) + share * self.head) / self.whole
+
+
+    def block(self, T):
+        """What a pass over T tokens takes relative to one token: on straight lines between the measured
+        widths. By weights it is 1 for every T, since they are read once.
+
+        >>> Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5))).block(3)
+        1.375
+        """
+        for (low, before), (high, after) in pairwise(self.blocks):
+            if T <= high:
+                return before + (after - before) * (T - low) / (high - low)
+        return self.blocks[-1][1]
 
 
 def weight_costs(c):
@@ -119,15 +137,23 @@ def interleave(actions, repeats):
 
 
 def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds: each sub-layer alone, and the head, on one token after `at` others."""
-    cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
-    x, here = model.embed(torch.full((1, 1), 5, device=model.tok.device)), slice(at, at + 1)
+    """Costs in seconds: each sub-layer alone, and the head, on one token after `at` others; and blocks of 1
+    to 17 tokens."""
+    cache = KVCache(model.c, 1, at + MOST + 1, model.attention_dtype(), model.tok.device)
+    tokens, here = torch.full((1, MOST + 1), 5, device=model.tok.device), slice(at, at + 1)
+    x = model.embed(tokens[:, :1])
+
+    def read(T):
+        return model.unembed(model.run(model.embed(tokens[:, :T]), slice(at, at + T), cache))
     parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
+    blocks = {f"{T} tokens": partial(read, T) for T in WIDTHS}
     times = interleave({**parts, "empty": partial(model.run, x, here, cache, []),
-                        "head": partial(model.unembed, x)}, repeats)
+                        "head": partial(model.unembed, x), **blocks}, repeats)
+    widths = [times.pop(name) for name in blocks]
     empty = times.pop("empty")  # what a call takes that runs nothing
     head = times.pop("head")
-    return Costs(tuple(max(0.0, s - empty) for s in times.values()), head + empty)
+    return Costs(tuple(max(0.0, s - empty) for s in times.values()), head + empty,
+                 tuple((T, s / widths[0]) for T, s in zip(WIDTHS, widths, strict=True)))
 
 
 # --- rules

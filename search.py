@@ -77,8 +77,8 @@ def speedup(calibration, costs, sublayers):
     """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances along a
     text). Gamma is at least 1: values below 1 still tell a bad set from a worse one."""
     series, cost = calibration.acceptance(sublayers), costs.step(sublayers, calibration.share)
-    gamma = best_gamma(series, cost, least=1)
-    gain = expected_speedup(series, gamma, cost)
+    gamma = best_gamma(series, cost, least=1, block=costs.block)
+    gain = expected_speedup(series, gamma, cost, costs.block(gamma + 1))
     return Trial(gain, float(torch.cat(series).mean()), cost, gamma, gain)
 
 
@@ -222,7 +222,7 @@ def header(a, model, tokenizer, documents, costs, space):
     settings = {k: v for k, v in vars(a).items() if k not in MAY_CHANGE | {"model", "text", "costs"}}
     text = hashlib.sha256("\0".join(documents).encode() + tokenizer.to_str().encode())
     return {"model": weights.hexdigest(), "text": text.hexdigest(), **settings, "free": list(space.skippable),
-            "costs": [*costs.sublayers, costs.head]}
+            "costs": [*costs.sublayers, costs.head, *itertools.chain(*costs.blocks)]}
 
 
 def as_line(entry):
@@ -331,7 +331,14 @@ def read_costs(path, c):
     if not fine or len(parts) != 2 * c.n_layers or sum(parts) <= 0:
         raise ValueError(f'{path}: expected {2 * c.n_layers} costs under "sublayers" and one under "head", '
                          "as bench.py costs --out writes them for this model")
-    return Costs(tuple(parts), raw["head"])
+    blocks = raw.get("blocks", [[1, 1.0]])
+    fine = isinstance(blocks, list) and blocks and all(
+        isinstance(b, list) and len(b) == 2 and type(b[0]) is int and type(b[1]) in (int, float)
+        and 0 < b[1] < math.inf for b in blocks) and [1] == blocks[0][:1]
+    if not fine or any(one[0] >= other[0] for one, other in itertools.pairwise(blocks)):
+        raise ValueError(f'{path}: expected pairs under "blocks", [tokens, cost relative to one token], of '
+                         "rising widths from 1 on")
+    return Costs(tuple(parts), raw["head"], tuple(map(tuple, blocks)))
 
 
 def read_documents(path):

@@ -28,9 +28,11 @@ def run_costs(a):
     rows = [[name, f"{1e6 * seconds:.0f}", f"{seconds / costs.whole:.4f}", f"{count / weights.whole:.4f}"]
             for name, seconds, count in parts]
     lines = [f"one token after 64 others, {a.model}, {a.dtype}; {a.machine}; medians", "",
-             *table(["part", "microseconds", "share", "share by weights"], rows)]
+             *table(["part", "microseconds", "share", "share by weights"], rows),
+             *table(["tokens in a block", *(str(T) for T, _ in costs.blocks)],
+                    [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]])]
     return page(lines), {"model": str(a.model), "sublayers": costs.sublayers, "head": costs.head,
-                         "unit": "seconds"}, None
+                         "blocks": costs.blocks, "unit": "seconds"}, None
 
 
 # --- will it help?
@@ -89,7 +91,7 @@ def promise(texts, costs, weights, subs, drafting=None):
     share = 1.0 if drafting is None else drafting.share
     cost = costs.step(subs, share)
     series = [t.acceptance(subs, drafting)[unscored:] for t, unscored in texts]
-    alpha, gamma, gain = forecast(series, cost)
+    alpha, gamma, gain = forecast(series, cost, costs.block)
     return {"sublayers": subs, "alpha": alpha, "c": cost, "c_weights": weights.step(subs, share),
             "gamma": gamma, "speedup": gain}
 

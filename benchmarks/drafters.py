@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,19 +16,20 @@ from tqdm import tqdm
 import control
 from benchmarks.shared import SETS, WEIGHTS, forecast, load, page, prompt_ids, table
 from control import expected_speedup, weight_costs
-from layerskip import SelfDraft, Teacher, early_exit, keep
+from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, rounds
 from support import plots
-from support.cli import read_skip
+from support.cli import read_skip, read_vocab
 from support.stats import Timed, parting
 
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
 COLUMNS = {"tokens/s": ("tokens_per_second", ".0f"), "±": ("spread", ".0%"),
            "ratio to plain": ("ratio", ".2f"), "tau": ("tau", ".2f"), "accepted": ("acceptance", ".2f"),
-           "alpha": ("alpha", ".2f"), "c": ("c", ".3f"), "predicted": ("predicted", ".2f"),
-           "of it": ("reached", ".2f"), "passes a token": ("work", ".3f")}
+           "alpha": ("alpha", ".2f"), "c": ("c", ".3f"), "block": ("block", ".2f"),
+           "predicted": ("predicted", ".2f"), "of it": ("reached", ".2f"),
+           "by weights": ("by_weights", ".2f")}
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Method:
     ask: Callable | None = None
     sublayers: list | None = None                  # of a self-draft
     gamma: int | None = None                       # of a fixed draft, to which the formula applies
+    vocab: list | None = None                      # what it drafts with, if not with all tokens
     samples: dict = field(default_factory=dict)    # prompt -> [Sample], without the warm-up
     weights_read: float = 0.0                      # in passes of the target, for the tokens written:
     tokens_written: int = 0
@@ -159,32 +161,35 @@ def metered(models):
 # --- the methods
 
 
-def fixed(name, sublayers, gamma):
+def fixed(name, sublayers, gamma, vocab=None):
     """{name: Method} of a self-draft that always drafts gamma tokens."""
-    make = lambda model, small: SelfDraft(model, sublayers, gamma)  # noqa: E731
-    return {f"{name}, gamma {gamma}": Method(lambda: make, None, sublayers, gamma)}
+    method = ruled(sublayers, lambda: gamma, vocab=vocab)
+    return {f"{name}, gamma {gamma}": replace(method, gamma=gamma)}
 
 
-def ruled(sublayers, new_rule, tail=False):
+def ruled(sublayers, new_rule, tail=False, vocab=None):
     """The Method of a self-draft under a rule, which is made once for each run through the prompts; with
-    `tail`, an n-gram goes on where the draft ends."""
+    `tail`, an n-gram goes on where the draft ends; with `vocab`, the draft has only these tokens."""
 
     def start():
-        rule = new_rule()
+        rule, heads = new_rule(), {}  # a short head is copied once, whatever the number of prompts
 
         def make(model, small):
-            drafter = SelfDraft(model, sublayers, rule)
+            drafting = model
+            if vocab:
+                drafting = heads[model] = heads.get(model) or ShortHead(model, vocab)
+            drafter = SelfDraft(drafting, sublayers, rule)
             return Then(drafter, NGram(TAIL, 3)) if tail else drafter
 
         return make
 
-    return Method(start, None, sublayers)
+    return Method(start, None, sublayers, vocab=vocab)
 
 
-def own_methods(L, exits, skip, cost, everything):
+def own_methods(L, exits, skip, cost, everything, vocab=None):
     """{name: Method} of what this library offers. exits: [(exit layer, its best gamma)], the best one first;
-    cost: {exit layer or "bad": of a drafted step}; everything: also what only the stories are measured
-    with."""
+    cost: {exit layer or "bad": of a drafted token}; everything: also what only the stories are measured with;
+    vocab: the ids of a draft vocabulary."""
     (e, g), bad = exits[0], keep(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
     for gamma in sorted({*(GAMMAS if everything else GAMMAS[:4]), g}):
@@ -197,6 +202,11 @@ def own_methods(L, exits, skip, cost, everything):
                 "do no harm, n-gram tail": ruled(best, lambda: control.DoNoHarm(cost[e]), tail=True),
                 "expected-value gate": ruled(best, lambda: control.ValueGate(cost[e])),
                 "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"]))}
+    if vocab:
+        for gamma in sorted({g, g + 1}):
+            methods |= fixed(f"exit {e}, draft vocabulary", best, gamma, vocab)
+        rule = partial(control.DoNoHarm, cost[e])
+        methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, rule, tail=True, vocab=vocab)
     if everything:
         for other, gamma in exits[1:]:
             methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
@@ -241,18 +251,19 @@ def their_methods(a, bench, exit_layer):
 
 def pilot(bench, L):
     """Before the methods are chosen: (texts to score drafts on, as [(Teacher, unscored)]; {exit or "bad": the
-    cost of a drafted step relative to a plain one, in the loop itself}; [(exit, the gamma that promises
-    most)], the best exit first)."""
+    cost of a drafted token relative to a plain round, in the loop itself: its step, and what it adds to the
+    block that verifies}; [(exit, the gamma that promises most)], the best exit first)."""
     drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)} | {"bad": keep(L, range(L), ())}
     texts, times = [], {name: [] for name in (*drafts, "plain")}
     for i, ids in enumerate(bench.prompts):
         for name in times:
             subs = drafts.get(name)
             s = bench.write(lambda m, small, subs=subs: SelfDraft(m, subs, 4) if subs else Drafter(), i)
-            times[name].append(s.split["draft"] / (4 * s.passes) if subs else s.decode / s.passes)
+            times[name].append(s.decode / s.passes)
         # plain decoding came last: its text is what the drafts are scored on
         texts.append((Teacher(bench.model, ids + s.ids, bench.probs), len(ids) - 1))
-    cost = {name: statistics.median(v) / statistics.median(times["plain"]) for name, v in times.items()}
+    seconds = {name: statistics.median(v) for name, v in times.items()}
+    cost = {name: max(0.0, seconds[name] / seconds["plain"] - 1) / 4 for name in drafts}
     found = []
     for e, subs in drafts.items():
         if e != "bad":
@@ -289,18 +300,21 @@ def drafting(m, samples, plain, texts):
     whole = sum(sum(s.split.values()) for s in samples)
     r = {"tau": sum(len(s.ids) for s in samples) / passes,
          "acceptance": sum(s.accepted for s in samples) / proposed if proposed else None,
-         "work": m.weights_read / m.tokens_written,
+         "by_weights": m.tokens_written / m.weights_read,
          "split": {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}}
     if proposed:
         single = [s for runs in plain.samples.values() for s in runs]
         one = sum(s.decode for s in single) / sum(s.passes for s in single)
-        r["c"] = sum(s.split["draft"] for s in samples) / proposed / one
+        drafts = sum(s.split["draft"] for s in samples)
+        r["c"], r["block"] = drafts / proposed / one, (whole - drafts) / passes / one
     if m.sublayers:
-        series = [t.acceptance(m.sublayers)[unscored:] for t, unscored in texts]
+        series = [t.acceptance(m.sublayers, m.vocab and ShortHead(t.model, m.vocab))[unscored:]
+                  for t, unscored in texts]
         r["alpha"] = float(torch.cat(series).mean())
         long = [a for a in series if m.gamma and len(a) >= m.gamma]
         if long:  # else nothing is predicted, but what was measured is not lost
-            r["predicted"] = statistics.geometric_mean(expected_speedup(a, m.gamma, r["c"]) for a in long)
+            r["predicted"] = statistics.geometric_mean(
+                expected_speedup(a, m.gamma, r["c"], r["block"]) for a in long)
     return r
 
 
@@ -342,11 +356,11 @@ def markdown(a, results, notes):
 # --- the command
 
 
-def column(a, bench, skip, everything, title, bar):
+def column(a, bench, skip, vocab, everything, title, bar):
     """One table: {method: row}, and where the greedy texts parted from plain decoding."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
-    methods = own_methods(L, exits[:3], skip, cost, everything)
+    methods = own_methods(L, exits[:3], skip, cost, everything, vocab)
     theirs = their_methods(a, bench, exits[0][0])
     bar.set_description(title)
     checked = len(methods) * len(bench.prompts)
@@ -361,11 +375,13 @@ def column(a, bench, skip, everything, title, bar):
 def run(a):
     a.repeats = a.repeats or (1 if a.quick else 3)
     a.draft_model = a.draft_model or str(WEIGHTS / "stories-draft")
-    models, found = {}, Path(a.model) / "skip.json"  # beside weights that search.py has been through
+    models, (found, words) = {}, (Path(a.model) / name for name in ("skip.json", "vocab.json"))
     for dtype in (a.dtype, "float64"):
         target, tokenizer = load(a, dtype)
         models[dtype] = target, load(a, dtype, a.draft_model)[0]
     skip = read_skip(a.skip or str(found), target.c.n_layers) if a.skip or found.is_file() else None
+    words = a.draft_vocab or (words if words.is_file() else None)  # search.py wrote both beside the weights
+    vocab = read_vocab(words, target.c.vocab_size) if words else None
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]
     results, notes = {}, []
     with tqdm(disable=None) as bar:
@@ -373,7 +389,7 @@ def run(a):
             how = f"T {flags['temperature']}, top-p {flags['top_p']}" if flags else "greedy"
             prompts, title = prompt_ids(name, tokenizer, target.c), f"{name}, {how}"
             bench = Bench(a, models, prompts[:4] if a.quick else prompts, flags)
-            results[title], seen = column(a, bench, skip, name == "stories" and not flags, title, bar)
+            results[title], seen = column(a, bench, skip, vocab, name == "stories" and not flags, title, bar)
             notes += seen
     data = {"results": results, "divergences": notes, "new": a.new, "repeats": a.repeats,
             "model": str(a.model)}

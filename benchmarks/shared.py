@@ -44,11 +44,12 @@ def prompt_ids(name, tokenizer, c):
     return [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts(name)]
 
 
-def forecast(series, cost):
+def forecast(series, cost, block=lambda T: 1.0):
     """(alpha, best gamma, speed-up at it) of series of acceptances, one a text, where a drafted step costs
-    `cost`."""
-    gamma = best_gamma(series, cost)
-    return float(torch.cat(series).mean()), gamma, expected_speedup(series, gamma, cost)
+    `cost` and a pass over T tokens block(T)."""
+    gamma = best_gamma(series, cost, block=block)
+    gain = expected_speedup(series, gamma, cost, block(gamma + 1))
+    return float(torch.cat(series).mean()), gamma, gain
 
 
 def table(head, rows):

@@ -13,7 +13,7 @@ import checkpoint
 from benchmarks import drafters
 from benchmarks.drafters import Bench, Method, Sample, divergences, metered
 from benchmarks.shared import SETS, WEIGHTS, forecast, read_prompts
-from control import AdaptiveExit, Costs, expected_speedup, measure_costs, weight_costs
+from control import WIDTHS, AdaptiveExit, Costs, expected_speedup, measure_costs, weight_costs
 from layerskip import SelfDraft, ShortHead, keep
 from speculative import Drafter, ModelDraft, NGram, Then, generate, rounds
 
@@ -145,13 +145,16 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
     def fake(actions, repeats):
         called.extend(action() for action in actions.values())
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
-        return times | {"empty": 0.5, "head": 2.0}
+        blocks = {f"{T} tokens": 2.0 + 0.5 * T for T in WIDTHS}
+        return times | {"empty": 0.5, "head": 2.0} | blocks
 
     monkeypatch.setattr("control.interleave", fake)
     with torch.no_grad():
         costs = measure_costs(models["llama"], repeats=3)
-    assert costs == Costs(tuple(1.5 + i for i in range(12)), 2.5)
-    assert len(called) == 14 and called[-1].shape == (1, 1, 17) and called[0].shape == (1, 1, 32)
+    assert costs == Costs(tuple(1.5 + i for i in range(12)), 2.5,
+                          tuple((T, (2 + 0.5 * T) / 2.5) for T in (1, 2, 3, 4, 5, 7, 9, 13, 17)))
+    assert called[0].shape == (1, 1, 32) and called[13].shape == (1, 1, 17)
+    assert [x.shape for x in called[14:]] == [(1, T, 17) for T in WIDTHS]
     monkeypatch.setattr("control.interleave", lambda actions, repeats: dict.fromkeys(actions, 1.0))
     assert min(measure_costs(models["llama"]).sublayers) == 0
 
@@ -330,10 +333,21 @@ def test_what_a_rule_learns_lasts_from_prompt_to_prompt(models):
     assert made[0] is not made[1] and made[0].sublayers == [0, 1, 2, 3]
 
 
+def test_a_short_head_is_copied_once(models):
+    vocab = [4, 9, 0, 2, 16]
+    method = drafters.own_methods(6, [(2, 3)], None, {2: 0.3, "bad": 0.9}, False, vocab)[
+        "exit 2, draft vocabulary, gamma 3"]
+    make = method.start()
+    one, other = make(models["llama"], None), make(models["llama"], None)
+    assert one is not other and one.model is other.model and one.model.ids.tolist() == vocab == method.vocab
+    assert make(models["gemma2"], None).model is not one.model
+
+
 def test_every_method_writes_the_same_text(models):
     m, small = models["llama"], make(LLAMA, 1)
-    methods = drafters.own_methods(6, [(2, 3), (1, 2)], keep(6, [1], [3]), {2: 0.3, "bad": 0.9}, True)
-    assert len(methods) > 20 and {m.gamma for m in methods.values() if m.sublayers} >= {1, 2, 3, 4, 6}
+    methods = drafters.own_methods(6, [(2, 3), (1, 2)], keep(6, [1], [3]), {2: 0.3, "bad": 0.9}, True,
+                                   [4, 9, 0, 2, 16])
+    assert len(methods) > 23 and {m.gamma for m in methods.values() if m.sublayers} >= {1, 2, 3, 4, 6}
     bench_of(m, small, new=12).check_texts(methods, SimpleNamespace(update=lambda: None))
 
 
@@ -350,9 +364,9 @@ def test_a_row_by_hand():
         0: [sample(8, 4.0, 8), sample(8, 2.0, 8)], 1: [plain_] * 2, 2: [plain_] * 2})
     fixed = Method(sublayers=[0, 1], gamma=2, samples={0: [slow] * 2, 1: [quick] * 2, 2: [slow] * 2},
                    weights_read=9.0, tokens_written=24)
-    texts = [(SimpleNamespace(acceptance=lambda subs: torch.tensor([9.0, 0.5, 1.0])), 1),
-             (SimpleNamespace(acceptance=lambda subs: torch.tensor([1.0, 1.0, 0.0])), 0),
-             (SimpleNamespace(acceptance=lambda subs: torch.tensor([1.0])), 0)]  # shorter than a draft
+    texts = [(SimpleNamespace(acceptance=lambda *_: torch.tensor([9.0, 0.5, 1.0])), 1),
+             (SimpleNamespace(acceptance=lambda *_: torch.tensor([1.0, 1.0, 0.0])), 0),
+             (SimpleNamespace(acceptance=lambda *_: torch.tensor([1.0])), 0)]  # shorter than a draft
     got = drafters.row(fixed, plain, texts)
     c = 2.5 / 48 / (10 / 48)  # seconds of drafting a drafted token, against those of a plain pass
     assert got.pop("split") == {"draft": 0.5, "verify": 0.5, "loop": 0.0}
@@ -360,14 +374,14 @@ def test_a_row_by_hand():
     assert got.pop("ratios") == pytest.approx(ratios)
     assert got == pytest.approx({
         "tokens_per_second": 8, "spread": 1, "ratio": math.prod(ratios) ** (1 / 3), "prefill": 0.5,
-        "tau": 2, "acceptance": 0.5, "work": 9 / 24, "alpha": 4.5 / 6, "c": c,
-        "predicted": math.sqrt((1 + 0.5 + 0.5) * 3) / (2 * c + 1)})
+        "tau": 2, "acceptance": 0.5, "by_weights": 24 / 9, "alpha": 4.5 / 6, "c": c,
+        "block": 2.5 / 24 / (10 / 48), "predicted": math.sqrt((1 + 0.5 + 0.5) * 3) / (2 * c + 0.5)})
     ruled = Method(sublayers=[0, 1], samples=fixed.samples, weights_read=1.0, tokens_written=1)
     assert set(got) - set(drafters.row(ruled, plain, texts)) == {"predicted"}
     longer = Method(sublayers=[0, 1], gamma=4, samples=fixed.samples, weights_read=1.0, tokens_written=1)
     assert "predicted" not in drafters.row(longer, plain, texts), "no text is as long as a draft"
     itself = drafters.row(plain, plain, texts)
-    assert [itself[key] for key in ("ratio", "tau", "work", "acceptance")] == [1, 1, 1, None]
+    assert [itself[key] for key in ("ratio", "tau", "by_weights", "acceptance")] == [1, 1, 1, None]
     assert "c" not in itself
     theirs = Method(ask=len, samples={i: [Sample([1] * 8, 0.5, 1.0)] for i in range(3)})
     assert drafters.row(theirs, plain, texts) == {
@@ -383,7 +397,7 @@ def test_divergences_at_one_place_are_one_line():
     notes = [note | {"method": "exit"}, note | {"method": "n-gram"},
              note | {"method": "gate", "prompt": 4, "near_tie": False}]
     lines = drafters.markdown(a, {"stories, greedy": rows}, notes).splitlines()
-    assert "| exit | 12 | 10% | 1.25 |  |  |  |  | 1.00 | 1.25 |  |  |" in lines
+    assert "| exit | 12 | 10% | 1.25 |  |  |  |  |  | 1.00 | 1.25 |  |  |" in lines
     place = ("other than plain decoding from new token 53 on, where the logits of the two tokens lie 0.0625 "
              "apart")
     why = "bfloat16 rounds a block otherwise: exit; n-gram", "WHICH ROUNDING DOES NOT EXPLAIN: gate"
@@ -393,6 +407,7 @@ def test_divergences_at_one_place_are_one_line():
 def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     folder = shutil.copytree(DRAFT, tmp_path / "model")
     (folder / "skip.json").write_text('{"attn": [1]}')
+    (folder / "vocab.json").write_text(json.dumps({"ids": list(range(1024))}))
     status, out, err = call("self", "--model", folder, "--quick", "--new", "8", "--out", tmp_path / "made")
     assert (status, err) == (0, "") and (tmp_path / "made.md").read_text() == out
     assert (tmp_path / "made.png").stat().st_size > 10_000
@@ -401,9 +416,10 @@ def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     rows = results["stories, greedy"]
     assert all(r["tokens_per_second"] > 0 for r in rows.values()) and rows["plain"]["ratio"] == 1
     assert {"exit 1, gamma 4", "skip set, gamma 2", "n-gram tail", "do no harm", "expected-value gate",
-            "draft model, gamma 3", "transformers, assistant_early_exit"} <= set(rows)
+            "do no harm, n-gram tail, draft vocabulary", "draft model, gamma 3",
+            "transformers, assistant_early_exit"} <= set(rows)
     assert all(f"| {name} |" in out for name in rows)
-    assert all(r["work"] > 0 for name, r in rows.items() if not name.startswith("transformers"))
+    assert all(r["by_weights"] > 0 for name, r in rows.items() if not name.startswith("transformers"))
 
 
 # --- the texts

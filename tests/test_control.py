@@ -1100,6 +1100,19 @@ def test_costs_by_hand():
     assert costs.step(early_exit(2, 1)) == 12 / 30
     assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
     assert costs.step(keep(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
+    assert [costs.block(T) for T in (1, 2, 17, 99)] == [1.0] * 4, "by weights"
+    measured = replace(costs, blocks=((1, 1.0), (3, 1.5), (5, 3.5)))
+    assert [measured.block(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 3.5, 3.5]
+
+
+def test_a_wider_block_costs_what_it_costs():
+    """2.44 tokens, for two drafted steps of .2 and a block of three tokens that costs 1.5 single ones."""
+    assert expected_speedup(0.8, 2, 0.2, 1.5) == pytest.approx(2.44 / 1.9)
+    for block in (lambda T: 1.0, lambda T: 1 + 0.1 * (T - 1), lambda T: float(T)):
+        gains = [expected_speedup(0.8, gamma, 0.05, block(gamma + 1)) for gamma in range(17)]
+        assert best_gamma(0.8, 0.05, block=block) == gains.index(max(gains))
+    assert best_gamma(0.8, 0.05, block=lambda T: 1 + 0.1 * (T - 1)) < best_gamma(0.8, 0.05)
+    assert best_gamma(0.8, 0.05, block=lambda T: float(T)) == 0
 
 
 # --- what others published, from their figures alone

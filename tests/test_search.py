@@ -139,6 +139,19 @@ def test_the_best_gamma_is_found_where_none_gains():
     assert max(gains) < 1 and t.gamma == 1 + gains.index(max(gains)) > 1 and t.speedup == max(gains)
 
 
+def test_measured_blocks_have_a_say(tmp_path):
+    """Drafts are shorter where each token more makes the block dearer."""
+    series, file = [wide([0.9] * 20)], tmp_path / "costs.json"
+    scored = SimpleNamespace(acceptance=lambda *_: series, share=1.0)
+    for last in (1.0, 4.0, 17.0):
+        file.write_text(json.dumps({"sublayers": [1, 9], "head": 0, "blocks": [[1, 1.0], [17, last]]}))
+        costs = search.read_costs(file, SimpleNamespace(n_layers=1))
+        t = speedup(scored, costs, [0])
+        gains = [expected_tokens(series, g) / (0.1 * g + 1 + (last - 1) * g / 16) for g in range(1, 17)]
+        assert (t.gamma, t.speedup) == (1 + gains.index(max(gains)), pytest.approx(max(gains)))
+        assert costs.blocks == ((1, 1.0), (17, last))
+
+
 def test_a_draft_that_overflows_is_a_draft_that_is_refused(scored):
     model, calibration, costs = scored
     broken = Calibration(model, expected.byte_tokenizer(), ["Once upon"], 16)
@@ -560,7 +573,7 @@ def test_other_objectives_rank_by_their_own_value(call, flags, tmp_path):
 def test_costs_from_a_file(call, flags, made, tmp_path):
     assert call(flags(costs=made / "costs.json"))[0] == 0
     head, entries = log(tmp_path / "out")
-    assert head["costs"] == [1, 2.5, 1, 2, 0, 2, 1.5]
+    assert head["costs"] == [1, 2.5, 1, 2, 0, 2, 1.5, 1, 1.0]
     for e in entries:
         gone = sum(cost for cost, bit in zip((1, 2, 0, 2), e["bits"], strict=True) if bit == "1")
         assert e["c"] == pytest.approx((10 - gone) / 10)
@@ -872,6 +885,10 @@ def test_damaged_costs_are_refused(call, flags, tmp_path):
                     *({"sublayers": good, "head": bad} for bad in (-1, math.nan, math.inf, "1", None))]:
         file.write_text(json.dumps(content))
         refused(call, flags(costs=file), tmp_path, "costs.json: expected")
+    for blocks in ([], 3, None, [1], [[1]], [[2, 1.0]], [[1, 1.0], [1, 2.0]], [[1, 1.0], [4, 2.0], [3, 2.0]],
+                   [[1, 1.0], [2, math.nan]], [[1, 1.0], [2, -1]], [[1, 1.0], ["2", 1.0]], [[1, "1"]]):
+        file.write_text(json.dumps({"sublayers": good, "head": 1, "blocks": blocks}))
+        refused(call, flags(costs=file), tmp_path, 'costs.json: expected pairs under "blocks"')
     file.write_text("{")
     refused(call, flags(costs=file), tmp_path, "costs.json: not readable as JSON")
 
