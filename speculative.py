@@ -387,11 +387,11 @@ def commit(state, draft, accepted, next_token, logits, eos):
     return new, chances, host[2], host[3]
 
 
-def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=()):
+def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None):
     """The continuation of every prompt as lists of ids, and the number of target passes after the prompt was
     read."""
     outputs, passes = [[] for _ in prompts], 0
-    for _, r in rounds(model, prompts, max_new, drafter, probs, coins, eos):
+    for _, r in rounds(model, prompts, max_new, drafter, probs, coins, eos, cache):
         passes += 1
         for output, new in zip(outputs, r.new, strict=True):
             output += new

@@ -11,6 +11,7 @@ numbers: whatever differs between two rounds must lie in its inputs, or in the k
 import hashlib
 import math
 import os
+import shutil
 import sys
 import tempfile
 import warnings
@@ -274,6 +275,10 @@ class Recorded:
         sublayers, rows, width = key[:3]
         what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
         name = f"{what}, batch {rows}, blocks of {width}"
+        if self.how == "compile" and not self.program(key).is_file() and not find_compiler():
+            self.say("no C++ compiler is found, so all runs eagerly: install g++ or clang, or name it in CXX")
+            self.frozen = True
+            return refused
         want, kept = f(self.model, *inputs, *fixed), [t.clone() for t in fixed]
         try:
             tape = self.make(name, key, f, inputs, fixed)
@@ -292,14 +297,24 @@ class Recorded:
     def make(self, name, key, f, inputs, fixed):
         if self.how != "compile":
             return (Graph if self.how == "graph" else Tape)(partial(f, self.model), inputs, fixed)
-        facts = torch.__version__, machine(torch.device("cpu")), self.c, key, self.exact
-        sources = (Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__]))
-        path = self.folder / f"{hashlib.sha256(repr(facts).encode() + b''.join(sources)).hexdigest()}.pt2"
+        path = self.program(key)
         if not path.is_file():
             self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
             self.folder.mkdir(parents=True, exist_ok=True)
             write_program(path, self.model, f, inputs, fixed, self.exact)
         return Compiled(path, self.model)
+
+    def program(self, key):
+        """The file of a compiled program, named after all that it depends on; on the weights it does not."""
+        facts = torch.__version__, machine(torch.device("cpu")), self.c, key, self.exact
+        sources = (Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__]))
+        return self.folder / f"{hashlib.sha256(repr(facts).encode() + b''.join(sources)).hexdigest()}.pt2"
+
+
+def find_compiler():
+    """Where Inductor's C++ compiler is; None if it is not there."""
+    usual = {"darwin": "clang++", "win32": "cl"}
+    return shutil.which(os.environ.get("CXX", usual.get(sys.platform, "g++")))
 
 
 def refused(inputs, fixed):

@@ -9,10 +9,9 @@ import torch
 from paper_gpu import PaperGPU
 from test_speculative import (  # noqa: F401  the tests of the loop, on the models below
     DRAFTERS,
+    each_drafter,
     each_family,
-    test_greedy_identity,
     test_poison,
-    test_self_drafts_are_what_their_sublayers_say,
     test_what_is_shared_is_handed_over_and_not_run_again,
     truth,
 )
@@ -30,7 +29,11 @@ def wrong(line):
     raise AssertionError(line)
 
 
-on_paper = partial(Recorded, how="paper", widths=(1, 2, 4, 8), reach=8, say=wrong)
+def written(state):
+    return [text[len(p) :] for text, p in zip(state.known, PROMPTS, strict=True)]
+
+
+on_paper = partial(Recorded, how="paper", widths=(1, 2, 4, 8), reach=16, say=wrong)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +42,13 @@ def models():
 
 
 # --- texts
+
+
+@each_family
+@each_drafter
+def test_batches(models, truth, family, name):  # noqa: F811
+    m = models[family]
+    assert generate(m, PROMPTS, 24, DRAFTERS[name](m))[0] == [row[:24] for row in truth[family]]
 
 
 @each_family
@@ -63,7 +73,7 @@ def test_a_used_cache_needs_no_cleaning_and_keeps_its_recordings(models, truth, 
     for _ in range(3):
         for state, _ in rounds(m, PROMPTS, 24, SelfDraft(m, range(8), 4), cache=cache):
             cache = state.cache
-        assert [t[len(p) :] for t, p in zip(state.known, PROMPTS, strict=True)] == [row[:24] for row in truth[family]]
+        assert written(state) == [row[:24] for row in truth[family]]
         cache.k.mul_(-3)
         made.append([tape for tape in m.tapes[cache].values() if tape])
     assert len(made[1]) > 3 and made[1] == made[2]
@@ -89,7 +99,7 @@ def test_a_replayed_block_is_the_eager_one_up_to_the_last_slot(models, family, a
     eager, S = models[family].model, 17
     m, tokens = on_paper(eager, widths=widths), torch.randint(17, (2, S))
     for T in (1, 5):
-        for start in range(1, S - T + as_slice):    # the last slot is dead where the rows differ
+        for start in range(1, S - T + as_slice, 2 - as_slice):  # the last slot of a tensor is dead
             caches = KVCache(m.c, 2, S, torch.float64), KVCache(m.c, 2, S, torch.float64)
             here, x = slice(start, start + T), m.embed(tokens[:, start : start + T])
             at = here if as_slice else torch.arange(start, start + T).expand(2, T)
@@ -187,15 +197,15 @@ def test_a_wrong_recording_is_refused_by_name_and_no_text_is_wrong(models, monke
 @each_family
 def test_nothing_inside_a_graph_waits(family, monkeypatch):
     """Captured, as far as it can be seen without a GPU: one pool, and nothing asks for values."""
-    with PaperGPU() as gpu:
+    with PaperGPU():
         pools = []
 
         @contextmanager
         def capture(graph, pool):
             pools.append(pool)
-            gpu.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("error")
             yield
-            gpu.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode("default")
 
         class Once:
             def replay(self):
@@ -223,5 +233,5 @@ def test_replays_wait_for_nothing():
         inside = [wait for wait in gpu.waits if not wait.startswith("speculative.py")]
         assert not [wait for wait in inside if not wait.startswith("recorded.py")]
         gpu.waits, fast.frozen = [], True
-        assert generate(fast, PROMPTS, 20)[0] == [t[len(p) :] for t, p in zip(state.known, PROMPTS, strict=True)]
+        assert generate(fast, PROMPTS, 20)[0] == written(state)
         assert all(wait.startswith("speculative.py") for wait in gpu.waits)
