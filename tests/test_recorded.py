@@ -148,7 +148,7 @@ def test_exact_passes_have_one_width_and_one_reach(models):
     tapes = m.tapes[state.cache] | m.tapes[m]
     assert all(tapes.values()) and {key[2] for key in tapes} == {8}
     assert {key[3] for key in m.tapes[state.cache]} == {state.cache.k.shape[3]}
-    assert len(m.tapes[state.cache]) == 4 and len(m.tapes[m]) == 1, "plain, both parts of the draft, the check"
+    assert len(m.tapes[state.cache]) == 4 and len(m.tapes[m]) == 1, "whole, two parts of the draft, the rest"
 
 
 def test_programs_are_kept_for_other_caches(models, monkeypatch):
