@@ -37,6 +37,7 @@ def parse(argv):
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 3)")
     p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
+    p.add_argument("--fast", action="store_true", help="plain: also in recorded passes; self: all of it")
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
     p.add_argument("--skip", metavar="SET", help="help, check, self: this skip set, a3,m4 or a skip.json "
                    "(self: by default the one beside the weights, if there is one)")

@@ -6,6 +6,7 @@ The one thing to remember: this file only consumes what `speculative.rounds` yie
 """
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import checkpoint
 import sampling
 from control import MOST, DoNoHarm, weight_costs
 from layerskip import SelfDraft, ShortHead, early_exit
+from machine.recorded import Recorded
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Then, rounds
 from support import chat, cli, show, stats
@@ -24,6 +26,7 @@ WEIGHTS = Path(__file__).resolve().parent / "weights"
 OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # of each way to draft that has one
 GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3}  # if neither a flag nor a file says
 PATHS = "model", "skip", "draft_model", "draft_vocab", "prompt_file", "picture"
+REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
 
@@ -56,6 +59,8 @@ def flags():
     add("--seed", type=int, default=0, help="of the random numbers (default: 0)")
     add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
+    add("--fast", action="store_true", help="replay recorded passes: on a CPU they are compiled when they "
+        "are first needed, some minutes once on a machine; on a GPU they are CUDA graphs")
     add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
     add("--picture", metavar="FILE", help="draw the coloured text as PNG or SVG (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -154,6 +159,7 @@ def drafters(a, model, tokenizer):
 
 def load_small(folder, model, tokenizer):
     small, other = checkpoint.load(folder, model.tok.device, model.tok.dtype)
+    small = Recorded(small) if isinstance(model, Recorded) else small
     if other.get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's: its ids mean other words")
     return small
@@ -181,7 +187,16 @@ class Reading:
 def begin(model, prompts, a, drafter):
     """The rounds that the flags ask for."""
     probs = lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p, a.min_p)  # noqa: E731
-    return rounds(model, prompts, a.max_new, drafter, probs, Coins(a.seed), {*model.c.eos, *a.eos})
+    return rounds(model, prompts, a.max_new, drafter, probs, Coins(a.seed), {*model.c.eos, *a.eos}, a.cache)
+
+
+def rehearse(model, prompts, a, makers):
+    """Have recorded what the first rounds need, before anything is timed or printed."""
+    def write():
+        for make in makers:
+            for state, _ in islice(begin(model, prompts, a, make()), REHEARSED):
+                a.cache = state.cache   # whose addresses graphs hold
+    model.rehearse(write)
 
 
 def watch(model, tokenizer, prompts, a, drafter):
@@ -218,7 +233,10 @@ def run(a):
         prompts = [render([{"role": "user", "content": text}]) if text else text for text in texts]
         a.eos = chat.end_of_turn(render, tokenizer)
     prompts = [checkpoint.encode(tokenizer, prompt, model.c.bos) for prompt in prompts]
+    a.cache, model = None, Recorded(model) if a.fast else model
     make = drafters(a, model, tokenizer)
+    if a.fast:
+        rehearse(model, prompts, a, [make, lambda: None] if a.compare else [make])
     seen = watch(model, tokenizer, prompts, a, make())
     r = report(a, model, seen, texts)
     if a.picture:
@@ -239,7 +257,7 @@ def report(a, model, seen, texts):
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "acceptance": n.accepted / n.proposed if n.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
-        "tail": a.tail,
+        "tail": a.tail, "fast": a.fast,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
     }
@@ -290,6 +308,7 @@ def method(r, a):
 def rates(r):
     """How fast the run was, in one line."""
     line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads"
+    line += ", in recorded passes" if r["fast"] else ""
     if "baseline" not in r:
         return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s (one run, while printing)"
     plain, ratio = r["baseline"], "unknown" if r["ratio"] is None else f"{r['ratio']:.2f}"

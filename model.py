@@ -228,7 +228,7 @@ class Transformer(nn.Module):
         """Rows of the cos/sin table, (B or 1, T, 1, 1, D) each. The table follows the weights' dtype and
         device and doubles when `end` outgrows it, so that a short prompt does not pay for a long context."""
         t, dtype, device = self.table, self.attention_dtype(), self.tok.device
-        if t is None or t[0].dtype != dtype or t[0].device != device or len(t[0]) < end:
+        if t is None or t[0].dtype != dtype or t[0].device != device or t[0].shape[0] < end:
             c, rows = self.c, max(256, 1 << (end - 1).bit_length())
             with torch.inference_mode(False):  # trap: training cannot use tensors that were made in that mode
                 freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)

@@ -301,14 +301,16 @@ def check_prompts(model, prompts, max_new):
 
 
 def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,
-           probs=to_probs, coins: Coins | None = None, eos=()) -> Iterator[tuple[State, Round]]:
+           probs=to_probs, coins: Coins | None = None, eos=(),
+           cache: KVCache | None = None) -> Iterator[tuple[State, Round]]:
     """Continue every prompt, yielding (state, round) after each draft-verify round. A generator: stepping in
     a notebook, streaming, colours and statistics are consumers of it.
 
     prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is none:
     pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without a drafter
-    every draft is empty: plain decoding. Raises ValueError for prompts that cannot be continued and for NaN
-    or infinite logits.
+    every draft is empty: plain decoding. `cache` is that of an earlier run, to be used again: what it holds
+    need not be erased. Raises ValueError for prompts that cannot be continued, for a cache of another size,
+    and for NaN or infinite logits.
     """
     check_prompts(model, prompts, max_new)
     drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
@@ -317,7 +319,11 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
     device = model.tok.device
     tokens = torch.tensor([row + [0] * (S - len(row)) for row in known], device=device)     # (B, S)
     n, left_device = torch.tensor([[len(row) for row in known], left], device=device)
-    cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
+    if cache is None:
+        cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
+    rows, slots = cache.k.shape[1], cache.k.shape[3]
+    if rows != len(known) or slots < S:
+        raise ValueError(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} are needed")
     state = State(tokens, n, left_device, cache, model, probs, coins or Coins(), drafter.taps, known, left)
     return loop(state, drafter, set(eos))
 
@@ -381,11 +387,11 @@ def commit(state, draft, accepted, next_token, logits, eos):
     return new, chances, host[2], host[3]
 
 
-def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=()):
+def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None):
     """The continuation of every prompt as lists of ids, and the number of target passes after the prompt was
     read."""
     outputs, passes = [[] for _ in prompts], 0
-    for _, r in rounds(model, prompts, max_new, drafter, probs, coins, eos):
+    for _, r in rounds(model, prompts, max_new, drafter, probs, coins, eos, cache):
         passes += 1
         for output, new in zip(outputs, r.new, strict=True):
             output += new

@@ -16,7 +16,10 @@ from tqdm import tqdm
 import control
 from benchmarks.shared import SETS, WEIGHTS, forecast, load, page, prompt_ids, table
 from control import expected_speedup, weight_costs
+from kvcache import KVCache
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
+from machine.recorded import Recorded
+from model import SPARE
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, rounds
 from support import plots
@@ -65,11 +68,21 @@ class Bench:
         self.a, self.models, self.prompts = a, models, prompts
         self.model, self.small = models[a.dtype]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
-        self.costs = weight_costs(self.model.c)
+        self.costs, self.cache = weight_costs(self.model.c), None
 
     def steps(self, i, drafter, model=None):
         model = model or self.model
-        return rounds(model, [self.prompts[i]], self.a.new, drafter, self.probs, Coins(i), model.c.eos)
+        cache = self.cache if model is self.model else None
+        return rounds(model, [self.prompts[i]], self.a.new, drafter, self.probs, Coins(i), model.c.eos, cache)
+
+    def rehearse(self, makers):
+        """Where passes are recorded: record what these ways to draft need, before anything is timed."""
+        m, longest = self.model, max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
+        if isinstance(m, Recorded):
+            slots = len(self.prompts[longest]) + self.a.new + SPARE
+            self.cache = self.cache or KVCache(m.c, 1, slots, m.attention_dtype(), m.tok.device)
+            for model in (m, self.small):
+                model.rehearse(lambda: [self.write(make, longest) for make in makers])
 
     def write(self, make, i):
         """Prompt i, timed."""
@@ -107,6 +120,7 @@ class Bench:
 
     def run(self, methods, bar):
         """All methods on each prompt, one after another, again and again, after a warm-up on one prompt."""
+        self.rehearse([m.start() for m in methods.values() if not m.ask])
         for repeat in range(self.a.repeats + 1):
             makers = {name: m.start() for name, m in methods.items()}
             for i in range(len(self.prompts) if repeat else 1):
@@ -255,10 +269,15 @@ def pilot(bench, L):
     block that verifies}; [(exit, the gamma that promises most)], the best exit first)."""
     drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)} | {"bad": keep(L, range(L), ())}
     texts, times = [], {name: [] for name in (*drafts, "plain")}
+
+    def maker(subs):
+        return lambda m, small: SelfDraft(m, subs, 4) if subs else Drafter()
+
+    makers = {name: maker(drafts.get(name)) for name in times}
+    bench.rehearse(makers.values())
     for i, ids in enumerate(bench.prompts):
         for name in times:
-            subs = drafts.get(name)
-            s = bench.write(lambda m, small, subs=subs: SelfDraft(m, subs, 4) if subs else Drafter(), i)
+            s = bench.write(makers[name], i)
             times[name].append(s.decode / s.passes)
         # plain decoding came last: its text is what the drafts are scored on
         texts.append((Teacher(bench.model, ids + s.ids, bench.probs), len(ids) - 1))
@@ -379,6 +398,8 @@ def run(a):
     for dtype in (a.dtype, "float64"):
         target, tokenizer = load(a, dtype)
         models[dtype] = target, load(a, dtype, a.draft_model)[0]
+    if a.fast:
+        models[a.dtype] = tuple(map(Recorded, models[a.dtype]))
     skip = read_skip(a.skip or str(found), target.c.n_layers) if a.skip or found.is_file() else None
     words = a.draft_vocab or (words if words.is_file() else None)  # search.py wrote both beside the weights
     vocab = read_vocab(words, target.c.vocab_size) if words else None

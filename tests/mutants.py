@@ -106,7 +106,7 @@ MODEL = [
      "F.linear(self.norm(x), head if rows is None else rows)",
      "no soft-cap on the logits", "test_model.py::test_logits_are_the_committed_ones[gemma2]"),
     # the cos/sin table
-    (" or len(t[0]) < end:", ":",
+    (" or t[0].shape[0] < end:", ":",
      "the table is never regrown", "test_model.py::test_only_distances_matter_without_a_cache[llama]"),
     ("t[0].dtype != dtype or ", "",
      "the table keeps its first type", "test_model.py::test_the_angles_follow_the_type_of_the_weights"),
@@ -278,6 +278,8 @@ CHECKPOINT = [
 ]
 
 SPECULATIVE = [
+    ("if rows != len(known) or slots < S:", "if rows != len(known):",
+     "a used cache may be too short", "test_recorded.py::test_a_cache_of_another_size_is_refused"),
     # where things stand
     ("last = len(self.known[0]) - 1", "last = len(self.known[0])",
      "State.at off by one, one row", "test_speculative.py::test_rows_equal_solo_runs[cpu-exit-llama]"),
@@ -764,6 +766,11 @@ STATS = [
 ]
 
 GENERATE = [
+    ("        rehearse(model, prompts, a,", "        print(model, prompts, a,",
+     "passes are recorded while they are timed",
+     "test_generate.py::test_recorded_passes_write_the_same_text"),
+    ("Recorded(small) if isinstance(model, Recorded) else small", "small",
+     "the draft model stays eager", "test_generate.py::test_recorded_passes_write_the_same_text"),
     ("rule = DoNoHarm(step, a.gamma)", "rule = DoNoHarm(step)",
      "what the user allows at most is not asked",
      "test_generate.py::test_a_step_costs_the_weights_that_it_reads"),
@@ -1312,6 +1319,9 @@ BENCH_COSTS = [
 ]
 
 BENCH_SELF = [
+    ("        self.rehearse([m.start() for", "        list([m.start() for",
+     "passes are recorded while they are timed",
+     "test_bench.py::test_recorded_passes_are_recorded_before_they_are_timed"),
     ('r["c"], r["block"])', 'r["c"])',
      "a block costs as much as one token", "test_bench.py::test_a_row_by_hand"),
     ("(whole - drafts) / passes / one", "whole / passes / one",
@@ -1776,6 +1786,61 @@ COUNTS = [
      "test_paper_gpu.py::test_one_wait_a_round_and_few_operations"),
 ]
 
+RECORDED = [
+    ("        return self.output.clone()", "        return self.output",
+     "what a tape returns is not cloned", "test_recorded.py::test_batches[exit-llama]"),
+    ("            mine.copy_(x)", "            mine.clone()",
+     "inputs are not copied to where the tape reads them", "test_recorded.py::test_batches[exit-llama]"),
+    ("(subs, B, width), partial(block", "((), B, width), partial(block",
+     "recordings are not told apart by their sub-layers", "test_recorded.py::test_batches[skip-llama]"),
+    ("(None, B, width)", "(None, 0, width)",
+     "recordings are not told apart by their rows", "test_recorded.py::test_batches_of_several_sizes"),
+    ("            key = *key, len(fixed[0])", "            key = *key, 0",
+     "recordings are not told apart by their reach",
+     "test_recorded.py::test_a_replayed_block_is_the_eager_one_up_to_the_last_slot"),
+    ("torch.minimum(first + steps, last)", "torch.minimum(first + 0 * steps, last)",
+     "the positions of a block are not shifted",
+     "test_recorded.py::test_a_replayed_block_is_the_eager_one_up_to_the_last_slot"),
+    ("torch.minimum(first + steps, last)", "first + steps",
+     "padding is written beyond the last slot",
+     "test_recorded.py::test_a_replayed_block_is_the_eager_one_up_to_the_last_slot"),
+    ("            need = after + (", "            need = (",
+     "the padding is forgotten in the reach",
+     "test_recorded.py::test_a_replayed_block_is_the_eager_one_up_to_the_last_slot"),
+    ("            if not here or need <= S:", "            if True:",
+     "dead rows reach the last slot, which is live",
+     "test_recorded.py::test_a_replayed_block_is_the_eager_one_up_to_the_last_slot"),
+    ("        if all(d <= TOLERANCE[want.dtype] for d in off):", "        if True:",
+     "a recording is not checked on its first input",
+     "test_recorded.py::test_a_wrong_recording_is_refused_by_name_and_no_text_is_wrong"),
+    ("        if all(d <= TOLERANCE[want.dtype] for d in off):", "        if not max(off) > 1e-9:",
+     "NaN passes the check",
+     "test_recorded.py::test_a_wrong_recording_is_refused_by_name_and_no_text_is_wrong"),
+    ("            t.copy_(before)", "            t.clone()",
+     "what a refused recording wrote stays in the cache",
+     "test_recorded.py::test_a_wrong_recording_is_refused_by_name_and_no_text_is_wrong"),
+    ("if seen or self.exact else None", "if True else None",
+     "what is seen only once is recorded, too", "test_recorded.py::test_what_is_recorded"),
+    ("is None and not self.frozen:", "is None:",
+     "recordings fall into what is timed", "test_recorded.py::test_what_is_recorded"),
+    ("            home, key = self, (*key, *(", "            key = (*key, *(",
+     "compiled programs are forgotten with their cache",
+     "test_recorded.py::test_programs_are_kept_for_other_caches"),
+    ('"pattern_matcher": False}', '"pattern_matcher": True}',
+     "Inductor's pattern matcher is left on",
+     "test_compiled.py::test_plain_and_speculative_decoding_are_the_same_bit_for_bit"),
+    ('"emulate_precision_casts": exact,', '"emulate_precision_casts": False,',
+     "what is fused is not rounded in between",
+     "test_compiled.py::test_plain_and_speculative_decoding_are_the_same_bit_for_bit", 400),
+    ("        if self.exact:\n            return slots\n", "",
+     "exact passes read ever more slots", "test_recorded.py::test_exact_passes_have_one_width_and_one_reach"),
+    ("        self.widths = widths[-1:] if exact else widths", "        self.widths = widths",
+     "exact passes are of several widths",
+     "test_recorded.py::test_exact_passes_have_one_width_and_one_reach"),
+    (" and not find_compiler():", " and False:",
+     "without a compiler each recording fails on its own",
+     "test_compiled.py::test_without_a_compiler_one_line_says_so"),
+]
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
          "layerskip.py": LAYERSKIP, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
@@ -1787,7 +1852,7 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "benchmarks/counts.py": COUNTS, "tests/paper_gpu.py": PAPER,
          "support/chat.py": CHAT, "support/show.py": SHOW, "support/stats.py": STATS,
          "generate.py": GENERATE, "train.py": TRAIN, "support/corpus.py": CORPUS, "support/cli.py": CLI,
-         "support/card.py": CARD}
+         "support/card.py": CARD, "machine/recorded.py": RECORDED}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 
@@ -1796,7 +1861,7 @@ def copy_repository(folder):
     for file in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("support", "benchmarks"):
+    for name in ("support", "benchmarks", "machine"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "weights").symlink_to(ROOT / "weights")
 

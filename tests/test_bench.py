@@ -10,11 +10,12 @@ from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make
 
 import bench
 import checkpoint
-from benchmarks import drafters
+from benchmarks import drafters, plain
 from benchmarks.drafters import Bench, Method, Sample, divergences, metered
 from benchmarks.shared import SETS, WEIGHTS, forecast, read_prompts
 from control import WIDTHS, AdaptiveExit, Costs, expected_speedup, measure_costs, weight_costs
 from layerskip import SelfDraft, ShortHead, keep
+from machine.recorded import Recorded
 from speculative import Drafter, ModelDraft, NGram, Then, generate, rounds
 
 DRAFT = WEIGHTS / "stories-draft"
@@ -420,6 +421,29 @@ def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
             "transformers, assistant_early_exit"} <= set(rows)
     assert all(f"| {name} |" in out for name in rows)
     assert all(r["by_weights"] > 0 for name, r in rows.items() if not name.startswith("transformers"))
+
+
+def test_recorded_passes_are_recorded_before_they_are_timed(models):
+    m, bar = models["llama"], SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
+    fast, small = (Recorded(model, "paper") for model in (m, make(LLAMA, 7)))
+    b = bench_of(fast, small)
+    methods = {"plain": Method(), "exit": Method(lambda: lambda model, small: SelfDraft(model, range(4), 2)),
+               "model": Method(lambda: lambda model, small: ModelDraft(small, 2))}
+    b.rehearse([m.start() for m in methods.values()])
+    before = [dict(tapes) for tapes in fast.tapes.values()]
+    assert fast.frozen and small.frozen and any(tape for tapes in before for tape in tapes.values())
+    b.run(methods, bar)
+    assert [dict(tapes) for tapes in fast.tapes.values()] == before
+    for i, (want,) in enumerate(generate(m, [prompt], 20)[0] for prompt in PROMPTS):
+        assert all(method.samples[i][0].ids == want for method in methods.values())
+
+
+def test_plain_decoding_in_recorded_passes_is_a_peer(models, monkeypatch):
+    made = []
+    monkeypatch.setattr(plain, "Recorded", lambda model: made.append(Recorded(model, "paper")) or made[0])
+    write = plain.recorded(models["gemma2"], PROMPTS[0], 20)
+    assert made[0].frozen and write() == write() == generate(models["gemma2"], [PROMPTS[0]], 20)[0][0]
+    assert sum(tape is not None for tapes in made[0].tapes.values() for tape in tapes.values()) == 2
 
 
 # --- the texts

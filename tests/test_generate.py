@@ -19,6 +19,7 @@ import checkpoint
 import generate
 from control import MOST, DoNoHarm
 from layerskip import SelfDraft
+from machine.recorded import Recorded
 from speculative import Then
 from support import chat, stats
 from support.show import Generation
@@ -193,6 +194,26 @@ def test_compare(call, once):
     for run in (r, plain):
         assert run["tokens_per_second"] == pytest.approx(12 / run["seconds"])
     assert r["ratio"] == pytest.approx(r["tokens_per_second"] / plain["tokens_per_second"])
+
+
+@pytest.mark.parametrize("flags", [[], ["--draft", "model"], ["--draft", "ngram", "--compare"]])
+def test_recorded_passes_write_the_same_text(call, once, monkeypatch, flags):
+    """On recordings of paper, as compiling takes long; all is recorded before the first token is printed."""
+    made = []
+
+    def on_paper(model):
+        made.append(Recorded(model, "paper"))
+        return made[-1]
+
+    want = as_json(call, "--dtype", "float32", *flags)
+    monkeypatch.setattr(generate, "Recorded", on_paper)
+    assert as_json(call, "--dtype", "float32", *flags)["outputs"] == want["outputs"] and not made
+    r = as_json(call, "--dtype", "float32", "--fast", *flags)
+    assert r["outputs"] == want["outputs"] and r["fast"] and not want["fast"] and r.get("identical", True)
+    assert len(made) == 1 + (flags == ["--draft", "model"]) and made[0].frozen
+    assert any(tape for tapes in made[0].tapes.values() for tape in tapes.values())
+    out = call("Once upon a time", *SHORT, "--fast", *flags)[1]
+    assert "threads, in recorded passes" in out
 
 
 def test_compare_without_a_draft_or_a_token(call, once):

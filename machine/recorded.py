@@ -1,0 +1,334 @@
+"""Recorded passes: a stand-in for the model that notes once what a pass does, and from then on replays it.
+
+The one thing to remember: a pass of a small model is hundreds of tiny operations, and most of its time goes
+into starting them. A recording starts all of them at once, but it freezes shapes, addresses and Python
+numbers: whatever differs between two rounds must lie in its inputs, or in the key that it is found by.
+
+    how="compile"   on a CPU    a C++ program made by Inductor, kept in the user's cache folder
+    how="graph"     on CUDA     the launches of all kernels, as one CUDA graph
+    how="paper"     anywhere    nothing is recorded, but whatever would break a graph breaks this: for tests
+"""
+import hashlib
+import math
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import model as model_code
+from kvcache import KVCache
+from model import SPARE
+from support.cli import machine
+from support.files import replacing
+
+KEEP = 64  # recordings; of more, the oldest is forgotten
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+# --- what is recorded: functions of the model, of what differs from call to call, and of what only lies there
+
+
+class Slots(KVCache):
+    """Some layers of a cache, {layer: (keys, values)}, (B, Hkv, S, D) each, as inputs of a recording."""
+
+    def __init__(self, layers):
+        self.layers = layers
+
+    def write(self, layer, k, v, slots, end, recent=None):
+        keys, values = self.layers[layer]
+        rows, heads = (torch.arange(n, device=k.device) for n in k.shape[:2])
+        at = rows[:, None, None], heads[:, None], slots[:, None]                # (B, Hkv, T) together
+        keys[at], values[at] = k, v     # trap: for `scatter_` Inductor copies the whole cache in every layer
+        return keys[:, :, :end], values[:, :, :end]
+
+
+def block(sublayers, model, x, first, cos, sin, *caches):
+    """`sublayers` of the model for x (B, W, dim) from the positions first (B, 1) on. cos, sin (reach, D): the
+    table of angles, whose length says how many slots are read; caches: keys and values of each attention."""
+    end = cos.shape[0]
+    steps, last = torch.arange(x.shape[1], device=x.device), torch.arange(end, device=x.device)[-1]
+    at = torch.minimum(first + steps, last)     # (B, W) beyond the last slot there is nothing to write to
+    layers = (i // 2 for i in sublayers if i % 2 == 0)
+    cache = Slots(dict(zip(layers, zip(caches[::2], caches[1::2], strict=True), strict=True)))
+    table, model.table = model.table, (cos, sin)
+    try:
+        return model.run(x, at, cache, sublayers, end=end)
+    finally:
+        model.table = table
+
+
+def head(model, x):
+    return model.unembed(x)
+
+
+# --- recordings
+
+
+class Tape:
+    """A recording on paper: f runs anew at each replay, but on buffers of its own, which the inputs are
+    copied to, and into memory that the next replay of any tape spoils, as graphs do that share theirs."""
+    made = WeakSet()
+
+    def __init__(self, f, inputs, fixed):
+        self.inputs, self.fixed = [x.clone() for x in inputs], fixed    # trap: what it reads must outlive it
+        self.record(f)
+
+    def record(self, f):
+        self.f, self.output = f, f(*self.inputs, *self.fixed)
+        Tape.made.add(self)
+
+    def replay(self):
+        for tape in Tape.made:
+            tape.output.fill_(math.nan)
+        self.output.copy_(self.f(*self.inputs, *self.fixed))
+
+    def __call__(self, inputs, fixed):
+        for mine, x in zip(self.inputs, inputs, strict=True):
+            mine.copy_(x)
+        self.replay()
+        return self.output.clone()
+
+
+class Graph(Tape):
+    """A CUDA graph. All of them share one pool of scratch memory, as only one runs at a time."""
+    pool = None
+
+    def record(self, f):
+        Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=Graph.pool):         # notes the launches and computes nothing
+            self.output = f(*self.inputs, *self.fixed)
+
+    def replay(self):
+        self.graph.replay()
+
+
+class Program(nn.Module):
+    """f(model, *inputs) as torch.export takes it: with the weights in a module."""
+
+    def __init__(self, model, f):
+        super().__init__()
+        self.model, self.f = model, f
+
+    def forward(self, *inputs):
+        return self.f(self.model, *inputs)
+
+
+class Compiled:
+    """A C++ program that reads the model's own weights, where they lie."""
+
+    def __init__(self, path, model):
+        package = torch._inductor.aoti_load_package(path)
+        self.weights = {f"model.{name}": w for name, w in model.state_dict().items()}
+        names = package.get_constant_fqns()
+        package.load_constants({name: self.weights[name] for name in names}, check_full_update=True,
+                               user_managed=True)
+        self.run = package.loader.boxed_run
+
+    def __call__(self, inputs, fixed):
+        return self.run([*inputs, *fixed])[0]
+
+
+def write_program(path, model, f, inputs, fixed, exact):
+    """Compile f for inputs of these shapes, and for any number of slots, into the file `path`."""
+    varies = torch.export.Dim.DYNAMIC
+    shapes = [*([None] * len(inputs)), *({t.dim() - 2: varies} for t in fixed)]
+    settings = {"aot_inductor.package_constants_in_so": False,      # the weights stay with the model
+                "emulate_precision_casts": exact,   # round after each operation, whatever is fused with it
+                # trap: with it masked grouped attention is taken for another pattern and comes out wrong
+                "pattern_matcher": False}
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in (*inputs, *fixed))
+        program = torch.export.export(Program(model, f), examples, strict=False,
+                                      dynamic_shapes={"inputs": tuple(shapes)})
+        with tempfile.TemporaryDirectory() as folder, replacing(path) as temporary:
+            made = torch._inductor.aoti_compile_and_package(
+                program, package_path=os.path.join(folder, "made.pt2"), inductor_configs=settings)
+            temporary.write_bytes(Path(made).read_bytes())
+
+
+# --- the stand-in
+
+
+def to_stderr(line):
+    print(f"recorded: {line}", file=sys.stderr, flush=True)
+
+
+def distance(a, b):
+    """How far the vectors of a (..., D) lie from those of b, relative to their length, or to the mean length
+    where they are shorter: the largest."""
+    length = b.double().norm(dim=-1)
+    return ((a.double() - b).norm(dim=-1) / length.clamp(min=length.mean())).max()
+
+
+class Recorded:
+    """Stands in for a Transformer on which nothing is trained: its passes over blocks of at most widths[-1]
+    tokens are replayed from recordings; all others, and those with a tree or a trace, run eagerly.
+
+    how: see above; by default what suits the model's device. widths: a block is padded with dead rows to the
+    next of them. reach: how many slots graphs read at least; then twice, four times as many. exact: one width
+    and one reach for all passes, so that plain and speculative decoding are the same kernels on the same
+    shapes, and also half types give the same bits. folder: for compiled programs. say: is told what takes
+    long and what went wrong, in one line. The model must not be moved or cast afterwards; its weights may
+    change in place. Raises ValueError where `how` does not suit the device, and for widths that reach beyond
+    the spare slots of a cache.
+    """
+
+    def __init__(self, model, how=None, widths=None, reach=256, exact=False, folder=None, say=to_stderr):
+        cuda = model.tok.is_cuda
+        how = how or ("graph" if cuda else "compile")
+        if how not in ("compile", "graph", "paper") or how == ("compile" if cuda else "graph"):
+            raise ValueError(f"passes on {model.tok.device.type} cannot be recorded by {how!r}")
+        widths = sorted(widths or ((1, 2, 4, 8) if how == "compile" else (8,)))
+        if not 1 <= widths[0] <= widths[-1] <= SPARE + 1:
+            raise ValueError(f"widths must lie between 1 and {SPARE + 1}, got {widths}")
+        self.model, self.how, self.reach, self.exact, self.say = model, how, reach, exact, say
+        self.widths = widths[-1:] if exact else widths
+        self.folder = Path(folder or cache_folder())
+        self.tapes = WeakKeyDictionary()    # {a cache whose addresses they hold, or this object: {key: tape}}
+        self.frozen = False                 # True: nothing new is recorded
+        model.angles(slice(0, 1), 1)        # trap: the table may be that of another dtype
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, tokens):
+        return self.model(tokens)
+
+    def rehearse(self, write):
+        """Call write() twice, after which all that it needs is recorded, and record nothing from then on:
+        so no recording falls into what is timed."""
+        self.frozen = False
+        write()
+        write()
+        self.frozen = True
+
+    def run(self, x, positions, cache=None, sublayers=None, slots=None, tree=None, trace=None, end=None):
+        """`Transformer.run`."""
+        (B, T, _), subs = x.shape, tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
+        width, here = self.width(T), isinstance(positions, slice)
+        prompt = here and positions.start == 0 and not self.exact       # is read once, and that does not pay
+        usual = subs and cache is not None and slots is None and tree is None and not trace
+        if usual and width is not None and not prompt:
+            S, after = cache.k.shape[3], width - T
+            need = after + (positions.stop if here else S if end is None else end)
+            if not here or need <= S:
+                first = torch.full((B, 1), positions.start, device=x.device) if here else positions[:, :1]
+                inputs = pad(x, after), first.contiguous()      # trap: a program trusts in the strides, too
+                fixed = self.table(self.far(min(need, S), S))
+                fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
+                y = self.play(cache, (subs, B, width), partial(block, subs), inputs, fixed)
+                if y is not None:
+                    return y[:, :T]
+        return self.model.run(x, positions, cache, sublayers, slots, tree, trace, end)
+
+    def unembed(self, x, rows=None):
+        """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
+        (B, T, _), width, y = x.shape, self.width(x.shape[1]), None
+        if rows is None and width is not None:
+            y = self.play(self, (None, B, width), head, (pad(x, width - T),), [])
+        return self.model.unembed(x, rows) if y is None else y[:, :T]
+
+    def width(self, T):
+        return next((width for width in self.widths if width >= T), None)
+
+    def far(self, need, slots):
+        """How many slots a pass reads that needs so many. A compiled program takes any number; all others are
+        recorded anew for each."""
+        if self.exact:
+            return slots
+        if self.how == "compile":
+            return min(slots, -(-need // 16) * 16)
+        return min(slots, self.reach << max(0, math.ceil(math.log2(need / self.reach))))
+
+    def table(self, reach):
+        """The model's table of angles for the positions before `reach`: [cos, sin], (reach, D) each."""
+        if len(self.model.table[0]) < reach:
+            self.model.angles(slice(0, 1), reach)
+        return [t[:reach] for t in self.model.table]
+
+    @torch.inference_mode()
+    def play(self, home, key, f, inputs, fixed):
+        """f(model, *inputs, *fixed), replayed; None where it is to be run eagerly: when it is seen for the
+        first time, and where its recording was refused."""
+        if self.how == "compile":
+            home, key = self, (*key, *(t.dtype for t in (*inputs, *fixed[2:3])))
+        elif fixed:
+            key = *key, len(fixed[0])
+        tapes = self.tapes.setdefault(home, {})
+        if tapes.get(key) is None and not self.frozen:
+            seen = key in tapes
+            while not seen and len(tapes) >= KEEP:
+                del tapes[next(iter(tapes))]
+            tapes[key] = self.record(key, f, inputs, fixed) if seen or self.exact else None
+        tape = tapes.get(key)
+        return tape and tape(inputs, fixed)
+
+    def record(self, key, f, inputs, fixed):
+        """A recording of f that does on its first real inputs what f itself does; else `refused`."""
+        sublayers, rows, width = key[:3]
+        what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
+        name = f"{what}, batch {rows}, blocks of {width}"
+        if self.how == "compile" and not self.program(key).is_file() and not find_compiler():
+            self.say("no C++ compiler is found, so all runs eagerly: install g++ or clang, or name it in CXX")
+            self.frozen = True
+            return refused
+        want, kept = f(self.model, *inputs, *fixed), [t.clone() for t in fixed]
+        try:
+            tape = self.make(name, key, f, inputs, fixed)
+            got = tape(inputs, fixed)
+        except Exception as e:  # whatever a compiler meets, the pass itself can be run
+            self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
+            return refused
+        off = [float(distance(a, b)) for a, b in zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)]
+        if all(d <= TOLERANCE[want.dtype] for d in off):    # trap: of NaN and a number, `max` can take either
+            return tape
+        for t, before in zip(fixed, kept, strict=True):
+            t.copy_(before)
+        self.say(f"{name}: recording refused, as it is off by {max(off):.2g} of what the eager pass says")
+        return refused
+
+    def make(self, name, key, f, inputs, fixed):
+        if self.how != "compile":
+            return (Graph if self.how == "graph" else Tape)(partial(f, self.model), inputs, fixed)
+        path = self.program(key)
+        if not path.is_file():
+            self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_program(path, self.model, f, inputs, fixed, self.exact)
+        return Compiled(path, self.model)
+
+    def program(self, key):
+        """The file of a compiled program, named after all that it depends on; on the weights it does not."""
+        facts = torch.__version__, machine(torch.device("cpu")), self.c, key, self.exact
+        sources = (Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__]))
+        return self.folder / f"{hashlib.sha256(repr(facts).encode() + b''.join(sources)).hexdigest()}.pt2"
+
+
+def find_compiler():
+    """Where Inductor's C++ compiler is; None if it is not there."""
+    usual = {"darwin": "clang++", "win32": "cl"}
+    return shutil.which(os.environ.get("CXX", usual.get(sys.platform, "g++")))
+
+
+def refused(inputs, fixed):
+    """Stands where a recording failed."""
+
+
+def pad(x, rows):
+    """x (B, T, dim) with so many dead rows after it."""
+    return F.pad(x, (0, 0, 0, rows)).contiguous()
+
+
+def cache_folder():
+    """Where this user's programs keep what they can make again."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    return Path(home) / "self-speculative-decoding"

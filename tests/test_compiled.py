@@ -1,0 +1,105 @@
+"""Passes compiled for the CPU, of one block so small that its programs are made in seconds. That is most of
+what these tests take, and so they share four of them."""
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import GEMMA, PROMPTS, make
+
+from layerskip import SelfDraft
+from machine import recorded
+from machine.recorded import Recorded
+from speculative import NGram, generate, rounds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make(replace(GEMMA, n_layers=1)).to(torch.bfloat16)
+
+
+def write(model, drafter=None, prompt=PROMPTS[0], count=20):
+    """(text, logits (count, V)) of one answer."""
+    seen = [(r.new[0], r.logits[0, : len(r.new[0])]) for _, r in rounds(model, [prompt], count, drafter)]
+    return sum((new for new, _ in seen), []), torch.cat([logits for _, logits in seen])
+
+
+def test_plain_and_speculative_decoding_are_the_same_bit_for_bit(folder, model):
+    """In bfloat16, where a block of another width, or a pass in two parts, is as a rule rounded otherwise.
+    The draft is the first sub-layer, and the verification goes on where it ended."""
+    said = []
+
+    def say(line):
+        said.append(line)
+        assert "compiling, which takes a minute" in line
+
+    fast = Recorded(model, widths=(4,), exact=True, say=say)
+    text, logits = write(fast)
+    for drafter in (NGram(3, 1), SelfDraft(fast, range(1), 3)):
+        drafted, same = write(fast, drafter)
+        assert drafted == text and torch.equal(same, logits)
+    names = "2 sub-layers", "the head", "1 sub-layers", "1 sub-layers"
+    assert [line.split(":")[0] for line in said] == [f"{name}, batch 1, blocks of 4" for name in names]
+    assert (logits - write(model)[1]).abs().max() < 0.05 * logits.abs().max()
+
+
+def test_later_starts_compile_nothing_and_any_cache_will_do(folder, model):
+    """Weights of the same shape need no other program, nor do longer texts."""
+    def wrong(line):
+        raise AssertionError(line)
+
+    other = make(replace(GEMMA, n_layers=1), seed=3).to(torch.bfloat16)
+    fast = Recorded(other, widths=(4,), exact=True, say=wrong)
+    (text, logits), (want, eager) = (write(m, None, PROMPTS[0] * 3, 30) for m in (fast, other))
+    same = next((i for i, (a, b) in enumerate(zip(text, want, strict=True)) if a != b), 30)
+    assert (logits - eager)[: same + 1].abs().max() < 0.05 * eager.abs().max() and same > 3
+    for w in other.parameters():
+        w.data.mul_(0.5)
+    halved = write(fast)[1]
+    assert not torch.equal(halved, logits[:20]), "the weights are read where they lie"
+
+
+def test_a_damaged_program_is_not_run(folder, model, tmp_path):
+    said = []
+    fast = Recorded(model, widths=(4,), exact=True, folder=tmp_path, say=said.append)
+    for path in (folder / "self-speculative-decoding").glob("*.pt2"):
+        (tmp_path / path.name).write_bytes(path.read_bytes()[:-2000])
+    assert generate(fast, [PROMPTS[0]], 8) == generate(model, [PROMPTS[0]], 8)
+    assert len(said) == 2 and all(": not recorded, because of RuntimeError" in line for line in said)
+
+
+def test_without_a_compiler_one_line_says_so(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    said = []
+    fast = Recorded(model, folder=tmp_path, say=said.append)
+    assert generate(fast, PROMPTS, 8, NGram(3, 1)) == generate(model, PROMPTS, 8, NGram(3, 1))
+    assert said == ["no C++ compiler is found, so all runs eagerly: install g++ or clang, or name it in CXX"]
+
+
+@pytest.mark.parametrize("how, device, message", [
+    ("graph", "cpu", "passes on cpu cannot be recorded by 'graph'"),
+    ("compile", "cuda", "passes on cuda cannot be recorded by 'compile'"),
+    ("tape", "cpu", "passes on cpu cannot be recorded by 'tape'")])
+def test_what_does_not_suit_the_device_is_refused(model, how, device, message):
+    with pytest.raises(ValueError, match=message):
+        Recorded(make(GEMMA, device=device), how)
+
+
+@pytest.mark.parametrize("widths", [(0, 4), (16,)])
+def test_widths_beyond_the_spare_slots_are_refused(model, widths):
+    with pytest.raises(ValueError, match="widths must lie between 1 and 9, got"):
+        Recorded(model, widths=widths)
+
+
+def test_programs_are_kept_where_caches_are(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert recorded.cache_folder() == tmp_path / ".cache" / "self-speculative-decoding"

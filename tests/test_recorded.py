@@ -1,0 +1,283 @@
+"""Recorded passes write what eager ones write: the tests of the loop once more, on recordings of paper; each
+way a recording can go wrong; and compiled programs, on shapes so small that they are compiled in seconds."""
+import math
+import re
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from paper_gpu import PaperGPU
+from test_speculative import (  # noqa: F401  the tests of the loop, on the models below
+    DRAFTERS,
+    each_drafter,
+    each_family,
+    test_poison,
+    test_what_is_shared_is_handed_over_and_not_run_again,
+    truth,
+)
+from tiny import FAMILIES, LLAMA, PROMPTS, make
+
+from kvcache import KVCache
+from layerskip import SelfDraft
+from machine import recorded
+from machine.recorded import Recorded
+from sampling import Coins, to_probs
+from speculative import NGram, generate, prefill, rounds
+
+
+def wrong(line):
+    raise AssertionError(line)
+
+
+def written(state):
+    return [text[len(p) :] for text, p in zip(state.known, PROMPTS, strict=True)]
+
+
+on_paper = partial(Recorded, how="paper", widths=(1, 2, 4, 8), reach=16, say=wrong)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {family: on_paper(make(c)) for family, c in FAMILIES.items()}
+
+
+# --- texts
+
+
+@each_family
+@each_drafter
+def test_batches(models, truth, family, name):  # noqa: F811
+    m = models[family]
+    assert generate(m, PROMPTS, 24, DRAFTERS[name](m))[0] == [row[:24] for row in truth[family]]
+
+
+@each_family
+@pytest.mark.parametrize("name", ["exit", "skip", "model, stopped"])
+def test_single_rows_and_one_width(models, truth, family, name):  # noqa: F811
+    m = on_paper(models[family].model, widths=(8,))
+    for prompt, want in zip(PROMPTS, truth[family], strict=True):
+        assert generate(m, [prompt], 24, DRAFTERS[name](m))[0] == [want[:24]]
+
+
+def test_batches_of_several_sizes(models):
+    m = on_paper(models["llama"].model)
+    for _ in range(2):
+        for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[1:3]):
+            assert generate(m, prompts, 12, NGram(3, 1)) == generate(m.model, prompts, 12, NGram(3, 1))
+
+
+@each_family
+def test_sampled_texts_are_those_of_eager_passes(models, family):
+    fast, warm = models[family], lambda logits: to_probs(logits, 1.2, top_p=0.9)
+    for name in ("exit, stopped", "skip"):
+        a, b = (generate(m, PROMPTS, 30, DRAFTERS[name](m), warm, Coins(7)) for m in (fast, fast.model))
+        assert a == b
+
+
+@each_family
+def test_a_used_cache_needs_no_cleaning_and_keeps_its_recordings(models, truth, family):  # noqa: F811
+    m, cache, made = on_paper(models[family].model), None, []
+    for _ in range(3):
+        for state, _ in rounds(m, PROMPTS, 24, SelfDraft(m, range(8), 4), cache=cache):
+            cache = state.cache
+        assert written(state) == [row[:24] for row in truth[family]]
+        cache.k.mul_(-3)
+        made.append([tape for tape in m.tapes[cache].values() if tape])
+    assert len(made[1]) > 3 and made[1] == made[2]
+
+
+@pytest.mark.parametrize("size", [(3, 99), (4, 10)])
+def test_a_cache_of_another_size_is_refused(models, size):
+    cache = KVCache(LLAMA, *size, torch.float64)
+    with pytest.raises(ValueError, match=f"cache of {size[0]} rows and {size[1]} slots, but 4 and 56 are"):
+        rounds(models["llama"], PROMPTS, 40, cache=cache)
+
+
+# --- single passes
+
+
+@each_family
+@pytest.mark.parametrize("as_slice", [True, False])
+@pytest.mark.parametrize("widths", [(1, 2, 4, 8), (7,)])
+@torch.inference_mode()
+def test_a_replayed_block_is_the_eager_one_up_to_the_last_slot(models, family, as_slice, widths):
+    """Padding neither changes what is computed nor reaches a slot that is known, also where the block ends
+    with the cache or with the reach of its recording."""
+    eager, S = models[family].model, 17
+    m, tokens = on_paper(eager, widths=widths), torch.randint(17, (2, S))
+    for T in (1, 5):
+        for start in range(1, S - T + as_slice, 2 - as_slice):  # the last slot of a tensor is dead
+            caches = KVCache(m.c, 2, S, torch.float64), KVCache(m.c, 2, S, torch.float64)
+            here, x = slice(start, start + T), m.embed(tokens[:, start : start + T])
+            at = here if as_slice else torch.arange(start, start + T).expand(2, T)
+            for cache in caches:
+                prefill(eager, tokens[:, :start], cache)
+            want = eager.run(x, here, caches[1])
+            for _ in range(2):
+                got = m.run(x, at, caches[0], end=start + T)
+                assert torch.equal(got, want) or (got - want).abs().max() < 1e-9, (T, start)
+            off = caches[0].k[:, :, :, : start + T] - caches[1].k[:, :, :, : start + T]
+            assert off.abs().max() < 1e-9, (T, start)
+
+
+def test_what_is_recorded(models):
+    """Seen twice, one token through the first 4 blocks, 4 tokens through the last 2; prompts and rarities are
+    not; and after `rehearse` nothing else is."""
+    m, cache = on_paper(models["llama"].model, reach=64), None
+    state, _ = next(rounds(m, [PROMPTS[0]], 5))
+    assert set(m.tapes[state.cache].values()) == {None}
+    write = lambda: [s.cache for s, _ in rounds(m, [PROMPTS[0]], 25, SelfDraft(m, range(8), 3), cache=cache)]  # noqa: E731
+    cache = write()[0]
+    seen = {(key[0], key[2]) for key, tape in m.tapes[cache].items() if tape}
+    assert seen >= {(tuple(range(8)), 1), (tuple(range(8, 12)), 4)}
+    assert all(width in (1, 2, 4) for _, width in seen)
+    m.rehearse(write)
+    before = dict(m.tapes[cache])
+    for _ in range(3):
+        for _ in rounds(m, [PROMPTS[0]], 25, SelfDraft(m, [0, 3, 5], 6), cache=cache):
+            pass
+    assert m.tapes[cache] == before
+    assert len(m.tapes) == 2, "recordings of a cache go with it"
+
+
+def test_exact_passes_have_one_width_and_one_reach(models):
+    m = on_paper(models["llama"].model, exact=True)
+    for state, _ in rounds(m, PROMPTS, 24, SelfDraft(m, [0, 1, 3, 4], 5)):  # noqa: B007
+        pass
+    tapes = m.tapes[state.cache] | m.tapes[m]
+    assert all(tapes.values()) and {key[2] for key in tapes} == {8}
+    assert {key[3] for key in m.tapes[state.cache]} == {state.cache.k.shape[3]}
+    assert len(m.tapes[state.cache]) == 4 and len(m.tapes[m]) == 1, "whole, two parts of the draft, the rest"
+
+
+def test_programs_are_kept_for_other_caches(models, monkeypatch):
+    """And one serves any number of slots; here it is not compiled, but run."""
+    m, made = models["gemma2"].model, []
+
+    def make(self, name, key, f, inputs, fixed):
+        made.append(key)
+        return lambda inputs, fixed: f(m, *inputs, *fixed)
+
+    monkeypatch.setattr(Recorded, "make", make)
+    monkeypatch.setattr(recorded, "find_compiler", lambda: "a compiler")
+    fast = Recorded(m, "compile", widths=(4,), say=wrong)
+    for count in (20, 20, 40):
+        assert generate(fast, PROMPTS, count, NGram(3, 1)) == generate(m, PROMPTS, count, NGram(3, 1))
+    assert len(made) == len(set(made)) == 2
+
+
+def test_the_oldest_recordings_are_forgotten(models, monkeypatch):
+    monkeypatch.setattr(recorded, "KEEP", 3)
+    m = on_paper(models["llama"].model)
+    for state, _ in rounds(m, PROMPTS, 24, SelfDraft(m, range(8), 4)):  # noqa: B007
+        assert all(len(tapes) <= 3 for tapes in m.tapes.values())
+    assert len(m.tapes[state.cache]) == 3
+
+
+def test_what_has_a_trace_or_a_tree_or_is_wide_runs_eagerly(models):
+    m = on_paper(models["llama"].model)
+    x, own = m.embed(torch.tensor([[1, 2, 3]])), torch.ones(3, 3, dtype=torch.bool).tril()
+    for _ in range(3):
+        cache = KVCache(m.c, 1, 30, torch.float64)
+        for trace, tree in (({3: None}, None), (None, own)):
+            y = m.run(x, slice(4, 7), cache, trace=trace, tree=tree)
+            assert torch.equal(y, m.model.run(x, slice(4, 7), cache, tree=tree))
+        assert trace is None and m.run(x.repeat(1, 3, 1), slice(4, 13), cache).shape == (1, 9, 32)
+        assert m.run(x, slice(4, 7), cache, []) is x and m.run(x, slice(4, 7)).shape == x.shape
+    assert not m.tapes
+
+
+# --- recordings that are wrong
+
+
+class Rounded(recorded.Tape):
+    """Computes a little less exactly than the eager pass."""
+
+    def replay(self):
+        super().replay()
+        self.output.copy_(self.output.float())
+
+
+class Careless(recorded.Tape):
+    """Right, but it writes a wrong key."""
+
+    def replay(self):
+        super().replay()
+        if self.fixed:
+            self.fixed[2][0, 0, 2] = 3.0
+
+
+class Blank(Careless):
+    """Writes no number at all."""
+
+    def replay(self):
+        super().replay()
+        if self.fixed:
+            self.fixed[2][0, 0, 2] = math.nan
+
+
+class Broken(recorded.Tape):
+    def record(self, f):
+        raise RuntimeError("this pass cannot\nbe recorded")
+
+
+@pytest.mark.parametrize("tape, message", [
+    (Rounded, r"sub-layers, batch 1, blocks of 4: recording refused, as it is off by \de-0[789]"),
+    (Careless, r"sub-layers, batch 1, blocks of 4: recording refused, as it is off by \d"),
+    (Blank, r"sub-layers, batch 1, blocks of 4: recording refused, as it is off by"),
+    (Broken, r"sub-layers, batch 1, blocks of 4: not recorded, because of RuntimeError: this pass cannot$")])
+def test_a_wrong_recording_is_refused_by_name_and_no_text_is_wrong(models, monkeypatch, tape, message):
+    m, said = models["llama"].model, []
+    monkeypatch.setattr(recorded, "Tape", tape)
+    fast = on_paper(m, widths=(4,), say=said.append)
+    for prompt in PROMPTS:
+        assert generate(fast, [prompt], 24, NGram(3, 1)) == generate(m, [prompt], 24, NGram(3, 1))
+    assert any(re.search(message, line) for line in said), said
+    assert len(said) < 40 and all("\n" not in line for line in said)
+
+
+# --- CUDA, on paper
+
+
+@each_family
+def test_nothing_inside_a_graph_waits(family, monkeypatch):
+    """Captured, as far as it can be seen without a GPU: one pool, and nothing asks for values."""
+    with PaperGPU():
+        pools = []
+
+        @contextmanager
+        def capture(graph, pool):
+            pools.append(pool)
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+            torch.cuda.set_sync_debug_mode("default")
+
+        class Once:
+            def replay(self):
+                """What was computed while it was captured is right for the first replay."""
+
+        for name, fake in {"graph": capture, "CUDAGraph": Once, "graph_pool_handle": object}.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(recorded.Graph, "pool", None)
+        m = make(FAMILIES[family], device="cuda")
+        fast = Recorded(m, exact=True, say=wrong)
+        steps = rounds(fast, PROMPTS, 20, SelfDraft(fast, range(8), 1))
+        want = rounds(m, PROMPTS, 20, SelfDraft(m, range(8), 1))
+        (_, got), (_, r) = next(steps), next(want)
+        assert fast.how == "graph" and got.new == r.new and len(pools) == 3 and len(set(pools)) == 1
+
+
+def test_replays_wait_for_nothing():
+    with PaperGPU() as gpu:
+        m = make(LLAMA, device="cuda")
+        fast, cache = on_paper(m), None
+        for _ in range(2):
+            gpu.waits = []
+            for state, _ in rounds(fast, PROMPTS, 20, SelfDraft(fast, range(8), 3), cache=cache):
+                cache = state.cache
+        inside = [wait for wait in gpu.waits if not wait.startswith("speculative.py")]
+        assert not [wait for wait in inside if not wait.startswith("recorded.py")]
+        gpu.waits, fast.frozen = [], True
+        assert generate(fast, PROMPTS, 20)[0] == written(state)
+        assert all(wait.startswith("speculative.py") for wait in gpu.waits)
