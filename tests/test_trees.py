@@ -786,7 +786,7 @@ LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n
 
 
 def acceptance_counts(name):
-    """{drafter: [proposed, accepted, passes]} on the shipped weights in float64, greedy, 24 tokens of each
+    """{drafter: [proposed, accepted, passes]} on the shipped weights in float64, greedy, 48 tokens of each
     prompt."""
     m, tokenizer = checkpoint.load(SHIPPED / name, "cpu", torch.float64)
     draft, _ = checkpoint.load(SHIPPED / "stories-draft", "cpu", torch.float64)
@@ -798,18 +798,26 @@ def acceptance_counts(name):
         "skip": Siblings(SelfDraft(m, keep(m.c.n_layers, [5, 7, 9], [6, 8]), 3), [3, 1]),
         "model": Siblings(ModelDraft(draft, 3), [2, 2]),
     }
-    runs = {name: [r for _, r in rounds(m, prompts, 24, drafter)] for name, drafter in drafters.items()}
+    runs = {name: [r for _, r in rounds(m, prompts, 48, drafter)] for name, drafter in drafters.items()}
     return {name: [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
             for name, run in runs.items()}
 
 
 def test_golden_acceptance_counts():
     """Output tests cannot see siblings that are bad guesses; these counts can."""
-    assert acceptance_counts("stories-llama") == {}
+    assert acceptance_counts("stories-llama") == {
+        "exit 1": [112, 84, 20],
+        "skip": [111, 104, 15],
+        "model": [146, 86, 24],
+    }
 
 
 def test_golden_acceptance_counts_of_gemma():
-    assert acceptance_counts("stories-gemma2") == {}
+    assert acceptance_counts("stories-gemma2") == {
+        "exit 1": [143, 111, 22],
+        "skip": [144, 139, 14],
+        "model": [180, 115, 25],
+    }
 
 
 # --- shapes
