@@ -34,6 +34,13 @@ class KVCache:
         read = slice(0 if recent is None else max(0, end - recent), end)
         return keys[:, :, read], values[:, :, read]
 
+    def move(self, src, dst):
+        """Copy the slots src (B, A) to dst (B, A), in all layers at once. The two may overlap."""
+        for t in (self.k, self.v):
+            shape = *t.shape[:3], src.shape[1], t.shape[4]                      # (L, B, Hkv, A, D)
+            source, target = (slots[None, :, None, :, None].expand(shape) for slots in (src, dst))
+            t.scatter_(3, target, t.gather(3, source))
+
     def fork(self, rows=1):
         """A copy, with each row repeated `rows` times, so that an experiment cannot change what is known."""
         twin = object.__new__(KVCache)

@@ -91,11 +91,12 @@ def rotate(x, cos, sin):
 
 
 def visible(positions, slots, end, tree=None, window=None):
-    """Which of the slots 0 .. end-1 may each token of the block read? (B, T), (B, T) -> (B, T, end) bool.
+    """Which of the slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
 
-    Of the slots before its block a token sees those that lie before its own position. Inside the block,
-    tree (T, T) says which token sees which; without it, each sees itself and those before it. `window` hides
-    the keys that are `window` or more positions back.
+    Of the slots before the first of the M given ones a token sees those that lie before its own position.
+    tree (B or 1, T, M) or (T, M) says which of the M it sees: the block is the last T of them, and the others
+    hold what a tree that grows already has. Without a tree M is T, and each token sees itself and those
+    before it. `window` hides the keys that are `window` or more positions back.
 
     >>> at = torch.tensor([[2, 3]])                 # a block of two tokens, after two slots that are filled
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet, and so nobody sees it
@@ -103,16 +104,23 @@ def visible(positions, slots, end, tree=None, window=None):
     >>> visible(at, at, end=5, window=2).int().tolist()
     [[[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]]
     """
-    B, T = slots.shape
+    B, M = slots.shape
     slot = torch.arange(end, device=slots.device)
     if tree is None:
-        tree = torch.ones(T, T, dtype=torch.bool, device=slots.device).tril()
-    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]             # (B, T, S) before the block
-    mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))  # inside the block
+        tree = torch.ones(M, M, dtype=torch.bool, device=slots.device).tril()
+    T = tree.shape[-2]
+    own = positions[:, M - T :]                                                 # (B, T)
+    mask = slot < torch.minimum(slots[:, :1], own)[..., None]                   # (B, T, S) before the M
+    mask = mask.scatter(2, slots[:, None].expand(B, T, M), tree.expand(B, T, M))  # among the M
     if window is not None:
         key = slot.expand(B, end).scatter(1, slots, positions)                  # (B, S) position of each slot
-        mask = mask & (positions[..., None] - key[:, None] < window)
+        mask = mask & (own[..., None] - key[:, None] < window)
     return mask
+
+
+def final(places, T):
+    """The last T of the places of a block, a slice or (B, M)."""
+    return slice(places.stop - T, places.stop) if isinstance(places, slice) else places[:, -T:]
 
 
 # --- modules
@@ -241,12 +249,13 @@ class Transformer(nn.Module):
             trace=None, end=None):
         """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
 
-        positions, slots: a slice where all rows stand at the same place, else (B, T) int64. The position sets
-        the rotation, the slot is the place in the cache. They are the same unless `slots` is given, and only
-        `layerskip.Teacher` gives it. A slice of one token reads the cache without a mask. `tree`: see
-        `visible`. `trace`: a dict whose keys are the sub-layers to look at; each receives x (B, T, dim) as it
-        is after that sub-layer. `end`: one past the last slot to read, known to the host, so that nothing
-        here waits for the GPU. Without a cache the block is all there is, and any positions will do.
+        positions, slots: a slice where all rows stand at the same place, else (B or 1, T) int64. The position
+        sets the rotation, the slot is the place in the cache. They are the same unless `slots` is given, as
+        for a tree, whose siblings share a position. A slice of one token reads the cache without a mask.
+        `tree` (B or 1, T, M): see `visible`; positions and slots are then those of all M. `trace`: a dict
+        whose keys are the sub-layers to look at; each receives x (B, T, dim) as it is after that sub-layer.
+        `end`: one past the last slot to read, known to the host, so that nothing here waits for the GPU.
+        Without a cache the block is all there is, and any positions will do.
         """
         c, T = self.c, x.shape[1]
         if slots is None:
@@ -255,11 +264,12 @@ class Transformer(nn.Module):
             end = slots.stop
         elif end is None:
             end = cache.k.shape[3]
+        masks = self.masks(x, positions, slots, end, tree)
+        positions, slots = final(positions, T), final(slots, T)
         if isinstance(positions, slice):
             cos, sin = self.angles(positions, positions.stop)
         else:
             cos, sin = self.angles(positions, c.max_len + SPARE if cache is None else end)
-        masks = self.masks(x, positions, slots, end, tree)
         store, blocks = block_only, tuple(self.blocks)      # indexing a ModuleList takes longer than a norm
         for i in range(2 * c.n_layers) if sublayers is None else sublayers:
             layer, is_mlp = divmod(i, 2)
@@ -280,11 +290,11 @@ class Transformer(nn.Module):
         """{window: what is added to the scores, 0 where visible and -inf elsewhere, (B or 1, 1, 1, T, S);
         or None where nothing is hidden}."""
         T, windows = x.shape[1], {None, self.c.window}
-        if T == 1 and isinstance(slots, slice) and slots == positions:
+        if T == 1 and tree is None and isinstance(slots, slice) and slots == positions:
             return dict.fromkeys(windows)
         at, slots = torch.broadcast_tensors(*(
             torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s
-            for s in (positions, slots)))                                       # (1 or B, T)
+            for s in (positions, slots)))                                       # (1 or B, M)
         zeros = torch.zeros((), dtype=self.attention_dtype(), device=x.device)
         return {w: zeros.masked_fill(~visible(at, slots, end, tree, w)[:, None, None], -math.inf)
                 for w in windows}

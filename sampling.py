@@ -84,9 +84,10 @@ class Coins:
     every port, and it does not depend on how many are computed at once.
 
     The order in which the library spends them belongs to its interface, since ports and golden traces depend
-    on it: each drawn draft token spends one for every row, and a copied one none; verifying K drafts spends K
-    for every row, also after a refusal; then one for every row chooses its next token. `version` counts the
-    changes of that order.
+    on it: each drawn draft token spends one for every row, and a copied one none; a chain is drawn before its
+    siblings, and these are drawn rank by rank; verifying K drafts, of a chain or a tree, spends K for every
+    row, also after a refusal; then one for every row chooses its next token. `version` counts the changes of
+    that order.
     """
     version = 1
 

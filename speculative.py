@@ -52,6 +52,10 @@ class State:
             return slice(last + first, last + first + T)
         steps = (torch.arange(first - 1, first - 1 + T, device=self.n.device) if consecutive
                  else torch.stack([torch.full_like(self.n[:1], o - 1) for o in offsets], 1))
+        return self.after(steps)
+
+    def after(self, steps):
+        """As `at`, for a tensor (B or 1, T) that counts from the first unknown token instead. (B, T)"""
         # beside a longer draft a row at its limit overshoots: clamped, into a slot that is always dead
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
@@ -89,6 +93,8 @@ class Draft:
     length: torch.Tensor | None = None    # (B,) how many of the K each row proposes; None: all
     reuse: tuple | None = None            # (i, x, trace): the target need not run sub-layers before i,
     #                                       x (B, K+1, dim) enters sub-layer i, trace holds the taps before it
+    parents: torch.Tensor | None = None   # (B or 1, K) what each hangs on: 0 = the last known token, k =
+    #                                       proposal k - 1, which comes before it; None: a chain
 
     @classmethod
     def none(cls, state):
@@ -98,16 +104,18 @@ class Draft:
         """The first K proposals."""
         if self.tokens.shape[1] <= K:
             return self
-        q, reuse = self.q, self.reuse
+        q, reuse, parents = self.q, self.reuse, self.parents
         if reuse is not None:
             first, x, trace = reuse
             reuse = first, x[:, : K + 1], {tap: y[:, : K + 1] for tap, y in trace.items()}
-        return Draft(self.tokens[:, :K], None if q is None else q[:, :K], self.length, reuse)
+        return Draft(self.tokens[:, :K], None if q is None else q[:, :K], self.length, reuse,
+                     None if parents is None else parents[:, :K])
 
 
 @dataclass
 class Round:
-    """What happened in one draft-verify round: all that stepping, colours, statistics and traces need."""
+    """What happened in one draft-verify round: all that stepping, colours, statistics and traces need. Of a
+    tree it holds a chain: see `straighten`."""
     draft: Draft               # as verified: `length` is clipped to what each row may still emit
     logits: torch.Tensor       # (B, K+1, V) the target's, after the final soft-cap and before the temperature
     p: torch.Tensor            # (B, K+1, V)
@@ -272,6 +280,89 @@ def verify(p, q, tokens, coins, length=None):
     return accepted, coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))
 
 
+def ancestors(parents):
+    """Which nodes of a tree each of them sees: itself, and all that it hangs on. Node 0 is the last known
+    token, node k is proposal k - 1. (B or 1, K) -> (B or 1, K+1, K+1) bool
+
+    >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2 hangs on 1, and 3 is a sister of 1
+    [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
+    """
+    B, K = parents.shape
+    row = torch.arange(B, device=parents.device)
+    tree = torch.eye(K + 1, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)    # (B, K+1, K+1)
+    for k in range(1, K + 1):
+        tree[:, k] |= tree[row, parents[:, k - 1]]      # what a node hangs on comes before it, and is done
+    return tree
+
+
+def layout(state, K, parents=None):
+    """Where the last known token and K proposals stand: positions, slots and tree for `Transformer.run`."""
+    slots = state.at(*range(K + 1))
+    if parents is None:
+        return slots, None, None
+    tree = ancestors(parents)                                                   # (B or 1, K+1, K+1)
+    return state.after(tree.sum(-1) - 2), slots, tree           # the last known token, alone, stands at n - 1
+
+
+def verify_tree(p, tokens, parents, coins, q=None, length=None):
+    """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may propose
+    several tokens for the same place.
+
+    p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and length (B,)
+    are those of a Draft. q (B, K, V): what each token was drawn from, which for a later sibling may depend on
+    those before it; None for copied proposals. Returns the last accepted node (B,), 0 where none was, and
+    the token after it (B,).
+
+    Siblings are tried one after the other. Where the first is refused, max(p - q, 0), scaled to sum to 1, is
+    what the token has yet to be drawn from, and so it takes p's place when the second is tried, and so on. An
+    accepted token is where the next family hangs. Coins are spent as by `verify`: one flip for each of the K
+    tokens of every row, tried or not, then one choice for every row.
+
+    >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
+    >>> node, token = verify_tree(p, torch.tensor([[2, 0]]), torch.tensor([[0, 0]]), Coins(0))
+    >>> node.tolist(), token.tolist()                       # p never says 2, but its sister 0, and then 1
+    ([2], [1])
+    """
+    B, K = tokens.shape
+    length = torch.full((B,), K, device=p.device) if length is None else length
+    row, live = torch.arange(B, device=p.device), torch.arange(K, device=p.device) < length[:, None]
+    parents, rest, chance = parents.expand(B, K), p.clone(), [p[:, :0, 0]]      # (B, 0): K may be 0
+    for k in range(K):      # rest: what the token after a node is drawn from, if its children up to k fail
+        token, left = tokens[:, k, None], rest[row, parents[:, k]]              # (B, 1), (B, V)
+        drawn = torch.zeros_like(left).scatter_(1, token, 1.0) if q is None else q[:, k]
+        chance.append(left.gather(1, token) / drawn.gather(1, token))           # (B, 1)
+        less = (left - drawn).clamp_(min=0)
+        mass = less.sum(-1, keepdim=True)               # trap: 0 where p = q up to rounding, as in `verify`
+        rest[row, parents[:, k]] = torch.where(live[:, k, None] & (mass > 0), less / mass, left)
+    passed, node = coins.flip(torch.cat(chance, 1)) & live, torch.zeros_like(row)
+    for k in range(K):      # the walk: from node to accepted child, the first of those that passed
+        node = torch.where(passed[:, k] & (parents[:, k] == node), k + 1, node)
+    return node, coins.choose(rest[row, node])
+
+
+def straighten(state, draft, tree, node, logits, p, trace):
+    """A verified tree becomes the chain of its accepted path, in the cache, too, so that nobody else needs to
+    know of trees. node (B,): the last accepted one. tree: the draft's `ancestors`. Returns the draft, how
+    many of it were accepted (B,), and logits, p and trace in its order.
+
+    After the path come the proposals that hang on its end, all refused, and after these the dead. The length
+    is that of the longest branch through the end of the path: so many could have been accepted.
+    """
+    B, K = draft.tokens.shape
+    row, tree = torch.arange(B, device=node.device), tree.expand(B, -1, -1)
+    on, below = tree[row, node], tree[row, :, node]                             # (B, K+1) both
+    path = torch.where(on, 0, 2 - below.long()).argsort(dim=1, stable=True)     # (B, K+1) a permutation
+    slots = state.after(torch.arange(-1, K, device=node.device))                # (B, K+1)
+    state.cache.move(slots.gather(1, path), slots)
+    live = torch.arange(K + 1, device=node.device) <= draft.length[:, None]     # (B, K+1)
+    length = ((tree.sum(-1) - 1) * (below & live)).amax(1)                      # (B,)
+    old = path[:, 1:] - 1                                                       # (B, K)
+    q = None if draft.q is None else draft.q[row[:, None], old]
+    logits, p, *taps = (t[row[:, None], path] for t in (logits, p, *trace.values()))
+    trace = dict(zip(trace, taps, strict=True))
+    return Draft(draft.tokens.gather(1, old), q, length), on.sum(1) - 1, logits, p, trace
+
+
 def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
     """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x (B, T, dim);
     sublayers and trace are those of `Transformer.run`."""
@@ -346,12 +437,17 @@ def loop(state, drafter, eos):
         first, x, before = draft.reuse or (0, model.embed(block), {})
         trace = dict.fromkeys(state.taps) | before
         # 3. One pass of the target over the block gives the distribution after each of its tokens.
-        x = model.run(x, state.at(*range(K + 1)), state.cache, every[first:], trace=trace,
+        positions, slots, tree = layout(state, K, draft.parents)
+        x = model.run(x, positions, state.cache, every[first:], slots=slots, tree=tree, trace=trace,
                       end=state.end(K + 1))                                     # (B, K+1, dim)
         logits = model.unembed(x)                                               # (B, K+1, V)
         p = state.probs(logits)
         # 4. Verify: how many drafts are accepted, and which token comes after them?
-        accepted, next_token = verify(p, draft.q, draft.tokens, state.coins, draft.length)
+        if tree is None:
+            accepted, next_token = verify(p, draft.q, draft.tokens, state.coins, draft.length)
+        else:
+            node, next_token = verify_tree(p, draft.tokens, draft.parents, state.coins, draft.q, draft.length)
+            draft, accepted, logits, p, trace = straighten(state, draft, tree, node, logits, p, trace)
         # 5. Append them: n grows, and with it the place where the next block starts. Nothing is rolled back.
         new, sure, accepted, proposed = commit(state, draft, accepted, next_token, logits, eos)
         # 6. Let the drafter learn from it.
@@ -495,9 +591,10 @@ class ModelDraft(Drafter):
 
     def observe(self, state, r):
         super().observe(state, r)
-        # a row may have drafted less than the longest one, and another drafter may have continued its draft
+        # A row may have drafted less than the longest one, and another drafter may have continued its draft.
+        # The last accepted token may be a sibling of its own: that one counts as not read.
         rows = zip(self.held, state.known, r.new, r.accepted.tolist(), strict=True)
-        self.held = [min(held, len(text) - 1, len(text) - len(new) + kept) for held, text, new, kept in rows]
+        self.held = [min(held, len(text) - len(new) + kept - 1) for held, text, new, kept in rows]
 
 
 # --- two drafts, one after the other
@@ -517,6 +614,8 @@ class Then(Wrapper):
     def propose(self, state):
         a, b = self.drafters
         head = a.propose(state).cut(max(state.left_cpu) - 1)
+        if head.parents is not None:
+            raise ValueError("a tree has several ends: put it around both drafters, Siblings(Then(a, b))")
         K = head.tokens.shape[1]
         length = (state.left - 1).clamp(0, K)                                   # (B,)
         length = length if head.length is None else torch.minimum(head.length, length)

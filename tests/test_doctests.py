@@ -9,10 +9,13 @@ import layerskip
 import model
 import sampling
 import speculative
+from methods import trees
 
-EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"], speculative: ["verify"],
+EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"],
+            speculative: ["verify", "ancestors", "verify_tree"],
             layerskip: ["keep", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
-            checkpoint: ["parts"]}
+            checkpoint: ["parts"],
+            trees: ["chain_with_siblings", "widths_of", "tree_tokens", "best_tree"]}
 
 
 @pytest.mark.parametrize("module, name", [(m, name) for m, names in EXAMPLES.items() for name in names],

@@ -55,7 +55,7 @@ def test_the_example_of_the_formula():
 LIBRARY = "model", "kvcache", "sampling", "speculative", "layerskip", "control"
 COMMANDS = "generate", "search", "train", "bench"
 CODE = {p.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): p
-        for folder in (".", "machine", "support", "benchmarks")
+        for folder in (".", "methods", "machine", "support", "benchmarks")
         for p in sorted((ROOT / folder).glob("*.py"))}
 ORDER = README[README.index("## Reading order") : README.index("## Your own model")]
 LISTED = re.findall(r"`([\w/]+)\.py` (?:\| |\()(\d+)", ORDER)
@@ -90,8 +90,9 @@ def imports(path):
 
 def allowed(name):
     """What a module may import."""
-    machine, support, benchmarks = ({other for other in CODE if other.startswith(folder)}
-                                    for folder in ("machine.", "support.", "benchmarks."))
+    methods, machine, support, benchmarks = (
+        {other for other in CODE if other.startswith(folder)}
+        for folder in ("methods.", "machine.", "support.", "benchmarks."))
     below = set(LIBRARY) | {"support.files"}
     if name in LIBRARY:
         return set(LIBRARY[: LIBRARY.index(name)])
@@ -101,8 +102,10 @@ def allowed(name):
         return set(LIBRARY) | {"checkpoint"}
     if name in ("gaussian", "checkpoint"):
         return below
+    if name in methods:
+        return below | {"gaussian", "checkpoint"} | methods
     if name in machine | support:
-        return below | {"gaussian", "checkpoint"} | machine | support
+        return below | {"gaussian", "checkpoint"} | methods | machine | support
     return set(CODE) - {"bench", "minimal"} - (benchmarks if name in COMMANDS and name != "bench" else set())
 
 

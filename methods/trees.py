@@ -1,0 +1,175 @@
+"""Trees of drafts: several guesses for the same place, and which shape of tree is worth its cost.
+
+The one thing to remember: a sibling is tried only where those before it were refused. So it gains where first
+guesses are bad, and depth gains where they are good.
+
+    chain           D - d1 - d2 - d3      1 + a + a^2 + a^3 tokens a round, where a guess is good with
+                                          probability a
+    with siblings   D - d1 - d2 - d3      d4 may take the place of d1, and d5 that of d2: another b + a b
+                     \\    \\               tokens, where a second guess is good with probability b
+                      d4   d5             shape: [0, 1, 2, 0, 1]
+
+A shape is a list of parents, as in `Draft.parents`. What the loop itself needs of trees, such as
+`verify_tree`, stands in speculative.py.
+"""
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from speculative import Draft, Wrapper, layout
+
+# --- shapes
+
+
+def chain_with_siblings(gamma, widths):
+    """The parents of a chain of gamma tokens, of which the first widths[0] have a sibling, the first
+    widths[1] a second one, and so on. It is the shape that `Siblings` drafts.
+
+    >>> chain_with_siblings(3, [2, 1])      # the chain, first siblings, a second sibling
+    [0, 1, 2, 0, 1, 0]
+    """
+    return [*range(gamma), *(k for width in widths for k in range(width))]
+
+
+def widths_of(parents):
+    """The inverse: (gamma, widths) of a tree in which only first children have children.
+
+    >>> widths_of([0, 1, 2, 0, 1, 0])
+    (3, [2, 1])
+    """
+    families = Counter(parents).values()
+    return len(families), [sum(size > i for size in families) for i in range(1, max(families, default=1))]
+
+
+def tree_tokens(parents, rank_acceptance):
+    """Tokens that a target pass over a tree yields: 1, and for each node the product of the acceptances on
+    the way to it (Sequoia, arXiv 2402.12374, section 3.1: all places alike). rank_acceptance[i]: how likely a
+    node's child number i is the accepted one. Of a chain this is `control.expected_tokens`.
+
+    >>> tree_tokens([0, 1, 0], [0.5, 0.25])     # 1 + .5 + .5 * .5 + .25
+    2.0
+    """
+    reach = [1.0]
+    for k, parent in enumerate(parents):
+        reach.append(reach[parent] * rank_acceptance[parents[:k].count(parent)])
+    return sum(reach)
+
+
+def rank_acceptance(p, q, ranks):
+    """How likely the draft's most likely token is the accepted one, its second, ...: a list of `ranks`
+    numbers, for a draft that proposes its top tokens. p (..., V): the target's distributions, one-hot when
+    greedy; q (..., V): the draft's at the same places, before any cut, since a one-hot has no second."""
+    return p.gather(-1, q.topk(ranks).indices).flatten(0, -2).double().mean(0).tolist()
+
+
+def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True):
+    """The parents of the tree of at most `nodes` nodes that promises the highest speed, level by level; []
+    where none gains. The dynamic programme of Sequoia (arXiv 2402.12374, section 3.1).
+
+    rank_acceptance: see `tree_tokens`. depth_cost: what drafting a level takes, node_cost: what a further
+    token in the block adds, both relative to a target pass over one token. branches=False: only first
+    children may have children, as in `chain_with_siblings`.
+
+    >>> best_tree([0.6, 0.2], 4, depth_cost=0.05, node_cost=0.05)
+    [0, 0, 1, 3]
+    """
+    @cache
+    def grow(n, depth, rank):
+        """(accepted tokens, subtrees): the best n nodes below a node that has its first `rank` children."""
+        best = 0.0, ()
+        most = 0 if depth == 0 or rank == len(rank_acceptance) else n if branches or rank == 0 else min(n, 1)
+        for m in range(1, most + 1):        # the next child's subtree has m nodes, itself included
+            inside, below = grow(m - 1, depth - 1, 0)
+            later, others = grow(n - m, depth, rank + 1)
+            best = max(best, (rank_acceptance[rank] * (1 + inside) + later, (below, *others)))
+        return best
+
+    def speed(shape):
+        n, depth = shape
+        return (1 + grow(n, depth, 0)[0]) / (1 + depth * depth_cost + n * node_cost)
+
+    best = max([(0, 0)] + [(n, d) for n in range(1, nodes + 1) for d in range(1, n + 1)], key=speed)
+    parents, families = [], [(0, grow(*best, 0)[1])]
+    for node, family in families:           # a list that grows while it is read
+        for below in family:
+            parents.append(node)
+            families.append((len(parents), below))
+    return parents
+
+
+# --- drafting
+
+
+class Siblings(Wrapper):
+    """Around a drafter of chains: it gives their tokens siblings, further guesses for the same place.
+
+    drafter: such as SelfDraft or ModelDraft, with any rule. widths: how many tokens of the chain, from the
+    first on, get a sibling, how many a second one, and so on: [3, 1]. Siblings are drawn without replacement,
+    each from what those before it left of q. Where nothing is left, as when greedy, a sibling is the most
+    likely token that is left, and its q is one-hot. The shape that pays: `gamma, widths =
+    widths_of(best_tree(..., branches=False))`.
+
+    For the drafter nothing changes: nobody drafts from a sibling, and what it learns of is a chain. In a
+    batch only the rows with the longest chain have siblings, and near the end of an answer the last ones go.
+    A drafter that draws nothing, such as an n-gram, gets none. Raises ValueError for widths that rise.
+    """
+
+    def __init__(self, drafter, widths):
+        super().__init__(drafter)
+        if sorted(widths, reverse=True) != list(widths) or min(widths, default=0) < 0:
+            raise ValueError("widths, how many tokens have a sibling, how many a second one, and so on, must "
+                             f"not rise, nor be negative, got {list(widths)}")
+        self.widths = widths
+
+    def propose(self, state):
+        seen = []                           # the logits of each drafted token, (B, 1, V)
+
+        def watched(logits):
+            seen.append(logits)
+            return state.probs(logits)
+
+        draft = self.drafters[0].propose(replace(state, probs=watched))
+        K, widths = draft.tokens.shape[1], []
+        for width in self.widths:
+            room = max(state.left_cpu) - 1 - K - sum(widths)
+            width = min(width, K, len(seen), room)
+            if width > 0:
+                widths.append(width)
+        if draft.q is None or not widths:
+            return draft
+        tokens, q = siblings(draft, torch.cat(seen, 1), widths, state.coins)    # (B, S), (B, S, V)
+        parents = state.send([chain_with_siblings(K, widths)])                  # (1, K+S)
+        length = draft.length
+        if length is not None:
+            length = torch.where(length == K, K + sum(widths), length)
+        reuse = draft.reuse and share(state, draft.reuse, tokens, parents)
+        return Draft(torch.cat([draft.tokens, tokens], 1), torch.cat([draft.q, q], 1), length, reuse, parents)
+
+
+def siblings(draft, logits, widths, coins):
+    """Further guesses for the places of a chain, in the order of `chain_with_siblings`, for one uniform each.
+    logits (B, K, V): the chain's, raw. Returns tokens (B, S), and what each was drawn from, q (B, S, V)."""
+    last, left, tokens, q = draft.tokens, draft.q, [], []
+    for width in widths:
+        last = last[:, :width, None]                                            # (B, width, 1)
+        left = left[:, :width].scatter(2, last, 0.0)                            # (B, width, V)
+        logits = logits[:, :width].scatter(2, last, -math.inf)
+        mass = left.sum(-1, keepdim=True)
+        top = torch.zeros_like(left).scatter_(2, logits.argmax(-1, keepdim=True), 1.0)
+        q.append(torch.where(mass > 0, left / mass, top))
+        last = coins.choose(q[-1])                                              # (B, width)
+        tokens.append(last)
+    return torch.cat(tokens, 1), torch.cat(q, 1)
+
+
+def share(state, reuse, tokens, parents):
+    """The `reuse` of a chain, with its siblings: tokens (B, S) run through the sub-layers that the target
+    need not run again. parents (1, K+S)"""
+    (first, x, trace), more, N = reuse, dict.fromkeys(reuse[2]), parents.shape[1]
+    positions, slots, tree = layout(state, N, parents)
+    y = state.model.run(state.model.embed(tokens), positions, state.cache, range(first), slots=slots,
+                        tree=tree[:, -tokens.shape[1] :], trace=more, end=state.end(N + 1))     # (B, S, dim)
+    return first, torch.cat([x, y], 1), {tap: torch.cat([trace[tap], more[tap]], 1) for tap in trace}
