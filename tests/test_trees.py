@@ -680,6 +680,24 @@ def test_max_new_inside_a_tree(models, truth, name):
             assert r.draft.tokens.shape[1] < n, "no more nodes than tokens may still be emitted"
 
 
+def test_a_tree_that_is_cut_stays_a_tree():
+    whole = Draft(torch.tensor([[7, 8, 9, 5]]), parents=torch.tensor([[0, 0, 1, 2]]))
+    assert whole.cut(9) is whole and whole.cut(3).parents.tolist() == [[0, 0, 1]]
+
+
+def test_rows_near_their_limit_propose_less():
+    """Beside rows with more room: the nodes beyond a row's own are dead, and so are branches that they are
+    on."""
+    m, least = make(replace(LLAMA, max_len=20)), 9
+    left = [20 - len(prompt) for prompt in PROMPTS]
+    for state, r in rounds(m, PROMPTS, 99, Grove([[0, 1, 2, 3, 0, 0]])):
+        for room, new, length in zip(left, r.new, r.draft.length.tolist(), strict=True):
+            assert length <= max(0, room - 1) and len(new) <= room
+            least = min(least, room) if new and max(left) > 6 else least
+        left = list(state.left_cpu)
+    assert least < 4, "a row should come near its limit before the others"
+
+
 def test_the_last_siblings_go_first(models):
     """With room for 6 nodes, 5 and so on: the chain stays, and of the siblings the first."""
     m, shapes = models["llama"], []
