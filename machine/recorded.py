@@ -222,7 +222,8 @@ class Recorded:
             need = after + (positions.stop if here else S if end is None else end)
             if not here or need <= S:
                 first = torch.full((B, 1), positions.start, device=x.device) if here else positions[:, :1]
-                inputs = pad(x, after), first.contiguous()      # trap: a program trusts in the strides, too
+                # trap: a program trusts in the strides of its inputs, too
+                inputs = pad(x, after), first.expand(B, 1).contiguous()
                 fixed = self.table(self.far(min(need, S), S))
                 fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
                 y = self.play(cache, (subs, B, width), partial(block, subs), inputs, fixed)

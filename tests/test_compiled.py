@@ -15,7 +15,8 @@ from speculative import NGram, generate, rounds
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
+    quick = torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"})
+    with pytest.MonkeyPatch.context() as patch, quick:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
