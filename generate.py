@@ -132,6 +132,7 @@ def drafters(a, model, tokenizer):
         sublayers, found = cli.read_skip(a.skip, L), cli.read_gamma(a.skip)
     elif a.draft == "model":
         small = load_small(a.draft_model or WEIGHTS / "stories-draft", model, tokenizer)
+        small = Recorded(small) if a.fast else small
     drafting = small or model
     if a.draft_vocab:
         drafting = ShortHead(drafting, cli.read_vocab(a.draft_vocab, drafting.c.vocab_size))
@@ -159,7 +160,6 @@ def drafters(a, model, tokenizer):
 
 def load_small(folder, model, tokenizer):
     small, other = checkpoint.load(folder, model.tok.device, model.tok.dtype)
-    small = Recorded(small) if isinstance(model, Recorded) else small
     if other.get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's: its ids mean other words")
     return small

@@ -837,7 +837,7 @@ GENERATE = [
     ("        rehearse(model, prompts, a,", "        print(model, prompts, a,",
      "passes are recorded while they are timed",
      "test_generate.py::test_recorded_passes_write_the_same_text"),
-    ("Recorded(small) if isinstance(model, Recorded) else small", "small",
+    ("Recorded(small) if a.fast else small", "small",
      "the draft model stays eager", "test_generate.py::test_recorded_passes_write_the_same_text"),
     ("rule = DoNoHarm(step, a.gamma)", "rule = DoNoHarm(step)",
      "what the user allows at most is not asked",

@@ -446,7 +446,7 @@ def test_chat(call, tmp_path, monkeypatch, family, adds_bos):
     status, out, err = call("Hi", "--chat", "--model", folder, *SHORT, "--json")
     assert status == 0, err
     tokenizer = checkpoint.load(folder, "cpu")[1]
-    (_, [ids], *_, eos), = asked
+    (_, [ids], *_, eos, _), = asked
     assert ids[0] == 0 and 0 not in ids[1:], "exactly one begin-of-text"
     assert tokenizer.decode(ids[1:], skip_special_tokens=False) == CHATS[family][2]
     turn_end = tokenizer.token_to_id(CHATS[family][1][-1])
