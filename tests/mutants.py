@@ -1895,7 +1895,7 @@ RECORDED = [
      "test_recorded.py::test_programs_are_kept_for_other_caches"),
     ('"pattern_matcher": False}', '"pattern_matcher": True}',
      "Inductor's pattern matcher is left on",
-     "test_compiled.py::test_plain_and_speculative_decoding_are_the_same_bit_for_bit"),
+     "test_compiled.py::test_plain_and_speculative_decoding_are_the_same_bit_for_bit", 400),
     ('"emulate_precision_casts": exact,', '"emulate_precision_casts": False,',
      "what is fused is not rounded in between",
      "test_compiled.py::test_plain_and_speculative_decoding_are_the_same_bit_for_bit", 400),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import GEMMA, PROMPTS, make
+from tiny import LLAMA, PROMPTS, make
 
 from layerskip import SelfDraft
 from machine import recorded
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model():
-    return make(replace(GEMMA, n_layers=1)).to(torch.bfloat16)
+    return make(replace(LLAMA, n_layers=1)).to(torch.bfloat16)
 
 
 def write(model, drafter=None, prompt=PROMPTS[0], count=20):
@@ -57,7 +57,7 @@ def test_later_starts_compile_nothing_and_any_cache_will_do(folder, model):
     def wrong(line):
         raise AssertionError(line)
 
-    other = make(replace(GEMMA, n_layers=1), seed=3).to(torch.bfloat16)
+    other = make(replace(LLAMA, n_layers=1), seed=3).to(torch.bfloat16)
     fast = Recorded(other, widths=(4,), exact=True, say=wrong)
     (text, logits), (want, eager) = (write(m, None, PROMPTS[0] * 3, 30) for m in (fast, other))
     same = next((i for i, (a, b) in enumerate(zip(text, want, strict=True)) if a != b), 30)
@@ -91,7 +91,7 @@ def test_without_a_compiler_one_line_says_so(model, tmp_path, monkeypatch):
     ("tape", "cpu", "passes on cpu cannot be recorded by 'tape'")])
 def test_what_does_not_suit_the_device_is_refused(model, how, device, message):
     with pytest.raises(ValueError, match=message):
-        Recorded(make(GEMMA, device=device), how)
+        Recorded(make(LLAMA, device=device), how)
 
 
 @pytest.mark.parametrize("widths", [(0, 4), (16,)])
