@@ -65,7 +65,7 @@ def run_help(a):
     costs, found = measure_costs(model, repeats=20 if a.quick else 50), {}
     for name, subs in tqdm(drafts.items(), disable=None, leave=False):
         found[name] = promise(texts, costs, weights, subs)
-    best = max(found, key=lambda name: found[name]["speedup"])
+    best = max(found, key=lambda name: (found[name]["speedup"], found[name]["alpha"] - found[name]["c"]))
     short = short_heads(a, model, texts, costs, found[best]["sublayers"])
     scored = sum(len(t.p[0]) - unscored for t, unscored in texts)
     lines = [f"{a.model}, {a.dtype}; {a.machine}; greedy, {scored} tokens of "
@@ -73,7 +73,7 @@ def run_help(a):
              *table(["draft", *PROMISED], promises(found)),
              f"{best} with a draft vocabulary, the first tokens {of_file(a)}:", "",
              *table(["tokens", *PROMISED], promises(short))]
-    said = verdict(a, found)
+    said = verdict(a, best, found[best])
     return "\n".join([*lines, said]), {"drafts": found, "short_heads": short, "verdict": said}, None
 
 
@@ -110,9 +110,8 @@ def of_file(a):
     return f"of {a.draft_vocab}" if a.draft_vocab else "by id (--draft-vocab: the frequent ones of a text)"
 
 
-def verdict(a, found):
+def verdict(a, name, best):
     """One line: the draft that promises most and how to try it, or why there is none."""
-    name, best = max(found.items(), key=lambda item: (item[1]["speedup"], item[1]["alpha"] - item[1]["c"]))
     if not best["gamma"]:
         return (f"No gain: alpha exceeds c nowhere; {name} comes nearest, alpha {best['alpha']:.2f} against "
                 f"c {best['c']:.2f}. Try --draft ngram, or search.py")

@@ -602,7 +602,17 @@ def test_ngram_copies_the_latest_continuation():
 LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9  # beyond Gemma's window
 
 
-def acceptance_counts(name):
+def of_each_kind(m, small):
+    return {
+        "exit 1": SelfDraft(m, range(2), 2),
+        "exit 4": SelfDraft(m, range(8), 4),
+        "skip": SelfDraft(m, keep(m.c.n_layers, [5, 7, 9], [6, 8]), 3),
+        "model": ModelDraft(small, 3),
+        "ngram": NGram(4, 2),
+    }
+
+
+def acceptance_counts(name, drafters=of_each_kind):
     """{drafter: [proposed, accepted, passes]} on the shipped weights in float64, greedy, 48 tokens of each
     prompt."""
     m, tokenizer = checkpoint.load(SHIPPED / name, "cpu", torch.float64)
@@ -612,14 +622,8 @@ def acceptance_counts(name):
         for text in ("Once upon a time", "User: I want to book a table.\nAssistant:", "def main():")
         + (LONG,) * (m.c.window is not None)
     ]
-    drafters = {
-        "exit 1": SelfDraft(m, range(2), 2),
-        "exit 4": SelfDraft(m, range(8), 4),
-        "skip": SelfDraft(m, keep(m.c.n_layers, [5, 7, 9], [6, 8]), 3),
-        "model": ModelDraft(draft, 3),
-        "ngram": NGram(4, 2),
-    }
-    runs = {name: [r for _, r in rounds(m, prompts, 48, drafter)] for name, drafter in drafters.items()}
+    made = drafters(m, draft)
+    runs = {name: [r for _, r in rounds(m, prompts, 48, drafter)] for name, drafter in made.items()}
     return {
         name: [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
         for name, run in runs.items()

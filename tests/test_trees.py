@@ -4,7 +4,6 @@ One thing to remember: after its verification a tree is a chain, so that most te
 import itertools
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +15,13 @@ from test_speculative import (
     Fixed,
     Says,
     Unsure,
+    acceptance_counts,
     assert_same_law,
     gate,
     target_law,
 )
 from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, oracle
 
-import checkpoint
 from control import Schedule, expected_tokens
 from kvcache import KVCache
 from layerskip import SelfDraft, Teacher, keep
@@ -51,7 +50,6 @@ from speculative import (
 )
 
 FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
-SHIPPED = Path(__file__).parent.parent / "weights"
 each_family = pytest.mark.parametrize("family", FAMILIES)
 devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -800,30 +798,17 @@ def test_one_wait_a_round(family, rows, name):
 # --- drafts worth their price
 
 
-LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9  # beyond Gemma's window
-
-
-def acceptance_counts(name):
-    """{drafter: [proposed, accepted, passes]} on the shipped weights in float64, greedy, 48 tokens of each
-    prompt."""
-    m, tokenizer = checkpoint.load(SHIPPED / name, "cpu", torch.float64)
-    draft, _ = checkpoint.load(SHIPPED / "stories-draft", "cpu", torch.float64)
-    texts = ["Once upon a time", "User: I want to book a table.\nAssistant:", "def main():"]
-    texts += [LONG] * (m.c.window is not None)
-    prompts = [checkpoint.encode(tokenizer, text, m.c.bos) for text in texts]
-    drafters = {
+def with_siblings(m, small):
+    return {
         "exit 1": Siblings(SelfDraft(m, range(2), 2), [2, 1]),
         "skip": Siblings(SelfDraft(m, keep(m.c.n_layers, [5, 7, 9], [6, 8]), 3), [3, 1]),
-        "model": Siblings(ModelDraft(draft, 3), [2, 2]),
+        "model": Siblings(ModelDraft(small, 3), [2, 2]),
     }
-    runs = {name: [r for _, r in rounds(m, prompts, 48, drafter)] for name, drafter in drafters.items()}
-    return {name: [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
-            for name, run in runs.items()}
 
 
 def test_golden_acceptance_counts():
     """Output tests cannot see siblings that are bad guesses; these counts can."""
-    assert acceptance_counts("stories-llama") == {
+    assert acceptance_counts("stories-llama", with_siblings) == {
         "exit 1": [112, 84, 20],
         "skip": [111, 104, 15],
         "model": [146, 86, 24],
@@ -831,7 +816,7 @@ def test_golden_acceptance_counts():
 
 
 def test_golden_acceptance_counts_of_gemma():
-    assert acceptance_counts("stories-gemma2") == {
+    assert acceptance_counts("stories-gemma2", with_siblings) == {
         "exit 1": [143, 111, 22],
         "skip": [144, 139, 14],
         "model": [180, 115, 25],
