@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test gpu-test gpu mutants fuzz kill lint picture clean
+.PHONY: demo test gpu-test gpu mutants fuzz kill lint picture notebooks clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -33,6 +33,9 @@ kill: $(VENV)/dev
 
 picture: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --max-new 90 --picture run.png
+
+notebooks: $(VENV)/dev
+	$(PY) notebooks/execute.py
 
 lint: $(VENV)/dev
 	$(PY) -m ruff check
