@@ -359,6 +359,7 @@ from model import Transformer
 gemma, _ = checkpoint.load(ROOT / "weights" / "stories-gemma2", dtype=torch.float32)
 narrow = Transformer(replace(gemma.c, window=4)).to(device)
 narrow.load_state_dict(gemma.state_dict())
+narrow.double()                                                 # a weak influence counts, rounding does not
 T = 24
 line = torch.randint(gemma.c.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)).to(device)
 changed = line.repeat(T, 1)
@@ -370,7 +371,7 @@ reach = []
 for count in range(len(sliding) + 1):
     subs = [i for pair in sliding[:count] for i in pair]
     a, b = (narrow.run(narrow.embed(t), slice(0, T), sublayers=subs)[:, -1] for t in (line, changed))
-    reach.append(((a - b).abs().amax(1) > 1e-4).float().cpu())
+    reach.append(((a - b).abs().amax(1) > 1e-8).float().cpu())
     assert int(reach[-1].sum()) == min(T, 1 + 3 * count), "each block reaches window - 1 = 3 further"
 figure, ((side,),) = plots.axes(1, 1, width=8, height=2.6)
 side.imshow(torch.stack(reach), cmap="Greys", vmin=0, vmax=1.4, aspect="auto")

@@ -1,6 +1,8 @@
 """The notebooks: each runs from top to bottom, its two files hold the same cells, and its form is what
 readers were promised."""
 import ast
+import base64
+import io
 import re
 import runpy
 from pathlib import Path
@@ -9,6 +11,7 @@ import jupytext
 import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
+from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
@@ -104,6 +107,33 @@ def test_nothing_is_defined_that_a_module_has():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         mine = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
         assert not mine & library, path.name
+
+
+def test_main_writes_the_outputs(tmp_path, monkeypatch, capsys):
+    one = "# %%\nprint(6 * 7)\n\n# %% [markdown]\n# words\n"
+    (tmp_path / "01_one.py").write_text(one, encoding="utf-8")
+    (tmp_path / "02_two.py").write_text("# %%\n1 / 0\n", encoding="utf-8")
+    monkeypatch.setitem(execute["main"].__globals__, "HERE", tmp_path)
+    made = []
+    for _ in range(2):
+        execute["main"](("01",))
+        made.append((tmp_path / "01_one.ipynb").read_text(encoding="utf-8"))
+    assert made[0] == made[1], "a run changes nothing but what has changed"
+    code, text = nbformat.reads(made[0], 4).cells
+    assert code.outputs[0].text == "42\n" and text.source == "words"
+    assert capsys.readouterr().out.startswith("01_one.ipynb: ")
+
+
+def test_pictures_become_smaller_and_keep_their_hues(tmp_path):
+    drawn = tmp_path / "01_drawn.py"
+    drawn.write_text("# %%\n# %matplotlib inline\nfrom matplotlib.figure import Figure\nfigure = Figure()\n"
+                     "side = figure.subplots()\n"
+                     "side.imshow([[i * j for i in range(99)] for j in range(99)])\n"
+                     "side.plot([5, 90], [5, 90], color='#ff0000', lw=4)\nfigure\n", encoding="utf-8")
+    (cell,) = execute["execute"](drawn, tmp_path).cells
+    image = Image.open(io.BytesIO(base64.b64decode(cell.outputs[-1].data["image/png"])))
+    assert image.mode == "P" and len(image.getcolors()) <= 48
+    assert min(abs(r - 255) + g + b for _, (r, g, b) in image.convert("RGB").getcolors()) < 40
 
 
 def test_a_cell_that_fails_fails_the_run(tmp_path):
