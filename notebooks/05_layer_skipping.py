@@ -186,7 +186,7 @@ gammas = {e: max(1, best_gamma(series[e], c_exits[e - 1], most=6)) for e in chos
 promised = {e: expected_speedup(series[e], gammas[e], c_exits[e - 1]) for e in chosen}
 makers = {e: lambda e=e: SelfDraft(model, early_exit(L, e), gammas[e]) for e in chosen}
 prompt = story[:24]
-timed = compare(lambda d: rounds(model, [prompt], 40, d), {"plain": lambda: None, **makers}, 1, repeats=3)
+timed = compare(lambda d: rounds(model, [prompt], 24, d), {"plain": lambda: None, **makers}, 1, repeats=3)
 measured = {e: timed[e].rate / timed["plain"].rate for e in chosen}
 assert all(timed[e].outputs == timed["plain"].outputs for e in chosen), "the text is always the same"
 print({e: f"gamma {gammas[e]}, promised {promised[e]:.2f}, measured {measured[e]:.2f}" for e in chosen})
@@ -219,7 +219,7 @@ from control import AdaptiveExit, DoNoHarm, ValueGate
 subs, cost = early_exit(L, max(1, L // 6)), costs.step(early_exit(L, max(1, L // 6)))
 
 # %%
-def traced(rule, sublayers, note, count=90):
+def traced(rule, sublayers, note, count=60):
     """A run under a rule: for each round what was drafted, what was kept, and what `note(rule)` says."""
     seen = []
     for _, r in rounds(model, [prompt], count, SelfDraft(model, sublayers, rule)):
