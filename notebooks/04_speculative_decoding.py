@@ -8,6 +8,7 @@
 #     display_name: Python 3
 #     language: python
 #     name: python3
+# ---
 
 # %% [markdown]
 # # 4. Speculative decoding: guess, check, and change nothing
@@ -322,13 +323,13 @@ HTML(show.round_html(r, tokenizer))
 # Every field of a round, and what the loop knows after it:
 
 # %%
-def short(value):
+def brief(value):
     return f"tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) and value.dim() > 1 else value
 
 
 for name, value in {**vars(r.draft), **vars(r)}.items():
     if name not in ("draft", "reuse"):
-        print(f"{name:9} {short(value)}")
+        print(f"{name:9} {brief(value)}")
 print("reuse     the target starts at sub-layer", r.draft.reuse[0], "as the draft has run those before it")
 print("known    ", repr(tokenizer.decode(state.known[0])))
 print("left     ", state.left_cpu, "tokens may still be written")

@@ -5,6 +5,7 @@ import base64
 import io
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import jupytext
@@ -86,12 +87,12 @@ def begin(folder, monkeypatch, missing=()):
 
 @pytest.mark.parametrize("folder", [ROOT, FOLDER])
 def test_the_first_cell_finds_the_repository(folder, monkeypatch):
-    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.path", list(sys.path))
     assert begin(folder, monkeypatch)["MODEL"] == ROOT / "weights" / "stories-llama"
 
 
 def test_the_first_cell_says_what_is_missing_in_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.path", list(sys.path))
     with pytest.raises(SystemExit, match="^tokenizers is missing: .*requirements.txt$"):
         begin(ROOT, monkeypatch, ["tokenizers"])
     with pytest.raises(SystemExit, match="^Start Jupyter in the repository's root"):
