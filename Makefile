@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test gpu-test gpu mutants fuzz kill lint picture clean
+.PHONY: demo test gpu-test gpu mutants fuzz kill lint picture notebooks browser clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -33,6 +33,13 @@ kill: $(VENV)/dev
 
 picture: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --max-new 90 --picture run.png
+	$(PY) generate.py "Once upon a time" --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page run.html
+
+notebooks: $(VENV)/dev
+	$(PY) notebooks/execute.py
+
+browser: $(VENV)/dev
+	$(PY) tests/browser.py
 
 lint: $(VENV)/dev
 	$(PY) -m ruff check

@@ -19,13 +19,13 @@ from layerskip import SelfDraft, ShortHead, early_exit
 from machine.recorded import Recorded
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Then, rounds
-from support import chat, cli, show, stats
+from support import chat, cli, page, show, stats
 from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # of each way to draft that has one
 GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3}  # if neither a flag nor a file says
-PATHS = "model", "skip", "draft_model", "draft_vocab", "prompt_file", "picture"
+PATHS = "model", "skip", "draft_model", "draft_vocab", "prompt_file", "picture", "page"
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
@@ -63,6 +63,7 @@ def flags():
         "are first needed, some minutes once on a machine; on a GPU they are CUDA graphs")
     add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
     add("--picture", metavar="FILE", help="draw the coloured text as PNG or SVG (first prompt)")
+    add("--page", metavar="FILE", help="write a page to step through the run in a browser (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return p
 
@@ -85,6 +86,8 @@ def parse(argv):
         raise ValueError(f"--seed must fit in 64 bits, got {a.seed}")
     if a.picture and Path(a.picture).suffix not in (".png", ".svg"):
         raise ValueError(f"--picture must name a .png or .svg file, got {a.picture}")
+    if a.page and Path(a.page).suffix != ".html":
+        raise ValueError(f"--page must name a .html file, got {a.page}")
     empty = next((name for name in PATHS if getattr(a, name) == ""), None)
     if empty:
         raise ValueError(f"--{empty.replace('_', '-')} is empty")
@@ -184,10 +187,11 @@ class Reading:
         return x
 
 
-def begin(model, prompts, a, drafter):
-    """The rounds that the flags ask for."""
+def begin(model, prompts, a, drafter, coins=None):
+    """The rounds that the flags ask for. coins: those of a page, which looks at them."""
     probs = lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p, a.min_p)  # noqa: E731
-    return rounds(model, prompts, a.max_new, drafter, probs, Coins(a.seed), {*model.c.eos, *a.eos}, a.cache)
+    coins, eos = coins or Coins(a.seed), {*model.c.eos, *a.eos}
+    return rounds(model, prompts, a.max_new, drafter, probs, coins, eos, a.cache)
 
 
 def rehearse(model, prompts, a, makers):
@@ -203,8 +207,12 @@ def watch(model, tokenizer, prompts, a, drafter):
     """One run as a show.Generation; a single text is printed while it is written. Ctrl-C ends it early."""
     seen, colour = show.Generation(tokenizer, prompts, stats.Timed(drafter)), show.colours(sys.stdout)
     seen.interrupted, started, live = False, False, not a.json and len(prompts) == 1
+    seen.player = page.Player(tokenizer, prompts[0], a.seed) if a.page else None
+    coins = seen.player.coins if a.page else None
     try:
-        for _ in seen.watch(begin(Reading(model, max(map(len, prompts))), prompts, a, seen.timed)):
+        for step in seen.watch(begin(Reading(model, max(map(len, prompts))), prompts, a, seen.timed, coins)):
+            if a.page:
+                seen.player.add(*step)
             if live:
                 before, started = "" if started else opening(seen.prompts[0], a), True
                 print(before + seen.fresh(colour), end="", flush=True)
@@ -241,6 +249,8 @@ def run(a):
     r = report(a, model, seen, texts)
     if a.picture:
         show.picture(seen, a.picture)
+    if a.page:
+        seen.player.save(a.page)
     if a.compare and not seen.interrupted:
         r |= against_plain(a, model, tokenizer, prompts, r["outputs"], make)
     print(json.dumps(r) if a.json else summary(r, a, seen))

@@ -1846,6 +1846,45 @@ PAPER = [
      "afterwards there is still a GPU", "test_paper_gpu.py::test_afterwards_all_is_as_before"),
 ]
 
+PAGE = [
+    ("self.seen.append(super().take(count, device))\n        return self.seen[-1]",
+     "self.seen.append(super().take(count, device))\n        return super().take(count, device)",
+     "a coin is looked at, and another one is spent", "test_page.py::test_seen_coins_are_the_coins"),
+    ("flips = taken[-2].tolist() if drafted else []", "flips = taken[0].tolist() * 9 if drafted else []",
+     "the coins that drew the draft are taken for those that tested it",
+     "test_page.py::test_the_page_says_what_rounds_yielded[exit-warm]"),
+    ('"refused" if k < proposed else "dead"', '"refused"',
+     "what an end of text cuts off counts as refused",
+     "test_page.py::test_an_end_of_text_inside_the_accepted_guesses"),
+    ("len(self.tokens) - 1\n", "len(self.tokens)\n",
+     "the block starts after the last known token",
+     "test_page.py::test_the_page_says_what_rounds_yielded[exit-warm]"),
+    ("        if not new:     # row 0 has ended before the others\n            return\n", "",
+     "a row that has ended goes on", "test_page.py::test_of_a_batch_whose_first_row_ends_first"),
+    (".scatter(0, r.draft.tokens[0, k], 1.0)", "", "copied guesses have no q",
+     "test_page.py::test_the_page_says_what_rounds_yielded[copy-warm]"),
+    ("(p[t] - q[t]).clamp(min=0)", "(p[t] - q[t]).abs()", "the residual is a difference without a sign",
+     "test_page.py::test_the_page_says_what_rounds_yielded[exit-warm]"),
+    ('data.replace("<", "\\\\u003c")', "data", "a text can end the script",
+     "test_page.py::test_whatever_a_model_writes_is_data"),
+    ('srcdoc="{html.escape(self.html())}"', 'srcdoc="{self.html()}"', "a page ends its frame's attribute",
+     "test_page.py::test_whatever_a_model_writes_is_data"),
+    ("skip_special_tokens=False).translate(SIGNS)", "skip_special_tokens=False)",
+     "control characters reach the page", "test_page.py::test_whatever_a_model_writes_is_data"),
+]
+
+EXECUTE = [
+    ("nbformat.write(execute(path, HERE)", "nbformat.write(jupytext.read(path)",
+     "an .ipynb without outputs", "test_notebooks.py::test_main_writes_the_outputs"),
+    ("timeout=LIMIT, kernel_name=", "timeout=LIMIT, allow_errors=True, kernel_name=",
+     "a cell that fails is written down as if nothing had happened",
+     "test_notebooks.py::test_a_cell_that_fails_fails_the_run"),
+    ('cell.id = f"cell-{number}"', "number += 1", "random ids: each run changes the whole file",
+     "test_notebooks.py::test_main_writes_the_outputs"),
+    ("= smaller(output", "= str(output", "pictures as they come are too large",
+     "test_notebooks.py::test_pictures_become_smaller_and_keep_their_hues"),
+]
+
 COUNTS = [
     ("        gpu.operations[device] = before", "        pass",
      "the sub-layers are counted", "test_paper_gpu.py::test_one_wait_a_round_and_few_operations"),
@@ -1958,7 +1997,8 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "benchmarks/counts.py": COUNTS, "tests/paper_gpu.py": PAPER,
          "support/chat.py": CHAT, "support/show.py": SHOW, "support/stats.py": STATS,
          "generate.py": GENERATE, "train.py": TRAIN, "support/corpus.py": CORPUS, "support/cli.py": CLI,
-         "support/card.py": CARD, "machine/recorded.py": RECORDED}
+         "support/card.py": CARD, "machine/recorded.py": RECORDED, "support/page.py": PAGE,
+         "notebooks/execute.py": EXECUTE}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 
@@ -1967,8 +2007,9 @@ def copy_repository(folder):
     for file in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("support", "benchmarks", "machine", "methods"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("support", "benchmarks", "machine", "methods", "notebooks"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.ipynb")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     (folder / "weights").symlink_to(ROOT / "weights")
 
 

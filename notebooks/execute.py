@@ -1,0 +1,57 @@
+"""Runs the notebooks: each NN_name.py becomes NN_name.ipynb with all of its outputs.
+
+    python notebooks/execute.py [01 04 ...]
+
+The one thing to remember: the .py file is the source, in jupytext's percent format; an .ipynb is made from
+it, and never edited.
+"""
+import base64
+import io
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+from PIL import Image
+
+HERE = Path(__file__).resolve().parent
+LIMIT = 600  # seconds for a cell, on a machine that is busy
+
+
+def sources(*names):
+    """The notebooks whose names begin with one of `names`; all of them if there is none."""
+    return [p for p in sorted(HERE.glob("[0-9][0-9]_*.py")) if p.name.startswith(names or "")]
+
+
+def smaller(png):
+    """A picture in base64, with at most 48 colours: enough for a chart, and a quarter of the bytes."""
+    image, out = Image.open(io.BytesIO(base64.b64decode(png))), io.BytesIO()
+    image = image.convert("RGB").quantize(48, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    image.save(out, "PNG", optimize=True)
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def execute(path, where):
+    """The notebook of a source file, run from the folder `where`. Raises nbclient's CellExecutionError where
+    a cell fails."""
+    notebook = jupytext.read(path)
+    for number, cell in enumerate(notebook.cells, 1):
+        cell.id = f"cell-{number}"  # trap: random ids would change in every run
+    NotebookClient(notebook, timeout=LIMIT, kernel_name="python3", record_timing=False,
+                   resources={"metadata": {"path": str(where)}}).execute()
+    for output in (o for cell in notebook.cells for o in cell.get("outputs", ())):
+        if "image/png" in output.get("data", {}):
+            output.data["image/png"] = smaller(output.data["image/png"])
+    notebook.metadata.pop("jupytext", None)
+    return notebook
+
+
+def main(names):
+    for path in sources(*names):
+        nbformat.write(execute(path, HERE), path.with_suffix(".ipynb"))
+        print(f"{path.with_suffix('.ipynb').name}: {path.with_suffix('.ipynb').stat().st_size / 1e3:.0f} KB")
+
+
+if __name__ == "__main__":
+    main(tuple(sys.argv[1:]))
