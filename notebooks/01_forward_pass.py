@@ -366,7 +366,7 @@ lens = torch.cat([model.unembed(states[2 * e]) for e in depths])[:, -9:].softmax
 sure, said = lens.max(-1)                                               # (depths, 9): after so many blocks
 names = [[tokenizer.decode([t]).translate(SIGNS).strip() or "␣" for t in row] for row in said.tolist()]
 
-# %%
+# %% tags=["gallery"]
 figure, ((side,),) = plots.axes(1, 1, width=11, height=0.8 + 0.3 * len(said))
 side.imshow(sure, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=2)
 for y, row in enumerate(names):

@@ -175,7 +175,7 @@ def draw(rows, size=14):
 # second wrong, and puts its own token there. So two slots hold keys of tokens that are not part of the text:
 # they are *dead*.
 
-# %%
+# %% tags=["gallery"]
 names = [tokenizer.decode([t], skip_special_tokens=False) for t in slow[len(prompt) - 5 :]]
 past = [(t, "known") for t in names[:5]]
 good, other, later = names[5], names[6], names[7]

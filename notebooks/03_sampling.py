@@ -91,7 +91,7 @@ figure
 #
 # **Predict:** what does T = 0 mean? A division by zero?
 
-# %%
+# %% tags=["gallery"]
 from sampling import to_probs
 
 figure, (sides,) = plots.axes(1, 4, width=3.4, height=2.9)

@@ -153,7 +153,7 @@ with torch.device(device):
 #
 # **Predict:** which token is most often refused? Which one comes most often as a correction?
 
-# %%
+# %% tags=["gallery"]
 kept, residual = torch.minimum(p, q), (p - q).clamp(min=0)
 figure, (sides,) = plots.axes(1, 3, width=4.2, height=3)
 bars(sides[0], p, plots.HUES[0], "p", -0.2, 0.4)

@@ -252,7 +252,7 @@ naive = torch.stack([(m + s * draws - best).clamp(min=0).mean() for m, s in zip(
 gain = expected_improvement(mean, std, best)
 assert torch.allclose(naive, gain, atol=2e-3)
 
-# %%
+# %% tags=["gallery"]
 figure, ((upper,), (lower,)) = plots.axes(2, 1, width=11, height=2)
 draw_slice(upper)
 upper.plot(mean, color=plots.HUES[0])

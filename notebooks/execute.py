@@ -1,4 +1,5 @@
-"""Runs the notebooks: each NN_name.py becomes NN_name.ipynb with all of its outputs.
+"""Runs the notebooks: each NN_name.py becomes NN_name.ipynb with all of its outputs, and the picture of the
+cell that is tagged "gallery" becomes NN_name.png.
 
     python notebooks/execute.py [01 04 ...]
 
@@ -49,7 +50,10 @@ def execute(path, where):
 
 def main(names):
     for path in sources(*names):
-        nbformat.write(execute(path, HERE), path.with_suffix(".ipynb"))
+        notebook = execute(path, HERE)
+        nbformat.write(notebook, path.with_suffix(".ipynb"))
+        (best,) = (cell for cell in notebook.cells if "gallery" in cell.metadata.get("tags", ()))
+        path.with_suffix(".png").write_bytes(base64.b64decode(best.outputs[-1].data["image/png"]))
         print(f"{path.with_suffix('.ipynb').name}: {path.with_suffix('.ipynb').stat().st_size / 1e3:.0f} KB")
 
 

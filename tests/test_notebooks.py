@@ -53,6 +53,8 @@ def test_what_is_committed_was_made_from_its_source(path):
     outputs = [o for cell in nbformat.read(made, 4).cells for o in cell.get("outputs", ())]
     assert sum("image/png" in o.get("data", {}) for o in outputs) >= 5, "a picture every few cells"
     assert not [o for o in outputs if o.output_type == "error"]
+    (best,) = (c for c in nbformat.read(made, 4).cells if "gallery" in c.metadata.get("tags", ()))
+    assert base64.b64decode(best.outputs[-1].data["image/png"]) == path.with_suffix(".png").read_bytes()
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
@@ -111,7 +113,8 @@ def test_nothing_is_defined_that_a_module_has():
 
 
 def test_main_writes_the_outputs(tmp_path, monkeypatch, capsys):
-    one = "# %%\nprint(6 * 7)\n\n# %% [markdown]\n# words\n"
+    one = ("# %%\n# %matplotlib inline\nprint(6 * 7)\n\n# %% [markdown]\n# words\n"
+           "# %% tags=[\"gallery\"]\nfrom matplotlib.figure import Figure\nFigure(figsize=(1, 1))\n")
     (tmp_path / "01_one.py").write_text(one, encoding="utf-8")
     (tmp_path / "02_two.py").write_text("# %%\n1 / 0\n", encoding="utf-8")
     monkeypatch.setitem(execute["main"].__globals__, "HERE", tmp_path)
@@ -120,8 +123,10 @@ def test_main_writes_the_outputs(tmp_path, monkeypatch, capsys):
         execute["main"](("01",))
         made.append((tmp_path / "01_one.ipynb").read_text(encoding="utf-8"))
     assert made[0] == made[1], "a run changes nothing but what has changed"
-    code, text = nbformat.reads(made[0], 4).cells
+    code, text, picture = nbformat.reads(made[0], 4).cells
     assert code.outputs[0].text == "42\n" and text.source == "words"
+    shown = base64.b64decode(picture.outputs[0].data["image/png"])
+    assert (tmp_path / "01_one.png").read_bytes() == shown
     assert capsys.readouterr().out.startswith("01_one.ipynb: ")
 
 

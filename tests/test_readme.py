@@ -57,7 +57,8 @@ COMMANDS = "generate", "search", "train", "bench"
 CODE = {p.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): p
         for folder in (".", "methods", "machine", "support", "benchmarks")
         for p in sorted((ROOT / folder).glob("*.py"))}
-ORDER = README[README.index("## Reading order") : README.index("## Your own model")]
+ORDER = (README[README.index("## Reading order") : README.index("## Your own model")]
+         + BENCHMARKS[BENCHMARKS.index("## What measures what") :])
 LISTED = re.findall(r"`([\w/]+)\.py` (?:\| |\()(\d+)", ORDER)
 
 
