@@ -203,6 +203,7 @@ for (side,), count in zip(sides, (5, 20, 60), strict=True):
     process = GaussianProcess(z[tried], value[tried], groups)   # now with a fit of theta
     mean, std = process.predict(z[path])
     draw_slice(side, f"after {count} trials")
+    side.set_xlabel("sets along the path" if count == 60 else "")
     side.plot(mean, color=plots.HUES[0], label="expected")
     side.fill_between(range(len(path)), mean - 2 * std, mean + 2 * std, color=plots.HUES[0], alpha=0.15, lw=0,
                       label="two standard deviations")
@@ -258,7 +259,7 @@ draw_slice(upper)
 upper.plot(mean, color=plots.HUES[0])
 upper.fill_between(range(len(path)), mean - 2 * std, mean + 2 * std, color=plots.HUES[0], alpha=0.15, lw=0)
 upper.axhline(best, color=plots.HUES[2], ls="--", lw=1)
-upper.text(len(path), best, "best so far", color=plots.HUES[2], fontsize=8)
+upper.text(0, best, "best so far", color=plots.HUES[2], fontsize=8, va="bottom")
 lower.fill_between(range(len(path)), 0, gain, color=plots.HUES[3], alpha=0.6, lw=0)
 at = int(gain.argmax())
 lower.annotate("try this one", (at, float(gain[at])), (at + 3, float(gain[at]) * 0.8),

@@ -1874,7 +1874,7 @@ PAGE = [
 ]
 
 EXECUTE = [
-    ("nbformat.write(execute(path, HERE)", "nbformat.write(jupytext.read(path)",
+    ("notebook = execute(path, HERE)", "notebook = execute(path, HERE) and jupytext.read(path)",
      "an .ipynb without outputs", "test_notebooks.py::test_main_writes_the_outputs"),
     ("timeout=LIMIT, kernel_name=", "timeout=LIMIT, allow_errors=True, kernel_name=",
      "a cell that fails is written down as if nothing had happened",
