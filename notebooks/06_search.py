@@ -132,7 +132,7 @@ def draw_slice(side, title=""):
     side.set(xlabel="sets along the path", title=title)
 
 # %%
-figure, ((upper,), (lower,)) = plots.axes(2, 1, width=11, height=2)
+figure, ((upper,), (lower,)) = plots.axes(2, 1, width=9, height=1.9)
 draw_slice(upper)
 upper.set_ylabel("promised speed-up")
 lower.imshow(z[path][:, :six].T, aspect="auto", cmap="Greys", vmax=1.6)
@@ -254,7 +254,7 @@ gain = expected_improvement(mean, std, best)
 assert torch.allclose(naive, gain, atol=2e-3)
 
 # %% tags=["gallery"]
-figure, ((upper,), (lower,)) = plots.axes(2, 1, width=11, height=2)
+figure, ((upper,), (lower,)) = plots.axes(2, 1, width=9, height=1.9)
 draw_slice(upper)
 upper.plot(mean, color=plots.HUES[0])
 upper.fill_between(range(len(path)), mean - 2 * std, mean + 2 * std, color=plots.HUES[0], alpha=0.15, lw=0)
