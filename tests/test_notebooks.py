@@ -114,7 +114,8 @@ def test_nothing_is_defined_that_a_module_has():
 
 def test_main_writes_the_outputs(tmp_path, monkeypatch, capsys):
     one = ("# %%\n# %matplotlib inline\nprint(6 * 7)\n\n# %% [markdown]\n# words\n"
-           "# %% tags=[\"gallery\"]\nfrom matplotlib.figure import Figure\nfigure = Figure()\nfigure.subplots()\nfigure\n")
+           "# %% tags=[\"gallery\"]\nfrom matplotlib.figure import Figure\nfigure = Figure()\n"
+           "figure.subplots()\nfigure\n")
     (tmp_path / "01_one.py").write_text(one, encoding="utf-8")
     (tmp_path / "02_two.py").write_text("# %%\n1 / 0\n", encoding="utf-8")
     monkeypatch.setitem(execute["main"].__globals__, "HERE", tmp_path)
