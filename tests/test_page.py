@@ -119,6 +119,7 @@ def test_whatever_a_model_writes_is_data(shipped):
     assert page.count("<script") == page.count("</script>") == 2 and "<!--" not in page
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", page)
     assert data(page)["prompt"] == attack.replace("\x1b", "\u241b").replace("\x00", "\u2400")
+    assert {"\u241b", "\u2400"} <= set(data(page)["tokens"])
     frame = play(model, tokenizer, ids, 3)._repr_html_()
     assert frame.count("<") == 2, "escaped inside the frame's attribute"
 
