@@ -1,5 +1,5 @@
 """Other programs on the same weights, with the same prompt and as many threads, where they are installed:
-llama.cpp on the CPU, and gpt-fast's recipe on a GPU.
+llama.cpp on the CPU, gpt-fast's recipe on a GPU, and transformers at its fastest.
 
 The one thing to remember: a peer that is not there is a row that is not there.
 """
@@ -42,6 +42,29 @@ class LlamaCpp:
             if len(ids) == new:
                 return ids
             self.llama.eval(ids[-1:])
+
+
+class Static:
+    """transformers with a cache of fixed size and the step of one token compiled, as its guide to fast
+    decoding says. theirs: its model."""
+
+    def __init__(self, theirs, slots, compiled=True):
+        from transformers import StaticCache
+        self.model, self.step = theirs, theirs
+        self.cache = lambda: StaticCache(config=theirs.config, max_cache_len=slots)
+        if compiled:
+            self.step = torch.compile(theirs.forward, dynamic=False, fullgraph=True)
+
+    @torch.no_grad()
+    def write(self, prompt, new):
+        """Greedy; the ids."""
+        device, cache, run = self.model.device, self.cache(), self.model
+        tokens, at, ids = torch.tensor([prompt], device=device), torch.arange(len(prompt), device=device), []
+        for _ in range(new):
+            said = run(tokens, past_key_values=cache, cache_position=at, logits_to_keep=1)
+            tokens, at, run = said.logits[:, -1:].argmax(-1).clone(), at[-1:] + 1, self.step
+            ids.append(tokens)
+        return torch.cat(ids, 1)[0].tolist()
 
 
 class GptFast(torch.nn.Module):

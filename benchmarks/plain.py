@@ -139,6 +139,7 @@ def measure(folder, dtype, device, a, bar):
     others = {name: partial(write, prompt, a.new) for name, write in peers.find_peers(pair.ours).items()}
     if a.fast:
         others["ours, recorded"] = recorded(pair.ours, prompt, a.new)
+        others["transformers, compiled"] = peers.Static(pair.theirs, len(prompt) + a.new).write
     ours, theirs = (run()[0] for run in both.values())
     r = {"same tokens": agree(ours, theirs)}
     r["peers"] = {name: agree(ours, run()) for name, run in others.items()}

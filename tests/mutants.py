@@ -1792,6 +1792,9 @@ CHECK = [
 ]
 
 PEERS = [
+    ("argmax(-1).clone(), at[-1:] + 1", "argmax(-1).clone(), at[-1:]",
+     "transformers writes each token over the one before",
+     "test_peers.py::test_transformers_reads_each_token_once_at_its_place"),
     ("self.llama.reset()", "pass",
      "a text goes on where the last one ended",
      "test_peers.py::test_llama_cpp_reads_the_prompt_and_then_its_own_tokens"),

@@ -199,6 +199,25 @@ def test_a_peer_that_is_not_there_is_no_row(models, installed, monkeypatch):
     assert peers.markdown({"m": {"decode": {"ours": 1.0}, "peers": {}}}, 8) == []
 
 
+class FakeTransformers:
+    """What `Static` needs of a model of transformers: a token's successor is next."""
+    device, config = "cpu", "its shape"
+
+    def __call__(self, tokens, past_key_values, cache_position, logits_to_keep):
+        past_key_values += zip(cache_position.tolist(), tokens[0].tolist(), strict=True)
+        return SimpleNamespace(logits=torch.eye(17)[(tokens[:, -logits_to_keep:] + 1) % 17])
+
+
+def test_transformers_reads_each_token_once_at_its_place(monkeypatch):
+    made = []
+    fake = SimpleNamespace(StaticCache=lambda config, max_cache_len: made.append([]) or made[-1])
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    peer = peers.Static(FakeTransformers(), 6, compiled=False)
+    for _ in range(2):
+        assert peer.write([3, 8], 4) == [9, 10, 11, 12]
+    assert made == 2 * [[(0, 3), (1, 8), (2, 9), (3, 10), (4, 11)]]
+
+
 def test_a_row_by_hand():
     results = {"m, float16": {"decode": {"ours": 2.0, "llama.cpp": 1.6}, "peers": {"llama.cpp": 7}}}
     assert peers.markdown(results, 8)[2] == "| m, float16 | llama.cpp | 5.0 | 0.80 | 7 of 8 |"
