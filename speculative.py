@@ -61,10 +61,10 @@ class State:
 
     def end(self, T):
         """One past the last slot that a block of T tokens from offset 0 on reads, or more, known to the host.
-        On CUDA it is rounded up to 256, 512, 1024..., so that few shapes occur."""
+        On CUDA it is rounded up to a multiple of 256, so that few shapes occur."""
         end = max(map(len, self.known)) - 1 + T
         if self.n.is_cuda:
-            end = max(256, 1 << (end - 1).bit_length())
+            end = -(-end // 256) * 256
         return min(end, self.tokens.shape[1])
 
     def read(self, positions):

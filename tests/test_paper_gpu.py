@@ -21,7 +21,7 @@ from benchmarks import counts
 from control import AdaptiveExit, Confidence, DoNoHarm, Gate, Schedule, ValueGate, weight_costs
 from layerskip import SelfDraft, Teacher, keep
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, Rule, Then, rounds
+from speculative import ModelDraft, NGram, Rule, State, Then, rounds
 from support import cli
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -61,6 +61,13 @@ def calls(gpu):
 
 def same(model, other):
     return all(torch.equal(p.cpu(), q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_few_shapes_occur_on_a_gpu_and_none_reads_much_too_far(gpu):
+    for known, T, end in ((100, 1, 256), (255, 2, 256), (256, 2, 512), (600, 4, 768), (1090, 8, 1100)):
+        n = torch.tensor([known], device="cuda")
+        state = State(torch.zeros(1, 1100, device="cuda"), n, n, *5 * [None], [[0] * known], [9])
+        assert state.end(T) == end
 
 
 # --- the paper GPU itself
