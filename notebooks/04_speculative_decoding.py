@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 4. Speculative decoding: guess, check, and change nothing
 #
-# A cheap model guesses a few tokens. The expensive one checks all of them in one pass and keeps those that
-# are right. This notebook goes from the *mechanism* (a program on one page) to the *proof* (three lines, and
-# an enumeration of all that can happen), to the *economics* (when to turn it off), and at last compares the
-# formulas with a real model.
+# A cheap model guesses a few tokens. The expensive one, the *target*, checks all of them in one pass and
+# keeps those that are right. This notebook goes from the *mechanism* (a program on one page) to the *proof*
+# (three lines, and an enumeration of all that can happen), to the *economics* (when to turn it off), and at
+# last compares the formulas with a real model.
 #
 # > **The one thing to remember: a guess t from q is accepted with probability min(1, p(t) / q(t)), and a
 # > refused one is replaced from max(p - q, 0). Together that is p. Nobody can tell from the text who has
