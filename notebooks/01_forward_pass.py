@@ -72,6 +72,7 @@ text = ("Once upon a time, there was a dog named Max. Max had a red ball. "
         "One day, Max lost his red ball. Max was sad")
 ids = checkpoint.encode(tokenizer, text, c.bos)
 pieces = [tokenizer.decode([t], skip_special_tokens=False) for t in ids]
+assert len(ids) > len(text.split())
 print(len(text.split()), "words,", len(ids), "tokens")
 print("  ".join(f"{t} {piece!r}" for t, piece in zip(ids, pieces, strict=True)))
 
@@ -122,7 +123,7 @@ print(len(states), "states of shape", tuple(states[0].shape), "-> logits", tuple
 # stream that it is added to.
 
 # %%
-lengths = torch.stack([s[0, 1:].norm(dim=-1).mean() for s in states])
+lengths = torch.stack([s[0, 1:].norm(dim=-1).mean() for s in states])    # 1: without the start token
 updates = torch.stack([((b - a)[0, 1:].norm(dim=-1) / a[0, 1:].norm(dim=-1)).mean()
                        for a, b in zip(states, states[1:], strict=False)])
 figure, ((left, right),) = plots.axes(1, 2)
@@ -187,7 +188,7 @@ for hand, pair in enumerate([0, len(freqs) // 4, len(freqs) // 2]):
     angle, radius = (at * freqs[pair]).cpu(), 1 - 0.2 * hand
     right.plot(radius * angle.cos(), radius * angle.sin(), color=plots.HUES[hand], marker="os^"[hand], ms=3,
                lw=0, label=f"pair {pair}")
-right.set(aspect="equal", title="three hands of the clock at positions 0 to 63", xticks=[], yticks=[])
+right.set(aspect="equal", title="three hands at positions 0 to 63", xticks=[], yticks=[], frame_on=False)
 right.legend(frameon=False, loc="center")
 figure
 
@@ -233,6 +234,7 @@ assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 #
 # In *grouped-query attention* (Ainslie et al. 2023) G query heads share one key-value head. `wqkv` stacks the
 # matrices: for each key-value head its G queries, its key and its value. Here is one head, written out.
+# (`window` and `softcap` belong to Gemma-2 and do nothing for Llama; they are explained further below.)
 
 # %%
 from model import block_only, softcap, visible
@@ -257,7 +259,7 @@ print("each row sums to 1:", weights.sum(-1)[:4], " output", tuple(out.shape))
 
 # %% [markdown]
 # All heads side by side, times one more matrix: that is the sub-layer. The library computes the heads in one
-# product; the result is the same.
+# product; the result is the same. (`block_only` tells it that there is no cache: see the next notebook.)
 
 # %%
 layer, G = c.n_layers // 2, c.n_heads // c.n_kv_heads
@@ -288,7 +290,7 @@ found = {}
 for name, wanted in (("the token before", previous), ("the first token", first),
                      ("what followed last time", after)):
     found[name] = max(maps, key=lambda at: float((maps[at] * wanted).sum() / wanted.any(1).sum()))
-print(found)
+print("(block, head):", found)
 
 # %%
 figure, (sides,) = plots.axes(1, 3, width=4.4, height=4.9)
@@ -381,8 +383,9 @@ figure
 
 # %% [markdown]
 # Bold words agree with the whole model. Easy words are there early and stay. Hard ones come late or change.
-# In the lowest row no block has run: where the head is the embedding table itself (`tied`), the model can
-# only say the token that it has just read.
+# Go down the last column from the top, as long as the words are bold: there the answer was settled. In the
+# lowest row no block has run: where the head is the embedding table itself (`tied`), the model mostly repeats
+# the token that it has just read.
 #
 # The same over a longer text, as a curve: how often does the best token after E blocks equal the best one of
 # the whole model? We read a story that the model did not write.
@@ -427,10 +430,13 @@ from dataclasses import fields, replace
 
 from model import Config, Transformer
 
-gemma, _ = checkpoint.load(ROOT / "weights" / "stories-gemma2", dtype=torch.float32)
+gemma, words = checkpoint.load(ROOT / "weights" / "stories-gemma2", dtype=torch.float32)
 llama = {f.name: f.default for f in fields(Config)}
 differs = ["act", "norm_offset", "embed_scale", "post_norm", "query_scale", "attn_softcap", "final_softcap",
            "window"]
+assert len(differs) == 8 and all(getattr(gemma.c, name) != llama[name] for name in differs)
+own = checkpoint.encode(words, read_prompts("stories")[0]["text"], gemma.c.bos)[:200]
+line = torch.tensor([own], device=device)                       # the story, cut by Gemma-2's own tokenizer
 for name in differs:
     print(f"{name:14} Llama: {llama[name]!s:8} Gemma-2: {getattr(gemma.c, name)}")
 
@@ -445,13 +451,13 @@ for name in differs:
 # - `window`: every second block sees only the last `window` tokens.
 #
 # What is each one worth? Set one field at a time back to Llama's value, keep all the weights, and measure the
-# loss (minus the log of the probability of each next token, in nats, on the same story).
+# loss: minus the natural logarithm of the probability of each next token, on the same story. (The unit of
+# natural logarithms is the *nat*.)
 #
 # **Predict:** which field hurts most when it is wrong? Which one would you not notice?
 
 # %%
 def loss(m):
-    line = torch.tensor([story], device=m.tok.device)
     return float(torch.nn.functional.cross_entropy(m(line)[0, :-1], line[0, 1:]))
 
 
@@ -468,7 +474,7 @@ for name, value in losses.items():
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.2)
 order = sorted(losses, key=losses.get)
-guess = torch.tensor(float(c.vocab_size)).log()
+guess = torch.tensor(float(gemma.c.vocab_size)).log()         # all tokens equally likely
 side.barh(order, [losses[name] for name in order],
           color=[plots.HUES[2] if name == "as trained" else plots.HUES[0] for name in order])
 side.axvline(float(guess), color=plots.HUES[1], ls="--", lw=1)
@@ -501,7 +507,8 @@ assert not any(changed[:2]) and changed[2]
 print("".join("x" if row else "." for row in changed))
 
 # %% [markdown]
-# **2.** We skip the attention of block 0 but run everything else. Which positions can now see others at all?
+# **2.** We leave out the attention of block 0 and run everything else. Which tokens still learn of others,
+# and from which block on?
 #
 # <details><summary>Answer</summary>
 # All of them, from block 1 on: a skipped sub-layer is only one term less in the sum. With <i>all</i>

@@ -14,9 +14,9 @@
 # # 2. The KV cache: never compute the same key twice
 #
 # To write a text the model is asked again and again, each time with one token more. Almost everything that it
-# computes it has computed before. This notebook keeps what can be kept, shows the memory slot by slot, and
-# ends with the idea on which cheap *rolling back* rests. Speculative decoding rolls back in nearly every
-# round.
+# computes it has computed before. This notebook keeps what can be kept, and shows the memory slot by slot. It
+# also explains why *rolling back*, taking back tokens that turned out wrong, can be nearly free. Speculative
+# decoding (notebook 4) rolls back in most of its rounds.
 #
 # > **The one thing to remember: slot = position, and nobody stores how full the cache is. Rolling back is
 # > starting the next block earlier.**
@@ -124,7 +124,7 @@ for n in lengths:
     actions["without", n] = lambda n=n: model(line[:, :n])
     actions["with", n] = lambda n=n: model.unembed(
         model.run(model.embed(line[:, n - 1 : n]), slice(n - 1, n), full))
-times = interleave(actions, repeats=5)
+times = interleave(actions, repeats=5)      # seconds, the median of five; the actions take turns
 
 # %%
 figure, ((left, right),) = plots.axes(1, 2)
@@ -173,19 +173,20 @@ def draw(rows, size=14):
 # Here is one round of speculative decoding, seen from the cache. Somebody guesses three tokens. The model
 # reads the last known token and the three guesses as one block. It finds the first guess right and the
 # second wrong, and puts its own token there. So two slots hold keys of tokens that are not part of the text:
-# they are *dead*.
+# they are *dead*. In the picture known tokens are blue, those that the pass reads are green, and dead slots
+# are hatched. Guesses that are still open, or wrong, have a question mark.
 
 # %% tags=["gallery"]
 names = [tokenizer.decode([t], skip_special_tokens=False) for t in slow[len(prompt) - 5 :]]
 past = [(t, "known") for t in names[:5]]
 good, other, later = names[5], names[6], names[7]
 wrong = [("blue?", "dead"), ("sky?", "dead")]
-block = [(t, "new") for t in (names[4], good, "blue?", "sky?")]
+block = [(t, "new") for t in (names[4], good + "?", "blue?", "sky?")]
 more = [(other, "new"), (later + "?", "new")]
 draw([("after the prompt", past[:4]),
       ("the block: last token, 3 guesses", past[:4] + block),
       ("one accepted, two refused", past + [(good, "known")] + wrong),
-      ("the next block overwrites", past + [(good, "known")] + more)], size=11)
+      ("the next block overwrites them", past + [(good, "known")] + more)], size=11)
 
 # %% [markdown]
 # Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots behind it do
@@ -237,6 +238,7 @@ for side, (name, mask) in zip(sides, cases.items(), strict=True):
     side.set_yticks(range(mask.shape[1]), [f"token {i}" for i in range(mask.shape[1])], fontsize=8)
     side.grid(axis="x", color="#c0c0c0", lw=0.5)
     side.set_title(name, fontsize=10)
+    side.set_xlabel("slots 0 to 11", fontsize=9)
 figure
 
 # %% [markdown]
@@ -244,8 +246,9 @@ figure
 #
 # ## Ragged rows for free
 #
-# With a batch of texts, each row accepts another number of guesses. The rows come apart. Where slot =
-# position this needs no code: each row hands in its own positions.
+# With a batch of texts, each row accepts another number of guesses. So the rows become *ragged*: their ends
+# no longer stand in one column. Where slot = position this needs no code: each row hands in its own
+# positions.
 
 # %%
 from speculative import generate
@@ -258,10 +261,14 @@ assert together == alone
 for p, out in zip(prompts, together, strict=True):
     print(f"{len(p)} tokens, then:", tokenizer.decode(out))
 
+# %% [markdown]
+# The end of both rows, with guesses that we have made up: all three are right in one row, and one in the
+# other.
+
 # %%
 rows = []
 for p, out, kept in zip(prompts, together, (3, 1), strict=True):
-    known = [(tokenizer.decode([t], skip_special_tokens=False)[:7], "known") for t in p][-7:]
+    known = [(tokenizer.decode([t])[:7] or "start", "known") for t in p][-7:]
     text = [tokenizer.decode([t])[:7] for t in out]
     known += [(t, "known") for t in text[:kept]]
     rows += [(f"{kept} of 3 guesses were right", known + [("sky?", "dead"), ("blue?", "dead")][: 3 - kept]),
@@ -279,7 +286,7 @@ class CatCache:
     def __init__(self, layers):
         self.k, self.v = [None] * layers, [None] * layers
 
-    def write(self, layer, k, v, slots, end, recent=None):
+    def write(self, layer, k, v, slots, end, recent=None):      # the arguments of KVCache.write
         for kept, new in ((self.k, k), (self.v, v)):
             kept[layer] = new if kept[layer] is None else torch.cat([kept[layer], new], 2)
         return self.k[layer], self.v[layer]
@@ -384,7 +391,7 @@ figure
 #
 # $$\text{bytes} = 2 \cdot L \cdot B \cdot H_{kv} \cdot S \cdot D \cdot \text{bytes per number}$$
 #
-# Two for keys and values. Predict first, then measure the tensors.
+# The 2 stands for keys and values; there are B rows and S slots. Predict first, then measure the tensors.
 
 # %%
 def cache_bytes(layers, kv_heads, head_dim, slots, batch=1, size=2):
@@ -412,18 +419,23 @@ curves = {
     "Gemma-2-9B, all slots kept": [cache_bytes(42, 8, 256, s) / GiB for s in far],
     "Gemma-2-9B, sliding blocks keep 4,096": [
         (cache_bytes(21, 8, 256, s) + cache_bytes(21, 8, 256, min(s, 4096))) / GiB for s in far]}
-assert cache_bytes(32, 8, 128, 8192) == GiB
+for name, gib in curves.items():
+    print(f"{name:40} {gib[8]:5.2f} GiB for 8,192 tokens of one text")
+*_, whole, windowed = curves.values()
+assert curves["Llama-3-8B"][8] == 1 and whole[8] > 2.6 and windowed[8] == 0.75 * whole[8]
+
+# %%
 figure, ((side,),) = plots.axes(1, 1, width=8)
 for (name, gib), hue, line in zip(curves.items(), (0, 0, 1, 1), ("-", ":", "-", "--"), strict=True):
     side.plot(far, gib, color=plots.HUES[hue], ls=line, label=name)
-    print(f"{name:40} {gib[8]:5.2f} GiB for 8,192 tokens of one text")
 side.set(xlabel="tokens of one text", ylabel="GiB")
 side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# For one short text the cache is small beside the weights (16 GB for Llama-3-8B). For many long texts it is
-# the larger part, and every token of every pass must read it.
+# Gemma-2-9B needs more than twice as much, and keeping only the windows would save it a quarter. For one
+# short text the cache is small beside the weights (16 GB for Llama-3-8B). For many long texts it is the
+# larger part, and every token of every pass must read it.
 #
 # ## Questions
 #
@@ -483,7 +495,7 @@ print("slot 20 is first read by the token that has just overwritten it")
 # </details>
 
 # %%
-assert 14 < 8.03e9 * 2 / cache_bytes(32, 8, 128, 8192) < 15
+assert round(8.03e9 * 2 / 1e9) == 16 and 14 < 8.03e9 * 2 / cache_bytes(32, 8, 128, 8192) < 15
 print("from the fifteenth text on")
 
 # %% [markdown]

@@ -100,6 +100,7 @@ for side, T in zip(sides, (0, 0.5, 1, 2), strict=True):
     if T > 0:
         naive = (logits / T).softmax(-1)
         assert torch.allclose(naive, to_probs(logits, temperature=T), atol=1e-6)
+sides[0].set_ylabel("probability")
 figure
 
 # %% [markdown]
@@ -110,7 +111,8 @@ figure
 # ## Three ways to cut the tail
 #
 # - **top-k** keeps the k most likely tokens.
-# - **top-p** (Holtzman et al. 2020, "nucleus sampling") keeps the smallest set whose probabilities reach p.
+# - **top-p** (Holtzman et al. 2020, "nucleus sampling") keeps the likeliest tokens, just as many as it takes
+#   to reach a given sum of probabilities.
 # - **min-p** (Nguyen et al. 2024) keeps the tokens that have at least min-p times the probability of the
 #   best.
 #
@@ -142,6 +144,7 @@ for side, (name, (naive, library)) in zip(sides, cuts.items(), strict=True):
     assert torch.allclose(naive, library, atol=1e-6)
     bars(side, library, f"{name}: {int((library > 0).sum())} tokens stay")
     side.bar(range(len(top)), p[top], fc="none", ec="#808080", lw=0.8)      # outlines: before the cut
+sides[0].set_ylabel("probability")
 figure
 
 # %% [markdown]
@@ -162,17 +165,18 @@ for (name, cut), hue, line in zip(settings.items(), plots.HUES, ("-", "--", ":")
     stay = (to_probs(along, 1.0, **cut) > 0).sum(-1)
     side.step(range(len(story)), stay, where="mid", color=hue, ls=line, label=name)
 side.set_xticks(range(len(story)), [tokenizer.decode([t]).strip() for t in story], rotation=90, fontsize=8)
-side.set(ylabel="tokens that may follow", yscale="log", xlim=(-0.5, len(story) - 0.5))
+side.set(xlabel="after this token", ylabel="tokens that may follow", yscale="log", xlim=(-1, len(story)))
 side.legend(frameon=False)
 figure
 
 # %% [markdown]
 # Top-k allows the same number everywhere: too many where only one word fits, too few where hundreds do. Top-p
-# and min-p follow the model.
+# and min-p follow the model. Where the model has no idea, top-p jumps higher: it must add up many small
+# probabilities to reach its sum.
 #
 # ## The order of the filters
 #
-# Filters do not commute. Top-p after a temperature above 1 sees a flatter distribution and keeps more tokens
+# The order matters. Top-p after a temperature above 1 sees a flatter distribution and keeps more tokens
 # than top-p before it. Libraries differ here: `transformers` applies the temperature first, as we do; the
 # default chain of llama.cpp applies it last. So the same settings can mean two different distributions.
 
@@ -185,6 +189,7 @@ figure, (sides,) = plots.axes(1, 2, width=5.5, height=2.9)
 for side, q, when in zip(sides, (first, last), ("first", "last"), strict=True):
     bars(side, q, f"temperature {when}: {int((q > 0).sum())} tokens stay", ymax=float(last.max()))
 assert (first > 0).sum() >= (last > 0).sum()
+sides[0].set_ylabel("probability")
 print(f"probability that must move to make one the other: {float((first - last).abs().sum() / 2):.2f}")
 figure
 
@@ -221,13 +226,13 @@ for i, token in enumerate(ids.tolist()):
 for u in (0.1, 0.5, 0.9):
     side.annotate(f"u = {u}: {tokenizer.decode([pick(short, u)]).strip()}", (u, 0.4), (u, 0.75), ha="center",
                   arrowprops=dict(arrowstyle="->"), annotation_clip=False)
-side.set(xlim=(0, 1), ylim=(-0.4, 1.1), yticks=[])
+side.set(xlim=(0, 1), ylim=(-0.4, 1.1), yticks=[], xlabel="u")
 figure
 
 # %% [markdown]
 # The pieces stand in the order of their ids, not of their size. It could be any fixed order, but it must be
 # one and the same everywhere. Then **u is an argument**: who knows p and u knows the token. The library's
-# `Coins` does the same for whole batches.
+# `Coins` does the same for whole batches. (`uniforms(seed, first, count)` are the numbers that it takes.)
 
 # %%
 from sampling import Coins, uniforms
@@ -309,12 +314,13 @@ def chi_square(p, drawn):
 
 some = to_probs(logits, temperature=1.0, top_k=10)
 some = some[some > 0]                                           # the ten pieces, without thousands of zeros
-n, rounded = 20_000, (some * 20).round() / 20 + 1e-3
+rounded = (some * 20).round() / 20 + 1e-3
 for name, weights in (("the library", some), ("rounded to 1/20", rounded)):
-    print(f"{name:16} chi-square and its chance:", chi_square(some, Coins(0).choose(weights.expand(n, -1))))
+    x, chance = chi_square(some, Coins(0).choose(weights.expand(20_000, -1)))
+    print(f"{name:16} chi-square {x:7.1f}, and a right sampler reaches it with probability {chance:.3f}")
 
 # %% [markdown]
-# **Predict:** repeat the test of the right sampler with 200 seeds. How often will its chance be below 5 %?
+# **Predict:** repeat the test of the right sampler 200 times. How often will that probability be below 5 %?
 
 # %%
 many = Coins(1).choose(some.expand(200 * 2000, -1)).view(200, 2000)
@@ -322,19 +328,23 @@ good = torch.tensor([chi_square(some, row)[0] for row in many])
 many = Coins(1).choose(rounded.expand(200 * 2000, -1)).view(200, 2000)
 bad = torch.tensor([chi_square(some, row)[0] for row in many])
 assert abs(good.mean() - 9) < 1.2 and bad.mean() > good.mean()
+
+# %%
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
 for values, hue, name in ((good, plots.HUES[0], "the library"), (bad, plots.HUES[1], "rounded to 1/20")):
     side.hist(values.numpy(), bins=30, color=hue, alpha=0.6, label=name)
 side.axvline(16.92, color="#404040", ls="--")
+assert abs(torch.special.gammaincc(torch.tensor(4.5), torch.tensor(16.92 / 2)) - 0.05) < 1e-4
+print(f"beyond the line: {(good > 16.92).float().mean():.1%} of the right sampler's tests")
 side.text(18.5, side.get_ylim()[1] * 0.6, "5 % of a right sampler's\nlie beyond this line", fontsize=8)
-side.set(xlabel="chi-square of 2,000 draws of ten tokens", ylabel="how many of 200 seeds")
+side.set(xlabel="chi-square of 2,000 draws of ten tokens", ylabel="how many of 200 tests")
 side.legend(frameon=False, loc="upper center")
 figure
 
 # %% [markdown]
-# About one right sampler in twenty fails at 5 %, by construction. A test suite with a hundred such tests
-# would be red every day. Demand 1 in a million, and small mistakes pass. This is the price of testing with
-# chance.
+# A right sampler fails such a test once in twenty times, by construction. So a suite with a hundred of these
+# tests would fail every day. If we demand 1 in a million instead of 5 %, small mistakes pass. This is the
+# price of testing with chance.
 #
 # Because our coins are an argument there is a better way. Instead of drawing many times, go through *every*
 # outcome of the coin, add up the probabilities, and compare exactly. The next notebook does so with a

@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 4. Speculative decoding: guess, check, and change nothing
 #
-# A cheap model guesses a few tokens. The expensive one checks all of them in one pass and keeps those that
-# are right. This notebook goes from the *mechanism* (a program on one page) to the *proof* (three lines, and
-# an enumeration of all that can happen), to the *economics* (when to turn it off), and at last compares the
-# formulas with a real model.
+# A cheap model guesses a few tokens. The expensive one, the *target*, checks all of them in one pass and
+# keeps those that are right. This notebook goes from the *mechanism* (a program on one page) to the *proof*
+# (three lines, and an enumeration of all that can happen), to the *economics* (when to turn it off), and at
+# last compares the formulas with a real model.
 #
 # > **The one thing to remember: a guess t from q is accepted with probability min(1, p(t) / q(t)), and a
 # > refused one is replaced from max(p - q, 0). Together that is p. Nobody can tell from the text who has
@@ -112,8 +112,9 @@ draft, verify = source.index("    # Draft"), source.index("    # Verify")
 print(source[draft:verify])
 
 # %% [markdown]
-# **Draft.** Each token is drawn from q, appended, and the next one is drawn after it. The distributions are
-# kept: the test needs the very q that the token was drawn from.
+# **Draft.** The number of guesses in a round is called `gamma`. Each token is drawn from q, appended, and the
+# next one is drawn after it. The distributions are kept: the test needs the very q that the token was drawn
+# from.
 
 # %%
 correct = source.index("    # Correct")
@@ -133,7 +134,7 @@ print(source[correct:])
 # guesses were kept, the last row of p gives one token more, free of charge: the *bonus*. So a round writes at
 # least one token and at most gamma + 1.
 #
-# Watch it. `dead` guesses were never tested.
+# Now watch a few rounds. Guesses after a refused one are `dead`: they were never tested.
 
 # %%
 with torch.device(device):
@@ -182,6 +183,8 @@ refusal = 1 - accepted.sum()
 text = accepted + refusal * residual / residual.sum()
 assert torch.allclose(text, p, atol=1e-6) and torch.isclose(refusal, residual.sum(), atol=1e-6)
 print(f"alpha = sum of min(p, q) = {float(kept.sum()):.3f} of the guesses are accepted at this place")
+most = [tokenizer.decode([int(overhang.argmax())]) for overhang in (q - kept, residual)]
+print(f"refused most often: {most[0]!r}; most often a correction: {most[1]!r}")
 
 # %% [markdown]
 # ## The exact distribution, by enumeration
@@ -192,7 +195,7 @@ print(f"alpha = sum of min(p, q) = {float(kept.sum()):.3f} of the guesses are ac
 # probability of each text: no samples, no noise.
 
 # %%
-class Path(Coins):      # follows given decisions, and then always takes the first option
+class Script(Coins):    # follows given decisions, and then always takes the first option
     def __init__(self, decisions):
         self.decisions, self.options, self.weight = iter(decisions), [], 1.0
 
@@ -213,7 +216,7 @@ def every_outcome(run):
     """{text: probability} over all paths that run(coins) can take, and how many paths there were."""
     law, decisions, count = {}, [], 0
     while decisions is not None:
-        coins = Path(decisions)
+        coins = Script(decisions)
         text = run(coins)
         law[text], count = law.get(text, 0.0) + coins.weight, count + 1
         taken = (decisions + [0] * len(coins.options))[: len(coins.options)]
@@ -294,13 +297,16 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Both mistakes write fluent text. No reader would notice, and a test that only looks at greedy texts would
-# not notice the first one either. Public teaching code has had both. An enumeration finds any of them at
-# once.
+# The first mistake writes too often what the draft likes: after a refusal it may draw a token of which q has
+# too much already. Both mistakes write fluent text. No reader would notice, and a test that only looks at
+# greedy texts would not notice the first one either. Public teaching code has had both. An enumeration finds
+# any of them at once.
 #
 # ## The library's loop, one step at a time
 #
-# `rounds` is a Python generator: each `next` gives one round, with everything that happened in it.
+# `rounds` is a Python generator: each `next` gives one round, with everything that happened in it. Each line
+# of the table is a guess: its id and its text, the p and q that it got, and the verdict. Below stands what
+# the round has written. ([run.html](../run.html) is a page that steps through a whole run in the same way.)
 
 # %%
 from IPython.display import HTML
@@ -320,7 +326,10 @@ state, r = next(run)
 HTML(show.round_html(r, tokenizer))
 
 # %% [markdown]
-# Every field of a round, and what the loop knows after it:
+# Every field of a round, and what the loop knows after it. The first four belong to the draft: its tokens,
+# their q, how many there are, and `parents`, which only drafts that branch have. Then: the target's logits
+# and its p, how many guesses were accepted and how many proposed, the `new` tokens, how `sure` the target
+# was of each (its probability, at temperature 1), and a `trace` of states for whoever asks for one.
 
 # %%
 def brief(value):
@@ -396,7 +405,7 @@ left.plot(range(1, K + 1), kept / tested[0], color=plots.HUES[1], marker="s", la
 first = float(kept[0] / tested[0])
 powers = [first**k for k in range(1, K + 1)]
 left.plot(range(1, K + 1), powers, color="#808080", ls=":", label="alpha to the k")
-left.set(xlabel="place in the draft", ylim=(0, 1.05))
+left.set(xlabel="place in the draft", ylabel="share of guesses", ylim=(0, 1.05))
 right.bar(range(1, K + 1), tested, color="#56b4e9", label="tested")
 right.bar(range(1, K + 1), kept, color=plots.HUES[0], width=0.5, label="accepted")
 right.set(xlabel="place in the draft", ylabel="how many")
@@ -432,7 +441,7 @@ print(f"{tokens:.2f} tokens a round; yield {yields:.2f}; with the yield in place
 
 # %% [markdown]
 # 2.1 tokens are forecast where 3.7 come. This mistake stands in published course material. Here is the same
-# for all alphas. The green marks are the tokens a round that our three drafts really wrote:
+# for all alphas. The green marks are the tokens a round that our drafts really wrote:
 
 # %%
 grid = torch.linspace(0, 0.99, 100)
@@ -478,8 +487,8 @@ right.collections[-1].set(sizes=[40], alpha=1)
 figure
 
 # %% [markdown]
-# The stars mark the best gamma. For the last pair it is 0: turn drafting off. (The right picture has lines of
-# equal best speed-up. Below the diagonal there is nothing to gain.)
+# The stars mark the best gamma. For the last pair it is 0: turn drafting off. The dots in the right picture
+# are the same four pairs, among lines of equal best speed-up. Below the diagonal there is nothing to gain.
 #
 # ## Reconcile with a real checkpoint
 #
@@ -514,10 +523,11 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# The two curves are near each other, but not equal: guesses are not independent. Easy stretches and hard
-# places alternate, and after a refusal a round begins at a hard place. `expected_tokens` can also follow a
-# whole series of acceptances along a text; [the next notebook](05_layer_skipping.ipynb) uses that. What the
-# clock says is still another matter, because c depends on the machine.
+# The two curves are near each other, but for long drafts the formula often promises too much. It knows one
+# alpha for all places, but easy stretches and hard places of a text alternate; and the last draft of a text
+# is cut short. `expected_tokens` can also follow a whole series of acceptances along a text;
+# [the next notebook](05_layer_skipping.ipynb) uses that. What the clock says is still another matter,
+# because c depends on the machine.
 #
 # ## Questions
 #
@@ -531,9 +541,9 @@ figure
 # %%
 from speculative import verify
 
-one, two = torch.eye(4)[None, 1:3], torch.eye(4)[None, [1, 3, 0]]      # q guesses 1, 2; p wants 1, 3, 0
+q, p = torch.eye(4)[None, 1:3], torch.eye(4)[None, [1, 3, 0]]          # q guesses 1, 2; p wants 1, 3, 0
 for seed in range(5):
-    accepted, token = verify(two, one, torch.tensor([[1, 2]]), Coins(seed))
+    accepted, token = verify(p, q, torch.tensor([[1, 2]]), Coins(seed))
     assert (int(accepted), int(token)) == (1, 3)
 print("whatever the coins: one accepted, then the target's own token")
 
@@ -554,7 +564,7 @@ plain = p * (q * ~keep).sum()                                   # nothing is pro
 refused = 1 - accepted.sum() - plain.sum()
 text = accepted + plain + refused * (p - q).clamp(min=0) / (p - q).clamp(min=0).sum()
 assert not torch.allclose(text, p, atol=0.01)
-print("wanted", p.tolist(), "got", [round(x, 3) for x in text.tolist()])
+print("wanted", [round(x, 3) for x in p.tolist()], "got", [round(x, 3) for x in text.tolist()])
 
 # %% [markdown]
 # **3.** The draft is the whole model itself. How many passes do n tokens take with gamma guesses a round?
