@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from teach import compare, look
 from tiny import DEVICES, GEMMA, LLAMA, make
 
 import checkpoint
@@ -413,16 +414,6 @@ def test_a_fork_is_a_copy():
 # --- pure functions by hand; one of them alone: `pytest -k softcap`, frequencies, rope, rotate or visible
 
 
-def compare(got, want, mistakes):
-    """got must be want; if it is a well-known wrong answer, say which mistake gives it."""
-    want = torch.as_tensor(want, dtype=got.dtype)
-    assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    if not torch.allclose(got, want, rtol=1e-12, atol=1e-12):
-        known = [why for why, wrong in mistakes.items()
-                 if torch.allclose(got, torch.tensor(wrong, dtype=got.dtype), rtol=1e-6)]
-        pytest.fail(known[0] if known else f"got {got.tolist()}, expected {want.tolist()}", pytrace=False)
-
-
 def test_softcap_by_hand():
     x = [0.0, 2.0, -2.0, 1000.0]
     compare(softcap(torch.tensor(x).double(), 2.0), [0.0, 1.5231883119115297, -1.5231883119115297, 2.0], {
@@ -523,19 +514,6 @@ def test_rotate_serves_every_shape():
     kept, got = x.clone(), rotate(x, cos, sin)
     assert torch.equal(x, kept), "rotate must not change its argument in place"
     assert got.shape == x.shape and torch.equal(got[1, 2, 3], rotate(x[1, 2, 3], cos[1, 2, 0], sin[1, 2, 0]))
-
-
-def picture(mask):
-    """(T, S) -> one string a token: x where it may read the slot."""
-    return ["".join(".x"[bool(v)] for v in row) for row in mask]
-
-
-def look(got, want, mistakes):
-    """got (T, S) must look like want; if it is a well-known wrong answer, say which mistake gives it."""
-    got = picture(got)
-    if got != want:
-        known = [why for why, wrong in mistakes.items() if got == wrong]
-        pytest.fail(known[0] if known else f"got {got}, expected {want}", pytrace=False)
 
 
 def test_visible_in_the_first_block():

@@ -1,0 +1,84 @@
+"""Does the grader grade? Stubs must be "to do", originals and right answers of another shape must pass, and of
+each wrong answer the message must name its very mistake.
+
+    python exercises/check.py [WORDS]      only the exercises whose names contain one of the words
+
+The one thing to remember: a grader that nobody tests accepts wrong programs, as several public ones do.
+"""
+import ast
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+from exercises import splice  # noqa: E402
+from exercises.answers import SHAPES, WRONG  # noqa: E402
+from exercises.grade import CONTEXT, grade  # noqa: E402
+from exercises.tasks import TASKS  # noqa: E402
+
+WORKERS = min(2, os.cpu_count() or 1)
+
+
+def answer(task, change=lambda text: text):
+    """The originals of a task, written as a student's file would have them. change: applied to their text."""
+    tree, parts = ast.parse(splice.source(task.module)), []
+    for name in task.functions:
+        parts.append("\n".join(splice.original(task.module, name)))
+        if "." in name:
+            parts[-1] = f"class {name.split('.')[0]}:\n" + parts[-1]
+        assert splice.find(tree, name), name
+    return change("\n\n".join(parts) + "\n")
+
+
+def changed(task, row):
+    """The text of a wrong answer, or why there is none."""
+    old, new, _ = row
+    text = answer(task)
+    if text.count(old) != 1:
+        raise ValueError(f"STALE ROW: found {text.count(old)} times in {task.name}: {old!r}")
+    return text.replace(old, new)
+
+
+def cases(task):
+    """(what, text, what the verdict must be, words of its message)"""
+    stub = "\n".join(splice.stub(task.module, name) for name in task.functions)
+    yield "the stub", stub, "to do", ""
+    yield "the original", answer(task), "passed", ""
+    for row in WRONG[task.name]:
+        yield f"wrong: {row[2]}", changed(task, row), "failed", row[2]
+    for text in SHAPES.get(task.name, ()):
+        yield "another shape", text, "passed", ""
+
+
+def run(case):
+    task, what, text, status, words = case
+    verdict = grade(task, text)
+    if verdict.status != status:
+        return f"{task.name}, {what}: {verdict.status}, expected {status}\n{verdict.message}"
+    if words not in verdict.message:
+        return f"{task.name}, {what}: the message names another mistake\n{verdict.message}"
+    return ""
+
+
+def main(words):
+    todo = [(task, *case) for task in TASKS if not words or any(word in task.name for word in words)
+            for case in cases(task)]
+    import pytest  # noqa: F401  once, before the processes are forked
+    import torch  # noqa: F401
+    with ProcessPoolExecutor(WORKERS, CONTEXT) as pool:
+        wrong = 0
+        for case, problem in zip(todo, pool.map(run, todo), strict=True):
+            wrong += bool(problem)
+            print(f"{'WRONG' if problem else 'ok':6}{case[0].name}: {case[1]}", flush=True)
+            if problem:
+                print(problem)
+    print(f"{len(todo) - wrong} right, {wrong} wrong")
+    return int(wrong > 0 or not todo)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
