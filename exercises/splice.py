@@ -22,8 +22,8 @@ def find(tree, name):
     """The function `f` or method `C.f` in a parsed file; None where there is none."""
     body = tree.body
     for part in name.split("."):
-        node = next((n for n in body if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == part),
-                    None)
+        node = next((n for n in reversed(body)      # the last one counts, as in Python
+                     if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == part), None)
         if node is None:
             return None
         body = node.body

@@ -24,7 +24,31 @@ def by_outcomes(*names):
     return tuple(f"test_by_outcomes.py::test_{name}" for name in names)
 
 
+def by_hand(*names):
+    return tuple(f"test_by_hand.py::test_{name}" for name in names)
+
+
 TASKS = [
+    Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2,
+         (*by_hand("a_write_returns_the_old_slots_and_the_new", "a_write_goes_to_its_slots_whatever_is_there",
+                   "a_write_of_each_row_goes_to_its_own_slots", "a_write_belongs_to_one_layer",
+                   "a_write_reads_only_the_recent_slots_where_it_is_told_to", "a_write_stays_in_the_cache"),
+          "test_model.py::test_slots_as_a_slice_and_as_a_tensor_write_the_same[cpu]",
+          "test_model.py::test_cached_blocks_equal_the_full_pass[3-gemma2-cpu]"),
+         "x"),
+    Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2,
+         (*by_hand("probabilities"),
+          *(f"test_sampling.py::test_{name}" for name in (
+              "top_p_1_does_nothing_even_to_a_long_tail", "a_tiny_temperature_is_no_nan",
+              "top_k_beyond_the_vocabulary_keeps_all", "half_types_are_raised_and_float64_stays",
+              "each_row_stands_for_itself_and_the_logits_stay", "a_setting_out_of_range_is_named"))),
+         "x"),
+    Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1,
+         (*by_hand("choices", "a_choice_costs_one_uniform"),
+          *(f"test_sampling.py::test_{name}" for name in (
+              "a_token_of_weight_zero_is_never_chosen", "a_long_tail_of_small_weights_is_not_lost",
+              "choices_have_any_shape_of_rows"))),
+         "x"),
     Task(9, "verify", "speculative.py", ("verify",), 45, 3,
          by_outcomes("verify_drawn_drafts", "verify_copied_drafts", "verify_greedy", "verify_nothing_proposed",
                      "verify_rows_stand_for_themselves", "verify_where_nothing_is_left", "verify_dead_drafts"),
@@ -33,6 +57,16 @@ TASKS = [
          by_outcomes("chain_draws_each_token_after_the_one_before", "chain_returns_the_q_that_it_drew_from",
                      "chain_keeps_the_token_that_stops_it", "chain_rows_end_one_by_one", "chain_lengths",
                      "chain_of_nothing", "chain_ends_where_all_rows_have"),
+         "x"),
+    Task(12, "expected_tokens, best_gamma", "control.py", ("expected_tokens", "best_gamma"), 40, 2,
+         (*by_hand("expected_tokens_of_a_number", "best_gamma_of_a_number", "expected_tokens_of_a_series",
+                   "best_gamma_within_its_bounds"),
+          *(f"test_control.py::test_{name}" for name in (
+              "expected_tokens_along_a_series_by_trying_every_outcome", "best_gamma_by_brute_force",
+              "a_series_must_be_as_long_as_a_draft"))),
+         "x"),
+    Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1,
+         by_hand("alpha_is_no_share_of_drafted_tokens"),
          "x"),
 ]
 

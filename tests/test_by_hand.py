@@ -1,0 +1,304 @@
+"""Functions and methods of the library by hand, each alone: worked examples small enough to follow on paper, and
+beside each the answers that well-known mistakes give.
+
+The one thing to remember: where an example fails, its message says what was given, what was expected, what
+came, and which mistake gives just that.
+"""
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from teach import compare, fail, short
+from test_sampling import ALMOST_ONE, Fixed, from_p
+from tiny import GEMMA, LLAMA
+
+from control import best_gamma, expected_tokens
+from kvcache import KVCache
+from model import Attention, RMSNorm, frequencies, rope
+from sampling import to_probs
+from support.stats import Counts
+
+
+def wide(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# --- from logits to probabilities
+
+
+def roots(p, power):
+    powers = [x**power for x in p]
+    return [x / sum(powers) for x in powers]
+
+
+PROBS = {
+    "greedy": (dict(temperature=0.0), [0.125, 0.375, 0.375, 0.125], [0, 1, 0, 0], {
+        "a tie at temperature 0 goes to the lower id, it is not shared": [0, 0.5, 0.5, 0],
+        "a tie goes to the lower id, not to the higher one": [0, 0, 1, 0],
+        "temperature 0 is the exact one-hot of the largest logit, not the softmax":
+            [0.125, 0.375, 0.375, 0.125]}),
+    "temperature": (dict(temperature=0.5), [0.5, 0.25, 0.125, 0.125], roots([0.5, 0.25, 0.125, 0.125], 2), {
+        "the logits are divided by the temperature, not multiplied": roots([0.5, 0.25, 0.125, 0.125], 0.5),
+        "the temperature is not used": [0.5, 0.25, 0.125, 0.125]}),
+    "top-k": (dict(temperature=1.0, top_k=2), [0.1, 0.2, 0.35, 0.35], [0, 0, 0.5, 0.5], {
+        "top_k is not used": [0.1, 0.2, 0.35, 0.35],
+        "what stays must be scaled to sum to 1": [0, 0, 0.35, 0.35],
+        "the least likely tokens stay": [1 / 3, 2 / 3, 0, 0]}),
+    "top-k, ties": (dict(temperature=1.0, top_k=2), [0.2, 0.3, 0.2, 0.3, 0.0], [0, 0.5, 0, 0.5, 0], {}),
+    "top-k, three tied": (dict(temperature=1.0, top_k=2), [0.1, 0.3, 0.3, 0.3], [0, 0.5, 0.5, 0], {
+        "exactly k tokens stay: of those tied at the border only the lower ids": [0, 1 / 3, 1 / 3, 1 / 3],
+        "of tied tokens the lower ids stay, not the higher ones": [0, 0, 0.5, 0.5]}),
+    "top-p": (dict(temperature=1.0, top_p=0.6), [0.125, 0.5, 0.125, 0.25], [0, 2 / 3, 0, 1 / 3], {
+        "the token with which the mass reaches top_p must stay": [0, 1, 0, 0],
+        "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
+        "one token too many: the smallest set that reaches top_p": [1 / 7, 4 / 7, 0, 2 / 7],
+        "the running sum goes from the most likely token down, not over the ids": [0.2, 0.8, 0, 0],
+        "top_p is not used": [0.125, 0.5, 0.125, 0.25]}),
+    "top-p, reached": (dict(temperature=1.0, top_p=0.5), [0.25, 0.5, 0.125, 0.125], [0, 1, 0, 0], {
+        "one token too many: the set stops as soon as its mass *reaches* top_p": [1 / 3, 2 / 3, 0, 0]}),
+    "min-p": (dict(temperature=1.0, min_p=0.4), [0.125, 0.5, 0.125, 0.25], [0, 2 / 3, 0, 1 / 3], {
+        "the bound is min_p times the most likely token's probability, not min_p itself": [0, 1, 0, 0],
+        "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
+        "min_p is not used": [0.125, 0.5, 0.125, 0.25]}),
+    "temperature, then top-p": (dict(temperature=0.5, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
+        "the temperature comes before top_p, which sees the sharpened distribution": roots([0.4, 0.3, 0, 0], 2)}),
+    "top-k, then top-p": (dict(temperature=1.0, top_k=2, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
+        "top_k comes before top_p, and what it leaves is scaled first": [4 / 7, 3 / 7, 0, 0]}),
+    "top-p, then min-p": (dict(temperature=1.0, top_p=0.6, min_p=0.4), [0.5, 0.3, 0.15, 0.05],
+                          [0.625, 0.375, 0, 0], {"top_p comes before min_p": [1, 0, 0, 0]})}
+
+
+@pytest.mark.parametrize("name", PROBS)
+def test_probabilities(name):
+    settings, p, want, mistakes = PROBS[name]
+    given = f"the logits log {short(p)}, which the plain softmax turns into just these numbers, and {settings}"
+    got = to_probs(from_p(*p), **settings)
+    if got.shape == (len(p),) and bool(got.isnan().any()):
+        fail(given, short(want), short(got), "NaN: was a softmax taken of nothing but -inf, or 0 / 0?")
+    compare(got, want, mistakes, given, rtol=1e-9)
+
+
+# --- choices
+
+
+def chosen(weights, us):
+    return [Fixed(u).choose(wide([weights])) for u in us]
+
+
+CHOICES = [
+    ([0.1, 0.0, 0.2], [0.2, 0.334, 0.9, 0.05], [0, 2, 2, 0], {
+        "the weights need not sum to 1: u must be scaled by their sum": [2, 2, 2, 0],
+        "this is the most likely id, whatever u is": [2, 2, 2, 2],
+        "the running sum goes over rising ids, not over falling weights": [2, 2, 0, 2]}),
+    ([0.3, 0.3, 0.4], [0.1, 0.5, 0.9], [0, 1, 2], {
+        "this is the most likely id, whatever u is": [2, 2, 2],
+        "the running sum goes over rising ids, not over falling weights": [2, 0, 1],
+        "off by one: it is the first id whose running sum exceeds u": [1, 2, 2]}),
+    ([0.0, 0.5, 0.5], [0.0, 0.4, ALMOST_ONE], [1, 1, 2], {
+        "u = 0 chose a token of probability zero: take the first id whose running sum *exceeds* u": [0, 1, 2]}),
+    ([0.5, 0.5, 0.0], [0.0, 0.5, ALMOST_ONE], [0, 1, 1], {
+        "u = .5 is where token 1 begins: take the first id whose running sum *exceeds* u": [0, 0, 1],
+        "a token of probability zero was chosen": [0, 1, 2]})]
+
+
+@pytest.mark.parametrize("weights, us, want, mistakes", CHOICES, ids=[str(c[0]) for c in CHOICES])
+def test_choices(weights, us, want, mistakes):
+    got = [Fixed(u).choose(wide([weights])) for u in us]
+    bad = next((g for g in got if not isinstance(g, torch.Tensor) or g.shape != (1,)), None)
+    given = f"the weights {weights} and the uniforms u = {us}, one each"
+    if bad is not None:
+        fail(given, "for weights (1, V) an index of shape (1,)", f"{bad!r:.100}")
+    compare(torch.cat(got), want, mistakes, given)
+
+
+def test_a_choice_costs_one_uniform():
+    coins = Fixed(0.1, 0.9, 0.5)
+    coins.choose(wide([[0.5, 0.5], [0.5, 0.5]]))
+    if len(coins.uniforms) != 1:
+        fail("weights (2, V)", "two uniforms spent, one for each row", f"{3 - len(coins.uniforms)} spent",
+             "ports and recorded runs repeat the stream: each choice must cost one uniform")
+
+
+# --- the cache: slots of one number each, so that they can be read
+
+
+def new_cache(rows, layers=2):
+    return KVCache(replace(LLAMA, n_layers=layers, n_kv_heads=1, head_dim=1), rows, 6, torch.float64)
+
+
+def block(*rows):
+    return wide(rows)[:, None, :, None]                                         # (B, 1, T, 1)
+
+
+def written(cache, layer, rows, slots, end, recent=None):
+    """The keys and values that come back from a write of these keys, and of values ten times as large."""
+    k = block(*rows)
+    found = cache.write(layer, k, 10 * k, slots, end, recent)
+    if not (isinstance(found, tuple) and len(found) == 2):
+        fail("a write", "a pair (keys, values)", f"{found!r:.100}")
+    if any(t.dim() != 4 for t in found):
+        fail("a write", "keys and values (B, Hkv, S, D)", [tuple(t.shape) for t in found])
+    return [t[:, 0, :, 0] for t in found]
+
+
+def test_a_write_returns_the_old_slots_and_the_new():
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2, 3]], slice(0, 3), 3)
+    keys, values = written(cache, 0, [[4, 5]], slice(3, 5), 5)
+    given = "keys 1 2 3 written to slots 0 .. 2, then 4 5 to slots 3 .. 4; what comes back"
+    compare(keys, [[1, 2, 3, 4, 5]], {
+        "only the new block comes back; it must read the slots before it, too": [[4, 5]],
+        "the old slots come back without the new ones: write first, then read": [[1, 2, 3, 0, 0]],
+        "all slots come back; only those before `end` may be read": [[1, 2, 3, 4, 5, 0]],
+        "nothing is kept from the first write": [[0, 0, 0, 4, 5]]}, given)
+    compare(values, [[10, 20, 30, 40, 50]], {
+        "keys are stored where values belong": [[1, 2, 3, 4, 5]],
+        "nothing is kept from the first write": [[0, 0, 0, 40, 50]]}, "the same, values ten times as large")
+
+
+def test_a_write_goes_to_its_slots_whatever_is_there():
+    """Rolling back is writing over what was refused."""
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2, 3, 4]], slice(0, 4), 4)
+    keys, _ = written(cache, 0, [[7]], slice(2, 3), 3)
+    compare(keys, [[1, 2, 7]], {
+        "the block was put after what was written last; it belongs into its slots": [[1, 2, 3]],
+        "dead slots come back: only those before `end` may be read": [[1, 2, 7, 4]]},
+        "keys 1 2 3 4 in slots 0 .. 3, then 7 into slot 2, with end = 3")
+    keys, _ = written(cache, 0, [[8, 9]], slice(3, 5), 5)
+    compare(keys, [[1, 2, 7, 8, 9]], {
+        "what was written before is lost": [[1, 2, 3, 8, 9]]}, "then 8 9 into slots 3 .. 4")
+
+
+def test_a_write_of_each_row_goes_to_its_own_slots():
+    cache = new_cache(2)
+    written(cache, 0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3)
+    keys, values = written(cache, 0, [[7, 8], [9, 10]], torch.tensor([[3, 4], [1, 2]]), 5)
+    compare(keys, [[1, 2, 3, 7, 8], [4, 9, 10, 0, 0]], {
+        "all rows went to row 0's slots: slots is (B, T), each row has its own": [[1, 2, 3, 7, 8], [4, 5, 6, 9, 10]],
+        "all rows went to the last row's slots: slots is (B, T)": [[1, 7, 8, 0, 0], [4, 9, 10, 0, 0]]},
+        "rows 1 2 3 and 4 5 6 in slots 0 .. 2; then 7 8 into slots 3, 4 of row 0, 9 10 into slots 1, 2 of row 1")
+    compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
+
+
+def test_a_write_belongs_to_one_layer():
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2]], slice(0, 2), 2)
+    keys, _ = written(cache, 1, [[3]], slice(2, 3), 3)
+    compare(keys, [[0, 0, 3]], {
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}, "1 2 in layer 0, then 3 in layer 1")
+    compare(cache.k[:, 0, 0, :, 0], [[1, 2, 0, 0, 0, 0], [0, 0, 3, 0, 0, 0]], {
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3, 0, 0, 0], [0] * 6]}, "cache.k after that")
+
+
+def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2, 3, 4]], slice(0, 4), 4)
+    keys, values = written(cache, 0, [[5]], slice(4, 5), 5, recent=2)
+    compare(keys, [[4, 5]], {
+        "`recent` is ignored": [[1, 2, 3, 4, 5]],
+        "the first ones come back; recent are the last": [[1, 2]],
+        "one too many: `recent` counts the new slot itself": [[3, 4, 5]]}, "1 .. 5 in slots 0 .. 4, recent = 2")
+    compare(values, [[40, 50]], {}, "the same, values")
+    keys, _ = written(cache, 0, [[6]], slice(1, 2), 2, recent=3)
+    compare(keys, [[1, 6]], {
+        "a start below 0 counts from the far end in Python: it must be at least 0": torch.empty(1, 0),
+        "`recent` slots come back though there are not so many": [[1, 6, 3]]}, "1 6 in slots 0 .. 1, recent = 3")
+
+
+def test_a_write_stays_in_the_cache():
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2]], slice(0, 2), 2)
+    compare(cache.k[0, 0, 0, :, 0], [1, 2, 0, 0, 0, 0], {
+        "nothing was stored: the block went into a copy": [0] * 6}, "cache.k after 1 2 went into slots 0 .. 1")
+    compare(cache.v[0, 0, 0, :, 0], [10, 20, 0, 0, 0, 0], {}, "cache.v after that")
+
+
+# --- what drafting is worth
+
+
+def test_expected_tokens_of_a_number():
+    cases = [(0.8, 5), (0.5, 2), (1.0, 3), (0.0, 4), (0.7, 0)]
+    a = [alpha for alpha, _ in cases]
+    got = [expected_tokens(alpha, gamma) for alpha, gamma in cases]
+    compare(wide(got), [sum(alpha**i for i in range(gamma + 1)) for alpha, gamma in cases], {
+        "the bonus token is missing: one token comes even if no draft is accepted":
+            [sum(alpha**i for i in range(1, gamma + 1)) for alpha, gamma in cases],
+        "a draft counts only if all before it are accepted, too: alpha^2, alpha^3, not alpha each":
+            [1 + alpha * gamma for alpha, gamma in cases],
+        "the sum ends one too early: it has gamma + 1 terms, 1 to alpha^gamma":
+            [sum(alpha**i for i in range(gamma)) for alpha, gamma in cases],
+        "at alpha = 1 the fraction is 0 / 0: there it is gamma + 1":
+            [0.0 if x == 1 else (1 - x ** (g + 1)) / (1 - x) for x, g in cases]},
+        f"(alpha, gamma) = {cases}", rtol=1e-9)
+    assert a
+
+
+def test_expected_tokens_of_a_series():
+    series = wide([0.9, 0.2, 0.5])
+    one, two = 1 + 0.9 + 0.9 * 0.2, 1 + 0.2 + 0.2 * 0.5
+    starts = 0.1                # how likely the second round starts at position 1; only there it fits in
+    mean = float(series.mean())
+    got = [expected_tokens(series, 2), expected_tokens([series], 2), expected_tokens([series, wide([1, 1])], 2)]
+    want = (one + starts * two) / (1 + starts)
+    more = (one + starts * two + 3) / (2 + starts)
+    compare(wide([float(x) for x in got]), [want, want, more], {
+        "the formula at the mean of the series; rounds must be followed along it": [
+            sum(mean**i for i in range(3))] * 2 + [sum(0.72**i for i in range(3))],
+        "every position counts alike; a round starts only where the one before it ended": [
+            (one + two) / 2] * 2 + [(one + two + 3) / 3],
+        "the texts of a list are averaged; their tokens and their rounds must be added up first": [
+            want, want, (want + 3) / 2]},
+        "acceptances .9 .2 .5 along a text and gamma = 2: the first round starts at 0, the second at 1 (if the first "
+        "draft was refused, probability .1) or not at all; then beside a text 1 1", rtol=1e-9)
+
+
+def test_best_gamma_of_a_number():
+    cases = [(0.8, 0.2), (0.8, 0.05), (0.3, 0.4), (0.4, 0.4)]
+
+    def best(speed, least=0):
+        return [max(range(least, 17), key=lambda g: speed(alpha, g, c)) for alpha, c in cases]
+
+    def tokens(alpha, g):
+        return sum(alpha**i for i in range(g + 1))
+
+    compare(torch.tensor([best_gamma(alpha, c) for alpha, c in cases]), [4, 8, 0, 0], {
+        "the most tokens are not the best speed: divide by what a round costs": best(lambda a, g, c: tokens(a, g)),
+        "a round costs a pass of the target, too: gamma * c + 1": best(
+            lambda a, g, c: tokens(a, g) / max(g * c, 1e-9)),
+        "0 is a gamma, too: do not draft where nothing is gained": best(
+            lambda a, g, c: tokens(a, g) / (g * c + 1), 1)}, f"(alpha, c) = {cases}")
+
+
+def test_best_gamma_within_its_bounds():
+    dear = [1.0, 1.0, 2.0, 3.0, 4.0]
+    got = [best_gamma(0.8, 0.05, most=3), best_gamma(0.3, 0.4, least=1),
+           best_gamma(0.8, 0.05, 4, block=lambda T: dear[T - 1])]
+    compare(torch.tensor(got), [3, 1, 1], {
+        "`most` is ignored": [8, 1, 1], "`least` is ignored": [3, 0, 1],
+        "`block` is ignored: a pass over gamma + 1 tokens may take longer than one over a single token": [3, 1, 4],
+        "block(T) is asked for T = gamma; the pass that verifies reads gamma + 1 tokens": [3, 1, 2]},
+        "alpha = .8, c = .05, most = 3; alpha = .3, c = .4, least = 1; alpha = .8, c = .05, most = 4, and blocks of "
+        "1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
+
+
+def test_alpha_is_no_share_of_drafted_tokens():
+    """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
+    counts = Counts(passes=1000, turns=1000, tokens=3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
+    got = counts.alpha
+    shares = {
+        "accepted / drafted is no alpha: a token after a refusal counts as refused there, though nobody tried it; "
+        "the formula makes 2.1 tokens a round of it, where 3.7 came": 2689 / 5000,
+        "accepted tokens per round: the gain, and no probability": 2.689,
+        "tokens per round: that is tau": 3.689,
+        "all rounds with a draft and without count; alpha asks for drafts only": 0.8 * 1000 / 2000}
+    compare(wide([got]), [0.8], {why: [wrong] for why, wrong in shares.items()},
+            f"{counts}; the formula makes {expected_tokens(min(1.0, float(got)), 5):.1f} tokens a round of your "
+            "alpha, where 3.7 came", rtol=1e-9)
+    some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
+    compare(wide([some.alpha]), [0.8], {
+        "rounds without a draft count as refusals: divide by the rounds that tested a draft": [0.4],
+        "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
+        f"{some}, half of whose turns had no draft")
+    compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")
