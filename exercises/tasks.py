@@ -28,7 +28,32 @@ def by_hand(*names):
     return tuple(f"test_by_hand.py::test_{name}" for name in names)
 
 
+def of_model(*names):
+    return tuple(f"test_model.py::test_{name}" for name in names)
+
+
 TASKS = [
+    Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 20, 1,
+         of_model("softcap_by_hand", "softcap_leaves_small_values_and_its_input_alone", "rotate_by_hand",
+                  "rotate_keeps_lengths_and_depends_on_distances_only", "rotate_serves_every_shape"),
+         "x"),
+    Task(2, "frequencies", "model.py", ("frequencies",), 30, 2,
+         of_model("frequencies_by_hand", "frequencies_of_linear_scaling_by_hand",
+                  "frequencies_of_llama3_by_hand"),
+         "x"),
+    Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1,
+         (*by_hand("a_norm_of_two_numbers"), *of_model("the_norm_of_gemma2_works_in_float32")),
+         "x"),
+    Task(4, "visible", "model.py", ("visible",), 40, 2,
+         (*of_model("visible_in_the_first_block", "visible_behind_a_filled_cache",
+                    "visible_for_rows_at_different_places", "visible_within_a_window",
+                    "visible_where_slots_are_not_positions", "visible_in_a_tree"),
+          "test_trees.py::test_visible_where_a_tree_grows",
+          "test_trees.py::test_visible_where_each_row_has_its_own_tree"),
+         "x"),
+    Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3,
+         (*by_hand("an_attention_after_a_filled_cache"), *of_model("an_attention_by_hand")),
+         "x"),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2,
          (*by_hand("a_write_returns_the_old_slots_and_the_new", "a_write_goes_to_its_slots_whatever_is_there",
                    "a_write_of_each_row_goes_to_its_own_slots", "a_write_belongs_to_one_layer",
@@ -58,12 +83,35 @@ TASKS = [
                      "chain_keeps_the_token_that_stops_it", "chain_rows_end_one_by_one", "chain_lengths",
                      "chain_of_nothing", "chain_ends_where_all_rows_have"),
          "x"),
+    Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3,
+         by_hand("a_draft_is_what_its_sublayers_say", "what_a_draft_hands_over_is_the_targets",
+                 "the_text_of_a_self_draft_is_the_targets"),
+         "x"),
     Task(12, "expected_tokens, best_gamma", "control.py", ("expected_tokens", "best_gamma"), 40, 2,
          (*by_hand("expected_tokens_of_a_number", "best_gamma_of_a_number", "expected_tokens_of_a_series",
                    "best_gamma_within_its_bounds"),
           *(f"test_control.py::test_{name}" for name in (
               "expected_tokens_along_a_series_by_trying_every_outcome", "best_gamma_by_brute_force",
               "a_series_must_be_as_long_as_a_draft"))),
+         "x"),
+    Task(13, "predict, expected_improvement", "gaussian.py",
+         ("GaussianProcess.predict", "expected_improvement"), 40, 2,
+         tuple(f"test_gaussian.py::test_{name}" for name in (
+             "predictions_by_the_dense_formula", "improvements_by_hand",
+             "where_there_is_hardly_noise_it_says_what_was_observed", "a_single_observation_is_enough",
+             "without_doubt_the_improvement_is_the_gap",
+             "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
+         "x"),
+    Task(14, "climb", "gaussian.py", ("climb",), 35, 2,
+         tuple(f"test_gaussian.py::test_{name}" for name in (
+             "a_climb_by_hand", "climbs_do_not_wait_for_each_other",
+             "a_climb_takes_the_best_flip_not_the_first_that_is_better",
+             "a_climb_ends_where_no_allowed_flip_is_better",
+             "a_climb_leaves_a_start_that_is_worth_nothing_and_rests_on_a_plain")),
+         "x"),
+    Task(15, "verify_tree", "speculative.py", ("verify_tree",), 60, 3,
+         by_outcomes("verify_tree_drawn_siblings", "verify_tree_copied_siblings",
+                     "verify_tree_rows_stand_for_themselves"),
          "x"),
     Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1,
          by_hand("alpha_is_no_share_of_drafted_tokens"),

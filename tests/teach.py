@@ -14,16 +14,23 @@ def fail(given, want, got, why=None):
 
 
 def short(value):
-    """A tensor or a distribution as a student reads it."""
+    """A tensor or a number as a student reads it."""
     if isinstance(value, torch.Tensor):
         value = value.tolist()
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {short(v)}" for k, v in sorted(value.items(), key=str)) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(short, value)) + "]"
     return str(value)
+
+
+def where(got, want, most=24):
+    """Both as text: whole where they are small, else the place where they differ most."""
+    if want.numel() <= most:
+        return short(want), short(got)
+    far = (got.double() - want.double()).abs().nan_to_num(torch.inf)
+    at = [int(i) for i in torch.unravel_index(far.argmax(), far.shape)]
+    return tuple(f"{short(t[tuple(at)])} at {at}, where they differ most" for t in (want, got))
 
 
 def compare(got, want, mistakes, given="the worked example of this test", rtol=1e-12):
@@ -32,10 +39,9 @@ def compare(got, want, mistakes, given="the worked example of this test", rtol=1
         fail(given, short(want), f"{got!r:.200}", "that is no tensor")
     want = torch.as_tensor(want, dtype=got.dtype)
     if got.shape != want.shape:
-        fail(given, f"shape {tuple(want.shape)}, {short(want)}", f"shape {tuple(got.shape)}, {short(got)}",
-             known(got, mistakes))
+        fail(given, f"shape {tuple(want.shape)}", f"shape {tuple(got.shape)}", known(got, mistakes))
     if not torch.allclose(got, want, rtol=rtol, atol=1e-12):
-        fail(given, short(want), short(got), known(got, mistakes))
+        fail(given, *where(got, want), known(got, mistakes))
 
 
 def known(got, mistakes):
@@ -63,11 +69,13 @@ def look(got, want, mistakes, given="the worked example of this test"):
 
 
 def same_law(run, want, mistakes, given, otherwise=None):
-    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}. mistakes: {why: a run
-    that makes it}; the one that gives the very same distribution is named, or else `otherwise`."""
+    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}; where it has
+    not, the four that are furthest off are shown. mistakes: {why: a run that makes it}; the one that gives the
+    very same distribution is named, or else `otherwise`."""
     got = law(run)
     if not equal(got, want):
-        fail(given, short(want), short(got), next((why for why, wrong in mistakes.items()
+        worst = sorted(got | want, key=lambda key: -abs(got.get(key, 0.0) - want.get(key, 0.0)))[:4]
+        fail(given, *(", ".join(f"{key}: {table.get(key, 0.0):.4g}" for key in worst) for table in (want, got)), next((why for why, wrong in mistakes.items()
                                                    if equal(got, law(wrong))), otherwise))
 
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from teach import compare, fail, short
 from test_sampling import ALMOST_ONE, Fixed, from_p
-from tiny import GEMMA, LLAMA
+from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make, oracle
 
 from control import best_gamma, expected_tokens
 from kvcache import KVCache
+from layerskip import SelfDraft, shared_prefix
 from model import Attention, RMSNorm, frequencies, rope
-from sampling import to_probs
+from sampling import Coins, to_probs
+from speculative import generate, rounds
 from support.stats import Counts
 
 
@@ -302,3 +304,244 @@ def test_alpha_is_no_share_of_drafted_tokens():
         "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
         f"{some}, half of whose turns had no draft")
     compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")
+
+
+# --- the norm, and attention
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_of_two_numbers(offset):
+    norm = RMSNorm(replace(LLAMA, dim=2, norm_eps=0.5, norm_offset=offset)).double().requires_grad_(False)
+    norm.weight.copy_(wide([1.0, 2.0]))
+    x, w = wide([[3.0, 4.0]]), wide([1.0, 2.0])
+    mean = 12.5                                                                # of the squares
+    other = {
+        "the norm subtracts no mean: this is LayerNorm": (x - 3.5) / math.sqrt(0.25 + 0.5) * (offset + w),
+        "eps is added to the mean of the squares, inside the root": x / (math.sqrt(mean) + 0.5) * (offset + w),
+        "eps is missing": x / math.sqrt(mean) * (offset + w),
+        "it is the *mean* of the squares, not their sum": x / math.sqrt(25 + 0.5) * (offset + w),
+        "the root is missing": x / (mean + 0.5) * (offset + w),
+        "the weight is missing": x / math.sqrt(mean + 0.5),
+        "the weight is 1 + w only where the offset says so (Gemma-2)" if offset == 0 else
+        "Gemma-2 multiplies by offset + w, which is 1 + w": x / math.sqrt(mean + 0.5) * (1 - offset + w)}
+    compare(norm(x), x / math.sqrt(mean + 0.5) * (offset + w), other,
+            f"x = [3, 4], the weight [1, 2], eps = .5, offset = {offset}", rtol=1e-9)
+
+
+PAST = 2    # slots that are filled before the block
+
+
+def slow_attention(a, x, cos, sin, mask, past, mistake=None):
+    """What Attention.forward gives, by its definition; with a mistake that somebody might make."""
+    (B, T, _), (Hkv, N, D), G = x.shape, a.grouped, a.grouped[1] - 2
+    qkv = (x @ a.wqkv.T).view(B, T, Hkv, N, D)
+    if mistake == "layout":     # all queries, then all keys, then all values
+        flat = (x @ a.wqkv.T).view(B, T, -1, D)
+        q, k, v = flat[:, :, : Hkv * G].view(B, T, Hkv, G, D), flat[:, :, -2 * Hkv : -Hkv], flat[:, :, -Hkv:]
+    else:
+        q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., G + 1, :]
+
+    def turn(h, cos=cos, sin=sin):
+        return h * cos + h.roll(D // 2, -1) * sin
+
+    q = q if mistake == "still" else turn(q)
+    k = k if mistake in ("still", "keys") else turn(k, cos[:, 0], sin[:, 0])
+    v = turn(v, cos[:, 0], sin[:, 0]) if mistake == "values" else v
+    keys, values = (torch.cat([old, new], 1) for old, new in zip(past, (k, v), strict=True))    # (B, S, Hkv, D)
+    if mistake == "new":
+        keys, values, mask = k, v, mask[..., PAST:]
+    y = torch.zeros(B, T, Hkv * G, D, dtype=x.dtype)
+    for h in range(Hkv * G):
+        own = h % Hkv if mistake == "tile" else h // G
+        scores = torch.einsum("btd,bsd->bts", q[:, :, h // G, h % G], keys[:, :, own])
+        scores = scores * (1.0 if mistake == "scale" else D**-0.5 if mistake == "default" else a.scale)
+        cap, hidden = a.c.attn_softcap, mask[:, 0, 0]
+        if mistake == "late":
+            scores = torch.tanh((scores + hidden) / cap) * cap
+        else:
+            scores = scores if mistake == "no cap" else torch.tanh(scores / cap) * cap
+            scores = scores if mistake == "mask" else scores + hidden
+        weights = scores.softmax(1 if mistake == "queries" else -1)
+        y[:, :, h] = torch.einsum("bts,bsd->btd", weights, values[:, :, own])
+    return y.flatten(2) @ a.wo.T
+
+
+ATTENTION = {
+    "still": "queries and keys are not rotated: without positions attention does not know the order",
+    "keys": "the keys are not rotated; queries and keys are, so that their product knows the distance",
+    "values": "values are rotated; only queries and keys are",
+    "scale": "the scores are not scaled: multiply by self.scale before the softmax",
+    "default": "the scale is not always head_dim ** -.5: take self.scale",
+    "late": "the mask is added before the soft-cap, which turns -inf into -cap: the hidden become visible",
+    "no cap": "the soft-cap of the scores is missing (Gemma-2)",
+    "mask": "the mask is ignored",
+    "new": "only the block's own keys are read; what `store` returns holds the slots before it, too",
+    "tile": "queries and keys are paired wrongly: G queries that stand side by side share a key",
+    "queries": "the softmax runs over the queries; each query's weights over the keys sum to 1",
+    "layout": "wqkv is read as all queries, then all keys, then all values; here each group of heads has its own"}
+
+
+def some_attention():
+    """One block of three tokens after two that are kept, in two rows; values that no two mistakes share."""
+    c = replace(GEMMA, dim=8, n_heads=4, n_kv_heads=2, head_dim=4, query_scale=0.7, attn_softcap=1.5)
+    a, made = Attention(c).double().requires_grad_(False), torch.Generator().manual_seed(1)
+    for w in (a.wqkv, a.wo):
+        w.copy_(torch.randn(w.shape, generator=made, dtype=torch.float64))
+    x, *past = (torch.randn(*shape, generator=made, dtype=torch.float64)
+                for shape in ((2, 3, 8), (2, PAST, 2, 4), (2, PAST, 2, 4)))
+    cos, sin = (t[:, None, None] for t in rope(torch.arange(PAST, PAST + 3), frequencies(4, 50.0)))
+    mask = torch.full((2, 1, 1, 3, PAST + 3), -math.inf, dtype=torch.float64).triu(PAST + 1)
+    return a, x, cos, sin, mask, past
+
+
+def test_an_attention_after_a_filled_cache():
+    a, x, cos, sin, mask, past = some_attention()
+
+    def store(k, v):
+        if k.shape != (2, 2, 3, 4) or v.shape != (2, 2, 3, 4):
+            fail("2 rows, 2 key-value heads, 3 tokens, head dimension 4", "store(k, v), both (2, 2, 3, 4)",
+                 f"{tuple(k.shape)} and {tuple(v.shape)}", "store wants (B, Hkv, T, D)")
+        return tuple(torch.cat([old.transpose(1, 2), new], 2) for old, new in zip(past, (k, v), strict=True))
+
+    compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past),
+            {why: slow_attention(a, x, cos, sin, mask, past, name) for name, why in ATTENTION.items()},
+            "two rows of three tokens after two kept ones, four heads in two groups, scale .7, soft-cap 1.5",
+            rtol=1e-8)
+    free = a(x, cos, sin, None, store)      # as for one token: nothing is hidden
+    compare(free, slow_attention(a, x, cos, sin, torch.zeros_like(mask), past), {}, "the same without a mask", 1e-8)
+
+
+def test_the_mistakes_of_attention_can_be_told_apart():
+    found = [slow_attention(*some_attention(), name) for name in [None, *ATTENTION]]
+    assert not any(torch.allclose(a, b, rtol=1e-3) for i, a in enumerate(found) for b in found[:i])
+
+
+# --- drafting with some of the sub-layers
+
+
+def begun(sublayers, prompts, gamma=3, taps=()):
+    """A state after one plain round, and the draft of a SelfDraft that has begun there. Temperature 1."""
+    state, _ = next(rounds(TARGET, prompts, 20, probs=warm, coins=Coins(3)))
+    state.taps, drafter = taps, SelfDraft(TARGET, sublayers, gamma)
+    drafter.begin(state, {})
+    return state, drafter.propose(state)
+
+
+TARGET = make(LLAMA)
+
+
+def warm(logits):
+    return to_probs(logits, 1.0)
+
+
+SLIPS = {
+    "all": "it drafts with all sub-layers; it is to draft with self.sublayers",
+    "stands": "every step stands at the position of the first; the k-th token stands at state.at(k)",
+    "late": "the steps stand one position too far: the last known token stands at offset 0",
+    "repeats": "every step reads the last known token; it must read the token that was drawn before it",
+    "alone": "it runs without the cache, and so knows only the token that it reads"}
+
+
+def by_sublayers(text, tokens, sublayers, slip=None):
+    """q of drafted tokens after a text, (K, V): the whole model has read all of the text but its last token."""
+    n, ids, q = len(text), torch.tensor([[*text, *tokens]]), []
+    cache = KVCache(LLAMA, 1, n + len(tokens) + 2, torch.float64)
+    if n > 1:
+        TARGET.run(TARGET.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
+    for k in range(len(tokens)):
+        at = n - 1 + {"stands": 0, "late": k + 1}.get(slip, k)
+        token = ids[:, n - 1 + (0 if slip == "repeats" else k)]
+        x = TARGET.run(TARGET.embed(token[:, None]), slice(at, at + 1), None if slip == "alone" else cache,
+                       None if slip == "all" else list(sublayers))
+        q.append(warm(TARGET.unembed(x))[0, 0])
+    return torch.stack(q)
+
+
+SUBLAYERS = {"exit after block 2": range(4), "skip": [0, 1, 3, 4, 7, 10], "skip the first": range(1, 12)}
+TEXTS = {"one row": [[1, 5, 3, 2]], "three rows": [[1, 5, 3, 2, 9, 4], [3, 8], [2]]}
+
+
+@pytest.mark.parametrize("rows", TEXTS)
+@pytest.mark.parametrize("name", SUBLAYERS)
+@torch.inference_mode()
+def test_a_draft_is_what_its_sublayers_say(name, rows):
+    subs = list(SUBLAYERS[name])
+    state, draft = begun(subs, TEXTS[rows])
+    B, K = len(TEXTS[rows]), 3
+    if draft.tokens.shape != (B, K) or draft.q is None or draft.q.shape != (B, K, 17):
+        fail(f"{rows}, gamma = 3, 17 tokens", f"tokens {(B, K)} and q {(B, K, 17)}",
+             f"tokens {tuple(draft.tokens.shape)}, q {None if draft.q is None else tuple(draft.q.shape)}")
+    for b, text in enumerate(state.known):
+        tokens = draft.tokens[b].tolist()
+        compare(draft.q[b], by_sublayers(text, tokens, subs),
+                {why: by_sublayers(text, tokens, subs, slip) for slip, why in SLIPS.items()},
+                f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of the drafted "
+                f"{tokens}", rtol=1e-7)
+
+
+@pytest.mark.parametrize("rows", TEXTS)
+@pytest.mark.parametrize("name", SUBLAYERS)
+@torch.inference_mode()
+def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
+    """reuse = (i, x, trace): the target need not run the sub-layers before i on this block."""
+    subs, K = list(SUBLAYERS[name]), 3
+    shared = shared_prefix(subs)
+    state, draft = begun(subs, TEXTS[rows], taps=(0, 1, 9))
+    if draft.reuse is None or draft.reuse[0] < shared:
+        if shared:
+            record_property("remark", "right, but it gains less: the target runs the sub-layers again that the draft "
+                            "shares with it; hand them over as `reuse`")
+        if draft.reuse is None:
+            return
+    first, x, trace = draft.reuse
+    given = f"the sub-layers {subs}, of which the first {shared} are the target's; 3 drafts after the last token"
+    if first > shared:
+        fail(given, f"at most {shared} sub-layers handed over", first,
+             "after its first gap a draft computes other states than the target; only what comes before is shared")
+    if x.shape != (len(TEXTS[rows]), K + 1, 32):
+        fail(given, f"x of all {K + 1} tokens, {(len(TEXTS[rows]), K + 1, 32)}", tuple(x.shape),
+             "the last draft was not run: nobody drafts from it, but the target must verify it" if
+             x.shape[1] == K else None)
+    for b, text in enumerate(state.known):
+        n, ids = len(text), torch.tensor([[*text, *draft.tokens[b].tolist()]])
+        seen = dict.fromkeys(range(12))
+        TARGET.run(TARGET.embed(ids), slice(0, n + K), trace=seen)
+        states = {i + 1: s[0, n - 1 :] for i, s in seen.items()} | {0: TARGET.embed(ids)[0, n - 1 :]}
+        compare(x[b], states[first], {
+            "these are the states after all sub-layers of the draft; hand over those before its first gap":
+                torch.cat([drafted_states(text, draft.tokens[b].tolist(), subs), x[b, -1:]])},
+            f"{given}: x of row {b}, as it enters sub-layer {first}", rtol=1e-7)
+        if set(trace) != {tap for tap in (0, 1, 9) if tap < first}:
+            fail(given + ", taps (0, 1, 9)", f"a trace of the taps before {first}", sorted(trace))
+        for tap, got in trace.items():
+            compare(got[b], states[tap + 1], {}, f"{given}: the trace after sub-layer {tap}", rtol=1e-7)
+
+
+def drafted_states(text, tokens, sublayers):
+    """What the sub-layers of a draft leave of each token that it reads. (K, dim)"""
+    n, ids = len(text), torch.tensor([[*text, *tokens]])
+    cache, xs = KVCache(LLAMA, 1, n + len(tokens), torch.float64), []
+    if n > 1:
+        TARGET.run(TARGET.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
+    for at in range(n - 1, n - 1 + len(tokens)):
+        xs.append(TARGET.run(TARGET.embed(ids[:, at : at + 1]), slice(at, at + 1), cache, list(sublayers))[0])
+    return torch.cat(xs)
+
+
+@pytest.mark.parametrize("name", SUBLAYERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_of_a_self_draft_is_the_targets(family, name):
+    """Greedy, with whatever draft, in rows that end at different places."""
+    m = make(FAMILIES[family])
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        got = generate(m, prompts, 12, SelfDraft(m, SUBLAYERS[name], 3))[0]
+        want = [oracle(m, prompt, 12) for prompt in prompts]
+        if got != want:
+            row = next(b for b in range(len(prompts)) if got[b] != want[b])
+            fail(f"{family}, {name}, the prompt {prompts[row]} as row {row} of {len(prompts)}", want[row], got[row],
+                 "the text has changed: does `reuse` hand over states, or the cache hold keys, that are not the "
+                 "target's? The last draft must have run through the shared sub-layers, too")
+    stranger = SelfDraft(make(FAMILIES[family], 9), SUBLAYERS[name], 3)
+    if generate(m, PROMPTS, 12, stranger)[0] != [oracle(m, prompt, 12) for prompt in PROMPTS]:
+        fail("a draft by another model", "the target's text", "another text",
+             "a model that is not the target shares nothing: let self.stranger propose")

@@ -21,7 +21,7 @@ def wide(rows):
 
 # the distribution after each token, and at last the one of the first token
 P = wide([[0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.25, 0.25, 0.5], [0.45, 0.2, 0.35]])
-Q = wide([[0.3, 0.4, 0.3], [0.2, 0.2, 0.6], [0.5, 0.3, 0.2], [0.2, 0.6, 0.2]])
+Q = wide([[0.3, 0.4, 0.3], [0.2, 0.2, 0.6], [0.5, 0.3, 0.2], [0.2, 0.75, 0.05]])
 GREEDY = torch.eye(V, dtype=torch.float64)[[1, 2, 0, 2]]      # a target that is sure of each token
 
 
@@ -412,3 +412,137 @@ def test_chain_ends_where_all_rows_have(record_property):
     if steps > 2:
         record_property("remark", f"right, but it takes {steps} steps where 2 would do: nobody reads what is drafted "
                         "after all rows have stopped")
+
+
+# --- verify_tree
+
+
+TREE = {
+    "all": "every first child is accepted; a draft must be with probability min(1, p/q)",
+    "same p": "later siblings are judged by p itself; after a refusal max(p - q, 0), scaled, takes its place",
+    "not scaled": "max(p - q, 0) must be scaled to sum to 1 before the next sibling is judged by it",
+    "p": "where all children were refused the token comes from p; it must come from what they have left of it",
+    "root": "the token after the path is drawn at the root, from what its children left; it must come from the row "
+            "of the last accepted node",
+    "top": "the token after the path is drawn at the root; it must come from the row of the last accepted node",
+    "uncle": "a node is accepted whose parent was not; the walk goes from node to child"}
+
+
+def by_the_walk(p, q, tokens, parents, coins, mistake=None):
+    """`verify_tree` for one row: what each node has left for its later children, and the walk."""
+    node, rest, chance = 0, list(p), []
+    for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        chance.append((p[parent] if mistake == "same p" else rest[parent])[token] / q[k][token])
+        less = (rest[parent] - q[k]).clamp(min=0)
+        if less.sum() > 0:
+            rest[parent] = less if mistake == "not scaled" else less / less.sum()
+    for k, parent in enumerate(parents):
+        if parent == node or mistake == "uncle" and parent < node:
+            node = k + 1 if mistake == "all" or bool(coins.flip(chance[k])) else node
+    last = {"p": p[node], "root": rest[0], "top": p[0]}.get(mistake, rest[node])
+    return node, int(coins.choose(last))
+
+
+def our_walk(p, q, tokens, parents, coins):
+    node, token = verify_tree(p[None], torch.tensor([tokens]), torch.tensor([parents]), coins,
+                              None if q is None else torch.stack(q)[None])
+    for name, got in (("node", node), ("token", token)):
+        if not isinstance(got, torch.Tensor) or got.shape != (1,):
+            fail("one row", f"{name} as a tensor (B,) = (1,)", f"{got!r:.100}")
+    return int(node), int(token)
+
+
+def planted(coins, parents):
+    """A tree whose siblings are drawn from Q without replacement; what each was drawn from; and the path of
+    tokens to each node."""
+    tokens, q, way = [], [], [()]
+    for k, parent in enumerate(parents):
+        row = Q[way[parent][-1] if way[parent] else V].clone()
+        for other in range(k):
+            if parents[other] == parent:
+                row[tokens[other]] = 0
+        q.append(row / row.sum())
+        tokens.append(int(coins.choose(q[-1])))
+        way.append((*way[parent], tokens[-1]))
+    return tokens, q, way
+
+
+def walked(verifier, parents, copied=None):
+    """A run: plant a tree, or take the `copied` tokens; verify it; complete the text to three tokens."""
+    def once(coins):
+        if copied is None:
+            tokens, q, way = planted(coins, parents)
+        else:
+            tokens, q, way = copied, None, [()]
+            for token, parent in zip(copied, parents, strict=True):
+                way.append((*way[parent], token))
+        rows = torch.stack([P[path[-1] if path else V] for path in way])
+        node, token = verifier(rows, q, tokens, parents, coins)
+        if not 0 <= node <= len(tokens):
+            fail(f"a tree of {len(tokens)} proposals", f"the last accepted node, 0 to {len(tokens)}", node)
+        return completed([*way[node], token], P, 3, coins)
+    return once
+
+
+def slips(parents, copied=None):
+    def slip(name):
+        def verifier(p, q, tokens, parents, coins):
+            q = list(torch.eye(V, dtype=torch.float64)[tokens]) if q is None else q
+            return by_the_walk(p, q, tokens, parents, coins, name)
+        return walked(verifier, parents, copied)
+    return {why: slip(name) for name, why in TREE.items()}
+
+
+@pytest.mark.parametrize("parents", [[0], [0, 0], [0, 0, 1], [0, 1, 0]], ids=str)
+def test_verify_tree_drawn_siblings(parents, record_property):
+    """Three tokens of a Markov chain: those that a tree yields, and more from p."""
+    same_law(walked(our_walk, parents), target_law(P, 3), slips(parents),
+             f"a tree of siblings drawn without replacement, which hang on the nodes {parents}; what comes out must "
+             "have the distribution of plain decoding, {text: probability}")
+    if parents == [0]:
+        kept = law(lambda coins: our_tree_keeps(coins)).get(True, 0.0)
+        most = float(torch.minimum(P[V], Q[V]).sum())
+        if kept < most - 1e-9:
+            record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} of single "
+                            f"drafts, where min(1, p/q) accepts {most:.0%}")
+
+
+def our_tree_keeps(coins):
+    tokens, q, way = planted(coins, [0])
+    rows = torch.stack([P[path[-1] if path else V] for path in way])
+    return our_walk(rows, q, tokens, [0], coins)[0] > 0
+
+
+@pytest.mark.parametrize("parents, tokens", [([0, 0], [1, 2]), ([0, 0, 2], [1, 2, 0]), ([0, 0], [1, 1])], ids=str)
+def test_verify_tree_copied_siblings(parents, tokens):
+    same_law(walked(our_walk, parents, tokens), target_law(P, 3), slips(parents, tokens),
+             f"the copied tokens {tokens}, which hang on the nodes {parents}, q = None; {{text: probability}}")
+
+
+def test_verify_tree_rows_stand_for_themselves():
+    """Two rows, the second greedy, with trees of their own; of the first only one node is proposed."""
+    parents, certain = torch.tensor([[0, 0], [0, 1]]), [2, 0]
+
+    def once(coins):
+        tokens, q, way = planted(coins, [0, 0])
+        hot = torch.eye(V, dtype=torch.float64)[certain]
+        rows = [torch.stack([P[path[-1] if path else V] for path in way]), GREEDY[[V, *certain]]]
+        node, token = verify_tree(torch.stack(rows), torch.tensor([tokens, certain]), parents, coins,
+                                  torch.stack([torch.stack(q), hot]), torch.tensor([1, 2]))
+        if int(node[0]) > 1:
+            fail("a row that proposes the first of its two nodes", "node 0 or 1", int(node[0]),
+                 "`length` is ignored: what a row does not propose is dead")
+        return completed([*way[int(node[0])], int(token[0])], P, 2, coins), (int(node[1]), int(token[1]))
+
+    want = {(text, (2, 1)): weight for text, weight in target_law(P, 2).items()}
+    same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node and token of "
+             "the greedy row): probability}", "each row has its own parents, length and rows of p")
+
+
+def test_the_slips_can_be_told_apart():
+    trees = [[0], [0, 0], [0, 0, 1], [0, 1, 0]]
+    for why in TREE.values():
+        tree = next(t for t in trees if not equal(law(slips(t)[why]), target_law(P, 3)))
+        alike = [other for other, wrong in slips(tree).items() if other != why
+                 and equal(law(wrong), law(slips(tree)[why]))]
+        assert not alike, (why, tree, alike)
