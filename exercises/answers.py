@@ -1,5 +1,5 @@
-"""What the grader is tested on: plausible wrong answers, each with words of the message that must name it, and
-right answers of another shape, which must pass.
+"""What the grader is tested on: plausible wrong answers, each with words of the message that must name it,
+and right answers of another shape, which must pass.
 
 The one thing to remember: a wrong answer is the original with one phrase changed, as in tests/mutants.py; but
 here it does not suffice that a test fails, it must say why.
@@ -42,7 +42,8 @@ WRONG = {
         ("return F.rms_norm(x, self.weight.shape, self.weight, self.eps)",
          "return x / (x.square().sum(-1, keepdim=True) + self.eps).sqrt() * self.weight", "not their sum"),
         ("self.weight, self.eps)", "None, self.eps)", "the weight is missing"),
-        ("w = self.offset + self.weight.to(wide)", "w = self.weight.to(wide)", "Gemma-2 multiplies by offset + w"),
+        ("w = self.offset + self.weight.to(wide)", "w = self.weight.to(wide)", "Gemma-2 multiplies by "
+            "offset + w"),
         ("wide = torch.promote_types(x.dtype, torch.float32)", "wide = x.dtype", "rounded to bfloat16"),
     ],
     "visible": [
@@ -68,7 +69,8 @@ WRONG = {
         ("* self.scale", "* D ** -0.5", "take self.scale"),
         ("scores = softcap(scores, self.c.attn_softcap)\n", "\n", "the soft-cap of the scores is missing"),
         ("        scores = softcap(scores, self.c.attn_softcap)\n        if mask is not None:\n"
-         "            scores.view(B, Hkv, G, T, -1).add_(mask)  # in place: for a long prompt nothing is larger\n",
+         "            scores.view(B, Hkv, G, T, -1).add_(mask)  # in place: for a long prompt nothing is "
+         "larger\n",
          "        if mask is not None:\n            scores.view(B, Hkv, G, T, -1).add_(mask)\n"
          "        scores = softcap(scores, self.c.attn_softcap)\n", "before the soft-cap"),
         ("add_(mask)", "add_(0 * mask.clamp(min=0))", "the mask is ignored"),
@@ -135,10 +137,11 @@ WRONG = {
         ("p_drafted / q_drafted", "q_drafted / p_drafted", "upside down"),
         ("passed.cumprod(1).sum(1)", "passed.sum(1)", "drafts after the first refusal are counted"),
         ("(p - q * refused).clamp_(min=0)", "(p - q * refused).abs()", "must be cut off"),
-        ("(accepted < length)[:, None]", "(accepted < K)[:, None]", "where nothing was proposed q must count"),
+        ("(accepted < length)[:, None]", "(accepted < K)[:, None]", "where nothing was proposed q must "
+            "count"),
         (" & (torch.arange(K, device=p.device) < length[:, None])", "", "`length` is ignored"),
-        ("coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))", "coins.choose(residual)",
-         "rounding can refuse"),
+        ("coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))",
+         "coins.choose(residual)", "rounding can refuse"),
         ("q = torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None else q[row, at]",
          "q = torch.zeros_like(p) if q is None else q[row, at]", "replaced by a token from p"),
     ],
@@ -162,7 +165,8 @@ WRONG = {
         ("        run_shared(tokens[:, -1:], K) ", "        K = K ", "the last draft was not run"),
         ("reuse=(shared, ", "reuse=(len(subs), ", "after its first gap a draft computes other states"),
         ("                x = m.run(x, state.at(k), state.cache, subs[shared:], end=state.end(k + 1))",
-         "                x = xs[-1] = m.run(x, state.at(k), state.cache, subs[shared:], end=state.end(k + 1))",
+         "                x = xs[-1] = m.run(x, state.at(k), state.cache, subs[shared:], end=state.end(k + "
+         "1))",
          "these are the states after all sub-layers of the draft"),
         ("m, subs, xs, traces = self.model, self.sublayers, [], []",
          "m, subs, xs, traces = self.model, range(12), [], []", "it drafts with all sub-layers"),
@@ -178,7 +182,8 @@ WRONG = {
     "expected_tokens, best_gamma": [
         ("sum(alpha ** i for i in range(gamma + 1))", "sum(alpha ** i for i in range(1, gamma + 1))",
          "the bonus token is missing"),
-        ("sum(alpha ** i for i in range(gamma + 1))", "1 + alpha * gamma", "only if all before it are accepted"),
+        ("sum(alpha ** i for i in range(gamma + 1))", "1 + alpha * gamma", "only if all before it are "
+            "accepted"),
         ("sum(alpha ** i for i in range(gamma + 1))", "sum(alpha ** i for i in range(gamma))",
          "the sum ends one too early"),
         ("reach = starts[i]", "reach = 1.0", "every position counts alike"),
@@ -211,7 +216,8 @@ WRONG = {
         ("torch.where(allowed(flat), score(flat), -math.inf)", "score(flat)", "`allowed` is ignored"),
         ("better = top > value", "better = top >= value", "a walk that has not ended"),
         ("(z[:, None] - flips).abs()", "(z[:, None] + flips).clamp(max=1)", "bits are only set"),
-        ("        value = torch.where(better, top, value)", "        return z, torch.where(better, top, value)",
+        ("        value = torch.where(better, top, value)", "        return z, torch.where(better, top, "
+            "value)",
          "it ends after one flip"),
         ("if not better.any():", "if not better.all():", "all stop as soon as one"),
         ("return z, value", "return z, score(starts.double())", "the scores are those of the starts"),
@@ -228,11 +234,239 @@ WRONG = {
          "a node is accepted whose parent was not"),
     ],
     "alpha": [
-        ("self.hits / max(1, self.drafted)", "self.accepted / max(1, self.proposed)", "accepted / drafted is no alpha"),
-        ("self.hits / max(1, self.drafted)", "self.accepted / max(1, self.turns)", "accepted tokens per round"),
-        ("self.hits / max(1, self.drafted)", "self.hits / max(1, self.turns)", "rounds without a draft count"),
+        ("self.hits / max(1, self.drafted)", "self.accepted / max(1, self.proposed)", "accepted / drafted "
+            "is no alpha"),
+        ("self.hits / max(1, self.drafted)", "self.accepted / max(1, self.turns)", "accepted tokens per "
+            "round"),
+        ("self.hits / max(1, self.drafted)", "self.hits / max(1, self.turns)", "rounds without a draft "
+            "count"),
         ("self.hits / max(1, self.drafted)", "self.hits / max(1, self.passes)", "divide by `drafted`"),
     ],
 }
 
-SHAPES = {}
+# right answers of another shape: loops instead of tensors, other coins, less gained
+SHAPES = {
+    "softcap, rotate": ["""
+import math
+
+def softcap(x, cap):
+    if cap is None:
+        return x
+    return torch.tensor([math.tanh(v / cap) * cap for v in x.flatten().tolist()], dtype=x.dtype).view(x.shape)
+
+def rotate(x, cos, sin):
+    half = x.shape[-1] // 2
+    cos, sin = cos.expand(x.shape), sin.expand(x.shape)
+    pieces = []
+    for i in range(2 * half):
+        partner = i + half if i < half else i - half
+        pieces.append(x[..., i] * cos[..., i] + x[..., partner] * sin[..., i])
+    return torch.stack(pieces, -1)
+"""],
+    "RMSNorm.forward": ["""
+class RMSNorm(nn.Module):
+    def forward(self, x):
+        wide = x.double()
+        length = (wide ** 2).mean(-1, keepdim=True).add(self.eps).sqrt()
+        return (wide / length * (self.offset + self.weight.double())).to(x.dtype)
+"""],
+    "visible": ["""
+def may_read(i, s, first):
+    return s < first and s < i
+
+def visible(positions, slots, end, tree=None, window=None):
+    B, M = slots.shape
+    if tree is None:
+        tree = torch.tensor([[j <= i for j in range(M)] for i in range(M)])
+    tree = tree.expand(B, *tree.shape[-2:])
+    T = tree.shape[1]
+    mask = torch.zeros(B, T, end, dtype=torch.bool)
+    for b in range(B):
+        at = {int(s): int(p) for s, p in zip(slots[b], positions[b])}
+        places = {int(s): j for j, s in enumerate(slots[b])}
+        for t in range(T):
+            i = int(positions[b, M - T + t])
+            for s in range(end):
+                seen = bool(tree[b, t, places[s]]) if s in places else may_read(i, s, int(slots[b, 0]))
+                mask[b, t, s] = seen and (window is None or i - at.get(s, s) < window)
+    return mask
+"""],
+    "KVCache.write": ["""
+class KVCache:
+    def write(self, layer, k, v, slots, end, recent=None):
+        B, _, T, _ = k.shape
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop).expand(B, T)
+        for b in range(B):
+            for t in range(T):
+                self.k[layer, b, :, int(slots[b, t])] = k[b, :, t]
+                self.v[layer, b, :, int(slots[b, t])] = v[b, :, t]
+        first = 0 if recent is None or recent > end else end - recent
+        return self.k[layer, :, :, first:end].clone(), self.v[layer, :, :, first:end].clone()
+"""],
+    "to_probs": ["""
+def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
+    check(temperature, top_k, top_p, min_p)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    rows = [one(row, temperature, top_k, top_p, min_p) for row in logits.reshape(-1, logits.shape[-1])]
+    return torch.stack(rows).view(logits.shape)
+
+def one(row, temperature, top_k, top_p, min_p):
+    falling = sorted(range(len(row)), key=lambda i: -float(row[i]))
+    if temperature == 0:
+        return torch.eye(len(row), dtype=row.dtype)[falling[0]]
+    p = ((row - row.max()) / max(temperature, 1e-30)).exp()
+    kept = falling[:top_k]
+    if top_p is not None and top_p < 1:
+        total, mass, few = p[kept].sum(), torch.zeros((), dtype=row.dtype), []
+        for i in kept:
+            if mass < top_p or not few:
+                few.append(i)
+            mass = mass + p[i] / total
+        kept = few
+    if min_p is not None:
+        kept = [i for i in kept if p[i] >= min_p * p[kept[0]]]
+    out = torch.zeros_like(row)
+    out[kept] = p[kept] / p[kept].sum()
+    return out
+"""],
+    "Coins.choose": ["""
+class Coins:
+    def choose(self, weights):
+        rows, found = weights.reshape(-1, weights.shape[-1]).double().tolist(), []
+        for row, u in zip(rows, self.take(len(rows), weights.device).tolist()):
+            total, at = 0.0, u * math.fsum(row)
+            last = max(i for i, w in enumerate(row) if w > 0)
+            for i, w in enumerate(row):
+                total += w
+                if total > at or i == last:
+                    break
+            found.append(i)
+        return torch.tensor(found).view(weights.shape[:-1])
+
+import math
+"""],
+    "verify": ["""
+def verify(p, q, tokens, coins, length=None):
+    B, K = tokens.shape
+    kept, after = [], []
+    for b in range(B):
+        most = K if length is None else int(length[b])
+        for k in range(most):
+            t = int(tokens[b, k])
+            drawn = torch.eye(p.shape[-1], dtype=p.dtype)[t] if q is None else q[b, k]
+            if not bool(coins.flip(p[b, k, t] / drawn[t])):
+                left = torch.relu(p[b, k] - drawn)
+                after.append(coins.choose(left if left.sum() > 0 else p[b, k]))
+                kept.append(k)
+                break
+        else:
+            kept.append(most)
+            after.append(coins.choose(p[b, most]))
+    return torch.tensor(kept), torch.stack(after)
+""", """
+def verify(p, q, tokens, coins, length=None):
+    # draw from p at each place, and go on as long as it is what was drafted: right, but it keeps fewer
+    B, K = tokens.shape
+    most = torch.full((B,), K) if length is None else length
+    accepted, token = torch.zeros(B, dtype=torch.long), torch.zeros(B, dtype=torch.long)
+    for b in range(B):
+        for k in range(int(most[b]) + 1):
+            token[b], accepted[b] = coins.choose(p[b, k]), k
+            if k == most[b] or token[b] != tokens[b, k]:
+                break
+    return accepted, token
+"""],
+    "chain": ["""
+def chain(state, step, rule):
+    most, _ = wanted(state, rule)
+    token, tokens, qs, over, count = state.read(state.at(0)), [], [], [n == 0 for n in most], [0] * len(most)
+    for k in range(max(most)):
+        logits = step(token, k)
+        qs.append(state.probs(logits))
+        token = torch.stack([state.coins.choose(row) for row in qs[-1]])
+        tokens.append(token)
+        stop = rule.stop(k, logits[:, 0], token[:, 0]) if rule.stop else None
+        for b in range(len(most)):
+            count[b] += not over[b]
+            over[b] = over[b] or count[b] == most[b] or bool(stop is not None and stop[b])
+    if not tokens:
+        return state.tokens[:, :0], None, None
+    return torch.cat(tokens, 1), torch.cat(qs, 1), torch.tensor(count)
+"""],
+    "SelfDraft.propose": ["""
+class SelfDraft(Drafter):
+    def propose(self, state):
+        # the whole draft, step by step, and nothing handed over: right, but the target runs it all again
+        if self.stranger:
+            return self.stranger.propose(state)
+
+        def step(token, k):
+            x = self.model.embed(token)
+            for i in self.sublayers:
+                x = self.model.run(x, state.at(k), state.cache, [i], end=state.end(k + 1))
+            return self.model.unembed(x)
+
+        tokens, q, length = chain(state, step, self.rule)
+        return Draft(tokens, q, length) if tokens.shape[1] else Draft.none(state)
+"""],
+    "expected_tokens, best_gamma": ["""
+def expected_tokens(alpha, gamma):
+    if isinstance(alpha, (int, float)):
+        return gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    texts = [alpha] if isinstance(alpha, torch.Tensor) else alpha
+    if gamma == 0:
+        return 1.0
+    if all(len(text) < gamma for text in texts):
+        raise ValueError(f"no series of acceptances is as long as a draft of {gamma} tokens")
+    tokens = rounds = 0.0
+    for text in texts:
+        more = [follow(text.tolist(), gamma, start) for start in range(len(text), -1, -1)][-1]
+        tokens, rounds = tokens + more[0], rounds + more[1]
+    return tokens / rounds
+
+def follow(a, gamma, start, known=None):
+    known = {} if known is None else known
+    if start + gamma > len(a):
+        return 0.0, 0.0
+    if start not in known:
+        reach, tokens, rounds = 1.0, 0.0, 1.0
+        for k in range(gamma + 1):
+            ends = reach * (1 - a[start + k]) if k < gamma else reach
+            more = follow(a, gamma, start + k + 1, known)
+            tokens, rounds = tokens + ends * (k + 1 + more[0]), rounds + ends * more[1]
+            reach -= ends
+        known[start] = tokens, rounds
+    return known[start]
+
+def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
+    if not isinstance(alpha, (int, float)):
+        most = min(most, max(len(a) for a in ([alpha] if isinstance(alpha, torch.Tensor) else alpha)))
+    best, top = least, 0.0
+    for gamma in range(least, most + 1):
+        speed = expected_tokens(alpha, gamma) / (gamma * cost + block(gamma + 1))
+        if speed > top:
+            best, top = gamma, speed
+    return best
+"""],
+    "climb": ["""
+def climb(score, starts, allowed):
+    ends, values = [], []
+    for start in starts.double():
+        here = start.clone()
+        value = float(score(here[None])[0])
+        while True:
+            best, flip = value, None
+            for i in range(len(here)):
+                there = here.clone()
+                there[i] = 1 - there[i]
+                if bool(allowed(there[None])[0]) and float(score(there[None])[0]) > best:
+                    best, flip = float(score(there[None])[0]), i
+            if flip is None:
+                break
+            here[flip], value = 1 - here[flip], best
+        ends.append(here)
+        values.append(value)
+    return torch.stack(ends), torch.tensor(values, dtype=torch.float64)
+"""],
+}

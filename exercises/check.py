@@ -1,5 +1,5 @@
-"""Does the grader grade? Stubs must be "to do", originals and right answers of another shape must pass, and of
-each wrong answer the message must name its very mistake.
+"""Does the grader grade? Stubs must be "to do", originals and right answers of another shape must pass, and
+of each wrong answer the message must name its very mistake.
 
     python exercises/check.py [WORDS]      only the exercises whose names contain one of the words
 

@@ -1,5 +1,5 @@
-"""Grade the answers in a student's folder: each takes the original's place in a temporary copy of the library,
-and the library's tests of that function are run there.
+"""Grade the answers in a student's folder: each takes the original's place in a temporary copy of the
+library, and the library's tests of that function are run there.
 
     python exercises/grade.py OUT              all exercises
     python exercises/grade.py OUT verify       one of them, by its name or number
@@ -134,13 +134,14 @@ def grade(task, text, limit=LIMIT):
         folder = Path(made)
         copy_library(folder)
         (folder / task.module).write_text("\n".join(line for line, _ in spliced) + "\n", encoding="utf-8")
-        process = CONTEXT.Process(target=run_tests, args=(made, Path(task.module).name, lines, task.tests, limit))
+        module = Path(task.module).name
+        process = CONTEXT.Process(target=run_tests, args=(made, module, lines, task.tests, limit))
         process.start()
         process.join(limit)
         if process.is_alive():
             process.kill()
             process.join()
-            test, message, line = hanging(folder, Path(task.module).name, lines, limit)
+            test, message, line = hanging(folder, module, lines, limit)
             return verdict._replace(test=test, message=message, line=line)
         if not (folder / "result.json").exists():
             return verdict._replace(message="the process ended before the tests did "

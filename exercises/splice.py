@@ -66,7 +66,8 @@ def stub(module, name):
 
 def imports(module):
     """The import lines of a module, without those of this repository's other modules."""
-    lines = [ast.unparse(n) for n in ast.parse(source(module)).body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    lines = [ast.unparse(n) for n in ast.parse(source(module)).body
+             if isinstance(n, (ast.Import, ast.ImportFrom))]
     return [line for line in lines if line.split()[1].split(".")[0] in HARMLESS]
 
 
@@ -95,8 +96,8 @@ def is_stub(node):
 
 def check_imports(tree, module):
     """What the library's module imports is there already; a few harmless modules may be added."""
-    known = {n.split()[1].split(".")[0] for n in source(module).splitlines() if n.startswith(("import ", "from "))}
-    own = Path(module).stem
+    lines, own = source(module).splitlines(), Path(module).stem
+    known = {n.split()[1].split(".")[0] for n in lines if n.startswith(("import ", "from "))}
     for node in ast.walk(tree):
         names = ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
                  [node.module or "."] if isinstance(node, ast.ImportFrom) else [])
@@ -104,7 +105,8 @@ def check_imports(tree, module):
             if name.split(".")[0] == own:
                 raise Refused(f"line {node.lineno}: it imports {name}, in which it is to stand itself")
             if name.split(".")[0] not in known | HARMLESS:
-                raise Refused(f"line {node.lineno}: it imports {name}; an exercise needs torch and math alone")
+                raise Refused(f"line {node.lineno}: it imports {name}; an exercise needs torch and math "
+                              "alone")
 
 
 def extras(tree, module, names):
@@ -151,7 +153,8 @@ def put(module, names, text):
         first, last = span(new)
         result[slice(*span(old))] = [(moved(lines[i], new.col_offset, old.col_offset), i + 1)
                                      for i in range(first, last)]
-    outer = min(span(n)[0] for n in where.body if getattr(n, "name", None) in {n.split(".")[0] for n in names})
+    asked = {name.split(".")[0] for name in names}
+    outer = min(span(n)[0] for n in where.body if getattr(n, "name", None) in asked)
     added = []
     for node in helpers:
         first = span(node)[0] if hasattr(node, "decorator_list") else node.lineno - 1

@@ -1967,7 +1967,7 @@ def copy_repository(folder):
     for file in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("support", "benchmarks", "machine", "methods"):
+    for name in ("support", "benchmarks", "machine", "methods", "exercises"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "weights").symlink_to(ROOT / "weights")
 

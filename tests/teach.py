@@ -69,14 +69,19 @@ def look(got, want, mistakes, given="the worked example of this test"):
 
 
 def same_law(run, want, mistakes, given, otherwise=None):
-    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}; where it has
-    not, the four that are furthest off are shown. mistakes: {why: a run that makes it}; the one that gives the
-    very same distribution is named, or else `otherwise`."""
+    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}; where it has not, the
+    four outcomes that are furthest off are shown.
+
+    mistakes: {why: a run that makes it}; the one that gives the very same distribution is named, or else
+    `otherwise`.
+    """
     got = law(run)
     if not equal(got, want):
         worst = sorted(got | want, key=lambda key: -abs(got.get(key, 0.0) - want.get(key, 0.0)))[:4]
-        fail(given, *(", ".join(f"{key}: {table.get(key, 0.0):.4g}" for key in worst) for table in (want, got)), next((why for why, wrong in mistakes.items()
-                                                   if equal(got, law(wrong))), otherwise))
+        expected, came = (", ".join(f"{key}: {table.get(key, 0.0):.4g}" for key in worst)
+                          for table in (want, got))
+        why = next((why for why, wrong in mistakes.items() if equal(got, law(wrong))), otherwise)
+        fail(given, expected, came, why)
 
 
 def equal(a, b, tolerance=1e-12):

@@ -1,5 +1,5 @@
-"""Functions and methods of the library by hand, each alone: worked examples small enough to follow on paper, and
-beside each the answers that well-known mistakes give.
+"""Functions and methods of the library by hand, each alone: worked examples small enough to follow on paper,
+and beside each the answers that well-known mistakes give.
 
 The one thing to remember: where an example fails, its message says what was given, what was expected, what
 came, and which mistake gives just that.
@@ -64,7 +64,8 @@ PROBS = {
         "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
         "min_p is not used": [0.125, 0.5, 0.125, 0.25]}),
     "temperature, then top-p": (dict(temperature=0.5, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
-        "the temperature comes before top_p, which sees the sharpened distribution": roots([0.4, 0.3, 0, 0], 2)}),
+        "the temperature comes before top_p, which sees the sharpened distribution":
+            roots([0.4, 0.3, 0, 0], 2)}),
     "top-k, then top-p": (dict(temperature=1.0, top_k=2, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
         "top_k comes before top_p, and what it leaves is scaled first": [4 / 7, 3 / 7, 0, 0]}),
     "top-p, then min-p": (dict(temperature=1.0, top_p=0.6, min_p=0.4), [0.5, 0.3, 0.15, 0.05],
@@ -74,7 +75,7 @@ PROBS = {
 @pytest.mark.parametrize("name", PROBS)
 def test_probabilities(name):
     settings, p, want, mistakes = PROBS[name]
-    given = f"the logits log {short(p)}, which the plain softmax turns into just these numbers, and {settings}"
+    given = f"the logits log {short(p)}, of which the softmax gives just these numbers, and {settings}"
     got = to_probs(from_p(*p), **settings)
     if got.shape == (len(p),) and bool(got.isnan().any()):
         fail(given, short(want), short(got), "NaN: was a softmax taken of nothing but -inf, or 0 / 0?")
@@ -98,7 +99,8 @@ CHOICES = [
         "the running sum goes over rising ids, not over falling weights": [2, 0, 1],
         "off by one: it is the first id whose running sum exceeds u": [1, 2, 2]}),
     ([0.0, 0.5, 0.5], [0.0, 0.4, ALMOST_ONE], [1, 1, 2], {
-        "u = 0 chose a token of probability zero: take the first id whose running sum *exceeds* u": [0, 1, 2]}),
+        "u = 0 chose a token of probability zero: take the first id whose running sum *exceeds* u":
+            [0, 1, 2]}),
     ([0.5, 0.5, 0.0], [0.0, 0.5, ALMOST_ONE], [0, 1, 1], {
         "u = .5 is where token 1 begins: take the first id whose running sum *exceeds* u": [0, 0, 1],
         "a token of probability zero was chosen": [0, 1, 2]})]
@@ -178,9 +180,11 @@ def test_a_write_of_each_row_goes_to_its_own_slots():
     written(cache, 0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3)
     keys, values = written(cache, 0, [[7, 8], [9, 10]], torch.tensor([[3, 4], [1, 2]]), 5)
     compare(keys, [[1, 2, 3, 7, 8], [4, 9, 10, 0, 0]], {
-        "all rows went to row 0's slots: slots is (B, T), each row has its own": [[1, 2, 3, 7, 8], [4, 5, 6, 9, 10]],
+        "all rows went to row 0's slots: slots is (B, T), each row has its own":
+            [[1, 2, 3, 7, 8], [4, 5, 6, 9, 10]],
         "all rows went to the last row's slots: slots is (B, T)": [[1, 7, 8, 0, 0], [4, 9, 10, 0, 0]]},
-        "rows 1 2 3 and 4 5 6 in slots 0 .. 2; then 7 8 into slots 3, 4 of row 0, 9 10 into slots 1, 2 of row 1")
+        "rows 1 2 3 and 4 5 6 in slots 0 .. 2; then 7 8 into slots 3, 4 of row 0, 9 10 into slots 1, 2 of "
+        "row 1")
     compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
 
 
@@ -189,9 +193,11 @@ def test_a_write_belongs_to_one_layer():
     written(cache, 0, [[1, 2]], slice(0, 2), 2)
     keys, _ = written(cache, 1, [[3]], slice(2, 3), 3)
     compare(keys, [[0, 0, 3]], {
-        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}, "1 2 in layer 0, then 3 in layer 1")
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}, "1 2 in layer 0, then 3 in "
+            "layer 1")
     compare(cache.k[:, 0, 0, :, 0], [[1, 2, 0, 0, 0, 0], [0, 0, 3, 0, 0, 0]], {
-        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3, 0, 0, 0], [0] * 6]}, "cache.k after that")
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3, 0, 0, 0], [0] * 6]}, "cache.k "
+            "after that")
 
 
 def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
@@ -201,19 +207,22 @@ def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
     compare(keys, [[4, 5]], {
         "`recent` is ignored": [[1, 2, 3, 4, 5]],
         "the first ones come back; recent are the last": [[1, 2]],
-        "one too many: `recent` counts the new slot itself": [[3, 4, 5]]}, "1 .. 5 in slots 0 .. 4, recent = 2")
+        "one too many: `recent` counts the new slot itself": [[3, 4, 5]]}, "1 .. 5 in slots 0 .. 4, recent "
+            "= 2")
     compare(values, [[40, 50]], {}, "the same, values")
     keys, _ = written(cache, 0, [[6]], slice(1, 2), 2, recent=3)
     compare(keys, [[1, 6]], {
         "a start below 0 counts from the far end in Python: it must be at least 0": torch.empty(1, 0),
-        "`recent` slots come back though there are not so many": [[1, 6, 3]]}, "1 6 in slots 0 .. 1, recent = 3")
+        "`recent` slots come back though there are not so many": [[1, 6, 3]]}, "1 6 in slots 0 .. 1, "
+            "recent = 3")
 
 
 def test_a_write_stays_in_the_cache():
     cache = new_cache(1)
     written(cache, 0, [[1, 2]], slice(0, 2), 2)
     compare(cache.k[0, 0, 0, :, 0], [1, 2, 0, 0, 0, 0], {
-        "nothing was stored: the block went into a copy": [0] * 6}, "cache.k after 1 2 went into slots 0 .. 1")
+        "nothing was stored: the block went into a copy": [0] * 6}, "cache.k after 1 2 went into slots 0 "
+            ".. 1")
     compare(cache.v[0, 0, 0, :, 0], [10, 20, 0, 0, 0, 0], {}, "cache.v after that")
 
 
@@ -242,7 +251,7 @@ def test_expected_tokens_of_a_series():
     one, two = 1 + 0.9 + 0.9 * 0.2, 1 + 0.2 + 0.2 * 0.5
     starts = 0.1                # how likely the second round starts at position 1; only there it fits in
     mean = float(series.mean())
-    got = [expected_tokens(series, 2), expected_tokens([series], 2), expected_tokens([series, wide([1, 1])], 2)]
+    got = [expected_tokens(texts, 2) for texts in (series, [series], [series, wide([1, 1])])]
     want = (one + starts * two) / (1 + starts)
     more = (one + starts * two + 3) / (2 + starts)
     compare(wide([float(x) for x in got]), [want, want, more], {
@@ -252,7 +261,8 @@ def test_expected_tokens_of_a_series():
             (one + two) / 2] * 2 + [(one + two + 3) / 3],
         "the texts of a list are averaged; their tokens and their rounds must be added up first": [
             want, want, (want + 3) / 2]},
-        "acceptances .9 .2 .5 along a text and gamma = 2: the first round starts at 0, the second at 1 (if the first "
+        "acceptances .9 .2 .5 along a text and gamma = 2: the first round starts at 0, the second at 1 (if "
+        "the first "
         "draft was refused, probability .1) or not at all; then beside a text 1 1", rtol=1e-9)
 
 
@@ -266,7 +276,8 @@ def test_best_gamma_of_a_number():
         return sum(alpha**i for i in range(g + 1))
 
     compare(torch.tensor([best_gamma(alpha, c) for alpha, c in cases]), [4, 8, 0, 0], {
-        "the most tokens are not the best speed: divide by what a round costs": best(lambda a, g, c: tokens(a, g)),
+        "the most tokens are not the best speed: divide by what a round costs": best(
+            lambda a, g, c: tokens(a, g)),
         "a round costs a pass of the target, too: gamma * c + 1": best(
             lambda a, g, c: tokens(a, g) / max(g * c, 1e-9)),
         "0 is a gamma, too: do not draft where nothing is gained": best(
@@ -279,24 +290,27 @@ def test_best_gamma_within_its_bounds():
            best_gamma(0.8, 0.05, 4, block=lambda T: dear[T - 1])]
     compare(torch.tensor(got), [3, 1, 1], {
         "`most` is ignored": [8, 1, 1], "`least` is ignored": [3, 0, 1],
-        "`block` is ignored: a pass over gamma + 1 tokens may take longer than one over a single token": [3, 1, 4],
+        "`block` is ignored: a pass over gamma + 1 tokens may take longer than one over one token": [3, 1, 4],
         "block(T) is asked for T = gamma; the pass that verifies reads gamma + 1 tokens": [3, 1, 2]},
-        "alpha = .8, c = .05, most = 3; alpha = .3, c = .4, least = 1; alpha = .8, c = .05, most = 4, and blocks of "
+        "alpha = .8, c = .05, most = 3; alpha = .3, c = .4, least = 1; alpha = .8, c = .05, most = 4, and "
+        "blocks of "
         "1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
 
 
 def test_alpha_is_no_share_of_drafted_tokens():
     """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
-    counts = Counts(passes=1000, turns=1000, tokens=3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
+    counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
     got = counts.alpha
     shares = {
-        "accepted / drafted is no alpha: a token after a refusal counts as refused there, though nobody tried it; "
+        "accepted / drafted is no alpha: a token after a refusal counts as refused there, though nobody "
+        "tried it; "
         "the formula makes 2.1 tokens a round of it, where 3.7 came": 2689 / 5000,
         "accepted tokens per round: the gain, and no probability": 2.689,
         "tokens per round: that is tau": 3.689,
         "all rounds with a draft and without count; alpha asks for drafts only": 0.8 * 1000 / 2000}
     compare(wide([got]), [0.8], {why: [wrong] for why, wrong in shares.items()},
-            f"{counts}; the formula makes {expected_tokens(min(1.0, float(got)), 5):.1f} tokens a round of your "
+            f"{counts}; the formula makes {expected_tokens(min(1.0, float(got)), 5):.1f} tokens a round of "
+            "your "
             "alpha, where 3.7 came", rtol=1e-9)
     some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
     compare(wide([some.alpha]), [0.8], {
@@ -317,7 +331,8 @@ def test_a_norm_of_two_numbers(offset):
     mean = 12.5                                                                # of the squares
     other = {
         "the norm subtracts no mean: this is LayerNorm": (x - 3.5) / math.sqrt(0.25 + 0.5) * (offset + w),
-        "eps is added to the mean of the squares, inside the root": x / (math.sqrt(mean) + 0.5) * (offset + w),
+        "eps is added to the mean of the squares, inside the root":
+            x / (math.sqrt(mean) + 0.5) * (offset + w),
         "eps is missing": x / math.sqrt(mean) * (offset + w),
         "it is the *mean* of the squares, not their sum": x / math.sqrt(25 + 0.5) * (offset + w),
         "the root is missing": x / (mean + 0.5) * (offset + w),
@@ -347,7 +362,7 @@ def slow_attention(a, x, cos, sin, mask, past, mistake=None):
     q = q if mistake == "still" else turn(q)
     k = k if mistake in ("still", "keys") else turn(k, cos[:, 0], sin[:, 0])
     v = turn(v, cos[:, 0], sin[:, 0]) if mistake == "values" else v
-    keys, values = (torch.cat([old, new], 1) for old, new in zip(past, (k, v), strict=True))    # (B, S, Hkv, D)
+    keys, values = (torch.cat(two, 1) for two in zip(past, (k, v), strict=True))    # (B, S, Hkv, D)
     if mistake == "new":
         keys, values, mask = k, v, mask[..., PAST:]
     y = torch.zeros(B, T, Hkv * G, D, dtype=x.dtype)
@@ -378,7 +393,8 @@ ATTENTION = {
     "new": "only the block's own keys are read; what `store` returns holds the slots before it, too",
     "tile": "queries and keys are paired wrongly: G queries that stand side by side share a key",
     "queries": "the softmax runs over the queries; each query's weights over the keys sum to 1",
-    "layout": "wqkv is read as all queries, then all keys, then all values; here each group of heads has its own"}
+    "layout": "wqkv is read as all queries, then all keys, then all values; here each group of heads has "
+              "its own"}
 
 
 def some_attention():
@@ -408,7 +424,8 @@ def test_an_attention_after_a_filled_cache():
             "two rows of three tokens after two kept ones, four heads in two groups, scale .7, soft-cap 1.5",
             rtol=1e-8)
     free = a(x, cos, sin, None, store)      # as for one token: nothing is hidden
-    compare(free, slow_attention(a, x, cos, sin, torch.zeros_like(mask), past), {}, "the same without a mask", 1e-8)
+    compare(free, slow_attention(a, x, cos, sin, torch.zeros_like(mask), past), {}, "the same without a "
+        "mask", 1e-8)
 
 
 def test_the_mistakes_of_attention_can_be_told_apart():
@@ -443,7 +460,8 @@ SLIPS = {
 
 
 def by_sublayers(text, tokens, sublayers, slip=None):
-    """q of drafted tokens after a text, (K, V): the whole model has read all of the text but its last token."""
+    """q of drafted tokens after a text, (K, V): the whole model has read all of the text but its last "
+      "token."""
     n, ids, q = len(text), torch.tensor([[*text, *tokens]]), []
     cache = KVCache(LLAMA, 1, n + len(tokens) + 2, torch.float64)
     if n > 1:
@@ -475,7 +493,8 @@ def test_a_draft_is_what_its_sublayers_say(name, rows):
         tokens = draft.tokens[b].tolist()
         compare(draft.q[b], by_sublayers(text, tokens, subs),
                 {why: by_sublayers(text, tokens, subs, slip) for slip, why in SLIPS.items()},
-                f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of the drafted "
+                f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of the "
+                "drafted "
                 f"{tokens}", rtol=1e-7)
 
 
@@ -489,15 +508,17 @@ def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
     state, draft = begun(subs, TEXTS[rows], taps=(0, 1, 9))
     if draft.reuse is None or draft.reuse[0] < shared:
         if shared:
-            record_property("remark", "right, but it gains less: the target runs the sub-layers again that the draft "
+            record_property("remark", "right, but it gains less: the target runs the sub-layers again that "
+                                      "the draft "
                             "shares with it; hand them over as `reuse`")
         if draft.reuse is None:
             return
     first, x, trace = draft.reuse
-    given = f"the sub-layers {subs}, of which the first {shared} are the target's; 3 drafts after the last token"
+    given = f"the sub-layers {subs}, of which the first {shared} are the target's; 3 drafts"
     if first > shared:
         fail(given, f"at most {shared} sub-layers handed over", first,
-             "after its first gap a draft computes other states than the target; only what comes before is shared")
+             "after its first gap a draft computes other states than the target; only what comes before is "
+             "shared")
     if x.shape != (len(TEXTS[rows]), K + 1, 32):
         fail(given, f"x of all {K + 1} tokens, {(len(TEXTS[rows]), K + 1, 32)}", tuple(x.shape),
              "the last draft was not run: nobody drafts from it, but the target must verify it" if
@@ -538,8 +559,9 @@ def test_the_text_of_a_self_draft_is_the_targets(family, name):
         want = [oracle(m, prompt, 12) for prompt in prompts]
         if got != want:
             row = next(b for b in range(len(prompts)) if got[b] != want[b])
-            fail(f"{family}, {name}, the prompt {prompts[row]} as row {row} of {len(prompts)}", want[row], got[row],
-                 "the text has changed: does `reuse` hand over states, or the cache hold keys, that are not the "
+            fail(f"{family}, {name}, the prompt {prompts[row]}, row {row}", want[row], got[row],
+                 "the text has changed: does `reuse` hand over states, or the cache hold keys, that are "
+                 "not the "
                  "target's? The last draft must have run through the shared sub-layers, too")
     stranger = SelfDraft(make(FAMILIES[family], 9), SUBLAYERS[name], 3)
     if generate(m, PROMPTS, 12, stranger)[0] != [oracle(m, prompt, 12) for prompt in PROMPTS]:

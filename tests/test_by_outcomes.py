@@ -4,6 +4,8 @@ distribution of the text, whichever coins are spent on it.
 The one thing to remember: a verifier that keeps few drafts may be right all the same. So the tests complete
 each text with plain draws from p before they compare, and what is kept is only remarked on.
 """
+from functools import partial
+
 import pytest
 import torch
 from teach import compare, equal, fail, same_law, short
@@ -57,7 +59,8 @@ def test_the_mistakes_can_be_told_apart():
     for name in VERIFY:
         K = next((K for K in (1, 2) if not equal(verified(name, K), verified(None, K))), None)
         assert K or name == "subtract"      # which is seen only where lengths differ
-        alike = [other for other in VERIFY if K and other != name and equal(verified(name, K), verified(other, K))]
+        alike = [other for other in VERIFY
+                 if K and other != name and equal(verified(name, K), verified(other, K))]
         assert not alike, (name, alike)
     chains = [law(lambda coins, name=name: by_steps(coins, name)) for name in [None, *CHAIN]]
     assert not any(equal(a, b) for i, a in enumerate(chains) for b in chains[:i])
@@ -104,7 +107,8 @@ VERIFY = {
     "q": "a refused draft is replaced by a token from q, the distribution that has just been refused",
     "abs": "the replacement is drawn from |p - q|; what q has too much of must be cut off: max(p - q, 0)",
     "first": "the residual is that of the first draft; take p and q of the place that was refused",
-    "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a row of its own, "
+    "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a row of "
+                "its own, "
                 "one further",
     "again": "the bonus is skipped: after a draft that was accepted whole its last token comes once more",
     "subtract": "where nothing was proposed q must count as 0; you subtract a row of q that is dead"}
@@ -165,7 +169,8 @@ def test_verify_drawn_drafts(K, length, record_property):
         kept = law(accepted_of)
         most = float(torch.minimum(P[V], Q[V]).sum())
         if kept.get(1, 0.0) < most - 1e-9:
-            record_property("remark", f"right, but it gains less than it could: it accepts {kept.get(1, 0.0):.0%} "
+            record_property("remark", f"right, but it gains less than it could: it accepts "
+                                      f"{kept.get(1, 0.0):.0%} "
                             f"of the drafts, where min(1, p/q) accepts {most:.0%}, the sum of min(p, q)")
 
 
@@ -205,7 +210,8 @@ def test_verify_nothing_proposed():
 
 @pytest.mark.parametrize("drawn", [0, 1])
 def test_verify_rows_stand_for_themselves(drawn):
-    """A batch of two rows with tables and lengths of their own; one of them is greedy, to keep outcomes few."""
+    """A batch of two rows with tables and lengths of their own; one of them is greedy, to keep outcomes "
+      "few."""
     lengths = torch.tensor([2, 1] if drawn == 0 else [1, 2])
     rows = [P, GREEDY] if drawn == 0 else [GREEDY, P]
     certain = [2, 0]        # what the greedy row proposes: its first two tokens
@@ -235,7 +241,8 @@ class Refusing(Branch):
     def choose(self, weights):
         if not bool((weights.sum(-1) > 0).all()):
             fail("p = q but for rounding, and a refusal", "a token from p", f"a choice by {short(weights)}",
-                 "rounding can refuse a draft where p = q; nothing is left of max(p - q, 0) then, and p itself "
+                 "rounding can refuse a draft where p = q; nothing is left of max(p - q, 0) then, and p "
+                 "itself "
                  "is right")
         return super().choose(weights)
 
@@ -264,7 +271,7 @@ def test_verify_dead_drafts():
 # --- chain
 
 
-LOGITS = wide([[0.0, 1.0, 2.0], [2.0, 0.5, 0.0], [1.0, 0.0, 0.5]])     # a draft that is a table, by the last token
+LOGITS = wide([[0.0, 1.0, 2.0], [2.0, 0.5, 0.0], [1.0, 0.0, 0.5]])     # by the last token
 CHAIN = {
     "stale": "step reads the last known token every time; it must read the token that was drawn before it",
     "raw": "tokens are drawn from the raw softmax; temperature, top-k and the like are in state.probs",
@@ -301,7 +308,7 @@ class Says(Rule):
 
 
 def draft(rule, coins, known=((1, 0),), left=None, probs=best_two):
-    """What chain returns for texts that end so: rows of live tokens, q (B, K, V), and how often it stepped. The
+    """What chain returns for these texts: rows of live tokens, q (B, K, V), and how often it stepped. The
     scripted step insists on being asked for k = 0, 1, 2, ..., each time of one token a row."""
     known = [list(text) for text in known]
     left = left or [9] * len(known)
@@ -334,7 +341,7 @@ def test_chain_draws_each_token_after_the_one_before():
         return tuple(tokens)
 
     want = law(by_steps)
-    same_law(once, want, {why: (lambda coins, name=name: by_steps(coins, name)) for name, why in CHAIN.items()},
+    same_law(once, want, {why: partial(by_steps, mistake=name) for name, why in CHAIN.items()},
              "gamma = 2 and texts that end with token 0; {drafted tokens: probability}",
              "each token is drawn from state.probs(step(the token before it))")
 
@@ -366,9 +373,11 @@ def test_chain_keeps_the_token_that_stops_it():
         (tokens,), _, _ = draft(rule, coins)
         early = [t for t in tokens[:-1] if t == 2]
         if early or (len(tokens) < 3 and tokens[-1:] != [2]):
-            fail("a rule that stops after token 2, and at most 3 tokens", "the draft ends with its first 2, or "
+            fail("a rule that stops after token 2, and at most 3 tokens", "the draft ends with its first "
+                "2, or "
                  "has 3 tokens", f"the live tokens {tokens}",
-                 "it does not stop" if early else "the drawn token that stops the draft is dropped; to drop a token "
+                 "it does not stop" if early else "the drawn token that stops the draft is dropped; to "
+                     "drop a token "
                  "for what it is changes the distribution of the text")
         return tuple(tokens)
 
@@ -396,7 +405,8 @@ def test_chain_lengths(want, left, lengths, stops):
     if [len(row) for row in rows] != lengths:
         fail(f"gamma = {want}, and rows that may still emit {left} tokens", f"lengths {lengths}",
              f"lengths {[len(row) for row in rows]}",
-             "each row has its own length: `wanted` says how many tokens each may draft, and `varied`, whether "
+             "each row has its own length: `wanted` says how many tokens each may draft, and `varied`, "
+             "whether "
              "they differ")
 
 
@@ -408,9 +418,11 @@ def test_chain_of_nothing():
 
 
 def test_chain_ends_where_all_rows_have(record_property):
-    _, _, steps = draft(Says(6, lambda k, logits, token: torch.tensor([k == 1, k == 0])), Coins(0), ((1, 0), (2,)))
+    rule = Says(6, lambda k, logits, token: torch.tensor([k == 1, k == 0]))
+    _, _, steps = draft(rule, Coins(0), ((1, 0), (2,)))
     if steps > 2:
-        record_property("remark", f"right, but it takes {steps} steps where 2 would do: nobody reads what is drafted "
+        record_property("remark", f"right, but it takes {steps} steps where 2 would do: nobody reads what "
+                                  "is drafted "
                         "after all rows have stopped")
 
 
@@ -421,10 +433,13 @@ TREE = {
     "all": "every first child is accepted; a draft must be with probability min(1, p/q)",
     "same p": "later siblings are judged by p itself; after a refusal max(p - q, 0), scaled, takes its place",
     "not scaled": "max(p - q, 0) must be scaled to sum to 1 before the next sibling is judged by it",
-    "p": "where all children were refused the token comes from p; it must come from what they have left of it",
-    "root": "the token after the path is drawn at the root, from what its children left; it must come from the row "
+    "p": "where all children were refused the token comes from p; it must come from what they have left of "
+         "it",
+    "root": "the token after the path is drawn at the root, from what its children left; it must come from "
+            "the row "
             "of the last accepted node",
-    "top": "the token after the path is drawn at the root; it must come from the row of the last accepted node",
+    "top": "the token after the path is drawn at the root; it must come from the row of the last accepted "
+           "node",
     "uncle": "a node is accepted whose parent was not; the walk goes from node to child"}
 
 
@@ -497,13 +512,15 @@ def slips(parents, copied=None):
 def test_verify_tree_drawn_siblings(parents, record_property):
     """Three tokens of a Markov chain: those that a tree yields, and more from p."""
     same_law(walked(our_walk, parents), target_law(P, 3), slips(parents),
-             f"a tree of siblings drawn without replacement, which hang on the nodes {parents}; what comes out must "
+             f"a tree of siblings drawn without replacement, which hang on the nodes {parents}; what comes "
+             "out must "
              "have the distribution of plain decoding, {text: probability}")
     if parents == [0]:
         kept = law(lambda coins: our_tree_keeps(coins)).get(True, 0.0)
         most = float(torch.minimum(P[V], Q[V]).sum())
         if kept < most - 1e-9:
-            record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} of single "
+            record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} of "
+                                      "single "
                             f"drafts, where min(1, p/q) accepts {most:.0%}")
 
 
@@ -513,10 +530,12 @@ def our_tree_keeps(coins):
     return our_walk(rows, q, tokens, [0], coins)[0] > 0
 
 
-@pytest.mark.parametrize("parents, tokens", [([0, 0], [1, 2]), ([0, 0, 2], [1, 2, 0]), ([0, 0], [1, 1])], ids=str)
+@pytest.mark.parametrize("parents, tokens", [([0, 0], [1, 2]), ([0, 0, 2], [1, 2, 0]), ([0, 0], [1, 1])],
+                         ids=str)
 def test_verify_tree_copied_siblings(parents, tokens):
     same_law(walked(our_walk, parents, tokens), target_law(P, 3), slips(parents, tokens),
-             f"the copied tokens {tokens}, which hang on the nodes {parents}, q = None; {{text: probability}}")
+             f"the copied tokens {tokens}, which hang on the nodes {parents}, q = None; "
+             f"{{text: probability}}")
 
 
 def test_verify_tree_rows_stand_for_themselves():
@@ -535,7 +554,8 @@ def test_verify_tree_rows_stand_for_themselves():
         return completed([*way[int(node[0])], int(token[0])], P, 2, coins), (int(node[1]), int(token[1]))
 
     want = {(text, (2, 1)): weight for text, weight in target_law(P, 2).items()}
-    same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node and token of "
+    same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node "
+                             "and token of "
              "the greedy row): probability}", "each row has its own parents, length and rows of p")
 
 

@@ -306,7 +306,8 @@ def test_predictions_by_the_dense_formula(some):
     mistakes = {
         "inside, y has mean 0: add self.mean": [spread * mean, spread * variance.sqrt()],
         "inside, y has deviation 1: multiply both by self.std": [average + mean, variance.sqrt()],
-        "the standard deviation is inside, too, relative to self.std": [average + spread * mean, variance.sqrt()],
+        "the standard deviation is inside, too, relative to self.std":
+            [average + spread * mean, variance.sqrt()],
         "this is the variance; take its root": [average + spread * mean, spread * variance],
         "the noise does not belong to the value: leave it out of the variance":
             [average + spread * mean, spread * (variance + noise).sqrt()],
@@ -344,15 +345,18 @@ def climbed(weights, start, allowed=freely, most=1000):
         asked.append(len(z))
         if len(asked) > most:
             fail(f"the weights {weights} and the start {start}", "an end after a few steps",
-                 f"a walk that has not ended after {most}", "flip a bit only where the score *rises*, or it walks to "
+                 f"a walk that has not ended after {most}", "flip a bit only where the score *rises*, or "
+                     "it walks to "
                  "and fro for ever where two sets are worth the same")
         return z @ wide(weights)
 
     ends, values = climb(score, wide([start]), allowed)
     if ends.shape != (1, len(start)) or values.shape != (1,):
-        fail("one start", f"ends (1, {len(start)}) and values (1,)", f"{tuple(ends.shape)}, {tuple(values.shape)}")
+        fail("one start", f"ends (1, {len(start)}) and values (1,)", f"{tuple(ends.shape)}, "
+            f"{tuple(values.shape)}")
     compare(values, ends @ wide(weights), {
-        "the scores are those of the starts; return those of the ends": [float(wide([start]) @ wide(weights))]},
+        "the scores are those of the starts; return those of the ends":
+            [float(wide([start]) @ wide(weights))]},
         f"the score of the end {ends.tolist()} under the weights {weights}")
     return ends
 
@@ -367,7 +371,8 @@ def test_a_climb_by_hand():
         "`allowed` is ignored": [[1, 1, 1]],
         "it takes the first flip that is better; take the best": [[1, 1, 0]]},
         "the weights 1 3 2, from 000, where at most two bits may be set")
-    compare(climbed([0.0, 0.0], [0, 1]), [[0, 1]], {"it moves where nothing is gained": [[1, 1]]}, "the weights 0 0")
+    compare(climbed([0.0, 0.0], [0, 1]), [[0, 1]], {"it moves where nothing is gained": [[1, 1]]}, "the "
+        "weights 0 0")
 
 
 def test_climbs_do_not_wait_for_each_other():
