@@ -7,7 +7,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HARMLESS = {"math", "itertools", "functools", "collections", "dataclasses", "typing", "torch"}
+HARMLESS = {"math", "random", "itertools", "functools", "collections", "dataclasses", "typing", "torch"}
 
 
 class Refused(Exception):
