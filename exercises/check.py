@@ -1,13 +1,14 @@
 """Does the grader grade? Stubs must be "to do", originals and right answers of another shape must pass, and
-of each wrong answer the message must name its very mistake.
+of each wrong answer the message must name its very mistake. Cases of "Diagnose" must have a test that fails.
 
-    python exercises/check.py [WORDS]      only the exercises whose names contain one of the words
+    python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 
 The one thing to remember: a grader that nobody tests accepts wrong programs, as several public ones do.
 """
 import ast
 import os
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from exercises import splice  # noqa: E402
+from exercises import diagnose, splice  # noqa: E402
 from exercises.answers import SHAPES, WRONG  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
@@ -64,18 +65,37 @@ def run(case):
     return ""
 
 
+def diagnosed(number):
+    """What is wrong with a case: it must fail, be told by one place, and know right from wrong."""
+    case = diagnose.CASES[number - 1]
+    with tempfile.TemporaryDirectory() as folder:
+        path, text = Path(folder) / f"{number:02}.txt", diagnose.show(number, case)
+        lines, where = diagnose.mutated(case)
+        for n in range(1, len(lines) + 1):
+            path.write_text(text.replace("line: ?", f"line: {n}", 1), encoding="utf-8")
+            if (diagnose.grade(path)[0] == "passed") != (n in where):
+                return f"case {number}: line {n} is misjudged"
+    return "" if len(where) == 1 and "\nE  " in text else f"case {number}: {where}\n{text}"
+
+
+def problem(job):
+    """One line, or more where something is wrong."""
+    return diagnosed(job) if isinstance(job, int) else run(job)
+
+
 def main(words):
     todo = [(task, *case) for task in TASKS if not words or any(word in task.name for word in words)
             for case in cases(task)]
+    if not words or "diagnose" in words:
+        todo += range(1, len(diagnose.CASES) + 1)
     import pytest  # noqa: F401  once, before the processes are forked
     import torch  # noqa: F401
     with ProcessPoolExecutor(WORKERS, CONTEXT) as pool:
         wrong = 0
-        for case, problem in zip(todo, pool.map(run, todo), strict=True):
-            wrong += bool(problem)
-            print(f"{'WRONG' if problem else 'ok':6}{case[0].name}: {case[1]}", flush=True)
-            if problem:
-                print(problem)
+        for job, why in zip(todo, pool.map(problem, todo), strict=True):
+            wrong += bool(why)
+            about = f"diagnose: {job}" if isinstance(job, int) else f"{job[0].name}: {job[1]}"
+            print(f"{'WRONG' if why else 'ok':6}{about}", *[why] * bool(why), sep="\n", flush=True)
     print(f"{len(todo) - wrong} right, {wrong} wrong")
     return int(wrong > 0 or not todo)
 

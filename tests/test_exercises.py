@@ -7,12 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutants
 import pytest
 import torch
 from tiny import tree
 
 from control import expected_tokens
-from exercises import splice, start
+from exercises import diagnose, splice, start
 from exercises.answers import SHAPES, WRONG
 from exercises.check import answer, changed
 from exercises.specs import (
@@ -216,3 +217,41 @@ def test_folders_and_names_that_do_not_exist(tmp_path):
     assert code == 2 and "there is no folder" in said and "start.py" in said
     code, _, said = graded(tmp_path, "loop")
     assert code == 2 and "there is no exercise 'loop'" in said
+
+
+# --- diagnose
+
+
+def test_the_cases_of_diagnose_are_rows_of_the_mutants():
+    phrases = [m.phrase for m in mutants.MUTANTS]
+    asked = {(task.module, name) for task in TASKS for name in task.functions}
+    assert len(diagnose.CASES) >= 2 * diagnose.COUNT
+    for case in diagnose.CASES:
+        lines, where = diagnose.mutated(case)
+        assert phrases.count(case.phrase) == 1 and len(where) == 1 and 0 < min(where) <= len(lines)
+        assert (diagnose.row(case).file, case.function) not in asked, "that would give an exercise away"
+
+
+def test_a_diagnosis_is_graded_by_its_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(diagnose, "failure", lambda case: ["E   it fails"])
+    folder = diagnose.write(tmp_path)
+    files = sorted(folder.iterdir())
+    assert [path.name for path in files] == [f"{n:02}.txt" for n in range(1, 7)]
+    (right,) = diagnose.mutated(diagnose.CASES[0])[1]
+    text = files[0].read_text()
+    assert diagnose.grade(files[0]) == ("to do", "") and "E   it fails" in text
+    files[0].write_text(text.replace("line: ?", f"line: {right}"))
+    assert diagnose.grade(files[0])[0] == "passed" and diagnose.grade(files[0])[1].startswith("say why, "
+        "too; ")
+    files[0].write_text(text.replace("line: ?", f"line: {right}").replace("why: ?", "why: it sees too much"))
+    assert diagnose.grade(files[0]) == (
+        "passed", f"compare your reason with this: {diagnose.CASES[0].why}")
+    files[0].write_text(text.replace("line: ?", f"line: {right - 1}"))
+    assert diagnose.grade(files[0]) == ("failed", f"line {right - 1} is as the library has it")
+    with pytest.raises(FileExistsError):
+        diagnose.write(tmp_path)
+    others = [[path.name for path in sorted(diagnose.write(tmp_path / str(seed), seed).iterdir())]
+              for seed in (1, 2)]
+    assert others[0] != others[1] and all(len(names) == 6 for names in others)
+    again = diagnose.write(tmp_path / "again", 1)
+    assert [path.name for path in sorted(again.iterdir())] == others[0], "a seed names its cases"
