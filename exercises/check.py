@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from exercises import diagnose, splice  # noqa: E402
+from exercises import diagnose, splice, variants  # noqa: E402
 from exercises.answers import SHAPES, WRONG  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
@@ -45,7 +45,19 @@ def changed(task, row):
 
 
 def cases(task):
-    """(what, text, what the verdict must be, words of its message)"""
+    """(what, text, what the verdict must be, words of its message, the seed of the variant or None)"""
+    for what, text, status, words in plain(task):
+        yield what, text, status, words, None
+    for seed in (1, 2):
+        parts = ["\n".join(make(task.module, name, seed) for name in task.functions)
+                 for make in (variants.stub, variants.solution)]
+        yield f"the stub of variant {seed}", parts[0], "to do", "", seed
+        yield f"the solution of variant {seed}", parts[1], "passed", "", seed
+    yield "the original in a variant", answer(task), "failed", "is not there any more: keep the line `def ", 1
+
+
+def plain(task):
+    """The cases that are no variants."""
     stub = "\n".join(splice.stub(task.module, name) for name in task.functions)
     yield "the stub", stub, "to do", ""
     yield "the original", answer(task), "passed", ""
@@ -56,8 +68,8 @@ def cases(task):
 
 
 def run(case):
-    task, what, text, status, words = case
-    verdict = grade(task, text)
+    task, what, text, status, words, seed = case
+    verdict = grade(task, text, seed=seed)
     if verdict.status != status:
         return f"{task.name}, {what}: {verdict.status}, expected {status}\n{verdict.message}"
     if words not in verdict.message:

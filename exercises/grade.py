@@ -31,7 +31,8 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from exercises import splice  # noqa: E402
-from exercises.tasks import TASKS, choose, file_name  # noqa: E402
+from exercises.tasks import TASKS, VARIANT, choose, file_name  # noqa: E402
+from exercises.variants import disguise  # noqa: E402
 
 LIMIT = 60  # seconds for the tests of one exercise; they take two or three
 CONTEXT = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -120,11 +121,12 @@ def hanging(folder, module, lines, limit):
     return test, f"it has not ended after {limit:g} seconds: an endless loop{where}?", at or 0
 
 
-def grade(task, text, limit=LIMIT):
-    """The Verdict on the text of an answer."""
+def grade(task, text, limit=LIMIT, seed=None):
+    """The Verdict on the text of an answer; seed: of the variant that it answers."""
     verdict = Verdict(task.name, task.number, "failed")
+    disguises = {} if seed is None else {name: disguise(task.module, name, seed) for name in task.functions}
     try:
-        spliced = splice.put(task.module, task.functions, text)
+        spliced = splice.put(task.module, task.functions, text, disguises)
     except NotImplementedError:
         return verdict._replace(status="to do")
     except splice.Refused as e:
@@ -170,6 +172,12 @@ def read(task, folder):
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
+def variant(folder):
+    """The seed of a student's folder; None where it is none of a variant."""
+    path = folder / VARIANT
+    return int(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def show(verdict):
     """A row of the table, and below it what there is to say."""
     yield f"{verdict.number:2}  {verdict.exercise:32} {verdict.status}"
@@ -196,10 +204,10 @@ def main(argv=None):
     with suppress(ImportError):
         import pytest  # noqa: F401  before the processes are forked
         import torch  # noqa: F401
-    verdicts = []
+    verdicts, seed = [], variant(a.out)
     for task in tasks:
         text = read(task, a.out)
-        verdicts.append(grade(task, text, a.seconds) if text is not None else
+        verdicts.append(grade(task, text, a.seconds, seed) if text is not None else
                         Verdict(task.name, task.number, "to do", f"there is no {file_name(task)} in {a.out}"))
         if not a.json:
             print(*show(verdicts[-1]), sep="\n", flush=True)

@@ -109,11 +109,10 @@ def check_imports(tree, module):
                               "alone")
 
 
-def extras(tree, module, names):
-    """Top-level statements of an answer beside the functions that were asked for: helpers. One that has the
-    name of something in the library's module is refused, because it would change other functions."""
+def extras(tree, module, asked):
+    """Top-level statements of an answer beside the functions and classes that were asked for: helpers. One
+    that has the name of something in the library's module is refused, as it would change other functions."""
     taken = {n.name for n in ast.parse(source(module)).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    asked = {name.split(".")[0] for name in names}
     found = []
     for node in tree.body:
         if getattr(node, "name", None) in asked or isinstance(node, ast.Expr):
@@ -132,31 +131,37 @@ def moved(line, before, after):
     return " " * after + line[before:] if line[:before].isspace() or not before else line
 
 
-def put(module, names, text):
+def put(module, names, text, disguises=None):
     """The module with the functions of an answer in place of its own: a list of (line, line of the answer or
-    None). Raises Refused, in one line, for an answer that cannot be put there."""
-    tree, lines = parse(text), text.splitlines()
-    check_imports(tree, module)
-    helpers = extras(tree, module, names)
+    None). disguises: {name: a Disguise} for a variant, see variants.py. Raises Refused, in one line, for an
+    answer that cannot be put there, and NotImplementedError for one that is still the stub."""
+    tree, lines, disguises = parse(text), text.splitlines(), disguises or {}
     own = source(module)
-    result, where = [(line, None) for line in own.splitlines()], ast.parse(own)
-    nodes = [(find(where, name), find(tree, name), name) for name in names]
-    for old, new, name in nodes:
+    where, result = ast.parse(own), [(line, None) for line in own.splitlines()]
+    pairs = []
+    for name in names:
+        old, d = find(where, name), disguises.get(name)
+        asked, want = (name, signature(old)) if d is None else (d.name, (d.decorators, d.head))
+        new = find(tree, asked)
         if new is None:
-            raise Refused(f"`{name}` is not there any more: keep the line `{signature(old)[1]}:`")
-        if signature(new) != signature(old):
-            raise Refused(f"line {new.lineno}: the signature is another one; keep `{signature(old)[1]}:`"
-                          + "".join(f" under `@{d}`" for d in signature(old)[0]))
-    if all(is_stub(new) for _, new, _ in nodes):
+            raise Refused(f"`{asked}` is not there any more: keep the line `{want[1]}:`")
+        if signature(new) != want:
+            raise Refused(f"line {new.lineno}: the signature is another one; keep `{want[1]}:`"
+                          + "".join(f" under `@{decorator}`" for decorator in want[0]))
+        pairs.append((old, new, d))
+    if all(is_stub(new) for _, new, _ in pairs):
         raise NotImplementedError
-    for old, new, _ in sorted(nodes, key=lambda three: -three[0].lineno):  # from the end, so that lines stay
-        first, last = span(new)
-        result[slice(*span(old))] = [(moved(lines[i], new.col_offset, old.col_offset), i + 1)
-                                     for i in range(first, last)]
-    asked = {name.split(".")[0] for name in names}
-    outer = min(span(n)[0] for n in where.body if getattr(n, "name", None) in asked)
+    check_imports(tree, module)
+    outer = {name.split(".")[0] for name in names}
+    helpers = extras(tree, module, outer | {d.name.split(".")[0] for d in disguises.values()})
+    for old, new, d in sorted(pairs, key=lambda three: -three[0].lineno):  # from the end, so that lines stay
+        block = [(moved(lines[i], new.col_offset, old.col_offset), i + 1) for i in range(*span(new))]
+        if d is not None:
+            block += [("", None), *((" " * old.col_offset + line, None) for line in d.wrapper)]
+        result[slice(*span(old))] = block
+    first = min(span(n)[0] for n in where.body if getattr(n, "name", None) in outer)
     added = []
     for node in helpers:
-        first = span(node)[0] if hasattr(node, "decorator_list") else node.lineno - 1
-        added += [(lines[i], i + 1) for i in range(first, node.end_lineno)]
-    return result[:outer] + added + result[outer:]
+        start = span(node)[0] if hasattr(node, "decorator_list") else node.lineno - 1
+        added += [(lines[i], i + 1) for i in range(start, node.end_lineno)]
+    return result[:first] + added + result[first:]

@@ -2,6 +2,7 @@
 helps, a slow specification; a README, and rules for coding assistants.
 
     python exercises/start.py OUT
+    python exercises/start.py OUT --variant SEED    other names, and arguments of another meaning
 
 The one thing to remember: the stubs are cut out of the library when this is run, and no solution is in the
 folder.
@@ -15,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from exercises import splice  # noqa: E402
+from exercises import splice, variants  # noqa: E402
 from exercises.specs import SPECS  # noqa: E402
-from exercises.tasks import SITTINGS, TASKS, file_name  # noqa: E402
+from exercises.tasks import SITTINGS, TASKS, VARIANT, file_name  # noqa: E402
 
 README = """# Exercises: self-speculative decoding
 
@@ -46,8 +47,8 @@ One star: a few lines once you see it. Two: think first, on paper. Three: an hou
 BREAK = "-" * 60
 
 
-def student_file(task, out):
-    """The text of one file."""
+def student_file(task, out, seed=None):
+    """The text of one file; seed: of a variant."""
     lines = [f'"""Exercise {task.number}: {task.name}, of {task.module}. Sitting {task.sitting}, about '
              f"{task.minutes} minutes, difficulty {task.stars} of 3.", "",
              task.text.replace("\\", "\\\\").rstrip(), "",
@@ -55,7 +56,8 @@ def student_file(task, out):
     spec = inspect.getsource(SPECS[task.name]).rstrip() if task.name in SPECS else ""
     lines += ["import random"] * ("random." in spec) + [*splice.imports(task.module), ""]
     for name in task.functions:
-        lines += ["", splice.stub(task.module, name)]
+        lines += ["", splice.stub(task.module, name) if seed is None else
+                  variants.stub(task.module, name, seed)]
     if spec:
         lines += ["", f"# {BREAK}", "# A slow and obvious specification, for you to run. It is no answer.",
                   "", "", spec, ""]
@@ -71,14 +73,17 @@ def table():
     return "\n".join(rows)
 
 
-def write(out):
-    """Make the folder. Raises FileExistsError where it holds anything: nobody's work is overwritten."""
+def write(out, seed=None):
+    """Make the folder. seed: of a variant. Raises FileExistsError where the folder holds anything: nobody's
+    work is overwritten."""
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty: nothing was written")
     out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
-        (out / file_name(task)).write_text(student_file(task, out), encoding="utf-8")
+        (out / file_name(task)).write_text(student_file(task, out, seed), encoding="utf-8")
     (out / "README.md").write_text(README.format(count=len(TASKS), out=out, table=table()), encoding="utf-8")
+    if seed is not None:
+        (out / VARIANT).write_text(f"{seed}\n", encoding="utf-8")
     coach = (ROOT / "exercises" / "coach.md").read_text(encoding="utf-8")
     (out / "AGENTS.md").write_text(coach, encoding="utf-8")
 
@@ -86,9 +91,11 @@ def write(out):
 def main(argv=None):
     p = argparse.ArgumentParser(description="Write a student's folder of exercises.")
     p.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    p.add_argument("--variant", type=int, metavar="SEED", help="other names, and arguments of another "
+        "meaning")
     a = p.parse_args(argv)
     try:
-        write(a.out)
+        write(a.out, a.variant)
     except OSError as e:
         sys.exit(str(e))
     print(f"{len(TASKS)} exercises are in {a.out}: start with {a.out / 'README.md'}")

@@ -23,6 +23,7 @@ class Task(NamedTuple):
         return 4 if self.number == 16 else 1 + (self.number - 1) // 3
 
 
+VARIANT = "variant.txt"     # in a student's folder: the seed of its variant
 SITTINGS = ("numbers into angles and lengths", "attention and its memory", "chance", "drafts and their worth",
             "search and trees")
 

@@ -566,3 +566,30 @@ def test_the_slips_can_be_told_apart():
         alike = [other for other, wrong in slips(tree).items() if other != why
                  and equal(law(wrong), law(slips(tree)[why]))]
         assert not alike, (why, tree, alike)
+
+
+# --- what is told
+
+
+def test_what_is_told_of_a_wrong_distribution():
+    with pytest.raises(pytest.fail.Exception) as e:
+        same_law(lambda coins: int(coins.choose(P[V])), {0: 0.5, 1: 0.5}, {
+            "another": lambda coins: 0, "the true one": lambda coins: int(coins.choose(P[V]))}, "three "
+                "tokens")
+    assert str(e.value) == ("given         three tokens\nexpected      2: 0, 1: 0.5, 0: 0.5\n"
+                            "what came     2: 0.35, 1: 0.2, 0: 0.45\nlikely        the true one")
+    same_law(lambda coins: 0, {0: 1.0}, {}, "one outcome")
+
+
+def test_what_is_told_of_a_wrong_tensor():
+    mistakes = {"twice": [2.0, 4.0], "nothing": [0.0, 0.0]}
+    for got, why in (([2.0, 4.0], "likely        twice"), ([0.0, 0.0], "likely        nothing"), ([1.0, 3.0], None)):
+        with pytest.raises(pytest.fail.Exception) as e:
+            compare(wide(got), [1.0, 2.0], mistakes, "one and two")
+        told = str(e.value).splitlines()
+        assert told[:2] == ["given         one and two", "expected      [1, 2]"] and told[3:] == [why] * bool(why)
+    compare(wide([1.0, 2.0]), [1.0, 2.0], mistakes)
+    with pytest.raises(pytest.fail.Exception, match="9 at \\[1, 3, 4\\], where they differ most"):
+        far = torch.zeros(2, 4, 5)
+        far[1, 3, 4] = 9
+        compare(far, torch.zeros(2, 4, 5), {})

@@ -13,7 +13,7 @@ import torch
 from tiny import tree
 
 from control import expected_tokens
-from exercises import diagnose, splice, start
+from exercises import diagnose, splice, start, variants
 from exercises.answers import SHAPES, WRONG
 from exercises.check import answer, changed
 from exercises.specs import (
@@ -169,6 +169,12 @@ def test_helpers_come_along_and_other_indents_will_do():
         ("    def write(self, layer, k, v, slots, end, recent=None):", 7), ("      return mine(k), v", 8)]
 
 
+def test_of_two_definitions_the_last_one_counts():
+    task = choose("alpha")
+    text = answer(task) + answer(task).partition("\n")[2].replace("self.hits", "self.tokens")
+    assert "self.tokens" in "\n".join(line for line, n in splice.put(task.module, task.functions, text) if n)
+
+
 def test_one_clear_line_for_each_kind_of_accident(out):
     """While the tests run: prints, errors, an exit, an endless loop; and files that are missing or stubs."""
     loud, edit = '    print("here I am", x.shape)\n    return x if', {
@@ -217,6 +223,36 @@ def test_folders_and_names_that_do_not_exist(tmp_path):
     assert code == 2 and "there is no folder" in said and "start.py" in said
     code, _, said = graded(tmp_path, "loop")
     assert code == 2 and "there is no exercise 'loop'" in said
+
+
+# --- variants
+
+
+@each_task
+def test_a_variant_has_other_names_and_the_same_description(task):
+    for name in task.functions:
+        seen = set()
+        for seed in range(6):
+            d, stub = variants.disguise(task.module, name, seed), variants.stub(task.module, name, seed)
+            node = splice.find(ast.parse(stub), d.name)
+            assert splice.is_stub(node) and splice.signature(node) == (d.decorators, d.head)
+            ours = ast.get_docstring(splice.find(ast.parse(splice.source(task.module)), name)) or ""
+            assert " ".join(ast.get_docstring(node).split()).endswith(" ".join(ours.split()))
+            assert variants.stub(task.module, name, seed) == stub, "a seed names its variant"
+            seen.add(d.head)
+        assert len(seen) > 1
+
+
+def test_a_folder_of_a_variant_is_graded_as_one(tmp_path):
+    out, task = tmp_path / "out", choose("expected_improvement")
+    start.write(out, 3)
+    assert "in place of  std * std" in (out / file_name(task)).read_text()
+    mine = "\n".join(variants.solution(task.module, name, 3) for name in task.functions)
+    (out / file_name(task)).write_text(mine)
+    assert graded(out, "13")[:2] == (0, "13  predict, expected_improvement    passed\n1 of 1 passed\n")
+    with pytest.raises(splice.Refused, match="`GaussianProcess.* is not there any more: keep the line `def"):
+        splice.put(task.module, task.functions, answer(task), {
+            name: variants.disguise(task.module, name, 3) for name in task.functions})
 
 
 # --- diagnose
