@@ -42,7 +42,7 @@ files.
 
 {table}
 
-One star: a few lines once you see it. Two: think first, on paper. Three: an hour, and worth it.
+Difficulty 1: a few lines once you see it. 2: think first, on paper. 3: an hour, and worth it.
 """
 BREAK = "-" * 60
 
@@ -66,10 +66,10 @@ def student_file(task, out, seed=None):
 
 def table():
     """The exercises by sittings, as Markdown."""
-    rows = ["| sitting | exercise | of | minutes | |", "|---|---|---|---|---|"]
+    rows = ["| sitting | exercise | of | minutes | difficulty |", "|---|---|---|---|---|"]
     rows += [f"| {task.sitting}: {SITTINGS[task.sitting - 1]} | {task.number} `{task.name}` | "
              f"`{task.module}` | "
-             f"{task.minutes} | {'*' * task.stars} |" for task in TASKS]
+             f"{task.minutes} | {task.stars} |" for task in TASKS]
     return "\n".join(rows)
 
 

@@ -26,6 +26,11 @@ A context longer than the trained one needs slower hands. "linear" divides all o
 
     turns within the original context     0 ...... low ............ high ...... many
     what becomes of the frequency         / factor    a blend of both   as it is
+
+`scaling` is None or a dictionary: "rope_type" ("linear" or "llama3"), "factor", and for llama3
+"low_freq_factor", "high_freq_factor" and "original_max_position_embeddings", the original context. A
+pair turns context * frequency / (2 pi) times. From low to high the share that stays as it is grows from
+0 to 1 on a straight line. Work in float64.
 """,
     3: """\
 Before each sub-layer the vector of each token is brought to about the same length: it is divided by the
@@ -33,8 +38,9 @@ root of the mean of its squares, and each number is multiplied by a weight that 
 
     x = 3 4, eps = .5     mean of squares 12.5     divided by sqrt(12.5 + .5)     times the weight
 
-Llama's weight is `self.weight` itself. Gemma-2 stores it less 1: `self.offset` is 1 there, and is
-added, in float32 or wider, since 1 + w rounded to bfloat16 is visibly wrong.
+eps is `self.eps`. Llama's weight is `self.weight` itself. Gemma-2 stores it less 1: `self.offset` is 1
+there, and 0 in Llama. It is added in float32 or wider, where the whole norm of Gemma-2 is computed,
+since 1 + w rounded to bfloat16 is visibly wrong. What comes out has the type of x.
 """,
     4: """\
 Which slots of the cache may each token of a block read? The block below has two tokens in slots 2 and
@@ -61,7 +67,9 @@ share a key and a value:
     out = weights . values, all heads side by side -> wo
 
 `store` wants (B, Hkv, T, D) and returns (B, Hkv, S, D). The mask is added: 0 where visible, -inf
-elsewhere.
+elsewhere. `self.wqkv` ((G + 2) Hkv D, dim) and `self.wo` (dim, H D) are the two matrices;
+`self.grouped` is (Hkv, G + 2, D), `self.scale` the scale and `self.c.attn_softcap` the cap. `softcap(x,
+cap)` and `rotate(x, cos, sin)` stand beside it; cos and sin are (T, 1, 1, D) or (B, T, 1, 1, D).
 """,
     6: """\
 A cache that does not know how full it is. The block says where it belongs, and whatever was there is
@@ -84,7 +92,9 @@ sees what the one before it has left, scaled to sum to 1:
     top_p = .6          .5  .25 .125 .125   ->   .67 .33  0   0      the fewest whose sum reaches .6
     min_p = .4          .5  .25 .125 .125   ->   .67 .33  0   0      those with at least .4 times the largest
 
-`check` stands beside it already and refuses settings that make no sense: call it first.
+`check` stands beside it already and refuses settings that make no sense: call it first, with all four.
+A setting of None does nothing, and top_p = 1 neither, whatever rounded sums say. A temperature may be
+tiny: subtract the largest logit first, and divide by 1e-30 at least.
 """,
     8: """\
 Draw an index in proportion to weights, with one uniform number u from [0, 1) each. The weights, laid
@@ -112,6 +122,10 @@ stay, and which token comes after them, so that the text is distributed *as if p
     min(p, q)         ##       ##       #          leaves as an accepted draft
     max(p - q, 0)     ###               ##         leaves as a replacement: together p again
 
+`coins.flip(prob)` is True with probability min(1, prob), for a tensor of any shape.
+`coins.choose(weights)` draws an index by weights (..., V), which need not sum to 1. Where p = q but for
+rounding, a refusal can leave nothing of max(p - q, 0): then p itself is right.
+
 What counts is the distribution of the text. A verifier that keeps fewer drafts than it could is right,
 too; the grader then says what it misses.
 """,
@@ -123,9 +137,12 @@ Draw a draft of several tokens, each after the one before:
 
 `wanted(state, rule)` says how many tokens each row is to draft, and whether the rows differ.
 `state.probs` turns logits into q, `state.coins.choose` draws from it, and `state.read(state.at(0))` is
-the last known token. Return the very q that each token was drawn from.
+the last known token. Return the very q that each token was drawn from. Where the rows differ, or a rule
+may stop them, a tensor (B,) says how many tokens of each row count; the others draw on and are dead.
+Nothing to draft: return (`state.tokens[:, :0]`, None, None).
 
-A rule may stop a row after a token that looks bad. That token is kept and proposed all the same:
+A rule may stop a row after a token that looks bad: `rule.stop` is None or a function. That token is
+kept and proposed all the same:
 
     the draft says        x  y  ?          the rule dislikes "?"
     proposed              x  y  ?          to drop "?" would make it rarer than p wants it
@@ -140,10 +157,12 @@ the verifier would compute, and is handed over; after the gap it is only a guess
     d2                       x    x                    run, too: nobody drafts from it, but it is verified
                              ^ reuse = (2, the states of D, d1, d2 as they enter sub-layer 2, trace)
 
-`m.run` writes keys and values into `state.cache`. The k-th token stands at `state.at(k)`, and
-`state.end(k + 1)` is the `end` of its block. `chain` asks for a step(token, k), and does the rest.
-trace: for each sub-layer in `state.taps` that is handed over, the states after it. Draw nothing: return
-`Draft.none(state)`.
+`self.model.run(x, state.at(k), state.cache, sublayers, end=state.end(k + 1))` runs some sub-layers on
+the token at offset k and writes its keys and values; `embed` gives the x of a token, and `unembed` the
+logits. `self.sublayers` are those to draft with, `shared_prefix` counts those before the first gap, and
+`chain(state, step, self.rule)` draws: it asks for a step(token, k). trace: {sub-layer: states after
+it}, of the sub-layers in `state.taps` that were handed over; `run` fills it. If nothing was drawn,
+return `Draft.none(state)`. If `self.stranger` is set, the draft is by another model: let it propose.
 """,
     12: """\
 What is a draft worth? A round always brings one token, a second one if the first draft is accepted
@@ -159,7 +178,9 @@ one begins:
     alpha            .9   .2   .5    gamma = 2: a round at 0 ends before position 1, 2 or 3
     a round starts   1    .1   ...   the next one starts at 1 if the first draft was refused
 
-A round must fit into the series. Of a list of texts add up all tokens and all rounds.
+A round must fit into the series. Of a list of texts add up all tokens and all rounds. For a series
+`best_gamma` asks for no gamma beyond its length (of a list, beyond the longest). `MOST` and
+`expected_speedup` stand beside it.
 """,
     13: """\
 The search for sub-layers to skip asks a Gaussian process where to look next. It has seen some sets and
@@ -170,9 +191,14 @@ their values, and says of a new one what it expects and how sure it is of that:
             |       o      .   on average, where worse counts as 0? A sure small gain and an unsure
             +---------------   large one can be worth the same.
 
-`self.L` is the Cholesky factor of the covariance of what was seen, and `self.dual` is covariance^-1 y.
-`kernel` and `distances` give the covariance with the new sets. Inside, y has mean 0 and deviation 1:
-scale back.
+`self.L` is the Cholesky factor of the covariance of what was seen, K = L L^T, and `self.dual` (N, 1) is
+K^-1 y. `kernel(distances(self.z, z.double(), self.groups), self.theta)` is the covariance k (N, M) with
+the new sets. The mean is k^T K^-1 y, the variance exp(self.theta[-2]) - k^T K^-1 k. Inside, y has mean
+0 and deviation 1: scale back by `self.mean` and `self.std`. Rounding can make a variance slightly
+negative.
+
+Far below the best the two terms of the improvement nearly cancel; `torch.special.log_ndtr(u).exp()` is
+exact enough for that. A deviation may be 0.
 """,
     14: """\
 Which set has the highest score? From each start, flip the bit that raises the score most, again and
@@ -180,8 +206,8 @@ again, as long as a flip raises it. All starts walk at the same time, each on it
 
     000 (0)  ->  010 (3)  ->  011 (5)  ->  111 (6)   the weights 1 3 2: each time the best flip
 
-A set that is not allowed may not be entered. Where two sets are worth the same, stay: a walk that goes
-to and fro never ends.
+Work in float64. A set that is not allowed may not be entered. Where two sets are worth the same, stay:
+a walk that goes to and fro never ends.
 """,
     15: """\
 `verify` for a tree, which may propose several tokens for the same place:
@@ -194,6 +220,8 @@ Siblings are tried in turn. If the first one is refused, what p has yet to give 
 to sum to 1; this takes p's place when the second one is tried, and so on. From an accepted node the
 walk goes on among its own children. At its end a token is drawn from what is left of p there.
 
+`coins.flip(prob)` is True with probability min(1, prob), and `coins.choose(weights)` draws an index.
+
     p at node 0        refuse 1:  p' = max(p - q1, 0) / sum       refuse 2:  p'' = max(p' - q2, 0) / sum
     judges node 1      judges node 2                              gives the token
 """,
@@ -205,6 +233,8 @@ is accepted *if all before it were*. Of a run we know these counts:
     proposed      5000   accepted 2689: a token after a refusal counts here as refused, though nobody tried it
     drafted       1000   rounds that tested a draft; hits 800: those that accepted its first token
 
-One of these ratios is alpha. Of a wrong one the formula makes 2.1 tokens a round, where 3.7 came.
+They are `self.turns`, `self.proposed`, `self.accepted`, `self.drafted` and `self.hits`, and all are 0
+in the beginning. One of their ratios is alpha. Of a wrong one the formula makes 2.1 tokens a round,
+where 3.7 came.
 """,
 }

@@ -1966,15 +1966,12 @@ SPLICE = [
      HELPERS),
     ("for n in reversed(body)", "for n in body", "of two definitions the first counts",
      "test_exercises.py::test_of_two_definitions_the_last_one_counts"),
-    ("origin\n", "origin\n", "", "") if False else
     ("i + 1) for i in range(*span(new))]", "i) for i in range(*span(new))]", "lines are counted from 0", HELPERS),
     ("lines = [*lines, \" \" * (node.col_offset + 4) + \"raise NotImplementedError\"]",
      "lines = text.splitlines()[slice(*span(node))]", "the stub is the solution",
      "test_exercises.py::test_a_file_has_the_stub_and_no_solution[visible]"),
 ]
 GRADE = [
-    ("process.join(limit)\n        if process.is_alive():", "process.join()\n        if process.is_alive():",
-     "an endless loop is waited for", ANSWERS, HANGS),
     ('if not (folder / "result.json").exists():', "if False:", "a process that ends by itself goes unnoticed",
      ANSWERS),
     ("remarks.append(f\"it prints", "(f\"it prints", "prints are not remarked", ANSWERS),

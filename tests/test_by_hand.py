@@ -297,6 +297,17 @@ def test_best_gamma_within_its_bounds():
         "1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
 
 
+def test_a_draft_must_fit_into_a_series():
+    for texts in (torch.ones(3), [torch.ones(2), torch.ones(3)]):
+        try:
+            got = expected_tokens(texts, 4)
+        except ValueError:
+            continue
+        fail("gamma = 4 and series of at most 3 positions", "a ValueError", got, "no round fits into them")
+    got = [best_gamma(texts, 0.1) for texts in (torch.ones(4), [torch.ones(2), torch.ones(5)])]
+    compare(torch.tensor(got), [4, 5], {}, "c = .1 and series of ones: 4 long; 2 and 5 long")
+
+
 def test_alpha_is_no_share_of_drafted_tokens():
     """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
     counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)

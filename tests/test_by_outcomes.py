@@ -583,11 +583,12 @@ def test_what_is_told_of_a_wrong_distribution():
 
 def test_what_is_told_of_a_wrong_tensor():
     mistakes = {"twice": [2.0, 4.0], "nothing": [0.0, 0.0]}
-    for got, why in (([2.0, 4.0], "likely        twice"), ([0.0, 0.0], "likely        nothing"), ([1.0, 3.0], None)):
+    for got, why in (([2.0, 4.0], "twice"), ([0.0, 0.0], "nothing"), ([1.0, 3.0], "")):
         with pytest.raises(pytest.fail.Exception) as e:
             compare(wide(got), [1.0, 2.0], mistakes, "one and two")
         told = str(e.value).splitlines()
-        assert told[:2] == ["given         one and two", "expected      [1, 2]"] and told[3:] == [why] * bool(why)
+        assert told[:2] == ["given         one and two", "expected      [1, 2]"]
+        assert told[3:] == [f"likely        {why}"] * bool(why)
     compare(wide([1.0, 2.0]), [1.0, 2.0], mistakes)
     with pytest.raises(pytest.fail.Exception, match="9 at \\[1, 3, 4\\], where they differ most"):
         far = torch.zeros(2, 4, 5)
