@@ -61,8 +61,12 @@ class Watch:
         Path("running.txt").write_text(nodeid, encoding="utf-8")
 
     def pytest_exception_interact(self, node, call, report):
+        if "message" in self.found:     # then this is pytest itself, which stops at the first failure
+            return
         value = call.excinfo.value
         message = str(value) or repr(value)
+        if type(value).__name__ == "CollectError":      # what pytest makes of an ImportError
+            return self.unimportable(message)
         blame = next((e for e in reversed(call.excinfo.traceback)
                       if str(e.path).endswith(os.sep + self.module) and self.lines[e.lineno]), None)
         line = self.lines[blame.lineno] if blame else 0
@@ -73,7 +77,15 @@ class Watch:
         elif type(value).__name__ != "Failed":
             message = re.split(r"\n(?=assert )", message)[0]
         self.found |= {"test": node.nodeid.split("/")[-1], "message": message[:4000], "line": line,
-                       "about": ((getattr(node, "function", None) and node.function.__doc__) or "").strip()}
+                       "about": getattr(getattr(node, "function", None), "__doc__", "") or ""}
+
+    def unimportable(self, message):
+        """One line about an import that fails, outside of functions."""
+        at = [self.lines[int(n) - 1] for n in re.findall(rf"^{re.escape(self.module)}:(\d+):", message, re.M)]
+        errors = re.findall(r"^E +(.*)$", message, re.M)
+        line = next((n for n in reversed(at) if n), 0)
+        self.found |= {"test": "", "line": line, "about": "",
+                       "message": f"line {line}: it cannot be imported: {(errors or [message])[-1]}"[:4000]}
 
     def pytest_runtest_logreport(self, report):
         self.printed = self.printed or report.capstdout

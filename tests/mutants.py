@@ -1955,18 +1955,18 @@ SPLICE = [
      "test_exercises.py::test_what_cannot_be_put_into_the_library_is_refused_in_one_line"),
     ("for node in ast.walk(tree):", "for node in tree.body:", "an import inside a function is not seen",
      "test_exercises.py::test_what_cannot_be_put_into_the_library_is_refused_in_one_line"),
-    ('if getattr(node, "name", None) in taken:', "if False:", "a helper takes the place of a library "
-        "function",
+    ('if getattr(node, "name", None) in taken:', "if False:",
+     "a helper takes the place of a library function",
      "test_exercises.py::test_what_cannot_be_put_into_the_library_is_refused_in_one_line"),
     ("if signature(new) != want:", "if signature(new)[1] != want[1]:", "a lost decorator is not seen",
      "test_exercises.py::test_what_cannot_be_put_into_the_library_is_refused_in_one_line"),
     ("return result[:first] + added + result[first:]", "return result", "helpers are left behind", HELPERS),
-    ('return " " * after + line[before:]', 'return " " * before + line[before:]', "other indents break the "
-        "class",
-     HELPERS),
+    ('return " " * after + line[before:]', 'return " " * before + line[before:]',
+     "other indents break the class", HELPERS),
     ("for n in reversed(body)", "for n in body", "of two definitions the first counts",
      "test_exercises.py::test_of_two_definitions_the_last_one_counts"),
-    ("i + 1) for i in range(*span(new))]", "i) for i in range(*span(new))]", "lines are counted from 0", HELPERS),
+    ("i + 1) for i in range(*span(new))]", "i) for i in range(*span(new))]", "lines are counted from 0",
+     HELPERS),
     ("lines = [*lines, \" \" * (node.col_offset + 4) + \"raise NotImplementedError\"]",
      "lines = text.splitlines()[slice(*span(node))]", "the stub is the solution",
      "test_exercises.py::test_a_file_has_the_stub_and_no_solution[visible]"),
@@ -1980,7 +1980,7 @@ GRADE = [
     ('return verdict._replace(status="to do")', 'return verdict._replace(status="passed")', "a stub "
         "passes", ANSWERS),
     ('if "message" in found:', "if False:", "a failing test passes",
-     "test_exercises.py::test_the_table_of_one_exercise"),
+     ANSWERS),
 ]
 START = [
     ("if out.exists() and any(out.iterdir()):", "if False:", "a student's work is overwritten",

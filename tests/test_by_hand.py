@@ -85,10 +85,6 @@ def test_probabilities(name):
 # --- choices
 
 
-def chosen(weights, us):
-    return [Fixed(u).choose(wide([weights])) for u in us]
-
-
 CHOICES = [
     ([0.1, 0.0, 0.2], [0.2, 0.334, 0.9, 0.05], [0, 2, 2, 0], {
         "the weights need not sum to 1: u must be scaled by their sum": [2, 2, 2, 0],
@@ -231,7 +227,6 @@ def test_a_write_stays_in_the_cache():
 
 def test_expected_tokens_of_a_number():
     cases = [(0.8, 5), (0.5, 2), (1.0, 3), (0.0, 4), (0.7, 0)]
-    a = [alpha for alpha, _ in cases]
     got = [expected_tokens(alpha, gamma) for alpha, gamma in cases]
     compare(wide(got), [sum(alpha**i for i in range(gamma + 1)) for alpha, gamma in cases], {
         "the bonus token is missing: one token comes even if no draft is accepted":
@@ -243,7 +238,6 @@ def test_expected_tokens_of_a_number():
         "at alpha = 1 the fraction is 0 / 0: there it is gamma + 1":
             [0.0 if x == 1 else (1 - x ** (g + 1)) / (1 - x) for x, g in cases]},
         f"(alpha, gamma) = {cases}", rtol=1e-9)
-    assert a
 
 
 def test_expected_tokens_of_a_series():
@@ -262,8 +256,7 @@ def test_expected_tokens_of_a_series():
         "the texts of a list are averaged; their tokens and their rounds must be added up first": [
             want, want, (want + 3) / 2]},
         "acceptances .9 .2 .5 along a text and gamma = 2: the first round starts at 0, the second at 1 (if "
-        "the first "
-        "draft was refused, probability .1) or not at all; then beside a text 1 1", rtol=1e-9)
+        "the first draft was refused, probability .1) or not at all; then beside a text 1 1", rtol=1e-9)
 
 
 def test_best_gamma_of_a_number():
@@ -293,8 +286,7 @@ def test_best_gamma_within_its_bounds():
         "`block` is ignored: a pass over gamma + 1 tokens may take longer than one over one token": [3, 1, 4],
         "block(T) is asked for T = gamma; the pass that verifies reads gamma + 1 tokens": [3, 1, 2]},
         "alpha = .8, c = .05, most = 3; alpha = .3, c = .4, least = 1; alpha = .8, c = .05, most = 4, and "
-        "blocks of "
-        "1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
+        "blocks of 1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
 
 
 def test_a_draft_must_fit_into_a_series():
@@ -314,15 +306,13 @@ def test_alpha_is_no_share_of_drafted_tokens():
     got = counts.alpha
     shares = {
         "accepted / drafted is no alpha: a token after a refusal counts as refused there, though nobody "
-        "tried it; "
-        "the formula makes 2.1 tokens a round of it, where 3.7 came": 2689 / 5000,
+        "tried it; the formula makes 2.1 tokens a round of it, where 3.7 came": 2689 / 5000,
         "accepted tokens per round: the gain, and no probability": 2.689,
         "tokens per round: that is tau": 3.689,
         "all rounds with a draft and without count; alpha asks for drafts only": 0.8 * 1000 / 2000}
     compare(wide([got]), [0.8], {why: [wrong] for why, wrong in shares.items()},
             f"{counts}; the formula makes {expected_tokens(min(1.0, float(got)), 5):.1f} tokens a round of "
-            "your "
-            "alpha, where 3.7 came", rtol=1e-9)
+            "your alpha, where 3.7 came", rtol=1e-9)
     some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
     compare(wide([some.alpha]), [0.8], {
         "rounds without a draft count as refusals: divide by the rounds that tested a draft": [0.4],
@@ -505,8 +495,7 @@ def test_a_draft_is_what_its_sublayers_say(name, rows):
         compare(draft.q[b], by_sublayers(text, tokens, subs),
                 {why: by_sublayers(text, tokens, subs, slip) for slip, why in SLIPS.items()},
                 f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of the "
-                "drafted "
-                f"{tokens}", rtol=1e-7)
+                f"drafted {tokens}", rtol=1e-7)
 
 
 @pytest.mark.parametrize("rows", TEXTS)
@@ -520,8 +509,7 @@ def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
     if draft.reuse is None or draft.reuse[0] < shared:
         if shared:
             record_property("remark", "right, but it gains less: the target runs the sub-layers again that "
-                                      "the draft "
-                            "shares with it; hand them over as `reuse`")
+                                      "the draft shares with it; hand them over as `reuse`")
         if draft.reuse is None:
             return
     first, x, trace = draft.reuse
@@ -572,8 +560,7 @@ def test_the_text_of_a_self_draft_is_the_targets(family, name):
             row = next(b for b in range(len(prompts)) if got[b] != want[b])
             fail(f"{family}, {name}, the prompt {prompts[row]}, row {row}", want[row], got[row],
                  "the text has changed: does `reuse` hand over states, or the cache hold keys, that are "
-                 "not the "
-                 "target's? The last draft must have run through the shared sub-layers, too")
+                 "not the target's? The last draft must have run through the shared sub-layers, too")
     stranger = SelfDraft(make(FAMILIES[family], 9), SUBLAYERS[name], 3)
     if generate(m, PROMPTS, 12, stranger)[0] != [oracle(m, prompt, 12) for prompt in PROMPTS]:
         fail("a draft by another model", "the target's text", "another text",

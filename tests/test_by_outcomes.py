@@ -108,8 +108,7 @@ VERIFY = {
     "abs": "the replacement is drawn from |p - q|; what q has too much of must be cut off: max(p - q, 0)",
     "first": "the residual is that of the first draft; take p and q of the place that was refused",
     "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a row of "
-                "its own, "
-                "one further",
+                "its own, one further",
     "again": "the bonus is skipped: after a draft that was accepted whole its last token comes once more",
     "subtract": "where nothing was proposed q must count as 0; you subtract a row of q that is dead"}
 
@@ -170,8 +169,8 @@ def test_verify_drawn_drafts(K, length, record_property):
         most = float(torch.minimum(P[V], Q[V]).sum())
         if kept.get(1, 0.0) < most - 1e-9:
             record_property("remark", f"right, but it gains less than it could: it accepts "
-                                      f"{kept.get(1, 0.0):.0%} "
-                            f"of the drafts, where min(1, p/q) accepts {most:.0%}, the sum of min(p, q)")
+                                      f"{kept.get(1, 0.0):.0%} of the drafts, where min(1, p/q) accepts "
+                                      f"{most:.0%}, the sum of min(p, q)")
 
 
 def accepted_of(coins):
@@ -242,8 +241,7 @@ class Refusing(Branch):
         if not bool((weights.sum(-1) > 0).all()):
             fail("p = q but for rounding, and a refusal", "a token from p", f"a choice by {short(weights)}",
                  "rounding can refuse a draft where p = q; nothing is left of max(p - q, 0) then, and p "
-                 "itself "
-                 "is right")
+                 "itself is right")
         return super().choose(weights)
 
 
@@ -374,11 +372,9 @@ def test_chain_keeps_the_token_that_stops_it():
         early = [t for t in tokens[:-1] if t == 2]
         if early or (len(tokens) < 3 and tokens[-1:] != [2]):
             fail("a rule that stops after token 2, and at most 3 tokens", "the draft ends with its first "
-                "2, or "
-                 "has 3 tokens", f"the live tokens {tokens}",
+                "2, or has 3 tokens", f"the live tokens {tokens}",
                  "it does not stop" if early else "the drawn token that stops the draft is dropped; to "
-                     "drop a token "
-                 "for what it is changes the distribution of the text")
+                     "drop a token for what it is changes the distribution of the text")
         return tuple(tokens)
 
     law(once)
@@ -406,8 +402,7 @@ def test_chain_lengths(want, left, lengths, stops):
         fail(f"gamma = {want}, and rows that may still emit {left} tokens", f"lengths {lengths}",
              f"lengths {[len(row) for row in rows]}",
              "each row has its own length: `wanted` says how many tokens each may draft, and `varied`, "
-             "whether "
-             "they differ")
+             "whether they differ")
 
 
 def test_chain_of_nothing():
@@ -422,8 +417,7 @@ def test_chain_ends_where_all_rows_have(record_property):
     _, _, steps = draft(rule, Coins(0), ((1, 0), (2,)))
     if steps > 2:
         record_property("remark", f"right, but it takes {steps} steps where 2 would do: nobody reads what "
-                                  "is drafted "
-                        "after all rows have stopped")
+                                  "is drafted after all rows have stopped")
 
 
 # --- verify_tree
@@ -436,8 +430,7 @@ TREE = {
     "p": "where all children were refused the token comes from p; it must come from what they have left of "
          "it",
     "root": "the token after the path is drawn at the root, from what its children left; it must come from "
-            "the row "
-            "of the last accepted node",
+            "the row of the last accepted node",
     "top": "the token after the path is drawn at the root; it must come from the row of the last accepted "
            "node",
     "uncle": "a node is accepted whose parent was not; the walk goes from node to child"}
@@ -513,15 +506,13 @@ def test_verify_tree_drawn_siblings(parents, record_property):
     """Three tokens of a Markov chain: those that a tree yields, and more from p."""
     same_law(walked(our_walk, parents), target_law(P, 3), slips(parents),
              f"a tree of siblings drawn without replacement, which hang on the nodes {parents}; what comes "
-             "out must "
-             "have the distribution of plain decoding, {text: probability}")
+             "out must have the distribution of plain decoding, {text: probability}")
     if parents == [0]:
         kept = law(lambda coins: our_tree_keeps(coins)).get(True, 0.0)
         most = float(torch.minimum(P[V], Q[V]).sum())
         if kept < most - 1e-9:
             record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} of "
-                                      "single "
-                            f"drafts, where min(1, p/q) accepts {most:.0%}")
+                                      f"single drafts, where min(1, p/q) accepts {most:.0%}")
 
 
 def our_tree_keeps(coins):
@@ -555,8 +546,8 @@ def test_verify_tree_rows_stand_for_themselves():
 
     want = {(text, (2, 1)): weight for text, weight in target_law(P, 2).items()}
     same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node "
-                             "and token of "
-             "the greedy row): probability}", "each row has its own parents, length and rows of p")
+                             "and token of the greedy row): "
+                             "probability}", "each row has its own parents, length and rows of p")
 
 
 def test_the_slips_can_be_told_apart():

@@ -346,8 +346,7 @@ def climbed(weights, start, allowed=freely, most=1000):
         if len(asked) > most:
             fail(f"the weights {weights} and the start {start}", "an end after a few steps",
                  f"a walk that has not ended after {most}", "flip a bit only where the score *rises*, or "
-                     "it walks to "
-                 "and fro for ever where two sets are worth the same")
+                     "it walks to and fro for ever where two sets are worth the same")
         return z @ wide(weights)
 
     ends, values = climb(score, wide([start]), allowed)
