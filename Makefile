@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test gpu-test gpu mutants fuzz kill lint picture notebooks browser clean
+.PHONY: demo test gpu-test gpu mutants exercises fuzz kill lint picture notebooks browser clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -24,6 +24,9 @@ gpu: $(VENV)/run
 
 mutants: $(VENV)/dev
 	$(PY) tests/mutants.py
+
+exercises: $(VENV)/dev
+	$(PY) exercises/check.py
 
 fuzz: $(VENV)/dev
 	$(PY) tests/fuzz.py

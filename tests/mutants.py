@@ -1991,6 +1991,82 @@ TREES = [
      "test_trees.py::test_what_a_tree_yields_is_what_the_formula_says"),
 ]
 
+ANSWERS = "test_exercises.py::test_one_clear_line_for_each_kind_of_accident"
+WHOLE = "test_exercises.py::test_the_original_put_into_the_library_is_the_library[visible]"
+HELPERS = "test_exercises.py::test_helpers_come_along_and_other_indents_will_do"
+SPLICE = [
+    ('if name.split(".")[0] == own:', "if False:", "an answer may import what it stands in for",
+     "test_exercises.py::test_what_cannot_be_put_into_the_library_is_refused_in_one_line"),
+    ("for node in ast.walk(tree):", "for node in tree.body:", "an import inside a function is not seen",
+     "test_exercises.py::test_what_cannot_be_put_into_the_library_is_refused_in_one_line"),
+    ('if getattr(node, "name", None) in taken:', "if False:",
+     "a helper takes the place of a library function",
+     "test_exercises.py::test_what_cannot_be_put_into_the_library_is_refused_in_one_line"),
+    ("if signature(new) != want:", "if signature(new)[1] != want[1]:", "a lost decorator is not seen",
+     "test_exercises.py::test_what_cannot_be_put_into_the_library_is_refused_in_one_line"),
+    ("return result[:first] + added + result[first:]", "return result", "helpers are left behind", HELPERS),
+    ('return " " * after + line[before:]', 'return " " * before + line[before:]',
+     "other indents break the class", HELPERS),
+    ("for n in reversed(body)", "for n in body", "of two definitions the first counts",
+     "test_exercises.py::test_of_two_definitions_the_last_one_counts"),
+    ("i + 1) for i in range(*span(new))]", "i) for i in range(*span(new))]", "lines are counted from 0",
+     HELPERS),
+    ("lines = [*lines, \" \" * (node.col_offset + 4) + \"raise NotImplementedError\"]",
+     "lines = text.splitlines()[slice(*span(node))]", "the stub is the solution",
+     "test_exercises.py::test_a_file_has_the_stub_and_no_solution[visible]"),
+]
+GRADE = [
+    ('if not (folder / "result.json").exists():', "if False:", "a process that ends by itself goes unnoticed",
+     ANSWERS),
+    ("remarks.append(f\"it prints", "(f\"it prints", "prints are not remarked", ANSWERS),
+    ("line = self.lines[blame.lineno] if blame else 0", "line = blame.lineno if blame else 0",
+     "lines of the copy, not of the student's file", ANSWERS),
+    ('return verdict._replace(status="to do")', 'return verdict._replace(status="passed")', "a stub "
+        "passes", ANSWERS),
+    ('if "message" in found:', "if False:", "a failing test passes",
+     ANSWERS),
+]
+START = [
+    ("if out.exists() and any(out.iterdir()):", "if False:", "a student's work is overwritten",
+     "test_exercises.py::test_the_folder_is_never_written_over"),
+    ("    if seed is not None:\n        (out / VARIANT)", "    if False:\n        (out / VARIANT)",
+     "the folder of a variant does not say so",
+     "test_exercises.py::test_a_folder_of_a_variant_is_graded_as_one"),
+]
+VARIANTS = [
+    ("MEANINGS.get((name, arg), (arg,))[0])", "arg)", "a variant means the same by its arguments",
+     "test_exercises.py::test_a_folder_of_a_variant_is_graded_as_one"),
+    ('random.Random(f"{seed} {name}")', "random.Random()", "a seed does not name its variant",
+     "test_exercises.py::test_a_variant_has_other_names_and_the_same_description"),
+]
+DIAGNOSE = [
+    ("if int(line[1]) not in mutated(case)[1]:", "if False:", "any line is right",
+     "test_exercises.py::test_a_diagnosis_is_graded_by_its_line"),
+    ("random.Random(seed).sample", "random.Random(0).sample", "every seed draws the same cases",
+     "test_exercises.py::test_a_diagnosis_is_graded_by_its_line"),
+    ("autojunk=False).get_opcodes()", "autojunk=False).get_opcodes()[:0]", "no line is wrong",
+     "test_exercises.py::test_the_cases_of_diagnose_are_rows_of_the_mutants"),
+]
+SPECS = [
+    ("while accepted < gamma and", "while", "a specification that drafts without end",
+     "test_exercises.py::test_the_specifications_are_true"),
+    ("> here:", "< here:", "a specification that likes valleys",
+     "test_exercises.py::test_the_specifications_are_true"),
+]
+TASKS = [
+    ("return 4 if self.number == 16 else", "return", "a sixth sitting of one",
+     "test_exercises.py::test_fifteen_exercises_in_five_sittings_of_three_and_a_small_one"),
+    ("if word in (str(task.number),", "if word in (", "an exercise has no number",
+     "test_exercises.py::test_fifteen_exercises_in_five_sittings_of_three_and_a_small_one"),
+]
+TEACH = [
+    ("if not equal(got, want):", "if False:", "any distribution will do",
+     "test_by_outcomes.py::test_what_is_told_of_a_wrong_distribution"),
+    ("        if got.shape == wrong.shape and torch.allclose(got, wrong, rtol=1e-6, equal_nan=True):",
+     "        if True:", "any mistake is named",
+     "test_by_outcomes.py::test_what_is_told_of_a_wrong_tensor"),
+]
+
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
          "layerskip.py": LAYERSKIP, "methods/trees.py": TREES, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
@@ -2003,7 +2079,9 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "support/chat.py": CHAT, "support/show.py": SHOW, "support/stats.py": STATS,
          "generate.py": GENERATE, "train.py": TRAIN, "support/corpus.py": CORPUS, "support/cli.py": CLI,
          "support/card.py": CARD, "machine/recorded.py": RECORDED, "support/page.py": PAGE,
-         "notebooks/execute.py": EXECUTE}
+         "notebooks/execute.py": EXECUTE, "exercises/splice.py": SPLICE, "exercises/grade.py": GRADE,
+         "exercises/start.py": START, "exercises/variants.py": VARIANTS, "exercises/diagnose.py": DIAGNOSE,
+         "exercises/specs.py": SPECS, "exercises/tasks.py": TASKS, "tests/teach.py": TEACH}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 
@@ -2012,7 +2090,7 @@ def copy_repository(folder):
     for file in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("support", "benchmarks", "machine", "methods", "notebooks"):
+    for name in ("support", "benchmarks", "machine", "methods", "notebooks", "exercises"):
         ignored = shutil.ignore_patterns("__pycache__", "*.ipynb")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     (folder / "weights").symlink_to(ROOT / "weights")

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from teach import compare, fail
 
 from gaussian import GaussianProcess, climb, distances, expected_improvement, kernel
 
@@ -289,3 +290,92 @@ def test_a_climb_leaves_a_start_that_is_worth_nothing_and_rests_on_a_plain():
     assert float(ends[0].sum()) == 1 and torch.equal(ends[1], starts[1]) and values.tolist() == [1.0, 1.0]
     ends, values = climb(lambda z: torch.full((len(z),), -math.inf).double(), starts, freely)
     assert torch.equal(ends, starts) and values.tolist() == [-math.inf] * 2
+
+
+# --- what students write: messages that name the mistake
+
+
+def test_predictions_by_the_dense_formula(some):
+    z, y, process = some
+    new, average, spread = vectors(3, 7, 3), float(y.mean()), float(y.std(correction=0))
+    noise, signal = 0.05 + 1e-10 * math.exp(THETA[2]), math.exp(THETA[2])
+    inverse = torch.linalg.inv(by_hand(z, z, GROUPS, THETA) + noise * torch.eye(12).double())
+    k, v = by_hand(z, new, GROUPS, THETA), (y - average) / spread
+    mean, variance = k.T @ inverse @ v, signal - (k * (inverse @ k)).sum(0)
+    right = torch.stack([average + spread * mean, spread * variance.sqrt()])
+    mistakes = {
+        "inside, y has mean 0: add self.mean": [spread * mean, spread * variance.sqrt()],
+        "inside, y has deviation 1: multiply both by self.std": [average + mean, variance.sqrt()],
+        "the standard deviation is inside, too, relative to self.std":
+            [average + spread * mean, variance.sqrt()],
+        "this is the variance; take its root": [average + spread * mean, spread * variance],
+        "the noise does not belong to the value: leave it out of the variance":
+            [average + spread * mean, spread * (variance + noise).sqrt()],
+        "without data the variance is that of the signal, exp(theta[-2]), not 1":
+            [average + spread * mean, spread * (variance - signal + 1).clamp(min=0).sqrt()],
+        "values near each other are counted twice: k.T @ covariance^-1 @ y, not k.T @ y":
+            [average + spread * (k.T @ v), spread * variance.sqrt()],
+        "the variance is that before any data; what the data tell must be subtracted":
+            [average + spread * mean, spread * torch.full((3,), signal).double().sqrt()]}
+    got = process.predict(new)
+    compare(torch.stack([*got]), right, {why: torch.stack(wrong) for why, wrong in mistakes.items()},
+            "twelve observed sets and three new ones: [means, standard deviations]", rtol=1e-8)
+
+
+def test_improvements_by_hand():
+    mean, std, best = wide([0.0, 1.0, -1.0]), wide([1.0, 2.0, 0.5]), 0.5
+    u = (mean - best) / std
+    above, density = 0.5 * torch.erfc(-u / math.sqrt(2)), torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
+    compare(expected_improvement(mean, std, best), (mean - best) * above + std * density, {
+        "this is how likely it improves; the question is by how much on average": above,
+        "the second term, std * density, is missing": ((mean - best) * above).clamp(min=0),
+        "std * density, the second term, is missing, and so it can be negative": (mean - best) * above,
+        "the first term, gap * probability, is missing": std * density,
+        "the density must be multiplied by std": (mean - best) * above + density,
+        "the gap is upside down: mean - best": (best - mean) * (1 - above) + std * density,
+        "doubt counts for nothing: this is max(0, mean - best)": (mean - best).clamp(min=0)},
+        "means 0 1 -1, deviations 1 2 .5, the best so far .5", rtol=1e-9)
+
+
+def climbed(weights, start, allowed=freely, most=1000):
+    """The end of a climb on a sum of weights, whose scores may be asked for so often and no more."""
+    asked = []
+
+    def score(z):
+        asked.append(len(z))
+        if len(asked) > most:
+            fail(f"the weights {weights} and the start {start}", "an end after a few steps",
+                 f"a walk that has not ended after {most}", "flip a bit only where the score *rises*, or "
+                     "it walks to and fro for ever where two sets are worth the same")
+        return z @ wide(weights)
+
+    ends, values = climb(score, wide([start]), allowed)
+    if ends.shape != (1, len(start)) or values.shape != (1,):
+        fail("one start", f"ends (1, {len(start)}) and values (1,)", f"{tuple(ends.shape)}, "
+            f"{tuple(values.shape)}")
+    compare(values, ends @ wide(weights), {
+        "the scores are those of the starts; return those of the ends":
+            [float(wide([start]) @ wide(weights))]},
+        f"the score of the end {ends.tolist()} under the weights {weights}")
+    return ends
+
+
+def test_a_climb_by_hand():
+    compare(climbed([1.0, 3.0, 2.0], [0, 0, 0]), [[1, 1, 1]], {
+        "it ends after one flip; go on as long as one raises the score": [[0, 1, 0]],
+        "it goes down": [[0, 0, 0]]}, "the weights 1 3 2, from 000")
+    compare(climbed([1.0, -3.0, 2.0], [0, 1, 0]), [[1, 0, 1]], {
+        "bits are only set; a flip also takes one away": [[1, 1, 1]]}, "the weights 1 -3 2, from 010")
+    compare(climbed([1.0, 3.0, 2.0], [0, 0, 0], lambda z: z.sum(-1) <= 2), [[0, 1, 1]], {
+        "`allowed` is ignored": [[1, 1, 1]],
+        "it takes the first flip that is better; take the best": [[1, 1, 0]]},
+        "the weights 1 3 2, from 000, where at most two bits may be set")
+    compare(climbed([0.0, 0.0], [0, 1]), [[0, 1]], {"it moves where nothing is gained": [[1, 1]]}, "the "
+        "weights 0 0")
+
+
+def test_climbs_do_not_wait_for_each_other():
+    ends, _ = climb(lambda z: z @ wide([1.0, 1.0, 1.0]), wide([[1, 1, 1], [0, 0, 0], [1, 0, 1]]), freely)
+    compare(ends, [[1, 1, 1]] * 3, {
+        "all stop as soon as one of them stands at its top": [[1, 1, 1], [0, 0, 0], [1, 0, 1]]},
+        "three starts, of which the first is at the top already")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from teach import compare, look
 from tiny import DEVICES, GEMMA, LLAMA, make
 
 import checkpoint
@@ -413,23 +414,14 @@ def test_a_fork_is_a_copy():
 # --- pure functions by hand; one of them alone: `pytest -k softcap`, frequencies, rope, rotate or visible
 
 
-def compare(got, want, mistakes):
-    """got must be want; if it is a well-known wrong answer, say which mistake gives it."""
-    want = torch.as_tensor(want, dtype=got.dtype)
-    assert got.shape == want.shape, f"shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    if not torch.allclose(got, want, rtol=1e-12, atol=1e-12):
-        known = [why for why, wrong in mistakes.items()
-                 if torch.allclose(got, torch.tensor(wrong, dtype=got.dtype), rtol=1e-6)]
-        pytest.fail(known[0] if known else f"got {got.tolist()}, expected {want.tolist()}", pytrace=False)
-
-
 def test_softcap_by_hand():
     x = [0.0, 2.0, -2.0, 1000.0]
     compare(softcap(torch.tensor(x).double(), 2.0), [0.0, 1.5231883119115297, -1.5231883119115297, 2.0], {
         "the sum inside tanh is x / cap, not x": [2 * math.tanh(a) for a in x],
         "multiply by cap at the end, or everything is within (-1, 1)": [math.tanh(a / 2) for a in x],
         "this clips; tanh bends smoothly": [max(-2.0, min(2.0, a)) for a in x],
-        "multiply by x inside tanh where you must divide": [2 * math.tanh(a * 2) for a in x]})
+        "multiply by x inside tanh where you must divide": [2 * math.tanh(a * 2) for a in x]},
+        f"softcap({x}, 2.0)")
 
 
 def test_softcap_leaves_small_values_and_its_input_alone():
@@ -447,7 +439,8 @@ def test_frequencies_by_hand():
         "the exponent is negative: frequencies fall from 1": [1.0, 10.0, 100.0, 1000.0],
         "the first pair turns fastest": [0.001, 0.01, 0.1, 1.0],
         "i runs from 0": [0.1, 0.01, 0.001, 0.0001],
-        "the exponent is 2i / D, not 2i / (D / 2)": [10000 ** (-4 * i / 8) for i in range(4)]})
+        "the exponent is 2i / D, not 2i / (D / 2)": [10000 ** (-4 * i / 8) for i in range(4)]},
+        "frequencies(head_dim=8, theta=10000.0)")
     assert frequencies(8, 10000.0).dtype == torch.float64, "float32 is off by 0.01 at position 100,000"
     assert frequencies(256, 10000.0).shape == (128,), "one frequency for each pair, so D / 2 of them"
 
@@ -457,7 +450,7 @@ def test_frequencies_of_linear_scaling_by_hand():
     compare(frequencies(8, 10000.0, scaling), [0.25, 0.025, 0.0025, 0.00025], {
         "factor divides: positions are squeezed into the trained range": [4.0, 0.4, 0.04, 0.004],
         "factor divides the frequencies, it does not multiply theta": [40000 ** (-i / 4) for i in range(4)],
-        "the scaling was ignored": [1.0, 0.1, 0.01, 0.001]})
+        "the scaling was ignored": [1.0, 0.1, 0.01, 0.001]}, f"frequencies(8, 10000.0, {scaling})")
 
 
 def test_frequencies_of_llama3_by_hand():
@@ -472,7 +465,7 @@ def test_frequencies_of_llama3_by_hand():
         "turns = length * frequency / (2 pi): the 2 pi is missing": [1.0, 0.1, 0.01, 0.001 / 8],
         "between the two factors it blends, it does not jump": [1.0, 0.1, 0.01 / 8, 0.001 / 8],
         "factor divides all of them only in linear scaling": [1 / 8, 0.1 / 8, 0.01 / 8, 0.001 / 8],
-        "the scaling was ignored": [1.0, 0.1, 0.01, 0.001]})
+        "the scaling was ignored": [1.0, 0.1, 0.01, 0.001]}, f"frequencies(8, 10000.0, {scaling})")
 
 
 def test_rope_by_hand():
@@ -503,7 +496,8 @@ def test_rotate_by_hand():
         "sin already carries the sign: you gave it a second one": [3.0, 2.0, 1.0, 4.0],
         "x_i is paired with its neighbour; here x_i goes with x_{i + D/2}": [-2.0, 2.0, 4.0, 4.0],
         "the pairs (x0, x1), (x2, x3) are those of Meta's own files, not these": [-2.0, 1.0, 3.0, 4.0],
-        "sin must multiply the *other* half of x": [-1.0, 2.0, 3.0, 4.0]})
+        "sin must multiply the *other* half of x": [-1.0, 2.0, 3.0, 4.0]},
+        "rotate([1, 2, 3, 4], cos = [0, 1, 0, 1], sin = [-1, 0, 1, 0])")
 
 
 def test_rotate_keeps_lengths_and_depends_on_distances_only():
@@ -525,19 +519,6 @@ def test_rotate_serves_every_shape():
     assert got.shape == x.shape and torch.equal(got[1, 2, 3], rotate(x[1, 2, 3], cos[1, 2, 0], sin[1, 2, 0]))
 
 
-def picture(mask):
-    """(T, S) -> one string a token: x where it may read the slot."""
-    return ["".join(".x"[bool(v)] for v in row) for row in mask]
-
-
-def look(got, want, mistakes):
-    """got (T, S) must look like want; if it is a well-known wrong answer, say which mistake gives it."""
-    got = picture(got)
-    if got != want:
-        known = [why for why, wrong in mistakes.items() if got == wrong]
-        pytest.fail(known[0] if known else f"got {got}, expected {want}", pytrace=False)
-
-
 def test_visible_in_the_first_block():
     at = torch.tensor([[0, 1, 2]])
     look(visible(at, at, 4)[0], ["x...", "xx..", "xxx."], {
@@ -545,7 +526,7 @@ def test_visible_in_the_first_block():
         "a token sees what stands behind it: the mask is upside down": ["xxx.", ".xx.", "..x."],
         "slot 3 is behind the block, and dead": ["x..x", "xx.x", "xxxx"],
         "the first token sees the second: causal inside the block, too": ["xxx."] * 3,
-        "no mask at all": ["xxxx"] * 3})
+        "no mask at all": ["xxxx"] * 3}, "a block in slots 0 1 2, end = 4; x: may read")
 
 
 def test_visible_behind_a_filled_cache():
@@ -554,15 +535,17 @@ def test_visible_behind_a_filled_cache():
         "the block does not see the slots before it": ["..x..", "..xx."],
         "the block does not see itself": ["xx...", "xx..."],
         "the first token sees the second: causal inside the block, too": ["xxxx.", "xxxx."],
-        "everything below `end` is visible, dead slots too": ["xxxxx", "xxxxx"]})
+        "everything below `end` is visible, dead slots too": ["xxxxx", "xxxxx"]},
+        "a block in slots 2 3, end = 5; x: may read")
 
 
 def test_visible_for_rows_at_different_places():
     at = torch.tensor([[3, 4], [1, 2]])
     mask = visible(at, at, 5)
     assert mask.shape == (2, 2, 5), "one mask a row: (B, T, end)"
-    look(mask[0], ["xxxx.", "xxxxx"], {})
-    look(mask[1], ["xx...", "xxx.."], {"the second row was given the first row's mask": ["xxxx.", "xxxxx"]})
+    look(mask[0], ["xxxx.", "xxxxx"], {}, "rows with blocks in slots 3 4 and 1 2, end = 5; the first row")
+    look(mask[1], ["xx...", "xxx.."], {"the second row was given the first row's mask": ["xxxx.", "xxxxx"]},
+         "rows with blocks in slots 3 4 and 1 2, end = 5; the second row")
 
 
 def test_visible_within_a_window():
@@ -570,11 +553,12 @@ def test_visible_within_a_window():
     look(visible(at, at, 4, window=2)[0], ["x...", "xx..", ".xx.", "..xx"], {
         "window off by one: a key is visible iff i - j < window": ["x...", "xx..", "xxx.", ".xxx"],
         "window off by one: it counts the token itself": ["x...", ".x..", "..x.", "...x"],
-        "the window was ignored": ["x...", "xx..", "xxx.", "xxxx"]})
+        "the window was ignored": ["x...", "xx..", "xxx.", "xxxx"]},
+        "a block in slots 0 1 2 3, end = 4, window = 2; x: may read")
     at = torch.tensor([[3, 4]])
     look(visible(at, at, 5, window=2)[0], ["..xx.", "...xx"], {
         "the window holds inside the block only; it cuts the slots before it, too": ["xxxx.", "...xx"],
-        "the window was ignored": ["xxxx.", "xxxxx"]})
+        "the window was ignored": ["xxxx.", "xxxxx"]}, "a block in slots 3 4, end = 5, window = 2")
 
 
 def test_visible_where_slots_are_not_positions():
@@ -584,10 +568,12 @@ def test_visible_where_slots_are_not_positions():
         "before the block a token sees *smaller* positions, not its own first copy":
             ["x..x..", "xx..x.", "xxx..x"],
         "a token must not see the slots of its own future": ["xxxx..", "xxx.x.", "xxx..x"],
-        "tree was ignored inside the block": ["...x..", "x..xx.", "xx.xxx"]})
+        "tree was ignored inside the block": ["...x..", "x..xx.", "xx.xxx"]},
+        "tokens at positions 0 1 2 in slots 3 4 5, which see only themselves of the block")
     look(visible(at, at + 3, 6, window=2)[0], ["...x..", "x..xx.", ".x..xx"], {
         "inside the block a key's position is its token's, not its slot": ["...x..", "x..xx.", ".x.xxx"],
-        "the window is a distance of positions, not of slots": ["...x..", "...xx.", "....xx"]})
+        "the window is a distance of positions, not of slots": ["...x..", "...xx.", "....xx"]},
+        "a chain at positions 0 1 2 in slots 3 4 5, window = 2")
 
 
 def test_visible_in_a_tree():
@@ -598,9 +584,11 @@ def test_visible_in_a_tree():
         "tree[i, j] says that i sees j, not j sees i": ["xxxxxx.", "xx.x...", "xx..xx.", "xx...x."],
         "tree was ignored": ["xxx....", "xxxx...", "xxxxx..", "xxxxxx."],
         "a child sees its sister: slots of the block are not 'before the block'":
-            ["xxx....", "xxxx...", "xxxxx..", "xxxxxx."]})
+            ["xxx....", "xxxx...", "xxxxx..", "xxxxxx."]},
+         f"positions {positions.tolist()}, slots {slots.tolist()}, tree {tree.int().tolist()}")
     look(visible(positions, slots, 7, tree, window=2)[0], [".xx....", "..xx...", "..x.x..", "....xx."], {
-        "the window is a distance of positions, not of slots": [".xx....", "..xx...", "....x..", "....xx."]})
+        "the window is a distance of positions, not of slots": [".xx....", "..xx...", "....x..", "....xx."]},
+        f"the same tree and window = 2: positions {positions.tolist()}, slots {slots.tolist()}")
 
 
 def test_embeddings_are_scaled_by_the_rounded_scale():

@@ -57,6 +57,7 @@ COMMANDS = "generate", "search", "train", "bench"
 CODE = {p.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): p
         for folder in (".", "methods", "machine", "support", "benchmarks")
         for p in sorted((ROOT / folder).glob("*.py"))}
+EXERCISES = {f"exercises.{p.stem}": p for p in sorted((ROOT / "exercises").glob("*.py"))}
 ORDER = (README[README.index("## Reading order") : README.index("## Your own model")]
          + BENCHMARKS[BENCHMARKS.index("## What measures what") :])
 LISTED = re.findall(r"`([\w/]+)\.py` (?:\| |\()(\d+)", ORDER)
@@ -85,8 +86,8 @@ def imports(path):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inside & set(CODE) or {node.module}
-    return {name for name in found if name in CODE}
+            found |= inside & set(CODE | EXERCISES) or {node.module}
+    return {name for name in found if name in CODE | EXERCISES}
 
 
 def allowed(name):
@@ -115,9 +116,15 @@ def test_imports_run_upward(name):
     assert imports(CODE[name]) <= allowed(name)
 
 
-@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("name", EXERCISES)
+def test_exercises_import_nothing_of_the_library(name):
+    """An answer is to meet the copy that it is put into, and no module that was imported before."""
+    assert imports(EXERCISES[name]) <= set(EXERCISES)
+
+
+@pytest.mark.parametrize("name", CODE | EXERCISES)
 def test_no_function_is_longer_than_forty_lines(name):
-    found = ast.walk(ast.parse(CODE[name].read_text(encoding="utf-8")))
+    found = ast.walk(ast.parse((CODE | EXERCISES)[name].read_text(encoding="utf-8")))
     long = {f.name: f.end_lineno - f.lineno + 1 for f in found if isinstance(f, ast.FunctionDef)}
     assert not {f: lines for f, lines in long.items() if lines > 40}
 

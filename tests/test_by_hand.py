@@ -1,0 +1,567 @@
+"""Functions and methods of the library by hand, each alone: worked examples small enough to follow on paper,
+and beside each the answers that well-known mistakes give.
+
+The one thing to remember: where an example fails, its message says what was given, what was expected, what
+came, and which mistake gives just that.
+"""
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from teach import compare, fail, short
+from test_sampling import ALMOST_ONE, Fixed, from_p
+from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make, oracle
+
+from control import best_gamma, expected_tokens
+from kvcache import KVCache
+from layerskip import SelfDraft, shared_prefix
+from model import Attention, RMSNorm, frequencies, rope
+from sampling import Coins, to_probs
+from speculative import generate, rounds
+from support.stats import Counts
+
+
+def wide(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# --- from logits to probabilities
+
+
+def roots(p, power):
+    powers = [x**power for x in p]
+    return [x / sum(powers) for x in powers]
+
+
+PROBS = {
+    "greedy": (dict(temperature=0.0), [0.125, 0.375, 0.375, 0.125], [0, 1, 0, 0], {
+        "a tie at temperature 0 goes to the lower id, it is not shared": [0, 0.5, 0.5, 0],
+        "a tie goes to the lower id, not to the higher one": [0, 0, 1, 0],
+        "temperature 0 is the exact one-hot of the largest logit, not the softmax":
+            [0.125, 0.375, 0.375, 0.125]}),
+    "temperature": (dict(temperature=0.5), [0.5, 0.25, 0.125, 0.125], roots([0.5, 0.25, 0.125, 0.125], 2), {
+        "the logits are divided by the temperature, not multiplied": roots([0.5, 0.25, 0.125, 0.125], 0.5),
+        "the temperature is not used": [0.5, 0.25, 0.125, 0.125]}),
+    "top-k": (dict(temperature=1.0, top_k=2), [0.1, 0.2, 0.35, 0.35], [0, 0, 0.5, 0.5], {
+        "top_k is not used": [0.1, 0.2, 0.35, 0.35],
+        "what stays must be scaled to sum to 1": [0, 0, 0.35, 0.35],
+        "the least likely tokens stay": [1 / 3, 2 / 3, 0, 0]}),
+    "top-k, ties": (dict(temperature=1.0, top_k=2), [0.2, 0.3, 0.2, 0.3, 0.0], [0, 0.5, 0, 0.5, 0], {}),
+    "top-k, three tied": (dict(temperature=1.0, top_k=2), [0.1, 0.3, 0.3, 0.3], [0, 0.5, 0.5, 0], {
+        "exactly k tokens stay: of those tied at the border only the lower ids": [0, 1 / 3, 1 / 3, 1 / 3],
+        "of tied tokens the lower ids stay, not the higher ones": [0, 0, 0.5, 0.5]}),
+    "top-p": (dict(temperature=1.0, top_p=0.6), [0.125, 0.5, 0.125, 0.25], [0, 2 / 3, 0, 1 / 3], {
+        "the token with which the mass reaches top_p must stay": [0, 1, 0, 0],
+        "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
+        "one token too many: the smallest set that reaches top_p": [1 / 7, 4 / 7, 0, 2 / 7],
+        "the running sum goes from the most likely token down, not over the ids": [0.2, 0.8, 0, 0],
+        "top_p is not used": [0.125, 0.5, 0.125, 0.25]}),
+    "top-p, reached": (dict(temperature=1.0, top_p=0.5), [0.25, 0.5, 0.125, 0.125], [0, 1, 0, 0], {
+        "one token too many: the set stops as soon as its mass *reaches* top_p": [1 / 3, 2 / 3, 0, 0]}),
+    "min-p": (dict(temperature=1.0, min_p=0.4), [0.125, 0.5, 0.125, 0.25], [0, 2 / 3, 0, 1 / 3], {
+        "the bound is min_p times the most likely token's probability, not min_p itself": [0, 1, 0, 0],
+        "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
+        "min_p is not used": [0.125, 0.5, 0.125, 0.25]}),
+    "temperature, then top-p": (dict(temperature=0.5, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
+        "the temperature comes before top_p, which sees the sharpened distribution":
+            roots([0.4, 0.3, 0, 0], 2)}),
+    "top-k, then top-p": (dict(temperature=1.0, top_k=2, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
+        "top_k comes before top_p, and what it leaves is scaled first": [4 / 7, 3 / 7, 0, 0]}),
+    "top-p, then min-p": (dict(temperature=1.0, top_p=0.6, min_p=0.4), [0.5, 0.3, 0.15, 0.05],
+                          [0.625, 0.375, 0, 0], {"top_p comes before min_p": [1, 0, 0, 0]})}
+
+
+@pytest.mark.parametrize("name", PROBS)
+def test_probabilities(name):
+    settings, p, want, mistakes = PROBS[name]
+    given = f"the logits log {short(p)}, of which the softmax gives just these numbers, and {settings}"
+    got = to_probs(from_p(*p), **settings)
+    if got.shape == (len(p),) and bool(got.isnan().any()):
+        fail(given, short(want), short(got), "NaN: was a softmax taken of nothing but -inf, or 0 / 0?")
+    compare(got, want, mistakes, given, rtol=1e-9)
+
+
+# --- choices
+
+
+CHOICES = [
+    ([0.1, 0.0, 0.2], [0.2, 0.334, 0.9, 0.05], [0, 2, 2, 0], {
+        "the weights need not sum to 1: u must be scaled by their sum": [2, 2, 2, 0],
+        "this is the most likely id, whatever u is": [2, 2, 2, 2],
+        "the running sum goes over rising ids, not over falling weights": [2, 2, 0, 2]}),
+    ([0.3, 0.3, 0.4], [0.1, 0.5, 0.9], [0, 1, 2], {
+        "this is the most likely id, whatever u is": [2, 2, 2],
+        "the running sum goes over rising ids, not over falling weights": [2, 0, 1],
+        "off by one: it is the first id whose running sum exceeds u": [1, 2, 2]}),
+    ([0.0, 0.5, 0.5], [0.0, 0.4, ALMOST_ONE], [1, 1, 2], {
+        "u = 0 chose a token of probability zero: take the first id whose running sum *exceeds* u":
+            [0, 1, 2]}),
+    ([0.5, 0.5, 0.0], [0.0, 0.5, ALMOST_ONE], [0, 1, 1], {
+        "u = .5 is where token 1 begins: take the first id whose running sum *exceeds* u": [0, 0, 1],
+        "a token of probability zero was chosen": [0, 1, 2]})]
+
+
+@pytest.mark.parametrize("weights, us, want, mistakes", CHOICES, ids=[str(c[0]) for c in CHOICES])
+def test_choices(weights, us, want, mistakes):
+    got = [Fixed(u).choose(wide([weights])) for u in us]
+    bad = next((g for g in got if not isinstance(g, torch.Tensor) or g.shape != (1,)), None)
+    given = f"the weights {weights} and the uniforms u = {us}, one each"
+    if bad is not None:
+        fail(given, "for weights (1, V) an index of shape (1,)", f"{bad!r:.100}")
+    compare(torch.cat(got), want, mistakes, given)
+
+
+def test_a_choice_costs_one_uniform():
+    coins = Fixed(0.1, 0.9, 0.5)
+    coins.choose(wide([[0.5, 0.5], [0.5, 0.5]]))
+    if len(coins.uniforms) != 1:
+        fail("weights (2, V)", "two uniforms spent, one for each row", f"{3 - len(coins.uniforms)} spent",
+             "ports and recorded runs repeat the stream: each choice must cost one uniform")
+
+
+# --- the cache: slots of one number each, so that they can be read
+
+
+def new_cache(rows, layers=2):
+    return KVCache(replace(LLAMA, n_layers=layers, n_kv_heads=1, head_dim=1), rows, 6, torch.float64)
+
+
+def block(*rows):
+    return wide(rows)[:, None, :, None]                                         # (B, 1, T, 1)
+
+
+def written(cache, layer, rows, slots, end, recent=None):
+    """The keys and values that come back from a write of these keys, and of values ten times as large."""
+    k = block(*rows)
+    found = cache.write(layer, k, 10 * k, slots, end, recent)
+    if not (isinstance(found, tuple) and len(found) == 2):
+        fail("a write", "a pair (keys, values)", f"{found!r:.100}")
+    if any(t.dim() != 4 for t in found):
+        fail("a write", "keys and values (B, Hkv, S, D)", [tuple(t.shape) for t in found])
+    return [t[:, 0, :, 0] for t in found]
+
+
+def test_a_write_returns_the_old_slots_and_the_new():
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2, 3]], slice(0, 3), 3)
+    keys, values = written(cache, 0, [[4, 5]], slice(3, 5), 5)
+    given = "keys 1 2 3 written to slots 0 .. 2, then 4 5 to slots 3 .. 4; what comes back"
+    compare(keys, [[1, 2, 3, 4, 5]], {
+        "only the new block comes back; it must read the slots before it, too": [[4, 5]],
+        "the old slots come back without the new ones: write first, then read": [[1, 2, 3, 0, 0]],
+        "all slots come back; only those before `end` may be read": [[1, 2, 3, 4, 5, 0]],
+        "nothing is kept from the first write": [[0, 0, 0, 4, 5]]}, given)
+    compare(values, [[10, 20, 30, 40, 50]], {
+        "keys are stored where values belong": [[1, 2, 3, 4, 5]],
+        "nothing is kept from the first write": [[0, 0, 0, 40, 50]]}, "the same, values ten times as large")
+
+
+def test_a_write_goes_to_its_slots_whatever_is_there():
+    """Rolling back is writing over what was refused."""
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2, 3, 4]], slice(0, 4), 4)
+    keys, _ = written(cache, 0, [[7]], slice(2, 3), 3)
+    compare(keys, [[1, 2, 7]], {
+        "the block was put after what was written last; it belongs into its slots": [[1, 2, 3]],
+        "dead slots come back: only those before `end` may be read": [[1, 2, 7, 4]]},
+        "keys 1 2 3 4 in slots 0 .. 3, then 7 into slot 2, with end = 3")
+    keys, _ = written(cache, 0, [[8, 9]], slice(3, 5), 5)
+    compare(keys, [[1, 2, 7, 8, 9]], {
+        "what was written before is lost": [[1, 2, 3, 8, 9]]}, "then 8 9 into slots 3 .. 4")
+
+
+def test_a_write_of_each_row_goes_to_its_own_slots():
+    cache = new_cache(2)
+    written(cache, 0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3)
+    keys, values = written(cache, 0, [[7, 8], [9, 10]], torch.tensor([[3, 4], [1, 2]]), 5)
+    compare(keys, [[1, 2, 3, 7, 8], [4, 9, 10, 0, 0]], {
+        "all rows went to row 0's slots: slots is (B, T), each row has its own":
+            [[1, 2, 3, 7, 8], [4, 5, 6, 9, 10]],
+        "all rows went to the last row's slots: slots is (B, T)": [[1, 7, 8, 0, 0], [4, 9, 10, 0, 0]]},
+        "rows 1 2 3 and 4 5 6 in slots 0 .. 2; then 7 8 into slots 3, 4 of row 0, 9 10 into slots 1, 2 of "
+        "row 1")
+    compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
+
+
+def test_a_write_belongs_to_one_layer():
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2]], slice(0, 2), 2)
+    keys, _ = written(cache, 1, [[3]], slice(2, 3), 3)
+    compare(keys, [[0, 0, 3]], {
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}, "1 2 in layer 0, then 3 in "
+            "layer 1")
+    compare(cache.k[:, 0, 0, :, 0], [[1, 2, 0, 0, 0, 0], [0, 0, 3, 0, 0, 0]], {
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3, 0, 0, 0], [0] * 6]}, "cache.k "
+            "after that")
+
+
+def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2, 3, 4]], slice(0, 4), 4)
+    keys, values = written(cache, 0, [[5]], slice(4, 5), 5, recent=2)
+    compare(keys, [[4, 5]], {
+        "`recent` is ignored": [[1, 2, 3, 4, 5]],
+        "the first ones come back; recent are the last": [[1, 2]],
+        "one too many: `recent` counts the new slot itself": [[3, 4, 5]]}, "1 .. 5 in slots 0 .. 4, recent "
+            "= 2")
+    compare(values, [[40, 50]], {}, "the same, values")
+    keys, _ = written(cache, 0, [[6]], slice(1, 2), 2, recent=3)
+    compare(keys, [[1, 6]], {
+        "a start below 0 counts from the far end in Python: it must be at least 0": torch.empty(1, 0),
+        "`recent` slots come back though there are not so many": [[1, 6, 3]]}, "1 6 in slots 0 .. 1, "
+            "recent = 3")
+
+
+def test_a_write_stays_in_the_cache():
+    cache = new_cache(1)
+    written(cache, 0, [[1, 2]], slice(0, 2), 2)
+    compare(cache.k[0, 0, 0, :, 0], [1, 2, 0, 0, 0, 0], {
+        "nothing was stored: the block went into a copy": [0] * 6}, "cache.k after 1 2 went into slots 0 "
+            ".. 1")
+    compare(cache.v[0, 0, 0, :, 0], [10, 20, 0, 0, 0, 0], {}, "cache.v after that")
+
+
+# --- what drafting is worth
+
+
+def test_expected_tokens_of_a_number():
+    cases = [(0.8, 5), (0.5, 2), (1.0, 3), (0.0, 4), (0.7, 0)]
+    got = [expected_tokens(alpha, gamma) for alpha, gamma in cases]
+    compare(wide(got), [sum(alpha**i for i in range(gamma + 1)) for alpha, gamma in cases], {
+        "the bonus token is missing: one token comes even if no draft is accepted":
+            [sum(alpha**i for i in range(1, gamma + 1)) for alpha, gamma in cases],
+        "a draft counts only if all before it are accepted, too: alpha^2, alpha^3, not alpha each":
+            [1 + alpha * gamma for alpha, gamma in cases],
+        "the sum ends one too early: it has gamma + 1 terms, 1 to alpha^gamma":
+            [sum(alpha**i for i in range(gamma)) for alpha, gamma in cases],
+        "at alpha = 1 the fraction is 0 / 0: there it is gamma + 1":
+            [0.0 if x == 1 else (1 - x ** (g + 1)) / (1 - x) for x, g in cases]},
+        f"(alpha, gamma) = {cases}", rtol=1e-9)
+
+
+def test_expected_tokens_of_a_series():
+    series = wide([0.9, 0.2, 0.5])
+    one, two = 1 + 0.9 + 0.9 * 0.2, 1 + 0.2 + 0.2 * 0.5
+    starts = 0.1                # how likely the second round starts at position 1; only there it fits in
+    mean = float(series.mean())
+    got = [expected_tokens(texts, 2) for texts in (series, [series], [series, wide([1, 1])])]
+    want = (one + starts * two) / (1 + starts)
+    more = (one + starts * two + 3) / (2 + starts)
+    compare(wide([float(x) for x in got]), [want, want, more], {
+        "the formula at the mean of the series; rounds must be followed along it": [
+            sum(mean**i for i in range(3))] * 2 + [sum(0.72**i for i in range(3))],
+        "every position counts alike; a round starts only where the one before it ended": [
+            (one + two) / 2] * 2 + [(one + two + 3) / 3],
+        "the texts of a list are averaged; their tokens and their rounds must be added up first": [
+            want, want, (want + 3) / 2]},
+        "acceptances .9 .2 .5 along a text and gamma = 2: the first round starts at 0, the second at 1 (if "
+        "the first draft was refused, probability .1) or not at all; then beside a text 1 1", rtol=1e-9)
+
+
+def test_best_gamma_of_a_number():
+    cases = [(0.8, 0.2), (0.8, 0.05), (0.3, 0.4), (0.4, 0.4)]
+
+    def best(speed, least=0):
+        return [max(range(least, 17), key=lambda g: speed(alpha, g, c)) for alpha, c in cases]
+
+    def tokens(alpha, g):
+        return sum(alpha**i for i in range(g + 1))
+
+    compare(torch.tensor([best_gamma(alpha, c) for alpha, c in cases]), [4, 8, 0, 0], {
+        "the most tokens are not the best speed: divide by what a round costs": best(
+            lambda a, g, c: tokens(a, g)),
+        "a round costs a pass of the target, too: gamma * c + 1": best(
+            lambda a, g, c: tokens(a, g) / max(g * c, 1e-9)),
+        "0 is a gamma, too: do not draft where nothing is gained": best(
+            lambda a, g, c: tokens(a, g) / (g * c + 1), 1)}, f"(alpha, c) = {cases}")
+
+
+def test_best_gamma_within_its_bounds():
+    dear = [1.0, 1.0, 2.0, 3.0, 4.0]
+    got = [best_gamma(0.8, 0.05, most=3), best_gamma(0.3, 0.4, least=1),
+           best_gamma(0.8, 0.05, 4, block=lambda T: dear[T - 1])]
+    compare(torch.tensor(got), [3, 1, 1], {
+        "`most` is ignored": [8, 1, 1], "`least` is ignored": [3, 0, 1],
+        "`block` is ignored: a pass over gamma + 1 tokens may take longer than one over one token": [3, 1, 4],
+        "block(T) is asked for T = gamma; the pass that verifies reads gamma + 1 tokens": [3, 1, 2]},
+        "alpha = .8, c = .05, most = 3; alpha = .3, c = .4, least = 1; alpha = .8, c = .05, most = 4, and "
+        "blocks of 1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
+
+
+def test_a_draft_must_fit_into_a_series():
+    for texts in (torch.ones(3), [torch.ones(2), torch.ones(3)]):
+        try:
+            got = expected_tokens(texts, 4)
+        except ValueError:
+            continue
+        fail("gamma = 4 and series of at most 3 positions", "a ValueError", got, "no round fits into them")
+    got = [best_gamma(texts, 0.1) for texts in (torch.ones(4), [torch.ones(2), torch.ones(5)])]
+    compare(torch.tensor(got), [4, 5], {}, "c = .1 and series of ones: 4 long; 2 and 5 long")
+
+
+def test_alpha_is_no_share_of_drafted_tokens():
+    """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
+    counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
+    got = counts.alpha
+    shares = {
+        "accepted / drafted is no alpha: a token after a refusal counts as refused there, though nobody "
+        "tried it; the formula makes 2.1 tokens a round of it, where 3.7 came": 2689 / 5000,
+        "accepted tokens per round: the gain, and no probability": 2.689,
+        "tokens per round: that is tau": 3.689,
+        "all rounds with a draft and without count; alpha asks for drafts only": 0.8 * 1000 / 2000}
+    compare(wide([got]), [0.8], {why: [wrong] for why, wrong in shares.items()},
+            f"{counts}; the formula makes {expected_tokens(min(1.0, float(got)), 5):.1f} tokens a round of "
+            "your alpha, where 3.7 came", rtol=1e-9)
+    some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
+    compare(wide([some.alpha]), [0.8], {
+        "rounds without a draft count as refusals: divide by the rounds that tested a draft": [0.4],
+        "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
+        f"{some}, half of whose turns had no draft")
+    compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")
+
+
+# --- the norm, and attention
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_of_two_numbers(offset):
+    norm = RMSNorm(replace(LLAMA, dim=2, norm_eps=0.5, norm_offset=offset)).double().requires_grad_(False)
+    norm.weight.copy_(wide([1.0, 2.0]))
+    x, w = wide([[3.0, 4.0]]), wide([1.0, 2.0])
+    mean = 12.5                                                                # of the squares
+    other = {
+        "the norm subtracts no mean: this is LayerNorm": (x - 3.5) / math.sqrt(0.25 + 0.5) * (offset + w),
+        "eps is added to the mean of the squares, inside the root":
+            x / (math.sqrt(mean) + 0.5) * (offset + w),
+        "eps is missing": x / math.sqrt(mean) * (offset + w),
+        "it is the *mean* of the squares, not their sum": x / math.sqrt(25 + 0.5) * (offset + w),
+        "the root is missing": x / (mean + 0.5) * (offset + w),
+        "the weight is missing": x / math.sqrt(mean + 0.5),
+        "the weight is 1 + w only where the offset says so (Gemma-2)" if offset == 0 else
+        "Gemma-2 multiplies by offset + w, which is 1 + w": x / math.sqrt(mean + 0.5) * (1 - offset + w)}
+    compare(norm(x), x / math.sqrt(mean + 0.5) * (offset + w), other,
+            f"x = [3, 4], the weight [1, 2], eps = .5, offset = {offset}", rtol=1e-9)
+
+
+PAST = 2    # slots that are filled before the block
+
+
+def slow_attention(a, x, cos, sin, mask, past, mistake=None):
+    """What Attention.forward gives, by its definition; with a mistake that somebody might make."""
+    (B, T, _), (Hkv, N, D), G = x.shape, a.grouped, a.grouped[1] - 2
+    qkv = (x @ a.wqkv.T).view(B, T, Hkv, N, D)
+    if mistake == "layout":     # all queries, then all keys, then all values
+        flat = (x @ a.wqkv.T).view(B, T, -1, D)
+        q, k, v = flat[:, :, : Hkv * G].view(B, T, Hkv, G, D), flat[:, :, -2 * Hkv : -Hkv], flat[:, :, -Hkv:]
+    else:
+        q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., G + 1, :]
+
+    def turn(h, cos=cos, sin=sin):
+        return h * cos + h.roll(D // 2, -1) * sin
+
+    q = q if mistake == "still" else turn(q)
+    k = k if mistake in ("still", "keys") else turn(k, cos[:, 0], sin[:, 0])
+    v = turn(v, cos[:, 0], sin[:, 0]) if mistake == "values" else v
+    keys, values = (torch.cat(two, 1) for two in zip(past, (k, v), strict=True))    # (B, S, Hkv, D)
+    if mistake == "new":
+        keys, values, mask = k, v, mask[..., PAST:]
+    y = torch.zeros(B, T, Hkv * G, D, dtype=x.dtype)
+    for h in range(Hkv * G):
+        own = h % Hkv if mistake == "tile" else h // G
+        scores = torch.einsum("btd,bsd->bts", q[:, :, h // G, h % G], keys[:, :, own])
+        scores = scores * (1.0 if mistake == "scale" else D**-0.5 if mistake == "default" else a.scale)
+        cap, hidden = a.c.attn_softcap, mask[:, 0, 0]
+        if mistake == "late":
+            scores = torch.tanh((scores + hidden) / cap) * cap
+        else:
+            scores = scores if mistake == "no cap" else torch.tanh(scores / cap) * cap
+            scores = scores if mistake == "mask" else scores + hidden
+        weights = scores.softmax(1 if mistake == "queries" else -1)
+        y[:, :, h] = torch.einsum("bts,bsd->btd", weights, values[:, :, own])
+    return y.flatten(2) @ a.wo.T
+
+
+ATTENTION = {
+    "still": "queries and keys are not rotated: without positions attention does not know the order",
+    "keys": "the keys are not rotated; queries and keys are, so that their product knows the distance",
+    "values": "values are rotated; only queries and keys are",
+    "scale": "the scores are not scaled: multiply by self.scale before the softmax",
+    "default": "the scale is not always head_dim ** -.5: take self.scale",
+    "late": "the mask is added before the soft-cap, which turns -inf into -cap: the hidden become visible",
+    "no cap": "the soft-cap of the scores is missing (Gemma-2)",
+    "mask": "the mask is ignored",
+    "new": "only the block's own keys are read; what `store` returns holds the slots before it, too",
+    "tile": "queries and keys are paired wrongly: G queries that stand side by side share a key",
+    "queries": "the softmax runs over the queries; each query's weights over the keys sum to 1",
+    "layout": "wqkv is read as all queries, then all keys, then all values; here each group of heads has "
+              "its own"}
+
+
+def some_attention():
+    """One block of three tokens after two that are kept, in two rows; values that no two mistakes share."""
+    c = replace(GEMMA, dim=8, n_heads=4, n_kv_heads=2, head_dim=4, query_scale=0.7, attn_softcap=1.5)
+    a, made = Attention(c).double().requires_grad_(False), torch.Generator().manual_seed(1)
+    for w in (a.wqkv, a.wo):
+        w.copy_(torch.randn(w.shape, generator=made, dtype=torch.float64))
+    x, *past = (torch.randn(*shape, generator=made, dtype=torch.float64)
+                for shape in ((2, 3, 8), (2, PAST, 2, 4), (2, PAST, 2, 4)))
+    cos, sin = (t[:, None, None] for t in rope(torch.arange(PAST, PAST + 3), frequencies(4, 50.0)))
+    mask = torch.full((2, 1, 1, 3, PAST + 3), -math.inf, dtype=torch.float64).triu(PAST + 1)
+    return a, x, cos, sin, mask, past
+
+
+def test_an_attention_after_a_filled_cache():
+    a, x, cos, sin, mask, past = some_attention()
+
+    def store(k, v):
+        if k.shape != (2, 2, 3, 4) or v.shape != (2, 2, 3, 4):
+            fail("2 rows, 2 key-value heads, 3 tokens, head dimension 4", "store(k, v), both (2, 2, 3, 4)",
+                 f"{tuple(k.shape)} and {tuple(v.shape)}", "store wants (B, Hkv, T, D)")
+        return tuple(torch.cat([old.transpose(1, 2), new], 2) for old, new in zip(past, (k, v), strict=True))
+
+    compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past),
+            {why: slow_attention(a, x, cos, sin, mask, past, name) for name, why in ATTENTION.items()},
+            "two rows of three tokens after two kept ones, four heads in two groups, scale .7, soft-cap 1.5",
+            rtol=1e-8)
+    free = a(x, cos, sin, None, store)      # as for one token: nothing is hidden
+    compare(free, slow_attention(a, x, cos, sin, torch.zeros_like(mask), past), {}, "the same without a "
+        "mask", 1e-8)
+
+
+def test_the_mistakes_of_attention_can_be_told_apart():
+    found = [slow_attention(*some_attention(), name) for name in [None, *ATTENTION]]
+    assert not any(torch.allclose(a, b, rtol=1e-3) for i, a in enumerate(found) for b in found[:i])
+
+
+# --- drafting with some of the sub-layers
+
+
+def begun(sublayers, prompts, gamma=3, taps=()):
+    """A state after one plain round, and the draft of a SelfDraft that has begun there. Temperature 1."""
+    state, _ = next(rounds(TARGET, prompts, 20, probs=warm, coins=Coins(3)))
+    state.taps, drafter = taps, SelfDraft(TARGET, sublayers, gamma)
+    drafter.begin(state, {})
+    return state, drafter.propose(state)
+
+
+TARGET = make(LLAMA)
+
+
+def warm(logits):
+    return to_probs(logits, 1.0)
+
+
+SLIPS = {
+    "all": "it drafts with all sub-layers; it is to draft with self.sublayers",
+    "stands": "every step stands at the position of the first; the k-th token stands at state.at(k)",
+    "late": "the steps stand one position too far: the last known token stands at offset 0",
+    "repeats": "every step reads the last known token; it must read the token that was drawn before it",
+    "alone": "it runs without the cache, and so knows only the token that it reads"}
+
+
+def by_sublayers(text, tokens, sublayers, slip=None):
+    """q of drafted tokens after a text, (K, V): the whole model has read all of the text but its last "
+      "token."""
+    n, ids, q = len(text), torch.tensor([[*text, *tokens]]), []
+    cache = KVCache(LLAMA, 1, n + len(tokens) + 2, torch.float64)
+    if n > 1:
+        TARGET.run(TARGET.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
+    for k in range(len(tokens)):
+        at = n - 1 + {"stands": 0, "late": k + 1}.get(slip, k)
+        token = ids[:, n - 1 + (0 if slip == "repeats" else k)]
+        x = TARGET.run(TARGET.embed(token[:, None]), slice(at, at + 1), None if slip == "alone" else cache,
+                       None if slip == "all" else list(sublayers))
+        q.append(warm(TARGET.unembed(x))[0, 0])
+    return torch.stack(q)
+
+
+SUBLAYERS = {"exit after block 2": range(4), "skip": [0, 1, 3, 4, 7, 10], "skip the first": range(1, 12)}
+TEXTS = {"one row": [[1, 5, 3, 2]], "three rows": [[1, 5, 3, 2, 9, 4], [3, 8], [2]]}
+
+
+@pytest.mark.parametrize("rows", TEXTS)
+@pytest.mark.parametrize("name", SUBLAYERS)
+@torch.inference_mode()
+def test_a_draft_is_what_its_sublayers_say(name, rows):
+    subs = list(SUBLAYERS[name])
+    state, draft = begun(subs, TEXTS[rows])
+    B, K = len(TEXTS[rows]), 3
+    if draft.tokens.shape != (B, K) or draft.q is None or draft.q.shape != (B, K, 17):
+        fail(f"{rows}, gamma = 3, 17 tokens", f"tokens {(B, K)} and q {(B, K, 17)}",
+             f"tokens {tuple(draft.tokens.shape)}, q {None if draft.q is None else tuple(draft.q.shape)}")
+    for b, text in enumerate(state.known):
+        tokens = draft.tokens[b].tolist()
+        compare(draft.q[b], by_sublayers(text, tokens, subs),
+                {why: by_sublayers(text, tokens, subs, slip) for slip, why in SLIPS.items()},
+                f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of the "
+                f"drafted {tokens}", rtol=1e-7)
+
+
+@pytest.mark.parametrize("rows", TEXTS)
+@pytest.mark.parametrize("name", SUBLAYERS)
+@torch.inference_mode()
+def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
+    """reuse = (i, x, trace): the target need not run the sub-layers before i on this block."""
+    subs, K = list(SUBLAYERS[name]), 3
+    shared = shared_prefix(subs)
+    state, draft = begun(subs, TEXTS[rows], taps=(0, 1, 9))
+    if draft.reuse is None or draft.reuse[0] < shared:
+        if shared:
+            record_property("remark", "right, but it gains less: the target runs the sub-layers again that "
+                                      "the draft shares with it; hand them over as `reuse`")
+        if draft.reuse is None:
+            return
+    first, x, trace = draft.reuse
+    given = f"the sub-layers {subs}, of which the first {shared} are the target's; 3 drafts"
+    if first > shared:
+        fail(given, f"at most {shared} sub-layers handed over", first,
+             "after its first gap a draft computes other states than the target; only what comes before is "
+             "shared")
+    if x.shape != (len(TEXTS[rows]), K + 1, 32):
+        fail(given, f"x of all {K + 1} tokens, {(len(TEXTS[rows]), K + 1, 32)}", tuple(x.shape),
+             "the last draft was not run: nobody drafts from it, but the target must verify it" if
+             x.shape[1] == K else None)
+    for b, text in enumerate(state.known):
+        n, ids = len(text), torch.tensor([[*text, *draft.tokens[b].tolist()]])
+        seen = dict.fromkeys(range(12))
+        TARGET.run(TARGET.embed(ids), slice(0, n + K), trace=seen)
+        states = {i + 1: s[0, n - 1 :] for i, s in seen.items()} | {0: TARGET.embed(ids)[0, n - 1 :]}
+        compare(x[b], states[first], {
+            "these are the states after all sub-layers of the draft; hand over those before its first gap":
+                torch.cat([drafted_states(text, draft.tokens[b].tolist(), subs), x[b, -1:]])},
+            f"{given}: x of row {b}, as it enters sub-layer {first}", rtol=1e-7)
+        if set(trace) != {tap for tap in (0, 1, 9) if tap < first}:
+            fail(given + ", taps (0, 1, 9)", f"a trace of the taps before {first}", sorted(trace))
+        for tap, got in trace.items():
+            compare(got[b], states[tap + 1], {}, f"{given}: the trace after sub-layer {tap}", rtol=1e-7)
+
+
+def drafted_states(text, tokens, sublayers):
+    """What the sub-layers of a draft leave of each token that it reads. (K, dim)"""
+    n, ids = len(text), torch.tensor([[*text, *tokens]])
+    cache, xs = KVCache(LLAMA, 1, n + len(tokens), torch.float64), []
+    if n > 1:
+        TARGET.run(TARGET.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
+    for at in range(n - 1, n - 1 + len(tokens)):
+        xs.append(TARGET.run(TARGET.embed(ids[:, at : at + 1]), slice(at, at + 1), cache, list(sublayers))[0])
+    return torch.cat(xs)
+
+
+@pytest.mark.parametrize("name", SUBLAYERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_of_a_self_draft_is_the_targets(family, name):
+    """Greedy, with whatever draft, in rows that end at different places."""
+    m = make(FAMILIES[family])
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        got = generate(m, prompts, 12, SelfDraft(m, SUBLAYERS[name], 3))[0]
+        want = [oracle(m, prompt, 12) for prompt in prompts]
+        if got != want:
+            row = next(b for b in range(len(prompts)) if got[b] != want[b])
+            fail(f"{family}, {name}, the prompt {prompts[row]}, row {row}", want[row], got[row],
+                 "the text has changed: does `reuse` hand over states, or the cache hold keys, that are "
+                 "not the target's? The last draft must have run through the shared sub-layers, too")
+    stranger = SelfDraft(make(FAMILIES[family], 9), SUBLAYERS[name], 3)
+    if generate(m, PROMPTS, 12, stranger)[0] != [oracle(m, prompt, 12) for prompt in PROMPTS]:
+        fail("a draft by another model", "the target's text", "another text",
+             "a model that is not the target shares nothing: let self.stranger propose")

@@ -1,0 +1,587 @@
+"""`verify`, `verify_tree` and `chain` by their outcomes: every one is enumerated, and what counts is the
+distribution of the text, whichever coins are spent on it.
+
+The one thing to remember: a verifier that keeps few drafts may be right all the same. So the tests complete
+each text with plain draws from p before they compare, and what is kept is only remarked on.
+"""
+from functools import partial
+
+import pytest
+import torch
+from teach import compare, equal, fail, same_law, short
+from tiny import Branch, law
+
+from sampling import Coins
+from speculative import Rule, State, chain, verify, verify_tree
+
+V = 3   # tokens; the tables have a row for each last token, and one more for the start
+
+
+def wide(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+# the distribution after each token, and at last the one of the first token
+P = wide([[0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.25, 0.25, 0.5], [0.45, 0.2, 0.35]])
+Q = wide([[0.3, 0.4, 0.3], [0.2, 0.2, 0.6], [0.5, 0.3, 0.2], [0.2, 0.75, 0.05]])
+GREEDY = torch.eye(V, dtype=torch.float64)[[1, 2, 0, 2]]      # a target that is sure of each token
+
+
+def target_law(p, count):
+    """{text: probability} of drawing `count` tokens from p, one after the other."""
+    found = {(): 1.0}
+    for _ in range(count):
+        found = {(*text, t): weight * float(p[text[-1] if text else V, t]) for text, weight in found.items()
+                 for t in range(V) if p[text[-1] if text else V, t] > 0}
+    return found
+
+
+def completed(text, p, count, coins):
+    """The text with more tokens drawn from p, until it has `count`."""
+    text = list(text)
+    while len(text) < count:
+        text.append(int(coins.choose(p[text[-1] if text else V])))
+    return tuple(text[:count])
+
+
+def verified(name, K):
+    """The distribution of the text that a verifier with this mistake leaves after K drafts."""
+    return law(lambda coins: by_name(name, K, coins))
+
+
+def by_name(name, K, coins):
+    tokens, q = drafted(coins, Q, K)
+    return judge(mistaken(name), P, q, tokens, coins, None, K)
+
+
+def test_the_mistakes_can_be_told_apart():
+    """Each must show in the first test that it fails, and no other one may look alike there."""
+    for name in VERIFY:
+        K = next((K for K in (1, 2) if not equal(verified(name, K), verified(None, K))), None)
+        assert K or name == "subtract"      # which is seen only where lengths differ
+        alike = [other for other in VERIFY
+                 if K and other != name and equal(verified(name, K), verified(other, K))]
+        assert not alike, (name, alike)
+    chains = [law(lambda coins, name=name: by_steps(coins, name)) for name in [None, *CHAIN]]
+    assert not any(equal(a, b) for i, a in enumerate(chains) for b in chains[:i])
+
+
+# --- verify
+
+
+def by_the_book(p, q, tokens, coins, length=None, mistake=None):
+    """`verify` for one row, step by step; with a mistake that somebody might make."""
+    length = len(tokens) if length is None else length
+    passed = []
+    for k, t in enumerate(tokens[:length]):
+        chance = p[k][t] / q[k][t]
+        if mistake == "upside down":
+            chance = q[k][t] / p[k][t]
+        if mistake == "greedy":
+            chance = torch.as_tensor(float(p[k].argmax() == t))
+        passed.append(mistake == "all" or bool(coins.flip(chance)))
+    if mistake == "all passed":
+        kept = sum(passed)
+    else:
+        kept = (passed + [False]).index(False)
+    if kept == length:
+        row = p[max(0, kept - 1)] if mistake == "last row" else p[kept]
+        if mistake == "again" and kept:
+            return kept, int(tokens[kept - 1])
+        if mistake == "subtract" and kept < len(tokens):
+            row = (row - q[kept]).clamp(min=0)
+        return kept, int(coins.choose(row))
+    residual = {"p": p[kept], "q": q[kept], "abs": (p[kept] - q[kept]).abs(),
+                "first": (p[0] - q[0]).clamp(min=0)}.get(mistake, (p[kept] - q[kept]).clamp(min=0))
+    return kept, int(coins.choose(residual))
+
+
+VERIFY = {
+    "all": "every draft is accepted; one with p < q must be refused with probability 1 - p/q",
+    "greedy": "a draft is accepted where it is the target's most likely token; it must be with "
+              "probability min(1, p/q)",
+    "upside down": "the ratio is upside down: accept with probability min(1, p/q), not q/p",
+    "all passed": "drafts after the first refusal are counted, too; nothing after it counts",
+    "p": "a refused draft is replaced by a token from p; it must come from max(p - q, 0), or the drafts' "
+         "favourites come twice as often",
+    "q": "a refused draft is replaced by a token from q, the distribution that has just been refused",
+    "abs": "the replacement is drawn from |p - q|; what q has too much of must be cut off: max(p - q, 0)",
+    "first": "the residual is that of the first draft; take p and q of the place that was refused",
+    "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a row of "
+                "its own, one further",
+    "again": "the bonus is skipped: after a draft that was accepted whole its last token comes once more",
+    "subtract": "where nothing was proposed q must count as 0; you subtract a row of q that is dead"}
+
+
+def drafted(coins, q, K):
+    """K tokens drawn from q one after the other, and the rows that they were drawn from and are judged by."""
+    text, rows = [], []
+    for _ in range(K):
+        rows.append(q[text[-1] if text else V])
+        text.append(int(coins.choose(rows[-1])))
+    return text, rows
+
+
+def judge(verifier, p, q, tokens, coins, length, K):
+    """The text that one round of a verifier leaves, completed to K + 1 tokens."""
+    rows = torch.stack([p[t] for t in [V, *tokens]])
+    accepted, token = verifier(rows, q, tokens, coins, length)
+    most = len(tokens) if length is None else length
+    if not 0 <= accepted <= most:
+        fail(f"{most} proposed tokens", f"from 0 to {most} of them accepted", f"{accepted} accepted",
+             "the bonus token is counted as accepted; it is no draft" if length is None else
+             "`length` is ignored: what a row does not propose is dead, and is never accepted")
+    return completed([*tokens[:accepted], token], p, K + 1, coins)
+
+
+def ours(p, q, tokens, coins, length):
+    """`verify`, called for one row."""
+    accepted, token = verify(p[None], None if q is None else torch.stack(q)[None], torch.tensor([tokens]),
+                             coins, None if length is None else torch.tensor([length]))
+    for name, got in (("accepted", accepted), ("token", token)):
+        if not isinstance(got, torch.Tensor) or got.shape != (1,):
+            fail("one row", f"{name} as a tensor (B,) = (1,)", f"{got!r:.100}")
+    return int(accepted), int(token)
+
+
+def mistaken(name):
+    def verifier(p, q, tokens, coins, length):
+        q = list(torch.eye(V, dtype=torch.float64)[tokens]) if q is None else q
+        return by_the_book(p, q, tokens, coins, length, name)
+    return verifier
+
+
+@pytest.mark.parametrize("length", [None, 1], ids=["all proposed", "one proposed"])
+@pytest.mark.parametrize("K", [1, 2])
+def test_verify_drawn_drafts(K, length, record_property):
+    """All texts of a round over drafts that were drawn from q, each with its probability."""
+    def run(verifier):
+        def once(coins):
+            tokens, q = drafted(coins, Q, K)
+            return judge(verifier, P, q, tokens, coins, length, K)
+        return once
+
+    same_law(run(ours), target_law(P, K + 1), {why: run(mistaken(name)) for name, why in VERIFY.items()},
+             f"{K} drafts from q, {'all' if length is None else length} of them proposed, in a target of 3 "
+             "tokens; what comes out must have the distribution of plain decoding, {text: probability}")
+    if K == 1 and length is None:
+        kept = law(accepted_of)
+        most = float(torch.minimum(P[V], Q[V]).sum())
+        if kept.get(1, 0.0) < most - 1e-9:
+            record_property("remark", f"right, but it gains less than it could: it accepts "
+                                      f"{kept.get(1, 0.0):.0%} of the drafts, where min(1, p/q) accepts "
+                                      f"{most:.0%}, the sum of min(p, q)")
+
+
+def accepted_of(coins):
+    tokens, q = drafted(coins, Q, 1)
+    return ours(torch.stack([P[t] for t in [V, *tokens]]), q, tokens, coins, None)[0]
+
+
+@pytest.mark.parametrize("tokens", [[0], [1], [2, 0]], ids=str)
+def test_verify_copied_drafts(tokens):
+    """Copied proposals have no q: it is a one-hot, whatever they are."""
+    K = len(tokens)
+
+    def run(verifier):
+        return lambda coins: judge(verifier, P, None, tokens, coins, None, K)
+
+    same_law(run(ours), target_law(P, K + 1), {why: run(mistaken(name)) for name, why in VERIFY.items()},
+             f"the copied proposals {tokens}, q = None, in a target of 3 tokens; {{text: probability}}")
+
+
+def test_verify_greedy():
+    """One-hot p: the text is the target's, whatever the draft."""
+    for tokens in ([0, 1], [2, 0], [2, 1]):
+        def run(verifier, tokens=tokens):
+            return lambda coins: judge(verifier, GREEDY, None, tokens, coins, None, 2)
+        same_law(run(ours), target_law(GREEDY, 3), {why: run(mistaken(name)) for name, why in VERIFY.items()},
+                 f"the greedy target 2, 0, 1, ... and the proposals {tokens}; {{text: probability}}")
+
+
+def test_verify_nothing_proposed():
+    """K = 0: plain decoding."""
+    nothing = torch.empty(1, 0, dtype=torch.long)
+    same_law(lambda coins: int(verify(P[V].expand(1, 1, V), None, nothing, coins)[1]),
+             dict(enumerate(P[V].tolist())), {}, "no proposal at all; {token: probability}",
+             "without a draft the token comes from p")
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+def test_verify_rows_stand_for_themselves(drawn):
+    """A batch of two rows with tables and lengths of their own; one of them is greedy, to keep outcomes "
+      "few."""
+    lengths = torch.tensor([2, 1] if drawn == 0 else [1, 2])
+    rows = [P, GREEDY] if drawn == 0 else [GREEDY, P]
+    certain = [2, 0]        # what the greedy row proposes: its first two tokens
+
+    def once(coins):
+        tokens, q = drafted(coins, Q, 2)
+        both = [tokens, certain] if drawn == 0 else [certain, tokens]
+        hot = list(torch.eye(V, dtype=torch.float64)[certain])
+        qs = torch.stack([torch.stack(x) for x in ([q, hot] if drawn == 0 else [hot, q])])
+        ps = torch.stack([torch.stack([p[t] for t in [V, *ids]]) for p, ids in zip(rows, both, strict=True)])
+        accepted, token = verify(ps, qs, torch.tensor(both), coins, lengths)
+        if not (0 <= accepted).all() or not (accepted <= lengths).all():
+            fail(f"rows of {lengths.tolist()} proposals", "no more accepted than proposed", accepted.tolist(),
+                 "`length` is ignored: what a row did not propose is dead")
+        return tuple(completed([*ids[:a], t], p, 3, coins) for ids, a, t, p in
+                     zip(both, accepted.tolist(), token.tolist(), rows, strict=True))
+
+    solo = [target_law(p, 3) for p in rows]
+    want = {(a, b): u * v for a, u in solo[0].items() for b, v in solo[1].items()}
+    same_law(once, want, {}, f"two rows that propose {lengths.tolist()} tokens; {{texts: probability}}",
+             "each row has its own row of p after its last accepted draft, and its own length")
+
+
+class Refusing(Branch):
+    """As Branch, but it does not draw from weights that are all zero or NaN."""
+
+    def choose(self, weights):
+        if not bool((weights.sum(-1) > 0).all()):
+            fail("p = q but for rounding, and a refusal", "a token from p", f"a choice by {short(weights)}",
+                 "rounding can refuse a draft where p = q; nothing is left of max(p - q, 0) then, and p "
+                 "itself is right")
+        return super().choose(weights)
+
+
+def test_verify_where_nothing_is_left():
+    """p is q up to rounding, and gives token 2 nothing; a refusal has a chance of one in a billion."""
+    q = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    p = torch.tensor([0.5, 0.5 - 1e-9, 0.0], dtype=torch.float64)
+    outcomes = law(lambda coins: ours(torch.stack([p, p]), [q], [1], coins, None), Refusing)
+    if any(token == 2 for _, token in outcomes):
+        fail("p = [.5, .5 - 1e-9, 0], q = [.5, .5, 0], and token 1 refused", "token 0 or 1", "token 2",
+             "an empty residual is made uniform, and so tokens come that the target never writes; where "
+             "nothing is left of max(p - q, 0), p itself is right")
+
+
+def test_verify_dead_drafts():
+    """Beyond its length a row's q may hold anything, even NaN."""
+    nan = [torch.full((V,), float("nan"), dtype=torch.float64)]
+    got = law(lambda coins: ours(torch.stack([P[V], P[1]]), nan, [1], coins, 0))
+    want = {(0, t): float(P[V, t]) for t in range(V)}
+    if not equal(got, want):
+        fail("a row that proposes nothing, beside a dead q of NaN", short(want), short(got),
+             "what is dead is computed with; 0 * NaN is NaN, so choose with torch.where or by an index")
+
+
+# --- chain
+
+
+LOGITS = wide([[0.0, 1.0, 2.0], [2.0, 0.5, 0.0], [1.0, 0.0, 0.5]])     # by the last token
+CHAIN = {
+    "stale": "step reads the last known token every time; it must read the token that was drawn before it",
+    "raw": "tokens are drawn from the raw softmax; temperature, top-k and the like are in state.probs",
+    "argmax": "the most likely token is taken; a draft must be drawn from q, or q is not its distribution"}
+
+
+def best_two(logits):
+    """A setting that the raw softmax does not know of: of each distribution the best two tokens stay."""
+    p = logits.softmax(-1)
+    p = p * (p >= p.topk(2, -1).values[..., -1:])
+    return p / p.sum(-1, keepdim=True)
+
+
+def by_steps(coins, mistake=None, count=2):
+    """The tokens of a chain after token 0, one by one."""
+    token, tokens = 0, []
+    for _ in range(count):
+        row = LOGITS[0 if mistake == "stale" else token]
+        q = row.softmax(-1) if mistake == "raw" else best_two(row)
+        token = int(q.argmax()) if mistake == "argmax" else int(coins.choose(q))
+        tokens.append(token)
+    return tuple(tokens)
+
+
+class Says(Rule):
+    """How far to draft, as a number or a list of one for each row; and a stop rule."""
+
+    def __init__(self, gamma, stop=None):
+        super().__init__(0)
+        self.want, self.stop = gamma, stop
+
+    def gamma(self, state):
+        return self.want
+
+
+def draft(rule, coins, known=((1, 0),), left=None, probs=best_two):
+    """What chain returns for these texts: rows of live tokens, q (B, K, V), and how often it stepped. The
+    scripted step insists on being asked for k = 0, 1, 2, ..., each time of one token a row."""
+    known = [list(text) for text in known]
+    left = left or [9] * len(known)
+    S, steps = max(map(len, known)) + 9, []
+    tokens = torch.tensor([text + [0] * (S - len(text)) for text in known])
+    state = State(tokens, torch.tensor([len(text) for text in known]), torch.tensor(left), None, None, probs,
+                  coins, (), known, left)
+
+    def step(token, k):
+        steps.append(k)
+        if k != len(steps) - 1:
+            fail("the steps of a chain", f"step(token, {len(steps) - 1})", f"step(token, {k})",
+                 "k is the offset of the token that is read: 0 for the last known one, then 1, 2, ...")
+        if token.shape != (len(known), 1):
+            fail("a step", f"a token for each row, (B, 1) = ({len(known)}, 1)", f"shape {tuple(token.shape)}")
+        if k == 0 and token[:, 0].tolist() != [text[-1] for text in known]:
+            fail(f"texts {known}", "step 0 reads the last token of each", token[:, 0].tolist())
+        return LOGITS[token]                                                    # (B, 1, V)
+
+    tokens, q, length = chain(state, step, rule)
+    K = tokens.shape[1]
+    live = [K] * len(known) if length is None else length.tolist()
+    return [row[:n] for row, n in zip(tokens.tolist(), live, strict=True)], q, len(steps)
+
+
+def test_chain_draws_each_token_after_the_one_before():
+    """Two tokens after token 0, by a draft that is a table: all outcomes and their probabilities."""
+    def once(coins):
+        (tokens,), q, _ = draft(Says(2), coins)
+        return tuple(tokens)
+
+    want = law(by_steps)
+    same_law(once, want, {why: partial(by_steps, mistake=name) for name, why in CHAIN.items()},
+             "gamma = 2 and texts that end with token 0; {drafted tokens: probability}",
+             "each token is drawn from state.probs(step(the token before it))")
+
+
+def test_chain_returns_the_q_that_it_drew_from():
+    def once(coins):
+        (tokens,), q, _ = draft(Says(2), coins)
+        before = [0, *tokens[:-1]]
+        want = torch.stack([best_two(LOGITS[t]) for t in before])[None]
+        raw = torch.stack([LOGITS[t].softmax(-1) for t in before])[None]
+        hot = torch.eye(V, dtype=torch.float64)[tokens][None]
+        late = torch.stack([best_two(LOGITS[t]) for t in tokens])[None]
+        compare(q, want, {
+            "q must be what the token was drawn from, state.probs(logits), not the raw softmax": raw,
+            "q are the logits; they must go through state.probs first": LOGITS[before][None],
+            "q must be the distribution, not a one-hot of what was drawn": hot,
+            "each q belongs to the next token: keep the q that *this* token was drawn from": late},
+            f"q of the drafted tokens {tokens} after token 0")
+        return ()
+
+    law(once)
+
+
+def test_chain_keeps_the_token_that_stops_it():
+    """The rule stops after token 2, and that token is still proposed."""
+    rule = Says(3, lambda k, logits, token: token == 2)
+
+    def once(coins):
+        (tokens,), _, _ = draft(rule, coins)
+        early = [t for t in tokens[:-1] if t == 2]
+        if early or (len(tokens) < 3 and tokens[-1:] != [2]):
+            fail("a rule that stops after token 2, and at most 3 tokens", "the draft ends with its first "
+                "2, or has 3 tokens", f"the live tokens {tokens}",
+                 "it does not stop" if early else "the drawn token that stops the draft is dropped; to "
+                     "drop a token for what it is changes the distribution of the text")
+        return tuple(tokens)
+
+    law(once)
+
+
+def test_chain_rows_end_one_by_one():
+    """Row 0 stops at once, row 1 after three tokens: who has stopped stays so."""
+    rule = Says(4, lambda k, logits, token: torch.tensor([k == 0, k == 2]))
+    rows, _, _ = draft(rule, Coins(0), ((1, 0), (2,)))
+    if [len(row) for row in rows] != [1, 3]:
+        fail("row 0 is told to stop after its first token, row 1 after its third", "lengths [1, 3]",
+             f"lengths {[len(row) for row in rows]}",
+             "a row that has stopped goes on again: once stopped, always stopped")
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["no stop rule", "a stop rule"])
+@pytest.mark.parametrize("want, left, lengths", [
+    ([3, 1], [9, 9], [3, 1]), ([2, 2], [9, 2], [2, 1]), (4, [3, 3], [2, 2]), ([0, 2], [9, 9], [0, 2]),
+    (3, [1, 9], [0, 3])])
+def test_chain_lengths(want, left, lengths, stops):
+    """No row drafts more than it wants, nor than it may still emit less one."""
+    rule = Says(want, (lambda k, logits, token: torch.zeros(2).bool()) if stops else None)
+    rows, _, _ = draft(rule, Coins(0), ((1, 0), (2,)), list(left))
+    if [len(row) for row in rows] != lengths:
+        fail(f"gamma = {want}, and rows that may still emit {left} tokens", f"lengths {lengths}",
+             f"lengths {[len(row) for row in rows]}",
+             "each row has its own length: `wanted` says how many tokens each may draft, and `varied`, "
+             "whether they differ")
+
+
+def test_chain_of_nothing():
+    """gamma = 0: no step, no token, no q."""
+    (tokens,), q, steps = draft(Says(0), Coins(0))
+    if tokens or q is not None or steps:
+        fail("gamma = 0", "no tokens, q = None, no step", f"{tokens}, {short(q)}, {steps} steps")
+
+
+def test_chain_ends_where_all_rows_have(record_property):
+    rule = Says(6, lambda k, logits, token: torch.tensor([k == 1, k == 0]))
+    _, _, steps = draft(rule, Coins(0), ((1, 0), (2,)))
+    if steps > 2:
+        record_property("remark", f"right, but it takes {steps} steps where 2 would do: nobody reads what "
+                                  "is drafted after all rows have stopped")
+
+
+# --- verify_tree
+
+
+TREE = {
+    "all": "every first child is accepted; a draft must be with probability min(1, p/q)",
+    "same p": "later siblings are judged by p itself; after a refusal max(p - q, 0), scaled, takes its place",
+    "not scaled": "max(p - q, 0) must be scaled to sum to 1 before the next sibling is judged by it",
+    "p": "where all children were refused the token comes from p; it must come from what they have left of "
+         "it",
+    "root": "the token after the path is drawn at the root, from what its children left; it must come from "
+            "the row of the last accepted node",
+    "top": "the token after the path is drawn at the root; it must come from the row of the last accepted "
+           "node",
+    "uncle": "a node is accepted whose parent was not; the walk goes from node to child"}
+
+
+def by_the_walk(p, q, tokens, parents, coins, mistake=None):
+    """`verify_tree` for one row: what each node has left for its later children, and the walk."""
+    node, rest, chance = 0, list(p), []
+    for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        chance.append((p[parent] if mistake == "same p" else rest[parent])[token] / q[k][token])
+        less = (rest[parent] - q[k]).clamp(min=0)
+        if less.sum() > 0:
+            rest[parent] = less if mistake == "not scaled" else less / less.sum()
+    for k, parent in enumerate(parents):
+        if parent == node or mistake == "uncle" and parent < node:
+            node = k + 1 if mistake == "all" or bool(coins.flip(chance[k])) else node
+    last = {"p": p[node], "root": rest[0], "top": p[0]}.get(mistake, rest[node])
+    return node, int(coins.choose(last))
+
+
+def our_walk(p, q, tokens, parents, coins):
+    node, token = verify_tree(p[None], torch.tensor([tokens]), torch.tensor([parents]), coins,
+                              None if q is None else torch.stack(q)[None])
+    for name, got in (("node", node), ("token", token)):
+        if not isinstance(got, torch.Tensor) or got.shape != (1,):
+            fail("one row", f"{name} as a tensor (B,) = (1,)", f"{got!r:.100}")
+    return int(node), int(token)
+
+
+def planted(coins, parents):
+    """A tree whose siblings are drawn from Q without replacement; what each was drawn from; and the path of
+    tokens to each node."""
+    tokens, q, way = [], [], [()]
+    for k, parent in enumerate(parents):
+        row = Q[way[parent][-1] if way[parent] else V].clone()
+        for other in range(k):
+            if parents[other] == parent:
+                row[tokens[other]] = 0
+        q.append(row / row.sum())
+        tokens.append(int(coins.choose(q[-1])))
+        way.append((*way[parent], tokens[-1]))
+    return tokens, q, way
+
+
+def walked(verifier, parents, copied=None):
+    """A run: plant a tree, or take the `copied` tokens; verify it; complete the text to three tokens."""
+    def once(coins):
+        if copied is None:
+            tokens, q, way = planted(coins, parents)
+        else:
+            tokens, q, way = copied, None, [()]
+            for token, parent in zip(copied, parents, strict=True):
+                way.append((*way[parent], token))
+        rows = torch.stack([P[path[-1] if path else V] for path in way])
+        node, token = verifier(rows, q, tokens, parents, coins)
+        if not 0 <= node <= len(tokens):
+            fail(f"a tree of {len(tokens)} proposals", f"the last accepted node, 0 to {len(tokens)}", node)
+        return completed([*way[node], token], P, 3, coins)
+    return once
+
+
+def slips(parents, copied=None):
+    def slip(name):
+        def verifier(p, q, tokens, parents, coins):
+            q = list(torch.eye(V, dtype=torch.float64)[tokens]) if q is None else q
+            return by_the_walk(p, q, tokens, parents, coins, name)
+        return walked(verifier, parents, copied)
+    return {why: slip(name) for name, why in TREE.items()}
+
+
+@pytest.mark.parametrize("parents", [[0], [0, 0], [0, 0, 1], [0, 1, 0]], ids=str)
+def test_verify_tree_drawn_siblings(parents, record_property):
+    """Three tokens of a Markov chain: those that a tree yields, and more from p."""
+    same_law(walked(our_walk, parents), target_law(P, 3), slips(parents),
+             f"a tree of siblings drawn without replacement, which hang on the nodes {parents}; what comes "
+             "out must have the distribution of plain decoding, {text: probability}")
+    if parents == [0]:
+        kept = law(lambda coins: our_tree_keeps(coins)).get(True, 0.0)
+        most = float(torch.minimum(P[V], Q[V]).sum())
+        if kept < most - 1e-9:
+            record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} of "
+                                      f"single drafts, where min(1, p/q) accepts {most:.0%}")
+
+
+def our_tree_keeps(coins):
+    tokens, q, way = planted(coins, [0])
+    rows = torch.stack([P[path[-1] if path else V] for path in way])
+    return our_walk(rows, q, tokens, [0], coins)[0] > 0
+
+
+@pytest.mark.parametrize("parents, tokens", [([0, 0], [1, 2]), ([0, 0, 2], [1, 2, 0]), ([0, 0], [1, 1])],
+                         ids=str)
+def test_verify_tree_copied_siblings(parents, tokens):
+    same_law(walked(our_walk, parents, tokens), target_law(P, 3), slips(parents, tokens),
+             f"the copied tokens {tokens}, which hang on the nodes {parents}, q = None; "
+             f"{{text: probability}}")
+
+
+def test_verify_tree_rows_stand_for_themselves():
+    """Two rows, the second greedy, with trees of their own; of the first only one node is proposed."""
+    parents, certain = torch.tensor([[0, 0], [0, 1]]), [2, 0]
+
+    def once(coins):
+        tokens, q, way = planted(coins, [0, 0])
+        hot = torch.eye(V, dtype=torch.float64)[certain]
+        rows = [torch.stack([P[path[-1] if path else V] for path in way]), GREEDY[[V, *certain]]]
+        node, token = verify_tree(torch.stack(rows), torch.tensor([tokens, certain]), parents, coins,
+                                  torch.stack([torch.stack(q), hot]), torch.tensor([1, 2]))
+        if int(node[0]) > 1:
+            fail("a row that proposes the first of its two nodes", "node 0 or 1", int(node[0]),
+                 "`length` is ignored: what a row does not propose is dead")
+        return completed([*way[int(node[0])], int(token[0])], P, 2, coins), (int(node[1]), int(token[1]))
+
+    want = {(text, (2, 1)): weight for text, weight in target_law(P, 2).items()}
+    same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node "
+                             "and token of the greedy row): "
+                             "probability}", "each row has its own parents, length and rows of p")
+
+
+def test_the_slips_can_be_told_apart():
+    trees = [[0], [0, 0], [0, 0, 1], [0, 1, 0]]
+    for why in TREE.values():
+        tree = next(t for t in trees if not equal(law(slips(t)[why]), target_law(P, 3)))
+        alike = [other for other, wrong in slips(tree).items() if other != why
+                 and equal(law(wrong), law(slips(tree)[why]))]
+        assert not alike, (why, tree, alike)
+
+
+# --- what is told
+
+
+def test_what_is_told_of_a_wrong_distribution():
+    with pytest.raises(pytest.fail.Exception) as e:
+        same_law(lambda coins: int(coins.choose(P[V])), {0: 0.5, 1: 0.5}, {
+            "another": lambda coins: 0, "the true one": lambda coins: int(coins.choose(P[V]))}, "three "
+                "tokens")
+    assert str(e.value) == ("given         three tokens\nexpected      2: 0, 1: 0.5, 0: 0.5\n"
+                            "what came     2: 0.35, 1: 0.2, 0: 0.45\nlikely        the true one")
+    same_law(lambda coins: 0, {0: 1.0}, {}, "one outcome")
+
+
+def test_what_is_told_of_a_wrong_tensor():
+    mistakes = {"twice": [2.0, 4.0], "nothing": [0.0, 0.0]}
+    for got, why in (([2.0, 4.0], "twice"), ([0.0, 0.0], "nothing"), ([1.0, 3.0], "")):
+        with pytest.raises(pytest.fail.Exception) as e:
+            compare(wide(got), [1.0, 2.0], mistakes, "one and two")
+        told = str(e.value).splitlines()
+        assert told[:2] == ["given         one and two", "expected      [1, 2]"]
+        assert told[3:] == [f"likely        {why}"] * bool(why)
+    compare(wide([1.0, 2.0]), [1.0, 2.0], mistakes)
+    with pytest.raises(pytest.fail.Exception, match="9 at \\[1, 3, 4\\], where they differ most"):
+        far = torch.zeros(2, 4, 5)
+        far[1, 3, 4] = 9
+        compare(far, torch.zeros(2, 4, 5), {})
