@@ -3,6 +3,7 @@ checker passes what is right, and names what is wrong."""
 import ast
 import json
 import math
+import re
 import stat
 import sys
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from porting import check, make
-from porting.library_port import Watch, answer, cut_margin, edge_margin, tree_margin
+from porting.library_port import Watch, answer, cut_margin, edge_margin, load, tree_margin
 from porting.wrong_ports import MISTAKES, answers, wrong_port
 
+torch.set_num_threads(1)  # these models are too small to share
 PORTING = Path(__file__).parent.parent / "porting"
 CORE, STORIES = check.read_cases(check.TRACES), check.read_cases(check.STORIES)
 ALL = CORE | STORIES
@@ -53,11 +55,19 @@ def test_in_float32_the_library_passes(step):
 def test_make_makes_these_very_cases():
     assert [case[0] for case in make.CASES + make.STORY_CASES] == [*CORE, *STORIES]
     for number, op, build, wanted, catches in make.CASES:
-        request, told, _ = make.settle(number, op, build, wanted)
         committed, expect = CORE[number]
-        assert not check.differ(json.loads(json.dumps(request)), committed, 1e-5, []), number
+        request = json.loads(json.dumps(make.pose(number, op, build, expect["seed"])))
+        assert not check.differ(request, committed, 1e-5, []), number
+        assert wanted is None or wanted(expect["answer"]), number
         assert expect["catches"] == catches and len(catches) > 15
-        assert not check.differ(expect["answer"], json.loads(json.dumps(told)), 1e-5, []), number
+
+
+def test_make_makes_these_very_models():
+    for folder, c in make.CONFIGS.items():
+        m, committed = make.random_model(c), load(make.ROOT / folder, torch.float64)
+        assert committed.c == c
+        for ours, theirs in zip(m.parameters(), committed.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_the_traces_are_those_of_the_version_and_small():
@@ -120,9 +130,11 @@ def test_the_margin_of_a_choice_is_the_distance_to_the_nearest_edge():
 
 
 def test_the_margin_of_a_flip_is_the_distance_to_the_chance():
-    coins = Watch(given=[0.3, 0.9, 0.5])
+    coins = Watch(given=[0.3, 0.9, 0.5, 0.99])
     coins.flip(torch.tensor([[0.35, 7.0, 0.2]]))
     assert coins.margin == pytest.approx(0.05)          # .3 beside .35; .9 beside 1; .5 beside .2
+    coins.flip(torch.tensor([[7.0]]))
+    assert coins.margin == pytest.approx(0.01)          # .99 beside 1: a coin in float32 may be 1
     Watch(given=[]).flip(torch.zeros(1, 0))             # nothing to be decided
 
 
@@ -142,6 +154,8 @@ def test_the_margin_of_a_tree_is_what_refused_siblings_leave():
     p, q = torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[0.49, 0.51], [1.0, 0.0]])
     assert tree_margin(p, [0, 0], [0, 0], q) == pytest.approx(0.01)
     assert tree_margin(p, [0], [0], None) == pytest.approx(0.5)
+    q = torch.tensor([[0.6, 0.4], [0.05, 0.95]])        # what is left for the second: (0, 1)
+    assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)
 
 
 def test_a_case_that_cannot_be_had_with_a_margin_is_given_up_loudly(monkeypatch):
@@ -197,6 +211,33 @@ def test_a_wrong_port_is_refused_by_name(old, new, mistake):
     assert f"This very answer comes out if {mistake}." in said
     right = answers(wrong_port(old, old), [check.absolute(json.loads(json.dumps(first[min(refusing)][0])))])
     assert check.judge(first, right)[0] == {min(refusing): None}
+
+
+def test_a_mistake_must_be_made_once():
+    with pytest.raises(AssertionError, match="stands 0 times in numpy_port.py"):
+        wrong_port("goto", "")
+
+
+def test_names_are_those_of_the_very_case_and_answer():
+    line = next(line for line in check.read_lines(check.TRACES / "mistakes.jsonl") if line["case"] == 812)
+    a, b = {"accepted": 3, "token": 0}, {"accepted": 2, "token": 3}
+    assert line["print"] == check.print_of(a, ["accepted", "token"])
+    assert check.named(812, CORE[812][1], a) == ["every draft is accepted"]
+    assert check.named(812, CORE[812][1], b) == [] and check.named(812, CORE[812][1], {}) == []
+    assert check.named(813, CORE[812][1], a) == []
+
+
+def test_the_lowest_case_that_differs_is_shown():
+    cases = {n: CORE[n] for n in (301, 302, 303)}
+    verdicts = {301: None, 302: "this differs", 303: "so does this"}
+    said = check.first_difference(cases, verdicts, {302: {}, 303: {}})
+    assert "case 302" in said and "this differs" in said and "so does this" not in said
+    assert check.first_difference(cases, dict.fromkeys(cases), {}) is None
+
+
+def test_the_first_answer_to_a_case_counts(capsys, tmp_path):
+    port = script(tmp_path, "print('\\n'.join(json.dumps({'case': 811, 'token': t}) for t in (0, 1)))")
+    assert check.main(["--case", "811", str(port)]) == 1 and "811 NO" in capsys.readouterr().out
 
 
 def test_a_port_with_another_mistake_hears_the_usual_ones():
@@ -296,3 +337,42 @@ def test_which_cases_are_asked_for(capsys, tmp_path):
     with pytest.raises(SystemExit):
         check.main([])
     assert "name a port" in capsys.readouterr().err
+
+
+# --- the page
+
+
+def test_the_page_says_what_the_code_does():
+    page = (PORTING / "README.md").read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (\d)\. (.*?): cases? [\d to and]+$", page, re.M))
+    assert [name.lower() for name in sections.values()] == check.STEPS
+    for number, (request, _) in CORE.items():
+        words = page.split(f"\n## {number // 100}. ")[1].split("\n## ")[0]
+        assert f"`{request['op']}` (" in words, request["op"]
+        for key in request.keys() - {"case", "step", "op", "trees"}:
+            assert re.search(rf"\b{key}\b", words), f"{request['op']}: {key} is not explained"
+        for key in CORE[number][1]["answer"]:
+            assert f"`{key}`" in words or request["trees"], f"{request['op']}: {key} is not explained"
+    asked, told = (json.loads(re.search(rf"^{word} +(.*)$", page, re.M)[1]) for word in ("asked", "answered"))
+    assert asked.keys() == CORE[404][0].keys()
+    assert not check.differ(told["y"], answer(asked)[0]["y"], 1e-7, [])
+
+
+def test_the_page_names_only_what_is_there():
+    page = (PORTING / "README.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/]+\.(?:py|jsonl))`", page):
+        assert any((folder / name).is_file() for folder in (PORTING, PORTING.parent)), name
+    for command in re.findall(r"^python porting/check.py (.*?)(?:  |$)", page, re.M):
+        check.parse(command.split("#")[0].split())
+
+
+@pytest.mark.parametrize("name", [p.name for p in sorted(PORTING.glob("*.py"))])
+def test_no_function_is_longer_than_forty_lines(name):
+    tree = ast.parse((PORTING / name).read_text(encoding="utf-8"))
+    found = {f.name: f.end_lineno - f.lineno + 1 for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
+    assert max(found.values(), default=0) <= 40
+
+
+def test_the_library_does_not_know_of_its_ports():
+    for path in PORTING.parent.glob("*.py"):
+        assert not re.search(r"^\s*(from|import) porting", path.read_text(encoding="utf-8"), re.M), path.name
