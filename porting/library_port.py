@@ -15,30 +15,27 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import model  # noqa: E402
+import speculative  # noqa: E402
 from checkpoint import parts, read_config  # noqa: E402
 from kvcache import KVCache  # noqa: E402
 from layerskip import SelfDraft  # noqa: E402
 from methods.trees import Siblings  # noqa: E402
-from model import SPARE, Attention, Config, RMSNorm, Transformer, frequencies, rope, rotate  # noqa: E402
-from model import softcap as cap_softly  # noqa: E402
-from model import visible as who_sees  # noqa: E402
+from model import Attention, Config, RMSNorm, Transformer  # noqa: E402
 from porting.check import fingerprint  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
 from speculative import Drafter, NGram, State, Wrapper, ancestors  # noqa: E402
-from speculative import rounds as all_rounds  # noqa: E402
-from speculative import verify as verify_chain  # noqa: E402
-from speculative import verify_tree as verify_a_tree  # noqa: E402
 
 RANKS = 4  # of the greedy order so many tokens must be clearly apart: siblings take the second and the third
 
 
 def load(folder, dtype):
     """The model of a folder, whose tokenizer is not needed: every case gives ids."""
-    model = Transformer(read_config(Path(folder))).to(dtype).requires_grad_(False).eval()
+    m = Transformer(read_config(Path(folder))).to(dtype).requires_grad_(False).eval()
     tensors = load_file(Path(folder) / "model.safetensors")
-    for name, piece in parts(model):
+    for name, piece in parts(m):
         piece.copy_(tensors[name].view(piece.shape))
-    return model
+    return m
 
 
 def short(x):
@@ -146,22 +143,23 @@ def norm(r, dtype, coins):
 
 
 def angles(r, dtype, coins):
-    return {"freqs": pack(frequencies(r["head_dim"], r["theta"], r["scaling"]))}
+    return {"freqs": pack(model.frequencies(r["head_dim"], r["theta"], r["scaling"]))}
 
 
 def turn(r, dtype, coins):
-    cos, sin = rope(torch.tensor(r["positions"]), unpack(r["freqs"]))
-    return {"y": pack(rotate(unpack(r["x"], dtype), cos.to(dtype), sin.to(dtype)))}
+    cos, sin = model.rope(torch.tensor(r["positions"]), unpack(r["freqs"]))
+    return {"y": pack(model.rotate(unpack(r["x"], dtype), cos.to(dtype), sin.to(dtype)))}
 
 
 def visible(r, dtype, coins):
     tree = None if r["tree"] is None else torch.tensor([r["tree"]]) == 1
-    mask = who_sees(torch.tensor([r["positions"]]), torch.tensor([r["slots"]]), r["end"], tree, r["window"])
+    at, slots = torch.tensor([r["positions"]]), torch.tensor([r["slots"]])
+    mask = model.visible(at, slots, r["end"], tree, r["window"])
     return {"mask": mask[0].int().tolist()}
 
 
 def softcap(r, dtype, coins):
-    return {"y": pack(cap_softly(unpack(r["x"], dtype), r["cap"]))}
+    return {"y": pack(model.softcap(unpack(r["x"], dtype), r["cap"]))}
 
 
 def attend(r, dtype, coins):
@@ -207,7 +205,7 @@ def forward(r, dtype, coins):
 
 def blocks(r, dtype, coins):
     m, logits = load(ROOT / r["model"], dtype), []
-    cache = KVCache(m.c, 1, m.c.max_len + SPARE, dtype)
+    cache = KVCache(m.c, 1, m.c.max_len + model.SPARE, dtype)
     for b in r["blocks"]:
         first, T = b["first"], len(b["tokens"])
         slots, tree = torch.arange(first, first + T)[None], None
@@ -245,10 +243,10 @@ def verify(r, dtype, coins):
     p, q = (None if r[name] is None else unpack(r[name], dtype)[None] for name in ("p", "q"))
     tokens, coins.pool = torch.tensor([r["draft"]]), torch.tensor(r["uniforms"], dtype=torch.float64)
     if r["parents"] is None:
-        accepted, token = verify_chain(p, q, tokens, coins)
+        accepted, token = speculative.verify(p, q, tokens, coins)
         return {"accepted": int(accepted), "token": int(token)}
     coins.note(tree_margin(p[0], r["draft"], r["parents"], None if q is None else q[0]))
-    node, token = verify_a_tree(p, tokens, torch.tensor([r["parents"]]), coins, q)
+    node, token = speculative.verify_tree(p, tokens, torch.tensor([r["parents"]]), coins, q)
     return {"node": int(node), "token": int(token)}
 
 
@@ -272,18 +270,18 @@ class Notes(Wrapper):
         return self.draft
 
 
-def drafter_of(r, model):
+def drafter_of(r, m):
     d = r["drafter"]
     if d["kind"] == "none":
         return Drafter()
     if d["kind"] == "ngram":
         return NGram(d["gamma"], d["n"])
-    chain = SelfDraft(model, d["sublayers"], d["gamma"])
+    chain = SelfDraft(m, d["sublayers"], d["gamma"])
     return Siblings(chain, d["widths"]) if d["widths"] else chain
 
 
 def rounds(r, dtype, coins):
-    model, p = load(ROOT / r["model"], dtype), []
+    m, p = load(ROOT / r["model"], dtype), []
     coins.seed = r["seed"]
 
     def probs(logits):
@@ -291,8 +289,9 @@ def rounds(r, dtype, coins):
         coins.note(cut_margin(logits, **r["sampling"]))
         return p[-1]
 
-    notes, lines = Notes(drafter_of(r, model)), []
-    for _, outcome in all_rounds(model, r["prompts"], r["max_new"], notes, probs, coins, r["eos"]):
+    notes, lines = Notes(drafter_of(r, m)), []
+    run = speculative.rounds(m, r["prompts"], r["max_new"], notes, probs, coins, r["eos"])
+    for _, outcome in run:
         lines.append({"round": len(lines), **tell(notes, outcome, p[-1], coins)})
         coins.spent = []
     return {"rounds": lines}

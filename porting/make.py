@@ -6,7 +6,6 @@ thrown away, and another seed is tried. So rounding in float32 cannot turn a tok
     python porting/make.py core        traces/, but for what follows
     python porting/make.py stories     traces/stories/: the cases on weights/stories-llama
 """
-import copy
 import hashlib
 import json
 import sys
@@ -19,7 +18,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from checkpoint import encode, parts, read_tokenizer, stored_shape, write_config  # noqa: E402
+from checkpoint import encode, parts, read_config, read_tokenizer, stored_shape, write_config  # noqa: E402
 from model import Config, Transformer, frequencies  # noqa: E402
 from porting.check import (  # noqa: E402
     DIGEST,
@@ -39,7 +38,7 @@ from speculative import ancestors  # noqa: E402
 MARGIN, TRIES = 1e-4, 1000
 TOLERANCE = [1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-5, 1e-3]  # of each step
 LLAMA, GEMMA = "porting/traces/llama", "porting/traces/gemma2"
-SHIPPED = "weights/stories-llama"
+SHIPPED, PROMPT = "weights/stories-llama", "Once upon a time"
 LINEAR = dict(rope_type="linear", factor=3.0)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=64)  # of 4 frequencies 1 stays, 1 blends, 2 are divided
@@ -199,6 +198,16 @@ def writing(g, model, drafter, max_new=14, rows=(6,), settings=(0.0,), eos=0, vo
                 eos=ids(g, eos))
 
 
+def story():
+    """The prompt's ids, by the model's own tokenizer."""
+    return encode(read_tokenizer(ROOT / SHIPPED), PROMPT, read_config(ROOT / SHIPPED).bos)
+
+
+def telling(g):
+    """The story itself, drafted by a part of the model; `words` is for ports that have a tokenizer."""
+    return writing(g, SHIPPED, partly(3, EXIT), 24) | dict(prompts=[story()], words=PROMPT)
+
+
 # --- what a trace of rounds must show to be worth keeping
 
 
@@ -227,10 +236,10 @@ def copied(a):
 
 
 def ends_inside(a):
-    """The last round accepts an end of text before the last of its drafts."""
-    last = a["rounds"][-1]
-    return last["new"][0] == last["draft"][0][: last["accepted"][0]] and last["accepted"][0] < len(
-        last["draft"][0]) and len(a["rounds"]) > 2 and last["accepted"][0] > 1
+    """The last round accepts an end of text inside its draft: not at once, and before the last token."""
+    *earlier, last = a["rounds"]
+    (new,), (draft,), (kept,) = (last[key] for key in ("new", "draft", "accepted"))
+    return len(earlier) >= 2 and 1 < kept < len(draft) and new == draft[:kept]
 
 
 def branched(a):
@@ -391,19 +400,14 @@ CASES = [
     (982, "rounds", lambda g: writing(g, LLAMA, partly(2, EXIT, [2, 1]), 16, settings=(1.0,)), branched,
      "siblings are drawn with replacement"),
 ]
-PROMPT = "Once upon a time"
 STORY_CASES = [
     (191, "weights", lambda g: dict(model=SHIPPED), None,
      "bfloat16 is the upper half of a float32, and is read as if it were a float16"),
     (691, "forward", lambda g: dict(model=SHIPPED, tokens=story()), None,
      "something that only shows in a deep model, such as a norm that rounds"),
-    (991, "rounds", lambda g: writing(g, SHIPPED, partly(3, EXIT), 24) | dict(prompts=[story()]),
-     lambda a: lively(a) and sum(kept for kept, _ in tally(a)) > 5, "ids beyond those of the small models"),
+    (991, "rounds", telling, lambda a: lively(a) and sum(kept for kept, _ in tally(a)) > 5,
+     "ids beyond those of the small models"),
 ]
-
-
-def story():
-    return encode(read_tokenizer(ROOT / SHIPPED), PROMPT, 0)
 
 
 # --- making them
@@ -448,6 +452,12 @@ def with_prints(value, brief):
     return told if brief else told | {"data": value["data"]}
 
 
+def wording(told):
+    """What the rounds of one text say, in words."""
+    new = [t for r in told["rounds"] for t in r["new"][0]]
+    return read_tokenizer(ROOT / SHIPPED).decode(story() + new)
+
+
 def write_lines(path, lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
@@ -457,12 +467,13 @@ def write(folder, cases, brief=False):
     requests, answers, rounds = [], [], []
     for number, op, build, wanted, catches in cases:
         seed, request, told, margin = settle(number, op, build, wanted)
-        for line in told.pop("rounds", []):
-            rounds.append({"case": number, **line})
         requests.append(request)
         answers.append({"case": number, "catches": catches, "tolerance": TOLERANCE[number // 100 - 1],
-                        "seed": seed, "margin": None if margin == float("inf") else round(margin, 6),
-                        "answer": with_prints(told, brief)})
+                        "seed": seed, "margin": None if margin == float("inf") else round(margin, 6)})
+        if "words" in request:
+            answers[-1]["words"] = wording(told)
+        rounds += [{"case": number, **line} for line in told.pop("rounds", [])]
+        answers[-1]["answer"] = with_prints(told, brief)
         print(f"{number} {op:12} margin {margin:.1e}", flush=True)
     write_lines(folder / "cases.jsonl", requests)
     write_lines(folder / "answers.jsonl", answers)
@@ -473,8 +484,7 @@ def write_mistakes():
     """What each wrong port says where it is wrong: a fingerprint of the whole answer."""
     cases, lines = read_cases(TRACES), []
     for old, new, mistake in MISTAKES:
-        requests = copy.deepcopy([absolute(request) for request, _ in cases.values()])
-        found = answers(wrong_port(old, new), requests)
+        found = answers(wrong_port(old, new), [absolute(request) for request, _ in cases.values()])
         for number, wrong in found.items():
             expect = cases[number][1]
             if differ(expect["answer"], json.loads(json.dumps(wrong)), expect["tolerance"], []):

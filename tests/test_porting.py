@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint import encode, read_config, read_tokenizer
 from porting import check, make
 from porting.library_port import Watch, answer, cut_margin, edge_margin, load, tree_margin
 from porting.wrong_ports import MISTAKES, answers, wrong_port
@@ -73,6 +74,16 @@ def test_make_makes_these_very_models():
 def test_the_traces_are_those_of_the_version_and_small():
     assert make.digest() == check.DIGEST, "the traces were changed: raise VERSION, and set DIGEST beside it"
     assert sum(p.stat().st_size for p in check.TRACES.rglob("*") if p.is_file()) < 2e6
+
+
+def test_the_story_is_in_words_too():
+    """For a port that has a tokenizer."""
+    request, expect = STORIES[991]
+    folder = make.ROOT / make.SHIPPED
+    tokenizer = read_tokenizer(folder)
+    ids = request["prompts"][0] + [t for r in expect["answer"]["rounds"] for t in r["new"][0]]
+    assert tokenizer.decode(ids) == expect["words"] and expect["words"].startswith(request["words"])
+    assert encode(tokenizer, request["words"], read_config(folder).bos) == request["prompts"][0]
 
 
 def tensors(value):
