@@ -2067,6 +2067,114 @@ TEACH = [
      "test_by_outcomes.py::test_what_is_told_of_a_wrong_tensor"),
 ]
 
+PORT_CHECK = [
+    ("error = abs(got - want) / max(1.0, abs(want))", "error = abs(got - want)",
+     "large numbers must be as near as small ones",
+     "test_porting.py::test_whole_numbers_must_be_the_same_and_others_may_be_rounded"),
+    ("if error > tolerance:", "if error < tolerance:",
+     "what is near is refused",
+     "test_porting.py::test_whole_numbers_must_be_the_same_and_others_may_be_rounded"),
+    ("if not is_number(got) or not math.isfinite(got):", "if not is_number(got):",
+     "NaN is as good as any number", "test_porting.py::test_what_is_said_of_an_answer"),
+    ("and not isinstance(value, bool)", "",
+     "true counts as 1", "test_porting.py::test_whole_numbers_must_be_the_same_and_others_may_be_rounded"),
+    ("if not isinstance(got, list) or len(got) != len(want):", "if not isinstance(got, list):",
+     "a shorter list passes",
+     "test_porting.py::test_whole_numbers_must_be_the_same_and_others_may_be_rounded"),
+    ("""if got.get("shape") != want["shape"]:""", "if False:",
+     "a tensor of another shape passes", "test_porting.py::test_what_is_said_of_an_answer"),
+    ("""["magnitudes"]) / max(1.0, abs(want["sum"])) if key == "sum" else 1.0""", """["magnitudes"])""",
+     "every value of a fingerprint may be off by as much as the sum",
+     "test_porting.py::test_whole_numbers_must_be_the_same_and_others_may_be_rounded"),
+    ("blob[cut : start + last] + blob[start + first : cut]",
+     "blob[start + first : cut] + blob[cut : start + last]",
+     "the other weights are the same ones",
+     "test_porting.py::test_other_weights_change_the_text_as_foretold"),
+    ("""if name in ("model.embed_tokens.weight", "lm_head.weight"):""", """if name == "lm_head.weight":""",
+     "only the head is renamed", "test_porting.py::test_other_weights_change_the_text_as_foretold"),
+    ("return int(passed < len(cases) or trouble is not None)", "return int(trouble is not None)",
+     "a port that fails ends with status 0", "test_porting.py::test_which_cases_are_asked_for"),
+    ("""known = answer is not None and not answer.get("todo")""", "known = answer is not None",
+     "a case that is not ported yet counts as a difference",
+     "test_porting.py::test_what_is_said_of_an_answer"),
+    ("""if line["case"] == number and "values" in got""", """if "values" in got""",
+     "mistakes of other cases are named, too",
+     "test_porting.py::test_names_are_those_of_the_very_case_and_answer"),
+    ("next((n for n, verdict in verdicts.items() if verdict), None)",
+     "next((n for n, verdict in reversed(verdicts.items()) if verdict), None)",
+     "the last difference comes first", "test_porting.py::test_the_lowest_case_that_differs_is_shown"),
+    ("except subprocess.TimeoutExpired as e:", "except subprocess.CalledProcessError as e:",
+     "a port that hangs brings the checker down", "test_porting.py::test_a_port_that_gives_no_answer"),
+    ("except (ValueError, KeyError, TypeError, RecursionError):", "except ValueError:",
+     "an answer without a case brings the checker down", "test_porting.py::test_a_port_that_gives_no_answer"),
+    ("""not (args.core and case[0]["trees"])""", "True",
+     "trees belong to the core", "test_porting.py::test_which_cases_are_asked_for"),
+    ("""answers.setdefault(answer["case"], answer)""", """answers.update({answer["case"]: answer})""",
+     "a second answer mends the first", "test_porting.py::test_the_first_answer_to_a_case_counts"),
+]
+
+PORT_LIBRARY = [
+    ("edges = torch.cat([torch.zeros_like(cdf[..., :1]), cdf], -1)", "edges = cdf[..., :-1]",
+     "a uniform just below 1 is far from every edge",
+     "test_porting.py::test_the_margin_of_a_choice_is_the_distance_to_the_nearest_edge"),
+    ("(u[..., None] * cdf[..., -1:] - edges)", "(u[..., None] - edges)",
+     "weights are taken to sum to 1",
+     "test_porting.py::test_the_margin_of_a_choice_is_the_distance_to_the_nearest_edge"),
+    ("return float(gaps[..., :RANKS].min())", "return math.inf",
+     "an argmax is never close",
+     "test_porting.py::test_the_margin_of_the_filters_is_that_of_their_nearest_cut"),
+    ("[float(gaps[..., k - 1].min())]", "[math.inf]",
+     "the cut of top-k is never close",
+     "test_porting.py::test_the_margin_of_the_filters_is_that_of_their_nearest_cut"),
+    ("found.append(float((before - top_p).abs().min()))", "pass",
+     "the cut of top-p is never close",
+     "test_porting.py::test_the_margin_of_the_filters_is_that_of_their_nearest_cut"),
+    ("found.append(float((p - min_p * p[..., :1])[p > 0].abs().min()))", "pass",
+     "the cut of min-p is never close",
+     "test_porting.py::test_the_margin_of_the_filters_is_that_of_their_nearest_cut"),
+    ("prob.nan_to_num(-1.0).clamp(max=1)).abs().min()", "prob.nan_to_num(-1.0)).abs().min()",
+     "u = .9999 is far from a chance of 7",
+     "test_porting.py::test_the_margin_of_a_flip_is_the_distance_to_the_chance"),
+    ("(gaps == 0) & ties", "gaps == 0",
+     "two tokens of one logit are far apart",
+     "test_porting.py::test_the_margin_of_the_filters_is_that_of_their_nearest_cut"),
+    ("rest[parent] = less / less.sum()", "pass",
+     "the second sibling is tested against what the first was",
+     "test_porting.py::test_the_margin_of_a_tree_is_what_refused_siblings_leave"),
+    ("row[name] if left else None", "row[name]",
+     "a complete text goes on telling",
+     "test_porting.py::test_the_library_says_what_the_traces_say_and_nothing_hangs_on_rounding[9]"),
+    ("""{"u_draft": [u for s in drawn for u in s[1]]""",
+     """{"u_draft": [u for s in drawn for u in s[1][:1]]""",
+     "only the first text's uniforms are told",
+     "test_porting.py::test_the_library_says_what_the_traces_say_and_nothing_hangs_on_rounding[9]"),
+]
+
+PORT_MAKE = [
+    ("margin >= MARGIN or is_exact(request)", "True",
+     "any margin will do",
+     "test_porting.py::test_a_case_that_cannot_be_had_with_a_margin_is_given_up_loudly"),
+    ("(wanted is None or wanted(told))", "True",
+     "what a case should show is not asked for",
+     "test_porting.py::test_a_case_that_cannot_be_had_with_a_margin_is_given_up_loudly"),
+    ("""request["op"] in ("choose", "verify") and all""", "all",
+     "filters of exact numbers count as exact, though they take an exponential",
+     "test_porting.py::test_only_what_cannot_be_rounded_is_exact"),
+    ("post.weight.add_(-0.2 if late else 2.0)", "post.weight.add_(-0.2)",
+     "the models of the traces are others than those that are made",
+     "test_porting.py::test_make_makes_these_very_models"),
+]
+
+PORT_NUMPY = [
+    ("int(s <= own and", "int(s < own and",
+     "a token does not see itself", "test_porting.py::test_the_numpy_port_passes"),
+]
+
+PORT_WRONG = [
+    ("if SOURCE.count(old) != 1:", "if False:",
+     "a mistake that is not made passes for one", "test_porting.py::test_a_mistake_must_be_made_once"),
+]
+
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
          "layerskip.py": LAYERSKIP, "methods/trees.py": TREES, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
@@ -2081,7 +2189,10 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "support/card.py": CARD, "machine/recorded.py": RECORDED, "support/page.py": PAGE,
          "notebooks/execute.py": EXECUTE, "exercises/splice.py": SPLICE, "exercises/grade.py": GRADE,
          "exercises/start.py": START, "exercises/variants.py": VARIANTS, "exercises/diagnose.py": DIAGNOSE,
-         "exercises/specs.py": SPECS, "exercises/tasks.py": TASKS, "tests/teach.py": TEACH}
+         "exercises/specs.py": SPECS, "exercises/tasks.py": TASKS, "tests/teach.py": TEACH,
+         "porting/check.py": PORT_CHECK, "porting/library_port.py": PORT_LIBRARY,
+         "porting/make.py": PORT_MAKE, "porting/numpy_port.py": PORT_NUMPY,
+         "porting/wrong_ports.py": PORT_WRONG}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 
@@ -2090,7 +2201,7 @@ def copy_repository(folder):
     for file in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("support", "benchmarks", "machine", "methods", "notebooks", "exercises"):
+    for name in ("support", "benchmarks", "machine", "methods", "notebooks", "exercises", "porting"):
         ignored = shutil.ignore_patterns("__pycache__", "*.ipynb")
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     (folder / "weights").symlink_to(ROOT / "weights")

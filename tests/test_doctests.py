@@ -10,11 +10,12 @@ import model
 import sampling
 import speculative
 from methods import trees
+from porting import check
 
 EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"],
             speculative: ["verify", "ancestors", "verify_tree"],
             layerskip: ["keep", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
-            checkpoint: ["parts"],
+            checkpoint: ["parts"], check: ["fingerprint"],
             trees: ["chain_with_siblings", "widths_of", "tree_tokens", "best_tree"]}
 
 

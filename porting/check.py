@@ -1,0 +1,303 @@
+"""Asks a port every case of traces/ and says what differs first, by how much, and what usually causes it.
+
+The one thing to remember: a port is any program that reads one JSON case a line and answers one a line. It
+never sees what is expected: that is compared afterwards, here, with nothing but Python's standard library.
+
+    python porting/check.py ./my-port                     every case
+    python porting/check.py --to 5 ./my-port              the cases of steps 1 to 5
+    python porting/check.py --case 302 python my_port.py  one case
+"""
+import argparse
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+VERSION, DIGEST = 1, "1e80ca363ced"  # of the traces: whoever makes them anew and gets others changes both
+ROOT = Path(__file__).resolve().parent.parent
+TRACES = ROOT / "porting" / "traces"
+STORIES = TRACES / "stories"
+STEPS = ["safetensors", "norm", "rope", "mask and attention", "sub-layer", "forward", "cache",
+         "coins and sampling", "round"]
+ROLLED = 999  # the number of the case that is made afresh each time: see `rolled`
+
+# --- what is compared
+
+
+def fingerprint(numbers):
+    """What may stand for a tensor: its sum and the sum of its magnitudes, in float64, and five values: the
+    first, those a quarter, a half and three quarters of the way, rounded down, and the last.
+
+    >>> fingerprint([3.0, -1.0, 2.0])
+    {'sum': 4.0, 'magnitudes': 6.0, 'values': [3.0, 3.0, -1.0, -1.0, 2.0]}
+    """
+    return {"sum": math.fsum(numbers), "magnitudes": math.fsum(map(abs, numbers)),
+            "values": [numbers[i * (len(numbers) - 1) // 4] for i in range(5)]}
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def differ(want, got, tolerance, errors, where=""):
+    """How an answer differs from what is expected, in words, at the first place where it does; None where it
+    does not. `errors` receives the size of every rounding error that was met and forgiven.
+
+    Whole numbers must be the same. Of others |got - want| may be tolerance * max(1, |want|), or NaN nowhere.
+    """
+    if isinstance(want, dict):
+        if not isinstance(got, dict):
+            return f"{where or 'the answer'}: expected an object, got {brief(got)}"
+        if "shape" in want and "sum" in want:
+            return differ_tensor(want, got, tolerance, errors, where)
+        pairs = [(f"{where}.{key}" if where else key, value, got.get(key)) for key, value in want.items()]
+    elif isinstance(want, list):
+        if not isinstance(got, list) or len(got) != len(want):
+            size = f"{len(got)} entries: {brief(got)}" if isinstance(got, list) else brief(got)
+            return f"{where}: expected {len(want)} entries: {brief(want)}; got {size}"
+        pairs = [(f"{where}[{i}]", value, other) for i, (value, other) in enumerate(zip(want, got))]  # noqa: B905
+    elif isinstance(want, float):
+        if not is_number(got) or not math.isfinite(got):
+            return f"{where}: expected the number {want:.9g}, got {brief(got)}"
+        error = abs(got - want) / max(1.0, abs(want))
+        if error > tolerance:
+            return f"{where}: expected {want:.9g}, got {got:.9g}, which is {abs(got - want):.2g} off"
+        errors.append(error)
+        return None
+    else:
+        return None if got == want else f"{where}: expected {want}, got {brief(got)}"
+    return next((d for place, value, other in pairs if (d := differ(value, other, tolerance, errors, place))),
+                None)
+
+
+def differ_tensor(want, got, tolerance, errors, where):
+    """`differ` for a tensor: number by number, or by its fingerprint where nothing else is stored."""
+    if got.get("shape") != want["shape"]:
+        return f"{where}: expected a tensor of shape {want['shape']}, got {brief(got.get('shape'))}"
+    data = got.get("data")
+    if data is None and "data" not in want:     # where it is asked for, a port answers with a fingerprint
+        return next((d for key in ("sum", "magnitudes", "values") if (d := differ(
+            want[key], got.get(key), tolerance * scale(want, key), errors, f"{where}.{key}"))), None)
+    size = math.prod(want["shape"])
+    if not isinstance(data, list) or len(data) != size or not all(map(is_number, data)):
+        return f"{where}.data: expected a flat list of {size} numbers"
+    if "data" in want:
+        bad = [i for i, (a, b) in enumerate(zip(want["data"], data, strict=True))
+               if differ(float(a), b, tolerance, errors)]
+        if not bad:
+            return None
+        at, first = [], bad[0]
+        for n in reversed(want["shape"]):
+            first, i = divmod(first, n)
+            at.insert(0, i)
+        return (differ(float(want["data"][bad[0]]), data[bad[0]], tolerance, [], f"{where}{at}")
+                + f" ({len(bad)} of {size} numbers differ)")
+    return differ_tensor(want, {"shape": want["shape"], **fingerprint(data)}, tolerance, errors, where)
+
+
+def scale(want, key):
+    """A sum of many numbers may be off by more than each of them."""
+    return max(1.0, want["magnitudes"]) / max(1.0, abs(want["sum"])) if key == "sum" else 1.0
+
+
+def brief(value, most=70):
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= most else text[:most] + "..."
+
+
+# --- cases
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_cases(folder):
+    """{number: (request, what is expected)} of a folder of traces. The rounds of a case stand in a file of
+    their own, one a line."""
+    requests = read_lines(folder / "cases.jsonl")
+    expected = {line["case"]: line for line in read_lines(folder / "answers.jsonl")}
+    for line in read_lines(folder / "rounds.jsonl"):
+        number = line.pop("case")
+        expected[number]["answer"].setdefault("rounds", []).append(line)
+    return {request["case"]: (request, expected[request["case"]]) for request in requests}
+
+
+def absolute(request):
+    """A request as the port sees it: the folder of its model can be opened from anywhere."""
+    return request | {"model": str(ROOT / request["model"])} if "model" in request else request
+
+
+def rolled(request, expect, folder):
+    """A greedy case with other weights and a known answer: every token is renamed, t to t + some number, in
+    the rows of the embedding and of the head and in the prompt. Then the same names change in the answer, and
+    nothing else. So a port that has its answers from anywhere but the weights it is given is caught."""
+    source = ROOT / request["model"]
+    shutil.copy(source / "config.json", folder)
+    blob = bytearray((source / "model.safetensors").read_bytes())
+    start = 8 + int.from_bytes(blob[:8], "little")
+    header = json.loads(blob[8:start])
+    V = header["model.embed_tokens.weight"]["shape"][0]
+    by = random.randrange(1, V)
+    for name, entry in header.items():
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            first, last = entry["data_offsets"]
+            cut = start + last - by * ((last - first) // V)
+            blob[start + first : start + last] = blob[cut : start + last] + blob[start + first : cut]
+    (folder / "model.safetensors").write_bytes(blob)
+
+    def rename(ids):
+        return [rename(t) for t in ids] if isinstance(ids, list) else (ids + by) % V
+
+    ids = ("block", "draft", "token", "new")
+    renamed = [{key: rename(value) if key in ids else value for key, value in line.items()}
+               for line in expect["answer"]["rounds"]]
+    why = "the tokens come from somewhere else than the weights that the case names"
+    return (request | {"case": ROLLED, "model": str(folder), "prompts": rename(request["prompts"])},
+            expect | {"case": ROLLED, "catches": why, "answer": {"rounds": renamed}})
+
+
+# --- the port
+
+
+def ask(command, requests, seconds):
+    """{number: answer}, and what went wrong besides, in words, None if nothing did."""
+    text = "".join(json.dumps(absolute(request)) + "\n" for request in requests)
+    try:
+        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=seconds)
+        out, err, status = done.stdout, done.stderr, done.returncode
+    except subprocess.TimeoutExpired as e:
+        out, err, status = e.stdout or b"", e.stderr or b"", None
+    except OSError as e:
+        raise ValueError(f"{command[0]}: cannot be run ({e.strerror})") from None
+    answers, trouble = {}, None
+    for i, line in enumerate(out.decode(errors="replace").splitlines(), 1):
+        try:
+            answer = json.loads(line)
+            answers.setdefault(answer["case"], answer)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            trouble = trouble or f"line {i} of what it printed is no answer: {line[:70]!r}"
+    last = err.decode(errors="replace").strip().splitlines()[-1:]
+    said = f", and its last words are {last[0][:200]!r}" if last else ""
+    if status is None:
+        trouble = f"it was stopped after {seconds} seconds, with {len(answers)} cases answered{said}"
+    elif status:
+        trouble = f"it ended with status {status}, with {len(answers)} cases answered{said}"
+    return answers, trouble
+
+
+def judge(cases, answers):
+    """{number: None where it passes, else how it differs; "" where the port does not know the case yet}, and
+    the largest error that was forgiven."""
+    verdicts, errors = {}, [0.0]
+    for number, (_, expect) in cases.items():
+        answer = answers.get(number)
+        known = answer is not None and not answer.get("todo")
+        verdicts[number] = differ(expect["answer"], answer, expect["tolerance"], errors) if known else ""
+    return verdicts, max(errors)
+
+
+def print_of(answer, keys):
+    """The fingerprint of all numbers of an answer, and how many they are."""
+    def numbers(value):
+        if isinstance(value, dict):
+            value = value.get("data", [value[key] for key in sorted(value)])
+        return [x for v in value for x in numbers(v)] if isinstance(value, list) else \
+            [float(value)] if is_number(value) and math.isfinite(value) else []
+
+    found = numbers([answer.get(key) for key in keys])
+    return {"count": len(found), **(fingerprint(found) if found else {})}
+
+
+def named(number, expect, answer):
+    """The mistakes that give exactly this wrong answer: names of wrong_ports.py."""
+    got = print_of(answer, sorted(expect["answer"]))
+    return [line["mistake"] for line in read_lines(TRACES / "mistakes.jsonl")
+            if line["case"] == number and "values" in got
+            and not differ(line["print"], got, expect["tolerance"] * scale(got, "sum"), [])]
+
+
+# --- what is printed
+
+
+def matrix(cases, verdicts):
+    lines = []
+    for step, name in enumerate(STEPS, 1):
+        marks = [f"{number} {'ok' if verdicts[number] is None else 'NO' if verdicts[number] else '--'}"
+                 for number, (request, _) in cases.items() if request["step"] == step]
+        for i in range(0, len(marks), 9):
+            lines.append(f"{f'{step} {name}' if i == 0 else '':21}" + "   ".join(marks[i : i + 9]))
+    return "\n".join(lines)
+
+
+def first_difference(cases, verdicts, answers):
+    """What to mend first, in a few lines; None where nothing differs."""
+    number = next((n for n, verdict in verdicts.items() if verdict), None)
+    if number is None:
+        return None
+    request, expect = cases[number]
+    lines = [f"The first difference: case {number}, {request['op']} (step {request['step']}, "
+             f"{STEPS[request['step'] - 1]})", f"    {verdicts[number]}"]
+    names = named(number, expect, answers[number])
+    if names:
+        lines += [f"    This very answer comes out if {name}." for name in names]
+    else:
+        lines.append(f"    Usually: {expect['catches']}.")
+    return "\n".join(lines)
+
+
+def parse(argv):
+    a = argparse.ArgumentParser(description="Compare a port with the traces.")
+    a.add_argument("--case", type=int, action="append", metavar="N", help="only this case; may be repeated")
+    a.add_argument("--to", type=int, default=9, metavar="STEP", help="only the cases of steps 1 to STEP")
+    a.add_argument("--core", action="store_true", help="no cases of trees, and none on weights/stories-llama")
+    a.add_argument("--stories", action="store_true", help="only the cases on weights/stories-llama")
+    a.add_argument("--seconds", type=float, default=300, help="stop the port after so long (default 300)")
+    a.add_argument("command", nargs=argparse.REMAINDER, help="the port, such as ./my-port or python port.py")
+    args = a.parse_args(argv)
+    if not args.command:
+        a.error("name a port, such as ./my-port or python my_port.py")
+    return args
+
+
+def choose(args, folder):
+    """The cases that are asked for, and a case with other weights where all are."""
+    cases = ({} if args.stories else read_cases(TRACES)) | ({} if args.core else read_cases(STORIES))
+    cases = {n: case for n, case in sorted(cases.items()) if case[0]["step"] <= args.to
+             and not (args.core and case[0]["trees"]) and (not args.case or n in args.case)}
+    if not args.stories and args.to == 9 and (not args.case or ROLLED in args.case):
+        request, expect = read_cases(TRACES)[903]
+        cases[ROLLED] = rolled(request, expect, folder)
+    return cases
+
+
+def main(argv=None):
+    args = parse(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = choose(args, Path(folder))
+        if not cases:
+            print("check.py: there is no such case", file=sys.stderr)
+            return 2
+        try:
+            answers, trouble = ask(args.command, [request for request, _ in cases.values()], args.seconds)
+        except ValueError as e:
+            print(f"check.py: {e}", file=sys.stderr)
+            return 2
+    verdicts, error = judge(cases, answers)
+    print(matrix(cases, verdicts))
+    passed = sum(verdict is None for verdict in verdicts.values())
+    print(f"{passed} of {len(cases)} cases pass (traces version {VERSION}; largest error {error:.1e})")
+    if trouble:
+        print(f"The port: {trouble}")
+    what = first_difference(cases, verdicts, answers)
+    if what:
+        print(what)
+    return int(passed < len(cases) or trouble is not None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""The library as a port: it answers every case, and so it is what the traces are made with and held to.
+
+The one thing to remember: wherever an answer hangs on a decision between tokens, `Watch` notes how far that
+decision was from going the other way. A trace is only made of decisions that rounding cannot turn.
+"""
+import json
+import math
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import model  # noqa: E402
+import speculative  # noqa: E402
+from checkpoint import parts, read_config  # noqa: E402
+from kvcache import KVCache  # noqa: E402
+from layerskip import SelfDraft  # noqa: E402
+from methods.trees import Siblings  # noqa: E402
+from model import Attention, Config, RMSNorm, Transformer  # noqa: E402
+from porting.check import fingerprint  # noqa: E402
+from sampling import Coins, to_probs  # noqa: E402
+from speculative import Drafter, NGram, State, Wrapper, ancestors  # noqa: E402
+
+RANKS = 4  # of the greedy order so many tokens must be clearly apart: siblings take the second and the third
+
+
+def load(folder, dtype):
+    """The model of a folder, whose tokenizer is not needed: every case gives ids."""
+    m = Transformer(read_config(Path(folder))).to(dtype).requires_grad_(False).eval()
+    tensors = load_file(Path(folder) / "model.safetensors")
+    for name, piece in parts(m):
+        piece.copy_(tensors[name].view(piece.shape))
+    return m
+
+
+def short(x):
+    """All numbers of a tensor in one list, with the nine digits that float32 needs."""
+    return [float(f"{v:.9g}") for v in x.flatten().tolist()]
+
+
+def pack(x):
+    """A tensor in JSON."""
+    return {"shape": list(x.shape), "data": short(x)}
+
+
+def unpack(packed, dtype=torch.float64):
+    return torch.tensor(packed["data"], dtype=torch.float64).view(packed["shape"]).to(dtype)
+
+
+# --- margins
+
+
+def edge_margin(weights, u):
+    """How far u * (the sum of the weights) is from the nearest edge of their cumulative sums, in probability.
+    weights (..., V), u (...)"""
+    cdf = weights.double().cumsum(-1)
+    edges = torch.cat([torch.zeros_like(cdf[..., :1]), cdf], -1)
+    return float((u[..., None] * cdf[..., -1:] - edges).abs().min())
+
+
+def cut_margin(logits, temperature=0.0, top_k=None, top_p=None, min_p=None, ties=False):
+    """How far the nearest decision of `to_probs` is from going the other way. ties: equal logits are meant to
+    be equal, as in a case that gives them, and so none of them can overtake the other."""
+    ordered = logits.double().sort(descending=True).values
+    gaps = ordered[..., :-1] - ordered[..., 1:]
+    gaps = gaps.masked_fill((gaps == 0) & ties, math.inf)
+    if temperature == 0:
+        return float(gaps[..., :RANKS].min())
+    k = min(top_k or ordered.shape[-1], ordered.shape[-1])
+    p = (ordered[..., :k] / temperature).softmax(-1)
+    found = [math.inf] if k == ordered.shape[-1] else [float(gaps[..., k - 1].min())]
+    if top_p is not None:
+        before = p.cumsum(-1) - p
+        found.append(float((before - top_p).abs().min()))
+        p = p.masked_fill(before >= top_p, 0)
+    if min_p is not None:
+        found.append(float((p - min_p * p[..., :1])[p > 0].abs().min()))
+    return min(found)
+
+
+def tree_margin(p, tokens, parents, q):
+    """What is left of p after each refused sibling is either nothing at all or clearly something."""
+    rest, found = p.double().clone(), [1.0]
+    for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        drawn = torch.zeros_like(rest[0]).index_fill_(0, torch.tensor(token), 1.0) if q is None else q[k]
+        less = (rest[parent] - drawn).clamp(min=0)
+        if less.sum() > 0:
+            found.append(float(less.sum()))
+            rest[parent] = less / less.sum()
+    return min(found)
+
+
+class Watch(Coins):
+    """Coins that write down what they were spent on, and by how little."""
+
+    def __init__(self, seed=0, given=None):
+        """given: uniforms to be spent instead of the seed's."""
+        super().__init__(seed)
+        self.spent, self.margin = [], math.inf      # [(kind, uniforms, chances or chosen)], the smallest
+        if given is not None:
+            self.pool = torch.tensor(given, dtype=torch.float64)
+
+    def note(self, margin):
+        self.margin = min(self.margin, margin)
+
+    def take(self, count, device):
+        self.taken = super().take(count, device)
+        return self.taken
+
+    def flip(self, prob):
+        passed = super().flip(prob)
+        if prob.numel():
+            self.note(float((self.taken.view(prob.shape) - prob.nan_to_num(-1.0).clamp(max=1)).abs().min()))
+        self.spent.append(("flip", self.taken.tolist(), prob))
+        return passed
+
+    def choose(self, weights):
+        chosen = super().choose(weights)
+        self.note(edge_margin(weights, self.taken.view(chosen.shape)))
+        self.spent.append(("choose", self.taken.tolist(), chosen))
+        return chosen
+
+
+# --- one function for each kind of case: (case, dtype, coins) -> answer
+
+
+def weights(r, dtype, coins):
+    tensors = load_file(ROOT / r["model"] / "model.safetensors")
+    return {"tensors": {name: {"shape": list(x.shape), **fingerprint(x.double().flatten().tolist())}
+                        for name, x in sorted(tensors.items())}}
+
+
+def norm(r, dtype, coins):
+    w = unpack(r["weight"], dtype)
+    layer = RMSNorm(Config(1, len(w), 1, 1, 1, 2, 1, norm_eps=r["eps"], norm_offset=r["offset"])).to(dtype)
+    layer.weight.data.copy_(w)
+    return {"y": pack(layer(unpack(r["x"], dtype)).detach())}
+
+
+def angles(r, dtype, coins):
+    return {"freqs": pack(model.frequencies(r["head_dim"], r["theta"], r["scaling"]))}
+
+
+def turn(r, dtype, coins):
+    cos, sin = model.rope(torch.tensor(r["positions"]), unpack(r["freqs"]))
+    return {"y": pack(model.rotate(unpack(r["x"], dtype), cos.to(dtype), sin.to(dtype)))}
+
+
+def visible(r, dtype, coins):
+    tree = None if r["tree"] is None else torch.tensor([r["tree"]]) == 1
+    at, slots = torch.tensor([r["positions"]]), torch.tensor([r["slots"]])
+    mask = model.visible(at, slots, r["end"], tree, r["window"])
+    return {"mask": mask[0].int().tolist()}
+
+
+def softcap(r, dtype, coins):
+    return {"y": pack(model.softcap(unpack(r["x"], dtype), r["cap"]))}
+
+
+def attend(r, dtype, coins):
+    """The library's attention with the identity for its matrices, a rotation by nothing, and a cache that
+    holds the given keys and values."""
+    q, k, v = (unpack(r[name], dtype) for name in ("q", "k", "v"))              # (H, T, D), (Hkv, S, D) twice
+    (H, T, D), Hkv = q.shape, k.shape[0]
+    N = H // Hkv + 2
+    layer = Attention(Config(1, Hkv * N * D, 1, H, Hkv, D, 1, query_scale=r["scale"],
+                             attn_softcap=r["cap"])).to(dtype)
+    for w in (layer.wqkv, layer.wo):
+        nn.init.eye_(w.data)
+    x = torch.zeros(1, T, Hkv, N, D, dtype=dtype)
+    x[0, :, :, :-2] = q.view(Hkv, H // Hkv, T, D).permute(2, 0, 1, 3)
+    one = torch.ones(T, 1, 1, D, dtype=dtype)
+    hidden = torch.zeros(1, 1, 1, T, k.shape[1], dtype=dtype)
+    hidden.masked_fill_(torch.tensor(r["mask"]) == 0, -math.inf)
+    y = layer(x.flatten(2), one, one * 0, hidden, lambda *new: (k[None], v[None]))
+    return {"y": pack(y[0, :, : H * D].detach())}
+
+
+def sublayer(r, dtype, coins):
+    m, x, first = load(ROOT / r["model"], dtype), unpack(r["x"], dtype), r["first"]
+    at, layer = slice(first, first + len(x)), r["sublayer"] // 2
+    cache = KVCache(m.c, 1, at.stop, dtype)
+    if r["past"]:
+        cache.k[layer, 0, :, :first], cache.v[layer, 0, :, :first] = (
+            unpack(r["past"][name], dtype) for name in ("k", "v"))
+    y = {"x": pack(m.run(x[None], at, cache, [r["sublayer"]])[0])}
+    if r["past"]:
+        y |= {"k": pack(cache.k[layer, 0, :, at]), "v": pack(cache.v[layer, 0, :, at])}
+    return y
+
+
+def forward(r, dtype, coins):
+    m, trace = load(ROOT / r["model"], dtype), {}
+    x = m.embed(torch.tensor([r["tokens"]]))
+    trace = dict.fromkeys(range(2 * m.c.n_layers))
+    logits = m.unembed(m.run(x, slice(0, x.shape[1]), trace=trace))
+    return {"embedded": pack(x[0]), "sublayers": [pack(y[0]) for y in trace.values()],
+            "logits": pack(logits[0])}
+
+
+def blocks(r, dtype, coins):
+    m, logits = load(ROOT / r["model"], dtype), []
+    cache = KVCache(m.c, 1, m.c.max_len + model.SPARE, dtype)
+    for b in r["blocks"]:
+        first, T = b["first"], len(b["tokens"])
+        slots, tree = torch.arange(first, first + T)[None], None
+        positions = slots
+        if b["parents"] is not None:
+            tree = ancestors(torch.tensor([b["parents"]], dtype=torch.long))
+            positions = first + tree.sum(-1) - 1
+        x = m.run(m.embed(torch.tensor([b["tokens"]])), positions, cache, b["sublayers"], slots, tree,
+                  end=first + T)
+        logits.append(pack(m.unembed(x)[0]))
+        if b["keep"] is not None:
+            src = first + torch.tensor([b["keep"]])
+            cache.move(src, first + torch.arange(src.shape[1])[None])
+    return {"logits": logits}
+
+
+def uniforms(r, dtype, coins):
+    coins = Coins(r["seed"])
+    coins.index = r["first"]
+    return {"bits": (coins.take(r["count"], torch.device("cpu")) * 2**53).long().tolist()}
+
+
+def probs(r, dtype, coins):
+    logits = unpack(r["logits"], dtype)
+    coins.note(cut_margin(logits, **r["sampling"], ties=True))
+    return {"p": pack(to_probs(logits, **r["sampling"]))}
+
+
+def choose(r, dtype, coins):
+    coins.pool = torch.tensor([r["u"]], dtype=torch.float64)
+    return {"token": int(coins.choose(unpack(r["weights"], dtype)))}
+
+
+def verify(r, dtype, coins):
+    p, q = (None if r[name] is None else unpack(r[name], dtype)[None] for name in ("p", "q"))
+    tokens, coins.pool = torch.tensor([r["draft"]]), torch.tensor(r["uniforms"], dtype=torch.float64)
+    if r["parents"] is None:
+        accepted, token = speculative.verify(p, q, tokens, coins)
+        return {"accepted": int(accepted), "token": int(token)}
+    coins.note(tree_margin(p[0], r["draft"], r["parents"], None if q is None else q[0]))
+    node, token = speculative.verify_tree(p, tokens, torch.tensor([r["parents"]]), coins, q)
+    return {"node": int(node), "token": int(token)}
+
+
+def ngram(r, dtype, coins):
+    tokens, drafter = torch.tensor([r["text"]]), NGram(r["gamma"], r["n"])
+    n, left = torch.tensor([[tokens.shape[1]], [r["gamma"] + 1]])
+    state = State(tokens, n, left, None, None, to_probs, coins, (), [r["text"]], left.tolist())
+    drafter.begin(state, {})
+    return {"draft": drafter.propose(state).tokens[0].tolist()}
+
+
+# --- rounds
+
+
+class Notes(Wrapper):
+    """Around a drafter: what it proposed, and what was known before."""
+
+    def propose(self, state):
+        self.known, self.left = [list(text) for text in state.known], list(state.left_cpu)
+        self.draft = super().propose(state)
+        return self.draft
+
+
+def drafter_of(r, m):
+    d = r["drafter"]
+    if d["kind"] == "none":
+        return Drafter()
+    if d["kind"] == "ngram":
+        return NGram(d["gamma"], d["n"])
+    chain = SelfDraft(m, d["sublayers"], d["gamma"])
+    return Siblings(chain, d["widths"]) if d["widths"] else chain
+
+
+def rounds(r, dtype, coins):
+    m, p = load(ROOT / r["model"], dtype), []
+    coins.seed = r["seed"]
+
+    def probs(logits):
+        p.append(to_probs(logits, **r["sampling"]))
+        coins.note(cut_margin(logits, **r["sampling"]))
+        return p[-1]
+
+    notes, lines = Notes(drafter_of(r, m)), []
+    run = speculative.rounds(m, r["prompts"], r["max_new"], notes, probs, coins, r["eos"])
+    for _, outcome in run:
+        lines.append({"round": len(lines), **tell(notes, outcome, p[-1], coins)})
+        coins.spent = []
+    return {"rounds": lines}
+
+
+def tell(notes, outcome, p, coins):
+    """One round, row by row. A row whose answer is complete says nothing any more."""
+    draft, (*drawn, last) = notes.draft, coins.spent
+    flips = [spent for spent in drawn if spent[0] == "flip"]
+    drawn = [spent for spent in drawn if spent[0] == "choose"]
+    told = {name: [] for name in ("positions", "block", "parents", "draft", "p", "q", "ratio", "accepted",
+                                  "token", "new")}
+    for b, (text, left) in enumerate(zip(notes.known, notes.left, strict=True)):
+        K = min(draft.tokens.shape[1], max(0, left - 1))
+        K = K if draft.length is None else min(K, int(draft.length[b]))
+        tokens = draft.tokens[b, :K].tolist()
+        parents = list(range(K)) if draft.parents is None else draft.parents[0].tolist()
+        depth = [0]
+        for parent in parents:
+            depth.append(depth[parent] + 1)
+        if draft.parents is not None:
+            coins.note(tree_margin(p[b], tokens, parents, draft.q[b]))
+            coins.note(min(abs(1 - x) or 1.0 for x in draft.q[b, range(K), tokens].tolist()))
+        row = {"positions": [len(text) - 1 + d for d in depth], "block": [text[-1], *tokens],
+               "parents": parents, "draft": tokens,
+               "p": short(p[b, parents, tokens]),
+               "q": [1.0] * K if draft.q is None else short(draft.q[b, range(K), tokens]),
+               "ratio": short(flips[0][2][b, :K]) if K else [],
+               "accepted": int(outcome.accepted[b]), "token": int(last[2][b]), "new": outcome.new[b]}
+        for name, values in told.items():
+            values.append(row[name] if left else None)
+    spent = {"u_draft": [u for s in drawn for u in s[1]], "u_flip": [u for s in flips for u in s[1]],
+             "u_next": last[1]}
+    return told | spent
+
+
+# --- a port
+
+
+OPS = dict(weights=weights, norm=norm, frequencies=angles, rotate=turn, visible=visible, softcap=softcap,
+           attend=attend, sublayer=sublayer, forward=forward, blocks=blocks, uniforms=uniforms,
+           probs=probs, choose=choose, verify=verify, ngram=ngram, rounds=rounds)
+
+
+@torch.inference_mode()
+def answer(request, dtype=torch.float64):
+    """The answer to a case, and the margin of its closest decision."""
+    coins = Watch()
+    return OPS[request["op"]](request, dtype, coins), coins.margin
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(json.dumps({"case": request["case"], **answer(request)[0]}), flush=True)
