@@ -8,14 +8,16 @@ import math
 import os
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from torch import nn
 
-from model import Config, Transformer
+from model import MLP, Attention, Config, Transformer
 from support.files import read_json, replacing
 
 FAMILIES = {  # defaults for keys that config.json leaves out; None: derived from other keys
@@ -35,12 +37,14 @@ ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
                                                "original_max_position_embeddings")}
 
 
-def load(folder, device=None, dtype=None):
+@torch.inference_mode(False)  # trap: in that mode a view does not know its base, see `fill`
+def load(folder, device=None, dtype=None, quant=None):
     """(model, tokenizer) from a Llama or Gemma-2 folder in the Hugging Face layout.
 
-    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. Each tensor is read
-    and copied to its final place before the next one is read. Raises FileNotFoundError or ValueError, in one
-    line, for whatever is missing, damaged or not supported.
+    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function of
+    a matrix, such as machine.quant.NF4, whose result takes the place of each matrix of the blocks. Each
+    tensor is read and copied to its final place before the next one is read. Raises FileNotFoundError or
+    ValueError, in one line, for whatever is missing, damaged or not supported.
     """
     folder, device = Path(folder), find_device(device)
     if not folder.is_dir():
@@ -58,10 +62,9 @@ def load(folder, device=None, dtype=None):
     check_tensors(files, model)
     if dtype is None:
         dtype = DTYPES[files["model.embed_tokens.weight"].get_slice("model.embed_tokens.weight").get_dtype()]
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    model.scale.fill_(c.embed_scale)  # trap: `to_empty` also empties buffers
-    for name, piece in parts(model):
-        piece.copy_(files[name].get_tensor(name).view(piece.shape))
+    model = model.to(dtype).requires_grad_(False).eval()
+    model.scale = torch.empty((), dtype=dtype, device=device).fill_(c.embed_scale)
+    fill(model, files, device, quant)
     return model, tokenizer
 
 
@@ -142,6 +145,24 @@ def parts(model):
         else:  # trap: in Llama this name is the norm *before* the MLP
             pieces |= {"post_attention_layernorm": b.mlp_norm.weight}
         yield from ((f"model.layers.{i}.{name}.weight", piece) for name, piece in pieces.items())
+
+
+def fill(model, files, device, quant=None):
+    """Give memory to one parameter after the other of a model that has none, and read it. A matrix of the
+    blocks is quantised before the next one is read, so that no two of them are there in full."""
+    owners = {id(p): (module, key) for module in model.modules()
+              for key, p in module.named_parameters(recurse=False)}
+    # without memory, a piece still knows which parameter it is a view of, and where it lies in it
+    base = lambda part: id(part[1] if part[1]._base is None else part[1]._base)     # noqa: E731
+    for owner, pieces in groupby(parts(model), base):
+        module, key = owners[owner]
+        filled = torch.empty_like(getattr(module, key), device=device)
+        for name, piece in pieces:
+            place = filled.as_strided(piece.shape, piece.stride(), piece.storage_offset())
+            place.copy_(files[name].get_tensor(name).view(piece.shape))
+        delattr(module, key)
+        small = quant and isinstance(module, Attention | MLP)
+        setattr(module, key, quant(filled) if small else nn.Parameter(filled, requires_grad=False))
 
 
 def stored_shape(piece):
