@@ -835,19 +835,19 @@ GENERATE = [
     ("        rehearse(model, prompts, a,", "        print(model, prompts, a,",
      "passes are recorded while they are timed",
      "test_generate.py::test_recorded_passes_write_the_same_text"),
-    ("Recorded(small) if a.fast else small", "small",
+    ("Recorded(small) if small and a.fast else small", "small",
      "the draft model stays eager", "test_generate.py::test_recorded_passes_write_the_same_text"),
     ("rule = DoNoHarm(step, a.gamma)", "rule = DoNoHarm(step)",
      "what the user allows at most is not asked",
      "test_generate.py::test_a_step_costs_the_weights_that_it_reads"),
-    ("* own.whole / weight_costs(model.c).whole", "",
+    ("* own.whole / byte_costs(model).whole", "",
      "a small model costs the same whatever its size",
      "test_generate.py::test_a_step_costs_the_weights_that_it_reads"),
     ("and (a.do_no_harm or a.tail is not None or", "and (a.do_no_harm or",
      "a tail after nothing", "test_generate.py::test_bad_flags"),
     ("own.step(sublayers or every, share)", "own.step(sublayers or every)",
      "a rule pays for the whole head", "test_generate.py::test_a_draft_vocabulary_shortens_the_head"),
-    ("drafter = ModelDraft(drafting, rule)", "drafter = ModelDraft(small, rule)",
+    ("drafter = ModelDraft(drafting,", "drafter = ModelDraft(small,",
      "a small model drafts with all its tokens",
      "test_generate.py::test_a_draft_vocabulary_shortens_the_head"),
     ("a.tail is not None and a.tail < 1:", "a.tail is not None and a.tail < 0:",
@@ -1997,7 +1997,8 @@ QUANT_LOAD = [
      "the matrices stay in full while loading",
      "test_quant.py::test_loading_takes_no_more_than_the_quantised_model_and_one_matrix"),
     ("piece.shape, piece.stride(), piece.storage_offset()", "piece.shape, piece.stride(), 0",
-     "all tensors of a parameter at its beginning", "test_model.py::test_logits_are_the_committed_ones[llama]"),
+     "all tensors of a parameter at its beginning",
+     "test_model.py::test_logits_are_the_committed_ones[llama]"),
     ("small = quant and isinstance(module, Attention | MLP)", "small = quant and filled.dim() == 2",
      "embeddings are quantised, too",
      "test_quant.py::test_loading_takes_no_more_than_the_quantised_model_and_one_matrix"),
@@ -2015,7 +2016,7 @@ QUANT_COMMAND = [
 ]
 
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
-         "checkpoint.py": CHECKPOINT + QUANT_LOAD, "machine/quant.py": QUANT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
+         "checkpoint.py": CHECKPOINT + QUANT_LOAD, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
          "layerskip.py": LAYERSKIP, "methods/trees.py": TREES, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
          "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL,
@@ -2024,8 +2025,9 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "benchmarks/check.py": CHECK, "benchmarks/peers.py": PEERS, "benchmarks/gguf.py": GGUF,
          "benchmarks/counts.py": COUNTS, "tests/paper_gpu.py": PAPER,
          "support/chat.py": CHAT, "support/show.py": SHOW, "support/stats.py": STATS,
-         "generate.py": GENERATE + QUANT_COMMAND, "train.py": TRAIN, "support/corpus.py": CORPUS, "support/cli.py": CLI,
-         "support/card.py": CARD, "machine/recorded.py": RECORDED}
+         "generate.py": GENERATE + QUANT_COMMAND, "train.py": TRAIN, "support/corpus.py": CORPUS,
+         "support/cli.py": CLI, "support/card.py": CARD, "machine/recorded.py": RECORDED,
+         "machine/quant.py": QUANT}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 
