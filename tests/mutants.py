@@ -2017,7 +2017,8 @@ QUANT_COMMAND = [
 
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT + QUANT_LOAD, "support/files.py": REPLACING,
-         "speculative.py": SPECULATIVE, "layerskip.py": LAYERSKIP, "methods/trees.py": TREES, "gaussian.py": GAUSSIAN, "search.py": SEARCH,
+         "speculative.py": SPECULATIVE, "layerskip.py": LAYERSKIP, "methods/trees.py": TREES,
+         "gaussian.py": GAUSSIAN, "search.py": SEARCH,
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
          "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL,
          "control.py": CONTROL + MEASURE_COSTS + LAYOUT,
