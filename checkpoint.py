@@ -7,6 +7,7 @@ import json
 import math
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -38,12 +39,13 @@ ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
 
 
 @torch.inference_mode(False)  # trap: in that mode a view does not know its base, see `fill`
-def load(folder, device=None, dtype=None, quant=None):
+def load(folder, device=None, dtype=None, quant=None, part=(0, 1)):
     """(model, tokenizer) from a Llama or Gemma-2 folder in the Hugging Face layout.
 
     device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function of
-    a matrix, such as machine.quant.NF4, whose result takes the place of each matrix of the blocks. Each
-    tensor is read and copied to its final place before the next one is read. Raises FileNotFoundError or
+    a matrix, such as machine.quant.NF4, whose result takes the place of each matrix of the blocks. part:
+    (rank, world), where this process is one of several, which read a part of the model each; see `share`.
+    Each tensor is read and copied to its final place before the next one is read. Raises FileNotFoundError or
     ValueError, in one line, for whatever is missing, damaged or not supported.
     """
     folder, device = Path(folder), find_device(device)
@@ -60,11 +62,13 @@ def load(folder, device=None, dtype=None, quant=None):
     except RuntimeError:  # the size in bytes exceeds 63 bits
         raise ValueError("config.json asks for a model larger than any memory") from None
     check_tensors(files, model)
+    if part != (0, 1):
+        model = share(c, *part)
     if dtype is None:
         dtype = DTYPES[files["model.embed_tokens.weight"].get_slice("model.embed_tokens.weight").get_dtype()]
     model = model.to(dtype).requires_grad_(False).eval()
     model.scale = torch.empty((), dtype=dtype, device=device).fill_(c.embed_scale)
-    fill(model, files, device, quant)
+    fill(model, files, device, quant, *part)
     return model, tokenizer
 
 
@@ -147,7 +151,23 @@ def parts(model):
         yield from ((f"model.layers.{i}.{name}.weight", piece) for name, piece in pieces.items())
 
 
-def fill(model, files, device, quant=None):
+def share(c, rank, world):
+    """The part of a model, without memory, that process `rank` of `world` keeps (see machine/parallel.py):
+    its own heads, its own columns of each MLP and rows of the head; embeddings and norms are whole. Raises
+    ValueError where the heads or columns cannot be shared evenly."""
+    for what, count in (("key-value heads", c.n_kv_heads), ("columns of an MLP", c.hidden_dim)):
+        if count % world:
+            raise ValueError(f"{world} processes cannot share {count} {what} evenly")
+    with torch.device("meta"):
+        model = Transformer(replace(c, n_heads=c.n_heads // world, n_kv_heads=c.n_kv_heads // world,
+                                    hidden_dim=c.hidden_dim // world))
+    if model.head is not None:
+        rows = -(-c.vocab_size // world)
+        model.head = nn.Parameter(model.head[rank * rows : (rank + 1) * rows].detach())
+    return model
+
+
+def fill(model, files, device, quant=None, rank=0, world=1):
     """Give memory to one parameter after the other of a model that has none, and read it. A matrix of the
     blocks is quantised before the next one is read, so that no two of them are there in full."""
     owners = {id(p): (module, key) for module in model.modules()
@@ -159,10 +179,24 @@ def fill(model, files, device, quant=None):
         filled = torch.empty_like(getattr(module, key), device=device)
         for name, piece in pieces:
             place = filled.as_strided(piece.shape, piece.stride(), piece.storage_offset())
-            place.copy_(files[name].get_tensor(name).view(piece.shape))
-        delattr(module, key)
+            place.copy_(read_tensor(files[name], name, stored_shape(piece), rank, world).view(piece.shape))
         small = quant and isinstance(module, Attention | MLP)
-        setattr(module, key, quant(filled) if small else nn.Parameter(filled, requires_grad=False))
+        put(module, key, quant(filled) if small else nn.Parameter(filled, requires_grad=False))
+
+
+def read_tensor(file, name, shape, rank, world):
+    """A stored tensor. Where `shape` is smaller, only the slice of process `rank` of `world` is read."""
+    stored, cuts = file.get_slice(name), []
+    for whole, own in zip(stored.get_shape(), shape, strict=True):
+        first = 0 if own == whole else rank * -(-whole // world)
+        cuts.append(slice(first, first + own))
+    return stored[tuple(cuts)].contiguous()
+
+
+def put(module, key, value):
+    """Let value, a parameter or a module, take a parameter's place."""
+    delattr(module, key)
+    setattr(module, key, value)
 
 
 def stored_shape(piece):

@@ -16,6 +16,7 @@ import checkpoint
 import sampling
 from control import MOST, DoNoHarm
 from layerskip import SelfDraft, ShortHead, early_exit
+from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
 from machine.recorded import Recorded
 from sampling import Coins, to_probs
@@ -196,7 +197,8 @@ class Reading:
 def begin(model, prompts, a, drafter):
     """The rounds that the flags ask for."""
     probs = lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p, a.min_p)  # noqa: E731
-    return rounds(model, prompts, a.max_new, drafter, probs, Coins(a.seed), {*model.c.eos, *a.eos}, a.cache)
+    coins = Coins(a.seed) if parallel.place() == (0, 1) else parallel.Agreed(a.seed)
+    return rounds(model, prompts, a.max_new, drafter, probs, coins, {*model.c.eos, *a.eos}, a.cache)
 
 
 def rehearse(model, prompts, a, makers):
@@ -234,9 +236,12 @@ def opening(prompt, a):
 
 
 def run(a):
-    texts, device = read_prompts(a), checkpoint.find_device(a.device)
+    texts, device, (rank, world) = read_prompts(a), checkpoint.find_device(a.device), parallel.place()
+    if a.fast and world > 1:
+        raise ValueError("--fast goes with one process, not with several")
     model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype),
-                                       KINDS.get(a.quant))
+                                       KINDS.get(a.quant), (rank, world))
+    model = parallel.join(model) if world > 1 else model
     prompts, a.eos = texts, ()
     if a.chat:
         render = chat.read_template(a.model)
@@ -249,7 +254,7 @@ def run(a):
         rehearse(model, prompts, a, [make, lambda: None] if a.compare else [make])
     seen = watch(model, tokenizer, prompts, a, make())
     r = report(a, model, seen, texts)
-    if a.picture:
+    if a.picture and rank == 0:
         show.picture(seen, a.picture)
     if a.compare and not seen.interrupted:
         r |= against_plain(a, model, tokenizer, prompts, r["outputs"], make)
@@ -268,6 +273,7 @@ def report(a, model, seen, texts):
         "acceptance": n.accepted / n.proposed if n.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
         "tail": a.tail, "fast": a.fast, "quant": a.quant,
+        "processes": parallel.place()[1],
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
     }
@@ -321,6 +327,7 @@ def rates(r):
     line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads"
     line += f", blocks in {r['quant']}" if r["quant"] else ""
     line += ", in recorded passes" if r["fast"] else ""
+    line += f", {r['processes']} processes" if r["processes"] > 1 else ""
     if "baseline" not in r:
         return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s (one run, while printing)"
     plain, ratio = r["baseline"], "unknown" if r["ratio"] is None else f"{r['ratio']:.2f}"
@@ -347,7 +354,10 @@ def verdict(r):
 def main(argv=None):
     """Exit status: 0; 1 if --compare found a difference that rounding cannot explain; 2 after bad input; 130
     after Ctrl-C."""
-    return cli.main(lambda argv: run(parse(argv)), argv)
+    def start(argv):
+        with parallel.together():
+            return run(parse(argv))
+    return cli.main(start, argv)
 
 
 if __name__ == "__main__":

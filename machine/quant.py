@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from checkpoint import put
 from control import Costs
 
 BLOCK, GROUP = 64, 256  # weights that share a magnitude, and magnitudes that share a scale
@@ -138,8 +139,7 @@ def quantise(model, kind="int8"):
             if isinstance(w, tuple(KINDS.values())):
                 w = w.full(model.tok.dtype)
             if isinstance(w, torch.Tensor) and w.dim() == 2:
-                delattr(module, name)
-                setattr(module, name, KINDS[kind](w.detach()))
+                put(module, name, KINDS[kind](w.detach()))
     return twin
 
 
