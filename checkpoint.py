@@ -63,12 +63,12 @@ def load(folder, device=None, dtype=None, quant=None, part=(0, 1)):
         raise ValueError("config.json asks for a model larger than any memory") from None
     check_tensors(files, model)
     if part != (0, 1):
-        model = share(c, *part)
+        model = share(c, part[1])
     if dtype is None:
         dtype = DTYPES[files["model.embed_tokens.weight"].get_slice("model.embed_tokens.weight").get_dtype()]
     model = model.to(dtype).requires_grad_(False).eval()
     model.scale = torch.empty((), dtype=dtype, device=device).fill_(c.embed_scale)
-    fill(model, files, device, quant, *part)
+    fill(model, files, device, quant, part[0])
     return model, tokenizer
 
 
@@ -151,8 +151,8 @@ def parts(model):
         yield from ((f"model.layers.{i}.{name}.weight", piece) for name, piece in pieces.items())
 
 
-def share(c, rank, world):
-    """The part of a model, without memory, that process `rank` of `world` keeps (see machine/parallel.py):
+def share(c, world):
+    """The part of a model, without memory, that each of `world` processes keeps (see machine/parallel.py):
     its own heads, its own columns of each MLP and rows of the head; embeddings and norms are whole. Raises
     ValueError where the heads or columns cannot be shared evenly."""
     for what, count in (("key-value heads", c.n_kv_heads), ("columns of an MLP", c.hidden_dim)):
@@ -162,12 +162,11 @@ def share(c, rank, world):
         model = Transformer(replace(c, n_heads=c.n_heads // world, n_kv_heads=c.n_kv_heads // world,
                                     hidden_dim=c.hidden_dim // world))
     if model.head is not None:
-        rows = -(-c.vocab_size // world)
-        model.head = nn.Parameter(model.head[rank * rows : (rank + 1) * rows].detach())
+        model.head = nn.Parameter(model.head[: -(-c.vocab_size // world)].detach())
     return model
 
 
-def fill(model, files, device, quant=None, rank=0, world=1):
+def fill(model, files, device, quant=None, rank=0):
     """Give memory to one parameter after the other of a model that has none, and read it. A matrix of the
     blocks is quantised before the next one is read, so that no two of them are there in full."""
     owners = {id(p): (module, key) for module in model.modules()
@@ -179,16 +178,16 @@ def fill(model, files, device, quant=None, rank=0, world=1):
         filled = torch.empty_like(getattr(module, key), device=device)
         for name, piece in pieces:
             place = filled.as_strided(piece.shape, piece.stride(), piece.storage_offset())
-            place.copy_(read_tensor(files[name], name, stored_shape(piece), rank, world).view(piece.shape))
+            place.copy_(read_tensor(files[name], name, stored_shape(piece), rank).view(piece.shape))
         small = quant and isinstance(module, Attention | MLP)
         put(module, key, quant(filled) if small else nn.Parameter(filled, requires_grad=False))
 
 
-def read_tensor(file, name, shape, rank, world):
-    """A stored tensor. Where `shape` is smaller, only the slice of process `rank` of `world` is read."""
+def read_tensor(file, name, shape, rank):
+    """A stored tensor. Where `shape` is smaller, only the slice of process `rank` is read."""
     stored, cuts = file.get_slice(name), []
     for whole, own in zip(stored.get_shape(), shape, strict=True):
-        first = 0 if own == whole else rank * -(-whole // world)
+        first = min(rank * own, whole - own)    # of an odd number of rows the last process repeats some
         cuts.append(slice(first, first + own))
     return stored[tuple(cuts)].contiguous()
 

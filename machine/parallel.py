@@ -8,8 +8,8 @@ and then all know the same again.
 
     each process keeps      of                          and then
     some rows               wqkv, gate_up               goes on alone, with its own part of the cache
-    some columns            wo, down                    all add up what came out (`Added`)
-    some rows               the head                    all lay side by side what came out (`Joined`)
+    some columns            wo, down                    all add up what came out: `Added`
+    some rows               the head                    all lay side by side what came out: `Joined`
     everything              embeddings, norms           has what the others have
 
 Logits are therefore the same bits everywhere, and so is what is drawn from them; where two GPUs differ after
@@ -60,38 +60,38 @@ class Added(Matrix):
 
 
 class Joined(Matrix):
-    """A matrix of N rows of which each process has some: as many as the others, or fewer at the end."""
+    """A matrix of N rows of which each process has equally many: where N cannot be shared evenly, the last
+    process has some rows of the one before it, too."""
 
     def __init__(self, own, N):
         super().__init__()
-        (self.rank, self.world), self.N, self.own = place(), N, own
+        self.own, self.twice = own, len(own) * place()[1] - N
 
     def product(self, x):
         y = F.linear(x, self.own)                                               # (..., own rows)
-        y = F.pad(y, (0, -(-self.N // self.world) - y.shape[-1]))               # all alike
-        parts = [torch.empty_like(y) for _ in range(self.world)]
+        parts = [torch.empty_like(y) for _ in range(place()[1])]
         talk(dist.all_gather, parts, y)
-        return torch.cat(parts, -1)[..., : self.N]                              # (..., N)
+        return torch.cat([*parts[:-1], parts[-1][..., self.twice :]], -1)       # (..., N)
 
     def detach(self):
         return self
 
     def __getitem__(self, ids):
         """Some rows, on every process: what a `ShortHead` copies. (len(ids), K)"""
-        at = ids - self.rank * -(-self.N // self.world)
-        mine = (at >= 0) & (at < len(self.own))
-        rows = self.own[at.clamp(0, len(self.own) - 1)] * mine[:, None]
+        (rank, world), n = place(), len(self.own)
+        at = ids - rank * n + (self.twice if rank == world - 1 else 0)
+        mine = ids.div(n, rounding_mode="floor") == rank
+        rows = self.own[at.clamp(0, n - 1)] * mine[:, None]
         talk(dist.all_reduce, rows)
         return rows
 
 
 def join(model):
     """Make one model of what `checkpoint.load(..., part=place())` has read in each process."""
-    (rank, world), V = place(), model.c.vocab_size
-    rows = -(-V // world)
-    own = model.head
+    (rank, world), V, own = place(), model.c.vocab_size, model.head
     if own is None:     # the embeddings are there in full, and so the head is a part of them
-        own = nn.Parameter(model.tok[rank * rows : (rank + 1) * rows], requires_grad=False)
+        n = -(-V // world)
+        own = nn.Parameter(model.tok[min(rank * n, V - n) :][:n], requires_grad=False)
     put(model, "head", Joined(own, V))
     for b in model.blocks:
         put(b.attn, "wo", Added(b.attn.wo))

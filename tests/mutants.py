@@ -2012,8 +2012,8 @@ QUANT_COMMAND = [
     ("own, every = byte_costs(drafting)", "own, every = byte_costs(model)",
      "few bits cost as much as many", "test_generate.py::test_the_draft_in_few_bits_says_how_it_drafts"),
     ("quantise(model.model if a.fast else model, a.draft)", "quantise(model, a.draft)",
-     "a copy of the stand-in", "test_generate.py::test_recorded_passes_write_the_same_text"),
-    ("KINDS.get(a.quant))", "None)",
+     "a copy of the stand-in", "test_generate.py::test_recorded_passes_write_the_same_text[flags3]"),
+    ("KINDS.get(a.quant), (rank", "None, (rank",
      "--quant does nothing", "test_generate.py::test_a_quantised_target"),
 ]
 
