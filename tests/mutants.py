@@ -2016,9 +2016,54 @@ QUANT_COMMAND = [
     ("KINDS.get(a.quant), (rank", "None, (rank",
      "--quant does nothing", "test_generate.py::test_a_quantised_target"),
 ]
+PARALLEL = [
+    ("        talk(dist.all_reduce, y)\n", "",
+     "nobody adds up", "test_parallel.py::test_several_processes_write_the_text_of_one[2]"),
+    ("parts[-1][..., self.twice :]", "parts[-1]",
+     "repeated rows of the head count twice",
+     "test_parallel.py::test_several_processes_write_the_text_of_one[2]"),
+    ("(self.twice if rank == world - 1 else 0)", "0",
+     "a draft vocabulary takes the last rows by their old places",
+     "test_parallel.py::test_several_processes_write_the_text_of_one[2]"),
+    ("[min(rank * n, V - n) :][:n]", "[rank * n :][:n]",
+     "a tied head shared unevenly", "test_parallel.py::test_several_processes_write_the_text_of_one[2]"),
+    ("        talk(dist.broadcast, outcome, 0)\n", "",
+     "each process keeps what it drew", "test_parallel.py::test_what_rank_0_drew_counts"),
+    ("        if rank == 0:\n", "        if True:\n",
+     "all print", "test_parallel.py::test_torchrun_writes_one_text"),
+    ("return store.add(\"spoken\", 1) == 1", "return True",
+     "all complain", "test_parallel.py::test_what_all_find_wrong_is_said_once"),
+    ("    except RuntimeError as e:\n", "    except KeyError as e:\n",
+     "a lost process is a traceback", "test_parallel.py::test_a_process_that_is_lost_ends_the_others[dies]"),
+]
+PARALLEL_LOAD = [
+    ("first = min(rank * own, whole - own)", "first = 0",
+     "all processes read the first slice", "test_parallel.py::test_each_process_reads_only_its_slices"),
+    ("if count % world:", "if False:",
+     "heads that cannot be shared", "test_parallel.py::test_sizes_that_do_not_fit_are_refused"),
+    ("n_kv_heads=c.n_kv_heads // world,", "n_kv_heads=c.n_kv_heads,",
+     "everybody keeps all keys and values", "test_parallel.py::test_each_process_reads_only_its_slices"),
+    ("return stored[tuple(cuts)].contiguous()",
+     "return stored[tuple(slice(None) for _ in cuts)][tuple(cuts)].contiguous()",
+     "everything is read and most thrown away",
+     "test_parallel.py::test_each_process_reads_only_its_slices"),
+]
+QUANT_BENCH = [
+    ("blocks + head * (1 if c.tied else 2)", "blocks + head",
+     "an untied model has no embeddings", "test_quant.py::test_bytes_on_paper"),
+    ("teacher.states[0], slice", "teacher.states[2], slice",
+     "a copy starts from the target's states",
+     "test_quant.py::test_the_acceptance_of_a_copy_is_that_of_its_first_drafts"),
+    ("torch.minimum(teacher.p,", "torch.maximum(teacher.p,",
+     "what either gives", "test_quant.py::test_the_acceptance_of_a_copy_is_that_of_its_first_drafts"),
+    ("read / READS + talks * s", "read / READS",
+     "sums take no time", "test_quant.py::test_several_devices_on_paper"),
+    ("own.step(subs) * own.whole / whole", "own.step(subs)",
+     "c relative to the draft itself", "test_quant.py::test_the_benchmark_runs"),
+]
 
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
-         "checkpoint.py": CHECKPOINT + QUANT_LOAD, "support/files.py": REPLACING,
+         "checkpoint.py": CHECKPOINT + QUANT_LOAD + PARALLEL_LOAD, "support/files.py": REPLACING,
          "speculative.py": SPECULATIVE, "layerskip.py": LAYERSKIP, "methods/trees.py": TREES,
          "gaussian.py": GAUSSIAN, "search.py": SEARCH,
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
@@ -2030,7 +2075,8 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
          "support/chat.py": CHAT, "support/show.py": SHOW, "support/stats.py": STATS,
          "generate.py": GENERATE + QUANT_COMMAND, "train.py": TRAIN, "support/corpus.py": CORPUS,
          "support/cli.py": CLI, "support/card.py": CARD, "machine/recorded.py": RECORDED,
-         "machine/quant.py": QUANT}
+         "machine/quant.py": QUANT, "machine/parallel.py": PARALLEL,
+         "benchmarks/quant.py": QUANT_BENCH}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 

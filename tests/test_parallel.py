@@ -66,6 +66,12 @@ def every(jobs):
     return [texts(*job) for job in jobs]
 
 
+def draws(weights, chances):
+    """Each process has a seed of its own."""
+    coins = parallel.Agreed(parallel.place()[0])
+    return [coins.choose(weights).tolist(), coins.flip(chances).tolist()]
+
+
 def quantised(folder):
     """A text of a quantised target, plain and drafted; and what a share costs."""
     m = parallel.join(checkpoint.load(folder, "cpu", quant=KINDS["int8"], part=parallel.place())[0])
@@ -91,7 +97,8 @@ def main(argv, victim=None, how=None, limit=60):
 def child(rank, world, port, folder, own_group, job, args):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                   "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for fd, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{name}{rank}", os.O_WRONLY | os.O_CREAT), fd)
     try:
@@ -172,6 +179,14 @@ def test_several_processes_write_the_text_of_one(folders, tmp_path, world):
     assert len({json.dumps(got) for got, _, _ in found}) == 1
     passes = {name: rows[0][1] for name, rows in want[0].items()}
     assert passes["plain"] == 7 and len(set(passes.values())) > 2, "the drafts differ"
+
+
+def test_what_rank_0_drew_counts(tmp_path):
+    weights, chances = torch.ones(3, 50), torch.full((4, 5), 0.5)
+    found = spawn(tmp_path / "group", 2, draws, weights, chances)
+    coins = Coins(0)
+    want = [coins.choose(weights).tolist(), coins.flip(chances).tolist()]
+    assert [got for got, _, _ in found] == [want, want]
 
 
 def test_a_quantised_target_in_several_processes(folders, tmp_path):

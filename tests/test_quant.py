@@ -1,5 +1,6 @@
 """Models in few bits: the table, the codes by hand, the products, and that nothing else changes."""
 import copy
+import json
 from dataclasses import replace
 
 import expected
@@ -14,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+import bench
 import checkpoint
 import search
+from benchmarks import quant as bench_quant
 from control import weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, keep
 from machine import quant
@@ -331,3 +334,61 @@ def test_loading_takes_no_more_than_the_quantised_model_and_one_matrix(tmp_path,
     assert got.state_dict().keys() == want.state_dict().keys()
     matrix = m.blocks[0].mlp.gate_up.nbytes     # the largest: it holds two tensors, read one by one
     assert size(got) < peak.most < size(got) + 1.75 * matrix < size(m)
+
+
+# --- the benchmark
+
+
+@families
+def test_the_acceptance_of_a_copy_is_that_of_its_first_drafts(family):
+    """Of the target's own exit it is the Teacher's; of a copy, what a pass over the text says."""
+    m, probs = make(FAMILIES[family]), lambda logits: to_probs(logits, 1.0)
+    t, teacher = quantise(m, "nf4"), Teacher(m, PROMPTS[0], probs)
+    assert bench_quant.acceptance(teacher, m, range(8)).tolist() == pytest.approx(
+        teacher.acceptance(range(8)).tolist())
+    p, q = (probs(x(torch.tensor([PROMPTS[0]])))[0] for x in (m, dense(t)))
+    assert bench_quant.acceptance(teacher, t, range(12)).tolist() == pytest.approx(
+        torch.minimum(p, q).sum(-1).tolist())
+
+
+def test_bytes_on_paper():
+    """As large as the checkpoints on Hugging Face are, and as bitsandbytes makes them: 13B in about 7 GB."""
+    gigabytes = {name: bench_quant.paper_bytes(c)[2] / 1e9 for name, c in bench_quant.SHAPES.items()}
+    known = {"TinyLlama 1.1B": 2.2, "Llama 3.2 1B": 2.5, "Llama 3.2 3B": 6.4, "Llama 3.1 8B": 16.1,
+             "Gemma-2 2B": 5.2, "Gemma-2 9B": 18.5, "Llama 2 13B": 26.0}
+    assert gigabytes == pytest.approx(known, abs=0.06)
+    seed = bench_quant.paper_bytes(bench_quant.SHAPES["Llama 2 13B"], "nf4")
+    assert seed[2] == pytest.approx(7.2e9, rel=0.01)
+    assert bench_quant.paper_bytes(bench_quant.LARGE)[2] == pytest.approx(141.1e9, rel=0.001)
+    c = replace(FAMILIES["llama"], dim=256, hidden_dim=512)
+    for kind in KINDS:
+        own = byte_costs(quantise(make(c).bfloat16(), kind))
+        blocks, head, whole = bench_quant.paper_bytes(c, kind)
+        assert blocks == pytest.approx(sum(own.sublayers), rel=0.07) and head == own.head
+        assert whole == blocks + 2 * head
+
+
+def test_several_devices_on_paper():
+    """One token of a 70B model in bfloat16 reads 139 GB, in 41.5 ms at 3.35 TB/s."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in bench_quant.several_table()[2:-1]]
+    assert [row[1] for row in rows] == ["1", "2", "4", "8"] * 2
+    assert rows[0] == ["bfloat16", "1", "141.1", "139.0", "0", "16", "41.5", "41.5"]
+    assert rows[2][3:] == ["34.8", "162", "16", "12.0", "18.5"], "34.8 / 3.35 ms, and 162 sums"
+
+
+def test_the_benchmark_runs(capsys):
+    draft = bench_quant.WEIGHTS / "stories-draft"
+    argv = ["quant", "--model", str(draft), "--quick", "--new", "8", "--repeats", "1"]
+    assert bench.main([*argv, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)["models"]["stories-draft"]
+    assert err == "" and set(found) == {"bfloat16", "int8", "nf4"}
+    assert list(found["bfloat16"]) == ["exit 1", "int8", "int8, exit 1", "nf4", "nf4, exit 1"]
+    for row in (row for rows in found.values() for row in rows.values()):
+        assert 0 <= row["alpha"] <= 1 <= row["tau"] <= 4 and 0 < row["c_clock"] and row["speed"] > 0
+        assert row["speed_bytes"] == pytest.approx(row["tau_predicted"] / (3 * row["c_bytes"] + 1))
+    exits, int8, nf4 = (found["bfloat16"][name] for name in ("exit 1", "int8", "nf4"))
+    assert exits["megabytes"] == 0 < nf4["megabytes"] < int8["megabytes"]
+    assert nf4["c_bytes"] < int8["c_bytes"] < 1
+    assert int8["alpha"] > nf4["alpha"] - 0.05 and int8["alpha"] > exits["alpha"]
+    assert found["nf4"]["stories-draft"]["c_bytes"] > 1, "the draft has all its bits, and the target has not"
