@@ -73,7 +73,10 @@ def load(folder, device=None, dtype=None, quant=None, part=(0, 1)):
 
 
 def save(model, folder, tokenizer):
-    """Write config, weights and tokenizer in the form that `transformers` reads."""
+    """Write config, weights and tokenizer in the form that `transformers` reads. Raises ValueError for a
+    quantised model."""
+    if not isinstance(model.blocks[0].attn.wqkv, torch.Tensor):
+        raise ValueError("a quantised model cannot be saved: save the model that it was made from")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().reshape(stored_shape(p)).contiguous() for name, p in parts(model)}

@@ -1,6 +1,7 @@
 """A prompt in, coloured text out: self-speculative decoding from the command line.
 
     python generate.py "Once upon a time" --compare
+    torchrun --nproc-per-node 2 generate.py "Once upon a time"      on two devices
 
 The one thing to remember: this file only consumes what `speculative.rounds` yields.
 """
@@ -105,6 +106,8 @@ def read_prompts(a):
     """The texts to continue: one, or the batch of --prompt-file."""
     if a.prompt_file is None:
         text = a.prompt if a.text is None else a.text
+        if text == "-" and parallel.place() != (0, 1):
+            raise ValueError("standard input goes to one process only: give the prompt, or --prompt-file")
         if text == "-":
             text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
         return [text]

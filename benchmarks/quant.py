@@ -69,7 +69,7 @@ def acceptance(teacher, draft, subs):
         return torch.minimum(teacher.p, teacher.probs(draft.unembed(x))).double().sum(-1)[0].clamp(max=1)
 
 
-def seconds(models, at=64, repeats=20):
+def seconds(models, repeats, at=64):
     """{name: what (model, sub-layers) takes to read one token after `at` others}, in turn."""
     def step(model, subs):
         cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
@@ -96,8 +96,9 @@ def measure(a, model, tokenizer, drafts, owns):
     that a draft takes which is a model of its own; the others are the target's own sub-layers."""
     texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
     prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS][: 1 if a.quick else len(SETS)]
-    block, whole, rows = measure_costs(model, repeats=10).block(GAMMA + 1), byte_costs(model).whole, {}
-    clock = seconds({"target": (model, every)} | drafts)
+    repeats, whole, rows = 2 if a.quick else 20, byte_costs(model).whole, {}
+    block = measure_costs(model, repeats=repeats).block(GAMMA + 1)
+    clock = seconds({"target": (model, every)} | drafts, repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
         series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]
         own = byte_costs(draft)

@@ -33,7 +33,8 @@ LIMIT = timedelta(minutes=5)  # so long a process waits for the others, which ma
 
 def place():
     """(rank, world): which process this is, and of how many."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    alone = not (dist.is_available() and dist.is_initialized())
+    return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
 
 
 def talk(collective, *args):

@@ -52,7 +52,7 @@ class Matrix(nn.Module):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return args[1].product(args[0]) if func is F.linear else NotImplemented
+        return args[1].product(args[0]) if func is F.linear and len(args) == 2 else NotImplemented
 
     def product(self, x):
         """x (..., K) -> (..., N)"""
@@ -128,8 +128,8 @@ KINDS = {"int8": Int8, "nf4": NF4}
 def quantise(model, kind="int8"):
     """A copy of a model with the matrices of its blocks in few bits. Embeddings, norms and head are the
     model's own, not copied; its blocks are others, and so a drafter that is given the copy shares neither
-    cache nor states with the model. A model that is quantised already is quantised from what it has. Raises
-    ValueError for an unknown kind.
+    cache nor states with the model. A model that is quantised already is quantised from what it has. Cast a
+    model before this, not after it, or the scales are cast, too. Raises ValueError for an unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r} of quantisation: {' and '.join(KINDS)} are known")

@@ -166,10 +166,19 @@ def shipped_jobs():
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_processes_write_the_text_of_one(folders, tmp_path, world):
     """Greedy and sampled, with as many passes; a copy in few bits is one of other slices, and so another
-    draft. Two on the shipped models, too; only rank 0 prints."""
-    jobs = tiny_jobs(folders) + (shipped_jobs() if world == 2 else [])
+    draft."""
+    want = assert_same_texts(tiny_jobs(folders), world, tmp_path)
+    passes = {name: rows[0][1] for name, rows in want[0].items()}
+    assert passes["plain"] == 7 and len(set(passes.values())) > 2, "the drafts differ"
+
+
+def test_two_processes_write_the_text_of_one_on_the_shipped_models(tmp_path):
+    assert_same_texts(shipped_jobs(), 2, tmp_path)
+
+
+def assert_same_texts(jobs, world, folder):
     want = json.loads(json.dumps(every(jobs)))
-    found = spawn(tmp_path / "group", world, every, jobs)
+    found = spawn(folder / "group", world, every, jobs)
     for got, _, err in found:
         assert err == "" and got is not None
         for ours, truth in zip(got, want, strict=True):
@@ -177,8 +186,7 @@ def test_several_processes_write_the_text_of_one(folders, tmp_path, world):
             assert copies[0] == copies[1]
             assert ours | {"nf4 copy": 0} == truth | {"nf4 copy": 0}
     assert len({json.dumps(got) for got, _, _ in found}) == 1
-    passes = {name: rows[0][1] for name, rows in want[0].items()}
-    assert passes["plain"] == 7 and len(set(passes.values())) > 2, "the drafts differ"
+    return want
 
 
 def test_what_rank_0_drew_counts(tmp_path):
@@ -274,11 +282,21 @@ def argv(folders):
     return ["x", "--model", str(folders / "words"), "--device", "cpu", "--max-new", "20", "--exit-layer", "1"]
 
 
-def test_what_all_find_wrong_is_said_once(argv, tmp_path):
-    found = spawn(tmp_path / "group", 2, main, [*argv, "--exit-layer", "9"], own_group=True)
+@pytest.mark.parametrize("flags, line", [
+    (["--exit-layer", "9"], "exit layer must lie between 1 and 3 (all blocks), got 9"),
+    (["--fast"], "--fast goes with one process, not with several"),
+    (["--gamma", "x"], "argument --gamma: invalid int value: 'x'; see --help")], ids=["exit", "fast", "flag"])
+def test_what_all_find_wrong_is_said_once(argv, tmp_path, flags, line):
+    found = spawn(tmp_path / "group", 2, main, [*argv, *flags], own_group=True)
     assert [status for status, _, _ in found] == [2, 2] and all(out == "" for _, out, _ in found)
-    line = "generate.py: exit layer must lie between 1 and 3 (all blocks), got 9\n"
+    line = f"generate.py: {line}\n"
     assert sorted(err for _, _, err in found) == ["", line]
+
+
+def test_only_one_process_could_read_the_standard_input(monkeypatch):
+    monkeypatch.setattr(parallel, "place", lambda: (0, 2))
+    with pytest.raises(ValueError, match="^standard input goes to one process only: give the prompt, or"):
+        command.read_prompts(command.parse(["-"]))
 
 
 @pytest.mark.parametrize("victim, how, limit", [(1, signal.SIGKILL, 60), (0, signal.SIGKILL, 60),

@@ -160,8 +160,15 @@ def test_the_product_is_that_of_the_matrix_it_stands_for(kind, dtype, near, devi
 
 
 def test_nothing_else_takes_it_for_a_matrix():
-    with pytest.raises(TypeError):
-        torch.matmul(torch.ones(1, 4), Int8(torch.ones(4, 4)))
+    for call in (torch.matmul, lambda x, w: F.linear(x, w, torch.ones(4))):
+        with pytest.raises(TypeError):
+            call(torch.ones(1, 4), Int8(torch.ones(4, 4)))
+
+
+def test_a_quantised_model_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match="^a quantised model cannot be saved: save the model that"):
+        checkpoint.save(quantise(make(FAMILIES["llama"])), tmp_path, expected.byte_tokenizer())
+    assert not list(tmp_path.iterdir())
 
 
 @families
@@ -196,7 +203,7 @@ def test_a_copy_shares_what_is_not_quantised_and_nothing_else():
 
 def test_costs_by_bytes():
     """Without quantisation they are those by weights."""
-    m = make(replace(FAMILIES["llama"], dim=256, hidden_dim=512))
+    m = make(replace(FAMILIES["llama"], n_layers=2, dim=256, hidden_dim=512))
     c, weights = byte_costs(m), weight_costs(m.c)
     assert c.step(range(4), 0.5) == pytest.approx(weights.step(range(4), 0.5)) and c.head == 17 * 256 * 8
     for kind, bits in (("int8", 8), ("nf4", 4.13)):
@@ -212,14 +219,14 @@ def test_costs_by_bytes():
 def targets():
     """{family: (a quantised model, what its matrices say without cache or loop)}"""
     made = {"llama": quantise(make(FAMILIES["llama"]), "nf4"), "gemma2": quantise(make(FAMILIES["gemma2"]))}
-    return {family: (m, [oracle(dense(m), p, 16) for p in PROMPTS]) for family, m in made.items()}
+    return {family: (m, [oracle(dense(m), p, 10) for p in PROMPTS]) for family, m in made.items()}
 
 
 @families
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_identity_of_a_quantised_target(targets, name, family):
     m, want = targets[family]
-    assert generate(m, PROMPTS, 16, DRAFTERS[name](m))[0] == want
+    assert generate(m, PROMPTS, 10, DRAFTERS[name](m))[0] == want
 
 
 COPIES = {  # (a model, its copy in few bits) -> a drafter
@@ -233,9 +240,9 @@ COPIES = {  # (a model, its copy in few bits) -> a drafter
 }
 
 
-@devices
 @families
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("name, device", [*((name, "cpu") for name in COPIES), ("all", "cuda"),
+                                          ("skip", "cuda")])
 def test_greedy_identity_with_a_quantised_copy(name, family, device):
     m = make(FAMILIES[family], device=device)
     want, kind = generate(m, PROMPTS, 8)[0], "nf4" if family == "llama" else "int8"
@@ -245,9 +252,9 @@ def test_greedy_identity_with_a_quantised_copy(name, family, device):
 @families
 def test_a_copy_is_a_good_draft_and_the_more_bits_the_better(family):
     m = make(FAMILIES[family])
-    passes = [generate(m, PROMPTS, 40, ModelDraft(draft, 3))[1] for draft in (
+    passes = [generate(m, PROMPTS, 24, ModelDraft(draft, 3))[1] for draft in (
         m, quantise(m, "int8"), quantise(m, "nf4"), make(m.c, 9))]
-    assert passes[0] == 10 and passes == sorted(passes) and passes[0] < passes[2] < passes[3]
+    assert passes[0] == 6 and passes == sorted(passes) and passes[0] < passes[2] < passes[3]
 
 
 LAWS = {
@@ -319,12 +326,11 @@ class Peak(TorchDispatchMode):
         return out
 
 
-@families
-@kinds
+@pytest.mark.parametrize("kind, family", [("int8", "gemma2"), ("nf4", "llama")])
 def test_loading_takes_no_more_than_the_quantised_model_and_one_matrix(tmp_path, kind, family, monkeypatch):
     """Here 64 rows would be a quarter of a matrix; of a large model they are very little."""
     monkeypatch.setattr(quant, "ROWS", 8)
-    c = replace(FAMILIES[family], n_layers=3, dim=256, hidden_dim=1024)
+    c = replace(FAMILIES[family], n_layers=2, dim=256, hidden_dim=1024)
     m = make(c).bfloat16()
     checkpoint.save(m, tmp_path, expected.byte_tokenizer())
     with Peak() as peak:
@@ -360,7 +366,7 @@ def test_bytes_on_paper():
     seed = bench_quant.paper_bytes(bench_quant.SHAPES["Llama 2 13B"], "nf4")
     assert seed[2] == pytest.approx(7.2e9, rel=0.01)
     assert bench_quant.paper_bytes(bench_quant.LARGE)[2] == pytest.approx(141.1e9, rel=0.001)
-    c = replace(FAMILIES["llama"], dim=256, hidden_dim=512)
+    c = replace(FAMILIES["llama"], n_layers=2, dim=256, hidden_dim=512)
     for kind in KINDS:
         own = byte_costs(quantise(make(c).bfloat16(), kind))
         blocks, head, whole = bench_quant.paper_bytes(c, kind)
