@@ -6,6 +6,7 @@
     python bench.py help         will a draft help this model? every exit, or a skip set, and a verdict
     python bench.py check        does this library compute your model right? beside transformers
     python bench.py self         every way to draft, four kinds of text, beside transformers
+    python bench.py quant        drafts and targets in few bits, predicted and measured; large models on paper
     python bench.py search       the search for a skip set against the truth of all 4,096
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
@@ -18,13 +19,13 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import check, costs, counts, drafters, plain, search
+from benchmarks import check, costs, counts, drafters, plain, quant, search
 from benchmarks.shared import WEIGHTS
 from support import cli
 from support.files import replacing
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
-        "check": check.run, "self": drafters.run,
+        "check": check.run, "self": drafters.run, "quant": quant.run,
         "search": search.run}  # -> (Markdown, data, draw(path) or None)
 
 

@@ -7,15 +7,18 @@ import json
 import math
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from torch import nn
 
-from model import Config, Transformer
+from model import MLP, Attention, Config, Transformer
 from support.files import read_json, replacing
 
 FAMILIES = {  # defaults for keys that config.json leaves out; None: derived from other keys
@@ -35,12 +38,15 @@ ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "hig
                                                "original_max_position_embeddings")}
 
 
-def load(folder, device=None, dtype=None):
+@torch.inference_mode(False)  # trap: in that mode a view does not know its base, see `fill`
+def load(folder, device=None, dtype=None, quant=None, part=(0, 1)):
     """(model, tokenizer) from a Llama or Gemma-2 folder in the Hugging Face layout.
 
-    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. Each tensor is read
-    and copied to its final place before the next one is read. Raises FileNotFoundError or ValueError, in one
-    line, for whatever is missing, damaged or not supported.
+    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function of
+    a matrix, such as machine.quant.NF4, whose result takes the place of each matrix of the blocks. part:
+    (rank, world), where this process is one of several, which read a part of the model each; see `share`.
+    Each tensor is read and copied to its final place before the next one is read. Raises FileNotFoundError or
+    ValueError, in one line, for whatever is missing, damaged or not supported.
     """
     folder, device = Path(folder), find_device(device)
     if not folder.is_dir():
@@ -56,17 +62,21 @@ def load(folder, device=None, dtype=None):
     except RuntimeError:  # the size in bytes exceeds 63 bits
         raise ValueError("config.json asks for a model larger than any memory") from None
     check_tensors(files, model)
+    if part != (0, 1):
+        model = share(c, part[1])
     if dtype is None:
         dtype = DTYPES[files["model.embed_tokens.weight"].get_slice("model.embed_tokens.weight").get_dtype()]
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
-    model.scale.fill_(c.embed_scale)  # trap: `to_empty` also empties buffers
-    for name, piece in parts(model):
-        piece.copy_(files[name].get_tensor(name).view(piece.shape))
+    model = model.to(dtype).requires_grad_(False).eval()
+    model.scale = torch.empty((), dtype=dtype, device=device).fill_(c.embed_scale)
+    fill(model, files, device, quant, part[0])
     return model, tokenizer
 
 
 def save(model, folder, tokenizer):
-    """Write config, weights and tokenizer in the form that `transformers` reads."""
+    """Write config, weights and tokenizer in the form that `transformers` reads. Raises ValueError for a
+    quantised model."""
+    if not isinstance(model.blocks[0].attn.wqkv, torch.Tensor):
+        raise ValueError("a quantised model cannot be saved: save the model that it was made from")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().reshape(stored_shape(p)).contiguous() for name, p in parts(model)}
@@ -142,6 +152,53 @@ def parts(model):
         else:  # trap: in Llama this name is the norm *before* the MLP
             pieces |= {"post_attention_layernorm": b.mlp_norm.weight}
         yield from ((f"model.layers.{i}.{name}.weight", piece) for name, piece in pieces.items())
+
+
+def share(c, world):
+    """The part of a model, without memory, that each of `world` processes keeps (see machine/parallel.py):
+    its own heads, its own columns of each MLP and rows of the head; embeddings and norms are whole. Raises
+    ValueError where the heads or columns cannot be shared evenly."""
+    for what, count in (("key-value heads", c.n_kv_heads), ("columns of an MLP", c.hidden_dim)):
+        if count % world:
+            raise ValueError(f"{world} processes cannot share {count} {what} evenly")
+    with torch.device("meta"):
+        model = Transformer(replace(c, n_heads=c.n_heads // world, n_kv_heads=c.n_kv_heads // world,
+                                    hidden_dim=c.hidden_dim // world))
+    if model.head is not None:
+        model.head = nn.Parameter(model.head[: -(-c.vocab_size // world)].detach())
+    return model
+
+
+def fill(model, files, device, quant=None, rank=0):
+    """Give memory to one parameter after the other of a model that has none, and read it. A matrix of the
+    blocks is quantised before the next one is read, so that no two of them are there in full."""
+    owners = {id(p): (module, key) for module in model.modules()
+              for key, p in module.named_parameters(recurse=False)}
+    # without memory, a piece still knows which parameter it is a view of, and where it lies in it
+    base = lambda part: id(part[1] if part[1]._base is None else part[1]._base)     # noqa: E731
+    for owner, pieces in groupby(parts(model), base):
+        module, key = owners[owner]
+        filled = torch.empty_like(getattr(module, key), device=device)
+        for name, piece in pieces:
+            place = filled.as_strided(piece.shape, piece.stride(), piece.storage_offset())
+            place.copy_(read_tensor(files[name], name, stored_shape(piece), rank).view(piece.shape))
+        small = quant and isinstance(module, Attention | MLP)
+        put(module, key, quant(filled) if small else nn.Parameter(filled, requires_grad=False))
+
+
+def read_tensor(file, name, shape, rank):
+    """A stored tensor. Where `shape` is smaller, only the slice of process `rank` is read."""
+    stored, cuts = file.get_slice(name), []
+    for whole, own in zip(stored.get_shape(), shape, strict=True):
+        first = min(rank * own, whole - own)    # of an odd number of rows the last process repeats some
+        cuts.append(slice(first, first + own))
+    return stored[tuple(cuts)].contiguous()
+
+
+def put(module, key, value):
+    """Let value, a parameter or a module, take a parameter's place."""
+    delattr(module, key)
+    setattr(module, key, value)
 
 
 def stored_shape(piece):

@@ -1,6 +1,7 @@
 """A prompt in, coloured text out: self-speculative decoding from the command line.
 
     python generate.py "Once upon a time" --compare
+    torchrun --nproc-per-node 2 generate.py "Once upon a time"      on two devices
 
 The one thing to remember: this file only consumes what `speculative.rounds` yields.
 """
@@ -14,8 +15,10 @@ from tqdm import tqdm
 
 import checkpoint
 import sampling
-from control import MOST, DoNoHarm, weight_costs
+from control import MOST, DoNoHarm
 from layerskip import SelfDraft, ShortHead, early_exit
+from machine import parallel
+from machine.quant import KINDS, byte_costs, quantise
 from machine.recorded import Recorded
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Then, rounds
@@ -24,7 +27,7 @@ from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # of each way to draft that has one
-GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3}  # if neither a flag nor a file says
+GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, "int8": 3, "nf4": 3}  # if nothing says
 PATHS = "model", "skip", "draft_model", "draft_vocab", "prompt_file", "picture", "page"
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
@@ -39,7 +42,9 @@ def flags():
     add("--prompt-file", metavar="FILE", help='a batch: one prompt a line, or JSONL with {"prompt": ...}')
     add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
-    add("--draft", choices=GAMMA, help="where drafts come from (default: exit)")
+    add("--quant", choices=KINDS, help="keep the matrices of the model's blocks in few bits")
+    add("--draft", choices=GAMMA, help="where drafts come from (default: exit); int8 and nf4: a copy of the "
+        "model in few bits, all of it or the part that --exit-layer or --skip leaves")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
         'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
@@ -72,9 +77,12 @@ def parse(argv):
     a = flags().parse_args(argv)
     implied = [kind for kind, flag in OWN_FLAG.items() if getattr(a, flag) is not None]
     a.draft = a.draft or (implied[0] if implied else "exit")
-    wrong = next((kind for kind in implied if kind != a.draft), None)
+    part = ("exit", "skip") if a.draft in KINDS else ()     # a copy in few bits may be left early, too
+    wrong = next((kind for kind in implied if kind != a.draft and kind not in part), None)
     if wrong:
         raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")
+    if len(implied) > 1:
+        raise ValueError("--exit-layer and --skip say twice which sub-layers draft: leave one of them out")
     if a.draft == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     if a.draft in ("none", "ngram") and (a.do_no_harm or a.tail is not None or a.draft_vocab is not None):
@@ -101,6 +109,8 @@ def read_prompts(a):
     """The texts to continue: one, or the batch of --prompt-file."""
     if a.prompt_file is None:
         text = a.prompt if a.text is None else a.text
+        if text == "-" and parallel.place() != (0, 1):
+            raise ValueError("standard input goes to one process only: give the prompt, or --prompt-file")
         if text == "-":
             text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
         return [text]
@@ -128,14 +138,17 @@ def drafters(a, model, tokenizer):
     """A function that makes the drafter which the flags ask for: a new one for each run, because a rule
     learns from the text. Fills in a.gamma and a.exit_layer."""
     L, sublayers, small, found, share = model.c.n_layers, None, None, None, 1.0
-    if a.draft == "exit":
-        a.exit_layer = max(1, L // 6) if a.exit_layer is None else a.exit_layer
+    if a.draft == "exit" and a.exit_layer is None:
+        a.exit_layer = max(1, L // 6)
+    if a.exit_layer is not None:
         sublayers = early_exit(L, a.exit_layer)
-    elif a.draft == "skip":
+    elif a.skip is not None:
         sublayers, found = cli.read_skip(a.skip, L), cli.read_gamma(a.skip)
-    elif a.draft == "model":
+    if a.draft == "model":
         small = load_small(a.draft_model or WEIGHTS / "stories-draft", model, tokenizer)
-        small = Recorded(small) if a.fast else small
+    elif a.draft in KINDS:
+        small = quantise(model.model if a.fast else model, a.draft)
+    small = Recorded(small) if small and a.fast else small
     drafting = small or model
     if a.draft_vocab:
         drafting = ShortHead(drafting, cli.read_vocab(a.draft_vocab, drafting.c.vocab_size))
@@ -146,12 +159,12 @@ def drafters(a, model, tokenizer):
 
     def make():
         rule = a.gamma
-        if a.do_no_harm:  # what a drafted step costs relative to a pass of the target, by their weights
-            own, every = weight_costs(drafting.c), range(2 * drafting.c.n_layers)
-            step = own.step(sublayers or every, share) * own.whole / weight_costs(model.c).whole
+        if a.do_no_harm:  # what a drafted step costs relative to a pass of the target, by their bytes
+            own, every = byte_costs(drafting), range(2 * drafting.c.n_layers)
+            step = own.step(sublayers or every, share) * own.whole / byte_costs(model).whole
             rule = DoNoHarm(step, a.gamma)
         if small:
-            drafter = ModelDraft(drafting, rule)
+            drafter = ModelDraft(drafting, rule, sublayers)
         elif sublayers:
             drafter = SelfDraft(drafting, sublayers, rule)
         else:
@@ -191,6 +204,8 @@ def begin(model, prompts, a, drafter, coins=None):
     """The rounds that the flags ask for. coins: those of a page, which looks at them."""
     probs = lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p, a.min_p)  # noqa: E731
     coins, eos = coins or Coins(a.seed), {*model.c.eos, *a.eos}
+    if parallel.place() != (0, 1):
+        coins = parallel.Agreed(coins)
     return rounds(model, prompts, a.max_new, drafter, probs, coins, eos, a.cache)
 
 
@@ -233,8 +248,12 @@ def opening(prompt, a):
 
 
 def run(a):
-    texts, device = read_prompts(a), checkpoint.find_device(a.device)
-    model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype))
+    texts, device, (rank, world) = read_prompts(a), checkpoint.find_device(a.device), parallel.place()
+    if a.fast and world > 1:
+        raise ValueError("--fast goes with one process, not with several")
+    model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype),
+                                       KINDS.get(a.quant), (rank, world))
+    model = parallel.join(model) if world > 1 else model
     prompts, a.eos = texts, ()
     if a.chat:
         render = chat.read_template(a.model)
@@ -247,9 +266,9 @@ def run(a):
         rehearse(model, prompts, a, [make, lambda: None] if a.compare else [make])
     seen = watch(model, tokenizer, prompts, a, make())
     r = report(a, model, seen, texts)
-    if a.picture:
+    if a.picture and rank == 0:
         show.picture(seen, a.picture)
-    if a.page:
+    if a.page and rank == 0:
         seen.player.save(a.page)
     if a.compare and not seen.interrupted:
         r |= against_plain(a, model, tokenizer, prompts, r["outputs"], make)
@@ -267,7 +286,8 @@ def report(a, model, seen, texts):
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "acceptance": n.accepted / n.proposed if n.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
-        "tail": a.tail, "fast": a.fast,
+        "tail": a.tail, "fast": a.fast, "quant": a.quant,
+        "processes": parallel.place()[1],
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
     }
@@ -308,7 +328,8 @@ def summary(r, a, seen):
 
 def method(r, a):
     """How the run drafted, in one line."""
-    where = {"exit": f" after block {r['exit_layer']}", "skip": f" {a.skip}"}.get(r["draft"], "")
+    where = "" if r["exit_layer"] is None else f" after block {r['exit_layer']}"
+    where += "" if a.skip is None else f" {a.skip}" if a.draft == "skip" else f" without {a.skip}"
     far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"
     tail = f", then up to {a.tail} by n-gram" if a.tail is not None else ""
     why = " because its search found no gain; --gamma G drafts all the same" if a.gainless else ""
@@ -318,7 +339,9 @@ def method(r, a):
 def rates(r):
     """How fast the run was, in one line."""
     line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads"
+    line += f", blocks in {r['quant']}" if r["quant"] else ""
     line += ", in recorded passes" if r["fast"] else ""
+    line += f", {r['processes']} processes" if r["processes"] > 1 else ""
     if "baseline" not in r:
         return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s (one run, while printing)"
     plain, ratio = r["baseline"], "unknown" if r["ratio"] is None else f"{r['ratio']:.2f}"
@@ -345,7 +368,10 @@ def verdict(r):
 def main(argv=None):
     """Exit status: 0; 1 if --compare found a difference that rounding cannot explain; 2 after bad input; 130
     after Ctrl-C."""
-    return cli.main(lambda argv: run(parse(argv)), argv)
+    def start(argv):
+        with parallel.together():
+            return run(parse(argv))
+    return cli.main(start, argv)
 
 
 if __name__ == "__main__":

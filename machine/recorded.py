@@ -308,8 +308,10 @@ class Recorded:
         return Compiled(path, self.model)
 
     def program(self, key):
-        """The file of a compiled program, named after all that it depends on; on the weights it does not."""
-        facts = torch.__version__, machine(torch.device("cpu")), self.c, key, self.exact
+        """The file of a compiled program, named after all that it depends on; on the weights it does not, but
+        on their shapes and types, which are others where they are quantised."""
+        weights = [(name, w.shape, w.dtype) for name, w in self.model.state_dict().items()]
+        facts = torch.__version__, machine(torch.device("cpu")), self.c, weights, key, self.exact
         sources = (Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__]))
         return self.folder / f"{hashlib.sha256(repr(facts).encode() + b''.join(sources)).hexdigest()}.pt2"
 

@@ -110,6 +110,13 @@ class PaperGPU(TorchFunctionMode):
             return FACTS[func]
         if here and name in ("numpy", "__array__"):
             raise TypeError("a tensor on CUDA cannot become an array of numpy: copy it to the CPU first")
+        stand_in = next((x for x in leaves if isinstance(x, torch.nn.Module)), None)
+        if stand_in is not None:    # machine/quant.py: what it does in place of this call is seen one by one
+            super().__enter__()
+            try:
+                return stand_in.__torch_function__(func, types, args, kwargs)
+            finally:
+                super().__exit__(None, None, None)
         goes = named or ("cuda" if here else "cpu")
         if func in COPIES:
             goes = self.copy(func, args, kwargs, tensors, named)

@@ -19,6 +19,7 @@ import checkpoint
 import generate
 from control import MOST, DoNoHarm
 from layerskip import SelfDraft
+from machine.quant import KINDS, byte_costs
 from machine.recorded import Recorded
 from speculative import Then
 from support import chat, stats
@@ -62,6 +63,9 @@ def test_text_streams_and_a_summary_follows(call):
     (["--draft", "ngram"], "ngram", 4),
     (["--draft", "model"], "model", 3),
     (["--draft-model", SMALL, "--gamma", "0"], "model", 0),
+    (["--draft", "int8"], "int8", 3),
+    (["--draft", "nf4", "--exit-layer", "3", "--gamma", "1"], "nf4", 1),
+    (["--draft", "nf4", "--skip", "a3,m4,a11"], "nf4", 3),
 ])
 def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     plain = as_json(call, "--dtype", "float32", "--draft", "none")
@@ -74,7 +78,7 @@ def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     assert r["tokens_per_pass"] == pytest.approx(12 / r["target_passes"])
     assert r["tokens_per_second"] == pytest.approx(12 / r["seconds"])
     assert (r["acceptance"] is None) == (gamma == 0 or draft == "none" or r["target_passes"] == 12)
-    assert r["exit_layer"] == {"exit": 3 if flags else 2}.get(draft)
+    assert r["exit_layer"] == (3 if "--exit-layer" in flags else 2 if draft == "exit" else None)
 
 
 @pytest.mark.parametrize("flags", [["--do-no-harm"], ["--skip", "a3,m4", "--do-no-harm", "--gamma", "5"],
@@ -124,6 +128,35 @@ def test_a_draft_vocabulary_shortens_the_head(call, tmp_path):
     path.write_text('{"ids": [4096]}')
     message = '...vocab.json: expected different token ids from 0 to 4095 under "ids", as search.py '
     bad(call, message + "--draft-vocab writes them", "x", *flags)
+
+
+@pytest.mark.parametrize("kind, flags", [
+    ("int8", []), ("nf4", ["--skip", "a3,m4,a11"]), ("nf4", ["--draft-model", SMALL]),
+    ("int8", ["--draft", "nf4", "--exit-layer", "4"])])
+def test_a_quantised_target(call, once, kind, flags):
+    """Drafting does not change its text; the draft is whole, or has few bits of its own."""
+    r = as_json(call, "--dtype", "float32", "--quant", kind, "--compare", *flags)
+    assert r["quant"] == kind and r["identical"] is True and r["target_passes"] < 12
+    made = generate.drafters(generate.parse(["x", *map(str, flags)]), *loaded(kind))()
+    assert isinstance(made.model.blocks[0].mlp.down, torch.nn.Parameter) == ("--draft-model" in flags)
+    out = call("Once upon a time", *SHORT, "--quant", kind, *flags)[1]
+    assert f" on cpu, {torch.get_num_threads()} threads, blocks in {kind}, after reading" in out
+    assert ("draft: nf4 after block 4, gamma 3\n" in out) == ("--draft" in flags)
+
+
+def loaded(kind):
+    return checkpoint.load(STORIES, "cpu", torch.float32, KINDS[kind])
+
+
+def test_the_draft_in_few_bits_says_how_it_drafts(call):
+    out = call("Once upon a time", *SHORT, "--draft", "int8", "--skip", "a3,m4")[1]
+    assert "draft: int8 without a3,m4, gamma 3\n" in out
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+    a = generate.parse(["x", "--draft", "int8", "--exit-layer", "2", "--do-no-harm"])
+    drafter = generate.drafters(a, model, tokenizer)()
+    own, whole = byte_costs(drafter.model), byte_costs(model)
+    assert drafter.sublayers == list(range(4)) and drafter.model.tok is model.tok
+    assert drafter.rule.cost == pytest.approx((sum(own.sublayers[:4]) + own.head) / whole.whole)
 
 
 def test_every_run_has_a_drafter_of_its_own():
@@ -196,7 +229,8 @@ def test_compare(call, once):
     assert r["ratio"] == pytest.approx(r["tokens_per_second"] / plain["tokens_per_second"])
 
 
-@pytest.mark.parametrize("flags", [[], ["--draft", "model"], ["--draft", "ngram", "--compare"]])
+@pytest.mark.parametrize("flags", [[], ["--draft", "model"], ["--draft", "ngram", "--compare"],
+                                   ["--draft", "nf4", "--exit-layer", "4"]])
 def test_recorded_passes_write_the_same_text(call, once, monkeypatch, flags):
     """On recordings of paper, as compiling takes long; all is recorded before the first token is printed."""
     made = []
@@ -210,7 +244,7 @@ def test_recorded_passes_write_the_same_text(call, once, monkeypatch, flags):
     assert as_json(call, "--dtype", "float32", *flags)["outputs"] == want["outputs"] and not made
     r = as_json(call, "--dtype", "float32", "--fast", *flags)
     assert r["outputs"] == want["outputs"] and r["fast"] and not want["fast"] and r.get("identical", True)
-    assert len(made) == 1 + (flags == ["--draft", "model"]) and made[0].frozen
+    assert len(made) == (2 if {"model", "nf4"} & set(flags) else 1) and made[0].frozen
     assert any(tape for tapes in made[0].tapes.values() for tape in tapes.values())
     out = call("Once upon a time", *SHORT, "--fast", *flags)[1]
     assert "threads, in recorded passes" in out
@@ -510,6 +544,8 @@ def bad(call, message, *argv):
     (["x", "--skip", "a1,b2"], "a1,b2: no such file"),
     (["x", "--skip", ""], "--skip is empty"),
     (["x", "--skip", str(ROOT)], "...: no such file"),
+    (["x", "--draft", "int8", "--exit-layer", "2", "--skip", "a3"],
+     "--exit-layer and --skip say twice which sub-layers draft: leave one of them out"),
     (["x", "--draft", "none", "--draft-model", "d"], "--draft-model goes with --draft model, not none"),
     (["x", "--draft-model", str(ROOT)], "...config.json: no such file"),
     (["x", "--model", ""], "--model is empty"),

@@ -1,0 +1,206 @@
+"""What a model in few bits is worth: as a draft of the whole one, and as a target with a small assistant.
+
+The one thing to remember: few bits are always less memory, but less time only where a product reads them as
+they are. So c is given twice, by the bytes that a pass reads and by the clock of this machine.
+"""
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.costs import teachers
+from benchmarks.shared import SETS, WEIGHTS, load, page, prompt_ids, table
+from control import (
+    MOST,
+    best_gamma,
+    expected_speedup,
+    expected_tokens,
+    interleave,
+    measure_costs,
+    weight_costs,
+)
+from kvcache import KVCache
+from layerskip import SelfDraft, early_exit
+from machine.quant import KINDS, byte_costs, quantise, size
+from model import Config
+from speculative import ModelDraft, rounds
+from support.stats import compare
+
+GAMMA, MEGABYTE = 3, 1e6
+BITS = {"bfloat16": 16, "int8": 8, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}  # a weight; int8 without its scales
+LLAMA = Config(vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
+               hidden_dim=8192, tied=True)
+SEED = dict(vocab_size=32_000, tied=False)      # the shapes of Llama 2, and of TinyLlama, which drafts for it
+SHAPES = {
+    "TinyLlama 1.1B": replace(LLAMA, n_layers=22, n_kv_heads=4, hidden_dim=5632, **SEED),
+    "Llama 3.2 1B": LLAMA,
+    "Gemma-2 2B": replace(LLAMA, vocab_size=256_000, dim=2304, n_layers=26, n_heads=8, n_kv_heads=4,
+                          head_dim=256, hidden_dim=9216),
+    "Llama 3.2 3B": replace(LLAMA, dim=3072, n_layers=28, n_heads=24, head_dim=128),
+    "Llama 3.1 8B": replace(LLAMA, dim=4096, n_layers=32, head_dim=128, hidden_dim=14336, tied=False),
+    "Gemma-2 9B": replace(LLAMA, vocab_size=256_000, dim=3584, n_layers=42, n_heads=16, head_dim=256,
+                          hidden_dim=14336),
+    "Llama 2 13B": replace(LLAMA, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128,
+                           hidden_dim=13824, **SEED)}
+LARGE = replace(LLAMA, dim=8192, n_layers=80, n_heads=64, head_dim=128, hidden_dim=28672, tied=False)   # 70B
+READS = 3.35e12  # bytes a second: an H100's memory, by NVIDIA's data sheet
+SUMS = 1e-5, 5e-5  # seconds for all devices to add up a few kilobytes: assumed, a good case and a usual one
+
+
+# --- measured
+
+
+def copies(model):
+    """{name: (model, sub-layers)}: drafts in few bits, whole and left half way, beside the plain exit."""
+    half, every = early_exit(model.c.n_layers, model.c.n_layers // 2), range(2 * model.c.n_layers)
+    found = {f"exit {model.c.n_layers // 2}": (model, half)}
+    for kind in KINDS:
+        twin = quantise(model, kind)
+        found |= {kind: (twin, every), f"{kind}, exit {model.c.n_layers // 2}": (twin, half)}
+    return found
+
+
+def acceptance(teacher, draft, subs):
+    """How likely the first drafted token after each position of the teacher's text is accepted, where the
+    draft is a model of its own: the sum of min(p, q). (T,) float64"""
+    with torch.inference_mode():
+        x = draft.run(teacher.states[0], slice(0, teacher.p.shape[1]), sublayers=subs)
+        return torch.minimum(teacher.p, teacher.probs(draft.unembed(x))).double().sum(-1)[0].clamp(max=1)
+
+
+def seconds(models, repeats, at=64):
+    """{name: what (model, sub-layers) takes to read one token after `at` others}, in turn."""
+    def step(model, subs):
+        cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
+        token = torch.full((1, 1), 5, device=model.tok.device)
+        return lambda: model.unembed(model.run(model.embed(token), slice(at, at + 1), cache, subs))
+    return interleave({name: step(*pair) for name, pair in models.items()}, repeats)
+
+
+def written(model, prompts, drafter, a):
+    """(tau, speed relative to plain decoding), drafted and plain in turn, prompt by prompt."""
+    runs = {"plain": [], "drafted": []}
+    for prompt in prompts:
+        made = compare(lambda d, p=prompt: rounds(model, [p], a.new, d),
+                       {"plain": lambda: None, "drafted": drafter}, 1, a.repeats or 3)
+        for name, run in made.items():
+            runs[name].append(run)
+    rate = {name: sum(r.tokens for r in some) / sum(r.seconds for r in some) for name, some in runs.items()}
+    tau = sum(r.tokens for r in runs["drafted"]) / sum(r.passes for r in runs["drafted"])
+    return tau, rate["drafted"] / rate["plain"]
+
+
+def measure(a, model, tokenizer, drafts, owns):
+    """{name: what was found} of each draft, {name: (model, sub-layers)}, of one target. owns: {name: bytes}
+    that a draft takes which is a model of its own; the others are the target's own sub-layers."""
+    texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
+    prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS][: 1 if a.quick else len(SETS)]
+    repeats, whole, rows = 2 if a.quick else 20, byte_costs(model).whole, {}
+    block = measure_costs(model, repeats=repeats).block(GAMMA + 1)
+    clock = seconds({"target": (model, every)} | drafts, repeats)
+    for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
+        series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]
+        own = byte_costs(draft)
+        by_bytes, by_clock = own.step(subs) * own.whole / whole, clock[name] / clock["target"]
+        make = (lambda d=draft, s=subs: ModelDraft(d, GAMMA, s)) if name in owns else (
+            lambda s=subs: SelfDraft(model, s, GAMMA))
+        tau, speed = written(model, prompts, make, a)
+        rows[name] = {"alpha": float(torch.cat(series).mean()), "megabytes": owns.get(name, 0) / MEGABYTE,
+                      "c_bytes": by_bytes, "c_clock": by_clock, "tau": tau,
+                      "tau_predicted": expected_tokens(series, GAMMA), "speed": speed,
+                      "speed_bytes": expected_speedup(series, GAMMA, by_bytes),
+                      "speed_clock": expected_speedup(series, GAMMA, by_clock, block)}
+    return rows
+
+
+COLUMNS = {"alpha": ("alpha", ".3f"), "tau, predicted": ("tau_predicted", ".2f"), "tau": ("tau", ".2f"),
+           "more MB": ("megabytes", ".1f"), "c by bytes": ("c_bytes", ".3f"),
+           "c by the clock": ("c_clock", ".3f"), "speed-up by bytes": ("speed_bytes", ".2f"),
+           "by the clock": ("speed_clock", ".2f"), "measured": ("speed", ".2f")}
+
+
+def titled(title, model, a, found):
+    """The lines of one target."""
+    rows = [[name, *(format(r[key], form) for key, form in COLUMNS.values())] for name, r in found.items()]
+    title += f", {a.dtype}, {size(model) / MEGABYTE:.1f} MB; gamma {GAMMA}; {a.machine}"
+    return [title, "", *table(["draft", *COLUMNS], rows)]
+
+
+def shipped(a):
+    """The models to measure: the one of --model; for the default both that are shipped."""
+    default = Path(a.model).resolve() == WEIGHTS / "stories-llama"
+    return [WEIGHTS / "stories-llama", WEIGHTS / "stories-gemma2"] if default else [Path(a.model)]
+
+
+def measured(a):
+    """Lines and data of all that is measured."""
+    lines, data = [], {}
+    for folder in shipped(a):
+        model, tokenizer = load(a, folder=folder)
+        drafts = copies(model)
+        owns = {name: size(draft.blocks) for name, (draft, _) in drafts.items() if draft is not model}
+        found = measure(a, model, tokenizer, drafts, owns)
+        data[folder.name] = {a.dtype: found}
+        lines += titled(folder.name, model, a, found)
+        small, other = load(a, folder=WEIGHTS / "stories-draft")
+        if other.get_vocab() != tokenizer.get_vocab():
+            continue
+        for kind in KINDS:
+            target = quantise(model, kind)
+            assistant = {"stories-draft": (small, range(2 * small.c.n_layers))}
+            found = measure(a, target, tokenizer, assistant, {"stories-draft": size(small)})
+            data[folder.name][kind] = found
+            lines += titled(f"{folder.name} with its blocks in {kind}", target, a, found)
+    return lines, data
+
+
+# --- on paper
+
+
+def paper_bytes(c, kind="bfloat16"):
+    """(bytes of the blocks, bytes of the head, bytes of the whole model) with its blocks in few bits."""
+    costs = weight_costs(c)
+    blocks, head = sum(costs.sublayers) * BITS[kind] / 8, 2 * costs.head
+    return blocks, head, blocks + head * (1 if c.tied else 2)
+
+
+def paper_table():
+    """For each shape: memory, the c of a copy in few bits, and what it gains at most if alpha is .9."""
+    head, rows = ["model", *(f"GB in {kind}" for kind in BITS)], []
+    head += [f"{what} of {kind}" for kind in KINDS for what in ("c", "best gamma at alpha .9", "speed-up")]
+    for name, c in SHAPES.items():
+        row, whole = [name, *(f"{paper_bytes(c, kind)[2] / 1e9:.1f}" for kind in BITS)], paper_bytes(c)
+        for kind in KINDS:
+            cost = sum(paper_bytes(c, kind)[:2]) / sum(whole[:2])
+            gamma = best_gamma(0.9, cost, MOST)
+            row += [f"{cost:.2f}", f"{gamma}", f"{expected_speedup(0.9, gamma, cost):.2f}"]
+        rows.append(row)
+    small, large = paper_bytes(SHAPES["TinyLlama 1.1B"]), paper_bytes(SHAPES["Llama 2 13B"], "nf4")
+    seed = (f"Llama 2 13B in nf4 with TinyLlama in bfloat16: {(small[2] + large[2]) / 1e9:.1f} GB together, "
+            f"c by bytes {sum(small[:2]) / sum(large[:2]):.2f}")
+    return [*table(head, rows), seed, ""]
+
+
+def several_table(c=LARGE):
+    """A 70B model on several devices (machine/parallel.py): bytes and latency of a token."""
+    head, rows = ["70B", "devices", "GB on each", "GB a token reads on each", "sums", "KB a sum"], []
+    head += [f"ms a token, {1e6 * s:.0f} us a sum" for s in SUMS]
+    for kind in ("bfloat16", "nf4"):
+        blocks, lm_head, _ = paper_bytes(c, kind)
+        for world in (1, 2, 4, 8):
+            read = (blocks + lm_head) / world
+            talks = 2 * c.n_layers + 2 if world > 1 else 0      # and the logits, and the token that was drawn
+            latency = [f"{1e3 * (read / READS + talks * s):.1f}" for s in SUMS]
+            rows.append([kind, f"{world}", f"{(read + lm_head) / 1e9:.1f}", f"{read / 1e9:.1f}", f"{talks}",
+                         f"{2 * c.dim / 1024:.0f}", *latency])
+    return table(head, rows)
+
+
+def run(a):
+    lines, data = measured(a)
+    lines += ["On paper, by bytes alone, with products that read few bits as they are (here only int8 in "
+              "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table(),
+              f"On several devices that read {READS / 1e12:.2f} TB/s each; what a sum takes is assumed:", "",
+              *several_table()]
+    return page(lines), {"models": data, "gamma": GAMMA}, None

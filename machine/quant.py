@@ -1,0 +1,155 @@
+"""Fewer bits: matrices in int8 or NF4, which stand where the model has its own.
+
+The one thing to remember: the model hands its matrices to `F.linear` and to nothing else, and `F.linear` asks
+its arguments first whether they would rather do it themselves. So a matrix can be anything that knows its
+product, and model.py need not know.
+
+    kind    bits a weight   each row of a matrix is kept as
+    int8    8 + 16 / K      K whole numbers from -127 to 127, times one scale in the model's own type
+    nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of the block,
+                            which is itself kept in 8 bits
+
+A product reads these few bits, and that is the gain where memory is what a pass waits for. Only bfloat16 on a
+CPU has such a product in torch, for int8. Everywhere else the whole matrix is made anew for each product,
+which takes more time than reading it in full would have taken: there the gain is memory, not time.
+"""
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from checkpoint import put
+from control import Costs
+
+BLOCK, GROUP = 64, 256  # weights that share a magnitude, and magnitudes that share a scale
+ROWS = 64  # are quantised at a time, so that what this needs in between is small
+
+
+def codebook():
+    """The 16 levels of NF4, which a normally distributed weight meets about equally often (Dettmers et al.
+    2023, QLoRA, section 3 and appendix E). (16,) float32, rising from -1 to 1
+
+    They are quantiles of the normal distribution, 8 of its upper half and 7 of its lower half, and 0, so that
+    0 is exact. The outermost leave out half of what a level stands for: on average 1/30 and 1/32, halved.
+
+    >>> codebook()[:4]
+    tensor([-1.0000, -0.6962, -0.5251, -0.3949])
+    """
+    last = 1 - (1 / 30 + 1 / 32) / 2
+    upper, lower = (torch.special.ndtri(torch.linspace(last, 0.5, n + 1, dtype=torch.float64)[:-1])
+                    for n in (8, 7))
+    return (torch.cat([-lower, torch.zeros(1), upper.flip(0)]) / upper[0]).float()
+
+
+def nonzero(scale):
+    """Scales to divide by: where all weights are 0, any will do."""
+    return scale.masked_fill(scale == 0, 1)
+
+
+class Matrix(nn.Module):
+    """What `F.linear` may meet instead of a matrix (N, K)."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return args[1].product(args[0]) if func is F.linear and len(args) == 2 else NotImplemented
+
+    def product(self, x):
+        """x (..., K) -> (..., N)"""
+        return F.linear(x, self.full(x.dtype))
+
+    def full(self, dtype):
+        """The matrix that this stands for. (N, K)"""
+        raise NotImplementedError
+
+
+class Int8(Matrix):
+    """Row n is codes[n] * scale[n]: the largest magnitude of a row becomes 127."""
+
+    def __init__(self, w):
+        super().__init__()
+        low, high = w.aminmax(dim=1)
+        self.register_buffer("scale", nonzero(torch.maximum(-low, high) / 127))                 # (N,)
+        self.register_buffer("codes", torch.empty(w.shape, dtype=torch.int8, device=w.device))  # (N, K)
+        wide, parts = torch.promote_types(w.dtype, torch.float32), (w, self.scale, self.codes)
+        for rows, scale, codes in zip(*(t.split(ROWS) for t in parts), strict=True):
+            # trap: a tiny scale of float16 was rounded a lot, and what does not fit would wrap
+            codes.copy_((rows.to(wide) / scale[:, None]).round().clamp(-127, 127))
+
+    def product(self, x):
+        # trap: torch takes float32, too, but without any care: a block of 16 tokens is 100 times slower
+        if x.is_cuda or x.dtype != torch.bfloat16:
+            return super().product(x)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()                          # (B*T, K)
+        return torch._weight_int8pack_mm(rows, self.codes, self.scale).view(*x.shape[:-1], -1)
+
+    def full(self, dtype):
+        return self.codes.to(dtype) * self.scale[:, None].to(dtype)
+
+
+class NF4(Matrix):
+    """Two levels in a byte; each block of 64 along a row is multiplied by its largest magnitude.
+
+    The magnitudes are kept in 8 bits, too ("double quantisation", section 3): less their mean, each 256 of
+    them with a scale of their own. The paper has 8-bit floats there, and this has whole numbers. The last
+    block of a row may be shorter: it is filled up with zeros.
+    """
+
+    def __init__(self, w):
+        super().__init__()
+        (N, self.columns), device, levels = w.shape, w.device, codebook().to(w.device)
+        blocks = -(-self.columns // BLOCK)
+        self.register_buffer("pairs", torch.cartesian_prod(levels, levels))     # (256, 2) of each byte
+        self.register_buffer("codes", torch.empty(N, blocks * BLOCK // 2, dtype=torch.uint8, device=device))
+        most, middle = torch.empty(N, blocks, device=device), (levels[1:] + levels[:-1]) / 2
+        for rows, most_of, codes in zip(*(t.split(ROWS) for t in (w, most, self.codes)), strict=True):
+            b = F.pad(rows.float(), (0, -self.columns % BLOCK)).unflatten(1, (-1, BLOCK))   # (R, blocks, 64)
+            most_of.copy_(b.abs().amax(-1))
+            nearest = torch.bucketize(b / nonzero(most_of)[..., None], middle, out_int32=True)  # 0 .. 15
+            codes.copy_((16 * nearest[..., ::2] + nearest[..., 1::2]).flatten(1))
+        self.register_buffer("mean", most.mean())
+        groups = (most - self.mean).flatten()
+        groups = F.pad(groups, (0, -len(groups) % GROUP)).unflatten(0, (-1, GROUP))     # (groups, 256)
+        scale = nonzero(groups.abs().amax(1, keepdim=True) / 127)
+        self.register_buffer("scale", scale)                                    # (groups, 1)
+        self.register_buffer("most", (groups / scale).round().flatten()[: most.numel()].to(torch.int8))
+
+    def full(self, dtype):
+        N, blocks = self.codes.shape[0], self.codes.shape[1] * 2 // BLOCK
+        most = F.pad(self.most, (0, -len(self.most) % GROUP)).view(-1, GROUP) * self.scale + self.mean
+        most = most.flatten()[: N * blocks].view(N, blocks, 1)
+        levels = F.embedding(self.codes.int(), self.pairs).view(N, blocks, BLOCK)
+        return (levels * most).flatten(1)[:, : self.columns].to(dtype)          # (N, K)
+
+
+KINDS = {"int8": Int8, "nf4": NF4}
+
+
+def quantise(model, kind="int8"):
+    """A copy of a model with the matrices of its blocks in few bits. Embeddings, norms and head are the
+    model's own, not copied; its blocks are others, and so a drafter that is given the copy shares neither
+    cache nor states with the model. A model that is quantised already is quantised from what it has. Cast a
+    model before this, not after it, or the scales are cast, too. Raises ValueError for an unknown kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r} of quantisation: {' and '.join(KINDS)} are known")
+    twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
+    for module in list(twin.blocks.modules()):
+        for name, w in [*module.named_parameters(recurse=False), *module.named_children()]:
+            if isinstance(w, tuple(KINDS.values())):
+                w = w.full(model.tok.dtype)
+            if isinstance(w, torch.Tensor) and w.dim() == 2:
+                put(module, name, KINDS[kind](w.detach()))
+    return twin
+
+
+def size(module):
+    """How many bytes a module or a tensor takes."""
+    tensors = [module] if isinstance(module, torch.Tensor) else [*module.parameters(), *module.buffers()]
+    return sum(t.nbytes for t in tensors)
+
+
+def byte_costs(model):
+    """Costs by the bytes that a pass reads: what it takes where reading is what it waits for."""
+    parts = (size(part) for b in model.blocks for part in (b.attn, b.mlp))
+    return Costs(tuple(parts), size(model.tok if model.head is None else model.head))
