@@ -162,7 +162,8 @@ def test_only_the_target_itself_can_teach(models):
 
 @devices
 @each_family
-@pytest.mark.parametrize("subs", [range(12), [0, 1, 3, 5, 8], range(1, 12, 2)], ids=str)
+@pytest.mark.parametrize("subs", [range(12), [0, 1, 3, 5, 8], range(1, 12, 2)],
+                         ids=["whole", "some", "MLPs"])
 def test_a_draft_is_tried_as_it_would_be_drafted(family, subs, device):
     """Each token as the first of a draft after the text before it, run by hand; the cache stays as it is, and
     what is dead is not read."""
@@ -426,17 +427,17 @@ def test_shadows_are_what_each_exit_would_have_drafted(family, probs, device):
     assert bool((0 < sure).all()) and bool((sure <= hits).all()) and bool((unsure <= misses).all())
 
 
-def counted(m, steps, **flags):
-    """A DEL that is fed with rounds of one row: steps = [(logits of exit 1 after the head, p), ...]."""
-    drafter = DEL(m, [1], **flags)
+def headless(m, exits, costs, omega=1.0):
+    """A DEL whose exits' states are logits already, and a state for it."""
+    drafter, state = DEL(m, exits, costs, omega), type("S", (), {})()
     drafter.model = type("Head", (), {"unembed": staticmethod(lambda x: x), "blocks": m.blocks, "c": m.c})()
-    return drafter, steps
+    state.probs = to_probs
+    return drafter, state
 
 
 def test_counts_fade_by_hand(models):
     """Two places a round: one that agrees, sure to .9, and one that does not, sure to .6."""
-    drafter, state = counted(models["llama"], None, omega=0.5, costs=free())[0], type("S", (), {})()
-    state.probs = to_probs
+    drafter, state = headless(models["llama"], [1], free(), omega=0.5)
     logits = torch.tensor([[[0.9, 0.1], [0.4, 0.6], [0.5, 0.5]]]).log()          # (1, 3, 2)
     p = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]])
     true = torch.tensor([[True, True, False]])
@@ -452,22 +453,23 @@ def test_del_begins_with_a_prior_and_not_with_nan(models):
     drafter = DEL(models["llama"], costs=free(), window=1)
     assert drafter.rule.threshold == 0.5 and not drafter.counts.any() and drafter.omega == 0.95
     assert drafter.longest == 18 and drafter.exits == [1, 2, 3, 4, 5] and DEL(models["llama"]).window == 32
-    state = type("S", (), {})()
-    state.probs = to_probs
-    _, r = next(rounds(models["llama"], PROMPTS[:1], 9, drafter))
-    assert 0 < drafter.rule.threshold < 1
+    costs = Costs((0.7 * 3, 0.0) + (0.3 * 3 / 10,) * 10, 0.0)                   # exit 1 costs .7 of a pass
+    drafter, state = headless(models["llama"], [1], free())
+    logits, nowhere = torch.zeros(1, 1, 17, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.bool)
+    drafter.score(state, {1: logits}, to_probs(logits), nowhere)
+    assert drafter.rule.threshold == 0.5 and drafter.rule.most == 18, "at first alpha = .5, and so the bar"
+    drafter, state = headless(models["llama"], [1], costs)
+    drafter.score(state, {1: logits}, to_probs(logits), ~nowhere)
+    assert drafter.counts[:2, 0].tolist() == [1, 0] and drafter.rule.most == 0, "one hit: alpha = 2/3 < .7"
 
 
 @pytest.mark.parametrize("head, drafts", [(0.0, True), (20.0, False)])
 def test_del_knows_the_heads_share(models, head, drafts):
     """Exits of which two thirds are accepted gain, unless the head is most of the model; then none drafts."""
-    m = models["llama"]
-    drafter = DEL(m, [1, 2], Costs((1.0,) * 12, head), omega=1.0)
+    drafter, state = headless(models["llama"], [1, 2], Costs((1.0,) * 12, head))
     drafter.counts = torch.tensor([[20.0, 20.0], [10.0, 9.0], [18.0, 18.0], [5.0, 5.0]], dtype=torch.float64)
-    state, none = type("S", (), {})(), torch.zeros(2, 1, 1, 17, dtype=torch.float64)
-    state.probs = to_probs
-    drafter.model = type("Head", (), {"unembed": staticmethod(lambda x: x), "blocks": m.blocks, "c": m.c})()
-    drafter.score(state, {1: none[0], 3: none[1]}, none[0], torch.zeros(1, 1, dtype=torch.bool))
+    logits, nowhere = torch.zeros(1, 1, 17, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.bool)
+    drafter.score(state, {1: logits, 3: logits}, logits, nowhere)
     gains = [plan(21 / 32, 21 / 32, (2 + head) / (12 + head), 18)]
     assert (drafter.rule.most == 18) == drafts == (gains[0] > 0)
     assert drafter.sublayers == [0, 1] and (not drafts or drafter.rule.threshold == pytest.approx(
