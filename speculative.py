@@ -527,11 +527,16 @@ class NGram(Drafter):
                 self.index[b][tuple(text[i : i + self.n])] = i + self.n
             self.done[b] = max(self.done[b], last)
 
-    def propose(self, state):
+    def found(self, state):
+        """What followed each row's final n-gram the last time, as lists of ids: empty if it is new."""
         hits = []
         for text, index, most in zip(state.known, self.index, wanted(state, self.rule)[0], strict=True):
             at = index.get(tuple(text[-self.n :]), len(text))
             hits.append(text[at : at + most])
+        return hits
+
+    def propose(self, state):
+        hits = self.found(state)
         K = max(map(len, hits))
         if K == 0:
             return Draft.none(state)

@@ -48,6 +48,13 @@ def overlaps(probs, p, logits):
     return both.clamp(max=1), logits.softmax(-1, dtype=wide).amax(-1).double()
 
 
+def last_places(state, trace, count):
+    """The last places of each prompt: {tap: (B, count, dim)}, and which of them there are (B, count)."""
+    at = state.n[:, None] + torch.arange(-count, 0, device=state.n.device)      # (B, count)
+    row = torch.arange(len(at), device=at.device)[:, None]
+    return {tap: x[row, at.clamp(min=0)] for tap, x in trace.items()}, at >= 0
+
+
 def same_model(model, state):
     if model.blocks is not state.model.blocks:
         raise ValueError("this drafter learns from the target's own states: give it the model that decodes")
@@ -257,11 +264,8 @@ class DEL(SelfDraft):
     def begin(self, state, trace):
         same_model(self.model, state)
         super().begin(state, trace)
-        n, back = state.n[:, None], torch.arange(-self.window, 0, device=state.n.device)
-        row, at = torch.arange(len(n), device=n.device)[:, None], n + back      # the prompt's last tokens
-        trace = {tap: trace[tap][row, at.clamp(min=0)] for tap in self.taps}    # (B, W, dim) each
-        p = state.probs(self.model.unembed(trace[self.taps[-1]]))
-        self.score(state, trace, p, at >= 0)
+        trace, true = last_places(state, trace, self.window)
+        self.score(state, trace, state.probs(self.model.unembed(trace[self.taps[-1]])), true)
 
     def observe(self, state, r):
         super().observe(state, r)
