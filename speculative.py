@@ -38,7 +38,8 @@ class State:
     model: Transformer         # the target
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
-    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see
+    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see; it may ask anew in
+    #                            `propose`, since passes with a trace are not replayed from recordings
     known: list[list[int]]     # the known tokens once more, on the host: reading them waits for nobody
     left_cpu: list[int]        # `left`, on the host
 

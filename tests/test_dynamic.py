@@ -81,14 +81,14 @@ each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 @each_family
 @each_drafter
 def test_greedy_identity(truth, family, name, device):
-    m, count = make(FAMILIES[family], device=device), 28 if device == "cpu" else 10
+    m, count = make(FAMILIES[family], device=device), 20 if device == "cpu" else 6
     drafter, proposed = DRAFTERS[name](m), 0
     out = [[] for _ in PROMPTS]
     for _, r in rounds(m, PROMPTS, count, drafter):
         proposed += int(r.proposed.sum())
         for row, new in zip(out, r.new, strict=True):
             row += new
-    assert out == [row[:count] for row in truth[family]] and proposed > 2, "it drafted almost nothing"
+    assert out == [row[:count] for row in truth[family]] and proposed > 1, "it drafted almost nothing"
     assert name != "restless" or device != "cpu" or len(drafter.kinds) >= 5
 
 
@@ -96,8 +96,8 @@ def test_greedy_identity(truth, family, name, device):
 @each_drafter
 def test_rows_equal_solo_runs_and_short_answers_are_short(models, truth, family, name):
     m = models[family]
-    for prompt, want in zip(PROMPTS, truth[family], strict=True):
-        for count in (1, 12):
+    for prompt, want in zip(PROMPTS[::2], truth[family][::2], strict=True):
+        for count in (1, 10):
             assert generate(m, [prompt], count, DRAFTERS[name](m))[0] == [want[:count]]
 
 
@@ -106,7 +106,7 @@ def test_rows_equal_solo_runs_and_short_answers_are_short(models, truth, family,
 def test_dead_slots_are_never_read(models, family, name):
     """Neither by drafts nor by what scores them: the very rounds are the same."""
     m = models[family]
-    runs = [[(r.new, r.accepted.tolist(), r.proposed.tolist()) for _, r in rounds(m, PROMPTS, 24, drafter)]
+    runs = [[(r.new, r.accepted.tolist(), r.proposed.tolist()) for _, r in rounds(m, PROMPTS, 16, drafter)]
             for drafter in (DRAFTERS[name](m), Poisoned(DRAFTERS[name](m)))]
     assert runs[0] == runs[1]
 
@@ -128,15 +128,16 @@ def test_exact_law(name):
     """Every outcome of the loop, with a drafter that has learnt nothing at the start of each."""
     c, make_drafter = LAWS[name]
     m, probs, drafted = make(c, 3), lambda x: to_probs(x, **TOP_P), set()
+    count = 2 if "swift" in name or "clasp" in name else 3      # these take longer
 
     def run(coins):
         out = []
-        for _, r in rounds(m, [[1, 2, 1]], 3, make_drafter(m), probs, coins):
+        for _, r in rounds(m, [[1, 2, 1]], count, make_drafter(m), probs, coins):
             out += r.new[0]
             drafted.add(int(r.proposed))
         return tuple(out)
 
-    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, 3))
+    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, count))
     assert len(drafted) > 1, "the case should have drafts of several lengths"
 
 

@@ -149,7 +149,7 @@ def test_drafting_by_itself(call, tmp_path, monkeypatch):
     assert pace.most == 5 and len(pace.ways[-1].drafter.sublayers) == 2 * L - 2
     assert pace.ways[0].drafter.model.share == 1024 / model.c.vocab_size
     a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path)])
-    assert pace.ways[0].name == "exit 1"
+    assert pace.ways[0].name.startswith("exit")
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
     pace = generate.drafters(a, model, tokenizer)()
     assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share < 1
