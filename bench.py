@@ -6,6 +6,7 @@
     python bench.py help         will a draft help this model? every exit, or a skip set, and a verdict
     python bench.py check        does this library compute your model right? beside transformers
     python bench.py self         every way to draft, four kinds of text, beside transformers
+    python bench.py dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python bench.py quant        drafts and targets in few bits, predicted and measured; large models on paper
     python bench.py search       the search for a skip set against the truth of all 4,096
 
@@ -19,13 +20,13 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import check, costs, counts, drafters, plain, quant, search
+from benchmarks import check, costs, counts, drafters, dynamic, plain, quant, search
 from benchmarks.shared import WEIGHTS
 from support import cli
 from support.files import replacing
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
-        "check": check.run, "self": drafters.run, "quant": quant.run,
+        "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
         "search": search.run}  # -> (Markdown, data, draw(path) or None)
 
 
@@ -40,10 +41,13 @@ def parse(argv):
     p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes; self: all of it")
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
-    p.add_argument("--skip", metavar="SET", help="help, check, self: this skip set, a3,m4 or a skip.json "
-                   "(self: by default the one beside the weights, if there is one)")
-    p.add_argument("--draft-vocab", metavar="FILE", help="help, self: the tokens of this file, the "
-                   "most frequent first (self: by default vocab.json beside the weights, if it is there)")
+    p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with, from bench.py "
+                   "costs --out (default: the weights read)")
+    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
+                   "skip.json (self, dynamic: by default the one beside the weights, if there is one)")
+    p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
+                   "the most frequent first (self, dynamic: by default vocab.json beside the weights, if it "
+                   "is there)")
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
     p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")

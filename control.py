@@ -6,6 +6,7 @@ draft is accepted, and c is the cost of a drafted step relative to a pass of the
 A rule says how far a drafter drafts, and none can change the text. Confidences come from the raw softmax, and
 so they mean something at temperature 0, too.
 """
+import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -90,16 +91,33 @@ class Costs:
     sublayers: tuple[float, ...]
     head: float
     blocks: tuple = ((1, 1.0),)  # (T, what a pass over T tokens takes relative to one token), T rising
+    slot: float = 0.0            # what each token more that an attention reads adds to it
+    at: int = 0                  # after how many tokens `sublayers` holds
+    window: int | None = None    # the attentions of even blocks read no more tokens than that
 
     @property
     def whole(self):
         return sum(self.sublayers) + self.head
 
-    def step(self, sublayers, share=1.0):
+    def price(self, sublayers, share=1.0, n=None):
+        """What these sub-layers and a share of the head take for a token after n others; None: after `at`.
+
+        >>> costs = Costs((2.0, 3.0), 1.0, slot=0.5)
+        >>> costs.price([0, 1]), costs.price([0, 1], n=4), costs.price([1], share=0.5, n=4)
+        (6.0, 8.0, 3.5)
+        """
+        more = 0.0
+        if self.slot and n is not None:
+            more = sum(self.reads(i, n) - self.reads(i, self.at) for i in sublayers if i % 2 == 0)
+        return sum(self.sublayers[i] for i in sublayers) + share * self.head + self.slot * more
+
+    def reads(self, attention, n):
+        return n if self.window is None or attention % 4 else min(n, self.window)
+
+    def step(self, sublayers, share=1.0, n=None):
         """The cost of a drafted step relative to a pass of the target, the c of the formulas. Both include
         the head, the draft maybe only a share of it (a draft vocabulary)."""
-        return (sum(self.sublayers[i] for i in sublayers) + share * self.head) / self.whole
-
+        return self.price(sublayers, share, n) / self.price(range(len(self.sublayers)), 1.0, n)
 
     def block(self, T):
         """What a pass over T tokens takes relative to one token: on straight lines between the measured
@@ -115,10 +133,11 @@ class Costs:
 
 
 def weight_costs(c):
-    """Costs by the number of weights: where tokens are written one by one, reading the weights is what takes
-    the time."""
+    """Costs by the number of weights, and of keys and values: where tokens are written one by one, reading
+    them is what takes the time."""
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
-    return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim)
+    return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim,
+                 slot=2 * c.n_kv_heads * c.head_dim, window=c.window)
 
 
 @torch.no_grad()
@@ -137,9 +156,10 @@ def interleave(actions, repeats):
 
 
 def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds: each sub-layer alone, and the head, on one token after `at` others; and blocks of 1
-    to 17 tokens."""
-    cache = KVCache(model.c, 1, at + MOST + 1, model.attention_dtype(), model.tok.device)
+    """Costs in seconds: each sub-layer alone, and the head, on one token after `at` others; blocks of 1 to 17
+    tokens; and what an attention takes more after 16 times as many."""
+    far, wide = 16 * at, 2 * (model.c.n_layers > 1)     # an attention without a window, if there is one
+    cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
     tokens, here = torch.full((1, MOST + 1), 5, device=model.tok.device), slice(at, at + 1)
     x = model.embed(tokens[:, :1])
 
@@ -148,12 +168,14 @@ def measure_costs(model, at=64, repeats=50):
     parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
     blocks = {f"{T} tokens": partial(read, T) for T in WIDTHS}
     times = interleave({**parts, "empty": partial(model.run, x, here, cache, []),
-                        "head": partial(model.unembed, x), **blocks}, repeats)
+                        "head": partial(model.unembed, x), **blocks,
+                        "far": partial(model.run, x, slice(far, far + 1), cache, [wide])}, repeats)
     widths = [times.pop(name) for name in blocks]
     empty = times.pop("empty")  # what a call takes that runs nothing
-    head = times.pop("head")
+    head, slot = times.pop("head"), max(0.0, times.pop("far") - times[wide]) / (far - at)
     return Costs(tuple(max(0.0, s - empty) for s in times.values()), head + empty,
-                 tuple((T, s / widths[0]) for T, s in zip(WIDTHS, widths, strict=True)))
+                 tuple((T, s / widths[0]) for T, s in zip(WIDTHS, widths, strict=True)), slot, at,
+                 model.c.window)
 
 
 # --- rules
@@ -194,6 +216,59 @@ class Confidence(Rule):
 
     def stop(self, k, logits, token):
         return confidence(logits, token) < self.threshold
+
+
+class Entropy(Rule):
+    """Stop after a token whose distribution has a high entropy H: the acceptance is at least about
+    1 - sqrt(`scale` H) (SVIP, arXiv 2411.18462; the constants are those of its repository)."""
+
+    def __init__(self, threshold=0.3, scale=0.15, gamma=40):
+        super().__init__(gamma)
+        self.threshold, self.scale = threshold, scale
+
+    def stop(self, k, logits, token):
+        q = logits.softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        # trap: -q log q is NaN where a draft vocabulary leaves q = 0; `entr` knows the limit
+        return (self.scale * torch.special.entr(q).sum(1)).sqrt() > self.threshold
+
+
+class AnnealedConfidence(Confidence):
+    """Confidence at a temperature of its own for each exit, 1 + slope (1 - depth), because early exits are
+    surer than they should be (SpecBound, arXiv 2604.12247). depth: the share of the blocks that draft. The
+    threshold and the slope are ours."""
+
+    def __init__(self, depth, threshold=0.6, slope=1.0, gamma=MOST):
+        super().__init__(threshold, gamma)
+        self.temperature = 1 + slope * (1 - depth)
+
+    def stop(self, k, logits, token):
+        return super().stop(k, logits / self.temperature, token)
+
+
+class Thompson(Rule):
+    """Go on after each token with a probability drawn from a Beta distribution of what became of all drafts
+    so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform prior is ours). No token
+    has a say, so the length is drawn ahead; its random numbers are its own, and the text's stay as they are.
+    """
+
+    def __init__(self, gamma=MOST, seed=0):
+        super().__init__(gamma)
+        self.random, self.seen = random.Random(seed), []
+
+    def begin(self, state):
+        if len(self.seen) != len(state.known):
+            self.seen = [Beta() for _ in state.known]
+
+    def gamma(self, state):
+        lengths = [min(1, self.most) for _ in self.seen]
+        for b, seen in enumerate(self.seen):
+            while 0 < lengths[b] < self.most and self.random.random() < seen.draw(self.random):
+                lengths[b] += 1
+        return lengths
+
+    def learn(self, state, r):
+        for row, (drafted, kept) in zip(self.seen, outcomes(r), strict=True):
+            row.add(kept, kept < drafted)
 
 
 class AdaptiveExit(Rule):
@@ -333,6 +408,9 @@ class Beta:
 
     def mean(self):
         return (self.hits + 1) / (self.hits + self.misses + 2)
+
+    def draw(self, generator):
+        return generator.betavariate(self.hits + 1, self.misses + 1)
 
     def fade(self, factor):
         self.hits, self.misses = self.hits * factor, self.misses * factor

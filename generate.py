@@ -20,15 +20,17 @@ from layerskip import SelfDraft, ShortHead, early_exit
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
 from machine.recorded import Recorded
+from methods.pace import Pace, candidates
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Then, rounds
 from support import chat, cli, page, show, stats
 from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
-OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # of each way to draft that has one
-GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, "int8": 3, "nf4": 3}  # if nothing says
-PATHS = "model", "skip", "draft_model", "draft_vocab", "prompt_file", "picture", "page"
+OWN_FLAG = {"auto": "costs", "exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # whose draft
+ALSO = {"auto": ("skip",), "int8": ("exit", "skip"), "nf4": ("exit", "skip")}  # flags that go with it, too
+GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, "int8": 3, "nf4": 3}
+PATHS = "model", "skip", "draft_model", "draft_vocab", "costs", "prompt_file", "picture", "page"
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
@@ -43,14 +45,17 @@ def flags():
     add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
     add("--quant", choices=KINDS, help="keep the matrices of the model's blocks in few bits")
-    add("--draft", choices=GAMMA, help="where drafts come from (default: exit); int8 and nf4: a copy of the "
-        "model in few bits, all of it or the part that --exit-layer or --skip leaves")
+    add("--draft", choices=GAMMA, help="where drafts come from (default: exit); auto: what promises most, "
+        "judged anew before every draft; int8 and nf4: a copy of the model in few bits, all of it or what "
+        "--exit-layer or --skip leaves")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
         'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--draft-model", metavar="DIR", help="draft with a small model that has the same tokenizer")
     add("--draft-vocab", metavar="FILE", help="draft with few tokens only, and so with a shorter head, as "
         "search.py --draft-vocab writes it")
+    add("--costs", metavar="FILE", help="auto: measured costs, from bench.py costs --out (default: the "
+        "weights read)")
     add("--gamma", type=int, metavar="G", help="how many tokens to draft per round")
     add("--do-no-harm", action="store_true",
         help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
@@ -77,17 +82,19 @@ def parse(argv):
     a = flags().parse_args(argv)
     implied = [kind for kind, flag in OWN_FLAG.items() if getattr(a, flag) is not None]
     a.draft = a.draft or (implied[0] if implied else "exit")
-    part = ("exit", "skip") if a.draft in KINDS else ()     # a copy in few bits may be left early, too
-    wrong = next((kind for kind in implied if kind != a.draft and kind not in part), None)
+    wrong = next((kind for kind in implied if kind not in (a.draft, *ALSO.get(a.draft, ()))), None)
     if wrong:
         raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")
-    if len(implied) > 1:
+    if {"exit", "skip"} <= set(implied):
         raise ValueError("--exit-layer and --skip say twice which sub-layers draft: leave one of them out")
     if a.draft == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     if a.draft in ("none", "ngram") and (a.do_no_harm or a.tail is not None or a.draft_vocab is not None):
         raise ValueError("--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not "
                          f"{a.draft}")
+    if a.draft == "auto" and (a.do_no_harm or a.tail is not None):
+        raise ValueError("--draft auto does no harm and adds n-grams where they pay: leave out "
+                         "--do-no-harm and --tail")
     if a.tail is not None and a.tail < 1:
         raise ValueError(f"--tail must be at least 1, got {a.tail}")
     if not -(2**63) <= a.seed < 2**63:
@@ -138,6 +145,9 @@ def drafters(a, model, tokenizer):
     """A function that makes the drafter which the flags ask for: a new one for each run, because a rule
     learns from the text. Fills in a.gamma and a.exit_layer."""
     L, sublayers, small, found, share = model.c.n_layers, None, None, None, 1.0
+    a.gainless = False
+    if a.draft == "auto":
+        return automatic(a, model)
     if a.draft == "exit" and a.exit_layer is None:
         a.exit_layer = max(1, L // 6)
     if a.exit_layer is not None:
@@ -172,6 +182,18 @@ def drafters(a, model, tokenizer):
         return drafter if a.tail is None else Then(drafter, NGram(a.tail, 3))
 
     return make
+
+
+def automatic(a, model):
+    """As `drafters`, for --draft auto: a Pace with the usual candidates, and with the skip set and the draft
+    vocabulary that are named, or that lie beside the weights."""
+    beside = {name: Path(a.model) / f"{name}.json" for name in ("skip", "vocab")}
+    skip, vocab = a.skip or beside["skip"], a.draft_vocab or beside["vocab"]
+    skip = cli.read_skip(str(skip), model.c.n_layers) if a.skip or skip.is_file() else None
+    vocab = cli.read_vocab(str(vocab), model.c.vocab_size) if a.draft_vocab or vocab.is_file() else None
+    costs = cli.read_costs(a.costs, model.c) if a.costs else byte_costs(model)
+    a.gamma = GAMMA["auto"] if a.gamma is None else a.gamma
+    return lambda: Pace(model, candidates(model, costs, skip, vocab), costs, most=a.gamma)
 
 
 def load_small(folder, model, tokenizer):
@@ -286,8 +308,9 @@ def report(a, model, seen, texts):
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "acceptance": n.accepted / n.proposed if n.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
-        "tail": a.tail, "fast": a.fast, "quant": a.quant,
-        "processes": parallel.place()[1],
+        "tail": a.tail, "fast": a.fast, "quant": a.quant, "processes": parallel.place()[1],
+        "costs": a.costs or "weights",
+        "chosen": seen.timed.drafters[0].chosen if a.draft == "auto" else None,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
     }
@@ -328,6 +351,10 @@ def summary(r, a, seen):
 
 def method(r, a):
     """How the run drafted, in one line."""
+    if r["draft"] == "auto":
+        often = sorted(r["chosen"].items(), key=lambda item: -item[1])
+        return (f"draft: auto, with costs by {r['costs']}: "
+                + ", ".join(f"{name} in {rounds} rounds" for name, rounds in often))
     where = "" if r["exit_layer"] is None else f" after block {r['exit_layer']}"
     where += "" if a.skip is None else f" {a.skip}" if a.draft == "skip" else f" without {a.skip}"
     far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"

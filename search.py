@@ -22,13 +22,13 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from control import AdaptiveExit, Costs, best_gamma, expected_speedup, weight_costs
+from control import AdaptiveExit, best_gamma, expected_speedup, weight_costs
 from gaussian import GaussianProcess, climb, expected_improvement
 from layerskip import SelfDraft, ShortHead, Teacher, skipped
 from sampling import to_probs
 from speculative import generate
 from support import cli, corpus, plots
-from support.files import LOCK, lock, read_json, read_text, replacing
+from support.files import LOCK, lock, read_text, replacing
 
 LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "vocab.json"
 FIRST = 10   # random trials, before the process is asked
@@ -322,25 +322,6 @@ def find_space(a, n_layers):
     return Space(n_layers, skippable, a.min_skips, most)
 
 
-def read_costs(path, c):
-    """The Costs that `bench.py costs --out` wrote for a model of this shape."""
-    raw = read_json(Path(path))
-    parts = raw.get("sublayers")
-    fine = isinstance(parts, list) and all(type(x) in (int, float) and 0 <= x < math.inf
-                                           for x in [*parts, raw.get("head")])
-    if not fine or len(parts) != 2 * c.n_layers or sum(parts) <= 0:
-        raise ValueError(f'{path}: expected {2 * c.n_layers} costs under "sublayers" and one under "head", '
-                         "as bench.py costs --out writes them for this model")
-    blocks = raw.get("blocks", [[1, 1.0]])
-    fine = isinstance(blocks, list) and blocks and all(
-        isinstance(b, list) and len(b) == 2 and type(b[0]) is int and type(b[1]) in (int, float)
-        and 0 < b[1] < math.inf for b in blocks) and [1] == blocks[0][:1]
-    if not fine or any(one[0] >= other[0] for one, other in itertools.pairwise(blocks)):
-        raise ValueError(f'{path}: expected pairs under "blocks", [tokens, cost relative to one token], of '
-                         "rising widths from 1 on")
-    return Costs(tuple(parts), raw["head"], tuple(map(tuple, blocks)))
-
-
 def read_documents(path):
     """The documents of a text file, or those under "text" in the lines of a .jsonl file."""
     if path.suffix != ".jsonl":
@@ -427,7 +408,7 @@ def run(argv):
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     documents, space = read_documents(Path(a.text)), find_space(a, model.c.n_layers)
     vocab = most_frequent(documents, tokenizer, model.c, a.draft_vocab) if a.draft_vocab else None
-    costs = read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
+    costs = cli.read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
     head = header(a, model, tokenizer, documents, costs, space)
     calibration = Calibration(model, tokenizer, documents, a.tokens,
                               partial(to_probs, temperature=a.temperature, top_p=a.top_p),

@@ -38,7 +38,8 @@ class State:
     model: Transformer         # the target
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
-    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see
+    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see; it may ask anew in
+    #                            `propose`, since passes with a trace are not replayed from recordings
     known: list[list[int]]     # the known tokens once more, on the host: reading them waits for nobody
     left_cpu: list[int]        # `left`, on the host
 
@@ -527,11 +528,16 @@ class NGram(Drafter):
                 self.index[b][tuple(text[i : i + self.n])] = i + self.n
             self.done[b] = max(self.done[b], last)
 
-    def propose(self, state):
+    def found(self, state):
+        """What followed each row's final n-gram the last time, as lists of ids: empty if it is new."""
         hits = []
         for text, index, most in zip(state.known, self.index, wanted(state, self.rule)[0], strict=True):
             at = index.get(tuple(text[-self.n :]), len(text))
             hits.append(text[at : at + most])
+        return hits
+
+    def propose(self, state):
+        hits = self.found(state)
         K = max(map(len, hits))
         if K == 0:
             return Draft.none(state)

@@ -30,9 +30,10 @@ def run_costs(a):
     lines = [f"one token after 64 others, {a.model}, {a.dtype}; {a.machine}; medians", "",
              *table(["part", "microseconds", "share", "share by weights"], rows),
              *table(["tokens in a block", *(str(T) for T, _ in costs.blocks)],
-                    [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]])]
+                    [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]]),
+             f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an attention."]
     return page(lines), {"model": str(a.model), "sublayers": costs.sublayers, "head": costs.head,
-                         "blocks": costs.blocks, "unit": "seconds"}, None
+                         "blocks": costs.blocks, "slot": costs.slot, "at": costs.at, "unit": "seconds"}, None
 
 
 # --- will it help?

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from benchmarks.shared import ROOT, SETS, WEIGHTS, load, page, prompt_ids, read_prompts, table
 from control import measure_costs, weight_costs
 from layerskip import SelfDraft, early_exit
+from methods.dynamic import aside, nearest
 from search import Calibration, Space, Trial, matchness, search, speedup, tokens_per_second
 from speculative import generate
 from support import plots
@@ -91,45 +92,27 @@ def tpe(space, evaluate, seed, count):
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=10 * count)
 
 
-def clasp(calibration, space):
-    """CLaSp's dynamic programme (arXiv 2505.24196): for each number of skips the set whose residual stream
-    stays nearest to the target's, by cosine. [set for 1 skip, for 2, ...]
-
-    Its table: best[j] = (states, skipped), after i sub-layers of which j were skipped. The next sub-layer is
-    either run on best[j] or skipped from best[j-1], whichever ends nearer to the target's state there.
-    """
-    n, teachers = len(space.skippable), calibration.teachers
-    best = {0: ([t.states[0] for t in teachers], ())}
-    for i in range(2 * calibration.model.c.n_layers):
-        following = {}
-        for j in range(min(n, i + 1) + 1):
-            options = []
-            if j in best:
-                xs, gone = best[j]
-                options.append(([apply(t, x, i) for t, x in zip(teachers, xs, strict=True)], gone))
-            if i in space.skippable and j - 1 in best:
-                xs, gone = best[j - 1]
-                options.append((xs, (*gone, i)))
-            if options:
-                following[j] = max(options, key=lambda option: nearness(teachers, option[0], i))
-        best = following
-    return [tuple(int(sub in best[j][1]) for sub in space.skippable) for j in sorted(best) if j]
-
-
 @torch.inference_mode()
+def clasp(calibration, space):
+    """CLaSp's choice for each number of skips, from all positions of the calibration text at once, sub-layer
+    by sub-layer. [set for 1 skip, for 2, ...]"""
+    teachers = calibration.teachers
+    lengths = [t.p.shape[1] for t in teachers]
+    states = [torch.cat(xs, 1)[0] for xs in zip(*(t.states for t in teachers), strict=True)]    # (N, dim)
+
+    def run(i, x):  # (J, N, dim), one set and one text after the other: together they would not fit
+        sets = ([apply(*pair, i) for pair in zip(teachers, one[None].split(lengths, 1), strict=True)]
+                for one in x)
+        return torch.cat([torch.cat(parts, 1) for parts in sets])
+
+    sets = nearest(states, run, space.skippable, len(space.skippable))
+    return [tuple(int(sub in gone) for sub in space.skippable) for gone in sets]
+
+
 def apply(teacher, x, i):
-    """Sub-layer i at every position of x (1, T, dim) at once, each as the first token of a draft: it reads
-    the target's keys before it and its own, which lie in slots of their own."""
-    T = x.shape[1]
-    own = torch.eye(T, dtype=torch.bool, device=x.device)
-    return teacher.model.run(x, slice(0, T), teacher.cache, [i], slice(T, 2 * T), own)
-
-
-def nearness(teachers, xs, i):
-    """The mean cosine between the states xs and the target's after sub-layer i."""
-    cosines = [torch.cosine_similarity(x.double(), t.states[i + 1].double(), -1).flatten()
-               for x, t in zip(xs, teachers, strict=True)]
-    return float(torch.cat(cosines).mean())
+    """Sub-layer i at every position of x (1, T, dim) at once, each as the first token of a draft."""
+    at = torch.arange(x.shape[1], device=x.device)[None]
+    return aside(teacher.model, teacher.cache, x, at, [i])
 
 
 class Enough(Exception):

@@ -151,5 +151,7 @@ def size(module):
 
 def byte_costs(model):
     """Costs by the bytes that a pass reads: what it takes where reading is what it waits for."""
-    parts = (size(part) for b in model.blocks for part in (b.attn, b.mlp))
-    return Costs(tuple(parts), size(model.tok if model.head is None else model.head))
+    c, parts = model.c, (size(part) for b in model.blocks for part in (b.attn, b.mlp))
+    slot = 2 * c.n_kv_heads * c.head_dim * model.attention_dtype().itemsize     # a key and a value
+    return Costs(tuple(parts), size(model.tok if model.head is None else model.head), slot=slot,
+                 window=c.window)

@@ -3,6 +3,8 @@
 The one thing to remember: a ValueError or an OSError is a message to the user; anything else is our own bug.
 """
 import argparse
+import itertools
+import math
 import os
 import platform
 import re
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from control import Costs
 from layerskip import keep
 from support.files import read_json
 
@@ -49,6 +52,31 @@ def read_vocab(path, vocab_size):
         raise ValueError(f'{path}: expected different token ids from 0 to {vocab_size - 1} under "ids", as '
                          "search.py --draft-vocab writes them")
     return ids
+
+
+def read_costs(path, c):
+    """The Costs that `bench.py costs --out` wrote for a model of this shape: {"sublayers": [2L numbers],
+    "head": number}, and maybe "blocks": [[T, relative to one token], ...], "slot" and "at"; see Costs."""
+    raw = read_json(Path(path))
+    parts, at, slot = raw.get("sublayers"), raw.get("at", 0), raw.get("slot", 0.0)
+    fine = isinstance(parts, list) and all(map(is_cost, [*parts, raw.get("head")]))
+    if not fine or len(parts) != 2 * c.n_layers or sum(parts) <= 0:
+        raise ValueError(f'{path}: expected {2 * c.n_layers} costs under "sublayers" and one under "head", '
+                         "as bench.py costs --out writes them for this model")
+    blocks = raw.get("blocks", [[1, 1.0]])
+    fine = isinstance(blocks, list) and blocks and all(
+        isinstance(b, list) and len(b) == 2 and type(b[0]) is int and is_cost(b[1]) and b[1] > 0
+        for b in blocks) and [1] == blocks[0][:1]
+    if not fine or any(one[0] >= other[0] for one, other in itertools.pairwise(blocks)):
+        raise ValueError(f'{path}: expected pairs under "blocks", [tokens, cost relative to one token], of '
+                         "rising widths from 1 on")
+    if not is_cost(slot) or type(at) is not int or at < 0:
+        raise ValueError(f'{path}: expected a cost under "slot" and a whole number of tokens under "at"')
+    return Costs(tuple(parts), raw["head"], tuple(map(tuple, blocks)), slot, at, c.window if slot else None)
+
+
+def is_cost(x):
+    return type(x) in (int, float) and 0 <= x < math.inf
 
 
 def skip_set(text):

@@ -114,6 +114,26 @@ def methods(results, title, path):
     figure.savefig(path, dpi=110, format="png")
 
 
+def choices(chosen, kinds, title, path):
+    """What was chosen along a stream of prompts. chosen: {run: [{way: rounds} of each prompt]}; kinds: what
+    each prompt is."""
+    figure, grid = axes(len(chosen), 1, width=9.0, height=2.6)
+    ways = list(dict.fromkeys(way for prompts in chosen.values() for rounds in prompts for way in rounds))
+    hues = dict(zip(ways, HUES * len(ways), strict=False))
+    for (name, prompts), side in zip(chosen.items(), grid.flat, strict=True):
+        below = [0.0] * len(prompts)
+        for way in ways:
+            part = [rounds.get(way, 0) / max(1, sum(rounds.values())) for rounds in prompts]
+            side.bar(range(len(prompts)), part, bottom=below, color=hues[way], label=way, width=0.9)
+            below = [a + b for a, b in zip(below, part, strict=True)]
+        starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+        side.set_xticks([i - 0.5 for i in starts], [kinds[i] for i in starts], ha="left", fontsize=8)
+        side.set(title=name, ylabel="share of the rounds", ylim=(0, 1))
+    grid.flat[0].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
 def search(entries, front, best, skippable, flips, path):
     """What a search found. entries: its trials {"bits", "value", "alpha", "c", "speedup", "expected"}; front:
     those that no other trial beats; best: the best of them; skippable: the sub-layer of each bit; flips:

@@ -147,15 +147,16 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
         called.extend(action() for action in actions.values())
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
         blocks = {f"{T} tokens": 2.0 + 0.5 * T for T in WIDTHS}
-        return times | {"empty": 0.5, "head": 2.0} | blocks
+        return times | {"empty": 0.5, "head": 2.0, "far": 13.6} | blocks
 
     monkeypatch.setattr("control.interleave", fake)
     with torch.no_grad():
         costs = measure_costs(models["llama"], repeats=3)
     assert costs == Costs(tuple(1.5 + i for i in range(12)), 2.5,
-                          tuple((T, (2 + 0.5 * T) / 2.5) for T in (1, 2, 3, 4, 5, 7, 9, 13, 17)))
+                          tuple((T, (2 + 0.5 * T) / 2.5) for T in (1, 2, 3, 4, 5, 7, 9, 13, 17)),
+                          slot=pytest.approx((13.6 - 4) / 960), at=64), "4 is the attention of block 1"
     assert called[0].shape == (1, 1, 32) and called[13].shape == (1, 1, 17)
-    assert [x.shape for x in called[14:]] == [(1, T, 17) for T in WIDTHS]
+    assert [x.shape for x in called[14:23]] == [(1, T, 17) for T in WIDTHS]
     monkeypatch.setattr("control.interleave", lambda actions, repeats: dict.fromkeys(actions, 1.0))
     assert min(measure_costs(models["llama"]).sublayers) == 0
 

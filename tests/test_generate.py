@@ -157,6 +157,35 @@ def test_the_draft_in_few_bits_says_how_it_drafts(call):
     own, whole = byte_costs(drafter.model), byte_costs(model)
     assert drafter.sublayers == list(range(4)) and drafter.model.tok is model.tok
     assert drafter.rule.cost == pytest.approx((sum(own.sublayers[:4]) + own.head) / whole.whole)
+def test_drafting_by_itself(call, tmp_path, monkeypatch):
+    """--draft auto is Pace: with costs by weights, or of a table; with what lies beside the weights, or is
+    named. The text stays, and what was chosen is told."""
+    plain = as_json(call, "--dtype", "float32", "--draft", "none")
+    r = as_json(call, "--dtype", "float32", "--draft", "auto")
+    assert r["outputs"] == plain["outputs"] and r["target_passes"] < 12
+    assert (r["draft"], r["gamma"], r["costs"], plain["chosen"]) == ("auto", MOST, "weights", None)
+    assert sum(r["chosen"].values()) == r["target_passes"] and any(k.startswith("exit") for k in r["chosen"])
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+    L = model.c.n_layers
+    table = {"sublayers": [1.0] * (2 * L), "head": 5.0, "blocks": [[1, 1.0], [17, 4.0]],
+             "slot": 0.5, "at": 64}
+    (tmp_path / "costs.json").write_text(json.dumps(table))
+    (tmp_path / "vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
+    flags = "--costs", str(tmp_path / "costs.json"), "--skip", "a3,m4", "--gamma", "5"
+    r = as_json(call, "--dtype", "float32", *flags, "--draft", "auto")
+    assert r["outputs"] == plain["outputs"] and r["costs"] == flags[1]
+    a = generate.parse(["x", *flags, "--draft", "auto", "--draft-vocab", str(tmp_path / "vocab.json")])
+    pace = generate.drafters(a, model, tokenizer)()
+    assert pace.costs.blocks == ((1, 1.0), (17, 4.0)) and (pace.costs.slot, pace.costs.at) == (0.5, 64)
+    assert pace.most == 5 and len(pace.ways[-1].drafter.sublayers) == 2 * L - 2
+    assert pace.ways[0].drafter.model.share == 1024 / model.c.vocab_size
+    a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path)])
+    assert pace.ways[0].name.startswith("exit")
+    (tmp_path / "skip.json").write_text('{"attn": [2]}')
+    pace = generate.drafters(a, model, tokenizer)()
+    assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share < 1
+    _, out, _ = call("Once upon a time", *SHORT, "--draft", "auto")
+    assert "\ndraft: auto, with costs by weights: " in out and " in " in out.split("by weights: ")[1]
 
 
 def test_every_run_has_a_drafter_of_its_own():
@@ -577,6 +606,11 @@ def bad(call, message, *argv):
      "--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not none"),
     (["x", "--draft-vocab", "nowhere.json"], "nowhere.json: no such file"),
     (["x", "--tail", "0"], "--tail must be at least 1, got 0"),
+    (["x", "--draft", "auto", "--tail", "3"],
+     "--draft auto does no harm and adds n-grams where they pay: leave out --do-no-harm and --tail"),
+    (["x", "--costs", "nowhere.json"], "nowhere.json: no such file"),
+    (["x", "--costs", ""], "--costs is empty"),
+    (["x", "--draft", "exit", "--costs", "c.json"], "--costs goes with --draft auto, not exit"),
     (["x", "--draft-model", "nowhere"], "nowhere: no such folder"),
     (["x", "--model", "nowhere"], "nowhere: no such folder"),
     (["x", "--device", "abacus"], "unknown device 'abacus': say cpu or cuda"),

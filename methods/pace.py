@@ -1,0 +1,323 @@
+"""Pace: before every draft, which way to draft, and how far, promises the most tokens for the time they take?
+
+The one thing to remember: a round buys tokens for time. The prices are known beforehand, so whatever an
+experiment can lose is known, too, and no more is risked than was saved for it. Hence the promise that no
+published system makes: never slower than plain decoding by more than `risk`, whatever the drafts are worth.
+
+    nothing         costs 1 pass and writes 1 token: what all else is measured by
+    an exit         a trace of the target tells what it would have drafted, also while others draft
+    an n-gram       the text itself tells what it would have copied
+    all else        only its own drafts tell, so it is tried again when its counts have faded
+
+Prices are relative to a pass of the target over one token, as everywhere, and grow with the text.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from control import MOST, Beta, weight_costs
+from layerskip import SelfDraft, ShortHead, early_exit, shared_prefix
+from methods.dynamic import last_places, overlaps, same_model
+from speculative import Drafter, NGram, Rule, Then, Wrapper
+
+TAIL = 8        # tokens that an n-gram may add
+WINDOW = 32     # the prompt's last places, which tell the first alphas
+STAKE = 1.0     # what may be lost before anything is won, in passes: 1 % of a hundred tokens
+DOUBT = 5.0     # what is known from fewer drafts than that, as they fade, is worth another try
+
+
+@dataclass
+class Way:
+    """A way to draft. price(n): what a drafted token takes after n others, relative to a pass. leaves: the
+    block after which an early exit leaves, so that a trace tells what it would draft. shared: the part of a
+    pass that is lost where an n-gram adds to its draft. See `self_draft`, which knows all three. stops: False
+    for a drafter that does not ask after each token whether to stop, because it copies."""
+    name: str
+    drafter: Drafter
+    price: Callable
+    leaves: int | None = None
+    shared: float = 0.0
+    stops: bool = True
+
+
+def self_draft(name, model, sublayers, costs):
+    """The Way of a SelfDraft. model: the target, or a ShortHead in its stead."""
+    exact, share = shared_prefix(sublayers), getattr(model, "share", 1.0)
+    leaves = exact // 2 if exact == len(sublayers) and exact % 2 == 0 else None
+    return Way(name, SelfDraft(model, sublayers, 0), lambda n: costs.step(sublayers, share, n), leaves,
+               sum(costs.sublayers[:exact]) / costs.whole)
+
+
+def candidates(model, costs, skip=None, vocab=None):
+    """The usual ways: a few exits, and a skip set (its sub-layers) if there is one; with a draft vocabulary
+    (its ids) if there is one."""
+    L = model.c.n_layers
+    drafting = ShortHead(model, vocab) if vocab else model
+    exits = sorted({max(1, round(L * part)) for part in (1 / 12, 1 / 6, 1 / 4, 1 / 3)} - {L})
+    drafts = {f"exit {e}": early_exit(L, e) for e in exits} | ({"skip set": skip} if skip else {})
+    return [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()]
+
+
+class Skill:
+    """How often a draft is accepted: in all, and by how sure it was, in tenths. Old counts fade. Before it
+    knows better it takes a draft at its word."""
+
+    def __init__(self):
+        self.all, self.tenths = Beta(), [Beta() for _ in range(10)]
+
+    def copy(self):
+        twin = Skill()
+        twin.all, twin.tenths = self.all.copy(), [beta.copy() for beta in self.tenths]
+        return twin
+
+    def fade(self, factor):
+        for beta in (self.all, *self.tenths):
+            beta.fade(factor)
+
+    def add(self, hit, sure):
+        for beta in (self.all, self.tenths[min(9, int(10 * sure))]):
+            beta.add(hit, 1 - hit)
+
+    def known(self):
+        return self.all.hits + self.all.misses
+
+    def by_tenths(self):
+        return [(b.hits + (2 * i + 1) / 10) / (b.hits + b.misses + 2) for i, b in enumerate(self.tenths)]
+
+
+class Told(Rule):
+    """A rule that Pace tells how far to draft, and asks it after each token whether one more would pay."""
+
+    def __init__(self, pace):
+        super().__init__(0)
+        self.pace = pace
+
+    def gamma(self, state):
+        return self.pace.lengths
+
+    def stop(self, k, logits, token):
+        return self.pace.enough(k, logits)
+
+
+class Pace(Wrapper):
+    """Draft in the way, and as far, as promises the most tokens for each unit of time; see above. It should
+    be the outermost drafter.
+
+    ways: a list of Way, whose drafters get a rule of its own; by default `candidates(model, costs)`. costs: a
+    Costs table, by weights unless one is given. risk: what experiments may cost, as a part of plain decoding.
+    most: the longest draft. What is learnt outlives the run; each row starts from it and learns for itself,
+    in `skills`, which fade by `fade` a round. chosen: {name: rounds} over its life. In a batch the rows share
+    each pass and so the way, but not the lengths. The time of its own thinking is not in the prices.
+    """
+
+    def __init__(self, model, ways=None, costs=None, risk=0.01, most=MOST, fade=0.95):
+        self.model, self.costs = model, costs or weight_costs(model.c)
+        self.ways = candidates(model, self.costs) if ways is None else list(ways)
+        self.lookup = NGram(TAIL, 3)
+        self.nothing = Way("nothing", Drafter(), lambda n: 0.0)
+        self.copying = Way("n-gram", self.lookup, lambda n: 0.0, stops=False)
+        super().__init__(*(way.drafter for way in self.ways), self.lookup)
+        told = Told(self)
+        for way in self.ways:
+            way.drafter.rule = told
+        self.exits = [i for i, way in enumerate(self.ways) if way.leaves]
+        self.last, self.needed = 2 * model.c.n_layers - 1, self.taps
+        self.own = {*(2 * self.ways[i].leaves - 1 for i in self.exits), self.last}
+        self.taps = tuple(sorted({*self.needed, *self.own}))
+        self.block = [self.costs.block(T) for T in range(most + TAIL + 2)]
+        self.risk, self.most, self.fade = risk, Rule(most).most, fade   # checked like any other length
+        self.past, self.copied, self.followed = [Skill() for _ in self.ways], Beta(), Beta()
+        self.purse, self.saved, self.chosen = STAKE, STAKE, {}
+
+    def begin(self, state, trace):
+        same_model(self.model, state)
+        super().begin(state, trace)
+        self.always = {tap for tap in state.taps if tap not in self.own} | set(self.needed)
+        self.skills = [[past.copy() for past in self.past] for _ in state.known]
+        head = self.costs.head / self.costs.whole       # of the target itself
+        loss = self.scoring_price(WINDOW) + head * self.costs.block(WINDOW)
+        if self.exits and loss <= self.purse - STAKE / 2:
+            self.purse -= loss
+            places, true = last_places(state, {tap: trace[tap] for tap in self.own}, WINDOW)
+            self.score(state, places, state.probs(self.model.unembed(places[self.last])), true.tolist())
+
+    # --- what to do now
+
+    def propose(self, state):
+        self.live = [b for b, left in enumerate(state.left_cpu) if left > 0]
+        self.n, self.found, self.sures = max(map(len, state.known)), self.lookup.found(state), []
+        self.rate = self.choose(state)
+        self.scores = self.experiment()
+        state.taps = tuple(sorted(self.always | self.own if self.scores else self.always))
+        name = self.way.name + ", then n-gram" * self.tail
+        self.chosen[name] = self.chosen.get(name, 0) + 1
+        self.price = self.way.price(self.n)
+        if self.way is self.copying:
+            self.lookup.rule.most = max(self.lengths)
+        elif self.way is not self.nothing:
+            self.prepare(state)
+        self.pair = Then(self.way.drafter, self.lookup) if self.tail else None
+        draft = (self.pair or self.way.drafter).propose(state)
+        self.lookup.rule.most = TAIL
+        return draft
+
+    def prepare(self, state):
+        """What `enough` needs while tokens are drafted."""
+        skills = [row[self.ways.index(self.way)] for row in self.skills]
+        self.table = state.send([skill.by_tenths() for skill in skills])        # (B, 10)
+        self.mean = state.send([skill.all.mean() for skill in skills])          # (B,)
+        self.reach = torch.ones_like(self.mean)     # how likely all drafted tokens so far are accepted
+
+    def enough(self, k, logits):
+        """After k + 1 drafted tokens: does what one more promises fall below its price, in tokens? (B,)"""
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        tenth = (10 * logits.softmax(-1, dtype=wide).amax(-1)).long().clamp(max=9)          # (B,)
+        self.sures.append(tenth)
+        self.reach = self.reach * self.table.gather(1, tenth[:, None])[:, 0]
+        more = self.price + self.block[k + 3] - self.block[k + 2]
+        return self.reach * self.mean < self.rate * more
+
+    def choose(self, state):
+        """Set way, tail and lengths to what promises most: tokens for the time of a pass, which it returns.
+        Where nothing promises more than 1, nothing is drafted."""
+        best, room = 1.0, [max(0, min(self.most, left - 1)) for left in state.left_cpu]
+        self.way, self.tail, self.lengths = self.nothing, False, [0] * len(room)
+        hits = [min(len(hit), more) for hit, more in zip(self.found, room, strict=True)]
+        after = self.followed.hits / (self.followed.misses + 1)     # what a tail adds to an accepted draft
+        options = [(self.copying, False, [self.copied.mean()] * len(room), hits)]
+        for i, way in enumerate(self.ways):
+            alphas = [row[i].all.mean() for row in self.skills]
+            options += [(way, tail, alphas, room) for tail in ((False, True) if after > 0.05 else (False,))]
+        for way, tail, alphas, rooms in options:
+            bill = self.bill(way, tail)
+            most = next((g for g in range(self.most, 0, -1) if bill[g] - 1 <= self.purse), 0)
+            rooms = [min(most, more) for more in rooms]
+            promise, lengths = self.promise(alphas, rooms, bill, after * tail)
+            if promise > best:
+                best, self.way, self.tail, self.lengths = promise, way, tail, lengths
+                if way.stops:                   # where `enough` says
+                    self.lengths = [more * (want > 0) for more, want in zip(rooms, lengths, strict=True)]
+        return best
+
+    def bill(self, way, tail):
+        """[what a round takes in which it drafts 0, 1, 2, ... tokens, and a tail]"""
+        price, tail = way.price(self.n), TAIL * tail
+        lost = way.shared * (tail > 0)
+        return [g * price + lost + self.block[g + 1 + tail] for g in range(self.most + 1)]
+
+    def promise(self, alphas, rooms, bill, after):
+        """(tokens for the time of a pass, the best length of each row). after: the tokens that a tail is
+        expected to add where the draft is accepted whole."""
+        lengths, tokens = [], 0.0
+        for b, (alpha, room) in enumerate(zip(alphas, rooms, strict=True)):
+            best, length, most, expected, reach = 1.0, 0, 1.0, 1.0, 1.0
+            for g in range(1, room + 1):
+                reach *= alpha
+                expected += reach
+                if (expected + reach * after) / bill[g] > best:
+                    best, length, most = (expected + reach * after) / bill[g], g, expected + reach * after
+            lengths.append(length)
+            tokens += most * (b in self.live)
+        longest = max(lengths)
+        return (tokens / len(self.live) / bill[longest] if longest else 1.0), lengths
+
+    # --- what may be risked
+
+    def heads(self):
+        """The model of the exits, or what stands in for it, each once."""
+        return {id(self.ways[i].drafter.model): self.ways[i].drafter.model for i in self.exits}.values()
+
+    def scoring_price(self, places):
+        """What it takes to see what every exit would have drafted at so many places: rows of the head."""
+        share = sum(getattr(model, "share", 1.0) for model in self.heads())
+        return share * self.costs.head / self.costs.whole * self.costs.block(places)
+
+    def experiment(self):
+        """Spend what was saved on the way that is least known: score the exits in this round (True); or, if
+        nothing tells of it but its own drafts, draft one token with it. Half of the stake is never spent so:
+        it is for drafts that promise a gain."""
+        self.saved = min(STAKE, self.saved + self.risk)
+        known = [min(row[i].known() for b, row in enumerate(self.skills) if b in self.live)
+                 for i in range(len(self.ways))]
+        if self.most == 0 or min(known, default=DOUBT) >= DOUBT:
+            return False
+        way, planned = self.ways[known.index(min(known))], 0.0
+        if way.leaves:      # besides what the draft may lose that was chosen
+            loss, planned = self.scoring_price(max(self.lengths) + 1), self.bill(self.way, self.tail)
+            planned = planned[max(self.lengths)] - 1
+        else:
+            loss = self.bill(way, False)[1] - 1
+        if loss * self.rate > self.saved or loss > self.purse - max(planned, STAKE / 2):
+            return False
+        self.saved -= loss * self.rate
+        if way.leaves is None:
+            self.way, self.tail = way, False
+            self.lengths = [int(b in self.live) for b in range(len(self.skills))]
+        return way.leaves is not None
+
+    # --- what became of it
+
+    def observe(self, state, r):
+        for drafter in self.drafters:
+            drafter.observe(state, r)
+        for skill in (*self.past, *(skill for row in self.skills for skill in row)):
+            skill.fade(self.fade)
+        self.pay(r)
+        if self.scores and all(r.trace.get(tap) is not None for tap in self.own):
+            true = [[k < len(new) for k in range(r.p.shape[1])] for new in r.new]
+            self.score(state, r.trace, r.p, true)
+        elif self.way is not self.nothing and self.way is not self.copying:
+            self.count(r)
+        self.read(r)
+
+    def score(self, state, trace, p, true):
+        """Count what the exits would have drafted at the places where true[b][k]."""
+        for model in self.heads():
+            ways = [i for i in self.exits if self.ways[i].drafter.model is model]
+            states = torch.stack([trace[2 * self.ways[i].leaves - 1] for i in ways])        # (E, B, T, dim)
+            logits = model.unembed(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+            hits, sures = torch.stack(overlaps(state.probs, p, logits)).tolist()
+            for i, hit, sure in zip(ways, hits, sures, strict=True):
+                for b, places in enumerate(true):
+                    for k in (k for k, yes in enumerate(places) if yes):
+                        self.learn(i, b, hit[b][k], sure[b][k])
+
+    def count(self, r):
+        """Count what became of the draft: as far as it was accepted, and the first token that was not."""
+        K, rows = len(self.sures), []
+        if K:
+            both = torch.minimum(r.p[:, :K], r.draft.q[:, :K]).double().sum(-1).clamp(max=1)    # (B, K)
+            rows = torch.cat([both, torch.stack(self.sures, 1).double()], 1).tolist()
+        heads = self.pair.drafted if self.pair else r.proposed.tolist()
+        for b, (drafted, kept) in enumerate(zip(heads, r.accepted.tolist(), strict=True)):
+            for k in range(min(drafted, int(r.proposed[b]), kept + 1)):
+                # a drafter without logits: whether it was accepted is all there is
+                hit, sure = (rows[b][k], rows[b][K + k] / 10 + 0.05) if K else (float(k < kept), 0.5)
+                self.learn(self.ways.index(self.way), b, hit, sure)
+
+    def learn(self, i, b, hit, sure):
+        for skill in (self.past[i], self.skills[b][i]):
+            skill.add(hit, sure)
+
+    def read(self, r):
+        """What would an n-gram have copied? The text tells, whatever drafted."""
+        for beta in (self.copied, self.followed):
+            beta.fade(self.fade)
+        for b in self.live:
+            pairs = enumerate(zip(self.found[b], r.new[b], strict=False))
+            same = next((k for k, (x, y) in pairs if x != y), None)
+            kept = min(len(self.found[b]), len(r.new[b])) if same is None else same
+            if self.found[b]:
+                self.copied.add(kept, same is not None)
+            self.followed.add(kept, 1)      # here: tokens, and how often it was asked
+
+    def pay(self, r):
+        """Book what the round wrote and what it took. The purse never falls below 0."""
+        T, tail = r.p.shape[1], 0.0
+        drafted = len(self.sures) or (max(self.pair.drafted) if self.tail else T - 1)
+        if self.tail and T - 1 > drafted:
+            tail = self.way.shared
+        taken = drafted * self.price + tail + self.costs.block(T) + self.scoring_price(T) * self.scores
+        written = sum(len(r.new[b]) for b in self.live) / len(self.live)
+        self.purse += written * (1 + self.risk) - taken
