@@ -17,15 +17,18 @@ import sampling
 from control import MOST, DoNoHarm, weight_costs
 from layerskip import SelfDraft, ShortHead, early_exit
 from machine.recorded import Recorded
+from methods import heads
+from methods.trees import Siblings, best_tree, widths_of
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, Then, rounds
+from speculative import ModelDraft, NGram, Then, ancestors, rounds
 from support import chat, cli, show, stats
 from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 OWN_FLAG = {"exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # of each way to draft that has one
-GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3}  # if neither a flag nor a file says
-PATHS = "model", "skip", "draft_model", "draft_vocab", "prompt_file", "picture"
+GAMMA = {"none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, **dict.fromkeys(heads.KINDS, 3)}
+# if neither a flag nor a file says
+PATHS = "model", "skip", "draft_model", "draft_vocab", "heads", "prompt_file", "picture"
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
@@ -33,12 +36,34 @@ REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 def flags():
     p = cli.Parser(
         description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
-    add = p.add_argument
+    add = p.add_argument_group("text").add_argument
     add("prompt", nargs="?", metavar="PROMPT")
     add("--prompt", dest="text", metavar="TEXT", help="the same as PROMPT; - reads standard input")
     add("--prompt-file", metavar="FILE", help='a batch: one prompt a line, or JSONL with {"prompt": ...}')
     add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
+    add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
+    add_draft(p.add_argument_group("draft"))
+    add = p.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P")
+    add("--min-p", type=float, metavar="P", help="no token below P times the most likely one")
+    add("--seed", type=int, default=0, help="of the random numbers (default: 0)")
+    add = p.add_argument_group("model and machine").add_argument
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
+    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
+    add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
+    add("--fast", action="store_true", help="replay recorded passes: on a CPU they are compiled when they "
+        "are first needed, some minutes once on a machine; on a GPU they are CUDA graphs")
+    add = p.add_argument_group("what is shown").add_argument
+    add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
+    add("--picture", metavar="FILE", help="draw the coloured text as PNG or SVG (first prompt)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return p
+
+
+def add_draft(group):
+    add = group.add_argument
     add("--draft", choices=GAMMA, help="where drafts come from (default: exit)")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
@@ -46,25 +71,15 @@ def flags():
     add("--draft-model", metavar="DIR", help="draft with a small model that has the same tokenizer")
     add("--draft-vocab", metavar="FILE", help="draft with few tokens only, and so with a shorter head, as "
         "search.py --draft-vocab writes it")
-    add("--gamma", type=int, metavar="G", help="how many tokens to draft per round")
+    add("--heads", metavar="DIR", help="the trained heads to draft with, as train_heads.py writes them "
+        "(default: heads/KIND in the model's folder)")
+    add("--tree", type=int, metavar="N", help="with trained heads: draft a tree of N tokens, in the shape "
+        "that promises most")
+    add("--gamma", type=int, metavar="G", help="how many tokens to draft per round; levels of a tree")
     add("--do-no-harm", action="store_true",
         help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
     add("--tail", type=int, metavar="N",
         help="after each draft, append up to N tokens copied from earlier text")
-    add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P")
-    add("--min-p", type=float, metavar="P", help="no token below P times the most likely one")
-    add("--seed", type=int, default=0, help="of the random numbers (default: 0)")
-    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
-    add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
-    add("--fast", action="store_true", help="replay recorded passes: on a CPU they are compiled when they "
-        "are first needed, some minutes once on a machine; on a GPU they are CUDA graphs")
-    add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
-    add("--picture", metavar="FILE", help="draw the coloured text as PNG or SVG (first prompt)")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
-    return p
 
 
 def parse(argv):
@@ -79,6 +94,14 @@ def parse(argv):
     if a.draft in ("none", "ngram") and (a.do_no_harm or a.tail is not None or a.draft_vocab is not None):
         raise ValueError("--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not "
                          f"{a.draft}")
+    trained = ", ".join(heads.KINDS)
+    for flag in ("heads", "tree"):
+        if getattr(a, flag) is not None and a.draft not in heads.KINDS:
+            raise ValueError(f"--{flag} goes with trained heads, --draft {trained}, not {a.draft}")
+    if a.draft in heads.KINDS and a.draft_vocab is not None:
+        raise ValueError(f"--draft-vocab goes with --draft exit, skip or model, not {a.draft}")
+    if a.tree is not None and (a.tree < 1 or a.tail is not None):
+        raise ValueError("--tree needs at least one token, and no --tail, as it has several ends")
     if a.tail is not None and a.tail < 1:
         raise ValueError(f"--tail must be at least 1, got {a.tail}")
     if not -(2**63) <= a.seed < 2**63:
@@ -125,6 +148,7 @@ def drafters(a, model, tokenizer):
     """A function that makes the drafter which the flags ask for: a new one for each run, because a rule
     learns from the text. Fills in a.gamma and a.exit_layer."""
     L, sublayers, small, found, share = model.c.n_layers, None, None, None, 1.0
+    trained, price = head_drafter(a, model) if a.draft in heads.KINDS else (None, None)
     if a.draft == "exit":
         a.exit_layer = max(1, L // 6) if a.exit_layer is None else a.exit_layer
         sublayers = early_exit(L, a.exit_layer)
@@ -145,9 +169,11 @@ def drafters(a, model, tokenizer):
         rule = a.gamma
         if a.do_no_harm:  # what a drafted step costs relative to a pass of the target, by their weights
             own, every = weight_costs(drafting.c), range(2 * drafting.c.n_layers)
-            step = own.step(sublayers or every, share) * own.whole / weight_costs(model.c).whole
+            step = price or own.step(sublayers or every, share) * own.whole / weight_costs(model.c).whole
             rule = DoNoHarm(step, a.gamma)
-        if small:
+        if trained:
+            drafter = trained(rule)
+        elif small:
             drafter = ModelDraft(drafting, rule)
         elif sublayers:
             drafter = SelfDraft(drafting, sublayers, rule)
@@ -156,6 +182,34 @@ def drafters(a, model, tokenizer):
         return drafter if a.tail is None else Then(drafter, NGram(a.tail, 3))
 
     return make
+
+
+def head_drafter(a, model):
+    """(rule -> the drafter with trained heads that the flags ask for, what a drafted token costs). Fills in
+    a.gamma and a.exit_layer."""
+    folder = Path(a.heads or Path(a.model) / "heads" / a.draft)
+    if not (folder / heads.FILE).is_file():
+        raise FileNotFoundError(f"{folder}: no heads: train them, python train_heads.py {a.draft} --model "
+                                f"{a.model} --out {folder}")
+    head, ranks = heads.load(folder, model)
+    if head.kind != a.draft:
+        raise ValueError(f"{folder}: these heads are for --draft {head.kind}, not {a.draft}")
+    step, most, shape = heads.step_cost(head), getattr(head, "steps", MOST), None
+    a.exit_layer = head.shape.get("exit_layer")
+    if a.gamma is None:
+        a.gamma = min(most, MOST if a.do_no_harm or a.tree else GAMMA[a.draft])
+    branches = a.draft in ("medusa", "transfer")    # else a tree is a chain with siblings
+    if a.tree:
+        levels = max(1, min(most, a.gamma))
+        shape = best_tree(ranks, a.tree, step, 0.0, branches, levels) or [0]
+        a.gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
+
+    def trained(rule):
+        if shape is None:
+            return head.drafter(rule)
+        return head.drafter(rule, shape) if branches else Siblings(head.drafter(rule), widths_of(shape)[1])
+
+    return trained, step
 
 
 def load_small(folder, model, tokenizer):
@@ -257,7 +311,7 @@ def report(a, model, seen, texts):
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "acceptance": n.accepted / n.proposed if n.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
-        "tail": a.tail, "fast": a.fast,
+        "tail": a.tail, "tree": a.tree, "fast": a.fast,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
     }
@@ -298,7 +352,9 @@ def summary(r, a, seen):
 
 def method(r, a):
     """How the run drafted, in one line."""
-    where = {"exit": f" after block {r['exit_layer']}", "skip": f" {a.skip}"}.get(r["draft"], "")
+    where = f" {a.skip}" if r["draft"] == "skip" else ""
+    where = where if r["exit_layer"] is None else f" after block {r['exit_layer']}"
+    where += f", trees of {r['tree']} tokens" if r["tree"] else ""
     far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"
     tail = f", then up to {a.tail} by n-gram" if a.tail is not None else ""
     why = " because its search found no gain; --gamma G drafts all the same" if a.gainless else ""

@@ -1,16 +1,18 @@
-"""Drafting with a trained head: three drafters for the kinds of heads in methods/heads.py.
+"""Drafting with a trained head: four drafters for the kinds of heads in methods/heads.py.
 
 The one thing to remember: a head drafts from states that the target computed anyway. They come as `taps` of
 the prompt and of every round, so that a head knows the text also where another drafter drafted.
 
-    drafter      heads                  drafts from                               its draft
-    ExitDraft    Kangaroo, ExitBlock    the state of each token after block E     a chain
-    MedusaDraft  Medusa                 the final state of the last token read    a chain or a tree
-    ProphetDraft Prophet                the same, and its own drafted tokens      a chain
+    drafter        heads                  drafts from                               its draft
+    ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
+    MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
+    TransferDraft  Transfer               rows that rode along with that token      a chain or a tree
+    ProphetDraft   Prophet                its final state, and the draft so far     a chain
 
 The last token read is the one before the last known token D: the target chose D after it, and nobody has
 run D itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
 """
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -25,6 +27,11 @@ from speculative import Draft, Drafter, chain
 def unit(x):
     """x (..., dim), each vector scaled to a root mean square of 1, which the final norm would do anyway."""
     return F.rms_norm(x, x.shape[-1:])
+
+
+def pick(x, at):
+    """Of x (B, T, ...) the one at place `at` (B,) of each row. (B, ...)"""
+    return x[torch.arange(len(at), device=at.device), at]
 
 
 def check_target(head, state):
@@ -76,7 +83,7 @@ class ExitDraft(SelfDraft):
 
 
 class LastState(Drafter):
-    """Keeps the final state of the last token read, for the two drafters below."""
+    """Keeps what is known of the last token read, its final state, for the three drafters below."""
 
     def __init__(self, head, rule):
         super().__init__(rule)
@@ -86,15 +93,15 @@ class LastState(Drafter):
         check_target(self.head, state)
         super().begin(state, trace)
         # a prompt of one token has no token read before D: its first draft is a guess from D's own state
-        self.keep(trace, (state.n - 2).clamp(min=0))
+        self.last = self.find(trace, (state.n - 2).clamp(min=0))
 
     def observe(self, state, r):
         super().observe(state, r)
-        self.keep(r.trace, state.send(r.accepted))
+        self.last = self.find(r.trace, state.send(r.accepted))
 
-    def keep(self, trace, at):
-        x = trace[self.taps[0]]                                                 # (B, T, dim)
-        self.last = x.gather(1, at[:, None, None].expand(-1, 1, x.shape[-1]))   # (B, 1, dim)
+    def find(self, trace, at):
+        """The state at place `at` (B,) of each row. (B, 1, dim)"""
+        return pick(trace[self.taps[0]], at)[:, None]
 
 
 class MedusaDraft(LastState):
@@ -128,6 +135,27 @@ class MedusaDraft(LastState):
         if tokens.shape[1] == 0 or self.shape is None:
             return draft
         return self.shape.grow(state, draft, torch.cat(said, 1))
+
+
+class TransferDraft(MedusaDraft):
+    """Drafting and verifying are one pass (Hidden Transfer, arXiv 2404.12022): along with each token of the
+    block ride rows of the tokens to come, `Draft.extra`. Those of the last token read say the next draft.
+
+    In the first round, and after a round in which another drafter drafted, no rows have ridden along: then
+    the draft is empty, but for the rows.
+    """
+
+    def __init__(self, head, rule, shape=None):
+        super().__init__(head, rule, shape)
+        self.taps = ()
+
+    def find(self, trace, at):
+        """The final states of the rows of the token at place `at` (B,): (B, N, dim), or None."""
+        return pick(trace["extra"], at) if "extra" in trace else None
+
+    def propose(self, state):
+        draft = Draft.none(state) if self.last is None else super().propose(state)
+        return replace(draft, extra=(2 * self.head.shape["inject_layer"], self.head.spread))
 
 
 class Shape:

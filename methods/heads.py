@@ -3,12 +3,14 @@
 The one thing to remember: a head learns to say what the model itself will say, from states that the model has
 computed anyway. The model does not change, and neither does its text.
 
-    kind         reads                                 says                          its own weights
-    Kangaroo     the state after block E               the next token                an attention
-    ExitBlock    the state after block E               the next token                a block
-    Medusa       the final state                       with head k, the token k      a matrix for each head
-                                                       places after the next
-    Prophet      the final state, tokens since  the token after those    one or two blocks
+    kind         reads                              says                               its own weights
+    Kangaroo     the state after block E            the next token                     an attention
+    ExitBlock    the state after block E            the next token                     a block
+    Medusa       the final state                    by head k, from 1 on, the token    a matrix for each head
+                                                    k places after the next
+    Transfer     the state after block t            by row k, the same                 a matrix for each row
+    Prophet      the final state, the next token    the tokens after that, one by      one block or two
+                 and its own drafts                 one
 
 All of them use the model's own embedding, final norm and output head. `own` is a Transformer of a block or
 two that shares these with the model, and its blocks start as updates by zero: so Kangaroo and ExitBlock start
@@ -28,9 +30,11 @@ from torch import nn
 
 import checkpoint
 from control import weight_costs
+from kvcache import Beside, KVCache
 from layerskip import early_exit
-from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, unit
+from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, TransferDraft, unit
 from model import Transformer
+from speculative import ahead
 from support.files import replacing
 
 FILE = "heads.safetensors"
@@ -71,7 +75,7 @@ class ExitBlock:
         self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, 1)
         self.weights = self.own.blocks
 
-    def laws(self, tokens, trace):
+    def laws(self, tokens, trace, cache):
         x = self.own.run(trace[self.taps[0]], slice(0, tokens.shape[1]), sublayers=self.sublayers)
         yield 0, self.own.unembed(x)
 
@@ -116,13 +120,59 @@ class Medusa:
         x = x + F.silu(F.linear(x, self.weights.inner[k]))
         return self.model.unembed(x, self.weights.outer[k] if self.shape["own_head"] else None)
 
-    def laws(self, tokens, trace):
+    def laws(self, tokens, trace, cache):
         x = trace[self.taps[0]]
         for k in range(1, self.steps + 1):
             yield k, self.after(x[:, :-k], k - 1)
 
     def drafter(self, rule, shape=None):
         return MedusaDraft(self, rule, shape)
+
+
+class Transfer:
+    """Hidden Transfer (arXiv 2404.12022): linear maps of a token's state after block t make pseudo states of
+    the tokens to come, which run through the blocks above t, each one seeing what its token sees and those
+    before it. The model's own head says of pseudo state k the token k places after the next.
+
+    t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
+    head without its residual block. The pseudo states start as copies.
+    """
+    kind = "transfer"
+
+    def __init__(self, model, inject_layer, steps):
+        check_count("steps", steps)
+        L, dim = model.c.n_layers, model.c.dim
+        if not 0 <= inject_layer <= L:
+            raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got {inject_layer}")
+        self.model, self.shape, self.steps = model, {"inject_layer": inject_layer, "steps": steps}, steps
+        self.taps, self.weights = [2 * inject_layer - 1] * (inject_layer > 0), nn.Module()
+        like = dict(dtype=model.tok.dtype, device=model.tok.device)
+        self.weights.matrix = nn.Parameter(torch.eye(dim, **like).repeat(steps, 1, 1))
+        self.weights.bias = nn.Parameter(torch.zeros(steps, dim, **like))
+
+    def spread(self, x):
+        """The pseudo states of each token: (B, T, dim) -> (B, T, steps, dim)."""
+        w = self.weights
+        return F.linear(x, w.matrix.flatten(0, 1)).unflatten(-1, w.bias.shape) + w.bias
+
+    def after(self, rows, k):
+        """What row k of the final pseudo states (B, steps, dim) says: (B, 1, V)."""
+        return self.model.unembed(rows[:, k : k + 1])
+
+    def laws(self, tokens, trace, cache):
+        T, t, m = tokens.shape[1], self.shape["inject_layer"], self.model
+        rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
+        tree = ahead(torch.ones(1, T, T, dtype=torch.bool, device=tokens.device).tril(), self.steps)
+        at = torch.arange(T, device=tokens.device)[None]                        # (1, T)
+        after = (at[..., None] + 1 + torch.arange(self.steps, device=tokens.device)).flatten(1)
+        slots = torch.arange(T * (1 + self.steps), device=tokens.device)[None]  # (1, T+T*steps)
+        x = m.run(rows, torch.cat([at, after], 1), Beside(cache, 0, T), range(2 * t, 2 * m.c.n_layers), slots,
+                  tree, end=slots.shape[1]).unflatten(1, (T, -1))               # (B, T, steps, dim)
+        for k in range(1, self.steps + 1):
+            yield k, m.unembed(x[:, :-k, k - 1])
+
+    def drafter(self, rule, shape=None):
+        return TransferDraft(self, rule, shape)
 
 
 class Prophet:
@@ -135,7 +185,7 @@ class Prophet:
         self.model, self.shape, self.own = model, {"blocks": blocks}, graft(model, blocks)
         self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks
 
-    def laws(self, tokens, trace):
+    def laws(self, tokens, trace, cache):
         N = tokens.shape[1] - AHEAD                                             # a window for each state
         start = unit(trace[self.taps[0]][:, :N, None])                          # (B, N, 1, dim)
         ids = tokens[:, 1:].unfold(1, AHEAD, 1)                                 # (B, N, AHEAD)
@@ -148,17 +198,18 @@ class Prophet:
         return ProphetDraft(self, rule)
 
 
-KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Medusa, Prophet)}
+KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Medusa, Transfer, Prophet)}
 
 
 def judged(head, tokens):
     """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
     (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them."""
-    trace = dict.fromkeys(head.taps)
+    model, trace, (B, T) = head.model, dict.fromkeys(head.taps), tokens.shape
     with torch.no_grad():
-        x = head.model.run(head.model.embed(tokens), slice(0, tokens.shape[1]), trace=trace)
-        target = head.model.unembed(x)                                          # (B, T, V)
-    for k, said in head.laws(tokens, trace):    # row n is of the token k places after the next
+        cache = KVCache(model.c, B, T, model.attention_dtype(), tokens.device)
+        x = model.run(model.embed(tokens), slice(0, T), cache, trace=trace)
+        target = model.unembed(x)                                               # (B, T, V)
+    for k, said in head.laws(tokens, trace, cache):     # row n is of the token k places after the next
         yield said, target[:, k : k + said.shape[1]]
 
 

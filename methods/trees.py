@@ -147,7 +147,8 @@ class Siblings(Wrapper):
         if length is not None:
             length = torch.where(length == K, K + sum(widths), length)
         reuse = draft.reuse and share(state, draft.reuse, tokens, parents)
-        return Draft(torch.cat([draft.tokens, tokens], 1), torch.cat([draft.q, q], 1), length, reuse, parents)
+        return Draft(torch.cat([draft.tokens, tokens], 1), torch.cat([draft.q, q], 1), length, reuse, parents,
+                     draft.extra)
 
 
 def siblings(draft, logits, widths, coins):

@@ -549,8 +549,8 @@ SPECULATIVE = [
      "test_control.py::test_what_is_shared_is_handed_over_unless_there_is_a_tail"),
     ("zeros.scatter_(2, draft.tokens[..., None], 1.0)", "zeros",
      "beside drawn tokens the copied ones have no q", "test_control.py::test_exact_law[exit, n-gram]"),
-    ("q, length + (T if tail.length is None else tail.length))",
-     "q, length + (T if tail.length is None else tail.length), head.reuse)",
+    ("q, length + (T if tail.length is None else tail.length),\n",
+     "q, length + (T if tail.length is None else tail.length), head.reuse,\n",
      "the states of the first draft are handed over for all",
      "test_control.py::test_what_is_shared_is_handed_over_unless_there_is_a_tail"),
     # trees
@@ -596,7 +596,7 @@ SPECULATIVE = [
      "test_trees.py::test_a_round_of_a_tree_is_a_chain[llama]"),
     ("else draft.q[row[:, None], old]", "else draft.q",
      "after a tree q stays in its order", "test_trees.py::test_a_round_of_a_tree_is_a_chain[llama]"),
-    ("None if parents is None else parents[:, :K])", "None)",
+    ("None if parents is None else parents[:, :K], self.extra)", "None, self.extra)",
      "a tree that is cut becomes a chain",
      "test_trees.py::test_a_tree_that_is_cut_stays_a_tree"),
     ("if head.parents is not None:", "if False:",
@@ -1966,10 +1966,10 @@ DRAFTING = [
      "test_heads.py::test_drafts_are_what_training_sees[medusa-alone-llama]"),
     ("(state.n - 2).clamp(min=0)", "state.n - 2",
      "a prompt of one token has no state", "test_heads.py::test_greedy_identity[medusa-llama-cpu]"),
-    ("self.keep(r.trace, state.send(r.accepted))", "self.keep(r.trace, state.send(r.proposed))",
+    ("self.find(r.trace, state.send(r.accepted))", "self.find(r.trace, state.send(r.proposed))",
      "the state of a token that was refused",
      "test_heads.py::test_drafts_are_what_training_sees[medusa-alone-llama]"),
-    ("state.send(r.accepted)", "r.accepted.to(state.n.device)",
+    ("self.find(r.trace, state.send(r.accepted))", "self.find(r.trace, r.accepted.to(state.n.device))",
      "the loop waits once more", "test_heads.py::test_one_wait_a_round[gemma2-4-medusa]"),
     ("self.head.after(self.last, k)", "self.head.after(self.last, max(0, k - 1))",
      "the first head speaks twice", "test_heads.py::test_perfect_heads_are_accepted_to_their_end[llama]"),
@@ -1994,7 +1994,52 @@ DRAFTING = [
      "a head drafts for any model", "test_heads.py::test_other_weights_and_damaged_files_are_refused"),
 ]
 
+DRAFTING += [
+    ('if "extra" in trace else None', 'if "extra" in trace else getattr(self, "last", None)',
+     "rows of an earlier round say the draft",
+     "test_heads.py::test_a_transfer_drafts_nothing_where_no_rows_rode_along"),
+]
+
+RIDING = [
+    ("F.pad(tree, (0, T * N))", "F.pad(tree, (0, T * N), value=True)",
+     "the block sees pseudo rows",
+     "test_heads.py::test_the_block_sees_no_pseudo_row_and_the_cache_keeps_none"),
+    (" & (every <= every[:, None])", "",
+     "a row sees those after it", "test_heads.py::test_ahead_by_hand"),
+    ("torch.arange(1, N + 1, device=x.device)", "torch.arange(N, device=x.device)",
+     "rows of the future stand in the present",
+     "test_heads.py::test_rows_that_rode_along_are_those_of_each_node"),
+    ("early | {tap: y[:, :T] for tap, y in late.items()}", "early | late",
+     "a trace has rows that are no tokens",
+     "test_heads.py::test_the_block_sees_no_pseudo_row_and_the_cache_keeps_none"),
+    ("extra=head.extra)", "extra=None)",
+     "rows do not ride along with a longer draft",
+     "test_heads.py::test_a_transfer_drafts_nothing_where_no_rows_rode_along"),
+]
+
+CARRIED = [
+    ("reuse, parents,\n                     draft.extra)", "reuse, parents)",
+     "rows do not ride along with siblings",
+     "test_heads.py::test_a_transfer_drafts_nothing_where_no_rows_rode_along"),
+]
+
+BESIDE = [
+    ("self.cache.write(layer, k[:, :, :T], v[:, :, :T], slots[:, :T], self.end)",
+     "self.cache.write(layer, k, v, slots.clamp(max=self.cache.k.shape[3] - 1), self.end)",
+     "pseudo rows are written to the cache",
+     "test_heads.py::test_the_block_sees_no_pseudo_row_and_the_cache_keeps_none"),
+]
+
 HEADS = [
+    ("at[..., None] + 1 + torch.arange(self.steps", "at[..., None] + torch.arange(self.steps",
+     "trained in other places than drafted",
+     "test_heads.py::test_drafts_are_what_training_sees[transfer-alone-llama]"),
+    ("torch.eye(dim, **like)", "torch.zeros(dim, dim, **like)",
+     "pseudo states start from nothing",
+     "test_heads.py::test_at_the_start_an_adapter_is_the_bare_exit[llama]"),
+    ("yield k, m.unembed(x[:, :-k, k - 1])", "yield k, m.unembed(x[:, :-k, 0])",
+     "only the first row is trained",
+     "test_heads.py::test_drafts_are_what_training_sees[transfer-alone-gemma2]"),
     ("target[:, k : k + said.shape[1]]", "target[:, max(0, k - 1) :][:, : said.shape[1]]",
      "label shifted by one in training", "test_heads.py::test_judged_compares_the_same_tokens"),
     ("yield k, self.after(x[:, :-k], k - 1)", "yield k, self.after(x[:, k:], k - 1)",
@@ -2002,8 +2047,7 @@ HEADS = [
     ("tokens[:, 1:].unfold(1, AHEAD, 1)", "tokens[:, :-1].unfold(1, AHEAD, 1)",
      "a prophet learns from a text that lags by one",
      "test_heads.py::test_drafts_are_what_training_sees[prophet-alone-llama]"),
-    ("    with torch.no_grad():\n        x = head.model",
-     "    with torch.enable_grad():\n        x = head.model",
+    ("    with torch.no_grad():\n        cache = KV", "    with torch.enable_grad():\n        cache = KV",
      "the target is kept for gradients, too", "test_heads.py::test_the_models_pass_has_no_gradients"),
     ("(b.attn_post.weight, b.mlp_post.weight) if c.post_norm else (b.attn.wo, b.mlp.down)",
      "(b.attn.wo, b.mlp.down)",
@@ -2024,9 +2068,9 @@ HEADS = [
      "the state is of another size", "test_heads.py::test_golden_acceptance_counts[llama]"),
 ]
 
-TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE, "sampling.py": SAMPLING,
-         "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE,
-         "layerskip.py": LAYERSKIP, "methods/trees.py": TREES,
+TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPLING,
+         "checkpoint.py": CHECKPOINT, "support/files.py": REPLACING, "speculative.py": SPECULATIVE + RIDING,
+         "layerskip.py": LAYERSKIP, "methods/trees.py": TREES + CARRIED,
          "methods/drafting.py": DRAFTING, "methods/heads.py": HEADS,
          "gaussian.py": GAUSSIAN, "search.py": SEARCH,
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,

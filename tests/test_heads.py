@@ -2,6 +2,7 @@
 
 One thing to remember: greedy text cannot show that a head drafts badly. What can is the comparison of every
 drafted q with training's own forward, `laws`, over the whole text at once."""
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -12,12 +13,24 @@ from test_speculative import TINY, TINY_GEMMA, TOP_P, Says, Unsure, assert_same_
 from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, oracle
 
 from control import Confidence
+from kvcache import KVCache
 from layerskip import SelfDraft, keep
 from methods import heads
-from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet
+from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import Siblings
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, Then, Wrapper, generate, rounds
+from speculative import (
+    Draft,
+    Drafter,
+    ModelDraft,
+    NGram,
+    Then,
+    Wrapper,
+    ahead,
+    ancestors,
+    generate,
+    rounds,
+)
 
 FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_trees.py
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -68,13 +81,19 @@ DRAFTERS = {
     "medusa, uneven tree": lambda m: wild(Medusa(m, 3)).drafter(
         Says(lambda state: [3, 1, 2, 0][: len(state.known)]), [0, 0, 0, 1, 1, 3, 4, 4]),
     "medusa, siblings": lambda m: Siblings(wild(Medusa(m, 3)).drafter(3), [2, 2]),
+    "transfer": lambda m: wild(Transfer(m, 3, 3)).drafter(3),
+    "transfer, stopped": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
+    "transfer, tree": lambda m: wild(Transfer(m, 4, 4)).drafter(4, GROVE),
+    "transfer, siblings": lambda m: Siblings(wild(Transfer(m, 6, 3)).drafter(3), [3, 1]),
+    "transfer and n-gram": lambda m: Then(wild(Transfer(m, 3, 2)).drafter(2), NGram(2, 1)),
     "prophet": lambda m: wild(Prophet(m, 1)).drafter(4),
     "prophet, two blocks": lambda m: wild(Prophet(m, 2)).drafter(Unsure(5)),
     "prophet, siblings": lambda m: Siblings(wild(Prophet(m, 1)).drafter(3), [3]),
     "kangaroo and n-gram": lambda m: Then(wild(Kangaroo(m, 2)).drafter(2), NGram(2, 1)),
     "in turns": lambda m: Turns(
         wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, keep(6, [3], [4]), 2), wild(Medusa(m, 3)).drafter(3),
-        NGram(3, 1), wild(Prophet(m, 1)).drafter(2), Siblings(SelfDraft(m, range(8), 3), [3, 2])),
+        NGram(3, 1), wild(Prophet(m, 1)).drafter(2), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
+        wild(Transfer(m, 2, 2)).drafter(2)),
 }
 each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 
@@ -109,6 +128,8 @@ LAWS = {
     "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2)).drafter(2, SMALL_TREE), TOP_P),
     "gemma2 medusa": (TINY_GEMMA, lambda m: wild(Medusa(m, 2)).drafter(2), TOP_P),
     "gemma2 medusa, tree": (TINY_GEMMA, lambda m: wild(Medusa(m, 2, True)).drafter(2, SMALL_TREE), TOP_P),
+    "transfer": (TINY, lambda m: wild(Transfer(m, 1, 2)).drafter(2), TOP_P),
+    "gemma2 transfer, tree": (TINY_GEMMA, lambda m: wild(Transfer(m, 2, 2)).drafter(2, SMALL_TREE), TOP_P),
     "prophet": (TINY, lambda m: wild(Prophet(m, 1)).drafter(2), TOP_P),
     "gemma2 prophet": (TINY_GEMMA, lambda m: wild(Prophet(m, 2)).drafter(2), TOP_P),
 }
@@ -153,7 +174,8 @@ def test_poison(models, truth, family):
             self.local = getattr(self.drafters[0], "cache", None) if self.own_slots else None
 
     m = models[family]
-    for head, own_slots in ((Kangaroo(m, 3), False), (ExitBlock(m, 2), False), (Prophet(m, 2), True)):
+    for head, own_slots in ((Kangaroo(m, 3), False), (ExitBlock(m, 2), False), (Transfer(m, 3, 4), False),
+                            (Prophet(m, 2), True)):
         drafter, said = wild(head).drafter(4), []
         for poisoned in (Poisoned, None):
             outer = Poisoned(drafter) if poisoned else Wrapper(drafter)
@@ -177,16 +199,19 @@ def test_poison(models, truth, family):
 def trained_law(head, ids, place):
     """Training's forward over a whole text: what the head says of the token at `place`, drafted at the
     distance `far` from the last token read. Returns far -> (V,)."""
-    trace = dict.fromkeys(head.taps)
-    tokens = torch.tensor([ids])
-    head.model.run(head.model.embed(tokens), slice(0, len(ids)), trace=trace)
-    laws = dict(head.laws(tokens, trace))
+    m, trace, tokens = head.model, dict.fromkeys(head.taps), torch.tensor([ids])
+    cache = KVCache(m.c, 1, len(ids), torch.float64)
+    with torch.no_grad():
+        m.run(m.embed(tokens), slice(0, len(ids)), cache, trace=trace)
+        laws = dict(head.laws(tokens, trace, cache))
     return lambda far: laws[far][0, place - 1 - far].softmax(-1)
 
 
 HEADS = {
     "kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
     "medusa": lambda m: Medusa(m, 4), "own head": lambda m: Medusa(m, 3, own_head=True),
+    "transfer": lambda m: Transfer(m, 3, 3), "from the embedding": lambda m: Transfer(m, 0, 3),
+    "from the end": lambda m: Transfer(m, 6, 3),
     "prophet": lambda m: Prophet(m, 1), "two blocks": lambda m: Prophet(m, 2),
 }
 
@@ -213,8 +238,8 @@ def test_drafts_are_what_training_sees(models, family, name, between):
             return draft
 
     drafter = Watched(head.drafter(Says(lambda state: (3, 0, 2)[len(state.known[0]) % 3])))
-    if between:
-        drafter = Turns(drafter, Siblings(SelfDraft(m, range(8), 3), [3, 2]), ModelDraft(m, 2))
+    if between:     # twice in turn, as the rows of a transfer ride along with its own rounds only
+        drafter = Turns(drafter, drafter, Siblings(SelfDraft(m, range(8), 3), [3, 2]), ModelDraft(m, 2))
     for prompts in (PROMPTS, PROMPTS[:1]):
         generate(m, prompts, 24, drafter, lambda logits: to_probs(logits, 1.0), Coins(2))
     assert len(far) > 10 and max(far) < 1e-9
@@ -254,8 +279,10 @@ def test_at_the_start_an_adapter_is_the_bare_exit(models, family):
         assert generate(m, PROMPTS, 24, kind(m, 6).drafter(3))[1] == 6
     tokens, trace = torch.tensor([PROMPTS[0]]), {11: None}
     m.run(m.embed(tokens), slice(0, 8), trace=trace)
-    for k, said in Medusa(m, 2).laws(tokens, trace):
+    for k, said in Medusa(m, 2).laws(tokens, trace, None):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-3, "a head starts as the model's own"
+    for k, said in Transfer(m, 6, 2).laws(tokens, trace, KVCache(m.c, 1, 8, torch.float64)):
+        assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-9, "a pseudo state starts as a copy"
 
 
 def knowing(head, m, answers):
@@ -283,10 +310,11 @@ def knowing(head, m, answers):
 def test_perfect_heads_are_accepted_to_their_end(models, truth, family):
     m = models[family]
     long = [oracle(m, p, 48) for p in PROMPTS]
-    for shape, levels in ((None, 4), (GROVE, 4), ([0, 0, 0, 1, 1, 4], 3)):
-        head, left = knowing(Medusa(m, 4), m, long), 25
+    trees = (None, 4), (GROVE, 4), ([0, 0, 0, 1, 1, 4], 3)
+    for kind, (shape, levels) in itertools.product((Medusa(m, 4), Transfer(m, 6, 4)), trees):
+        head, left = knowing(kind, m, long), 25
         for b, (state, r) in enumerate(rounds(m, PROMPTS, left, head.drafter(levels, shape))):
-            if left > 8 and b > 0:      # a prompt of one token: its first draft is a guess
+            if left > 8 and b > 0:  # the first draft is empty, or after a prompt of one token a guess
                 assert r.accepted.tolist() == [levels] * 4 and r.proposed.tolist() == [levels] * 4
             left = state.left_cpu[0] if state.left_cpu[0] else 0
         assert [t[len(p) :] for t, p in zip(state.known, PROMPTS, strict=True)] == [
@@ -316,7 +344,7 @@ def heads_counts(m):
     drafters = {
         "kangaroo": wild(Kangaroo(m, 5)).drafter(3), "exit block": wild(ExitBlock(m, 5)).drafter(3),
         "medusa": wild(Medusa(m, 3), 0.1).drafter(3), "tree": wild(Medusa(m, 4), 0.1).drafter(4, GROVE),
-        "prophet": wild(Prophet(m, 1), 0.1).drafter(3),
+        "prophet": wild(Prophet(m, 1), 0.1).drafter(3), "transfer": wild(Transfer(m, 4, 3), 0.1).drafter(3),
     }
     runs = {name: [r for _, r in rounds(m, PROMPTS, 40, drafter)] for name, drafter in drafters.items()}
     return {name: [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
@@ -325,9 +353,9 @@ def heads_counts(m):
 
 GOLDEN = {
     "llama": {"kangaroo": [199, 88, 20], "exit block": [219, 81, 22], "medusa": [402, 18, 38],
-              "tree": [444, 29, 34], "prophet": [429, 9, 40]},
+              "tree": [444, 29, 34], "prophet": [429, 9, 40], "transfer": [406, 13, 39]},
     "gemma2": {"kangaroo": [250, 73, 25], "exit block": [237, 79, 23], "medusa": [351, 38, 32],
-               "tree": [373, 48, 30], "prophet": [417, 13, 38]},
+               "tree": [373, 48, 30], "prophet": [417, 13, 38], "transfer": [390, 20, 38]},
 }
 
 
@@ -364,8 +392,93 @@ def test_an_adapter_sees_the_whole_text():
     for first in (1, 2):
         x = torch.zeros(1, 12, 32, dtype=torch.float64)
         x[0, 0] = first * torch.arange(32) % 7
-        far.append(next(iter(head.laws(torch.zeros(1, 12), {1: x})))[1][0, -1])
+        far.append(next(iter(head.laws(torch.zeros(1, 12), {1: x}, None)))[1][0, -1])
     assert (far[0] - far[1]).abs().max() > 1e-6
+
+
+# --- rows that ride along
+
+
+class Riding(Drafter):
+    """A fixed chain or tree, with rows of future tokens or without."""
+
+    def __init__(self, head, parents):
+        super().__init__()
+        self.head, self.parents = head, parents
+
+    def propose(self, state):
+        K = len(self.parents)
+        known = torch.tensor([[len(text)] for text in state.known])
+        tokens = (3 * known + 5 * torch.arange(K)) % 17
+        chain = self.parents == list(range(K))
+        extra = self.head and (2 * self.head.shape["inject_layer"], self.head.spread)
+        return Draft(tokens, parents=None if chain else torch.tensor([self.parents]), extra=extra)
+
+
+@each_family
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("t", [0, 3, 6])
+@pytest.mark.parametrize("parents", [[0, 1, 2], [0, 0, 1, 2], []], ids=str)
+def test_the_block_sees_no_pseudo_row_and_the_cache_keeps_none(models, family, rows, t, parents):
+    """Logits, traces and cache, dead slots included: bit-equal whatever the rows hold, and without them what
+    they are in a pass of another width."""
+    m, runs = models[family], []
+    heads_ = [wild(Transfer(m, t, 2)), wild(Transfer(m, t, 2), 30.0), wild(Transfer(m, t, 3)), None]
+    for head in heads_:
+        drafter = Riding(head, parents)
+        drafter.taps = (1, 7, 11)
+        runs.append([(r.logits, *(r.trace[tap] for tap in drafter.taps), state.cache.k.clone(),
+                      state.cache.v.clone()) for state, r in rounds(m, PROMPTS[:rows], 12, drafter)])
+    assert len({len(run) for run in runs}) == 1 and len(runs[0]) > 3
+    for a, b, c, without in zip(*runs, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "the block saw pseudo rows"
+        for x, y in itertools.chain(zip(a, without, strict=True), zip(c, without, strict=True)):
+            assert x.shape == y.shape and (x - y).abs().max() < 1e-11
+
+
+def test_ahead_by_hand():
+    tree = ancestors(torch.tensor([[0, 0]]))    # a token and its two children, two rows for each
+    assert ["".join(".x"[int(v)] for v in row) for row in ahead(tree, 2)[0]] == [
+        "x..x.....", "x..xx....", "xx...x...", "xx...xx..", "x.x....x.", "x.x....xx"]
+
+
+@torch.no_grad()
+def test_rows_that_rode_along_are_those_of_each_node(models):
+    """After a tree they lie in the order of the accepted path: each is what its token, at the end of a chain,
+    gives."""
+    m = models["gemma2"]
+    head = wild(Transfer(m, 2, 3))
+    for state, r in rounds(m, PROMPTS, 20, Riding(head, [0, 0, 1, 2, 2])):
+        for b, (text, new) in enumerate(zip(state.known, r.new, strict=True)):
+            n = len(text) - len(new)
+            for k in range(len(new)):
+                ids = torch.tensor([text[: n + k]])
+                cache, trace = KVCache(m.c, 1, n + k, torch.float64), dict.fromkeys(head.taps)
+                m.run(m.embed(ids), slice(0, n + k), cache, trace=trace)
+                want = pseudo(head, ids, cache, trace)
+                assert (r.trace["extra"][b, k] - want).abs().max() < 1e-9
+
+
+def pseudo(head, ids, cache, trace):
+    """The final pseudo states of the last token, (steps, dim), by hand: one more token after another."""
+    m, n, rows = head.model, ids.shape[1], head.spread(trace[head.taps[0]])[:, -1]
+    first = 2 * head.shape["inject_layer"]
+    longer = KVCache(m.c, 1, n + head.steps, torch.float64)
+    longer.k[:, :, :, :n], longer.v[:, :, :, :n] = cache.k, cache.v
+    return m.run(rows, slice(n, n + head.steps), longer, range(first, 2 * m.c.n_layers))[0]
+
+
+def test_a_transfer_drafts_nothing_where_no_rows_rode_along(models):
+    """In its first round and after one of another drafter; and wrapped by others it drafts all the same."""
+    m = models["llama"]
+    proposed = lambda drafter: [int(r.proposed[0]) for _, r in rounds(m, PROMPTS[:1], 24, drafter)]  # noqa: E731
+    inner = wild(Transfer(m, 3, 3)).drafter(3)
+    assert proposed(inner)[0] == 0 and set(proposed(inner)[1:-3]) == {3}
+    other = SelfDraft(m, range(2), 1)
+    assert proposed(Turns(inner, other))[:6] == [1, 0, 1, 0, 1, 0], "the rows of an earlier round are stale"
+    assert proposed(Turns(inner, inner, other))[:7] == [0, 1, 0, 3, 1, 0, 3]
+    assert min(proposed(Siblings(inner, [1, 1]))[1:-3]) >= 1
+    assert min(proposed(Then(inner, NGram(1, 1)))[1:-3]) >= 3
 
 
 # --- where answers end
@@ -505,6 +618,9 @@ def test_heads_add_nothing_to_the_model(models):
     (lambda m: ExitBlock(m, 0), "exit layer must lie between 1 and 6"),
     (lambda m: Medusa(m, 0), "heads must be at least 1, got 0"),
     (lambda m: Prophet(m, -1), "blocks must be at least 1, got -1"),
+    (lambda m: Transfer(m, 7, 2), "the inject layer must lie between 0 and 6"),
+    (lambda m: Transfer(m, 3, 0), "steps must be at least 1, got 0"),
+    (lambda m: Transfer(m, 3, 2).drafter(3), "2 heads draft that many tokens, not 3"),
     (lambda m: Medusa(m, 2).drafter(3), "2 heads draft that many tokens, not 3"),
     (lambda m: Medusa(m, 2).drafter(2, [0, 1, 2]), "2 heads draft that many tokens, not 3"),
     (lambda m: Medusa(m, 3).drafter(3, [0, 1, 1]), "a tree of 2 levels has no place for gamma 3"),
