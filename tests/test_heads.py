@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paper_gpu import PaperGPU
-from test_speculative import TINY, TINY_GEMMA, TOP_P, Says, Unsure, assert_same_law, target_law
+from test_speculative import TINY, TINY_GEMMA, TOP_P, Says, Unsure, assert_same_law, small, target_law
 from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, oracle
 
 from control import Confidence
@@ -105,16 +105,15 @@ each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 @each_family
 @each_drafter
 def test_greedy_identity(truth, family, name, device):
-    m, count = make(FAMILIES[family], device=device), 40 if device == "cpu" else 16
+    m, count = make(FAMILIES[family], device=device), 24 if device == "cpu" else 8
     assert generate(m, PROMPTS, count, DRAFTERS[name](m))[0] == [row[:count] for row in truth[family]]
 
 
-@each_family
 @each_drafter
-def test_rows_equal_solo_runs(models, truth, family, name):
-    m = models[family]
-    for prompt, want in zip(PROMPTS, truth[family], strict=True):
-        assert generate(m, [prompt], 24, DRAFTERS[name](m))[0] == [want[:24]]
+def test_rows_equal_solo_runs(models, truth, name):
+    m = models["gemma2"]
+    for prompt, want in zip(PROMPTS, truth["gemma2"], strict=True):
+        assert generate(m, [prompt], 16, DRAFTERS[name](m))[0] == [want[:16]]
 
 
 SMALL_TREE = [0, 0, 1]
@@ -238,8 +237,9 @@ def test_drafts_are_what_training_sees(models, family, name, between):
             return draft
 
     drafter = Watched(head.drafter(Says(lambda state: (3, 0, 2)[len(state.known[0]) % 3])))
-    if between:     # twice in turn, as the rows of a transfer ride along with its own rounds only
-        drafter = Turns(drafter, drafter, Siblings(SelfDraft(m, range(8), 3), [3, 2]), ModelDraft(m, 2))
+    if between:     # thrice in turn, as the rows of a transfer ride along with its own rounds only
+        others = Siblings(SelfDraft(m, range(8), 3), [3, 2]), ModelDraft(small(m), 1)
+        drafter = Turns(drafter, drafter, drafter, *others)
     for prompts in (PROMPTS, PROMPTS[:1]):
         generate(m, prompts, 24, drafter, lambda logits: to_probs(logits, 1.0), Coins(2))
     assert len(far) > 10 and max(far) < 1e-9
@@ -417,14 +417,14 @@ class Riding(Drafter):
 
 @each_family
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("t", [0, 3, 6])
+@pytest.mark.parametrize("t", [0, 3])
 @pytest.mark.parametrize("parents", [[0, 1, 2], [0, 0, 1, 2], []], ids=str)
 def test_the_block_sees_no_pseudo_row_and_the_cache_keeps_none(models, family, rows, t, parents):
     """Logits, traces and cache, dead slots included: bit-equal whatever the rows hold, and without them what
     they are in a pass of another width."""
     m, runs = models[family], []
-    heads_ = [wild(Transfer(m, t, 2)), wild(Transfer(m, t, 2), 30.0), wild(Transfer(m, t, 3)), None]
-    for head in heads_:
+    kinds = [wild(Transfer(m, t, 2)), wild(Transfer(m, t, 2), 30.0), wild(Transfer(m, t, 3)), None]
+    for head in kinds:
         drafter = Riding(head, parents)
         drafter.taps = (1, 7, 11)
         runs.append([(r.logits, *(r.trace[tap] for tap in drafter.taps), state.cache.k.clone(),
@@ -529,7 +529,8 @@ def test_a_long_prompt_is_read_in_parts():
 # --- on a GPU of paper
 
 
-@pytest.mark.parametrize("name", [n for n in DRAFTERS if n != "kangaroo and n-gram"])
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo, siblings", "medusa", "medusa, stopped",
+                                  "medusa, tree", "transfer", "transfer, tree", "prophet", "in turns"])
 @pytest.mark.parametrize("family, rows", [("llama", 1), ("gemma2", 4)])
 def test_one_wait_a_round(family, rows, name):
     """And the text of the CPU, with a seed. A rule that stops waits once for each token."""
@@ -541,7 +542,7 @@ def test_one_wait_a_round(family, rows, name):
             for _, r in rounds(m, PROMPTS[:rows], 9, drafter, warm, Coins(3)):
                 texts[device].append(r.new)
                 waits, gpu.waits = gpu.waits, []
-                stops = 5 if "stopped" in name or "confident" in name or "two blocks" in name else 0
+                stops = 5 if "stopped" in name else 0
                 if device == "cuda" and len(texts["cuda"]) > 1:     # not the sending of the prompts
                     assert 1 <= len(waits) <= 1 + stops, waits
     assert texts["cuda"] == texts["cpu"]
@@ -551,9 +552,8 @@ def test_one_wait_a_round(family, rows, name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-@each_family
-def test_a_head_is_saved_and_loaded(tmp_path, models, family, name):
-    m = models[family]
+def test_a_head_is_saved_and_loaded(tmp_path, models, name):
+    m = models["gemma2"]
     head = wild(HEADS[name](m))
     for p in head.weights.parameters():
         p.data.copy_(p.bfloat16())
