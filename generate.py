@@ -20,17 +20,20 @@ from layerskip import SelfDraft, ShortHead, early_exit
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
 from machine.recorded import Recorded
+from methods import heads
 from methods.pace import Pace, candidates
+from methods.trees import Siblings, best_tree, widths_of
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, Then, rounds
+from speculative import ModelDraft, NGram, Then, ancestors, rounds
 from support import chat, cli, page, show, stats
 from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 OWN_FLAG = {"auto": "costs", "exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # whose draft
 ALSO = {"auto": ("skip",), "int8": ("exit", "skip"), "nf4": ("exit", "skip")}  # flags that go with it, too
-GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, "int8": 3, "nf4": 3}
-PATHS = "model", "skip", "draft_model", "draft_vocab", "costs", "prompt_file", "picture", "page"
+GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3,
+         **dict.fromkeys((*KINDS, *heads.KINDS), 3)}    # if neither a flag nor a file says
+PATHS = "model", "skip", "draft_model", "draft_vocab", "heads", "costs", "prompt_file", "picture", "page"
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
@@ -38,44 +41,56 @@ REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 def flags():
     p = cli.Parser(
         description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
-    add = p.add_argument
+    add = p.add_argument_group("text").add_argument
     add("prompt", nargs="?", metavar="PROMPT")
     add("--prompt", dest="text", metavar="TEXT", help="the same as PROMPT; - reads standard input")
     add("--prompt-file", metavar="FILE", help='a batch: one prompt a line, or JSONL with {"prompt": ...}')
     add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
+    add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
+    add_draft(p.add_argument_group("draft"))
+    add = p.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P")
+    add("--min-p", type=float, metavar="P", help="no token below P times the most likely one")
+    add("--seed", type=int, default=0, help="of the random numbers (default: 0)")
+    add = p.add_argument_group("model and machine").add_argument
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
+    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
+    add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
+    add("--fast", action="store_true", help="replay recorded passes: on a CPU they are compiled when they "
+        "are first needed, some minutes once on a machine; on a GPU they are CUDA graphs")
     add("--quant", choices=KINDS, help="keep the matrices of the model's blocks in few bits")
+    add = p.add_argument_group("what is shown").add_argument
+    add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
+    add("--picture", metavar="FILE", help="draw the coloured text as PNG or SVG (first prompt)")
+    add("--page", metavar="FILE", help="write a page to step through the run in a browser (first prompt)")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return p
+
+
+def add_draft(group):
+    add = group.add_argument
     add("--draft", choices=GAMMA, help="where drafts come from (default: exit); auto: what promises most, "
         "judged anew before every draft; int8 and nf4: a copy of the model in few bits, all of it or what "
-        "--exit-layer or --skip leaves")
+        "--exit-layer or --skip leaves; kangaroo and below: trained heads")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
         'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--draft-model", metavar="DIR", help="draft with a small model that has the same tokenizer")
     add("--draft-vocab", metavar="FILE", help="draft with few tokens only, and so with a shorter head, as "
         "search.py --draft-vocab writes it")
+    add("--heads", metavar="DIR", help="the trained heads to draft with, as train_heads.py writes them "
+        "(default: heads/KIND in the model's folder)")
+    add("--tree", type=int, metavar="N", help="with trained heads: draft a tree of N tokens, in the shape "
+        "that promises most")
     add("--costs", metavar="FILE", help="auto: measured costs, from bench.py costs --out (default: the "
         "weights read)")
-    add("--gamma", type=int, metavar="G", help="how many tokens to draft per round")
+    add("--gamma", type=int, metavar="G", help="how many tokens to draft per round; levels of a tree")
     add("--do-no-harm", action="store_true",
         help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
     add("--tail", type=int, metavar="N",
         help="after each draft, append up to N tokens copied from earlier text")
-    add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P")
-    add("--min-p", type=float, metavar="P", help="no token below P times the most likely one")
-    add("--seed", type=int, default=0, help="of the random numbers (default: 0)")
-    add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
-    add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
-    add("--fast", action="store_true", help="replay recorded passes: on a CPU they are compiled when they "
-        "are first needed, some minutes once on a machine; on a GPU they are CUDA graphs")
-    add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
-    add("--picture", metavar="FILE", help="draw the coloured text as PNG or SVG (first prompt)")
-    add("--page", metavar="FILE", help="write a page to step through the run in a browser (first prompt)")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
-    return p
 
 
 def parse(argv):
@@ -95,6 +110,14 @@ def parse(argv):
     if a.draft == "auto" and (a.do_no_harm or a.tail is not None):
         raise ValueError("--draft auto does no harm and adds n-grams where they pay: leave out "
                          "--do-no-harm and --tail")
+    trained = ", ".join(heads.KINDS)
+    for flag in ("heads", "tree"):
+        if getattr(a, flag) is not None and a.draft not in heads.KINDS:
+            raise ValueError(f"--{flag} goes with trained heads, --draft {trained}, not {a.draft}")
+    if a.draft in heads.KINDS and a.draft_vocab is not None:
+        raise ValueError(f"--draft-vocab goes with --draft exit, skip or model, not {a.draft}")
+    if a.tree is not None and (a.tree < 1 or a.tail is not None):
+        raise ValueError("--tree needs at least one token, and no --tail, as it has several ends")
     if a.tail is not None and a.tail < 1:
         raise ValueError(f"--tail must be at least 1, got {a.tail}")
     if not -(2**63) <= a.seed < 2**63:
@@ -148,6 +171,7 @@ def drafters(a, model, tokenizer):
     a.gainless = False
     if a.draft == "auto":
         return automatic(a, model)
+    trained, price = head_drafter(a, model) if a.draft in heads.KINDS else (None, None)
     if a.draft == "exit" and a.exit_layer is None:
         a.exit_layer = max(1, L // 6)
     if a.exit_layer is not None:
@@ -171,9 +195,11 @@ def drafters(a, model, tokenizer):
         rule = a.gamma
         if a.do_no_harm:  # what a drafted step costs relative to a pass of the target, by their bytes
             own, every = byte_costs(drafting), range(2 * drafting.c.n_layers)
-            step = own.step(sublayers or every, share) * own.whole / byte_costs(model).whole
+            step = price or own.step(sublayers or every, share) * own.whole / byte_costs(model).whole
             rule = DoNoHarm(step, a.gamma)
-        if small:
+        if trained:
+            drafter = trained(rule)
+        elif small:
             drafter = ModelDraft(drafting, rule, sublayers)
         elif sublayers:
             drafter = SelfDraft(drafting, sublayers, rule)
@@ -194,6 +220,34 @@ def automatic(a, model):
     costs = cli.read_costs(a.costs, model.c) if a.costs else byte_costs(model)
     a.gamma = GAMMA["auto"] if a.gamma is None else a.gamma
     return lambda: Pace(model, candidates(model, costs, skip, vocab), costs, most=a.gamma)
+
+
+def head_drafter(a, model):
+    """(rule -> the drafter with trained heads that the flags ask for, what a drafted token costs). Fills in
+    a.gamma and a.exit_layer."""
+    folder = Path(a.heads or Path(a.model) / "heads" / a.draft)
+    if not (folder / heads.FILE).is_file():
+        raise FileNotFoundError(f"{folder}: no heads: train them, python train_heads.py {a.draft} --model "
+                                f"{a.model} --out {folder}")
+    head, ranks = heads.load(folder, model)
+    if head.kind != a.draft:
+        raise ValueError(f"{folder}: these heads are for --draft {head.kind}, not {a.draft}")
+    step, most, shape = heads.step_cost(head), getattr(head, "steps", MOST), None
+    a.exit_layer = head.shape.get("exit_layer")
+    if a.gamma is None:
+        a.gamma = min(most, MOST if a.do_no_harm or a.tree else GAMMA[a.draft])
+    branches = a.draft in ("medusa", "transfer")    # else a tree is a chain with siblings
+    if a.tree:
+        levels = max(1, min(most, a.gamma))
+        shape = best_tree(ranks, a.tree, step, 0.0, branches, levels) or [0]
+        a.gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
+
+    def trained(rule):
+        if shape is None:
+            return head.drafter(rule)
+        return head.drafter(rule, shape) if branches else Siblings(head.drafter(rule), widths_of(shape)[1])
+
+    return trained, step
 
 
 def load_small(folder, model, tokenizer):
@@ -308,8 +362,8 @@ def report(a, model, seen, texts):
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "acceptance": n.accepted / n.proposed if n.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
-        "tail": a.tail, "fast": a.fast, "quant": a.quant, "processes": parallel.place()[1],
-        "costs": a.costs or "weights",
+        "tail": a.tail, "tree": a.tree, "fast": a.fast, "quant": a.quant,
+        "processes": parallel.place()[1], "costs": a.costs or "weights",
         "chosen": seen.timed.drafters[0].chosen if a.draft == "auto" else None,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
@@ -357,6 +411,7 @@ def method(r, a):
                 + ", ".join(f"{name} in {rounds} rounds" for name, rounds in often))
     where = "" if r["exit_layer"] is None else f" after block {r['exit_layer']}"
     where += "" if a.skip is None else f" {a.skip}" if a.draft == "skip" else f" without {a.skip}"
+    where += f", trees of {r['tree']} tokens" if r["tree"] else ""
     far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"
     tail = f", then up to {a.tail} by n-gram" if a.tail is not None else ""
     why = " because its search found no gain; --gamma G drafts all the same" if a.gainless else ""

@@ -47,3 +47,18 @@ class KVCache:
         twin.k, twin.v = self.k.repeat_interleave(rows, 1), self.v.repeat_interleave(rows, 1)
         twin.layers = list(zip(twin.k, twin.v, strict=True))
         return twin
+
+
+class Beside:
+    """A cache for a block of which only the first T rows are kept: the others see each other, from the slot
+    `end` on, for this one pass, and what they write goes nowhere."""
+
+    def __init__(self, cache, T, end):
+        self.cache, self.T, self.end = cache, T, end
+
+    def write(self, layer, k, v, slots, end, recent=None):
+        T = self.T
+        if T > 0:   # trap: in training nothing may be written to what gradients flow through
+            self.cache.write(layer, k[:, :, :T], v[:, :, :T], slots[:, :T], self.end)
+        keys, values = (t[:, :, : self.end] for t in self.cache.layers[layer])
+        return torch.cat([keys, k[:, :, T:]], 2), torch.cat([values, v[:, :, T:]], 2)

@@ -121,6 +121,10 @@ class SelfDraft(Drafter):
     def observe(self, state, r):
         (self.stranger.observe if self.stranger else super().observe)(state, r)
 
+    def logits(self, state, x, k):
+        """What the draft says after x (B, 1, dim), its state of the token at offset k: raw (B, 1, V)."""
+        return self.model.unembed(x)
+
     def propose(self, state):
         if self.stranger:
             return self.stranger.propose(state)
@@ -137,7 +141,7 @@ class SelfDraft(Drafter):
             x = run_shared(token, k)
             if shared < len(subs):
                 x = m.run(x, state.at(k), state.cache, subs[shared:], end=state.end(k + 1))
-            return m.unembed(x)
+            return self.logits(state, x, k)
 
         tokens, q, length = chain(state, step, self.rule)
         K = tokens.shape[1]

@@ -19,11 +19,12 @@ because the distribution of the token after it is needed. In the first round D i
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from kvcache import KVCache
+from kvcache import Beside, KVCache
 from model import SPARE, Transformer
 from sampling import Coins, to_probs
 
@@ -96,6 +97,7 @@ class Draft:
     #                                       x (B, K+1, dim) enters sub-layer i, trace holds the taps before it
     parents: torch.Tensor | None = None   # (B or 1, K) what each hangs on: 0 = the last known token, k =
     #                                       proposal k - 1, which comes before it; None: a chain
+    extra: tuple | None = None            # (i, spread): rows of future tokens that ride along: `run_ahead`
 
     @classmethod
     def none(cls, state):
@@ -110,7 +112,7 @@ class Draft:
             first, x, trace = reuse
             reuse = first, x[:, : K + 1], {tap: y[:, : K + 1] for tap, y in trace.items()}
         return Draft(self.tokens[:, :K], None if q is None else q[:, :K], self.length, reuse,
-                     None if parents is None else parents[:, :K])
+                     None if parents is None else parents[:, :K], self.extra)
 
 
 @dataclass
@@ -124,7 +126,8 @@ class Round:
     proposed: torch.Tensor     # (B,) on the CPU; drafted tokens, less those after an accepted end of text
     new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
     sure: list[list[float]]    # what the target gave each of them, raw: softmax of the logits
-    trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
+    trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`; and
+    #                            {"extra": (B, K+1, N, dim)} the final states of rows that rode along
 
 
 # --- how far to draft, and where drafts come from
@@ -305,6 +308,48 @@ def layout(state, K, parents=None):
     return state.after(tree.sum(-1) - 2), slots, tree           # the last known token, alone, stands at n - 1
 
 
+def ahead(tree, N):
+    """Which of T nodes, and which of the N rows that ride along with each of them, does each such row see?
+    What its node sees, and of its node's rows itself and those before it. (B or 1, T, T) -> (B or 1, T*N,
+    T + T*N) bool
+
+    >>> ahead(torch.tensor([[[True, False], [True, True]]]), 2).int().tolist()[0][2:]   # the rows of node 1
+    [[1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
+    """
+    every = torch.arange(tree.shape[1] * N, device=tree.device)
+    own = (every[:, None] // N == every // N) & (every <= every[:, None])       # (T*N, T*N)
+    return torch.cat([tree.repeat_interleave(N, 1), own.expand(len(tree), -1, -1)], 2)
+
+
+def run_ahead(model, extra, x, positions, cache, sublayers, slots, tree, trace, end):
+    """`Transformer.run` over a block, with rows of future tokens that ride along from sub-layer i on.
+
+    extra is (i, spread): spread makes of the states x (B, T, dim) that enter sub-layer i the rows (B, T, N,
+    dim), N for each token of the block, which stand 1, 2, ... places after it. A row sees what its token sees
+    and the rows before it. The block itself sees no row and the cache keeps none, so that they cannot change
+    the text. Their final states become trace["extra"]. All this takes no pass of its own.
+    """
+    (i, spread), T = extra, x.shape[1]
+    positions, slots = (torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s
+                        for s in (positions, positions if slots is None else slots))    # (1 or B, T)
+    if tree is None:
+        tree = torch.ones(1, T, T, dtype=torch.bool, device=x.device).tril()
+    early, late = ({tap: None for tap in trace if sublayers[0] <= tap and (tap < i) == first}
+                   for first in (True, False))
+    x = model.run(x, positions, cache, [s for s in sublayers if s < i], slots, tree, early, end)
+    rows = spread(x)                                                            # (B, T, N, dim)
+    N = rows.shape[2]
+    places = positions[..., None] + torch.arange(1, N + 1, device=x.device)     # (1 or B, T, N)
+    beside = end + torch.arange(T * N, device=x.device)                         # slots that no cache has
+    seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)              # (B or 1, T+T*N, T+T*N)
+    x = model.run(torch.cat([x, rows.flatten(1, 2)], 1), torch.cat([positions, places.flatten(1)], 1),
+                  Beside(cache, T, end), [s for s in sublayers if s >= i],
+                  torch.cat([slots, beside.expand(len(slots), -1)], 1), seen, late, end + T * N)
+    trace.update(early | {tap: y[:, :T] for tap, y in late.items()})
+    trace["extra"] = x[:, T:].unflatten(1, (T, N))                              # (B, T, N, dim)
+    return x[:, :T]
+
+
 def verify_tree(p, tokens, parents, coins, q=None, length=None):
     """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may propose
     several tokens for the same place.
@@ -439,8 +484,9 @@ def loop(state, drafter, eos):
         trace = dict.fromkeys(state.taps) | before
         # 3. One pass of the target over the block gives the distribution after each of its tokens.
         positions, slots, tree = layout(state, K, draft.parents)
-        x = model.run(x, positions, state.cache, every[first:], slots=slots, tree=tree, trace=trace,
-                      end=state.end(K + 1))                                     # (B, K+1, dim)
+        run = partial(run_ahead, model, draft.extra) if draft.extra else model.run
+        x = run(x, positions, state.cache, every[first:], slots=slots, tree=tree, trace=trace,
+                end=state.end(K + 1))                                           # (B, K+1, dim)
         logits = model.unembed(x)                                               # (B, K+1, V)
         p = state.probs(logits)
         # 4. Verify: how many drafts are accepted, and which token comes after them?
@@ -664,7 +710,8 @@ def join(head, length, tail, longest):
         return both.gather(1, index.expand(-1, -1, *both.shape[2:]))
 
     q = None if head.q is None and tail.q is None else place(one_hot(head, tail.q), one_hot(tail, head.q))
-    return Draft(place(head.tokens, tail.tokens), q, length + (T if tail.length is None else tail.length))
+    return Draft(place(head.tokens, tail.tokens), q, length + (T if tail.length is None else tail.length),
+                 extra=head.extra)
 
 
 def one_hot(draft, like):

@@ -233,17 +233,22 @@ class Run:
 
     def __init__(self, a, text, device):
         self.a, self.text, self.device = a, text, device
-        self.model = build(shape(a, text.tokenizer), a.seed, device)
+        self.model = self.trained = build(shape(a, text.tokenizer), a.seed, device)
         matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
         chosen = set(map(id, matrices))
         rest = [p for p in self.model.parameters() if id(p) not in chosen]
         self.optimisers = [torch.optim.Muon(matrices, lr=a.muon_lr, weight_decay=0.0),
                            torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)]
         self.rates = [a.muon_lr, a.lr]
+        self.start()
+
+    def start(self):
+        """Nothing is done yet."""
+        a = self.a
         self.steps = max(1, round(a.tokens / (a.batch * a.context)))
         self.step, self.seconds, self.losses, self.evals = 0, 0.0, [], []
         settings = {k: v for k, v in vars(a).items() if k not in MAY_CHANGE}
-        self.settings = settings | {"data": [Path(f).name for f in a.data], "text": text.hash()}
+        self.settings = settings | {"data": [Path(f).name for f in a.data], "text": self.text.hash()}
 
     def progress(self):
         """From 0 to 1, by steps or by the clock, whichever is ahead."""
@@ -258,17 +263,22 @@ class Run:
         g = torch.Generator().manual_seed(a.seed * 1_000_003 + self.step + 2**40)
         kept, exit_layer, weight, distil = choose(a, self.model.c.n_layers, progress, g)
         batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
-        scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, (1 - progress) / max(a.decay, 1e-9)))
         with self.precision():
             final, exit_loss = losses(self.model, batch, kept, exit_layer if weight else None, distil)
-        (final if exit_loss is None else final + weight * exit_loss).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), a.clip)
+        self.update(final if exit_loss is None else final + weight * exit_loss, progress)
+        self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
+
+    def update(self, loss, progress):
+        """One step of the optimisers down the gradient of the loss."""
+        a = self.a
+        scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, (1 - progress) / max(a.decay, 1e-9)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained.parameters(), a.clip)
         for optimiser, rate in zip(self.optimisers, self.rates, strict=True):
             optimiser.param_groups[0]["lr"] = rate * scale
             optimiser.step()
             optimiser.zero_grad()
         self.step += 1
-        self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
 
     def measure(self):
         with self.precision():
@@ -276,10 +286,14 @@ class Run:
                      for name, s in self.text.valid.items()}
         self.evals.append({"tokens": self.step * self.a.batch * self.a.context, "files": files})
 
+    def lines(self):
+        """What is printed of the last measurement."""
+        return [*report(self.evals[-1]), sample(self)]
+
     # --- the checkpoint: one safetensors file, replaced as a whole
 
     def tensors(self):
-        yield from ((f"model.{name}", p.data) for name, p in self.model.named_parameters())
+        yield from ((f"model.{name}", p.data) for name, p in self.trained.named_parameters())
         for i, optimiser in enumerate(self.optimisers):
             for j, state in optimiser.state_dict()["state"].items():
                 yield from ((f"{i}.{j}.{key}", value) for key, value in state.items())
@@ -301,7 +315,7 @@ class Run:
         self.step, self.seconds, self.losses, self.evals = (
             facts[k] for k in ("step", "seconds", "losses", "evals"))
         with torch.no_grad():
-            for name, p in self.model.named_parameters():
+            for name, p in self.trained.named_parameters():
                 p.copy_(file.get_tensor(f"model.{name}"))
         for i, optimiser in enumerate(self.optimisers):
             names = [key for key in file.keys() if key.startswith(f"{i}.")]
@@ -318,10 +332,19 @@ def sample(run, count=60):
     return " ".join(run.text.tokenizer.decode(ids + new).split())
 
 
-def open_run(a):
+def fresh_run(a, device, tokenizer, file):
+    """A Run of which nothing is done. tokenizer: None trains one."""
+    run = Run(a, corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer), device)
+    if len(checkpoint.encode(run.text.tokenizer, a.prompt, run.model.c.bos)) >= a.context:
+        raise ValueError("--prompt fills the context")
+    return run
+
+
+def open_run(a, fresh=fresh_run):
     """A fresh Run, or with --resume the one that --out holds. It keeps the lock of --out. Raises ValueError
-    where --out holds anything else, or where another process has the lock."""
-    out, device, facts = Path(a.out), checkpoint.find_device(a.device), None
+    where --out holds anything else, or where another process has the lock. fresh: makes a Run from the flags,
+    the device, the tokenizer, and the open checkpoint, None where there is none yet."""
+    out, device, facts, file = Path(a.out), checkpoint.find_device(a.device), None, None
     damaged = f"{out / STATE}: not a checkpoint of this program, or damaged"
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file: --out names a folder")
@@ -339,9 +362,7 @@ def open_run(a):
         raise ValueError(f"{out} is not empty and holds no {STATE}: name another --out")
     if not facts:
         tokenizer = checkpoint.read_tokenizer(Path(a.tokenizer)) if a.tokenizer else None
-    run = Run(a, corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer), device)
-    if len(checkpoint.encode(run.text.tokenizer, a.prompt, run.model.c.bos)) >= a.context:
-        raise ValueError("--prompt fills the context")
+    run = fresh(a, device, tokenizer, file)
     if facts:
         run.check(settings)
         with checkpoint.guarded(damaged):
@@ -352,8 +373,8 @@ def open_run(a):
         run.measure()
         run.save()
     run.lock = held  # for as long as there is this run
-    for file in out.glob(LITTER):
-        file.unlink()
+    for litter in out.glob(LITTER):
+        litter.unlink()
     return run
 
 
@@ -374,7 +395,7 @@ def train(run):
             bar.update(block)
             if run.seconds - saved > 60 * run.a.every:
                 run.measure()
-                bar.write("\n".join([*report(run.evals[-1]), sample(run)]), file=sys.stderr)
+                bar.write("\n".join(run.lines()), file=sys.stderr)
                 run.seconds = saved = time.monotonic() - started
                 run.save()
     if run.evals[-1]["tokens"] != run.step * block:

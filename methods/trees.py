@@ -65,13 +65,13 @@ def rank_acceptance(p, q, ranks):
     return p.gather(-1, q.topk(ranks).indices).flatten(0, -2).double().mean(0).tolist()
 
 
-def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True):
+def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, levels=math.inf):
     """The parents of the tree of at most `nodes` nodes that promises the highest speed, level by level; []
     where none gains. The dynamic programme of Sequoia (arXiv 2402.12374, section 3.1).
 
     rank_acceptance: see `tree_tokens`. depth_cost: what drafting a level takes, node_cost: what a further
     token in the block adds, both relative to a target pass over one token. branches=False: only first
-    children may have children, as in `chain_with_siblings`.
+    children may have children, as in `chain_with_siblings`. levels: how deep it may be.
 
     >>> best_tree([0.6, 0.2], 4, depth_cost=0.05, node_cost=0.05)
     [0, 0, 1, 3]
@@ -91,7 +91,8 @@ def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True):
         n, depth = shape
         return (1 + grow(n, depth, 0)[0]) / (1 + depth * depth_cost + n * node_cost)
 
-    best = max([(0, 0)] + [(n, d) for n in range(1, nodes + 1) for d in range(1, n + 1)], key=speed)
+    best = max([(0, 0)] + [(n, d) for n in range(1, nodes + 1) for d in range(1, min(n, levels) + 1)],
+               key=speed)
     parents, families = [], [(0, grow(*best, 0)[1])]
     for node, family in families:           # a list that grows while it is read
         for below in family:
@@ -146,7 +147,8 @@ class Siblings(Wrapper):
         if length is not None:
             length = torch.where(length == K, K + sum(widths), length)
         reuse = draft.reuse and share(state, draft.reuse, tokens, parents)
-        return Draft(torch.cat([draft.tokens, tokens], 1), torch.cat([draft.q, q], 1), length, reuse, parents)
+        return Draft(torch.cat([draft.tokens, tokens], 1), torch.cat([draft.q, q], 1), length, reuse, parents,
+                     draft.extra)
 
 
 def siblings(draft, logits, widths, coins):

@@ -55,6 +55,40 @@ def facts(run, command):
         ("command", f"`python train.py {command}`")]
 
 
+def head_card(run, tables, command):
+    """The card of a `train_heads.Run`, in Markdown. tables: {file: what the head is worth on it, step by
+    step}; command: the flags that repeat the run."""
+    a, head, first = run.a, run.head, run.evals[0]["files"]
+    count, like = (sum(p.numel() for p in module.parameters()) for module in (head.weights, run.model))
+    steps = range(1, 1 + len(next(iter(tables.values()))["loss"]))
+    shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
+    facts = {
+        "shape": f"{shape}; {count / 1e6:.2f} M weights in bfloat16, beside the model's {like / 1e6:.1f} M, "
+        "which are frozen",
+        "data": ", ".join(run.text.train) + f", {sum(map(len, run.text.train.values())):,} tokens",
+        "recipe": f"{run.step * a.batch * a.context / 1e6:.3g} M tokens, sequences of {a.context}, batch "
+        f"{a.batch}; the loss is KL(p || q) with the model's own distribution p, each step's .8 times as "
+        "much as that of the one before",
+        "optimiser": f"AdamW (lr {a.lr:g}), warm-up {a.warmup} steps, linear to 2 % over the last "
+        f"{a.decay:.0%}; float32",
+        "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes",
+        "command": f"`python train_heads.py {command}`"}
+    lines = [f"# {head.kind} for {Path(a.model).resolve().name}", "",
+             "Trained heads, made by this repository's `train_heads.py`. They draft for the model with whose "
+             "weights they were trained, and for no other.",
+             "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), "",
+             "Held-out text, float32, teacher-forced. Step: the first, second, ... token that a head says "
+             "of a text. Loss: KL(p || q) in nats. Agreement: how often its best token is the model's. "
+             "Top 5: how often the model's is among the head's best five. Overlap: the sum of min(p, q), "
+             "which is the acceptance at temperature 1. Before: at the start of the training.", "",
+             "| step | " + " | ".join(map(str, steps)) + " |", "|---" * (len(steps) + 1) + "|"]
+    for name, table in tables.items():
+        before = {"agreement before": first[name]["agreement"]}
+        for kind, values in (table | before).items():
+            lines.append(f"| {kind}, {Path(name).stem} | " + " | ".join(f"{v:.2f}" for v in values) + " |")
+    return "\n".join([*lines, "", "![Loss and agreement](training.png)", ""])
+
+
 def command(given, default):
     """The flags that repeat a run. given, default: {flag: value}. DATA stands for the folder that holds all
     its text, wherever that is."""
@@ -65,7 +99,7 @@ def command(given, default):
         if name in ("data", "valid"):
             value = [f"DATA/{os.path.relpath(Path(f).resolve(), root)}" for f in value]
         if name == "out" or name not in {"resume", "device", "about", "every"} and value != default[name]:
-            values = value if isinstance(value, list) else [value]
+            values = value if isinstance(value, list) else [] if value is True else [value]
             values = (v if isinstance(v, str) else str(v).removesuffix(".0") for v in values)
             words += [f"--{name.replace('_', '-')}", *values]
     return " ".join(shlex.quote(word) for word in words)

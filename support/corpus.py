@@ -126,6 +126,12 @@ def read(files, valid, length, vocab=4096, tokenizer=None):
         raise ValueError(f"this tokenizer has no {BOUNDARY}, which must separate the documents")
     train = {name: stream(tokenizer, texts) for name, texts in documents.items()}
     valid = {name: stream(tokenizer, texts) for name, texts in held_out.items()}
+    return split(train, valid, weights, tokenizer, length)
+
+
+def split(train, valid, weights, tokenizer, length):
+    """A Corpus of streams by name. Without any to measure on, the last part of each is held out. Raises
+    ValueError where one is not longer than `length`."""
     if not valid:
         cuts = {name: max(0, len(s) - max(length + 1, int(HELD_OUT * len(s)))) for name, s in train.items()}
         valid = {name: s[cuts[name] :] for name, s in train.items()}

@@ -68,6 +68,28 @@ def training(losses, block, evals, tables, path):
     figure.savefig(path, dpi=120, format="png")
 
 
+def heads(losses, block, evals, path):
+    """The course of a head's training. losses: (loss, None, None) of each step; block: tokens in a step;
+    evals: [{"tokens", "files": {name: {"loss", "agreement"}}}], both of each step that a head looks ahead."""
+    figure, ((loss, agreed),) = axes(1, 2)
+    tokens = [(i + 1) * block / 1e6 for i in range(len(losses))]
+    smooth = running_mean([r[0] for r in losses], max(1, len(losses) // 50))
+    loss.plot(tokens, smooth, color="#808080", lw=1, label="training")
+    at = [e["tokens"] / 1e6 for e in evals]
+    for name, hue in zip(evals[0]["files"], HUES * len(evals[0]["files"]), strict=False):
+        tables, label = [e["files"][name] for e in evals], name.removesuffix(".txt")
+        loss.plot(at, [sum(t["loss"]) / len(t["loss"]) for t in tables], color=hue, marker=".", label=label)
+        for step, values in enumerate(zip(*(t["agreement"] for t in tables), strict=True), 1):
+            agreed.plot(at, values, color=hue, marker=".", alpha=0.8 ** (step - 1), label=f"{label}, {step}")
+    loss.set(xlabel="million tokens", ylabel="KL(p || q) in nats", ylim=(0, None),
+             title="loss, mean of the steps")
+    agreed.set(xlabel="million tokens", ylabel="share of tokens", ylim=(0, 1.02),
+               title="agreement with the model, step by step")
+    for side in (loss, agreed):
+        side.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120, format="png")
+
+
 def plain(results, title, path):
     """Left, speed relative to transformers, and its bound; right, what a block of T tokens costs. results:
     for each model and dtype the medians that `benchmarks.plain.measure` returns."""

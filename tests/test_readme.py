@@ -14,6 +14,7 @@ import bench
 import generate
 import search
 import train
+import train_heads
 from benchmarks import counts
 from control import expected_speedup, expected_tokens
 
@@ -53,7 +54,7 @@ def test_the_example_of_the_formula():
 
 
 LIBRARY = "model", "kvcache", "sampling", "speculative", "layerskip", "control"
-COMMANDS = "generate", "search", "train", "bench"
+COMMANDS = "generate", "search", "train", "train_heads", "bench"
 CODE = {p.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): p
         for folder in (".", "methods", "machine", "support", "benchmarks")
         for p in sorted((ROOT / folder).glob("*.py"))}
@@ -136,7 +137,8 @@ def test_no_imports_go_round_in_a_circle():
 # --- what is quoted
 
 
-PARSE = {"bench": bench.parse, "generate": generate.parse, "search": search.parse, "train": train.parse}
+PARSE = {"bench": bench.parse, "generate": generate.parse, "search": search.parse, "train": train.parse,
+         "train_heads": train_heads.parse}
 BOTH = README + BENCHMARKS
 QUOTED = re.findall(r"^python (\w+)\.py(?: (.*))?$|`python (\w+)\.py(?: ([^`]*))?`", BOTH, re.M)
 QUOTED = sorted({(a or b, x or y) for a, x, b, y in QUOTED})

@@ -1,0 +1,211 @@
+"""Drafting with a trained head: four drafters for the kinds of heads in methods/heads.py.
+
+The one thing to remember: a head drafts from states that the target computed anyway. They come as `taps` of
+the prompt and of every round, so that a head knows the text also where another drafter drafted.
+
+    drafter        heads                  drafts from                               its draft
+    ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
+    MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
+    TransferDraft  Transfer               rows that rode along with that token      a chain or a tree
+    ProphetDraft   Prophet                its final state, and the draft so far     a chain
+
+The last token read is the one before the last known token D: the target chose D after it, and nobody has
+run D itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
+"""
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from kvcache import KVCache
+from layerskip import SelfDraft, early_exit
+from methods.trees import siblings
+from speculative import Draft, Drafter, chain
+
+
+def unit(x):
+    """x (..., dim), each vector scaled to a root mean square of 1, which the final norm would do anyway."""
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def pick(x, at):
+    """Of x (B, T, ...) the one at place `at` (B,) of each row. (B, ...)"""
+    return x[torch.arange(len(at), device=at.device), at]
+
+
+def check_target(head, state):
+    if head.model.blocks is not state.model.blocks:
+        raise ValueError("a head drafts only for the model that it was made for")
+
+
+def block_of(state, r):
+    """Where the block of a Round r stands, now that n has grown: a slice or (B, K+1)."""
+    new, K = [len(row) for row in r.new], r.draft.tokens.shape[1]
+    if len(new) == 1:
+        return state.at(*range(-new[0], K + 1 - new[0]))
+    steps = torch.arange(-1, K, device=state.n.device)                          # (K+1,) from D on
+    return state.after(steps - state.send(new)[:, None])                        # (B, K+1)
+
+
+class ExitDraft(SelfDraft):
+    """Early exit with an adapter between the exit and the model's head (Kangaroo, arXiv 2404.18911). The
+    paper's second early exit is a rule: `control.Confidence(0.6)`.
+
+    The adapter has a cache of its own. While it drafts it reads its own drafts, and after each round, whoever
+    drafted, the block once more, from the tap. So it holds every token before D, and what it wrote of refused
+    drafts is overwritten or dead, as in the target's cache.
+    """
+
+    def __init__(self, head, rule):
+        super().__init__(head.model, early_exit(head.model.c.n_layers, head.shape["exit_layer"]), rule)
+        self.head, self.own, self.taps = head, head.own, head.taps
+
+    def begin(self, state, trace):
+        check_target(self.head, state)
+        super().begin(state, trace)
+        self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), state.n.device)
+        for i, x in enumerate(trace[self.taps[0]].split(256, 1)):
+            self.read(x, slice(256 * i, 256 * i + x.shape[1]), None)
+
+    def read(self, x, at, end):
+        """Write the keys and values of x (B, T, dim): the adapter's attention alone needs them."""
+        self.own.run(x, at, self.cache, [0], end=end)
+
+    def logits(self, state, x, k):
+        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, end=state.end(k + 1))
+        return self.own.unembed(x)
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        x = r.trace[self.taps[0]]
+        self.read(x, block_of(state, r), state.end(x.shape[1]))
+
+
+class LastState(Drafter):
+    """Keeps what is known of the last token read, its final state, for the three drafters below."""
+
+    def __init__(self, head, rule):
+        super().__init__(rule)
+        self.head, self.taps = head, head.taps
+
+    def begin(self, state, trace):
+        check_target(self.head, state)
+        super().begin(state, trace)
+        # a prompt of one token has no token read before D: its first draft is a guess from D's own state
+        self.last = self.find(trace, (state.n - 2).clamp(min=0))
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        self.last = self.find(r.trace, state.send(r.accepted))
+
+    def find(self, trace, at):
+        """The state at place `at` (B,) of each row. (B, 1, dim)"""
+        return pick(trace[self.taps[0]], at)[:, None]
+
+
+class MedusaDraft(LastState):
+    """All tokens at once: none depends on the others (Medusa, arXiv 2401.10774).
+
+    shape: None for a chain; else the parents of a tree, such as `methods.trees.best_tree` makes them, level
+    by level. The i-th child of a node is the i-th token of one draw without replacement from what the head of
+    its level says. So all families of a level offer the same tokens, which changes nothing for the text: only
+    one of them is tried. Where nothing is left to draw, as when greedy, it is the i-th most likely token. A
+    rule says how many levels each row has. Raises ValueError for more levels than there are heads.
+    """
+
+    def __init__(self, head, rule, shape=None):
+        super().__init__(head, rule)
+        self.shape = None if shape is None else Shape(shape)
+        levels = head.steps if shape is None else self.shape.depth
+        if levels > head.steps or self.rule.most > levels:
+            raise ValueError(f"{head.steps} heads draft that many tokens, not {max(levels, self.rule.most)}"
+                             if shape is None or levels > head.steps else
+                             f"a tree of {levels} levels has no place for gamma {self.rule.most}")
+
+    def propose(self, state):
+        said = []
+
+        def step(token, k):
+            said.append(self.head.after(self.last, k))
+            return said[-1]                                                     # (B, 1, V)
+
+        tokens, q, length = chain(state, step, self.rule)
+        draft = Draft(tokens, q, length)
+        if tokens.shape[1] == 0 or self.shape is None:
+            return draft
+        return self.shape.grow(state, draft, torch.cat(said, 1))
+
+
+class TransferDraft(MedusaDraft):
+    """Drafting and verifying are one pass (Hidden Transfer, arXiv 2404.12022): along with each token of the
+    block ride rows of the tokens to come, `Draft.extra`. Those of the last token read say the next draft.
+
+    In the first round, and after a round in which another drafter drafted, no rows have ridden along: then
+    the draft is empty, but for the rows.
+    """
+
+    def __init__(self, head, rule, shape=None):
+        super().__init__(head, rule, shape)
+        self.taps = ()
+
+    def find(self, trace, at):
+        """The final states of the rows of the token at place `at` (B,): (B, N, dim), or None."""
+        return pick(trace["extra"], at) if "extra" in trace else None
+
+    def propose(self, state):
+        draft = Draft.none(state) if self.last is None else super().propose(state)
+        return replace(draft, extra=(2 * self.head.shape["inject_layer"], self.head.spread))
+
+
+class Shape:
+    """A tree's parents, level by level, and how its tokens are found among those drawn for each level."""
+
+    def __init__(self, parents):
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        if depths != sorted(depths):
+            raise ValueError(f"a tree must be given level by level, got the parents {list(parents)}")
+        self.parents, self.depth = list(parents), depths[-1]
+        self.nodes = [(d, parents[:k].count(parents[k])) for k, d in enumerate(depths[1:])]     # depth, rank
+        self.until = list(accumulate(depths.count(d) for d in range(1, self.depth + 1)))  # nodes to depth d
+
+    def grow(self, state, draft, logits):
+        """The tree of a chain (B, K) and of what was said of each of its places (B, K, V)."""
+        K = draft.tokens.shape[1]
+        nodes = self.nodes[: self.until[K - 1]]
+        ranks = range(1, 1 + max(rank for _, rank in nodes))
+        widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
+        tokens, q = draft.tokens, draft.q
+        if widths:
+            others, other_q = siblings(draft, logits, widths, state.coins)      # (B, S), (B, S, V)
+            tokens, q = torch.cat([tokens, others], 1), torch.cat([q, other_q], 1)
+        starts = [0, *accumulate(widths, initial=K)]        # of each rank's columns
+        columns, parents = state.send([[starts[rank] + depth - 1 for depth, rank in nodes],
+                                       self.parents[: len(nodes)]]).unbind()
+        length = draft.length
+        if length is not None:
+            length = state.send([0, *self.until])[length]
+        return Draft(tokens[:, columns], q[:, columns], length, parents=parents[None])
+
+
+class ProphetDraft(LastState):
+    """A small decoder writes the draft token by token. It starts anew in each round, from the final state of
+    the last token read, and sees no other text (lucidrains' "prophet", after MEGABYTE, arXiv 2305.07185)."""
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        own, (B, S) = self.head.own, state.tokens.shape
+        self.cache = KVCache(own.c, B, S, own.attention_dtype(), state.n.device)
+
+    def propose(self, state):
+        own = self.head.own
+
+        def step(token, k):     # its slots count from the state, and so all rows stand at the same place
+            x, at = own.embed(token), slice(k + 1, k + 2)
+            if k == 0:
+                x, at = torch.cat([unit(self.last), x], 1), slice(0, 2)
+            return own.unembed(own.run(x, at, self.cache)[:, -1:])              # (B, 1, V)
+
+        return Draft(*chain(state, step, self.rule))

@@ -1,0 +1,260 @@
+"""Trained heads: small modules on a frozen model that draft for it, and what they are trained to say.
+
+The one thing to remember: a head learns to say what the model itself will say, from states that the model has
+computed anyway. The model does not change, and neither does its text.
+
+    kind         reads                              says                               its own weights
+    Kangaroo     the state after block E            the next token                     an attention
+    ExitBlock    the state after block E            the next token                     a block
+    Medusa       the final state                    by head k, from 1 on, the token    a matrix for each head
+                                                    k places after the next
+    Transfer     the state after block t            by row k, the same                 a matrix for each row
+    Prophet      the final state, the next token    the tokens after that, one by      one block or two
+                 and its own drafts                 one
+
+All of them use the model's own embedding, final norm and output head. `own` is a Transformer of a block or
+two that shares these with the model, and its blocks start as updates by zero: so Kangaroo and ExitBlock start
+as a bare early exit. Each kind has `weights` (all that is trained), `shape` (what its constructor takes, but
+the model), `taps` (the states it reads), `laws` (what it says of a whole text, for training) and `drafter`.
+"""
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import checkpoint
+from control import weight_costs
+from kvcache import Beside, KVCache
+from layerskip import early_exit
+from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, TransferDraft, unit
+from model import Transformer
+from speculative import ahead
+from support.files import replacing
+
+FILE = "heads.safetensors"
+RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape of a tree
+AHEAD = 4   # tokens that a prophet learns to say from one state
+
+
+def check_count(name, count):
+    if count < 1:
+        raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+def graft(model, n_layers):
+    """A Transformer of n_layers blocks of its own that shares embedding, final norm and head with the model.
+    Its blocks are new: normal with a deviation of 0.02, and all that would change x starts at zero. They see
+    the whole text: of Gemma's windows they have none."""
+    c = replace(model.c, n_layers=n_layers, window=None)
+    own, g = Transformer(replace(c, vocab_size=1)), torch.Generator().manual_seed(0)
+    own.c, own.tok, own.norm, own.head, own.scale = c, model.tok, model.norm, model.head, model.scale
+    for p in own.blocks.parameters():
+        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - c.norm_offset
+        p.data.copy_(torch.as_tensor(fresh))
+    for b in own.blocks:
+        # trap: a post-norm makes an update of any size one of size 1, so there it is the norm that must be 0
+        for last in (b.attn_post.weight, b.mlp_post.weight) if c.post_norm else (b.attn.wo, b.mlp.down):
+            last.data.fill_(-c.norm_offset if c.post_norm else 0.0)
+    own.blocks.to(model.tok.device, model.tok.dtype)
+    return own
+
+
+class ExitBlock:
+    """An exit with a block of its own, which reads a copy of the state, so that the trunk is untouched
+    (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
+    kind, sublayers = "exit_block", [0, 1]
+
+    def __init__(self, model, exit_layer):
+        self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
+        self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, 1)
+        self.weights = self.own.blocks
+
+    def laws(self, tokens, trace, cache):
+        x = self.own.run(trace[self.taps[0]], slice(0, tokens.shape[1]), sublayers=self.sublayers)
+        yield 0, self.own.unembed(x)
+
+    def drafter(self, rule):
+        return ExitDraft(self, rule)
+
+
+class Kangaroo(ExitBlock):
+    """The adapter of Kangaroo (arXiv 2404.18911, section 3.1): attention without an MLP."""
+    kind, sublayers = "kangaroo", [0]
+
+    def __init__(self, model, exit_layer):
+        super().__init__(model, exit_layer)
+        block = self.own.blocks[0]
+        del block.mlp, block.mlp_norm, block.mlp_post
+
+
+class Medusa:
+    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k says
+    W (x + silu(W_k x)), where W_k starts at zero, and W is the model's output head with the norm before it.
+
+    own_head: each head has a copy of the output head that is trained, too, as in the paper. That is a matrix
+    (V, dim) for each of them, which in large vocabularies is many times as large as W_k.
+    """
+    kind = "medusa"
+
+    def __init__(self, model, heads, own_head=False):
+        check_count("heads", heads)
+        self.model, self.shape, self.steps = model, {"heads": heads, "own_head": own_head}, heads
+        self.taps, dim = [2 * model.c.n_layers - 1], model.c.dim
+        self.weights = nn.Module()
+        like = dict(dtype=model.tok.dtype, device=model.tok.device)
+        self.weights.inner = nn.Parameter(torch.zeros(heads, dim, dim, **like))
+        if own_head:
+            rows = (model.tok if model.head is None else model.head).detach()
+            self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
+
+    def after(self, x, k):
+        """What head k, from 0 on, says after final states x (B, T, dim): raw logits (B, T, V) of the token k
+        places after the next."""
+        x = unit(x)
+        x = x + F.silu(F.linear(x, self.weights.inner[k]))
+        return self.model.unembed(x, self.weights.outer[k] if self.shape["own_head"] else None)
+
+    def laws(self, tokens, trace, cache):
+        x = trace[self.taps[0]]
+        for k in range(1, self.steps + 1):
+            yield k, self.after(x[:, :-k], k - 1)
+
+    def drafter(self, rule, shape=None):
+        return MedusaDraft(self, rule, shape)
+
+
+class Transfer:
+    """Hidden Transfer (arXiv 2404.12022): linear maps of a token's state after block t make pseudo states of
+    the tokens to come, which run through the blocks above t, each one seeing what its token sees and those
+    before it. The model's own head says of pseudo state k the token k places after the next.
+
+    t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
+    head without its residual block. The pseudo states start as copies.
+    """
+    kind = "transfer"
+
+    def __init__(self, model, inject_layer, steps):
+        check_count("steps", steps)
+        L, dim = model.c.n_layers, model.c.dim
+        if not 0 <= inject_layer <= L:
+            raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got {inject_layer}")
+        self.model, self.shape, self.steps = model, {"inject_layer": inject_layer, "steps": steps}, steps
+        self.taps, self.weights = [2 * inject_layer - 1] * (inject_layer > 0), nn.Module()
+        like = dict(dtype=model.tok.dtype, device=model.tok.device)
+        self.weights.matrix = nn.Parameter(torch.eye(dim, **like).repeat(steps, 1, 1))
+        self.weights.bias = nn.Parameter(torch.zeros(steps, dim, **like))
+
+    def spread(self, x):
+        """The pseudo states of each token: (B, T, dim) -> (B, T, steps, dim)."""
+        w = self.weights
+        return F.linear(x, w.matrix.flatten(0, 1)).unflatten(-1, w.bias.shape) + w.bias
+
+    def after(self, rows, k):
+        """What row k of the final pseudo states (B, steps, dim) says: (B, 1, V)."""
+        return self.model.unembed(rows[:, k : k + 1])
+
+    def laws(self, tokens, trace, cache):
+        T, t, m = tokens.shape[1], self.shape["inject_layer"], self.model
+        rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
+        tree = ahead(torch.ones(1, T, T, dtype=torch.bool, device=tokens.device).tril(), self.steps)
+        at = torch.arange(T, device=tokens.device)[None]                        # (1, T)
+        after = (at[..., None] + 1 + torch.arange(self.steps, device=tokens.device)).flatten(1)
+        slots = torch.arange(T * (1 + self.steps), device=tokens.device)[None]  # (1, T+T*steps)
+        x = m.run(rows, torch.cat([at, after], 1), Beside(cache, 0, T), range(2 * t, 2 * m.c.n_layers), slots,
+                  tree, end=slots.shape[1]).unflatten(1, (T, -1))               # (B, T, steps, dim)
+        for k in range(1, self.steps + 1):
+            yield k, m.unembed(x[:, :-k, k - 1])
+
+    def drafter(self, rule, shape=None):
+        return TransferDraft(self, rule, shape)
+
+
+class Prophet:
+    """A decoder of one or two blocks that reads the final state of the last token read, the next token, which
+    the target chose by it, and its own drafts (lucidrains' "prophet transformer")."""
+    kind = "prophet"
+
+    def __init__(self, model, blocks):
+        check_count("blocks", blocks)
+        self.model, self.shape, self.own = model, {"blocks": blocks}, graft(model, blocks)
+        self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks
+
+    def laws(self, tokens, trace, cache):
+        N = tokens.shape[1] - AHEAD                                             # a window for each state
+        start = unit(trace[self.taps[0]][:, :N, None])                          # (B, N, 1, dim)
+        ids = tokens[:, 1:].unfold(1, AHEAD, 1)                                 # (B, N, AHEAD)
+        x = torch.cat([start, self.own.embed(ids)], 2).flatten(0, 1)            # (B*N, 1+AHEAD, dim)
+        x = self.own.run(x, slice(0, 1 + AHEAD)).unflatten(0, (-1, N))          # (B, N, 1+AHEAD, dim)
+        for k in range(1, 1 + AHEAD):
+            yield k, self.own.unembed(x[:, :, k])
+
+    def drafter(self, rule):
+        return ProphetDraft(self, rule)
+
+
+KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Medusa, Transfer, Prophet)}
+
+
+def judged(head, tokens):
+    """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
+    (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them."""
+    model, trace, (B, T) = head.model, dict.fromkeys(head.taps), tokens.shape
+    with torch.no_grad():
+        cache = KVCache(model.c, B, T, model.attention_dtype(), tokens.device)
+        x = model.run(model.embed(tokens), slice(0, T), cache, trace=trace)
+        target = model.unembed(x)                                               # (B, T, V)
+    for k, said in head.laws(tokens, trace, cache):     # row n is of the token k places after the next
+        yield said, target[:, k : k + said.shape[1]]
+
+
+def step_cost(head):
+    """What a drafted token costs relative to a pass of the target, by the weights that are read."""
+    costs, own = weight_costs(head.model.c), sum(p.numel() for p in head.weights.parameters())
+    shared = 0.0 if head.shape.get("own_head") else costs.head
+    trunk = sum(costs.sublayers[: 2 * head.shape.get("exit_layer", 0)])
+    return (trunk + own / getattr(head, "steps", 1) + shared) / costs.whole
+
+
+# --- files
+
+
+def fingerprint(model):
+    """The hash of a model's weights, the same for every dtype in which bfloat16 weights are held."""
+    h = hashlib.sha256()
+    for _, piece in checkpoint.parts(model):
+        w = piece.detach().bfloat16().half()    # float16 lacks the smallest of bfloat16's numbers
+        h.update(w.cpu().contiguous().view(torch.uint8).numpy())
+    return h.hexdigest()
+
+
+def save(head, folder, ranks=()):
+    """Write a head in bfloat16. ranks: how likely the model's greedy token is the head's first, second, ...
+    guess, as measured: what `methods.trees.best_tree` needs."""
+    facts = {"kind": head.kind, "shape": head.shape, "weights": fingerprint(head.model), "ranks": list(ranks)}
+    with replacing(Path(folder) / FILE) as path:
+        save_file({name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}, path,
+                  metadata={"heads": json.dumps(facts)})
+
+
+def load(folder, model):
+    """(head, ranks) as `save` wrote them, for this very model, in its dtype. Raises FileNotFoundError or
+    ValueError, in one line, for a file that is missing or damaged or was made for other weights."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
+        file = safe_open(path, framework="pt")
+        facts = json.loads(file.metadata()["heads"])
+        made = facts["weights"]
+    if made != fingerprint(model):
+        raise ValueError(f"{path}: trained for other weights: train heads anew for this model")
+    with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
+        head = KINDS[facts["kind"]](model, **facts["shape"])
+        head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
+        return head, [float(r) for r in facts["ranks"]]

@@ -1,0 +1,631 @@
+"""Trained heads: the loop stays exact, drafting says what training trained, files, and what is refused.
+
+One thing to remember: greedy text cannot show that a head drafts badly. What can is the comparison of every
+drafted q with training's own forward, `laws`, over the whole text at once."""
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from paper_gpu import PaperGPU
+from test_speculative import TINY, TINY_GEMMA, TOP_P, Says, Unsure, assert_same_law, small, target_law
+from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, oracle
+
+from control import Confidence
+from kvcache import KVCache
+from layerskip import SelfDraft, keep
+from methods import heads
+from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.trees import Siblings
+from sampling import Coins, to_probs
+from speculative import (
+    Draft,
+    Drafter,
+    ModelDraft,
+    NGram,
+    Then,
+    Wrapper,
+    ahead,
+    ancestors,
+    generate,
+    rounds,
+)
+
+FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_trees.py
+each_family = pytest.mark.parametrize("family", FAMILIES)
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {family: make(c) for family, c in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def truth(models):
+    return {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
+
+
+def wild(head, size=0.3):
+    """The same head with random weights: it says something of its own, also where it should start at zero."""
+    g = torch.Generator().manual_seed(1)
+    for p in head.weights.parameters():
+        middle = 0 if p.dim() > 1 else 1 - head.model.c.norm_offset
+        p.data.copy_(middle + size * torch.randn(p.shape, generator=g, dtype=torch.float64))
+    return head
+
+
+class Turns(Wrapper):
+    """The drafters in turn, a round each."""
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.round = 0
+
+    def propose(self, state):
+        self.round += 1
+        return self.drafters[self.round % len(self.drafters)].propose(state)
+
+
+GROVE = [0, 0, 1, 1, 2, 3, 3, 5, 6]   # families of two, and four levels
+DRAFTERS = {
+    "kangaroo": lambda m: wild(Kangaroo(m, 2)).drafter(3),
+    "kangaroo, confident": lambda m: wild(Kangaroo(m, 2)).drafter(Confidence(0.4, 6)),
+    "kangaroo, siblings": lambda m: Siblings(wild(Kangaroo(m, 4)).drafter(3), [3, 1]),
+    "exit block": lambda m: wild(ExitBlock(m, 3)).drafter(4),
+    "medusa": lambda m: wild(Medusa(m, 4)).drafter(4),
+    "medusa, own head": lambda m: wild(Medusa(m, 3, own_head=True)).drafter(3),
+    "medusa, stopped": lambda m: wild(Medusa(m, 4)).drafter(Unsure(4)),
+    "medusa, tree": lambda m: wild(Medusa(m, 4)).drafter(4, GROVE),
+    "medusa, uneven tree": lambda m: wild(Medusa(m, 3)).drafter(
+        Says(lambda state: [3, 1, 2, 0][: len(state.known)]), [0, 0, 0, 1, 1, 3, 4, 4]),
+    "medusa, siblings": lambda m: Siblings(wild(Medusa(m, 3)).drafter(3), [2, 2]),
+    "transfer": lambda m: wild(Transfer(m, 3, 3)).drafter(3),
+    "transfer, stopped": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
+    "transfer, tree": lambda m: wild(Transfer(m, 4, 4)).drafter(4, GROVE),
+    "transfer, siblings": lambda m: Siblings(wild(Transfer(m, 6, 3)).drafter(3), [3, 1]),
+    "transfer and n-gram": lambda m: Then(wild(Transfer(m, 3, 2)).drafter(2), NGram(2, 1)),
+    "prophet": lambda m: wild(Prophet(m, 1)).drafter(4),
+    "prophet, two blocks": lambda m: wild(Prophet(m, 2)).drafter(Unsure(5)),
+    "prophet, siblings": lambda m: Siblings(wild(Prophet(m, 1)).drafter(3), [3]),
+    "kangaroo and n-gram": lambda m: Then(wild(Kangaroo(m, 2)).drafter(2), NGram(2, 1)),
+    "in turns": lambda m: Turns(
+        wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, keep(6, [3], [4]), 2), wild(Medusa(m, 3)).drafter(3),
+        NGram(3, 1), wild(Prophet(m, 1)).drafter(2), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
+        wild(Transfer(m, 2, 2)).drafter(2)),
+}
+each_drafter = pytest.mark.parametrize("name", DRAFTERS)
+
+
+# --- the text does not change
+
+
+@devices
+@each_family
+@each_drafter
+def test_greedy_identity(truth, family, name, device):
+    m, count = make(FAMILIES[family], device=device), 24 if device == "cpu" else 8
+    assert generate(m, PROMPTS, count, DRAFTERS[name](m))[0] == [row[:count] for row in truth[family]]
+
+
+@each_drafter
+def test_rows_equal_solo_runs(models, truth, name):
+    m = models["gemma2"]
+    for prompt, want in zip(PROMPTS, truth["gemma2"], strict=True):
+        assert generate(m, [prompt], 16, DRAFTERS[name](m))[0] == [want[:16]]
+
+
+SMALL_TREE = [0, 0, 1]
+LAWS = {
+    "kangaroo": (TINY, lambda m: wild(Kangaroo(m, 2)).drafter(2), TOP_P),
+    "kangaroo, stopped": (TINY, lambda m: wild(Kangaroo(m, 1)).drafter(Unsure(2)), TOP_P),
+    "gemma2 kangaroo": (TINY_GEMMA, lambda m: wild(Kangaroo(m, 1)).drafter(2), TOP_P),
+    "exit block": (TINY, lambda m: wild(ExitBlock(m, 2)).drafter(2), TOP_P),
+    "gemma2 exit block": (TINY_GEMMA, lambda m: wild(ExitBlock(m, 1)).drafter(2), TOP_P),
+    "medusa": (TINY, lambda m: wild(Medusa(m, 2)).drafter(2), TOP_P),
+    "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2)).drafter(2, SMALL_TREE), TOP_P),
+    "gemma2 medusa": (TINY_GEMMA, lambda m: wild(Medusa(m, 2)).drafter(2), TOP_P),
+    "gemma2 medusa, tree": (TINY_GEMMA, lambda m: wild(Medusa(m, 2, True)).drafter(2, SMALL_TREE), TOP_P),
+    "transfer": (TINY, lambda m: wild(Transfer(m, 1, 2)).drafter(2), TOP_P),
+    "gemma2 transfer, tree": (TINY_GEMMA, lambda m: wild(Transfer(m, 2, 2)).drafter(2, SMALL_TREE), TOP_P),
+    "prophet": (TINY, lambda m: wild(Prophet(m, 1)).drafter(2), TOP_P),
+    "gemma2 prophet": (TINY_GEMMA, lambda m: wild(Prophet(m, 2)).drafter(2), TOP_P),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_exact_law(name):
+    """The first two tokens, after however many rounds."""
+    c, make_drafter, settings = LAWS[name]
+    m, probs, shapes = make(c, 3), lambda x: to_probs(x, **settings), Counter()
+    drafter = make_drafter(m)
+
+    def run(coins):
+        out = []
+        for _, r in rounds(m, [[1, 2, 1]], 3, drafter, probs, coins):
+            out += r.new[0]
+            shapes[int(r.accepted), int(r.proposed)] += 1
+            if len(out) >= 2:
+                return tuple(out[:2])
+
+    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, 2))
+    assert len(shapes) > 1, "accepted and refused"
+
+
+@each_family
+def test_poison(models, truth, family):
+    """Nothing after the last known token is ever read: fill it with garbage after each round, in tokens, in
+    the model's cache and in those of the heads, while gamma changes at random."""
+    class Poisoned(Wrapper):
+        def observe(self, state, r):
+            super().observe(state, r)
+            count = sum(map(len, state.known))
+            for cache in (state.cache, *(d.cache for d in self.drafters if hasattr(d, "cache"))):
+                for b, text in enumerate(state.known):
+                    n = 1 if cache is self.local else len(text)     # a prophet starts anew
+                    cache.k[:, b, :, n - 1 :] = cache.v[:, b, :, n - 1 :] = 1e4
+                    state.tokens[b, len(text) :] = 16
+            self.drafters[0].rule = Says(lambda state: count % 5)
+
+        def begin(self, state, trace):
+            super().begin(state, trace)
+            self.local = getattr(self.drafters[0], "cache", None) if self.own_slots else None
+
+    m = models[family]
+    for head, own_slots in ((Kangaroo(m, 3), False), (ExitBlock(m, 2), False), (Transfer(m, 3, 4), False),
+                            (Prophet(m, 2), True)):
+        drafter, said = wild(head).drafter(4), []
+        for poisoned in (Poisoned, None):
+            outer = Poisoned(drafter) if poisoned else Wrapper(drafter)
+            outer.own_slots = own_slots
+            run = []
+            for state, r in rounds(m, PROMPTS, 30, outer):
+                if not poisoned:
+                    count = sum(map(len, state.known))
+                    drafter.rule = Says(lambda state, count=count: count % 5)
+                run.append((r.new, r.proposed.tolist(), r.accepted.tolist()))
+            said.append(run)
+            drafter.rule = Says(lambda state: 4)
+        assert said[0] == said[1], "the head read a slot that it did not hold"
+        assert [t[len(p) :] for t, p in zip(state.known, PROMPTS, strict=True)] == [
+            row[:30] for row in truth[family]]
+
+
+# --- drafting says what training trained
+
+
+def trained_law(head, ids, place):
+    """Training's forward over a whole text: what the head says of the token at `place`, drafted at the
+    distance `far` from the last token read. Returns far -> (V,)."""
+    m, trace, tokens = head.model, dict.fromkeys(head.taps), torch.tensor([ids])
+    cache = KVCache(m.c, 1, len(ids), torch.float64)
+    with torch.no_grad():
+        m.run(m.embed(tokens), slice(0, len(ids)), cache, trace=trace)
+        laws = dict(head.laws(tokens, trace, cache))
+    return lambda far: laws[far][0, place - 1 - far].softmax(-1)
+
+
+HEADS = {
+    "kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
+    "medusa": lambda m: Medusa(m, 4), "own head": lambda m: Medusa(m, 3, own_head=True),
+    "transfer": lambda m: Transfer(m, 3, 3), "from the embedding": lambda m: Transfer(m, 0, 3),
+    "from the end": lambda m: Transfer(m, 6, 3),
+    "prophet": lambda m: Prophet(m, 1), "two blocks": lambda m: Prophet(m, 2),
+}
+
+
+@each_family
+@pytest.mark.parametrize("between", [False, True], ids=["alone", "in turns"])
+@pytest.mark.parametrize("name", HEADS)
+def test_drafts_are_what_training_sees(models, family, name, between):
+    """Each drafted q, also after refusals, accepted siblings, rounds without a draft and rounds in which
+    another drafter drafted."""
+    m, far = models[family], []
+    head = wild(HEADS[name](m))
+
+    class Watched(Wrapper):
+        def propose(self, state):
+            draft = super().propose(state)
+            for b, text in enumerate(state.known):
+                for k in range(min(draft.tokens.shape[1], state.left_cpu[b] - 1)):
+                    if len(text) > 1:
+                        ids = text + draft.tokens[b].tolist() + [0] * 9
+                        steps = 0 if "exit_layer" in head.shape else k + 1
+                        said = trained_law(head, ids, len(text) + k)(steps)
+                        far.append(float((draft.q[b, k] - said).abs().max()))
+            return draft
+
+    drafter = Watched(head.drafter(Says(lambda state: (3, 0, 2)[len(state.known[0]) % 3])))
+    if between:     # thrice in turn, as the rows of a transfer ride along with its own rounds only
+        others = Siblings(SelfDraft(m, range(8), 3), [3, 2]), ModelDraft(small(m), 1)
+        drafter = Turns(drafter, drafter, drafter, *others)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        generate(m, prompts, 24, drafter, lambda logits: to_probs(logits, 1.0), Coins(2))
+    assert len(far) > 10 and max(far) < 1e-9
+
+
+@each_family
+def test_siblings_of_a_head_keep_its_cache_right(models, family):
+    """An accepted sibling was never drafted from: the adapter reads it from the tap."""
+    m, far, hits = models[family], [], 0
+    head = wild(Kangaroo(m, 4))
+    inner = head.drafter(3)
+    propose = inner.propose
+
+    def watched(state):
+        draft = propose(state)
+        for b, text in enumerate(state.known):
+            if draft.tokens.shape[1] and state.left_cpu[b] > 1:
+                said = trained_law(head, text, len(text))(0)
+                far.append(float((draft.q[b, 0] - said).abs().max()))
+        return draft
+
+    inner.propose = watched
+    for _, r in rounds(m, PROMPTS, 40, Siblings(inner, [3, 2]), lambda x: to_probs(x, 1.0), Coins(1)):
+        hits += int((r.accepted < r.proposed).sum())
+    assert hits > 3 and len(far) > 20 and max(far) < 1e-9
+
+
+@each_family
+def test_at_the_start_an_adapter_is_the_bare_exit(models, family):
+    """And, after the last block, the model itself: accepted to its end."""
+    m = models[family]
+    for head in (Kangaroo(m, 2), ExitBlock(m, 2)):
+        runs = [[(r.new, r.accepted.tolist()) for _, r in rounds(m, PROMPTS, 20, drafter)]
+                for drafter in (head.drafter(3), SelfDraft(m, range(4), 3))]
+        assert runs[0] == runs[1]
+    for kind in (Kangaroo, ExitBlock):
+        assert generate(m, PROMPTS, 24, kind(m, 6).drafter(3))[1] == 6
+    tokens, trace = torch.tensor([PROMPTS[0]]), {11: None}
+    m.run(m.embed(tokens), slice(0, 8), trace=trace)
+    for k, said in Medusa(m, 2).laws(tokens, trace, None):
+        assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-3, "a head starts as the model's own"
+    for k, said in Transfer(m, 6, 2).laws(tokens, trace, KVCache(m.c, 1, 8, torch.float64)):
+        assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-9, "a pseudo state starts as a copy"
+
+
+def knowing(head, m, answers):
+    """The head, told the truth: it looks the final state up in the texts and says what comes later."""
+    table, ids = [], []
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        text, trace = torch.tensor([prompt + answer]), dict.fromkeys(head.taps)
+        m.run(m.embed(text), slice(0, text.shape[1]), trace=trace)
+        table.append(trace[head.taps[0]][0])
+        ids.append([*prompt, *answer, *[0] * 9])
+
+    def after(x, k):
+        rows = []
+        for b, state in enumerate(x[:, 0]):
+            at = int((table[b] - state).norm(dim=-1).argmin())
+            assert (table[b][at] - state).norm() < 1e-6
+            rows.append(10.0 * torch.nn.functional.one_hot(torch.tensor([ids[b][at + 2 + k]]), 17).double())
+        return torch.stack(rows)
+
+    head.after = after
+    return head
+
+
+@each_family
+def test_perfect_heads_are_accepted_to_their_end(models, truth, family):
+    m = models[family]
+    long = [oracle(m, p, 48) for p in PROMPTS]
+    trees = (None, 4), (GROVE, 4), ([0, 0, 0, 1, 1, 4], 3)
+    for kind, (shape, levels) in itertools.product((Medusa(m, 4), Transfer(m, 6, 4)), trees):
+        head, left = knowing(kind, m, long), 25
+        for b, (state, r) in enumerate(rounds(m, PROMPTS, left, head.drafter(levels, shape))):
+            if left > 8 and b > 0:  # the first draft is empty, or after a prompt of one token a guess
+                assert r.accepted.tolist() == [levels] * 4 and r.proposed.tolist() == [levels] * 4
+            left = state.left_cpu[0] if state.left_cpu[0] else 0
+        assert [t[len(p) :] for t, p in zip(state.known, PROMPTS, strict=True)] == [
+            t[:25] for t in truth[family]]
+
+
+def test_the_second_most_likely_hides_in_the_tree(models, truth):
+    """A head whose second guess is right: a tree with two children accepts it, a chain does not."""
+    m = models["llama"]
+    head = knowing(Medusa(m, 3), m, [oracle(m, p, 48) for p in PROMPTS])
+    certain = head.after
+
+    def after(x, k):    # the token after the right one comes first
+        right = certain(x, k)
+        return right + 1.5 * right.roll(1, -1)
+
+    head.after = after
+    seen = {}
+    for name, shape in (("chain", None), ("tree", [0, 0, 2, 2, 4, 4])):
+        runs = [r for _, r in rounds(m, PROMPTS[:1], 24, head.drafter(3, shape))]
+        seen[name] = [int(r.accepted) for r in runs]
+    assert set(seen["chain"]) == {0} and seen["tree"][:5] == [3] * 5
+
+
+def heads_counts(m):
+    """{drafter: [proposed, accepted, passes]}, greedy, 40 tokens of each prompt."""
+    drafters = {
+        "kangaroo": wild(Kangaroo(m, 5)).drafter(3), "exit block": wild(ExitBlock(m, 5)).drafter(3),
+        "medusa": wild(Medusa(m, 3), 0.1).drafter(3), "tree": wild(Medusa(m, 4), 0.1).drafter(4, GROVE),
+        "prophet": wild(Prophet(m, 1), 0.1).drafter(3), "transfer": wild(Transfer(m, 4, 3), 0.1).drafter(3),
+    }
+    runs = {name: [r for _, r in rounds(m, PROMPTS, 40, drafter)] for name, drafter in drafters.items()}
+    return {name: [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
+            for name, run in runs.items()}
+
+
+GOLDEN = {
+    "llama": {"kangaroo": [199, 88, 20], "exit block": [219, 81, 22], "medusa": [402, 18, 38],
+              "tree": [444, 29, 34], "prophet": [429, 9, 40], "transfer": [406, 13, 39]},
+    "gemma2": {"kangaroo": [250, 73, 25], "exit block": [237, 79, 23], "medusa": [351, 38, 32],
+               "tree": [373, 48, 30], "prophet": [417, 13, 38], "transfer": [390, 20, 38]},
+}
+
+
+@each_family
+def test_golden_acceptance_counts(models, family):
+    assert heads_counts(models[family]) == GOLDEN[family]
+
+
+def test_judged_compares_the_same_tokens(models):
+    """Training's pairs: a head that says what the model will say is told that it is right."""
+    m, tokens = models["llama"], torch.tensor([PROMPTS[0], PROMPTS[3]])
+    for said, target in heads.judged(Kangaroo(m, 6), tokens):
+        assert said.shape == (2, 8, 17) and (said - target).abs().max() < 1e-9 and not target.requires_grad
+    head, truth = Medusa(m, 3), m(tokens)
+    head.after = lambda x, k: truth[:, k + 1 :]
+    pairs = list(heads.judged(head, tokens))
+    assert [said.shape[1] for said, _ in pairs] == [7, 6, 5]
+    assert all((said - target).abs().max() < 1e-9 for said, target in pairs)
+    head = wild(Prophet(m, 1))
+    for k, (said, target) in enumerate(heads.judged(head, tokens), 1):
+        assert said.shape == (2, 4, 17) and torch.equal(target, truth[:, k : k + 4])
+
+
+def test_the_models_pass_has_no_gradients():
+    m = make(LLAMA).requires_grad_(True)
+    for said, target in heads.judged(Medusa(m, 2), torch.tensor([PROMPTS[0]])):
+        assert said.requires_grad and not target.requires_grad
+
+
+def test_an_adapter_sees_the_whole_text():
+    """Also one of Gemma's, whose even layers have a window of five."""
+    m, far = make(FAMILIES["gemma2"]), []
+    head = wild(ExitBlock(m, 1))
+    for first in (1, 2):
+        x = torch.zeros(1, 12, 32, dtype=torch.float64)
+        x[0, 0] = first * torch.arange(32) % 7
+        far.append(next(iter(head.laws(torch.zeros(1, 12), {1: x}, None)))[1][0, -1])
+    assert (far[0] - far[1]).abs().max() > 1e-6
+
+
+# --- rows that ride along
+
+
+class Riding(Drafter):
+    """A fixed chain or tree, with rows of future tokens or without."""
+
+    def __init__(self, head, parents):
+        super().__init__()
+        self.head, self.parents = head, parents
+
+    def propose(self, state):
+        K = len(self.parents)
+        known = torch.tensor([[len(text)] for text in state.known])
+        tokens = (3 * known + 5 * torch.arange(K)) % 17
+        chain = self.parents == list(range(K))
+        extra = self.head and (2 * self.head.shape["inject_layer"], self.head.spread)
+        return Draft(tokens, parents=None if chain else torch.tensor([self.parents]), extra=extra)
+
+
+@each_family
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("t", [0, 3])
+@pytest.mark.parametrize("parents", [[0, 1, 2], [0, 0, 1, 2], []], ids=str)
+def test_the_block_sees_no_pseudo_row_and_the_cache_keeps_none(models, family, rows, t, parents):
+    """Logits, traces and cache, dead slots included: bit-equal whatever the rows hold, and without them what
+    they are in a pass of another width."""
+    m, runs = models[family], []
+    kinds = [wild(Transfer(m, t, 2)), wild(Transfer(m, t, 2), 30.0), wild(Transfer(m, t, 3)), None]
+    for head in kinds:
+        drafter = Riding(head, parents)
+        drafter.taps = (1, 7, 11)
+        runs.append([(r.logits, *(r.trace[tap] for tap in drafter.taps), state.cache.k.clone(),
+                      state.cache.v.clone()) for state, r in rounds(m, PROMPTS[:rows], 12, drafter)])
+    assert len({len(run) for run in runs}) == 1 and len(runs[0]) > 3
+    for a, b, c, without in zip(*runs, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "the block saw pseudo rows"
+        for x, y in itertools.chain(zip(a, without, strict=True), zip(c, without, strict=True)):
+            assert x.shape == y.shape and (x - y).abs().max() < 1e-11
+
+
+def test_ahead_by_hand():
+    tree = ancestors(torch.tensor([[0, 0]]))    # a token and its two children, two rows for each
+    assert ["".join(".x"[int(v)] for v in row) for row in ahead(tree, 2)[0]] == [
+        "x..x.....", "x..xx....", "xx...x...", "xx...xx..", "x.x....x.", "x.x....xx"]
+
+
+@torch.no_grad()
+def test_rows_that_rode_along_are_those_of_each_node(models):
+    """After a tree they lie in the order of the accepted path: each is what its token, at the end of a chain,
+    gives."""
+    m = models["gemma2"]
+    head = wild(Transfer(m, 2, 3))
+    for state, r in rounds(m, PROMPTS, 20, Riding(head, [0, 0, 1, 2, 2])):
+        for b, (text, new) in enumerate(zip(state.known, r.new, strict=True)):
+            n = len(text) - len(new)
+            for k in range(len(new)):
+                ids = torch.tensor([text[: n + k]])
+                cache, trace = KVCache(m.c, 1, n + k, torch.float64), dict.fromkeys(head.taps)
+                m.run(m.embed(ids), slice(0, n + k), cache, trace=trace)
+                want = pseudo(head, ids, cache, trace)
+                assert (r.trace["extra"][b, k] - want).abs().max() < 1e-9
+
+
+def pseudo(head, ids, cache, trace):
+    """The final pseudo states of the last token, (steps, dim), by hand: one more token after another."""
+    m, n, rows = head.model, ids.shape[1], head.spread(trace[head.taps[0]])[:, -1]
+    first = 2 * head.shape["inject_layer"]
+    longer = KVCache(m.c, 1, n + head.steps, torch.float64)
+    longer.k[:, :, :, :n], longer.v[:, :, :, :n] = cache.k, cache.v
+    return m.run(rows, slice(n, n + head.steps), longer, range(first, 2 * m.c.n_layers))[0]
+
+
+def test_a_transfer_drafts_nothing_where_no_rows_rode_along(models):
+    """In its first round and after one of another drafter; and wrapped by others it drafts all the same."""
+    m = models["llama"]
+    proposed = lambda drafter: [int(r.proposed[0]) for _, r in rounds(m, PROMPTS[:1], 24, drafter)]  # noqa: E731
+    inner = wild(Transfer(m, 3, 3)).drafter(3)
+    assert proposed(inner)[0] == 0 and set(proposed(inner)[1:-3]) == {3}
+    other = SelfDraft(m, range(2), 1)
+    assert proposed(Turns(inner, other))[:6] == [1, 0, 1, 0, 1, 0], "the rows of an earlier round are stale"
+    assert proposed(Turns(inner, inner, other))[:7] == [0, 1, 0, 3, 1, 0, 3]
+    assert min(proposed(Siblings(inner, [1, 1]))[1:-3]) >= 1
+    assert min(proposed(Then(inner, NGram(1, 1)))[1:-3]) >= 3
+
+
+# --- where answers end
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "medusa, tree", "prophet", "in turns"])
+@each_family
+def test_context_limit_and_end_of_text(family, name):
+    m = make(replace(FAMILIES[family], max_len=20))
+    want = [oracle(m, p, 20 - len(p)) for p in PROMPTS]
+    assert generate(m, PROMPTS, 99, DRAFTERS[name](m))[0] == want
+    assert generate(m, PROMPTS[:1], 99, DRAFTERS[name](m))[0] == want[:1]
+    for i in range(0, 12, 2):
+        eos = {want[0][i], want[1][0]}
+        cut = [row[: next((j + 1 for j, t in enumerate(row[:12]) if t in eos), 12)] for row in want]
+        assert generate(m, PROMPTS, 12, DRAFTERS[name](m), eos=eos)[0] == cut
+
+
+def test_max_new_inside_a_draft(models, truth):
+    m = models["llama"]
+    for name in ("kangaroo", "medusa, tree", "medusa, uneven tree", "prophet"):
+        for n in range(8):
+            assert generate(m, PROMPTS, n, DRAFTERS[name](m))[0] == [row[:n] for row in truth["llama"]]
+
+
+def test_rows_have_as_many_levels_as_the_rule_says(models):
+    m, seen = models["llama"], []
+
+    class Watched(Wrapper):
+        def propose(self, state):
+            draft = super().propose(state)
+            seen.append((draft.parents.tolist(), draft.length.tolist()))
+            return draft
+
+    levels = Says(lambda state: [2, 1, 0, 2])
+    next(rounds(m, PROMPTS, 20, Watched(Medusa(m, 3).drafter(levels, [0, 0, 1, 1, 2, 3]))))
+    assert seen == [([[0, 0, 1, 1, 2]], [5, 2, 0, 5])], "the third level is not drawn"
+
+
+def test_a_long_prompt_is_read_in_parts():
+    """Longer than what a cache takes at a time: the adapter holds all of it."""
+    m, text = make(replace(LLAMA, max_len=400)), [i * i % 17 for i in range(300)]
+    head = wild(Kangaroo(m, 2))
+    _, r = next(rounds(m, [text], 5, head.drafter(2), lambda x: to_probs(x, 1.0)))
+    assert (r.draft.q[0, 0] - trained_law(head, text, 300)(0)).abs().max() < 1e-9
+
+
+# --- on a GPU of paper
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo, siblings", "medusa", "medusa, stopped",
+                                  "medusa, tree", "transfer", "transfer, tree", "prophet", "in turns"])
+@pytest.mark.parametrize("family, rows", [("llama", 1), ("gemma2", 4)])
+def test_one_wait_a_round(family, rows, name):
+    """And the text of the CPU, with a seed. A rule that stops waits once for each token."""
+    warm, texts = (lambda x: to_probs(x, temperature=0.8, top_p=0.95)), {}
+    with PaperGPU() as gpu:
+        for device in ("cpu", "cuda"):
+            m = make(FAMILIES[family], device=device)
+            drafter, texts[device], waits = DRAFTERS[name](m), [], []
+            for _, r in rounds(m, PROMPTS[:rows], 9, drafter, warm, Coins(3)):
+                texts[device].append(r.new)
+                waits, gpu.waits = gpu.waits, []
+                stops = 5 if "stopped" in name else 0
+                if device == "cuda" and len(texts["cuda"]) > 1:     # not the sending of the prompts
+                    assert 1 <= len(waits) <= 1 + stops, waits
+    assert texts["cuda"] == texts["cpu"]
+
+
+# --- files
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_saved_and_loaded(tmp_path, models, name):
+    m = models["gemma2"]
+    head = wild(HEADS[name](m))
+    for p in head.weights.parameters():
+        p.data.copy_(p.bfloat16())
+    heads.save(head, tmp_path, [0.5, 0.25])
+    twin, ranks = heads.load(tmp_path, m)
+    assert ranks == [0.5, 0.25] and twin.shape == head.shape and type(twin) is type(head)
+    assert [p.name for p in tmp_path.iterdir()] == ["heads.safetensors"]
+    pairs = zip(head.weights.named_parameters(), twin.weights.named_parameters(), strict=True)
+    assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)
+    one, two = ([(r.new, r.accepted.tolist()) for _, r in rounds(m, PROMPTS, 12, h.drafter(3))]
+                for h in (head, twin))
+    assert one == two
+
+
+def test_other_weights_and_damaged_files_are_refused(tmp_path, models):
+    m = models["llama"]
+    heads.save(Medusa(m, 2), tmp_path)
+    other = make(LLAMA)
+    other.blocks[3].mlp.down.data[5, 7] += 0.5
+    with pytest.raises(ValueError, match="heads.safetensors: trained for other weights: train heads anew"):
+        heads.load(tmp_path, other)
+    with pytest.raises(ValueError, match="a head drafts only for the model that it was made for"):
+        generate(other, PROMPTS, 9, Medusa(m, 2).drafter(2))
+    with pytest.raises(ValueError, match="a head drafts only for the model that it was made for"):
+        generate(other, PROMPTS, 9, Kangaroo(m, 2).drafter(2))
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        heads.load(tmp_path / "none", m)
+    file = tmp_path / heads.FILE
+    whole = file.read_bytes()
+    for broken in (b"", whole[:40], whole[:-9], whole.replace(b"medusa", b"magics"),
+                   whole.replace(b'\\"heads\\": 2', b'\\"heads\\": 3')):
+        assert broken != whole
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match="not a file of trained heads, or damaged"):
+            heads.load(tmp_path, m)
+
+
+def test_the_fingerprint_does_not_depend_on_the_dtype():
+    m = make(LLAMA).bfloat16()
+    m.blocks[0].mlp.down.data[0, 0] = 1e-9      # float16 has no such number
+    prints = {heads.fingerprint(m.to(dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float16)}
+    assert len(prints) == 1
+    m.norm.weight.data[0] *= 2
+    assert heads.fingerprint(m) not in prints
+
+
+def test_heads_add_nothing_to_the_model(models):
+    """What is trained and kept is their own, and the model's share is the model's own object."""
+    m = models["llama"]
+    for make_head in HEADS.values():
+        head = make_head(m)
+        mine = {p.data_ptr() for p in head.weights.parameters()}
+        assert not mine & {p.data_ptr() for p in m.parameters()}
+        assert all(p.requires_grad for p in head.weights.parameters())
+        if hasattr(head, "own"):
+            assert head.own.tok is m.tok and head.own.head is m.head and head.own.norm is m.norm
+    assert {name.split(".")[1] for name in Kangaroo(m, 2).weights.state_dict()} == {"attn", "attn_norm"}
+
+
+@pytest.mark.parametrize("build, message", [
+    (lambda m: Kangaroo(m, 7), "exit layer must lie between 1 and 6"),
+    (lambda m: ExitBlock(m, 0), "exit layer must lie between 1 and 6"),
+    (lambda m: Medusa(m, 0), "heads must be at least 1, got 0"),
+    (lambda m: Prophet(m, -1), "blocks must be at least 1, got -1"),
+    (lambda m: Transfer(m, 7, 2), "the inject layer must lie between 0 and 6"),
+    (lambda m: Transfer(m, 3, 0), "steps must be at least 1, got 0"),
+    (lambda m: Transfer(m, 3, 2).drafter(3), "2 heads draft that many tokens, not 3"),
+    (lambda m: Medusa(m, 2).drafter(3), "2 heads draft that many tokens, not 3"),
+    (lambda m: Medusa(m, 2).drafter(2, [0, 1, 2]), "2 heads draft that many tokens, not 3"),
+    (lambda m: Medusa(m, 3).drafter(3, [0, 1, 1]), "a tree of 2 levels has no place for gamma 3"),
+    (lambda m: Medusa(m, 3).drafter(2, [0, 1, 0]), "a tree must be given level by level"),
+])
+def test_what_makes_no_sense_is_refused(models, build, message):
+    with pytest.raises(ValueError, match=message):
+        build(models["llama"])

@@ -1,0 +1,305 @@
+"""Training heads: they learn, a run that is interrupted ends as one that is not, and what is refused."""
+import json
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+from matplotlib import image
+from safetensors import safe_open
+from test_train import Killed, story
+from tiny import GEMMA, LLAMA, PROMPTS, make, tree
+
+import checkpoint
+import generate
+import train
+import train_heads
+from methods import heads
+from sampling import to_probs
+from speculative import rounds
+from support import corpus
+
+FLAGS = {"context": 24, "batch": 8, "tokens": 2e4, "text": 4000, "lr": 0.01, "warmup": 3, "every": 1e6,
+         "device": "cpu"}
+SHORT = FLAGS | {"tokens": 960, "text": 500, "batch": 4}    # ten steps
+KINDS = {"kangaroo": ["--exit-layer", "2"], "exit_block": ["--exit-layer", "2"], "medusa": ["--heads", "2"],
+         "transfer": ["--inject-layer", "3", "--steps", "2"], "prophet": []}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model whose text can be foreseen: there are few tokens, and attention is weak, so that
+    one tells the next."""
+    out = tmp_path_factory.mktemp("tame") / "model"
+    tokenizer = corpus.train_tokenizer(story(0).split(corpus.BOUNDARY), 300)
+    m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
+    for b in m.blocks:
+        b.attn.wo *= 0.05
+    m.head *= 4
+    m.head[12:] = 0
+    checkpoint.save(m, out, tokenizer)
+    return out
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    out = tmp_path_factory.mktemp("gemma") / "model"
+    tokenizer = corpus.train_tokenizer(story(0).split(corpus.BOUNDARY), 300)
+    m = make(replace(GEMMA, vocab_size=300, norm_eps=1e-6, bos=0, eos=(0,))).float()
+    checkpoint.save(m, out, tokenizer)
+    return out
+
+
+def line(kind, folder, out, given=SHORT, *more):
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [kind, "--model", str(folder), "--out", str(out), *words, *KINDS[kind], *more]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def product(request, folder):
+    """(kind, folder) of a run that has ended, in its place beside the weights."""
+    out = folder / "heads" / request.param
+    assert train_heads.main(line(request.param, folder, out, FLAGS)) == 0
+    return request.param, out
+
+
+@pytest.fixture
+def call(capsys):
+    def run(argv):
+        status = train_heads.main(argv)
+        return status, *capsys.readouterr()
+    return run
+
+
+def facts(out):
+    with safe_open(out / train.STATE, framework="pt") as file:
+        return json.loads(file.metadata()["run"])
+
+
+def test_training_learns(product, folder):
+    """Held-out text: every step of the head agrees with the model far more often than before, and the heads
+    as loaded are worth what the card says."""
+    kind, out = product
+    evals = [next(iter(e["files"].values())) for e in facts(out)["evals"]]
+    before, after = evals[0], evals[-1]
+    for old, new in zip(before["agreement"], after["agreement"], strict=True):
+        assert new > 0.3 and new > old + 0.1, f"{kind}: {before['agreement']} -> {after['agreement']}"
+    assert all(new < 0.7 * old for old, new in zip(before["loss"], after["loss"], strict=True))
+    model, _ = checkpoint.load(folder, "cpu", torch.float32)
+    head, ranks = heads.load(out, model)
+    with safe_open(out / train.STATE, framework="pt") as file:
+        held_out = file.get_tensor("text.valid")
+    table = train_heads.evaluate(head, held_out, 24, 4 * train_heads.MEASURED)
+    assert table["ranks"] == pytest.approx(ranks) and sum(ranks) <= 1 and ranks[0] == max(ranks)
+    assert sum(table["agreement"]) / len(table["agreement"]) == pytest.approx(ranks[0])
+    card = (out / "README.md").read_text()
+    for name in ("loss", "agreement", "top 5", "overlap"):
+        cells = " | ".join(f"{v:.2f}" for v in table[name])
+        assert f"| {name}, own text | {cells} |" in card
+    cells = " | ".join(f"{v:.2f}" for v in before["agreement"])
+    assert f"| agreement before, own text | {cells} |" in card
+
+
+def test_what_was_trained_is_accepted(product, folder):
+    """In the loop, when sampling: far more often than the drafts of the same head before."""
+    kind, out = product
+    model, _ = checkpoint.load(folder, "cpu", torch.float32)
+    head, _ = heads.load(out, model)
+    untrained = train_heads.build(train_heads.parse(line(kind, folder, out)), model)
+    rates = []
+    for h in (untrained, head):
+        done = [r for _, r in rounds(model, [[0, t] for t in range(1, 12)], 22, h.drafter(2),
+                                     lambda x: to_probs(x, 1.0))]
+        rates.append(sum(int(r.accepted.sum()) for r in done) / sum(int(r.proposed.sum()) for r in done))
+    assert rates[1] > rates[0] + 0.07, rates
+
+
+def test_what_stands_in_the_folder(product, folder):
+    kind, out = product
+    assert {p.name for p in out.iterdir()} == {heads.FILE, train.STATE, "README.md", "training.png", ".lock"}
+    assert image.imread(out / "training.png").std() > 0.05
+    card = (out / "README.md").read_text()
+    assert card.startswith(f"# {kind} for model\n") and "![Loss and agreement](training.png)" in card
+    command = card.split("`python train_heads.py ")[1].split("`")[0]
+    again = train_heads.parse(shlex.split(command))
+    assert vars(again) | {"every": 0, "device": 0} == vars(train_heads.parse(
+        line(kind, folder, out, FLAGS))) | {"every": 0, "device": 0}, "the card's command repeats the run"
+
+
+def test_text_is_drawn_from_the_model(folder):
+    """Whole texts, one after the other, each as long as it may be; and the same with the same seed."""
+    model, _ = checkpoint.load(folder, "cpu", torch.float32)
+    ids, twin, other = (train_heads.write_text(model, 600, seed, 24).tolist() for seed in (0, 0, 1))
+    assert ids == twin != other and len(ids) >= 600 and ids[0] == 0
+    starts = [i for i, t in enumerate(ids) if t == 0]
+    assert max(b - a for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)) <= 24
+    texts = [ids[a:b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+    assert len(texts) % train_heads.ROWS == 0
+    sure = [model(torch.tensor([text])).softmax(-1)[0, :-1].gather(1, torch.tensor(text[1:])[:, None])
+            for text in texts if len(text) > 1]
+    assert float(torch.cat(sure).mean()) > 0.2, "not what the model says"
+
+
+def test_losses_by_hand():
+    """KL(p || q), a head's own gradients, and none for the model."""
+    m = make(replace(LLAMA, vocab_size=5)).requires_grad_(True)
+    head, tokens = heads.Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5
+    found = train_heads.losses(head, tokens)
+    p = m(tokens).softmax(-1).detach()
+    q = heads.Medusa(m, 2).after(final(m, tokens), 1).softmax(-1).detach()
+    want = [float(p[0, n + 2, v] * (p[0, n + 2, v] / q[0, n, v]).log()) for n in range(6) for v in range(5)]
+    assert float(found[1]) == pytest.approx(sum(want) / 6, rel=1e-5) and len(found) == 2
+    sum(found).backward()
+    assert head.weights.inner.grad.abs().sum() > 0
+    assert m.blocks[0].attn.wqkv.grad is None, "the target is a label: no gradient flows into it"
+
+
+def final(m, tokens):
+    trace = {11: None}
+    m.run(m.embed(tokens), slice(0, tokens.shape[1]), trace=trace)
+    return trace[11]
+
+
+# --- interruptions
+
+
+@pytest.mark.parametrize("kind", ["kangaroo", "medusa"])
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(kind, folder, tmp_path, monkeypatch):
+    """Bit by bit, also where the text is what the model wrote: it is not written again."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_heads.main(line(kind, folder, whole)) == 0
+    save, count = train.Run.save, [0]
+
+    def dying(run):
+        save(run)
+        count[0] += 1
+        if count[0] == 3:
+            raise Killed
+
+    with monkeypatch.context() as m:
+        m.setattr(train.Run, "save", dying)
+        with pytest.raises(Killed):
+            train_heads.main(line(kind, folder, parts, SHORT | {"every": 1e-9}))
+    assert 0 < facts(parts)["step"] < facts(whole)["step"]
+    monkeypatch.setattr(train_heads, "write_text", None)
+    assert train_heads.main(line(kind, folder, parts, SHORT, "--resume")) == 0
+    assert (whole / heads.FILE).read_bytes() == (parts / heads.FILE).read_bytes()
+    (a, b), keys = ((facts(whole), facts(parts)), ("step", "losses", "settings"))
+    assert all(a[key] == b[key] for key in keys)
+    with safe_open(whole / train.STATE, framework="pt") as f, safe_open(parts / train.STATE, "pt") as g:
+        assert set(f.keys()) == set(g.keys())
+        assert all(torch.equal(f.get_tensor(key), g.get_tensor(key)) for key in f.keys())
+
+
+# --- the text of files
+
+
+def test_data_of_files(folder, tmp_path, call):
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    a.write_text(story(1, 12))
+    b.write_text(story(2, 12))
+    out = tmp_path / "out"
+    status, _, err = call(line("medusa", folder, out, SHORT, "--data", f"{a}=3", str(b)))
+    assert status == 0, err
+    assert set(facts(out)["evals"][-1]["files"]) == {"a.txt", "b.txt"}
+    model, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
+    text = train_heads.read_text(train_heads.parse(line("medusa", folder, out, SHORT, "--data", f"{a}=3",
+                                                        str(b))), model, tokenizer)
+    assert text.weights == [3.0, 1.0] and text.train["a.txt"][0] == 0
+    want = [t for d in corpus.read_documents(a) for t in checkpoint.encode(tokenizer, d, 0)]
+    assert text.train["a.txt"].tolist() + text.valid["a.txt"].tolist() == want
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize("more, message", [
+    (["--exit-layer", "2"], "--exit-layer is no flag of medusa"),
+    (["--blocks", "1"], "--blocks is no flag of medusa"),
+    (["--heads", "0"], "heads must be at least 1, got 0"),
+    (["--heads", "24"], "--context 24 is too short for 24 steps"),
+    (["--context", "65"], "--context 65 exceeds the model's context of 64"),
+    (["--context", "4"], "--context must lie within 5 and"),
+    (["--lr", "0"], "--lr must be positive"),
+    (["--decay", "2"], "--decay must lie within 0 and 1, got 2"),
+    (["--data", "none.txt"], "none.txt: no such file"),
+    (["--model", "nowhere"], "nowhere"),
+    (["--nonsense"], "unrecognized arguments: --nonsense; see --help"),
+])
+def test_bad_input_is_one_line_and_status_2(folder, tmp_path, call, more, message):
+    before = tree(tmp_path)
+    argv = line("medusa", folder, tmp_path / "out")[:-2] + more
+    status, out, err = call(argv)
+    assert status == 2 and out == "" and message in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("train_heads.py: ") and tree(tmp_path) == before
+
+
+def test_other_runs_and_other_models_are_refused(product, folder, gemma, tmp_path, call):
+    kind, out = product
+    before = tree(out)
+    status, _, err = call(line(kind, folder, out, FLAGS))
+    assert status == 2 and "holds a run already: continue with --resume" in err
+    status, _, err = call(line(kind, folder, out, FLAGS | {"lr": 0.5}, "--resume"))
+    assert status == 2 and "holds a run with another lr (0.01, now 0.5)" in err
+    status, _, err = call(line(kind, gemma, out, FLAGS, "--resume"))
+    assert status == 2 and "holds a run with another" in err
+    assert tree(out) == before
+    (tmp_path / "file").write_text("")
+    status, _, err = call(line(kind, folder, tmp_path, FLAGS))
+    assert status == 2 and "is not empty and holds no checkpoint.safetensors" in err
+
+
+def test_a_model_without_a_first_id_needs_data(tmp_path, call):
+    model = tmp_path / "model"
+    tokenizer = corpus.train_tokenizer(story(0).split(corpus.BOUNDARY), 300)
+    checkpoint.save(make(replace(LLAMA, vocab_size=300)).float(), model, tokenizer)
+    status, _, err = call(line("medusa", model, tmp_path / "out"))
+    assert status == 2 and "no begin-of-text id to start a text with: give text with --data" in err
+
+
+# --- generate.py
+
+
+def generated(capsys, *argv):
+    status = generate.main([*map(str, argv), "--json", "--dtype", "float32", "--max-new", "24"])
+    out, err = capsys.readouterr()
+    return status, json.loads(out) if out else None, err
+
+
+def test_generate_drafts_with_the_heads_beside_the_weights(product, folder, capsys):
+    kind, out = product
+    status, plain, _ = generated(capsys, "Lily saw", "--model", folder, "--draft", "none")
+    status, r, err = generated(capsys, "Lily saw", "--model", folder, "--draft", kind)
+    assert status == 0, err
+    assert r["outputs"] == plain["outputs"] and r["target_passes"] < plain["target_passes"]
+    assert r["draft"] == kind and r["gamma"] == (2 if kind in ("medusa", "transfer") else 3)
+    assert r["tree"] is None
+    assert r["exit_layer"] == (2 if kind in ("kangaroo", "exit_block") else None)
+    for more in (["--tree", 6], ["--heads", out, "--gamma", 1], ["--do-no-harm"], ["--tail", 2],
+                 ["--tree", 5, "--do-no-harm"]):
+        status, again, err = generated(capsys, "Lily saw", "--model", folder, "--draft", kind, *more)
+        assert status == 0 and again["outputs"] == plain["outputs"], (more, err)
+        assert again["tree"] == (more[1] if more[0] == "--tree" else None)
+        if more == ["--tree", 6]:
+            assert again["target_passes"] <= plain["target_passes"]
+
+
+def test_generate_refuses_heads_that_do_not_fit(product, folder, gemma, capsys, tmp_path):
+    kind, out = product
+    for argv, message in [
+            (["--model", gemma, "--draft", kind], f"no heads: train them, python train_heads.py {kind}"),
+            (["--model", folder, "--draft", kind, "--heads", tmp_path], f"{tmp_path}: no heads"),
+            (["--model", gemma, "--draft", kind, "--heads", out], "trained for other weights"),
+            (["--draft", "exit", "--heads", out], "--heads goes with trained heads, --draft kangaroo, "),
+            (["--draft", "skip", "--skip", "a3", "--tree", "4"], "--tree goes with trained heads"),
+            (["--model", folder, "--draft", kind, "--tree", "0"], "--tree needs at least one token"),
+            (["--model", folder, "--draft", kind, "--tree", "4", "--tail", "2"], "no --tail"),
+            (["--model", folder, "--draft", kind, "--draft-vocab", "x"], "--draft-vocab goes with"),
+            (["--model", folder, "--draft", kind, "--exit-layer", "1"], "--exit-layer goes with"),
+            (["--model", folder, "--draft", "medusa" if kind != "medusa" else "prophet", "--heads", out],
+             f"these heads are for --draft {kind}, not")]:
+        status, r, err = generated(capsys, "Lily", *argv)
+        assert (status, r) == (2, None) and message in err and len(err.splitlines()) == 1, err
+    if kind == "medusa":
+        status, _, err = generated(capsys, "Lily", "--model", folder, "--draft", kind, "--gamma", 3)
+        assert status == 2 and "2 heads draft that many tokens, not 3" in err

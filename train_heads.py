@@ -1,0 +1,262 @@
+"""Training heads on a frozen model: Kangaroo, an exit block, Medusa, Hidden Transfer or a prophet.
+
+    python train_heads.py medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
+
+The one thing to remember: the teacher is the model itself. By default it also writes the text, so that its
+heads learn what it says where they will draft, and nobody needs its training data. What a head is told to say
+is not the text but the model's whole distribution, because acceptance compares the two.
+"""
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import train
+from methods import heads
+from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.trees import rank_acceptance
+from sampling import Coins, to_probs
+from speculative import rounds
+from support import card, cli, corpus, plots
+from support.files import replacing
+
+SHAPE = {"kangaroo": {"exit_layer"}, "exit_block": {"exit_layer"}, "medusa": {"heads", "own_head"},
+         "transfer": {"inject_layer", "steps"}, "prophet": {"blocks"}}  # the flags of each kind
+MEASURED = 4096     # tokens of held-out text
+OWN = "own text"    # the name of what the model writes itself
+ROWS = 32           # texts that it writes at a time
+
+
+# --- the command line
+
+
+def parse(argv):
+    p = cli.Parser(description="Train a head that drafts for a frozen model.", allow_abbrev=False)
+    p.add_argument("kind", choices=heads.KINDS)
+    p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
+    p.add_argument("--out", required=True, metavar="DIR", help="for the heads, their card and checkpoint; "
+                   "generate.py looks into heads/KIND in the model's folder")
+    p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
+    shape = p.add_argument_group("shape")
+    shape.add_argument("--exit-layer", type=int, metavar="E", help="kangaroo, exit_block: after which block "
+                       "(default: a sixth)")
+    shape.add_argument("--heads", type=int, metavar="N", help="medusa: how many (default: 3)")
+    shape.add_argument("--own-head", action="store_true", default=None, help="medusa: each with an output "
+                       "head of its own, as in the paper, instead of the model's")
+    shape.add_argument("--inject-layer", type=int, metavar="T", help="transfer: after which block rows of "
+                       "future tokens begin (default: half of them)")
+    shape.add_argument("--steps", type=int, metavar="N", help="transfer: how many rows for each token "
+                       "(default: 3)")
+    shape.add_argument("--blocks", type=int, metavar="N", help="prophet: how many (default: 1)")
+    text = p.add_argument_group("text")
+    text.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
+                      f"{corpus.BOUNDARY}, drawn W times as often (default: what the model itself writes)")
+    text.add_argument("--text", type=float, default=1.5e5, metavar="N", help="how many tokens it writes")
+    steps = p.add_argument_group("optimisation")
+    for flag, default, what in (
+            ("tokens", 6e5, "how many to train on"), ("lr", 2e-3, "of AdamW"),
+            ("decay", 0.5, "in the last P of the run the rate falls linearly to 2 %%"),
+            ("clip", 1.0, "the greatest norm of a gradient"), ("every", 5, "minutes between checkpoints")):
+        steps.add_argument(f"--{flag}", type=float, default=default, metavar="X", help=what)
+    for flag, default, what in (
+            ("batch", 4, "sequences of --context tokens"), ("context", 256, "tokens of a sequence"),
+            ("warmup", 20, "steps to the full rate"), ("seed", 0, "of texts and batches")):
+        steps.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=what)
+    steps.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    p.set_defaults(valid=[], minutes=None, dtype="float32")
+    return check_flags(p.parse_args(argv))
+
+
+def check_flags(a):
+    """The same flags. Raises ValueError for numbers that make no sense, and for a flag of another kind."""
+    for low, high, names in ((heads.AHEAD + 1, 2**20, "context"), (1, 2**20, "batch"),
+                             (0, 2**40, "seed warmup"), (0, 1, "decay")):
+        for name in names.split():
+            if not low <= getattr(a, name) <= high:
+                raise ValueError(f"--{name} must lie within {low} and {high}, got {getattr(a, name)}")
+    for name in ("tokens", "text", "lr", "clip", "every"):
+        if not 0 < getattr(a, name) < 1e30:
+            raise ValueError(f"--{name} must be positive and below 1e30, got {getattr(a, name)}")
+    for name in sorted(set().union(*SHAPE.values()) - SHAPE[a.kind]):
+        if getattr(a, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
+    steps = a.heads or a.steps or 3
+    if steps >= a.context:
+        raise ValueError(f"--context {a.context} is too short for {steps} steps")
+    a.tokenizer = a.model
+    return a
+
+
+def build(a, model):
+    """The head that the flags ask for, fresh."""
+    def given(value, default):
+        return default if value is None else value
+
+    L = model.c.n_layers
+    if a.kind == "medusa":
+        return Medusa(model, given(a.heads, 3), bool(a.own_head))
+    if a.kind == "transfer":
+        return Transfer(model, given(a.inject_layer, L // 2), given(a.steps, 3))
+    if a.kind == "prophet":
+        return Prophet(model, given(a.blocks, 1))
+    return (Kangaroo if a.kind == "kangaroo" else ExitBlock)(model, given(a.exit_layer, max(1, L // 6)))
+
+
+# --- the text
+
+
+def write_text(model, count, seed, length):
+    """At least `count` tokens of texts that the model draws from its own distribution, one after the other,
+    each from a begin-of-text id to its end or to `length` tokens. (N,) int32"""
+    c, ids, coins = model.c, [], Coins(seed)
+    if c.bos is None:
+        raise ValueError("this model has no begin-of-text id to start a text with: give text with --data")
+    warm = lambda logits: to_probs(logits, temperature=1.0)  # noqa: E731
+    with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, mininterval=1) as bar:
+        while len(ids) < count:
+            begun = rounds(model, [[c.bos]] * ROWS, length - 1, None, warm, coins, c.eos)
+            for state, r in begun:  # noqa: B007
+                bar.update(sum(map(len, r.new)))
+            for row in state.known:
+                ids += row[:-1] if row[-1] == c.bos else row    # where one id begins and ends a text
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def read_text(a, model, tokenizer):
+    """The Corpus of --data. Any tokenizer will do: each document begins as a prompt would."""
+    streams, weights = {}, []
+    for item in a.data:
+        path, weight = corpus.split_weight(item)
+        if path.name in streams:
+            raise ValueError(f"{item}: two files have the same name")
+        ids = [t for text in corpus.read_documents(path)
+               for t in checkpoint.encode(tokenizer, text, model.c.bos)]
+        streams[path.name] = torch.tensor(ids, dtype=torch.int32)
+        weights.append(weight)
+    return corpus.split(streams, {}, weights, tokenizer, a.context)
+
+
+# --- training
+
+
+def losses(head, batch):
+    """How far the head's distributions lie from the model's, in nats: KL(p || q) of each step of the head,
+    averaged over the texts (B, T)."""
+    found = []
+    for said, target in heads.judged(head, batch):
+        logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)       # (B, N, V)
+        found.append((logp.exp() * (logp - logq)).sum(-1).mean())
+    return found
+
+
+@torch.no_grad()
+def evaluate(head, tokens, context, most):
+    """What a head is worth on the first `most` tokens, cut into windows: of each of its steps the "loss", the
+    "agreement" of its best token with the model's, how often the model's is among its best five, "top 5",
+    and the "overlap", the sum of min(p, q). "ranks": the greedy acceptance of its first, second, ... guess,
+    averaged over its steps."""
+    starts = range(0, max(1, min(most, len(tokens)) // context) * context, context)
+    windows = torch.stack([tokens[i : i + context] for i in starts]).long().to(head.model.tok.device)
+    total, count = 0.0, 0
+    for rows in windows.split(max(1, 1024 // context)):
+        found = []
+        for said, target in heads.judged(head, rows):
+            p, q = target.float().softmax(-1), said.float().softmax(-1)
+            ranks = rank_acceptance(to_probs(target), q, min(heads.RANKS, q.shape[-1]))
+            kl = (p * (target.float().log_softmax(-1) - said.float().log_softmax(-1))).sum(-1).mean()
+            found.append([float(kl), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
+        total = total + len(rows) * torch.tensor(found, dtype=torch.float64)
+        count += len(rows)
+    loss, overlap, *ranks = (total / count).T.tolist()      # lists over the steps
+    five = [sum(column) for column in zip(*ranks, strict=True)]
+    return {"loss": loss, "agreement": ranks[0], "top 5": five, "overlap": overlap,
+            "ranks": [sum(r) / len(r) for r in ranks]}
+
+
+class Run(train.Run):
+    """A head, its optimiser and what was done so far, kept as train.py keeps a model."""
+
+    def __init__(self, a, model, text, device):
+        self.a, self.model, self.text, self.device = a, model, text, device
+        self.head = build(a, model)
+        self.trained = self.head.weights
+        self.optimisers = [torch.optim.AdamW(self.trained.parameters(), lr=a.lr, betas=(0.9, 0.95),
+                                             weight_decay=0.0)]
+        self.rates = [a.lr]
+        self.start()
+        self.settings |= {"model": heads.fingerprint(model)}
+
+    def train_step(self):
+        a, progress = self.a, self.progress()
+        batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1).long().to(self.device)
+        found = losses(self.head, batch)
+        weights = [0.8 ** k for k in range(len(found))]     # later steps count less (Medusa, section 2.2.1)
+        self.update(sum(w * loss for w, loss in zip(weights, found, strict=True)) / sum(weights), progress)
+        self.losses.append([sum(loss.item() for loss in found) / len(found), None, None])
+
+    def measure(self):
+        a, held_out = self.a, self.text.valid.items()
+        files = {name: evaluate(self.head, s, a.context, MEASURED) for name, s in held_out}
+        self.evals.append({"tokens": self.step * a.batch * a.context, "files": files})
+
+    def lines(self):
+        for name, table in self.evals[-1]["files"].items():
+            yield f"{name}: agreement by step " + " ".join(f"{v:.2f}" for v in table["agreement"])
+
+    def tensors(self):
+        yield from super().tensors()
+        if not self.a.data:     # what was written is not written again
+            yield from ((f"text.{kind}", s) for kind, s in (("train", self.text.train[OWN]),
+                                                            ("valid", self.text.valid[OWN])))
+
+
+def fresh_run(a, device, tokenizer, file):
+    """As `train.fresh_run`. The text that the model wrote is read from the checkpoint, where there is one."""
+    model, _ = checkpoint.load(a.model, device, torch.float32)
+    if a.context > model.c.max_len:
+        raise ValueError(f"--context {a.context} exceeds the model's context of {model.c.max_len}")
+    build(a, model)     # a wrong shape is refused before minutes of writing
+    if a.data:
+        text = read_text(a, model, tokenizer)
+    elif file is None:
+        written = write_text(model, a.text, a.seed, a.context)
+        text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
+    else:
+        with checkpoint.guarded(f"{a.out}: not a checkpoint of this program, or damaged"):
+            parts = [{OWN: file.get_tensor(f"text.{kind}")} for kind in ("train", "valid")]
+        text = corpus.Corpus(*parts, [1.0], tokenizer)
+    return Run(a, model, text, device)
+
+
+def finish(run):
+    """Write the heads in bfloat16, their picture and their card. Returns {file: what they are worth}, as
+    written."""
+    out = Path(run.a.out)
+    run.head.weights.bfloat16().float()     # as the file will hold them
+    tables = {name: evaluate(run.head, s, run.a.context, 4 * MEASURED) for name, s in run.text.valid.items()}
+    ranks = [sum(r) / len(r) for r in zip(*(table.pop("ranks") for table in tables.values()), strict=True)]
+    heads.save(run.head, out, ranks)
+    with replacing(out / "training.png") as path:
+        plots.heads(run.losses, run.a.batch * run.a.context, run.evals, path)
+    given, default = (vars(parse(words)) for words in ([run.a.kind, "--model", "x", "--out", "x"],) * 2)
+    given = {name: getattr(run.a, name) for name in default if name not in ("kind", "tokenizer")}
+    with replacing(out / "README.md") as path:
+        path.write_text(card.head_card(run, tables, f"{run.a.kind} {card.command(given, default)}"),
+                        encoding="utf-8")
+    return tables
+
+
+def run(argv):
+    begun = train.open_run(parse(argv), fresh_run)
+    train.train(begun)
+    finish(begun)
+
+
+def main(argv=None):
+    return cli.main(run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
