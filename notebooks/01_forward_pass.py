@@ -74,7 +74,8 @@ ids = checkpoint.encode(tokenizer, text, c.bos)
 pieces = [tokenizer.decode([t], skip_special_tokens=False) for t in ids]
 assert len(ids) > len(text.split())
 print(len(text.split()), "words,", len(ids), "tokens")
-print("  ".join(f"{t} {piece!r}" for t, piece in zip(ids, pieces, strict=True)))
+for start in range(0, len(ids), 8):
+    print("  ".join(f"{t} {piece!r}" for t, piece in list(zip(ids, pieces, strict=True))[start : start + 8]))
 
 # %% [markdown]
 # There are more tokens than words: punctuation has tokens of its own. Note that a space belongs to the
@@ -134,6 +135,8 @@ for kind, name in enumerate(("attention", "MLP")):
 right.axhline(1, color="#808080", ls=":", lw=1)
 right.set(xlabel="sub-layer", ylabel="length of the update / length of x", yscale="log")
 right.legend(frameon=False)
+for side in (left, right):
+    side.xaxis.get_major_locator().set_params(integer=True)
 figure
 
 # %% [markdown]
@@ -159,7 +162,8 @@ def rms_norm(x, w):
 block = model.blocks[0]
 normed = rms_norm(states[0], block.attn_norm.weight)
 assert torch.allclose(normed, block.attn_norm(states[0]), atol=1e-5)
-print("before:", states[0][0, 5, :5], " after:", normed[0, 5, :5])
+print("before:", states[0][0, 5, :5])
+print("after: ", normed[0, 5, :5])
 
 # %% [markdown]
 # (`norm_offset` is 0 for Llama. Gemma-2 multiplies by 1 + w; we come back to it.)
@@ -195,7 +199,7 @@ figure
 # %% [markdown]
 # A turn in a plane is a product with a complex number of length 1. That gives RoPE in two lines. The library
 # does the same with real numbers. Note which coordinates form a pair: i and i + D/2, the convention of
-# Hugging Face's files. Meta's own files pair 2i and 2i + 1, and to mix the two up is the most common mistake
+# Hugging Face's files. Meta's own files pair 2i and 2i + 1, and to mix the two up is a common mistake
 # of anybody who ports a model: at position 0 nothing turns, so a test with one token passes.
 
 # %%
@@ -403,6 +407,7 @@ side.plot(range(1, 2 * c.n_layers + 1), agreement, color=plots.HUES[0], marker="
 side.plot([0, 2 * c.n_layers], [0, 1], color="#808080", ls=":", lw=1)
 side.set(xlabel="sub-layers applied", ylabel="share of tokens", ylim=(0, 1.02),
          title="how often the best token is already that of the whole model")
+side.xaxis.get_major_locator().set_params(integer=True)
 figure
 
 # %% [markdown]
