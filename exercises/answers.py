@@ -4,16 +4,7 @@ and right answers of another shape, which must pass.
 The one thing to remember: a wrong answer is the original with one phrase changed, as in tests/mutants.py; but
 here it does not suffice that a test fails, it must say why.
 """
-from typing import NamedTuple
-
-
-class Wrong(NamedTuple):
-    name: str       # of the exercise
-    old: str        # stands exactly once in the original functions
-    new: str
-    says: str       # words that the grader's message must contain
-
-
+# {exercise: [(what stands exactly once in the original, what stands there instead, what must be said of it)]}
 WRONG = {
     "softcap, rotate": [
         ("torch.tanh(x / cap) * cap", "torch.tanh(x) * cap", "the sum inside tanh is x / cap"),
@@ -42,8 +33,8 @@ WRONG = {
         ("return F.rms_norm(x, self.weight.shape, self.weight, self.eps)",
          "return x / (x.square().sum(-1, keepdim=True) + self.eps).sqrt() * self.weight", "not their sum"),
         ("self.weight, self.eps)", "None, self.eps)", "the weight is missing"),
-        ("w = self.offset + self.weight.to(wide)", "w = self.weight.to(wide)", "Gemma-2 multiplies by "
-            "offset + w"),
+        ("w = self.offset + self.weight.to(wide)", "w = self.weight.to(wide)",
+         "Gemma-2 multiplies by offset + w"),
         ("wide = torch.promote_types(x.dtype, torch.float32)", "wide = x.dtype", "rounded to bfloat16"),
     ],
     "visible": [
@@ -131,6 +122,10 @@ WRONG = {
          "the bonus token is drawn from the row of p that judged the last draft"),
         ("return accepted, coins.choose(", "return accepted + (accepted == length), coins.choose(",
          "the bonus token is counted as accepted"),
+        ("    return accepted, coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))",
+         "    token = coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))\n"
+         "    return accepted, torch.where(accepted == length, tokens[:, -1], token)",
+         "the bonus is skipped"),
         ("> 0, residual, p)", "> 0, residual, torch.ones_like(p))",
          "an empty residual is made uniform"),
         # others
@@ -347,6 +342,23 @@ class Coins:
 import math
 """],
     "verify": ["""
+def verify(p, q, tokens, coins, length=None):
+    # the last draft takes the place of the bonus token: right, but the bonus is lost
+    B, K = tokens.shape
+    most = torch.full((B,), K) if length is None else length
+    accepted, token = torch.zeros(B, dtype=torch.long), torch.zeros(B, dtype=torch.long)
+    for b in range(B):
+        left = p[b, 0]
+        for k in range(int(most[b])):
+            drawn = torch.eye(p.shape[-1], dtype=p.dtype)[tokens[b, k]] if q is None else q[b, k]
+            if not bool(coins.flip(p[b, k, tokens[b, k]] / drawn[tokens[b, k]])):
+                left = torch.relu(p[b, k] - drawn) if (p[b, k] > drawn).any() else p[b, k]
+                break
+            accepted[b], token[b], left = k, tokens[b, k], None
+        if left is not None:
+            accepted[b], token[b] = (k if most[b] else 0), coins.choose(left)
+    return accepted, token
+""", """
 def verify(p, q, tokens, coins, length=None):
     B, K = tokens.shape
     kept, after = [], []
