@@ -200,10 +200,18 @@ def test_the_numpy_port_passes(capsys):
     assert status == 0 and "3 of 3 cases pass" in out
 
 
+def test_with_trees_the_numpy_port_passes_those_too(capsys):
+    trees = [n for n, (request, _) in CORE.items() if request["trees"]]
+    flags = [flag for n in trees for flag in ("--case", n)]
+    status, out = run(capsys, *flags, sys.executable, PORTING / "numpy_trees.py")
+    assert status == 0 and len(trees) == 8 and "8 of 8 cases pass" in out
+
+
 def test_the_numpy_port_is_small_and_numpy_alone():
     source = (PORTING / "numpy_port.py").read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 300
-    for name, others in (("numpy_port", {"numpy"}), ("check", set())):
+    needs = {"numpy_port": {"numpy"}, "numpy_trees": {"numpy", "numpy_port"}, "check": set()}
+    for name, others in needs.items():
         tree = ast.parse((PORTING / f"{name}.py").read_text(encoding="utf-8"))
         found = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
         found |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
