@@ -324,7 +324,7 @@ CASES = [
     (782, "blocks", lambda g: branching(g, GEMMA), None, "the window of a tree measures slots"),
     # 8 coins and sampling
     (801, "uniforms", lambda g: dict(seed=0, first=0, count=6), None,
-     "number i is mixed from seed + i * gamma instead of seed + (i + 1) * gamma"),
+     "number i is mixed from seed + i * 0x9E37... instead of seed + (i + 1) * 0x9E37..."),
     (802, "uniforms", lambda g: dict(seed=1234567890123, first=4094, count=6), None,
      "a shift to the right copies the sign bit, or 64-bit products are not cut off"),
     (803, "probs", lambda g: filtering(tensor(0.5, 2.0, 2.0, 1.0)), None,
@@ -405,7 +405,7 @@ STORY_CASES = [
      "bfloat16 is the upper half of a float32, and is read as if it were a float16"),
     (691, "forward", lambda g: dict(model=SHIPPED, tokens=story()), None,
      "something that only shows in a deep model, such as a norm that rounds"),
-    (991, "rounds", telling, lambda a: lively(a) and sum(kept for kept, _ in tally(a)) > 5,
+    (991, "rounds", telling, lambda a: lively(a) and any(kept for kept, _ in tally(a)),
      "ids beyond those of the small models"),
 ]
 

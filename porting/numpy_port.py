@@ -121,7 +121,7 @@ def mlp(m, layer, x):
     return (act * up) @ down.T
 
 
-def sublayer(m, i, x, at, cache):
+def sublayer(m, i, x, at, cache, attention=attention):
     """x + f_i(x): 2 * layer is an attention, 2 * layer + 1 an MLP."""
     layer, is_mlp = divmod(i, 2)
     before = ("pre_feedforward" if m.gemma else "post_attention") if is_mlp else "input"
@@ -133,13 +133,13 @@ def sublayer(m, i, x, at, cache):
     return x + y
 
 
-def run(m, tokens, first, cache, sublayers=None):
+def run(m, tokens, first, cache, sublayers=None, attention=attention):
     """A block of tokens, whose slots begin at `first`, through the model: logits (T, V), and what enters the
     first sub-layer and leaves each."""
     at, embedding = [first + i for i in range(len(tokens))], m.w["model.embed_tokens.weight"]
     states = [embedding[tokens] * m.embed_scale]
     for i in range(2 * m.L) if sublayers is None else sublayers:
-        states.append(sublayer(m, i, states[-1], at, cache))
+        states.append(sublayer(m, i, states[-1], at, cache, attention))
     x = norm(states[-1], m.w["model.norm.weight"], m.eps, m.offset)
     return softcap(x @ m.w.get("lm_head.weight", embedding).T, m.last_cap), states
 

@@ -2288,6 +2288,21 @@ PORT_NUMPY = [
      "a token does not see itself", "test_porting.py::test_the_numpy_port_passes"),
 ]
 
+PORT_TREES = [
+    ("at = [slots[0] + sum(row) - 1 for row in tree]", "at = slots",
+     "siblings are turned by their slot", "test_porting.py::test_with_trees_the_numpy_port_passes_those_too"),
+    ("rest[parents[k]] = less / less.sum()", "pass",
+     "a sibling is tested against all of p",
+     "test_porting.py::test_with_trees_the_numpy_port_passes_those_too"),
+    ("[first + node for node in path]]", "[first + i for i in range(len(path))]]",
+     "the accepted path is not moved", "test_porting.py::test_with_trees_the_numpy_port_passes_those_too"),
+    ("rest[k][last[k]], logits[k][last[k]] = 0, -np.inf", "logits[k][last[k]] = -np.inf",
+     "siblings are drawn with replacement",
+     "test_porting.py::test_with_trees_the_numpy_port_passes_those_too"),
+    ("(s if j < 0 else positions[j])", "s",
+     "the window measures slots", "test_porting.py::test_with_trees_the_numpy_port_passes_those_too"),
+]
+
 PORT_WRONG = [
     ("if SOURCE.count(old) != 1:", "if False:",
      "a mistake that is not made passes for one", "test_porting.py::test_a_mistake_must_be_made_once"),
@@ -2586,8 +2601,8 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPL
          "exercises/diagnose.py": DIAGNOSE, "exercises/specs.py": SPECS, "exercises/tasks.py": TASKS,
          "tests/teach.py": TEACH, "porting/check.py": PORT_CHECK, "porting/library_port.py": PORT_LIBRARY,
          "porting/make.py": PORT_MAKE, "porting/numpy_port.py": PORT_NUMPY,
-         "porting/wrong_ports.py": PORT_WRONG, "machine/quant.py": QUANT, "machine/parallel.py": PARALLEL,
-         "benchmarks/quant.py": QUANT_BENCH}
+         "porting/numpy_trees.py": PORT_TREES, "porting/wrong_ports.py": PORT_WRONG,
+         "machine/quant.py": QUANT, "machine/parallel.py": PARALLEL, "benchmarks/quant.py": QUANT_BENCH}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 
