@@ -9,9 +9,9 @@ product, and model.py need not know.
     nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of the block,
                             which is itself kept in 8 bits
 
-A product reads these few bits, and that is the gain where memory is what a pass waits for. Only bfloat16 on a
-CPU has such a product in torch, for int8. Everywhere else the whole matrix is made anew for each product,
-which takes more time than reading it in full would have taken: there the gain is memory, not time.
+Where memory is what a pass waits for, a product gains by reading few bits. Used here is the one that torch
+has for int8 with bfloat16 on a CPU. Everywhere else the whole matrix is made anew for each product, which
+takes longer than reading it in full would have taken: there the gain is memory, not time.
 """
 import copy
 
