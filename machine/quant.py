@@ -31,7 +31,8 @@ def codebook():
     2023, QLoRA, section 3 and appendix E). (16,) float32, rising from -1 to 1
 
     They are quantiles of the normal distribution, 8 of its upper half and 7 of its lower half, and 0, so that
-    0 is exact. The outermost leave out half of what a level stands for: on average 1/30 and 1/32, halved.
+    0 is exact. Beyond the outermost lies half of what one level of 15 or of 16 stands for: the mean of 1/30
+    and 1/32.
 
     >>> codebook()[:4]
     tensor([-1.0000, -0.6962, -0.5251, -0.3949])
@@ -81,7 +82,7 @@ class Int8(Matrix):
         if x.is_cuda or x.dtype != torch.bfloat16:
             return super().product(x)
         rows = x.reshape(-1, x.shape[-1]).contiguous()                          # (B*T, K)
-        return torch._weight_int8pack_mm(rows, self.codes, self.scale).view(*x.shape[:-1], -1)
+        return torch._weight_int8pack_mm(rows, self.codes, self.scale.to(x.dtype)).view(*x.shape[:-1], -1)
 
     def full(self, dtype):
         return self.codes.to(dtype) * self.scale[:, None].to(dtype)

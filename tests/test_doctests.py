@@ -9,12 +9,14 @@ import layerskip
 import model
 import sampling
 import speculative
+from machine import quant
 from methods import trees
 
 EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"],
             speculative: ["verify", "ancestors", "verify_tree"],
             layerskip: ["keep", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
             checkpoint: ["parts"],
+            quant: ["codebook"],
             trees: ["chain_with_siblings", "widths_of", "tree_tokens", "best_tree"]}
 
 
