@@ -190,7 +190,7 @@ def read_tensor(file, name, shape, rank):
     """A stored tensor. Where `shape` is smaller, only the slice of process `rank` is read."""
     stored, cuts = file.get_slice(name), []
     for whole, own in zip(stored.get_shape(), shape, strict=True):
-        first = min(rank * own, whole - own)    # of an odd number of rows the last process repeats some
+        first = min(rank * own, whole - own)    # where it cannot be shared evenly, the last one overlaps
         cuts.append(slice(first, first + own))
     return stored[tuple(cuts)].contiguous()
 

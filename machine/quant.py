@@ -9,9 +9,9 @@ product, and model.py need not know.
     nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of the block,
                             which is itself kept in 8 bits
 
-A product reads these few bits, and that is the gain where memory is what a pass waits for. Only bfloat16 on a
-CPU has such a product in torch, for int8. Everywhere else the whole matrix is made anew for each product,
-which takes more time than reading it in full would have taken: there the gain is memory, not time.
+Where memory is what a pass waits for, a product gains by reading few bits. Used here is the one that torch
+has for int8 with bfloat16 on a CPU. Everywhere else the whole matrix is made anew for each product, which
+takes longer than reading it in full would have taken: there the gain is memory, not time.
 """
 import copy
 
@@ -31,7 +31,8 @@ def codebook():
     2023, QLoRA, section 3 and appendix E). (16,) float32, rising from -1 to 1
 
     They are quantiles of the normal distribution, 8 of its upper half and 7 of its lower half, and 0, so that
-    0 is exact. The outermost leave out half of what a level stands for: on average 1/30 and 1/32, halved.
+    0 is exact. Beyond the outermost lies half of what one level of 15 or of 16 stands for: the mean of 1/30
+    and 1/32.
 
     >>> codebook()[:4]
     tensor([-1.0000, -0.6962, -0.5251, -0.3949])
@@ -81,7 +82,7 @@ class Int8(Matrix):
         if x.is_cuda or x.dtype != torch.bfloat16:
             return super().product(x)
         rows = x.reshape(-1, x.shape[-1]).contiguous()                          # (B*T, K)
-        return torch._weight_int8pack_mm(rows, self.codes, self.scale).view(*x.shape[:-1], -1)
+        return torch._weight_int8pack_mm(rows, self.codes, self.scale.to(x.dtype)).view(*x.shape[:-1], -1)
 
     def full(self, dtype):
         return self.codes.to(dtype) * self.scale[:, None].to(dtype)

@@ -330,7 +330,7 @@ class Peak(TorchDispatchMode):
 def test_loading_takes_no_more_than_the_quantised_model_and_one_matrix(tmp_path, kind, family, monkeypatch):
     """Here 64 rows would be a quarter of a matrix; of a large model they are very little."""
     monkeypatch.setattr(quant, "ROWS", 8)
-    c = replace(FAMILIES[family], n_layers=2, dim=256, hidden_dim=1024)
+    c = replace(FAMILIES[family], n_layers=3, dim=256, hidden_dim=1024)
     m = make(c).bfloat16()
     checkpoint.save(m, tmp_path, expected.byte_tokenizer())
     with Peak() as peak:
