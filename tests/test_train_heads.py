@@ -19,7 +19,7 @@ from sampling import to_probs
 from speculative import rounds
 from support import corpus
 
-FLAGS = {"context": 24, "batch": 8, "tokens": 1.2e4, "text": 2500, "lr": 0.01, "warmup": 3, "every": 1e6,
+FLAGS = {"context": 24, "batch": 8, "tokens": 2e4, "text": 4000, "lr": 0.01, "warmup": 3, "every": 1e6,
          "device": "cpu"}
 SHORT = FLAGS | {"tokens": 960, "text": 500, "batch": 4}    # ten steps
 KINDS = {"kangaroo": ["--exit-layer", "2"], "exit_block": ["--exit-layer", "2"], "medusa": ["--heads", "2"],
