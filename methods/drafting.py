@@ -97,7 +97,8 @@ class LastState(Drafter):
 
     def observe(self, state, r):
         super().observe(state, r)
-        self.last = self.find(r.trace, state.send(r.accepted))
+        # trap: where `Then` goes on, r.accepted counts our own part only
+        self.last = self.find(r.trace, state.send([max(0, len(row) - 1) for row in r.new]))
 
     def find(self, trace, at):
         """The state at place `at` (B,) of each row. (B, 1, dim)"""

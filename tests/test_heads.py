@@ -206,6 +206,25 @@ def trained_law(head, ids, place):
     return lambda far: laws[far][0, place - 1 - far].softmax(-1)
 
 
+class Checked(Wrapper):
+    """A head's drafter. How far each drafted q lies from what training's forward says is put into `far`."""
+
+    def __init__(self, head, rule, far):
+        super().__init__(head.drafter(rule))
+        self.head, self.far = head, far
+
+    def propose(self, state):
+        draft = super().propose(state)
+        for b, text in enumerate(state.known):
+            for k in range(min(draft.tokens.shape[1], state.left_cpu[b] - 1)):
+                if len(text) > 1:
+                    ids = text + draft.tokens[b].tolist() + [0] * 9
+                    steps = 0 if "exit_layer" in self.head.shape else k + 1
+                    said = trained_law(self.head, ids, len(text) + k)(steps)
+                    self.far.append(float((draft.q[b, k] - said).abs().max()))
+        return draft
+
+
 HEADS = {
     "kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
     "medusa": lambda m: Medusa(m, 4), "own head": lambda m: Medusa(m, 3, own_head=True),
@@ -222,27 +241,25 @@ def test_drafts_are_what_training_sees(models, family, name, between):
     """Each drafted q, also after refusals, accepted siblings, rounds without a draft and rounds in which
     another drafter drafted."""
     m, far = models[family], []
-    head = wild(HEADS[name](m))
-
-    class Watched(Wrapper):
-        def propose(self, state):
-            draft = super().propose(state)
-            for b, text in enumerate(state.known):
-                for k in range(min(draft.tokens.shape[1], state.left_cpu[b] - 1)):
-                    if len(text) > 1:
-                        ids = text + draft.tokens[b].tolist() + [0] * 9
-                        steps = 0 if "exit_layer" in head.shape else k + 1
-                        said = trained_law(head, ids, len(text) + k)(steps)
-                        far.append(float((draft.q[b, k] - said).abs().max()))
-            return draft
-
-    drafter = Watched(head.drafter(Says(lambda state: (3, 0, 2)[len(state.known[0]) % 3])))
+    drafter = Checked(wild(HEADS[name](m)), Says(lambda state: (3, 0, 2)[len(state.known[0]) % 3]), far)
     if between:     # thrice in turn, as the rows of a transfer ride along with its own rounds only
         others = Siblings(SelfDraft(m, range(8), 3), [3, 2]), ModelDraft(small(m), 1)
         drafter = Turns(drafter, drafter, drafter, *others)
     for prompts in (PROMPTS, PROMPTS[:1]):
         generate(m, prompts, 24, drafter, lambda logits: to_probs(logits, 1.0), Coins(2))
     assert len(far) > 10 and max(far) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "medusa", "transfer", "prophet"])
+def test_a_head_goes_on_after_a_tail(models, name):
+    """`Then` tells a head of its own part only; its next draft must start after what was accepted of the
+    tail, here a model that is always right."""
+    m, far, tails = models["llama"], [], 0
+    drafter = Checked(wild(HEADS[name](m)), Says(lambda state: len(state.known[0]) % 2), far)
+    warm = lambda logits: to_probs(logits, 1.0)  # noqa: E731
+    for _, r in rounds(m, PROMPTS, 30, Then(drafter, ModelDraft(m, 2)), warm, Coins(5)):
+        tails += int((r.accepted > 1).sum())
+    assert tails > 10 and len(far) > 10 and max(far) < 1e-9
 
 
 @each_family
