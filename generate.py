@@ -15,24 +15,15 @@ from tqdm import tqdm
 
 import checkpoint
 import sampling
-from control import MOST, DoNoHarm
-from layerskip import SelfDraft, ShortHead, early_exit
 from machine import parallel
-from machine.quant import KINDS, byte_costs, quantise
+from machine.quant import KINDS
 from machine.recorded import Recorded
-from methods import heads
-from methods.pace import Pace, candidates
-from methods.trees import Siblings, best_tree, widths_of
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, Then, ancestors, rounds
-from support import chat, cli, page, show, stats
+from speculative import rounds
+from support import chat, cli, drafts, page, show, stats
 from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
-OWN_FLAG = {"auto": "costs", "exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # whose draft
-ALSO = {"auto": ("skip",), "int8": ("exit", "skip"), "nf4": ("exit", "skip")}  # flags that go with it, too
-GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3,
-         **dict.fromkeys((*KINDS, *heads.KINDS), 3)}    # if neither a flag nor a file says
 PATHS = "model", "skip", "draft_model", "draft_vocab", "heads", "costs", "prompt_file", "picture", "page"
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
@@ -47,7 +38,7 @@ def flags():
     add("--prompt-file", metavar="FILE", help='a batch: one prompt a line, or JSONL with {"prompt": ...}')
     add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
     add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
-    add_draft(p.add_argument_group("draft"))
+    drafts.add_flags(p.add_argument_group("draft"))
     add = p.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
@@ -69,57 +60,9 @@ def flags():
     return p
 
 
-def add_draft(group):
-    add = group.add_argument
-    add("--draft", choices=GAMMA, help="where drafts come from (default: exit); auto: what promises most, "
-        "judged anew before every draft; int8 and nf4: a copy of the model in few bits, all of it or what "
-        "--exit-layer or --skip leaves; kangaroo and below: trained heads")
-    add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
-    add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
-        'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
-    add("--draft-model", metavar="DIR", help="draft with a small model that has the same tokenizer")
-    add("--draft-vocab", metavar="FILE", help="draft with few tokens only, and so with a shorter head, as "
-        "search.py --draft-vocab writes it")
-    add("--heads", metavar="DIR", help="the trained heads to draft with, as train_heads.py writes them "
-        "(default: heads/KIND in the model's folder)")
-    add("--tree", type=int, metavar="N", help="with trained heads: draft a tree of N tokens, in the shape "
-        "that promises most")
-    add("--costs", metavar="FILE", help="auto: measured costs, from bench.py costs --out (default: the "
-        "weights read)")
-    add("--gamma", type=int, metavar="G", help="how many tokens to draft per round; levels of a tree")
-    add("--do-no-harm", action="store_true",
-        help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
-    add("--tail", type=int, metavar="N",
-        help="after each draft, append up to N tokens copied from earlier text")
-
-
 def parse(argv):
     a = flags().parse_args(argv)
-    implied = [kind for kind, flag in OWN_FLAG.items() if getattr(a, flag) is not None]
-    a.draft = a.draft or (implied[0] if implied else "exit")
-    wrong = next((kind for kind in implied if kind not in (a.draft, *ALSO.get(a.draft, ()))), None)
-    if wrong:
-        raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")
-    if {"exit", "skip"} <= set(implied):
-        raise ValueError("--exit-layer and --skip say twice which sub-layers draft: leave one of them out")
-    if a.draft == "skip" and a.skip is None:
-        raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
-    if a.draft in ("none", "ngram") and (a.do_no_harm or a.tail is not None or a.draft_vocab is not None):
-        raise ValueError("--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not "
-                         f"{a.draft}")
-    if a.draft == "auto" and (a.do_no_harm or a.tail is not None):
-        raise ValueError("--draft auto does no harm and adds n-grams where they pay: leave out "
-                         "--do-no-harm and --tail")
-    trained = ", ".join(heads.KINDS)
-    for flag in ("heads", "tree"):
-        if getattr(a, flag) is not None and a.draft not in heads.KINDS:
-            raise ValueError(f"--{flag} goes with trained heads, --draft {trained}, not {a.draft}")
-    if a.draft in heads.KINDS and a.draft_vocab is not None:
-        raise ValueError(f"--draft-vocab goes with --draft exit, skip or model, not {a.draft}")
-    if a.tree is not None and (a.tree < 1 or a.tail is not None):
-        raise ValueError("--tree needs at least one token, and no --tail, as it has several ends")
-    if a.tail is not None and a.tail < 1:
-        raise ValueError(f"--tail must be at least 1, got {a.tail}")
+    drafts.check(a)
     if not -(2**63) <= a.seed < 2**63:
         raise ValueError(f"--seed must fit in 64 bits, got {a.seed}")
     if a.picture and Path(a.picture).suffix not in (".png", ".svg"):
@@ -162,99 +105,6 @@ def read_jsonl(path, number, line):
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(f'{path}, line {number}: expected a JSON object with a text under "prompt"')
     return prompt
-
-
-def drafters(a, model, tokenizer):
-    """A function that makes the drafter which the flags ask for: a new one for each run, because a rule
-    learns from the text. Fills in a.gamma and a.exit_layer."""
-    L, sublayers, small, found, share = model.c.n_layers, None, None, None, 1.0
-    a.gainless = False
-    if a.draft == "auto":
-        return automatic(a, model)
-    trained, price = head_drafter(a, model) if a.draft in heads.KINDS else (None, None)
-    if a.draft == "exit" and a.exit_layer is None:
-        a.exit_layer = max(1, L // 6)
-    if a.exit_layer is not None:
-        sublayers = early_exit(L, a.exit_layer)
-    elif a.skip is not None:
-        sublayers, found = cli.read_skip(a.skip, L), cli.read_gamma(a.skip)
-    if a.draft == "model":
-        small = load_small(a.draft_model or WEIGHTS / "stories-draft", model, tokenizer)
-    elif a.draft in KINDS:
-        small = quantise(model.model if a.fast else model, a.draft)
-    small = Recorded(small) if small and a.fast else small
-    drafting = small or model
-    if a.draft_vocab:
-        drafting = ShortHead(drafting, cli.read_vocab(a.draft_vocab, drafting.c.vocab_size))
-        share = drafting.share
-    a.gainless = found == 0 and a.gamma is None and not a.do_no_harm
-    if a.gamma is None:
-        a.gamma = MOST if a.do_no_harm else GAMMA[a.draft] if found is None else found
-
-    def make():
-        rule = a.gamma
-        if a.do_no_harm:  # what a drafted step costs relative to a pass of the target, by their bytes
-            own, every = byte_costs(drafting), range(2 * drafting.c.n_layers)
-            step = price or own.step(sublayers or every, share) * own.whole / byte_costs(model).whole
-            rule = DoNoHarm(step, a.gamma)
-        if trained:
-            drafter = trained(rule)
-        elif small:
-            drafter = ModelDraft(drafting, rule, sublayers)
-        elif sublayers:
-            drafter = SelfDraft(drafting, sublayers, rule)
-        else:
-            return NGram(rule, 2) if a.draft == "ngram" else None
-        return drafter if a.tail is None else Then(drafter, NGram(a.tail, 3))
-
-    return make
-
-
-def automatic(a, model):
-    """As `drafters`, for --draft auto: a Pace with the usual candidates, and with the skip set and the draft
-    vocabulary that are named, or that lie beside the weights."""
-    beside = {name: Path(a.model) / f"{name}.json" for name in ("skip", "vocab")}
-    skip, vocab = a.skip or beside["skip"], a.draft_vocab or beside["vocab"]
-    skip = cli.read_skip(str(skip), model.c.n_layers) if a.skip or skip.is_file() else None
-    vocab = cli.read_vocab(str(vocab), model.c.vocab_size) if a.draft_vocab or vocab.is_file() else None
-    costs = cli.read_costs(a.costs, model.c) if a.costs else byte_costs(model)
-    a.gamma = GAMMA["auto"] if a.gamma is None else a.gamma
-    return lambda: Pace(model, candidates(model, costs, skip, vocab), costs, most=a.gamma)
-
-
-def head_drafter(a, model):
-    """(rule -> the drafter with trained heads that the flags ask for, what a drafted token costs). Fills in
-    a.gamma and a.exit_layer."""
-    folder = Path(a.heads or Path(a.model) / "heads" / a.draft)
-    if not (folder / heads.FILE).is_file():
-        raise FileNotFoundError(f"{folder}: no heads: train them, python train_heads.py {a.draft} --model "
-                                f"{a.model} --out {folder}")
-    head, ranks = heads.load(folder, model)
-    if head.kind != a.draft:
-        raise ValueError(f"{folder}: these heads are for --draft {head.kind}, not {a.draft}")
-    step, most, shape = heads.step_cost(head), getattr(head, "steps", MOST), None
-    a.exit_layer = head.shape.get("exit_layer")
-    if a.gamma is None:
-        a.gamma = min(most, MOST if a.do_no_harm or a.tree else GAMMA[a.draft])
-    branches = a.draft in ("medusa", "transfer")    # else a tree is a chain with siblings
-    if a.tree:
-        levels = max(1, min(most, a.gamma))
-        shape = best_tree(ranks, a.tree, step, 0.0, branches, levels) or [0]
-        a.gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
-
-    def trained(rule):
-        if shape is None:
-            return head.drafter(rule)
-        return head.drafter(rule, shape) if branches else Siblings(head.drafter(rule), widths_of(shape)[1])
-
-    return trained, step
-
-
-def load_small(folder, model, tokenizer):
-    small, other = checkpoint.load(folder, model.tok.device, model.tok.dtype)
-    if other.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"{folder}: its tokenizer differs from the target's: its ids mean other words")
-    return small
 
 
 class Reading:
@@ -337,7 +187,7 @@ def run(a):
         a.eos = chat.end_of_turn(render, tokenizer)
     prompts = [checkpoint.encode(tokenizer, prompt, model.c.bos) for prompt in prompts]
     a.cache, model = None, Recorded(model) if a.fast else model
-    make = drafters(a, model, tokenizer)
+    make = drafts.drafters(a, model, tokenizer)
     if a.fast:
         rehearse(model, prompts, a, [make, lambda: None] if a.compare else [make])
     seen = watch(model, tokenizer, prompts, a, make())
@@ -400,22 +250,7 @@ def summary(r, a, seen):
     if plain:
         one = plain["seconds"] / max(1, plain["target_passes"])
     return "\n".join(filter(None, [show.legend(show.colours(sys.stdout)), seen.summary(one, r.get("ratio")),
-                                   method(r, a), rates(r), verdict(r) if plain else ""]))
-
-
-def method(r, a):
-    """How the run drafted, in one line."""
-    if r["draft"] == "auto":
-        often = sorted(r["chosen"].items(), key=lambda item: -item[1])
-        return (f"draft: auto, with costs by {r['costs']}: "
-                + ", ".join(f"{name} in {rounds} rounds" for name, rounds in often))
-    where = "" if r["exit_layer"] is None else f" after block {r['exit_layer']}"
-    where += "" if a.skip is None else f" {a.skip}" if a.draft == "skip" else f" without {a.skip}"
-    where += f", trees of {r['tree']} tokens" if r["tree"] else ""
-    far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"
-    tail = f", then up to {a.tail} by n-gram" if a.tail is not None else ""
-    why = " because its search found no gain; --gamma G drafts all the same" if a.gainless else ""
-    return f"draft: {r['draft']}{where}, {far}{tail}{why}"
+                                   drafts.told(r, a), rates(r), verdict(r) if plain else ""]))
 
 
 def rates(r):

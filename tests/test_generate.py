@@ -22,7 +22,7 @@ from layerskip import SelfDraft
 from machine.quant import KINDS, byte_costs
 from machine.recorded import Recorded
 from speculative import Then
-from support import chat, stats
+from support import chat, drafts, stats
 from support.show import Generation
 from support.stats import Run
 
@@ -98,12 +98,12 @@ def test_how_far_to_draft(call, flags):
 
 def test_a_step_costs_the_weights_that_it_reads():
     model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
-    exit2 = generate.drafters(generate.parse(["x", "--do-no-harm"]), model, tokenizer)()
+    exit2 = drafts.drafters(generate.parse(["x", "--do-no-harm"]), model, tokenizer)()
     block, head = 256 * 64 * (4 + 4 + 2 + 2) + 3 * 256 * 704, 4096 * 256
     assert exit2.rule.cost == pytest.approx((2 * block + head) / (12 * block + head))
     assert exit2.rule.most == MOST
     a = generate.parse(["x", "--draft", "model", "--do-no-harm", "--tail", "7", "--gamma", "3"])
-    both = generate.drafters(a, model, tokenizer)()
+    both = drafts.drafters(a, model, tokenizer)()
     head_draft, tail = both.drafters
     little = 2 * (128 * 64 * (2 + 2 + 1 + 1) + 3 * 128 * 352) + 4096 * 128
     assert head_draft.rule.cost == pytest.approx(little / (12 * block + head)) and head_draft.rule.most == 3
@@ -122,7 +122,7 @@ def test_a_draft_vocabulary_shortens_the_head(call, tmp_path):
     for draft, cost in ((["--exit-layer", "2"], 2 * block + head / 4), (["--draft", "model"], little)):
         assert as_json(call, *flags, *draft)["outputs"] == plain["outputs"]
         a = generate.parse(["x", "--do-no-harm", *flags, *draft])
-        drafter = generate.drafters(a, model, tokenizer)()
+        drafter = drafts.drafters(a, model, tokenizer)()
         assert drafter.rule.cost == pytest.approx(cost / (12 * block + head))
         assert drafter.model.ids.tolist() == ids
     path.write_text('{"ids": [4096]}')
@@ -137,7 +137,7 @@ def test_a_quantised_target(call, once, kind, flags):
     """Drafting does not change its text; the draft is whole, or has few bits of its own."""
     r = as_json(call, "--dtype", "float32", "--quant", kind, "--compare", *flags)
     assert r["quant"] == kind and r["identical"] is True and r["target_passes"] < 12
-    made = generate.drafters(generate.parse(["x", *map(str, flags)]), *loaded(kind))()
+    made = drafts.drafters(generate.parse(["x", *map(str, flags)]), *loaded(kind))()
     assert isinstance(made.model.blocks[0].mlp.down, torch.nn.Parameter) == ("--draft-model" in flags)
     out = call("Once upon a time", *SHORT, "--quant", kind, *flags)[1]
     assert f" on cpu, {torch.get_num_threads()} threads, blocks in {kind}, after reading" in out
@@ -153,7 +153,7 @@ def test_the_draft_in_few_bits_says_how_it_drafts(call):
     assert "draft: int8 without a3,m4, gamma 3\n" in out
     model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
     a = generate.parse(["x", "--draft", "int8", "--exit-layer", "2", "--do-no-harm"])
-    drafter = generate.drafters(a, model, tokenizer)()
+    drafter = drafts.drafters(a, model, tokenizer)()
     own, whole = byte_costs(drafter.model), byte_costs(model)
     assert drafter.sublayers == list(range(4)) and drafter.model.tok is model.tok
     assert drafter.rule.cost == pytest.approx((sum(own.sublayers[:4]) + own.head) / whole.whole)
@@ -175,14 +175,14 @@ def test_drafting_by_itself(call, tmp_path, monkeypatch):
     r = as_json(call, "--dtype", "float32", *flags, "--draft", "auto")
     assert r["outputs"] == plain["outputs"] and r["costs"] == flags[1]
     a = generate.parse(["x", *flags, "--draft", "auto", "--draft-vocab", str(tmp_path / "vocab.json")])
-    pace = generate.drafters(a, model, tokenizer)()
+    pace = drafts.drafters(a, model, tokenizer)()
     assert pace.costs.blocks == ((1, 1.0), (17, 4.0)) and (pace.costs.slot, pace.costs.at) == (0.5, 64)
     assert pace.most == 5 and len(pace.ways[-1].drafter.sublayers) == 2 * L - 2
     assert pace.ways[0].drafter.model.share == 1024 / model.c.vocab_size
     a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path)])
     assert pace.ways[0].name.startswith("exit")
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
-    pace = generate.drafters(a, model, tokenizer)()
+    pace = drafts.drafters(a, model, tokenizer)()
     assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share < 1
     _, out, _ = call("Once upon a time", *SHORT, "--draft", "auto")
     assert "\ndraft: auto, with costs by weights: " in out and " in " in out.split("by weights: ")[1]
@@ -192,7 +192,7 @@ def test_every_run_has_a_drafter_of_its_own():
     """A rule that has learnt a text knows it the second time; the weights are read once."""
     model, tokenizer = checkpoint.load(STORIES)
     for flags in ([], ["--draft", "model"], ["--tail", "3"]):
-        make = generate.drafters(generate.parse(["x", "--do-no-harm", *flags]), model, tokenizer)
+        make = drafts.drafters(generate.parse(["x", "--do-no-harm", *flags]), model, tokenizer)
         first, second = ((d.drafters[0] if "--tail" in flags else d) for d in (make(), make()))
         assert first.rule is not second.rule and first.model is second.model
 
@@ -269,7 +269,8 @@ def test_recorded_passes_write_the_same_text(call, once, monkeypatch, flags):
         return made[-1]
 
     want = as_json(call, "--dtype", "float32", *flags)
-    monkeypatch.setattr(generate, "Recorded", on_paper)
+    for module in (generate, drafts):
+        monkeypatch.setattr(module, "Recorded", on_paper)
     assert as_json(call, "--dtype", "float32", *flags)["outputs"] == want["outputs"] and not made
     r = as_json(call, "--dtype", "float32", "--fast", *flags)
     assert r["outputs"] == want["outputs"] and r["fast"] and not want["fast"] and r.get("identical", True)
