@@ -30,7 +30,7 @@ def test_example_prints_what_its_comments_say(capsys, monkeypatch):
     beside = [m[1] for line in code.splitlines() if (m := re.match(r"print\(.*\) +# (.*)$", line))]
     alone = [line[2:] for line in code.splitlines() if line.startswith("# ")]
     printed = capsys.readouterr().out.splitlines()
-    assert sorted(printed) == sorted(beside + alone) and len(printed) == 7
+    assert sorted(printed) == sorted(beside + alone) and len(printed) == 5
 
 
 def test_the_readme_is_one_page():
