@@ -153,7 +153,7 @@ def choices(chosen, kinds, title, path):
         side.set(title=name, ylabel="share of the rounds", ylim=(0, 1))
     grid.flat[0].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def search(entries, front, best, skippable, flips, path):
