@@ -41,7 +41,7 @@ def of_model(*names):
 
 
 TASKS = [
-    Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 20, 1,
+    Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1,
          of_model("softcap_by_hand", "softcap_leaves_small_values_and_its_input_alone", "rotate_by_hand",
                   "rotate_keeps_lengths_and_depends_on_distances_only", "rotate_serves_every_shape"),
          TEXTS[1]),
