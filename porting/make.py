@@ -290,8 +290,8 @@ CASES = [
      "the soft-cap comes after the mask, so that hidden slots are seen a little, or is missing"),
     (481, "visible", lambda g: seen([4, 5, 6, 5], [4, 5, 6, 7], 8, see([0, 1, 0])), None,
      "siblings see each other"),
-    (482, "visible", lambda g: seen([4, 5, 6, 5, 6], [4, 5, 6, 7, 8], 9, see([0, 1, 0, 3]), 3), None,
-     "the window measures slots instead of positions"),
+    (482, "visible", lambda g: seen([4, 5, 6, 5, 6, 7, 8], [*range(4, 11)], 11, see([0, 1, 0, 3, 4, 5]), 3),
+     None, "the window measures slots instead of positions"),
     # 5 sub-layer
     (501, "sublayer", lambda g: sub(g, LLAMA, 0, 4, 3), None,
      "positions start at 0 in each block, keys are stored before they are turned, or values are turned, too"),
