@@ -126,8 +126,9 @@ right.legend(frameon=False, loc="lower right")
 figure
 
 # %% [markdown]
-# Hardly any single sub-layer is indispensable, except at the very beginning. That is what makes skipping
-# possible. But many skipped together do more damage than the sum of what each does alone.
+# Hardly any single sub-layer is indispensable, except at the very beginning: there the first ones make the
+# state that all others read. That is what makes skipping possible. But a draft is cheap only if it skips
+# many of them, and then the damage adds up.
 #
 # ## What does a guess cost?
 #
@@ -212,7 +213,8 @@ figure
 #
 # A fixed gamma is a compromise. A *rule* decides anew in each round, and none can change the text. We trace
 # three of them over one story. **Adaptive exit** (Draft & Verify, section 3.3) stops a draft after a token
-# of low confidence, and moves its threshold so that a wanted share of the guesses is accepted.
+# of low confidence (the draft's probability of it), and moves its threshold so that a wanted share of the
+# guesses is accepted.
 
 # %%
 from control import AdaptiveExit, DoNoHarm, ValueGate
@@ -283,11 +285,13 @@ sides[0][1].legend(frameon=False, fontsize=8)
 figure
 
 # %% [markdown]
+# A silenced draft is asked again now and then, for a single guess: the text may have become easier.
+#
 # ## The head, and a smaller draft vocabulary
 #
-# A drafted step pays for the whole head, although most tokens of the vocabulary are never guessed. For a
-# large vocabulary this dominates: compare the head's share of a drafted step for the shapes of two known
-# models (Llama 3: 128,256 tokens; Gemma-2: 256,000).
+# A drafted step pays for the whole head, although most tokens of the vocabulary are never guessed. The fewer
+# sub-layers draft and the larger the vocabulary is, the more that weighs. Here is the head's part of c for
+# the shapes of two known models, too (Llama 3: 128,256 tokens; Gemma-2: 256,000).
 
 # %%
 from model import Config
@@ -393,10 +397,13 @@ for side, title in ((left, "alpha of each exit"), (right, "the twins (band: all 
 figure
 
 # %% [markdown]
+# On every kind of text the first exit agrees with the whole model more often where the recipe was used. That
+# is what the recipe buys.
+#
 # ## Questions
 #
-# **1.** Two drafts have the same sub-layers except that one begins with a gap. Which one makes the check
-# cheaper?
+# **1.** Two drafts have four sub-layers each, but one of them leaves out sub-layer 0. Which one makes the
+# check cheaper?
 #
 # <details><summary>Answer</summary>
 # The one without: its shared prefix is longer, and the check skips what the draft has computed. (The formula
