@@ -61,7 +61,7 @@ print(f"{L} blocks, so sub-layers 0 to {2 * L - 1}: even ones are attentions, od
 # %%
 from layerskip import early_exit, keep, shared_prefix
 
-middle = range(L // 3, L - L // 3)
+middle = range(max(1, L // 3), L - L // 3)
 drafts = {"the whole model": list(range(2 * L)),
           f"exit after block {max(1, L // 4)}": early_exit(L, max(1, L // 4)),
           "middle attentions skipped": keep(L, attn=middle),
@@ -80,7 +80,8 @@ for y, subs in enumerate(drafts.values()):
         side.bar(i, 0.8, bottom=y - 0.4, width=0.9, color=hue, hatch=hatch, ec="white")
 side.set_yticks(range(len(drafts)), drafts)
 side.invert_yaxis()
-side.set(xlabel="green: shared with the check; blue: attention, red: MLP after a gap; pale: skipped")
+side.set(xlabel="sub-layer",
+         title="green: shared with the check; blue: attention, red: MLP after a gap; pale: skipped")
 figure
 
 # %% [markdown]
@@ -121,8 +122,8 @@ left.set(xlabel="exit after block", ylabel="alpha", ylim=(0, 1.02))
 left.legend(frameon=False)
 for kind, name in enumerate(("attention", "MLP")):
     right.bar(range(kind, 2 * L, 2), single[kind::2], color=plots.HUES[kind], label=name)
-right.set(xlabel="the one sub-layer that is skipped", ylabel="alpha of all others", ylim=(0, 1.02))
-right.legend(frameon=False, loc="lower right")
+right.set(xlabel="the one sub-layer that is skipped", ylabel="alpha of all others", ylim=(0, 1.19))
+right.legend(frameon=False, loc="upper right", ncols=2)
 figure
 
 # %% [markdown]
@@ -157,14 +158,16 @@ from control import best_gamma, expected_speedup
 
 figure, ((side,),) = plots.axes(1, 1, width=7, height=5)
 plots.draw_plane(side, exits[:-1], c_exits[:-1])
-side.plot(c_exits[:-1], exits[:-1], color=plots.HUES[0], lw=1)
-for e in {1, 2, L // 4, L // 2, L - 1}:
+side.plot(c_exits[:-1], exits[:-1], color=plots.HUES[0], marker="o", ms=4, lw=1)
+for e in {1, 2, L // 4, L // 2, L - 1} & set(range(1, L)):
     side.annotate(f"exit {e}", (c_exits[e - 1], exits[e - 1]), xytext=(7, -9), textcoords="offset points",
                   fontsize=8)
 for name in ("middle blocks skipped", "every second block"):
     alpha, cost = float(teacher.acceptance(drafts[name]).mean()), costs.step(drafts[name])
     side.plot(cost, alpha, "s", color=plots.HUES[1])
     side.annotate(name, (cost, alpha), xytext=(7, -9), textcoords="offset points", fontsize=8)
+speed = [expected_speedup(a, best_gamma(a, p), p) for a, p in zip(exits, c_exits, strict=True)]
+print(f"exit {speed.index(max(speed)) + 1} promises most: {max(speed):.2f} times plain decoding")
 figure
 
 # %% [markdown]
@@ -191,7 +194,8 @@ prompt = story[:24]
 timed = compare(lambda d: rounds(model, [prompt], 24, d), {"plain": lambda: None, **makers}, 1, repeats=3)
 measured = {e: timed[e].rate / timed["plain"].rate for e in chosen}
 assert all(timed[e].outputs == timed["plain"].outputs for e in chosen), "the text is always the same"
-print({e: f"gamma {gammas[e]}, promised {promised[e]:.2f}, measured {measured[e]:.2f}" for e in chosen})
+for e in chosen:
+    print(f"exit {e:2}, gamma {gammas[e]}: promised {promised[e]:.2f}, measured {measured[e]:.2f}")
 
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3)
@@ -200,8 +204,8 @@ for shift, values, hue, name in ((-0.2, promised, plots.HUES[5], "promised by al
     side.bar([i + shift for i in range(len(chosen))], [values[e] for e in chosen], 0.4, color=hue, label=name)
 side.axhline(1, color="#404040", lw=0.8)
 side.set_xticks(range(len(chosen)), [f"exit {e}, gamma {gammas[e]}" for e in chosen])
-side.set(ylabel="times plain decoding")
-side.legend(frameon=False)
+side.set(ylabel="times plain decoding", ylim=(0, 1.35 * max(*promised.values(), *measured.values())))
+side.legend(frameon=False, loc="upper left", ncols=2)
 figure
 
 # %% [markdown]
@@ -243,7 +247,7 @@ left.legend(frameon=False, fontsize=8)
 right.plot([b[0] for b in bar], color=plots.HUES[1], label="threshold")
 right.plot([b[1] for b in bar], color=plots.HUES[2], ls="--", label="running acceptance")
 right.axhline(AdaptiveExit().target, color="#808080", ls=":", label="target")
-right.set(xlabel="round", ylim=(0, 1.05))
+right.set(xlabel="round", ylabel="probability, or share", ylim=(0, 1.05))
 right.legend(frameon=False, fontsize=8)
 figure
 
@@ -323,7 +327,8 @@ sizes = [n for n in (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192) if n < c.voc
 short = early_exit(L, max(1, L // 6))
 alphas = [float(teacher.acceptance(short, ShortHead(model, frequent[:n])).mean()) for n in sizes]
 prices = [costs.step(short, n / c.vocab_size) for n in sizes]   # n of the V rows of the head
-print({n: f"alpha {a:.2f}, c {p:.2f}" for n, a, p in zip(sizes, alphas, prices, strict=True)})
+for size, alpha, price in zip(sizes, alphas, prices, strict=True):
+    print(f"{size:6} tokens: alpha {alpha:.2f}, c {price:.2f}")
 
 # %% [markdown]
 # Once more by hand: the best token *among the n*, and how often it is the best one of the whole model.
@@ -340,7 +345,7 @@ figure, ((left, right),) = plots.axes(1, 2, height=3)
 left.plot(sizes, alphas, color=plots.HUES[0], marker="o", label="alpha")
 left.plot(sizes, prices, color=plots.HUES[1], marker="s", ls="--", label="c")
 left.set(xlabel="tokens the draft may say", xscale="log", ylim=(0, 1))
-left.legend(frameon=False)
+left.legend(frameon=False, loc="upper left")
 gain = [expected_speedup(a, best_gamma(a, p), p) for a, p in zip(alphas, prices, strict=True)]
 right.plot(sizes, gain, color=plots.HUES[2], marker="o")
 right.set(xlabel="tokens the draft may say", xscale="log", ylabel="best promised speed-up")
@@ -379,6 +384,8 @@ other = Teacher(gemma, line)
 layers = gemma.c.n_layers
 gemma_exits = [float(other.acceptance(early_exit(layers, e)).mean()) for e in range(1, layers + 1)]
 twins = json.loads((ROOT / "weights" / "twin.json").read_text(encoding="utf-8"))
+for kind, table in twins["recipe"]["files"].items():
+    assert table["agreement"][0] > twins["plain"]["files"][kind]["agreement"][0]
 
 # %%
 figure, ((left, right),) = plots.axes(1, 2)
@@ -392,7 +399,7 @@ for name, hue, mark in (("recipe", plots.HUES[2], "o"), ("plain", plots.HUES[3],
                if name == "recipe" else "plain twin")
     right.fill_between(share, runs.min(0).values, runs.max(0).values, color=hue, alpha=0.15, lw=0)
 for side, title in ((left, "alpha of each exit"), (right, "the twins (band: all kinds of text)")):
-    side.set(xlabel="share of the blocks", ylim=(0, 1.02), title=title)
+    side.set(xlabel="share of the blocks", ylabel="alpha", ylim=(0, 1.02), title=title)
     side.legend(frameon=False)
 figure
 
