@@ -1,9 +1,16 @@
 """Where there is no GPU, a test that asks for the device "cuda" runs on the one of paper."""
+import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 from paper_gpu import PaperGPU
+
+
+def pytest_configure():
+    if "PYTEST_XDIST_WORKER" in os.environ:     # one of several that share the cores: their threads, and
+        torch.set_num_threads(1)                # those of the programs they start, would wait for each other
+        os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @pytest.hookimpl(wrapper=True)

@@ -35,9 +35,8 @@ def test_the_notebooks_are_numbered_and_each_has_both_files():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=NAMES)
-def test_runs_from_top_to_bottom(path, monkeypatch):
+def test_runs_from_top_to_bottom(path):
     """From the repository's root; `make notebooks` runs them from their own folder."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests run beside it, and threads would wait for them
     notebook = execute["execute"](path, ROOT)
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1))
