@@ -2438,7 +2438,8 @@ DRAFTING = [
      "the first draft is of the token after",
      "test_heads.py::test_drafts_are_what_training_sees[medusa-alone-llama]"),
     ("(state.n - 2).clamp(min=0)", "state.n - 2",
-     "a prompt of one token has no state", "test_heads.py::test_greedy_identity[medusa-llama-cpu]"),
+     "a prompt of one token takes the state of another row's end",
+     "test_heads.py::test_a_prompt_of_one_token_drafts_from_its_own_state"),
     ("max(0, len(row) - 1)", "max(0, len(row) - 2)",
      "the state of the token before the last",
      "test_heads.py::test_drafts_are_what_training_sees[medusa-alone-llama]"),
@@ -2539,7 +2540,7 @@ HEADS = [
      "heads of other weights", "test_heads.py::test_other_weights_and_damaged_files_are_refused"),
     ("early_exit(model.c.n_layers, exit_layer)[-1:]", "early_exit(model.c.n_layers, exit_layer)[-2:-1]",
      "the adapter reads the state before the exit's last MLP",
-     "test_heads.py::test_at_the_start_an_adapter_is_the_bare_exit[llama]"),
+     "test_heads.py::test_drafts_are_what_training_sees[kangaroo-alone-llama]"),
     ("x = unit(x)\n", "x = unit(x) * 2\n",
      "the state is of another size", "test_heads.py::test_golden_acceptance_counts[llama]"),
 ]

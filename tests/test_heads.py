@@ -302,6 +302,15 @@ def test_at_the_start_an_adapter_is_the_bare_exit(models, family):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-9, "a pseudo state starts as a copy"
 
 
+def test_a_prompt_of_one_token_drafts_from_its_own_state(models):
+    m, drafts = models["llama"], []
+    short, long = min(PROMPTS, key=len), max(PROMPTS, key=len)
+    for prompts in ([short], [short, long]):
+        _, r = next(rounds(m, prompts, 9, Medusa(m, 3).drafter(3)))
+        drafts.append(r.draft.tokens[0].tolist())
+    assert len(short) == 1 and drafts[0] == drafts[1]
+
+
 def knowing(head, m, answers):
     """The head, told the truth: it looks the final state up in the texts and says what comes later."""
     table, ids = [], []
