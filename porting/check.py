@@ -11,13 +11,14 @@ import argparse
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-VERSION, DIGEST = 1, "07b7e299ec22"  # of the traces: whoever makes them anew and gets others changes both
+VERSION, DIGEST = 1, "046b18ab84c7"  # of the traces: whoever makes them anew and gets others changes both
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = ROOT / "porting" / "traces"
 STORIES = TRACES / "stories"
@@ -104,6 +105,23 @@ def scale(want, key):
     return max(1.0, want["magnitudes"]) / max(1.0, abs(want["sum"])) if key == "sum" else 1.0
 
 
+def formed(want, got):
+    """Whether an answer has the keys, the types and the shapes that are expected, whatever its numbers are
+    and however long its lists. Null in a list stands for a text that is complete: when it is, numbers decide."""
+    if isinstance(want, list):
+        return isinstance(got, list) and all(
+            formed(a, b) for a, b in zip(want, got) if a is not None and b is not None)  # noqa: B905
+    if not isinstance(want, dict):
+        return is_number(got)
+    if not isinstance(got, dict):
+        return False
+    if "shape" not in want:
+        return all(formed(value, got.get(key)) for key, value in want.items())
+    data, size = got.get("data"), math.prod(want["shape"])
+    flat = isinstance(data, list) and len(data) == size and all(map(is_number, data))
+    return got.get("shape") == want["shape"] and (flat or data is None and "data" not in want)
+
+
 def brief(value, most=70):
     text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= most else text[:most] + "..."
@@ -173,16 +191,21 @@ def ask(command, requests, seconds):
     except subprocess.TimeoutExpired as e:
         out, err, status = e.stdout or b"", e.stderr or b"", None
     except OSError as e:
-        raise ValueError(f"{command[0]}: cannot be run ({e.strerror})") from None
+        here = f"; did you mean ./{command[0]}?" if Path(command[0]).name == command[0] and Path(
+            command[0]).is_file() else ""
+        raise ValueError(f"{command[0]}: cannot be run ({e.strerror}){here}") from None
     answers, trouble = {}, None
     for i, line in enumerate(out.decode(errors="replace").splitlines(), 1):
         try:
             answer = json.loads(line)
             answers.setdefault(answer["case"], answer)
         except (ValueError, KeyError, TypeError, RecursionError):
-            trouble = trouble or f"line {i} of what it printed is no answer: {line[:70]!r}"
+            why = " (nan and inf are not JSON)" if re.search(r"\b(nan|inf)\b", line) else ""
+            trouble = trouble or f"line {i} of what it printed is no answer{why}: {line[:70]!r}"
     last = err.decode(errors="replace").strip().splitlines()[-1:]
     said = f", and its last words are {last[0][:200]!r}" if last else ""
+    said += next((f"; the first without an answer is case {r['case']}" for r in requests
+                  if r["case"] not in answers), "")
     if status is None:
         trouble = f"it was stopped after {seconds} seconds, with {len(answers)} cases answered{said}"
     elif status:
@@ -213,12 +236,16 @@ def print_of(answer, keys):
     return {"count": len(found), **(fingerprint(found) if found else {})}
 
 
+def alike(told, got, tolerance):
+    """Whether two fingerprints of whole answers are the same but for rounding."""
+    return "values" in got and not differ(told, got, tolerance * scale(got, "sum"), [])
+
+
 def named(number, expect, answer):
     """The mistakes that give exactly this wrong answer: names of wrong_ports.py."""
     got = print_of(answer, sorted(expect["answer"]))
     return [line["mistake"] for line in read_lines(TRACES / "mistakes.jsonl")
-            if line["case"] == number and "values" in got
-            and not differ(line["print"], got, expect["tolerance"] * scale(got, "sum"), [])]
+            if line["case"] == number and alike(line["print"], got, expect["tolerance"])]
 
 
 # --- what is printed
@@ -242,8 +269,10 @@ def first_difference(cases, verdicts, answers):
     request, expect = cases[number]
     lines = [f"The first difference: case {number}, {request['op']} (step {request['step']}, "
              f"{STEPS[request['step'] - 1]})", f"    {verdicts[number]}"]
-    names = named(number, expect, answers[number])
-    if names:
+    if not formed(expect["answer"], answers[number]):
+        lines.append("    The numbers may be right; their form is not. "
+                     'A tensor is {"shape": [...], "data": [...]}.')
+    elif names := named(number, expect, answers[number]):
         lines += [f"    This very answer comes out if {name}." for name in names]
     else:
         lines.append(f"    Usually: {expect['catches']}.")
@@ -261,6 +290,10 @@ def parse(argv):
     args = a.parse_args(argv)
     if not args.command:
         a.error("name a port, such as ./my-port or python my_port.py")
+    for word in args.command[1:]:
+        if word.split("=")[0] in [f"--{name}" for name in vars(args)]:
+            print(f"check.py: {word} stands after the port, so it is the port's; options of check.py stand "
+                  "before the port", file=sys.stderr)
     return args
 
 

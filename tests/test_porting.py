@@ -246,6 +246,35 @@ def test_names_are_those_of_the_very_case_and_answer():
     assert check.named(813, CORE[812][1], a) == []
 
 
+def test_no_right_answer_is_called_a_mistake():
+    """What cannot be told from a right answer by its fingerprint is not in mistakes.jsonl."""
+    for number, (_, expect) in CORE.items():
+        assert check.named(number, expect, expect["answer"]) == [], number
+
+
+def test_what_differs_in_form_alone_is_not_called_a_mistake():
+    """Not even where its numbers are those of a known mistake."""
+    y, k = CORE[201][1]["answer"]["y"], CORE[501][1]["answer"]["k"]
+    heads, T, D = k["shape"]
+    wrong = answers(wrong_port("keepdims=True) + eps) *", "keepdims=True)) *"), [CORE[202][0]])[202]
+    assert check.named(202, CORE[202][1], wrong) == ["the norm leaves out eps"]
+    moved = torch.tensor(k["data"], dtype=torch.float64).view(heads, T, D).swapaxes(0, 1).flatten().tolist()
+    for number, changed in [
+        (201, {"y": {"data": y["data"]}}), (201, {"y": {"shape": [96], "data": y["data"]}}),
+        (201, {"y": y["data"]}), (201, {}), (202, {"y": {"shape": [96], "data": wrong["y"]["data"]}}),
+        (501, {"k": {"shape": [T, heads, D], "data": moved}}), (501, {"k": None}), (811, {"token": "2"}),
+        (401, {"mask": [1, 0, 0, 1, 1, 0, 1, 1, 1]}), (301, {"freqs": {"shape": [4], "data": [[1.0] * 4]}}),
+    ]:
+        case, whole = {number: CORE[number]}, changed if number != 501 else CORE[501][1]["answer"] | changed
+        said = check.first_difference(case, check.judge(case, {number: whole})[0], {number: whole})
+        assert "The numbers may be right; their form is not." in said, (number, changed)
+        assert "This very answer" not in said and "Usually" not in said
+    assert all(check.formed(expect["answer"], expect["answer"]) for _, expect in ALL.values())
+    numbers = CORE[501][1]["answer"] | {"k": k | {"data": moved}}
+    assert check.formed(CORE[501][1]["answer"], numbers)            # the numbers alone are wrong
+    assert check.formed([[1], None], [[1, 2], [3], [4]]) and not check.formed([[1]], [1])
+
+
 def test_the_lowest_case_that_differs_is_shown():
     cases = {n: CORE[n] for n in (301, 302, 303)}
     verdicts = {301: None, 302: "this differs", 303: "so does this"}
@@ -301,6 +330,8 @@ def script(folder, body):
     ("print('[' * 100_000)", "is no answer"),
     ("sys.exit('no memory')", "ended with status 1, with 0 cases answered, and its last words are 'no mem"),
     ("time.sleep(60)", "was stopped after 1.0 seconds, with 0 cases answered"),
+    ("sys.exit(3)", "with 0 cases answered; the first without an answer is case 301"),
+    ("print('{\"case\": 301, \"y\": -nan}')", "is no answer (nan and inf are not JSON): '{"),
     ("pass", "0 of 2 cases pass"),
 ])
 def test_a_port_that_gives_no_answer(capsys, tmp_path, body, words):
@@ -344,7 +375,7 @@ def test_whole_numbers_must_be_the_same_and_others_may_be_rounded():
     assert ok(want, want) and not ok(want, want | {"values": [0.0] * 5})
 
 
-def test_which_cases_are_asked_for(capsys, tmp_path):
+def test_which_cases_are_asked_for(capsys, tmp_path, monkeypatch):
     port = script(tmp_path, "print(json.dumps({'case': case['case'], 'todo': True}))")
     status, out = run(capsys, "--to", 3, port)
     assert status == 1 and "0 of 10 cases pass" in out and "304 --" in out and "401" not in out
@@ -354,6 +385,14 @@ def test_which_cases_are_asked_for(capsys, tmp_path):
     assert "there is no such case" in capsys.readouterr().err
     assert check.main(["--case", "301", str(tmp_path / "nothing")]) == 2
     assert "nothing: cannot be run (No such file or directory)" in capsys.readouterr().err
+    assert check.main(["--case", "301", "no_port"]) == 2 and "mean" not in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert check.main(["--case", "301", "port"]) == 2
+    assert "did you mean ./port?" in capsys.readouterr().err
+    assert check.parse(["--to", "1", "./port", "--to", "2", "--big"]).to == 1
+    said = capsys.readouterr().err
+    assert "--to stands after the port" in said and "--big" not in said
     with pytest.raises(SystemExit):
         check.main([])
     assert "name a port" in capsys.readouterr().err
