@@ -133,10 +133,13 @@ def test_a_draft_vocabulary_shortens_the_head(call, tmp_path):
 @pytest.mark.parametrize("kind, flags", [
     ("int8", []), ("nf4", ["--skip", "a3,m4,a11"]), ("nf4", ["--draft-model", SMALL]),
     ("int8", ["--draft", "nf4", "--exit-layer", "4"])])
-def test_a_quantised_target(call, once, kind, flags):
+def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     """Drafting does not change its text; the draft is whole, or has few bits of its own."""
+    honest, targets = generate.rounds, []
+    monkeypatch.setattr(generate, "rounds", lambda model, *rest: targets.append(model) or honest(model, *rest))
     r = as_json(call, "--dtype", "float32", "--quant", kind, "--compare", *flags)
     assert r["quant"] == kind and r["identical"] is True and r["target_passes"] < 12
+    assert targets and all(isinstance(m.blocks[0].mlp.down, KINDS[kind]) for m in targets)
     made = drafts.drafters(generate.parse(["x", *map(str, flags)]), *loaded(kind))()
     assert isinstance(made.model.blocks[0].mlp.down, torch.nn.Parameter) == ("--draft-model" in flags)
     out = call("Once upon a time", *SHORT, "--quant", kind, *flags)[1]
