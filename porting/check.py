@@ -106,7 +106,7 @@ def scale(want, key):
 
 
 def formed(want, got):
-    """Whether an answer has the keys, the types and the shapes that are expected, whatever its numbers are
+    """Whether an answer has the keys, types and shapes that are expected, whatever its numbers are
     and however long its lists. Null in a list stands for a text that is complete: when it is, numbers decide."""
     if isinstance(want, list):
         return isinstance(got, list) and all(

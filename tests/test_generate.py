@@ -136,7 +136,7 @@ def test_a_draft_vocabulary_shortens_the_head(call, tmp_path):
 def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     """Drafting does not change its text; the draft is whole, or has few bits of its own."""
     honest, targets = generate.rounds, []
-    monkeypatch.setattr(generate, "rounds", lambda model, *rest: targets.append(model) or honest(model, *rest))
+    monkeypatch.setattr(generate, "rounds", lambda m, *rest: targets.append(m) or honest(m, *rest))
     r = as_json(call, "--dtype", "float32", "--quant", kind, "--compare", *flags)
     assert r["quant"] == kind and r["identical"] is True and r["target_passes"] < 12
     assert targets and all(isinstance(m.blocks[0].mlp.down, KINDS[kind]) for m in targets)
