@@ -79,9 +79,12 @@ gone:
     this round        D   d1  d2  d3     d1 is accepted, d2 refused, and t is chosen in its place
     next round                t   e1     the block starts at t and overwrites what d2 and d3 left
 
-Keep a block's keys and values in `self.layers[layer]`, a pair of tensors (B, Hkv, S, D), and return
-what the block may read: all slots before `end`, or only the last `recent` of them. `slots` is a slice
-where all rows stand at the same place, and else a tensor (B, T): then each row has its own.
+D is the last token that was chosen, d1 to d3 are guesses, some of which turn out wrong: exercise 9.
+
+Write a block's keys and values into `self.layers[layer]`, a pair of tensors (B, Hkv, S, D) that are there
+already, and return what the block may read: all slots before `end`, which is at most S, or only the last
+`recent` of them, if there are so many. `slots` is a slice where all rows stand at the same place, and else
+a tensor (B, T): then the tokens of row b go to slots[b].
 """,
     7: """\
 From logits to the distribution that a token is drawn from. The settings come in this order, and each
@@ -104,7 +107,7 @@ side by side, fill a line; u says where on it to look:
                             |  id 0   |       id 2        |        id 1 has no width: it must never come
     u times the sum, .3     ^ u = 0        ^ u = .7
 
-`self.take(count, device)` gives the next `count` uniforms. A running sum of many small weights needs
+`self.take(count, device)` gives the next `count` uniforms, float64 (count,). A running sum of many small weights needs
 float64.
 """,
     9: """\
@@ -123,8 +126,10 @@ stay, and which token comes after them, so that the text is distributed *as if p
     max(p - q, 0)     ###               ##         leaves as a replacement: together p again
 
 `coins.flip(prob)` is True with probability min(1, prob), for a tensor of any shape.
-`coins.choose(weights)` draws an index by weights (..., V), which need not sum to 1. Where p = q but for
-rounding, a refusal can leave nothing of max(p - q, 0): then p itself is right.
+`coins.choose(weights)` draws an index by weights (..., V), which need not sum to 1. Some drafts are
+copied from the text instead of drawn: then `q` is None, which means 1 at the proposed token and 0
+elsewhere. `length`, if it is not None, says for each row how many of its K drafts count: if all of them are
+kept, the bonus token comes from row length[b] of p. Where p = q but for rounding, a refusal can leave nothing of max(p - q, 0): then p itself is right.
 
 What counts is the distribution of the text. A verifier that keeps fewer drafts than it could is right,
 too; the grader then says what it misses.
@@ -172,15 +177,15 @@ What is a draft worth? A round always brings one token, a second one if the firs
     its price        gamma c + block(gamma + 1)         in passes of the target over one token
 
 Texts are not the same everywhere: easy and hard stretches alternate. So alpha may also be a series, one
-number for each position, and then rounds must be followed along the text, since where one ends the next
-one begins:
+number for each position (a tensor (T,), or a list of such tensors for several texts), and then rounds must
+be followed along the text, since where one ends the next one begins:
 
     alpha            .9   .2   .5    gamma = 2: a round at 0 ends before position 1, 2 or 3
-    a round starts   1    .1   ...   the next one starts at 1 if the first draft was refused
+    a round starts   1    .1   -     at 1 if the first draft was refused; at 2 none would fit any more
 
 A round must fit into the series. Of a list of texts add up all tokens and all rounds. For a series
-`best_gamma` asks for no gamma beyond its length (of a list, beyond the longest). `MOST` and
-`expected_speedup` stand beside it.
+`best_gamma` asks for no gamma beyond its length (of a list, beyond the longest). `MOST` is the largest gamma
+that is tried, and `expected_speedup(alpha, gamma, cost, block)` is tokens a round over its price.
 """,
     13: """\
 The search for sub-layers to skip asks a Gaussian process where to look next. It has seen some sets and
