@@ -107,8 +107,8 @@ side by side, fill a line; u says where on it to look:
                             |  id 0   |       id 2        |        id 1 has no width: it must never come
     u times the sum, .3     ^ u = 0        ^ u = .7
 
-`self.take(count, device)` gives the next `count` uniforms, float64 (count,). A running sum of many small weights needs
-float64.
+`self.take(count, device)` gives the next `count` uniforms, float64 (count,). A running sum of many small
+weights needs float64.
 """,
     9: """\
 The heart of it all. A draft's tokens were drawn from q; the target judges them by p. Which of them
@@ -129,7 +129,8 @@ stay, and which token comes after them, so that the text is distributed *as if p
 `coins.choose(weights)` draws an index by weights (..., V), which need not sum to 1. Some drafts are
 copied from the text instead of drawn: then `q` is None, which means 1 at the proposed token and 0
 elsewhere. `length`, if it is not None, says for each row how many of its K drafts count: if all of them are
-kept, the bonus token comes from row length[b] of p. Where p = q but for rounding, a refusal can leave nothing of max(p - q, 0): then p itself is right.
+kept, the bonus token comes from row length[b] of p. Where p = q but for rounding, a refusal can leave
+nothing of max(p - q, 0): then p itself is right.
 
 What counts is the distribution of the text. A verifier that keeps fewer drafts than it could is right,
 too; the grader then says what it misses.
