@@ -106,8 +106,8 @@ def scale(want, key):
 
 
 def formed(want, got):
-    """Whether an answer has the keys, types and shapes that are expected, whatever its numbers are and
-    however long its lists. Null in a list stands for a text that is complete: when it is, numbers decide."""
+    """Whether an answer has the keys, the types and the shapes that are expected, whatever its numbers are
+    and however long its lists. Null in a list stands for a complete text: when it is, numbers decide."""
     if isinstance(want, list):
         return isinstance(got, list) and all(
             formed(a, b) for a, b in zip(want, got) if a is not None and b is not None)  # noqa: B905
