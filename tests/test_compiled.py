@@ -33,6 +33,13 @@ def write(model, drafter=None, prompt=PROMPTS[0], count=20):
     return sum((new for new, _ in seen), []), torch.cat([logits for _, logits in seen])
 
 
+@pytest.fixture(scope="module")
+def programs(folder, model):
+    """The folder with what plain decoding needs, also where the first test runs in another process."""
+    write(Recorded(model, widths=(4,), exact=True, say=lambda line: None))
+    return folder
+
+
 def test_plain_and_speculative_decoding_are_the_same_bit_for_bit(folder, model):
     """In bfloat16, where a block of another width, or a pass in two parts, is as a rule rounded otherwise.
     The draft is the first sub-layer, and the verification goes on where it ended."""
@@ -52,7 +59,7 @@ def test_plain_and_speculative_decoding_are_the_same_bit_for_bit(folder, model):
     assert (logits - write(model)[1]).abs().max() < 0.05 * logits.abs().max()
 
 
-def test_later_starts_compile_nothing_and_any_cache_will_do(folder, model):
+def test_later_starts_compile_nothing_and_any_cache_will_do(programs, model):
     """Weights of the same shape need no other program, nor do longer texts."""
     def wrong(line):
         raise AssertionError(line)
@@ -68,10 +75,10 @@ def test_later_starts_compile_nothing_and_any_cache_will_do(folder, model):
     assert not torch.equal(halved, logits[:20]), "the weights are read where they lie"
 
 
-def test_a_damaged_program_is_not_run(folder, model, tmp_path):
+def test_a_damaged_program_is_not_run(programs, model, tmp_path):
     said = []
     fast = Recorded(model, widths=(4,), exact=True, folder=tmp_path, say=said.append)
-    for path in (folder / "self-speculative-decoding").glob("*.pt2"):
+    for path in (programs / "self-speculative-decoding").glob("*.pt2"):
         (tmp_path / path.name).write_bytes(path.read_bytes()[:-2000])
     assert generate(fast, [PROMPTS[0]], 8) == generate(model, [PROMPTS[0]], 8)
     assert len(said) == 2 and all(": not recorded, because of RuntimeError" in line for line in said)
