@@ -875,6 +875,15 @@ GENERATE = [
 ]
 
 TRAIN = [
+    # what a run begins with
+    ("    if not a.start:\n", "    if True:\n", "the weights of --start are not read",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("return model.requires_grad_(True)", "return model", "what --start read stays frozen",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("folder = a.start or a.tokenizer", "folder = a.tokenizer", "a new tokenizer for a model that has one",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("if a.start and getattr(a, name) != p", "if getattr(a, name) is p", "a shape beside --start is ignored",
+     "test_train.py::test_what_is_trained_further_keeps_its_shape"),
     # which sub-layers and which exit a step trains
     ("2 ** torch.linspace(0, 1, 2 * n_layers", "2 ** torch.linspace(0, 1, n_layers",
      "drop rates for blocks, not for sub-layers", "test_train.py::test_drop_rates_by_hand"),
