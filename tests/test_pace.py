@@ -1,7 +1,6 @@
 """Pace never changes the text, never loses more than it may, and chooses what promises most."""
 import math
 import random
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ from test_speculative import TINY, TINY_GEMMA, TOP_P, assert_same_law, target_la
 from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, make_round, oracle
 
 from benchmarks import dynamic as bench_dynamic
-from benchmarks.drafters import Bench, metered
+from benchmarks.drafters import Method, metered
 from benchmarks.shared import SETS, prompt_ids
 from control import MOST, Costs, plan, weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
@@ -198,28 +197,6 @@ def test_a_useless_way_costs_risk_and_one_per_cent_at_most(long, price, honest):
             assert won > 10 and taken < 200 - 0.5 * won, "most of what it won while it was good is kept"
 
 
-def counting(act, read, weights):
-    def acted(*args):
-        read.append(weights)
-        return act(*args)
-    return acted
-
-
-@contextmanager
-def weighed(m, heads):
-    """`metered`, with the matrices of heads that are no Transformer's."""
-    with metered([m, *(head.own for head in heads if hasattr(head, "own"))]) as read:
-        for head in heads:
-            if isinstance(head, (Medusa, Transfer)):
-                name = "after" if isinstance(head, Medusa) else "spread"
-                each = sum(p.numel() for p in head.weights.parameters()) / (
-                    head.steps if name == "after" else 1)
-                each -= head.shape.get("own_head", 0) * weight_costs(m.c).head   # which `unembed` is told of
-
-                setattr(head, name, counting(getattr(head, name), read, each))
-        yield read
-
-
 @each_family
 @pytest.mark.parametrize("rows", [1, 3])
 def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
@@ -228,7 +205,7 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
     m = make(replace(FAMILIES[family], max_len=256), 4)
     costs, heads = replace(weight_costs(m.c), slot=0.0), some_heads(m)  # the meter does not count slots
     total = 0.0
-    with weighed(m, heads) as read:
+    with metered([m], heads) as read:
         ways = candidates(m, costs, SKIP, None, heads) + candidates(m, costs, None, [4, 9, 0, 2, 16, 3])
         drafter = Pace(m, ways, costs, risk=0.02)
         begin_last = drafter.lookup.begin
@@ -629,26 +606,70 @@ def test_the_stream_on_a_tiny_model(models, tmp_path):
     """Every method writes the same text; regret, choices and alphas are what they are called."""
     m, a = models["llama"], SimpleNamespace(new=10, dtype="float64", repeats=1, quick=False, model="tiny",
                                             machine="here")
-    bench = Bench(a, {"float64": (m, None)}, PROMPTS, {})
+    heads = [wild(Kangaroo(m, 2)), wild(Medusa(m, 3)), wild(Transfer(m, 3, 2))]
+    bench = bench_dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, {"float64": heads})
     bar = SimpleNamespace(update=lambda: None, reset=lambda n: None, set_postfix_str=lambda *a, **b: None)
-    kinds = ["stories", "stories", "code", "code"]
-    rows, choices, alphas, found = bench_dynamic.column(a, bench, kinds, SKIP, None, weight_costs(m.c), bar)
-    assert {"plain", "SWIFT", "CLaSp", "DEL", "Pace", "exit 1, gamma 2", "skip set, gamma 2"} <= set(rows)
+    kinds, costs = ["stories", "stories", "code", "code"], weight_costs(m.c)
+    column = bench_dynamic.column(a, bench, kinds, SKIP, [4, 9, 0, 2], costs, bar)
+    rows, choices, alphas, found, reached = column
+    fixed = [name for name in rows if "gamma" in name and "EESD" not in name] + ["n-gram"]
+    assert {"plain", "SWIFT", "CLaSp", "DEL", "Pace", "exit 1, gamma 2", "skip set, gamma 2",
+            "medusa, gamma 3", "transfer, gamma 2", "kangaroo, gamma 3", "exit 1, gamma 2, n-gram tail",
+            "exit 1, draft vocabulary, gamma 2"} <= set(rows) and len(rows) == len(fixed) + 9 + 5 + 1
     assert found == [] and len(choices) == 4 and all(sum(rounds.values()) for rounds in choices)
-    assert set(alphas) == {1, 2, 3, 4, 5} and all(0 < x < 1 for x in alphas.values())
-    fixed = [name for name in rows if "gamma" in name] + ["n-gram"]
-    best = [max(1.0, *(rows[name]["ratios"][i] for name in fixed)) for i in range(4)]
+    for key, source in (("clock", "ratios"), ("weights", "read")):
+        best = [max(1.0, *(rows[name][source][i] for name in fixed)) for i in range(4)]
+        for r in rows.values():
+            regret = math.prod(b / x for b, x in zip(best, r[source], strict=True)) ** 0.25 - 1
+            assert r[key]["regret"] == pytest.approx(regret) and list(r[key]["sets"]) == ["stories", "code"]
+            assert r[key]["sets"]["code"] == pytest.approx(math.sqrt(r[source][2] * r[source][3]))
+        of = {name: r[key]["ratio"] for name, r in rows.items()}
+        top = max(of[name] for name in fixed)
+        assert reached[key]["over it"] == pytest.approx(of["Pace"] / top)
+        assert reached[key]["over SWIFT"] == pytest.approx(of["Pace"] / of["SWIFT"])
+        code = max(rows[name][key]["sets"]["code"] for name in fixed)
+        share = reached[key]["of each kind's best"]["code"]
+        assert share == pytest.approx(rows["Pace"][key]["sets"]["code"] / code)
+    assert rows["plain"]["read"] == pytest.approx([1.0] * 4) and rows["plain"]["clock"]["ratio"] == 1
     for name, r in rows.items():
-        regret = math.prod(b / x for b, x in zip(best, r["ratios"], strict=True)) ** 0.25 - 1
-        assert r["regret"] == pytest.approx(regret) and list(r["sets"]) == ["stories", "code"]
-        assert r["sets"]["code"] == pytest.approx(math.sqrt(r["ratios"][2] * r["ratios"][3]))
         assert ("deciding" in r) == (name in ("SWIFT", "CLaSp", "DEL", "DEL, few exits", "Pace"))
         assert 0 < r.get("deciding", 0.5) < 1
-    results = {"greedy": (rows, choices, alphas, found)}
-    text = bench_dynamic.markdown(a, results, kinds)
-    assert text.count("\n| Pace |") == 1 and "- exit 1: alpha " in text
+    text = bench_dynamic.markdown(a, {"greedy": column}, kinds)
+    assert text.count("\n| Pace |") == 1 and text.count("- Pace by the ") == 2
+    assert "| alpha of exit | 1 | 2 | 3 | 4 | 5 |" in text and len(alphas) == 5
     plots.choices({"greedy": choices}, kinds, "tiny", tmp_path / "choices.part")
     assert image.imread(tmp_path / "choices.part", "png").shape[2] == 4, "whatever the file is called"
+
+
+def test_alphas_are_those_of_the_texts(models):
+    """What DEL expected at the start of each prompt, and what the texts say, after the prompt only."""
+    m, prompts = models["gemma2"], PROMPTS[:2]
+    a = SimpleNamespace(new=9, dtype="float64")
+    bench, thoughts = bench_dynamic.Stream(a, {"float64": (m, None)}, prompts, {}, {"float64": []}), {}
+    methods, texts = {"plain": Method(gamma=0)}, [oracle(m, ids, 9) for ids in prompts]
+    methods["plain"].samples = {i: [SimpleNamespace(ids=text)] for i, text in enumerate(texts)}
+    thoughts["DEL"] = [SimpleNamespace(alphas=[[0.2, 0.3, 0.4, 0.5, 0.6], [0.4, 0.3, 0.4, 0.5, 0.8]])]
+    found = bench_dynamic.alphas_of(bench, methods, thoughts)
+    assert [x for x, _ in found.values()] == pytest.approx([0.3, 0.3, 0.4, 0.5, 0.7])
+    for e, (_, alpha) in found.items():
+        hits = []
+        for ids, text in zip(prompts, texts, strict=True):
+            whole = Teacher(m, ids + text).acceptance(early_exit(6, e)).tolist()
+            hits.append(sum(whole[len(ids) - 1 :]) / len(whole[len(ids) - 1 :]))
+        assert alpha == pytest.approx(sum(hits) / 2)
+
+
+def test_what_is_timed_is_metered_with_the_matrices_of_heads(models):
+    """By hand: a pass for each round, and for each drafted token a matrix and the output head."""
+    m, costs = models["llama"], weight_costs(LLAMA)
+    a, heads = SimpleNamespace(new=12, dtype="float64"), [Medusa(m, 3), Transfer(m, 3, 2)]
+    bench = bench_dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, {"float64": heads})
+    s = bench.write(lambda model, small: heads[0].drafter(2), 0)
+    proposed = sum(int(r.draft.tokens.shape[1]) for _, r in rounds(m, PROMPTS[:1], 12, heads[0].drafter(2)))
+    assert s.read == pytest.approx(s.passes + proposed * (32 * 32 + costs.head) / costs.whole)
+    s = bench.write(lambda model, small: heads[1].drafter(0), 0)
+    assert s.read == pytest.approx(12 * (1 + 2 * 32 * 32 / costs.whole))
+    assert "after" not in vars(heads[0]) and "run" not in vars(m), "the meter is taken away"
 
 
 def test_what_lives_through_the_stream(models):
