@@ -21,6 +21,7 @@ from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
 from support.costs import kept_costs
 
+DEFAULT = "exit"    # what drafts where no flag says
 LARGE = 64e6    # bytes of blocks from which on costs are measured without being asked
 SMALL = Path(__file__).resolve().parent.parent / "weights" / "stories-draft"
 OWN_FLAG = {"auto": "costs", "exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # whose draft
@@ -31,9 +32,9 @@ GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3,
 
 def add_flags(group):
     add = group.add_argument
-    add("--draft", choices=GAMMA, help="where drafts come from (default: exit); auto: what promises most, "
-        "judged anew before every draft; int8 and nf4: a copy of the model in few bits, all of it or what "
-        "--exit-layer or --skip leaves; kangaroo and below: trained heads")
+    add("--draft", choices=GAMMA, help=f"where drafts come from (default: {DEFAULT}); auto: what promises "
+        "most, judged anew before every draft; int8 and nf4: a copy of the model in few bits, all of it or "
+        "what --exit-layer or --skip leaves; kangaroo and below: trained heads")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
         'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
@@ -57,7 +58,8 @@ def add_flags(group):
 def check(a):
     """Fill in a.draft. Raises ValueError, in one line, for flags that do not go together."""
     implied = [kind for kind, flag in OWN_FLAG.items() if getattr(a, flag) is not None]
-    a.draft = a.draft or (implied[0] if implied else "exit")
+    usual = "exit" if a.do_no_harm or a.tail is not None else DEFAULT   # auto does both of itself
+    a.draft = a.draft or (implied[0] if implied else usual)
     wrong = next((kind for kind in implied if kind not in (a.draft, *ALSO.get(a.draft, ()))), None)
     if wrong:
         raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")

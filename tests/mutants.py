@@ -1374,6 +1374,9 @@ BENCH_COSTS = [
 ]
 
 BENCH_SELF = [
+    ('own * (head.steps if name == "spread" else 1)', "own",
+     "of the rows that ride along one is read",
+     "test_pace.py::test_what_is_timed_is_metered_with_the_matrices_of_heads"),
     ("        self.rehearse([m.start() for", "        list([m.start() for",
      "passes are recorded while they are timed",
      "test_bench.py::test_recorded_passes_are_recorded_before_they_are_timed"),
@@ -2604,6 +2607,22 @@ HEADS = [
      "the state is of another size", "test_heads.py::test_golden_acceptance_counts[llama]"),
 ]
 
+BENCH_DYNAMIC = [
+    ("        s.read = sum(spent) / self.costs.whole\n", "        s.read = sum(spent)\n",
+     "weights are not told in passes",
+     "test_pace.py::test_what_is_timed_is_metered_with_the_matrices_of_heads"),
+    ("After(make(model, small), spent.clear)", "make(model, small)",
+     "the prompt is paid for",
+     "test_pace.py::test_what_is_timed_is_metered_with_the_matrices_of_heads"),
+    ("[max(1.0, *(rows", "[max(0.0, *(rows",
+     "the oracle must draft", "test_pace.py::test_the_stream_on_a_tiny_model"),
+    ("[len(ids) - 1 :].mean())", ".mean())",
+     "the prompt counts as written",
+     "test_pace.py::test_alphas_are_those_of_the_texts"),
+    ("key=lambda name: of[name][\"ratio\"])", "key=lambda name: -of[name][\"ratio\"])",
+     "Pace is compared with the worst", "test_pace.py::test_the_stream_on_a_tiny_model"),
+]
+
 KEPT = [
     ("torch.__version__, machine(model.tok.device), ", "torch.__version__, ",
      "one table for all machines", "test_costs.py::test_other_machines_models_and_types_have_other_tables"),
@@ -2632,6 +2651,8 @@ DRAFTS = [
     ("found = [] if a.fast else", "found =",
      "passes with taps are not replayed",
      "test_generate.py::test_trained_heads_beside_the_weights_are_candidates"),
+    ('usual = "exit" if a.do_no_harm or a.tail is not None else DEFAULT', "usual = DEFAULT",
+     "auto does harm", "test_generate.py::test_auto_could_be_the_default[flags3-exit]"),
     ('if name != "nothing"), None)', "), None)",
      "nothing is said to be accepted", "test_generate.py::test_what_was_chosen_is_told_in_one_line"),
     ("DoNoHarm(cost, a.gamma) if", "DoNoHarm(cost) if", "what the user allows at most is not asked",
@@ -2685,7 +2706,8 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPL
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
          "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL,
          "control.py": CONTROL + MEASURE_COSTS + LAYOUT,
-         "benchmarks/drafters.py": BENCH_SELF, "benchmarks/costs.py": BENCH_COSTS,
+         "benchmarks/drafters.py": BENCH_SELF, "benchmarks/dynamic.py": BENCH_DYNAMIC,
+         "benchmarks/costs.py": BENCH_COSTS,
          "benchmarks/check.py": CHECK, "benchmarks/peers.py": PEERS, "benchmarks/gguf.py": GGUF,
          "benchmarks/counts.py": COUNTS, "tests/paper_gpu.py": PAPER,
          "support/chat.py": CHAT, "support/show.py": SHOW, "support/stats.py": STATS,

@@ -207,6 +207,17 @@ def test_what_was_chosen_is_told_in_one_line():
     assert drafts.chosen(r).endswith(": no round: no draft promised a gain")
 
 
+@pytest.mark.parametrize("flags, draft", [
+    ([], "auto"), (["--gamma", "3"], "auto"), (["--draft-vocab", "v.json"], "auto"),
+    (["--tail", "3"], "exit"), (["--do-no-harm"], "exit"), (["--exit-layer", "2"], "exit"),
+    (["--costs", "c.json"], "auto"), (["--draft", "none"], "none")])
+def test_auto_could_be_the_default(monkeypatch, flags, draft):
+    """All other flags mean what they mean now."""
+    now = generate.parse(["x", *flags]).draft
+    monkeypatch.setattr(drafts, "DEFAULT", "auto")
+    assert generate.parse(["x", *flags]).draft == draft and now in (draft, "exit")
+
+
 def test_nothing_to_write_with_auto(call):
     status, out, err = call("Once", "--max-new", "0", "--json", "--draft", "auto")
     r = json.loads(out)
