@@ -58,7 +58,8 @@ class ExitDraft(SelfDraft):
         check_target(self.head, state)
         super().begin(state, trace)
         self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), state.n.device)
-        self.noted, self.unread = [[] for _ in state.known], 0      # of each row (T, dim), again and again
+        self.noted, self.unread = [[] for _ in state.known], 0      # of each row some (T, dim)
+        self.held = [len(text) - 1 for text in state.known]         # how many tokens are read or noted
         for i, x in enumerate(trace[self.taps[0]].split(256, 1)):
             self.read(x, slice(256 * i, 256 * i + x.shape[1]), None)
 
@@ -87,8 +88,11 @@ class ExitDraft(SelfDraft):
 
     def observe(self, state, r):
         super().observe(state, r)
-        for states, x, new in zip(self.noted, r.trace[self.taps[0]], r.new, strict=True):
-            states.append(x[: len(new)])            # D, and what was accepted after it
+        rows = zip(r.trace[self.taps[0]], state.known, r.new, strict=True)
+        for b, (x, text, new) in enumerate(rows):
+            first = len(text) - 1 - len(new)        # where the block stands: at D, before it went on
+            self.noted[b].append(x[self.held[b] - first : len(new)])
+            self.held[b] = len(text) - 1
         self.unread = max(sum(map(len, states)) for states in self.noted)
 
 

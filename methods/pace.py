@@ -165,7 +165,8 @@ class Pace(Wrapper):
     that is least far: plain decoding would be there after as many passes as that row has tokens. What a fast
     row wins is not lent to a slow one, which everybody would have to wait for.
 
-    Not in the prices, and so not in the promise: the reading of the prompt, and the time of its own thinking.
+    The promise is kept over the life of a Pace: what was won on one text may be lost on the next one. Not in
+    the prices, and so not in the promise: the reading of the prompt, and the time of its own thinking.
     """
 
     def __init__(self, model, ways=None, costs=None, risk=0.01, most=MOST, fade=0.95):
@@ -351,10 +352,9 @@ class Pace(Wrapper):
         doubted = [i for i, much in enumerate(known) if much < DOUBT and self.most]
         for way in (self.ways[i] for i in sorted(doubted, key=lambda i: known[i])):
             loss, planned = self.loss(way)
-            # trap: what can never be saved for, or not be lost now, must not stop all others
-            if loss * self.rate > STAKE or loss * self.grown > self.purse - max(planned, STAKE / 2):
+            if loss * self.rate > STAKE:        # trap: what can never be saved for must not stop all others
                 continue
-            if loss * self.rate > self.saved:
+            if loss * self.rate > self.saved or loss * self.grown > self.purse - max(planned, STAKE / 2):
                 return False
             self.saved -= loss * self.rate
             if way.leaves is None:
