@@ -106,13 +106,15 @@ class Costs:
         >>> costs.price([0, 1]), costs.price([0, 1], n=4), costs.price([1], share=0.5, n=4)
         (6.0, 8.0, 3.5)
         """
-        more = 0.0
-        if self.slot and n is not None:
-            more = sum(self.reads(i, n) - self.reads(i, self.at) for i in sublayers if i % 2 == 0)
-        return sum(self.sublayers[i] for i in sublayers) + share * self.head + self.slot * more
+        return self.pricing(sublayers, share)(self.at if n is None else n)
 
-    def reads(self, attention, n):
-        return n if self.window is None or attention % 4 else min(n, self.window)
+    def pricing(self, sublayers, share=1.0):
+        """`price` as a function of n, for who asks often: the sums are made once."""
+        fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head
+        attentions = [i for i in sublayers if i % 2 == 0]
+        near = 0 if self.window is None else sum(i % 4 == 0 for i in attentions)
+        far, slot, at, window = len(attentions) - near, self.slot, self.at, self.window or 0
+        return lambda n: fixed + slot * (far * (n - at) + near * (min(n, window) - min(at, window)))
 
     def step(self, sublayers, share=1.0, n=None):
         """The cost of a drafted step relative to a pass of the target, the c of the formulas. Both include
@@ -121,15 +123,18 @@ class Costs:
 
     def block(self, T):
         """What a pass over T tokens takes relative to one token: on straight lines between the measured
-        widths. By weights it is 1 for every T, since they are read once.
+        widths, of which the last goes on. By weights it is 1 for every T, since they are read once.
 
-        >>> Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5))).block(3)
-        1.375
+        >>> costs = Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5)))
+        >>> costs.block(3), costs.block(6)
+        (1.375, 1.75)
         """
+        slope, (widest, cost) = 0.0, self.blocks[-1]
         for (low, before), (high, after) in pairwise(self.blocks):
+            slope = (after - before) / (high - low)
             if T <= high:
-                return before + (after - before) * (T - low) / (high - low)
-        return self.blocks[-1][1]
+                return before + slope * (T - low)
+        return cost + max(0.0, slope) * (T - widest)    # trap: measured costs can fall, too
 
 
 def weight_costs(c):

@@ -21,6 +21,7 @@ from machine.recorded import Recorded
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import chat, cli, drafts, page, show, stats
+from support.costs import as_data
 from support.files import read_text
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
@@ -215,11 +216,18 @@ def report(a, model, seen, texts):
         "acceptance": n.accepted / n.proposed if n.proposed else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
         "tail": a.tail, "tree": a.tree, "fast": a.fast, "quant": a.quant,
-        "processes": parallel.place()[1], "costs": a.costs or "weights",
-        "chosen": seen.timed.drafters[0].chosen if a.draft == "auto" else None,
+        "processes": parallel.place()[1], **automatic(a, seen.timed.drafters[0]),
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
     }
+
+
+def automatic(a, drafter):
+    """What --draft auto reckoned with, chose and believes now."""
+    if a.draft != "auto":
+        return {"costs": "weights", "cost_table": None, "chosen": None, "beliefs": None}
+    return {"costs": a.costs, "cost_table": as_data(a.table), "chosen": drafter.chosen,
+            "beliefs": drafter.beliefs()}
 
 
 def speed(tokens, reading, seconds):

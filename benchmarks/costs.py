@@ -14,6 +14,7 @@ from layerskip import ShortHead, Teacher, early_exit
 from sampling import to_probs
 from speculative import generate
 from support.cli import read_skip, read_vocab
+from support.costs import as_data
 from support.files import read_text
 
 # --- costs
@@ -32,8 +33,7 @@ def run_costs(a):
              *table(["tokens in a block", *(str(T) for T, _ in costs.blocks)],
                     [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]]),
              f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an attention."]
-    return page(lines), {"model": str(a.model), "sublayers": costs.sublayers, "head": costs.head,
-                         "blocks": costs.blocks, "slot": costs.slot, "at": costs.at, "unit": "seconds"}, None
+    return page(lines), {"model": str(a.model), **as_data(costs), "unit": "seconds"}, None
 
 
 # --- will it help?

@@ -45,6 +45,7 @@ class Sample:
     proposed: int = 0
     accepted: int = 0
     split: dict | None = None
+    read: float = 0.0       # weights, in passes of the target, where a run is timed and metered at once
 
 
 @dataclass
@@ -145,10 +146,10 @@ class After(Wrapper):
 
 
 @contextmanager
-def metered(models):
+def metered(models, heads=()):
     """Within it the list that it yields gets the weights that each call reads, as `weight_costs` counts
-    them."""
-    spent = []
+    them; with the matrices of trained heads."""
+    spent, owns = [], [head.own for head in heads if hasattr(head, "own")]
 
     def watch(model, costs):
         every = range(2 * model.c.n_layers)
@@ -163,13 +164,26 @@ def metered(models):
 
         model.run, model.unembed = run, unembed
 
-    for model in models:
+    def counting(act, weights):
+        def acted(*args):
+            spent.append(weights)
+            return act(*args)
+        return acted
+
+    matrices = [(head, "spread" if hasattr(head, "spread") else "after") for head in heads
+                if not hasattr(head, "own")]
+    for model in (*models, *owns):
         watch(model, weight_costs(model.c))
+    for head, name in matrices:     # the output heads of a Medusa are counted where the model is told of them
+        own = next(head.weights.parameters())[0].numel()
+        setattr(head, name, counting(getattr(head, name), own * (head.steps if name == "spread" else 1)))
     try:
         yield spent
     finally:
-        for model in models:
+        for model in (*models, *owns):
             del model.run, model.unembed
+        for head, name in matrices:
+            delattr(head, name)
 
 
 # --- the methods

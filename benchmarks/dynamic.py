@@ -11,15 +11,27 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.drafters import Bench, Method, divergences, fixed, row, ruled
+from benchmarks.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
 from benchmarks.shared import SETS, load, page, prompt_ids, table
-from control import AnnealedConfidence, DoNoHarm, Entropy, Schedule, Thompson, weight_costs
-from layerskip import early_exit
+from control import (
+    AdaptiveExit,
+    AnnealedConfidence,
+    Confidence,
+    DoNoHarm,
+    Entropy,
+    Schedule,
+    Thompson,
+    ValueGate,
+    weight_costs,
+)
+from layerskip import Teacher, early_exit
 from methods.dynamic import DEL, SWIFT, CLaSp
 from methods.pace import Pace, candidates
 from speculative import NGram, Wrapper
 from support import plots
-from support.cli import read_costs, read_skip, read_vocab
+from support.cli import read_skip, read_vocab
+from support.costs import as_data
+from support.drafts import costs_of, trained_beside
 
 TURN = 4  # prompts of one kind in a row
 GAMMAS = 1, 2, 4
@@ -33,6 +45,24 @@ def stream(tokenizer, c, each):
     return [ids for _, ids in some], [name for name, _ in some]
 
 
+class Stream(Bench):
+    """A Bench that meters what it times: a drafter that lives through a stream drafts otherwise in another
+    run. heads: {dtype: the trained heads of that model}."""
+
+    def __init__(self, a, models, prompts, flags, heads):
+        super().__init__(a, models, prompts, flags)
+        self.heads = heads
+
+    def heads_of(self, model):
+        return self.heads[next(dtype for dtype, (target, _) in self.models.items() if target is model)]
+
+    def write(self, make, i):
+        with metered([self.model], self.heads[self.a.dtype]) as spent:
+            s = super().write(lambda model, small: After(make(model, small), spent.clear), i)
+        s.read = sum(spent) / self.costs.whole
+        return s
+
+
 class Thinking(Wrapper):
     """A drafter, the seconds that it spends deciding, and what it knew at the start of each prompt."""
 
@@ -40,7 +70,7 @@ class Thinking(Wrapper):
         super().__init__(drafter)
         self.seconds, self.alphas, self.chosen = 0.0, [], []
         if isinstance(drafter, Pace):
-            for name in ("choose", "experiment"):
+            for name in ("choose", "experiment", "prepare", "enough"):
                 setattr(drafter, name, self.timed(getattr(drafter, name)))
 
     def timed(self, act):
@@ -88,82 +118,172 @@ def living(make, seen):
     return Method(start)
 
 
-def all_methods(a, model, skip, vocab, costs, thoughts):
-    """({name: Method}, the names of the fixed ones)"""
-    L, methods = model.c.n_layers, {}
+# --- the methods
+
+
+def fixed_drafts(a, bench, skip, vocab):
+    """{name: Method} of drafts that never change, and the exits among them."""
+    L, methods = bench.model.c.n_layers, {}
     exits = sorted({max(1, L // 12), max(1, L // 6), max(1, L // 4)})
     for e in exits[1:2] if a.quick else exits:
         for gamma in GAMMAS[1:2] if a.quick else GAMMAS:
             methods |= fixed(f"exit {e}", early_exit(L, e), gamma)
-    if skip and not a.quick:
-        methods |= fixed("skip set", skip, 2)
-    methods["n-gram"] = Method(lambda: lambda model, small: NGram(8, 3))
-    names = list(methods)
-    e = exits[len(exits) // 2]
-    subs, cost = early_exit(L, e), weight_costs(model.c).step(early_exit(L, e))
-    rules = {"FS, +1 / -1": lambda: Schedule(6), "SVIP, entropy": Entropy, "EESD, Thompson": Thompson,
-             "SpecBound, annealed": lambda: AnnealedConfidence(e / L), "do no harm": lambda: DoNoHarm(cost)}
-    methods |= {f"exit {e}, {name}": ruled(subs, rule) for name, rule in rules.items()}
+    methods["n-gram"] = Method(lambda: lambda model, small: NGram(TAIL, 3))
+    if not a.quick:
+        subs = early_exit(L, e := exits[len(exits) // 2])
+        methods[f"exit {e}, gamma 2, n-gram tail"] = ruled(subs, lambda: 2, tail=True)
+        methods |= fixed("skip set", skip, 2) if skip else {}
+        methods |= fixed(f"exit {e}, draft vocabulary", subs, 2, vocab) if vocab else {}
+        for i, head in enumerate(bench.heads_of(bench.model)):
+            gamma = min(3, getattr(head, "steps", 3))
+            methods[f"{head.kind}, gamma {gamma}"] = Method(lambda i=i, gamma=gamma: lambda model, small: (
+                bench.heads_of(model)[i].drafter(gamma)))
+    return methods, exits
+
+
+def rules(L, e, cost):
+    """{name: a function that makes the rule} of what others and we have published to go with one exit."""
+    return {"FS, +1 / -1": lambda: Schedule(6), "heuristic, +2 / -1": lambda: Schedule(5, up=2),
+            "Draft & Verify, adaptive": AdaptiveExit, "Kangaroo's confidence": lambda: Confidence(0.6),
+            "SVIP, entropy": Entropy, "EESD, Thompson": Thompson,
+            "SpecBound, annealed": lambda: AnnealedConfidence(e / L), "do no harm": lambda: DoNoHarm(cost),
+            "expected-value gate": lambda: ValueGate(cost)}
+
+
+def all_methods(a, bench, skip, vocab, costs, thoughts):
+    """({name: Method}, the names of the fixed ones)"""
+    L, (methods, exits) = bench.model.c.n_layers, fixed_drafts(a, bench, skip, vocab)
+    names, e = list(methods), exits[len(exits) // 2]
+    subs = early_exit(L, e)
+    methods |= {f"exit {e}, {name}": ruled(subs, rule)
+                for name, rule in rules(L, e, weight_costs(bench.model.c).step(subs)).items()}
     makers = {"SWIFT": SWIFT, "CLaSp": partial(CLaSp, skips=max(1, round(0.45 * L))), "DEL": DEL,
               "DEL, few exits": lambda m: DEL(m, exits, every=4),
-              "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab), costs)}
+              "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, bench.heads_of(m)), costs)}
     for name, make in makers.items():
         methods[name] = living(make, thoughts.setdefault(name, []))
     return {"plain": Method(gamma=0)} | methods, names
 
 
+# --- what is reported
+
+
+def along(values, best, kinds):
+    """What a stream tells of one ratio to plain decoding for each prompt: the mean, that of each kind, and
+    the regret against the best fixed draft, or none, of each prompt."""
+    pairs = list(zip(values, kinds, strict=True))
+    return {"ratio": statistics.geometric_mean(values), "ratios": values,
+            "sets": {kind: statistics.geometric_mean(x for x, k in pairs if k == kind)
+                     for kind in dict.fromkeys(kinds)},
+            "regret": statistics.geometric_mean(b / x for b, x in zip(best, values, strict=True)) - 1}
+
+
+def both_ways(rows, methods, names, kinds):
+    """Fill in what only a stream tells, by the clock and by the weights that were read."""
+    for name, m in methods.items():
+        runs = [m.samples[i] for i in range(len(kinds))]
+        m.tokens_written, m.weights_read = (sum(x) for x in zip(*(
+            (len(s.ids), s.read) for each in runs for s in each), strict=True))
+        rows[name]["by_weights"] = m.tokens_written / m.weights_read
+        rows[name]["read"] = [sum(len(s.ids) for s in each) / sum(s.read for s in each) for each in runs]
+    for key, source in (("clock", "ratios"), ("weights", "read")):
+        best = [max(1.0, *(rows[name][source][i] for name in names)) for i in range(len(kinds))]
+        for r in rows.values():
+            r[key] = along(r[source], best, kinds)
+
+
+def reach(rows, names):
+    """{currency: what Pace reaches}: relative to plain decoding, to the best single fixed draft, to the best
+    of each kind, to DEL and to SWIFT."""
+    found = {}
+    for key in ("clock", "weights"):
+        of = {name: r[key] for name, r in rows.items()}
+        best = max(names, key=lambda name: of[name]["ratio"])
+        pace = of["Pace"]
+        found[key] = {"best fixed": best, "over it": pace["ratio"] / of[best]["ratio"],
+                      "of each kind's best": {kind: x / max(of[name]["sets"][kind] for name in names)
+                                              for kind, x in pace["sets"].items()},
+                      "over DEL": pace["ratio"] / of["DEL"]["ratio"],
+                      "over SWIFT": pace["ratio"] / of["SWIFT"]["ratio"], "over plain": pace["ratio"]}
+    return found
+
+
+def alphas_of(bench, methods, thoughts):
+    """{exit: (how often DEL expected its drafts to be accepted, how often they would have been in the texts
+    that plain decoding wrote)}"""
+    L, true = bench.model.c.n_layers, []
+    for i, ids in enumerate(bench.prompts):
+        text = methods["plain"].samples[i][0].ids
+        teacher = Teacher(bench.model, ids + text, bench.probs)
+        true.append([float(teacher.acceptance(early_exit(L, e))[len(ids) - 1 :].mean()) for e in range(1, L)])
+    believed, true = ([statistics.mean(seen) for seen in zip(*columns, strict=True)]
+                      for columns in (thoughts["DEL"][-1].alphas, true))
+    return {e + 1: both for e, both in enumerate(zip(believed, true, strict=True))}
+
+
 def column(a, bench, kinds, skip, vocab, costs, bar):
-    """One table: {method: row}, with what only a stream tells; what Pace chose; and the exits' alphas."""
-    thoughts = {}
-    methods, names = all_methods(a, bench.model, skip, vocab, costs, thoughts)
-    bar.reset(len(methods) * (len(bench.prompts) + 1 + a.repeats * len(bench.prompts)))
-    bench.check_texts(methods, bar)
+    """One table: {method: row}; what Pace chose; the exits' alphas; where texts parted; what Pace reaches."""
+    thoughts, few = {}, bench.prompts[::TURN]
+    methods, names = all_methods(a, bench, skip, vocab, costs, thoughts)
+    bar.reset(len(methods) * (len(few) * bench.greedy + 1 + a.repeats * len(bench.prompts)))
+    if bench.greedy:
+        Stream(a, bench.models, few, {}, bench.heads).check_texts(methods, bar)
     bench.run(methods, bar)
-    rows = {name: row(replace(m, sublayers=None), methods["plain"], []) for name, m in methods.items()}
-    best = [max(1.0, *(rows[name]["ratios"][i] for name in names)) for i in range(len(kinds))]
-    for name, r in rows.items():
-        r["sets"] = {kind: statistics.geometric_mean(x for x, k in zip(r["ratios"], kinds, strict=True)
-                                                     if k == kind) for kind in dict.fromkeys(kinds)}
-        r["regret"] = statistics.geometric_mean(b / x for b, x in zip(best, r["ratios"], strict=True)) - 1
-        if name in thoughts:
-            whole = sum(sum(s.split.values()) for runs in methods[name].samples.values() for s in runs)
-            r["deciding"] = sum(t.seconds for t in thoughts[name][-a.repeats :]) / whole
-    known = thoughts["DEL"][-1].alphas
-    alphas = {e + 1: statistics.mean(seen) for e, seen in enumerate(zip(*known, strict=True))}
-    return rows, thoughts["Pace"][-1].choices(), alphas, divergences(bench, methods, "the stream")
+    rows = {name: row(replace(m, sublayers=None, weights_read=1.0), methods["plain"], [])
+            for name, m in methods.items()}
+    both_ways(rows, methods, names, kinds)
+    for name, lives in thoughts.items():
+        whole = sum(sum(s.split.values()) for runs in methods[name].samples.values() for s in runs)
+        rows[name]["deciding"] = sum(t.seconds for t in lives[-a.repeats :]) / whole
+    return (rows, thoughts["Pace"][-1].choices(), alphas_of(bench, methods, thoughts),
+            divergences(bench, methods, "the stream"), reach(rows, names))
 
 
-COLUMNS = {"ratio to plain": ("ratio", ".2f"), "by weights": ("by_weights", ".2f"),
-           "regret": ("regret", ".0%"), "deciding": ("deciding", ".1%"), "tau": ("tau", ".2f"),
-           "accepted": ("acceptance", ".2f")}
+COLUMNS = {"ratio to plain": (lambda r: r["clock"]["ratio"], ".2f"),
+           "regret": (lambda r: r["clock"]["regret"], ".0%"),
+           "by weights": (lambda r: r["weights"]["ratio"], ".2f"),
+           "its regret": (lambda r: r["weights"]["regret"], ".0%"),
+           "deciding": (lambda r: r.get("deciding"), ".1%"), "tau": (lambda r: r["tau"], ".2f"),
+           "accepted": (lambda r: r["acceptance"], ".2f")}
 
 
 def markdown(a, results, kinds):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; batch 1, {len(kinds)} prompts, whose kind changes every "
              f"{1 if a.quick else TURN}, up to {a.new} new tokens each, {a.repeats} interleaved runs; regret "
-             "against the best fixed draft, or none, of each prompt; the texts are plain decoding's", ""]
-    for title, (rows, _, alphas, _) in results.items():
+             "against the best fixed draft, or none, of each prompt; the last columns are ratios by the "
+             f"clock; on every {TURN}th prompt the greedy texts were plain decoding's in float64", ""]
+    for title, (rows, _, alphas, _, reached) in results.items():
         body = []
         for name, r in rows.items():
-            cells = ("" if r.get(key) is None else format(r[key], form) for key, form in COLUMNS.values())
-            body.append([name, *cells, *(f"{x:.2f}" for x in r["sets"].values())])
+            values = [(get(r), form) for get, form in COLUMNS.values()]
+            cells = ("" if value is None else format(value, form) for value, form in values)
+            body.append([name, *cells, *(f"{x:.2f}" for x in r["clock"]["sets"].values())])
         lines += [f"**{title}**", "", *table(["", *COLUMNS, *dict.fromkeys(kinds)], body)]
-        measured = {e: rows.get(f"exit {e}, gamma 1", {}).get("acceptance") for e in alphas}
-        lines += [f"- exit {e}: alpha {alphas[e]:.2f} by its shadow tokens, {alpha:.2f} when it drafts"
-                  for e, alpha in measured.items() if alpha is not None]
+        for key, r in reached.items():
+            each = ", ".join(f"{kind} {x:.2f}" for kind, x in r["of each kind's best"].items())
+            lines += [f"- Pace by the {key}: {r['over plain']:.2f} times plain decoding, {r['over it']:.2f} "
+                      f"times the best fixed draft ({r['best fixed']}), {r['over DEL']:.2f} times DEL, "
+                      f"{r['over SWIFT']:.2f} times SWIFT; of the best of each kind: {each}"]
+        head = ["alpha of exit", *map(str, alphas)]
+        both = zip(("as DEL expected it", "in the texts"), zip(*alphas.values(), strict=True), strict=True)
+        lines += ["", *table(head, [[name, *(f"{x:.2f}" for x in values)] for name, values in both])]
     return page(lines)
 
 
+# --- the command
+
+
 def run(a):
-    a.repeats = a.repeats or (1 if a.quick else 3)
+    a.repeats = a.repeats or 1
     models, found = {}, {name: Path(a.model) / f"{name}.json" for name in ("skip", "vocab")}
     for dtype in (a.dtype, "float64"):
         model, tokenizer = load(a, dtype)
         models[dtype] = model, None
-    skip, words = a.skip or found["skip"], a.draft_vocab or found["vocab"]
+    heads = {dtype: trained_beside(a, model) for dtype, (model, _) in models.items()}
+    model, skip, words = models[a.dtype][0], a.skip or found["skip"], a.draft_vocab or found["vocab"]
     skip = read_skip(str(skip), model.c.n_layers) if a.skip or skip.is_file() else None
     vocab = read_vocab(str(words), model.c.vocab_size) if a.draft_vocab or words.is_file() else None
-    costs = read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
+    costs = costs_of(a, model)
     prompts, kinds = stream(tokenizer, model.c, 1 if a.quick else TURN)
     if a.quick:
         prompts, kinds = prompts[: len(SETS)], kinds[: len(SETS)]
@@ -171,12 +291,13 @@ def run(a):
     with tqdm(disable=None) as bar:
         for title, flags in tasks[:1] if a.quick else tasks:
             bar.set_description(title)
-            bench = Bench(a, models, prompts, flags)
+            bench = Stream(a, models, prompts, flags, heads)
             results[title] = column(a, bench, kinds, skip, vocab, costs, bar)
-    chosen = {title: choices for title, (_, choices, _, _) in results.items()}
-    data = {"results": {title: rows for title, (rows, *_) in results.items()}, "kinds": kinds,
-            "chosen": chosen,
-            "alphas": {title: alphas for title, (_, _, alphas, _) in results.items()},
-            "divergences": {title: found for title, (*_, found) in results.items() if title == "greedy"},
-            "new": a.new, "repeats": a.repeats, "model": str(a.model)}
-    return markdown(a, results, kinds), data, partial(plots.choices, chosen, kinds, f"{a.model}, {a.dtype}")
+    parts = zip(("results", "chosen", "alphas", "divergences", "reach"), zip(*results.values(), strict=True),
+                strict=True)
+    data = {name: dict(zip(results, values, strict=True)) for name, values in parts}
+    data["divergences"].pop("T 0.8", None)      # where texts are drawn they may differ
+    data |= {"kinds": kinds, "costs": a.costs, "cost_table": as_data(costs), "new": a.new,
+             "repeats": a.repeats, "model": str(a.model)}
+    draw = partial(plots.choices, data["chosen"], kinds, f"{a.model}, {a.dtype}")
+    return markdown(a, results, kinds), data, draw

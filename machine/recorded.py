@@ -27,7 +27,7 @@ import model as model_code
 from kvcache import KVCache
 from model import SPARE
 from support.cli import machine
-from support.files import replacing
+from support.files import cache_folder, replacing
 
 KEEP = 64  # recordings; of more, the oldest is forgotten
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -329,9 +329,3 @@ def refused(inputs, fixed):
 def pad(x, rows):
     """x (B, T, dim) with so many dead rows after it."""
     return F.pad(x, (0, 0, 0, rows)).contiguous()
-
-
-def cache_folder():
-    """Where this user's programs keep what they can make again."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
-    return Path(home) / "self-speculative-decoding"

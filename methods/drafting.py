@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit
@@ -39,32 +40,26 @@ def check_target(head, state):
         raise ValueError("a head drafts only for the model that it was made for")
 
 
-def block_of(state, r):
-    """Where the block of a Round r stands, now that n has grown: a slice or (B, K+1)."""
-    new, K = [len(row) for row in r.new], r.draft.tokens.shape[1]
-    if len(new) == 1:
-        return state.at(*range(-new[0], K + 1 - new[0]))
-    steps = torch.arange(-1, K, device=state.n.device)                          # (K+1,) from D on
-    return state.after(steps - state.send(new)[:, None])                        # (B, K+1)
-
-
 class ExitDraft(SelfDraft):
     """Early exit with an adapter between the exit and the model's head (Kangaroo, arXiv 2404.18911). The
     paper's second early exit is a rule: `control.Confidence(0.6)`.
 
-    The adapter has a cache of its own. While it drafts it reads its own drafts, and after each round, whoever
-    drafted, the block once more, from the tap. So it holds every token before D, and what it wrote of refused
-    drafts is overwritten or dead, as in the target's cache.
+    The adapter has a cache of its own, which holds the text before D and, while it drafts, its own drafts. In
+    rounds in which others draft it only notes the states of what was written, and reads all of them at once
+    before it drafts again: `unread` says how many. What it wrote of refused drafts is overwritten or dead.
     """
 
     def __init__(self, head, rule):
         super().__init__(head.model, early_exit(head.model.c.n_layers, head.shape["exit_layer"]), rule)
         self.head, self.own, self.taps = head, head.own, head.taps
+        self.noted, self.unread = [], 0
 
     def begin(self, state, trace):
         check_target(self.head, state)
         super().begin(state, trace)
         self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), state.n.device)
+        self.noted, self.unread = [[] for _ in state.known], 0      # of each row some (T, dim)
+        self.held = [len(text) - 1 for text in state.known]         # how many tokens are read or noted
         for i, x in enumerate(trace[self.taps[0]].split(256, 1)):
             self.read(x, slice(256 * i, 256 * i + x.shape[1]), None)
 
@@ -72,14 +67,33 @@ class ExitDraft(SelfDraft):
         """Write the keys and values of x (B, T, dim): the adapter's attention alone needs them."""
         self.own.run(x, at, self.cache, [0], end=end)
 
+    def read_noted(self, state):
+        """The states of the last tokens before D of each row. A row with fewer of them than another one reads
+        dead states after its own, into slots that are overwritten before anybody reads them."""
+        x = pad_sequence([torch.cat(states) for states in self.noted], batch_first=True)    # (B, T, dim)
+        more = [sum(map(len, states)) for states in self.noted]
+        if len(more) == 1:
+            at = state.at(*range(-more[0], 0))
+        else:
+            steps = torch.arange(-1, x.shape[1] - 1, device=state.n.device)                 # (T,)
+            at = state.after(steps - state.send(more)[:, None])                             # (B, T)
+        self.read(x, at, state.end(x.shape[1]))
+        self.noted, self.unread = [[] for _ in more], 0
+
     def logits(self, state, x, k):
+        if self.unread:
+            self.read_noted(state)
         x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, end=state.end(k + 1))
         return self.own.unembed(x)
 
     def observe(self, state, r):
         super().observe(state, r)
-        x = r.trace[self.taps[0]]
-        self.read(x, block_of(state, r), state.end(x.shape[1]))
+        rows = zip(r.trace[self.taps[0]], state.known, r.new, strict=True)
+        for b, (x, text, new) in enumerate(rows):
+            first = len(text) - 1 - len(new)        # where the block stands: at D, before it went on
+            self.noted[b].append(x[self.held[b] - first : len(new)])
+            self.held[b] = len(text) - 1
+        self.unread = max(sum(map(len, states)) for states in self.noted)
 
 
 class LastState(Drafter):

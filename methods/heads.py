@@ -17,6 +17,7 @@ two that shares these with the model, and its blocks start as updates by zero: s
 as a bare early exit. Each kind has `weights` (all that is trained), `shape` (what its constructor takes, but
 the model), `taps` (the states it reads), `laws` (what it says of a whole text, for training) and `drafter`.
 """
+import copy
 import hashlib
 import json
 from dataclasses import replace
@@ -31,7 +32,7 @@ from torch import nn
 import checkpoint
 from control import weight_costs
 from kvcache import Beside, KVCache
-from layerskip import early_exit
+from layerskip import ShortHead, early_exit
 from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, TransferDraft, unit
 from model import Transformer
 from speculative import ahead
@@ -118,7 +119,9 @@ class Medusa:
         places after the next."""
         x = unit(x)
         x = x + F.silu(F.linear(x, self.weights.inner[k]))
-        return self.model.unembed(x, self.weights.outer[k] if self.shape["own_head"] else None)
+        if self.shape["own_head"]:
+            return self.model.unembed(x, self.weights.outer[k])
+        return self.model.unembed(x)
 
     def laws(self, tokens, trace, cache):
         x = trace[self.taps[0]]
@@ -213,12 +216,31 @@ def judged(head, tokens):
         yield said, target[:, k : k + said.shape[1]]
 
 
+def pricing(head, costs, share=1.0):
+    """n -> what a drafted token takes after n others, relative to a pass of the target, by a Costs table.
+    share: of the output head that it reads. The head's own weights are not in the table: each counts as much
+    as one of the model's blocks, or of its output head, whichever takes more."""
+    c, by_count, own_head = head.model.c, weight_costs(head.model.c), head.shape.get("own_head")
+    rate = max(sum(costs.sublayers) / sum(by_count.sublayers), costs.head / by_count.head)
+    own = rate * sum(p.numel() for p in head.weights.parameters()) / getattr(head, "steps", 1)
+    exit_layer = head.shape.get("exit_layer", 0)
+    part = costs.pricing(range(2 * exit_layer), 0.0 if own_head else share)
+    whole, slot = costs.pricing(range(2 * c.n_layers)), costs.slot * (exit_layer > 0)
+    return lambda n: (part(n) + own + slot * (n - costs.at)) / whole(n)     # an adapter reads the text, too
+
+
 def step_cost(head):
     """What a drafted token costs relative to a pass of the target, by the weights that are read."""
-    costs, own = weight_costs(head.model.c), sum(p.numel() for p in head.weights.parameters())
-    shared = 0.0 if head.shape.get("own_head") else costs.head
-    trunk = sum(costs.sublayers[: 2 * head.shape.get("exit_layer", 0)])
-    return (trunk + own / getattr(head, "steps", 1) + shared) / costs.whole
+    return pricing(head, weight_costs(head.model.c))(0)
+
+
+def shorter(head, ids):
+    """The same head with a draft vocabulary, `layerskip.ShortHead`; one with output heads of its own stays as
+    it is."""
+    twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
+    if not head.shape.get("own_head"):
+        setattr(twin, part, ShortHead(getattr(head, part), ids))
+    return twin
 
 
 # --- files

@@ -3,6 +3,7 @@
 The one thing to remember: nothing of a drafter is here. A function reads flags and files, refuses what does
 not fit together, and calls one class.
 """
+import sys
 from pathlib import Path
 
 import torch
@@ -10,14 +11,18 @@ import torch
 import checkpoint
 from control import MOST, DoNoHarm
 from layerskip import SelfDraft, ShortHead, early_exit
-from machine.quant import KINDS, byte_costs, quantise
+from machine import parallel
+from machine.quant import KINDS, byte_costs, quantise, size
 from machine.recorded import Recorded
 from methods import heads
 from methods.pace import Pace, candidates
 from methods.trees import Siblings, best_tree, widths_of
 from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
+from support.costs import kept_costs
 
+DEFAULT = "exit"    # what drafts where no flag says
+LARGE = 64e6    # bytes of blocks from which on costs are measured without being asked
 SMALL = Path(__file__).resolve().parent.parent / "weights" / "stories-draft"
 OWN_FLAG = {"auto": "costs", "exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # whose draft
 ALSO = {"auto": ("skip",), "int8": ("exit", "skip"), "nf4": ("exit", "skip")}  # flags that go with it, too
@@ -27,9 +32,9 @@ GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3,
 
 def add_flags(group):
     add = group.add_argument
-    add("--draft", choices=GAMMA, help="where drafts come from (default: exit); auto: what promises most, "
-        "judged anew before every draft; int8 and nf4: a copy of the model in few bits, all of it or what "
-        "--exit-layer or --skip leaves; kangaroo and below: trained heads")
+    add("--draft", choices=GAMMA, help=f"where drafts come from (default: {DEFAULT}); auto: what promises "
+        "most, judged anew before every draft; int8 and nf4: a copy of the model in few bits, all of it or "
+        "what --exit-layer or --skip leaves; kangaroo and below: trained heads")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
         'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
@@ -40,8 +45,9 @@ def add_flags(group):
         "(default: heads/KIND in the model's folder)")
     add("--tree", type=int, metavar="N", help="with trained heads: draft a tree of N tokens, in the shape "
         "that promises most")
-    add("--costs", metavar="FILE", help="auto: measured costs, from bench.py costs --out (default: the "
-        "weights read)")
+    add("--costs", metavar="FILE", help="auto: what the parts of a pass take: weights, by what is read of "
+        "them; measured, once on this machine, and then kept; or a file from bench.py costs --out (default: "
+        "measured for large models, else weights)")
     add("--gamma", type=int, metavar="G", help="how many tokens to draft per round; levels of a tree")
     add("--do-no-harm", action="store_true",
         help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
@@ -52,7 +58,8 @@ def add_flags(group):
 def check(a):
     """Fill in a.draft. Raises ValueError, in one line, for flags that do not go together."""
     implied = [kind for kind, flag in OWN_FLAG.items() if getattr(a, flag) is not None]
-    a.draft = a.draft or (implied[0] if implied else "exit")
+    usual = "exit" if a.do_no_harm or a.tail is not None else DEFAULT   # auto does both of itself
+    a.draft = a.draft or (implied[0] if implied else usual)
     wrong = next((kind for kind in implied if kind not in (a.draft, *ALSO.get(a.draft, ()))), None)
     if wrong:
         raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")
@@ -126,15 +133,43 @@ def part(a, model, tokenizer):
 
 
 def automatic(a, model):
-    """As `drafters`, for --draft auto: a Pace with the usual candidates, and with the skip set and the draft
-    vocabulary that are named, or that lie beside the weights."""
+    """As `drafters`, for --draft auto: a Pace with the usual candidates, and with the skip set, the draft
+    vocabulary and the trained heads that are named, or that lie beside the weights. Fills in a.costs and
+    a.table, the Costs."""
     beside = {name: Path(a.model) / f"{name}.json" for name in ("skip", "vocab")}
     skip, vocab = a.skip or beside["skip"], a.draft_vocab or beside["vocab"]
     skip = cli.read_skip(str(skip), model.c.n_layers) if a.skip or skip.is_file() else None
     vocab = cli.read_vocab(str(vocab), model.c.vocab_size) if a.draft_vocab or vocab.is_file() else None
-    costs = cli.read_costs(a.costs, model.c) if a.costs else byte_costs(model)
+    found = [] if a.fast else trained_beside(a, model)      # what has taps is not replayed from recordings
+    a.table = costs = costs_of(a, model)
     a.gamma = GAMMA["auto"] if a.gamma is None else a.gamma
-    return lambda: Pace(model, candidates(model, costs, skip, vocab), costs, most=a.gamma)
+    return lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs, most=a.gamma)
+
+
+def costs_of(a, model):
+    """The Costs that --costs asks for. Fills in a.costs."""
+    plain = not a.fast and parallel.place()[1] == 1
+    if a.costs is None:
+        a.costs = "measured" if plain and size(model.blocks) >= LARGE else "weights"
+    if a.costs == "weights":
+        return byte_costs(model)
+    if a.costs != "measured":
+        return cli.read_costs(a.costs, model.c)
+    if not plain:   # single sub-layers are not recorded, and several processes would each measure their own
+        raise ValueError("--costs measured goes with one process and without --fast: give weights or a file")
+    return kept_costs(model)[0]
+
+
+def trained_beside(a, model):
+    """The trained heads that lie beside the weights, in heads/KIND. Those of other weights are left out."""
+    found = []
+    for folder in (Path(a.model) / "heads" / kind for kind in heads.KINDS):
+        if (folder / heads.FILE).is_file():
+            try:
+                found.append(heads.load(folder, model)[0])
+            except ValueError as e:
+                print(f"draft: left out, as {e}", file=sys.stderr, flush=True)
+    return found
 
 
 def trained(a, model):
@@ -172,12 +207,23 @@ def load_small(folder, model, tokenizer):
     return small
 
 
+def chosen(r):
+    """What --draft auto chose, and why, in one line."""
+    often = sorted(r["chosen"].items(), key=lambda item: -item[1])
+    how = {"weights": "by weights", "measured": "as measured here"}.get(r["costs"], f"of {r['costs']}")
+    line = (f"draft: auto, with costs {how}: "
+            + (", ".join(f"{name} in {rounds} rounds" for name, rounds in often) or "no round"))
+    best = next((name.split(", then")[0] for name, _ in often if name != "nothing"), None)
+    if best is None:
+        return f"{line}: no draft promised a gain"
+    alpha, price = r["beliefs"][best]
+    return f"{line}; of {best} {alpha:.0%} are accepted, and a token costs {price:.0%} of a pass"
+
+
 def told(r, a):
     """How the run drafted, in one line."""
     if r["draft"] == "auto":
-        often = sorted(r["chosen"].items(), key=lambda item: -item[1])
-        return (f"draft: auto, with costs by {r['costs']}: "
-                + ", ".join(f"{name} in {rounds} rounds" for name, rounds in often))
+        return chosen(r)
     where = "" if r["exit_layer"] is None else f" after block {r['exit_layer']}"
     where += "" if a.skip is None else f" {a.skip}" if a.draft == "skip" else f" without {a.skip}"
     where += f", trees of {r['tree']} tokens" if r["tree"] else ""

@@ -5,6 +5,7 @@ The one thing to remember: a new file takes the place of the old one only once a
 import json
 import os
 from contextlib import contextmanager
+from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -69,3 +70,9 @@ def lock(folder):
         file.close()
         raise ValueError(f"{folder}: another process is writing here: wait, or name another --out") from None
     return file
+
+
+def cache_folder():
+    """Where this user's programs keep what they can make again."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    return Path(home) / "self-speculative-decoding"

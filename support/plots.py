@@ -136,22 +136,34 @@ def methods(results, title, path):
     figure.savefig(path, dpi=110, format="png")
 
 
+def draw_choices(side, prompts, kinds, hues):
+    """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is; hues:
+    {way: its colour}."""
+    below = [0.0] * len(prompts)
+    for way, hue in hues.items():
+        part = [rounds.get(way, 0) / max(1, sum(rounds.values())) for rounds in prompts]
+        side.bar(range(len(prompts)), part, bottom=below, color=hue, label=way, width=0.9)
+        below = [a + b for a, b in zip(below, part, strict=True)]
+    starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
+    side.set_xticks([i - 0.5 for i in starts], [kinds[i] for i in starts], ha="left", fontsize=8)
+    side.set(ylabel="share of the rounds", ylim=(0, 1))
+    side.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def hues_of(ways):
+    """{way: its colour}: "nothing" is grey."""
+    others = [way for way in ways if way != "nothing"]
+    return dict(zip(others, HUES[:-1] * len(others), strict=False)) | {"nothing": HUES[-1]}
+
+
 def choices(chosen, kinds, title, path):
     """What was chosen along a stream of prompts. chosen: {run: [{way: rounds} of each prompt]}; kinds: what
     each prompt is."""
     figure, grid = axes(len(chosen), 1, width=9.0, height=2.6)
-    ways = list(dict.fromkeys(way for prompts in chosen.values() for rounds in prompts for way in rounds))
-    hues = dict(zip(ways, HUES * len(ways), strict=False))
+    hues = hues_of(dict.fromkeys(way for runs in chosen.values() for rounds in runs for way in rounds))
     for (name, prompts), side in zip(chosen.items(), grid.flat, strict=True):
-        below = [0.0] * len(prompts)
-        for way in ways:
-            part = [rounds.get(way, 0) / max(1, sum(rounds.values())) for rounds in prompts]
-            side.bar(range(len(prompts)), part, bottom=below, color=hues[way], label=way, width=0.9)
-            below = [a + b for a, b in zip(below, part, strict=True)]
-        starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
-        side.set_xticks([i - 0.5 for i in starts], [kinds[i] for i in starts], ha="left", fontsize=8)
-        side.set(title=name, ylabel="share of the rounds", ylim=(0, 1))
-    grid.flat[0].legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        draw_choices(side, prompts, kinds, hues)
+        side.set_title(name)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=150, format="png")
 

@@ -1100,7 +1100,9 @@ def test_costs_by_hand():
     assert costs.step(keep(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
     assert [costs.block(T) for T in (1, 2, 17, 99)] == [1.0] * 4, "by weights"
     measured = replace(costs, blocks=((1, 1.0), (3, 1.5), (5, 3.5)))
-    assert [measured.block(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 3.5, 3.5]
+    assert [measured.block(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
+    odd = replace(costs, blocks=((1, 1.0), (3, 1.5), (5, 1.25)))
+    assert [odd.block(T) for T in (4, 5, 9)] == [1.375, 1.25, 1.25], "a wider block is never cheaper"
 
 
 def test_a_wider_block_costs_what_it_costs():

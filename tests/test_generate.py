@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from tqdm import tqdm
 
 import checkpoint
 import generate
-from control import MOST, DoNoHarm
+from control import MOST, Costs, DoNoHarm
 from layerskip import SelfDraft
 from machine.quant import KINDS, byte_costs
 from machine.recorded import Recorded
+from methods import heads
 from speculative import Then
 from support import chat, drafts, stats
 from support.show import Generation
@@ -188,7 +190,106 @@ def test_drafting_by_itself(call, tmp_path, monkeypatch):
     pace = drafts.drafters(a, model, tokenizer)()
     assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share < 1
     _, out, _ = call("Once upon a time", *SHORT, "--draft", "auto")
-    assert "\ndraft: auto, with costs by weights: " in out and " in " in out.split("by weights: ")[1]
+    line = next(line for line in out.splitlines() if line.startswith("draft: auto, with costs by weights: "))
+    assert re.search(r" rounds; of .+ \d+% are accepted, and a token costs \d+% of a pass$", line)
+
+
+def test_what_was_chosen_is_told_in_one_line():
+    r = {"costs": "measured", "chosen": {"nothing": 9, "exit 2, then n-gram": 4, "exit 2": 3},
+         "beliefs": {"exit 2": (0.714, 0.12), "n-gram": (0.5, 0.0)}}
+    assert drafts.chosen(r) == (
+        "draft: auto, with costs as measured here: nothing in 9 rounds, exit 2, then n-gram in 4 rounds, "
+        "exit 2 in 3 rounds; of exit 2 71% are accepted, and a token costs 12% of a pass")
+    assert drafts.chosen(r | {"costs": "c.json"}).startswith("draft: auto, with costs of c.json: nothing in ")
+    r["chosen"] = {"nothing": 9}
+    assert drafts.chosen(r).endswith(": nothing in 9 rounds: no draft promised a gain")
+    r["chosen"] = {}
+    assert drafts.chosen(r).endswith(": no round: no draft promised a gain")
+
+
+@pytest.mark.parametrize("flags, draft", [
+    ([], "auto"), (["--gamma", "3"], "auto"), (["--draft-vocab", "v.json"], "auto"),
+    (["--tail", "3"], "exit"), (["--do-no-harm"], "exit"), (["--exit-layer", "2"], "exit"),
+    (["--costs", "c.json"], "auto"), (["--draft", "none"], "none")])
+def test_auto_could_be_the_default(monkeypatch, flags, draft):
+    """All other flags mean what they mean now."""
+    now = generate.parse(["x", *flags]).draft
+    monkeypatch.setattr(drafts, "DEFAULT", "auto")
+    assert generate.parse(["x", *flags]).draft == draft and now in (draft, "exit")
+
+
+def test_nothing_to_write_with_auto(call):
+    status, out, err = call("Once", "--max-new", "0", "--json", "--draft", "auto")
+    r = json.loads(out)
+    assert (status, err, r["chosen"], r["beliefs"]["n-gram"]) == (0, "", {}, [0.5, 0.0])
+
+
+def test_measured_costs_are_kept_and_the_text_repeats(call, tmp_path, monkeypatch):
+    """Drawn or not: the second run reads the table of the first one, though another measurement would give
+    another."""
+    measured = []
+
+    def quick(model):
+        measured.append(len(measured) + 1)
+        return Costs((0.1 / measured[-1], 1 / 3) * model.c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
+
+    monkeypatch.setattr("support.costs.quick", quick)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    flags, runs = ("Once upon a time", *SHORT, "--dtype", "float32", "--json", "--costs", "measured"), {}
+    for warm in ((), ("--temperature", "0.8", "--seed", "5")):
+        runs[warm] = []
+        for _ in range(2):
+            status, out, err = call(*flags, *warm)
+            r = json.loads(out)
+            assert status == 0 and (r["draft"], r["costs"]) == ("auto", "measured")
+            assert err.startswith("costs: measuring") == (len(measured) == 1 and not runs[()])
+            runs[warm].append([r[key] for key in ("outputs", "chosen", "beliefs", "cost_table")])
+        assert runs[warm][0] == runs[warm][1]
+    assert measured == [1] and runs[()][0][3]["sublayers"][:2] == [0.1, 1 / 3]
+    assert as_json(call, "--draft", "none")["cost_table"] is None
+
+
+def test_costs_are_measured_unasked_for_large_models_only(monkeypatch):
+    model, tokenizer = checkpoint.load(STORIES)
+    monkeypatch.setattr("support.costs.quick", lambda model: pytest.fail("nothing should be measured"))
+
+    def costs(*flags):
+        a = generate.parse(["x", "--draft", "auto", *flags])
+        drafts.drafters(a, model, tokenizer)
+        return a.costs, a.table
+
+    assert costs() == ("weights", byte_costs(model)) == costs("--costs", "weights")
+    monkeypatch.setattr(drafts, "LARGE", 1e3)
+    table = replace(byte_costs(model), head=7.0)
+    monkeypatch.setattr(drafts, "kept_costs", lambda model: (table, None))
+    assert costs() == ("measured", table) == costs("--costs", "measured")
+    assert costs("--fast")[0] == "weights", "passes of parts are not recorded"
+    with pytest.raises(ValueError, match="--costs measured goes with one process and without --fast"):
+        costs("--fast", "--costs", "measured")
+    monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
+    assert costs()[0] == "weights", "each process would measure its own"
+
+
+def test_trained_heads_beside_the_weights_are_candidates(tmp_path, capsys):
+    """Those of other weights are left out, and so are all where passes are to be replayed."""
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+    for file in STORIES.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    for kind in ("kangaroo", "prophet", "medusa"):
+        (tmp_path / "heads" / kind).mkdir(parents=True)
+    heads.save(heads.Kangaroo(model, 2), tmp_path / "heads" / "kangaroo")
+    heads.save(heads.Prophet(model, 1), tmp_path / "heads" / "prophet")
+    model.norm.weight.data *= 1.5
+    heads.save(heads.Medusa(model, 2), tmp_path / "heads" / "medusa")
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+
+    def names(*flags):
+        a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
+        return [way.name for way in drafts.drafters(a, model, tokenizer)().ways]
+
+    assert names()[-2:] == ["kangaroo", "prophet"] and "medusa" not in names()
+    assert "medusa" in (err := capsys.readouterr().err) and "left out, as " in err
+    assert not {"kangaroo", "prophet"} & set(names("--fast"))
 
 
 def test_every_run_has_a_drafter_of_its_own():

@@ -9,18 +9,20 @@ import pytest
 import torch
 from matplotlib import image
 from test_control import Foretold, Poisoned
+from test_heads import wild
 from test_speculative import TINY, TINY_GEMMA, TOP_P, assert_same_law, target_law
 from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, make_round, oracle
 
 from benchmarks import dynamic as bench_dynamic
-from benchmarks.drafters import Bench, metered
+from benchmarks.drafters import Method, metered
 from benchmarks.shared import SETS, prompt_ids
-from control import Costs, plan, weight_costs
+from control import MOST, Costs, plan, weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from methods import pace as module
-from methods.pace import STAKE, TAIL, Pace, Skill, Way, candidates, self_draft
+from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.pace import STAKE, TAIL, Memory, Pace, Skill, Way, candidates, head_draft, self_draft
 from sampling import Coins, to_probs
-from speculative import ModelDraft, generate, rounds
+from speculative import Drafter, ModelDraft, Wrapper, generate, rounds
 from support import plots
 
 FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
@@ -43,7 +45,19 @@ def everything(m, costs=CHEAP, L=6):
     return Pace(m, [*ways, Way("small", ModelDraft(small, 0), lambda n: 0.1)], costs, risk=0.5)
 
 
-PACES = {"by weights": Pace, "cheap": everything,
+def some_heads(m):
+    """A head of each kind, with wild weights: what they draft is worth nothing."""
+    return [wild(head) for head in (Kangaroo(m, 2), ExitBlock(m, 1), Medusa(m, 3), Medusa(m, 2, True),
+                                    Transfer(m, 3, 2), Prophet(m, 1))]
+
+
+def with_heads(m, costs=CHEAP):
+    """Pace with trained heads, with and without a draft vocabulary, and one exit."""
+    ways = [head_draft(head, costs, ids) for head in some_heads(m) for ids in (None, [4, 9, 0, 2, 16, 3])]
+    return Pace(m, [*ways, self_draft("exit 1", m, range(2), costs)], costs, risk=0.5)
+
+
+PACES = {"by weights": Pace, "cheap": everything, "heads": with_heads,
          "two": lambda m: Pace(m, [self_draft("exit 3", m, early_exit(6, 3), CHEAP)], CHEAP, most=3)}
 each_pace = pytest.mark.parametrize("name", PACES)
 
@@ -85,19 +99,26 @@ def test_dead_slots_are_never_read(models, family):
 LAWS = {"llama": TINY, "gemma2": TINY_GEMMA}
 
 
+def tiny_heads(m):
+    costs = Costs((0.02,) * 5 + (9.0,), 0.0)
+    ways = [head_draft(wild(head), costs) for head in (Kangaroo(m, 1), Transfer(m, 1, 2), Medusa(m, 2))]
+    return Pace(m, ways, costs, most=2, risk=0.9)
+
+
 def tiny_pace(m):
     costs = Costs((0.02,) * 5 + (9.0,), 0.0)
     ways = [self_draft("exit 1", m, range(2), costs), self_draft("skip", m, [0, 1, 3, 5], costs)]
     return Pace(m, ways, costs, most=2, risk=0.9)
 
 
+@pytest.mark.parametrize("begin", [tiny_pace, tiny_heads])
 @pytest.mark.parametrize("family", LAWS)
-def test_exact_law(family):
+def test_exact_law(family, begin):
     m, probs, drafted = make(LAWS[family], 3), lambda x: to_probs(x, **TOP_P), set()
 
     def run(coins):
         out = []
-        for _, r in rounds(m, [[1, 2, 1]], 3, tiny_pace(m), probs, coins):
+        for _, r in rounds(m, [[1, 2, 1]], 3, begin(m), probs, coins):
             out += r.new[0]
             drafted.add(int(r.proposed))
         return tuple(out)
@@ -113,10 +134,11 @@ def test_exact_law_of_a_ragged_batch():
     assert_same_law(got, {(a, b): u * v for a, u in alone[0].items() for b, v in alone[1].items()})
 
 
-def test_the_same_seed_repeats_everything(models):
+@pytest.mark.parametrize("begin", [everything, with_heads])
+def test_the_same_seed_repeats_everything(models, begin):
     m, runs = models["llama"], []
     for _ in range(2):
-        drafter = everything(m)
+        drafter = begin(m)
         out = [generate(m, PROMPTS, 16, drafter, lambda x: to_probs(x, 0.9), Coins(s))[0] for s in (1, 2)]
         runs.append((out, drafter.chosen, drafter.purse))
     assert runs[0] == runs[1]
@@ -176,20 +198,71 @@ def test_a_useless_way_costs_risk_and_one_per_cent_at_most(long, price, honest):
 
 
 @each_family
-def test_by_weights_it_is_never_slower_than_it_promises(family):
-    """Random exits, of which little is accepted, priced by what the passes really read."""
+@pytest.mark.parametrize("rows", [1, 3])
+def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
+    """Drafts of every kind, of which little is accepted, priced by what the passes really read; the prompt's
+    own reading apart. Nothing is read that is not booked."""
     m = make(replace(FAMILIES[family], max_len=256), 4)
-    costs, drafter = weight_costs(m.c), Pace(m, risk=0.02)
-    costs = replace(costs, slot=0.0)    # which the meter does not count
-    drafter = Pace(m, costs=costs, risk=0.02)
-    for prompt in PROMPTS[:2]:
-        stream = rounds(m, [prompt], 120, drafter)
-        with metered([m]) as read:
-            next(stream)                # the prompt's passes are in here: one more, and what scores it
-            before = sum(read) - costs.whole
-            for _ in stream:
-                pass
-        assert sum(read) - before <= 120 * 1.02 * costs.whole + 2 * STAKE * costs.whole
+    costs, heads = replace(weight_costs(m.c), slot=0.0), some_heads(m)  # the meter does not count slots
+    total = 0.0
+    with metered([m], heads) as read:
+        ways = candidates(m, costs, SKIP, None, heads) + candidates(m, costs, None, [4, 9, 0, 2, 16, 3])
+        drafter = Pace(m, ways, costs, risk=0.02)
+        begin_last = drafter.lookup.begin
+        drafter.lookup.begin = lambda state, trace: (begin_last(state, trace), read.clear())
+        for i in range(1, 4):
+            generate(m, [PROMPTS[(i + b) % 4] for b in range(rows)], 70, drafter)
+            total += sum(read) / costs.whole
+            assert total <= 70 * i * 1.02 + STAKE
+            assert -1e-9 < drafter.purse <= STAKE + 70 * i * 1.02 - total + 1e-6
+    tried = [name for name in drafter.chosen if "then" not in name]
+    kinds = {"kangaroo", "medusa", "transfer", "prophet", "exit block", "skip set"}
+    assert len(kinds & set(tried)) >= (5 if rows == 1 else 4)
+
+
+def test_a_row_that_wins_does_not_make_the_others_wait(long):
+    """Of two rows one knows the answer. What it wins is no time won for the other, and so none is spent."""
+    m, text = long
+    costs = Costs((1.0,) * 12, 1.0)
+    for good in ([True, False], [False, True], [True, True]):
+        way = Way("known", Foretold([text, text], good, 0), lambda n: 0.3, stops=False)
+        drafter, taken = Pace(m, [way], costs), 0.0
+        for _, r in rounds(m, [PROMPTS[0]] * 2, 200, drafter):
+            drafted = drafter.way is way
+            taken += spent(drafter, r, 0.3 * drafted, costs)
+            assert drafter.purse > -1e-9
+        if all(good):
+            assert taken < 120, "both rows win"
+        else:
+            assert taken <= 200 * 1.01 + STAKE and len(drafter.chosen) > 1
+
+
+@pytest.mark.parametrize("honest", [0, 70])
+def test_costs_that_grow_with_the_text_are_booked_as_they_grow(long, honest):
+    """A pass takes three times as long at the end as at the beginning, and what was won early was won in
+    short passes: so it pays for few of the long ones."""
+    m, text = long
+    costs = Costs((1.0,) * 12, 1.0, ((1, 1.0), (17, 1.5)), slot=0.02)
+    whole, own = costs.pricing(range(12)), costs.pricing(range(4))
+    way = Way("liar", Liar(text, honest), lambda n: own(n) / whole(n), stops=False)
+    drafter, taken, plain = Pace(m, [way], costs), 0.0, 0.0
+    for state, r in rounds(m, PROMPTS[:1], 200, drafter):
+        K, n = r.draft.tokens.shape[1], len(state.known[0]) - len(r.new[0])
+        drafted = (max(drafter.pair.drafted) if drafter.pair else K) * (drafter.way is way)
+        taken += sum(own(n + k) for k in range(drafted)) + costs.block(K + 1) * whole(n + K)
+        plain += sum(whole(n + k) for k in range(len(r.new[0])))
+        assert taken <= plain * 1.01 + STAKE * costs.whole
+        assert drafter.purse * costs.whole <= plain * 1.01 + STAKE * costs.whole - taken + 1e-6
+    assert whole(208) > 2.5 * whole(8) and drafter.chosen["liar"] > 1
+
+
+def test_a_way_that_can_never_be_paid_for_does_not_stop_the_others(long):
+    m, text = long
+    dear = Way("dear", Liar(text, 0), lambda n: 3.0, stops=False)
+    good = Way("good", Liar(text, 999), lambda n: 0.1, stops=False)
+    for ways in ([dear, good], [good, dear]):
+        drafter = Pace(m, ways, Costs((1.0,) * 12, 1.0))
+        assert generate(m, PROMPTS[:1], 200, drafter)[1] < 60 and "dear" not in drafter.chosen
 
 
 def test_a_perfect_way_is_drawn_out(long):
@@ -213,9 +286,9 @@ def test_it_changes_to_what_is_better_and_back(long):
             used.append((drafter.way.name, len(state.known[0])))
     assert {name for name, n in used if n < 100} == {"early"}
     assert sum(name == "late" for name, _ in used) > 3, "it found the other one"
-    known = [skill.known() for skill in drafter.past]
+    known = [skill.known() for skill in drafter.past.skills]
     drafter.begin(state, {tap: None for tap in drafter.taps})
-    assert [skill.known() for skill in drafter.skills[0]] == known and max(known) > 1
+    assert [skill.known() for skill in drafter.rows[0].skills] == known and max(known) > 1
 
 
 # --- what it knows
@@ -237,11 +310,11 @@ def test_a_trace_tells_of_every_exit(models, monkeypatch, family, probs):
         for i, (subs, head) in enumerate(((range(4), None), (range(10), None), (range(6), short))):
             a = teacher.acceptance(subs, head)
             hits = float(a[: len(prompt)].sum() + a[len(prompt) - 1 : len(text) - 1].sum())
-            skill = drafter.skills[b][i]
+            skill = drafter.rows[b].skills[i]
             assert skill.all.hits == pytest.approx(hits, abs=1e-5)
             assert skill.known() == pytest.approx(len(text))
     assert set(drafter.chosen) - {"nothing", "n-gram"}, "the case should have drafts"
-    assert drafter.past[0].known() == pytest.approx(sum(map(len, state.known)))
+    assert drafter.past.skills[0].known() == pytest.approx(sum(map(len, state.known)))
 
 
 def test_skills_fade_and_believe_the_draft_at_first():
@@ -257,14 +330,20 @@ def test_skills_fade_and_believe_the_draft_at_first():
 
 
 def test_what_an_n_gram_would_have_copied(models):
-    drafter = Pace(models["llama"], [], CHEAP, fade=0.5)
+    """Each row learns its own, and the past of all."""
+    drafter = Pace(models["llama"], [], CHEAP)
+    drafter.start(4)
     drafter.live, drafter.found = [0, 1, 2, 3], [[5, 6, 7], [5, 6], [], [1]]
     drafter.read(make_round([[5, 6, 9], [5, 6], [3], [2]], [0] * 4, [0] * 4))
-    assert (drafter.copied.hits, drafter.copied.misses) == (4, 2), "2 of 3, 2 of 2 so far, none, 0 of 1"
-    assert (drafter.followed.hits, drafter.followed.misses) == (4, 4)
+    counts = [(row.copied.hits, row.copied.misses) for row in (*drafter.rows, drafter.past)]
+    assert counts == [(2, 1), (2, 0), (0, 0), (0, 1), (4, 2)], "2 of 3, 2 of 2 so far, none, 0 of 1"
+    assert [row.followed.hits for row in (*drafter.rows, drafter.past)] == [2, 2, 0, 0, 4]
+    assert [row.tail() for row in (*drafter.rows, drafter.past)] == [1, 1, 0, 0, 4 / 5]
     drafter.live = [1]
+    drafter.past.fade(0.5)
     drafter.read(make_round([[5, 6, 9], [1], [3], [2]], [0] * 4, [0] * 4))
-    assert (drafter.copied.hits, drafter.copied.misses) == (2, 2)
+    assert (drafter.past.copied.hits, drafter.past.copied.misses) == (2, 2)
+    assert (drafter.rows[0].copied.misses, drafter.rows[1].copied.misses) == (1, 1)
 
 
 def test_outcomes_are_counted_by_hand(models):
@@ -272,19 +351,20 @@ def test_outcomes_are_counted_by_hand(models):
     how sure the draft was; else what became of it."""
     m = models["llama"]
     drafter = Pace(m, [Way("", SelfDraft(m, range(2), 0), lambda n: 0.1)], CHEAP)
-    drafter.skills = [[skill.copy() for skill in drafter.past] for _ in range(2)]
+    drafter.start(2)
     drafter.way, drafter.pair, drafter.sures = drafter.ways[0], None, []
     q = torch.zeros(2, 3, 9)
     q[:, :, 0] = torch.tensor([[0.5, 1.0, 0.0], [0.25, 0.125, 0.0]])
     r = make_round([[1, 1], [1, 1, 1]], [1, 2], [3, 2], [[0, 0, 0], [0, 0, 0]], q)
     drafter.count(r)
-    both = [(row[0].all.hits, row[0].all.misses) for row in drafter.skills]
-    assert both == [(1, 1), (2, 0)] and drafter.past[0].tenths[5].hits == 3
-    drafter.skills = [[Skill()], [Skill()]]
+    both = [(row.skills[0].all.hits, row.skills[0].all.misses) for row in drafter.rows]
+    assert both == [(1, 1), (2, 0)] and drafter.past.skills[0].tenths[5].hits == 3
+    drafter.past = Memory(1)
+    drafter.start(2)
     drafter.sures = [torch.tensor([9, 0]), torch.tensor([9, 1]), torch.tensor([3, 3])]
     r.p[:] = torch.tensor([0.25] + [0.75 / 8] * 8)
     drafter.count(r)
-    first, second = (row[0] for row in drafter.skills)
+    first, second = (row.skills[0] for row in drafter.rows)
     assert first.all.hits == pytest.approx(0.5) and first.known() == pytest.approx(2)
     assert first.tenths[9].hits == pytest.approx(0.5) and second.tenths[0].hits == pytest.approx(0.25)
     assert second.tenths[1].hits == pytest.approx(0.125) and second.known() == pytest.approx(2)
@@ -294,8 +374,8 @@ def test_outcomes_are_counted_by_hand(models):
 def test_the_purse_by_hand(models):
     """A draft of two at .25 and a scored trace, where three tokens were written; then a tail's lost work."""
     m, costs = models["llama"], Costs((1.0,) * 12, 4.0, ((1, 1.0), (17, 3.0)))
-    drafter = Pace(m, [self_draft("exit 2", m, range(4), costs)], costs, risk=0.5)
-    drafter.live, drafter.way, drafter.tail, drafter.price = [0], drafter.ways[0], False, 0.25
+    drafter = asked(Pace(m, [self_draft("exit 2", m, range(4), costs)], costs, risk=0.5))
+    drafter.way, drafter.tail, drafter.price, drafter.once = drafter.ways[0], False, 0.25, 0.0
     drafter.sures, drafter.scores, r = [None, None], True, make_round([[1, 1, 1]], [2], [2], [[0, 0]])
     drafter.pay(r)
     assert drafter.purse == pytest.approx(STAKE + 3 * 1.5 - 0.5 - 1.25 - 0.25 * 1.25)
@@ -312,7 +392,8 @@ def test_the_purse_by_hand(models):
 
 
 def asked(drafter, rows=1, n=10):
-    drafter.live, drafter.n = list(range(rows)), n
+    drafter.start(rows)
+    drafter.live, drafter.n, drafter.grown, drafter.slope = list(range(rows)), n, 1.0, 0.0
     return drafter
 
 
@@ -324,30 +405,34 @@ def test_promises_are_the_formula():
         drafter = asked(Pace(make(TINY), [], Costs((1.0,) * 6, 1.0)))
         way = Way("", None, lambda n, price=price: price)
         bill = drafter.bill(way, False)
-        promise, (length,) = drafter.promise([alpha], [16], bill, 0.0)
+        promise, (length,) = drafter.promise([alpha], [16], bill, [0.0])
         assert length == plan(alpha, alpha, price, 16)
         assert promise == pytest.approx(sum(alpha**k for k in range(length + 1)) / (length * price + 1))
-        assert drafter.promise([alpha], [2], bill, 0.0)[1][0] <= 2
+        assert drafter.promise([alpha], [2], bill, [0.0])[1][0] <= 2
 
 
 def test_promises_of_blocks_tails_and_rows_by_hand():
     costs = Costs((1.0,) * 6, 2.0, ((1, 1.0), (2, 1.5), (17, 9.0)))
-    drafter, way = asked(Pace(make(TINY), [], costs), 2), Way("", None, lambda n: 0.1, None, 0.25)
+    drafter, way = asked(Pace(make(TINY), [], costs)), Way("", None, lambda n: 0.1, None, 0.25)
     assert drafter.bill(way, False)[:3] == pytest.approx([1.0, 1.6, 0.2 + 2.0])
     assert drafter.bill(way, True)[1] == pytest.approx(0.1 + 0.25 + costs.block(2 + TAIL))
+    assert asked(drafter, 2).bill(way, False)[1] == pytest.approx(0.1 + costs.block(4) / 1.5), "of two rows"
+    drafter.slope = 0.01                # each token makes the next one dearer
+    assert drafter.bill(way, False)[2] == pytest.approx((0.2 + costs.block(6) / 1.5) * 1.02)
     bill = [1.0, 1.25, 1.5]
-    assert drafter.promise([0.5, 0.9], [2, 2], bill, 0.0) == (
+    assert drafter.promise([0.5, 0.9], [2, 2], bill, [0.0, 0.0]) == (
         pytest.approx((1.5 + 0.25 * 0 + 1 + 0.9 + 0.81) / 2 / 1.5), [1, 2])
-    promise, lengths = drafter.promise([0.5, 0.0], [2, 2], bill, 3.0)
+    promise, lengths = drafter.promise([0.5, 0.0], [2, 2], bill, [3.0, 0.0])
     assert lengths == [1, 0] and promise == pytest.approx((1 + 0.5 + 0.5 * 3 + 1) / 2 / 1.25)
     drafter.live = [0]
-    assert drafter.promise([0.5, 0.9], [2, 0], bill, 0.0) == (pytest.approx(1.5 / 1.25), [1, 0])
+    assert drafter.promise([0.5, 0.9], [2, 0], bill, [0.0, 0.0]) == (pytest.approx(1.5 / 1.25), [1, 0])
 
 
 def test_one_more_is_drafted_while_its_gain_exceeds_its_price(models):
     """Two rows whose tokens are accepted with .9 and .3, at a rate of 2 tokens a pass and a price of .2: one
     more must promise .4 tokens."""
     drafter = Pace(models["llama"], [], Costs((1.0,) * 12, 1.0, ((1, 1.0), (3, 1.0), (17, 2.4))))
+    drafter.way = drafter.nothing
     drafter.table, drafter.mean = torch.full((2, 10), 0.5), torch.tensor([0.9, 0.9])
     drafter.table[0, 9], drafter.reach, drafter.sures = 0.9, torch.ones(2), []
     drafter.rate, drafter.price = 2.0, 0.2
@@ -408,11 +493,86 @@ def test_candidates_and_their_prices(models):
 
 
 def test_scoring_reads_each_head_once(models):
+    """Two exits of each head: their rows go through it side by side, as a block twice as wide."""
     m, costs = models["llama"], Costs((1.0,) * 12, 4.0, ((1, 1.0), (3, 2.0)))
     both = candidates(m, costs) + candidates(m, costs, None, [1, 2, 3])
-    assert Pace(m, both, costs).scoring_price(1) == pytest.approx(4 / 16 * (1 + 3 / 17))
-    assert Pace(m, both, costs).scoring_price(2) == pytest.approx(1.5 * 4 / 16 * (1 + 3 / 17))
+    assert Pace(m, both, costs).scoring_price(1) == pytest.approx(1.5 * 4 / 16 * (1 + 3 / 17))
+    assert Pace(m, both, costs).scoring_price(2) == pytest.approx(2.5 * 4 / 16 * (1 + 3 / 17))
+    assert Pace(m, both, costs).scoring_price(99) == pytest.approx(99.5 * 4 / 16 * (1 + 3 / 17))
     assert Pace(m, [self_draft("skip", m, SKIP, costs)], costs).scoring_price(1) == 0
+
+
+@each_family
+def test_trained_heads_and_their_prices(models, family):
+    """By hand, with all parts of a table different: what stands in the table, and a head's own weights at the
+    rate of the blocks."""
+    m = models[family]
+    c, by = m.c, weight_costs(m.c)
+    costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0, 10, c.window)
+    kangaroo, block, medusa, own_head, transfer, prophet = some_heads(m)
+    whole, ids = costs.price(range(12), 1.0, 50), [1, 2, 3]
+
+    def own(head):
+        return 2.0 * sum(p.numel() for p in head.weights.parameters())
+    for head, E in ((kangaroo, 2), (block, 1)):
+        way = head_draft(head, costs, ids)
+        want = costs.price(range(2 * E), 3 / 17, 50) + own(head) + 3.0 * 40
+        assert way.price(50) == pytest.approx(want / whole)
+        assert way.shared == sum(costs.sublayers[: 2 * E]) / costs.whole and way.rides == (0.0, 0)
+        way.drafter.unread = 5
+        assert way.once() == pytest.approx(costs.sublayers[0] / costs.whole * 1.25)
+    for head, steps in ((medusa, 3), (prophet, MOST)):
+        way = head_draft(head, costs)
+        each = own(head) / (3 if steps == 3 else 1)
+        assert way.price(50) == pytest.approx((costs.head + each) / whole)
+        assert (way.most, way.shared, way.once()) == (steps, 0.0, 0.0)
+    assert head_draft(own_head, costs, ids).price(50) == pytest.approx(own(own_head) / 2 / whole)
+    way = head_draft(transfer, costs)
+    assert way.price(50) == pytest.approx(costs.head / whole) and way.most == 2
+    assert way.once() == pytest.approx(own(transfer) / costs.whole)
+    assert way.rides == (pytest.approx(sum(costs.sublayers[6:]) / costs.whole), 2)
+    drafter = asked(Pace(m, [way], costs))
+    above, once = way.rides[0], way.once()
+    want = 2 * way.price(10) + once + costs.block(3) + above * (costs.block(9) - costs.block(3))
+    assert drafter.bill(way, False)[2] == pytest.approx(want), "two rows ride along with each of three tokens"
+    names = [way.name for way in candidates(m, costs, SKIP, None, some_heads(m)[:2])]
+    assert names == ["exit 1", "exit 2", "skip set", "kangaroo", "exit block"]
+
+
+def test_a_head_is_not_asked_for_more_tokens_than_it_has_steps(models):
+    m = models["llama"]
+    drafter = Pace(m, [head_draft(Medusa(m, 2), CHEAP)], CHEAP, risk=0.5)
+    drafter.past.skills[0].all.hits = 100.0
+    lengths = [int(r.proposed[0]) for _, r in rounds(m, PROMPTS[:1], 30, drafter) if not drafter.tail]
+    assert max(lengths) == 2
+
+
+def test_rows_that_have_to_ride_along_get_a_round_for_it(models):
+    """A transfer that is tried out drafts in the round after the one in which its rows rode along."""
+    m = models["llama"]
+    way = head_draft(wild(Transfer(m, 3, 2)), CHEAP)
+    drafter, seen = Pace(m, [way], CHEAP, risk=0.0), []
+    for _, r in rounds(m, PROMPTS[:1], 12, drafter):
+        seen.append((drafter.way is way, int(r.proposed[0]), "extra" in r.trace))
+    assert seen[:2] == [(True, 0, True), (True, 1, True)], "one round for the rows, one to draft"
+    assert drafter.past.skills[0].known() > 0
+
+
+def test_what_a_kangaroo_missed_it_reads_at_once(models):
+    """While others draft it reads nothing; before it drafts again, all of it in one pass."""
+    m = models["gemma2"]
+    head = wild(Kangaroo(m, 2))
+    drafter, passes, run = head.drafter(2), [], head.own.run
+    head.own.run = lambda x, *args, **kwargs: passes.append(x.shape[1]) or run(x, *args, **kwargs)
+    turns = iter([Drafter()] * 7)
+    asking = Wrapper(drafter)
+    asking.propose = lambda state: next(turns, drafter).propose(state)
+    for i, (state, _) in enumerate(rounds(m, PROMPTS[:2], 14, asking)):
+        if i == 6:
+            assert passes == [8] and drafter.unread == 7, "the prompt, and seven tokens to come"
+        if i == 7:
+            assert passes == [8, 7, 1, 1] and [len(text) for text in state.known] >= [16, 10]
+            break
 
 
 def test_only_the_target_itself_can_teach(models):
@@ -424,7 +584,7 @@ def test_a_way_that_is_refused_gets_fewer_tokens_than_the_purse_holds(models):
     """At the start one pass may be lost: four tokens of .25, not sixteen."""
     drafter = Pace(models["llama"], [Way("sure", SelfDraft(models["llama"], range(2), 0), lambda n: 0.25)],
                    Costs((1.0,) * 12, 1.0))
-    drafter.past[0].all.hits = 100.0
+    drafter.past.skills[0].all.hits = 100.0
     _, r = next(rounds(models["llama"], PROMPTS[:1], 40, drafter))
     assert 1 <= r.draft.tokens.shape[1] <= 4 and drafter.lengths == [4]
 
@@ -446,26 +606,70 @@ def test_the_stream_on_a_tiny_model(models, tmp_path):
     """Every method writes the same text; regret, choices and alphas are what they are called."""
     m, a = models["llama"], SimpleNamespace(new=10, dtype="float64", repeats=1, quick=False, model="tiny",
                                             machine="here")
-    bench = Bench(a, {"float64": (m, None)}, PROMPTS, {})
+    heads = [wild(Kangaroo(m, 2)), wild(Medusa(m, 3)), wild(Transfer(m, 3, 2))]
+    bench = bench_dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, {"float64": heads})
     bar = SimpleNamespace(update=lambda: None, reset=lambda n: None, set_postfix_str=lambda *a, **b: None)
-    kinds = ["stories", "stories", "code", "code"]
-    rows, choices, alphas, found = bench_dynamic.column(a, bench, kinds, SKIP, None, weight_costs(m.c), bar)
-    assert {"plain", "SWIFT", "CLaSp", "DEL", "Pace", "exit 1, gamma 2", "skip set, gamma 2"} <= set(rows)
+    kinds, costs = ["stories", "stories", "code", "code"], weight_costs(m.c)
+    column = bench_dynamic.column(a, bench, kinds, SKIP, [4, 9, 0, 2], costs, bar)
+    rows, choices, alphas, found, reached = column
+    fixed = [name for name in rows if "gamma" in name and "EESD" not in name] + ["n-gram"]
+    assert {"plain", "SWIFT", "CLaSp", "DEL", "Pace", "exit 1, gamma 2", "skip set, gamma 2",
+            "medusa, gamma 3", "transfer, gamma 2", "kangaroo, gamma 3", "exit 1, gamma 2, n-gram tail",
+            "exit 1, draft vocabulary, gamma 2"} <= set(rows) and len(rows) == len(fixed) + 9 + 5 + 1
     assert found == [] and len(choices) == 4 and all(sum(rounds.values()) for rounds in choices)
-    assert set(alphas) == {1, 2, 3, 4, 5} and all(0 < x < 1 for x in alphas.values())
-    fixed = [name for name in rows if "gamma" in name] + ["n-gram"]
-    best = [max(1.0, *(rows[name]["ratios"][i] for name in fixed)) for i in range(4)]
+    for key, source in (("clock", "ratios"), ("weights", "read")):
+        best = [max(1.0, *(rows[name][source][i] for name in fixed)) for i in range(4)]
+        for r in rows.values():
+            regret = math.prod(b / x for b, x in zip(best, r[source], strict=True)) ** 0.25 - 1
+            assert r[key]["regret"] == pytest.approx(regret) and list(r[key]["sets"]) == ["stories", "code"]
+            assert r[key]["sets"]["code"] == pytest.approx(math.sqrt(r[source][2] * r[source][3]))
+        of = {name: r[key]["ratio"] for name, r in rows.items()}
+        top = max(of[name] for name in fixed)
+        assert reached[key]["over it"] == pytest.approx(of["Pace"] / top)
+        assert reached[key]["over SWIFT"] == pytest.approx(of["Pace"] / of["SWIFT"])
+        code = max(rows[name][key]["sets"]["code"] for name in fixed)
+        share = reached[key]["of each kind's best"]["code"]
+        assert share == pytest.approx(rows["Pace"][key]["sets"]["code"] / code)
+    assert rows["plain"]["read"] == pytest.approx([1.0] * 4) and rows["plain"]["clock"]["ratio"] == 1
     for name, r in rows.items():
-        regret = math.prod(b / x for b, x in zip(best, r["ratios"], strict=True)) ** 0.25 - 1
-        assert r["regret"] == pytest.approx(regret) and list(r["sets"]) == ["stories", "code"]
-        assert r["sets"]["code"] == pytest.approx(math.sqrt(r["ratios"][2] * r["ratios"][3]))
         assert ("deciding" in r) == (name in ("SWIFT", "CLaSp", "DEL", "DEL, few exits", "Pace"))
         assert 0 < r.get("deciding", 0.5) < 1
-    results = {"greedy": (rows, choices, alphas, found)}
-    text = bench_dynamic.markdown(a, results, kinds)
-    assert text.count("\n| Pace |") == 1 and "- exit 1: alpha " in text
+    text = bench_dynamic.markdown(a, {"greedy": column}, kinds)
+    assert text.count("\n| Pace |") == 1 and text.count("- Pace by the ") == 2
+    assert "| alpha of exit | 1 | 2 | 3 | 4 | 5 |" in text and len(alphas) == 5
     plots.choices({"greedy": choices}, kinds, "tiny", tmp_path / "choices.part")
     assert image.imread(tmp_path / "choices.part", "png").shape[2] == 4, "whatever the file is called"
+
+
+def test_alphas_are_those_of_the_texts(models):
+    """What DEL expected at the start of each prompt, and what the texts say, after the prompt only."""
+    m, prompts = models["gemma2"], PROMPTS[:2]
+    a = SimpleNamespace(new=9, dtype="float64")
+    bench, thoughts = bench_dynamic.Stream(a, {"float64": (m, None)}, prompts, {}, {"float64": []}), {}
+    methods, texts = {"plain": Method(gamma=0)}, [oracle(m, ids, 9) for ids in prompts]
+    methods["plain"].samples = {i: [SimpleNamespace(ids=text)] for i, text in enumerate(texts)}
+    thoughts["DEL"] = [SimpleNamespace(alphas=[[0.2, 0.3, 0.4, 0.5, 0.6], [0.4, 0.3, 0.4, 0.5, 0.8]])]
+    found = bench_dynamic.alphas_of(bench, methods, thoughts)
+    assert [x for x, _ in found.values()] == pytest.approx([0.3, 0.3, 0.4, 0.5, 0.7])
+    for e, (_, alpha) in found.items():
+        hits = []
+        for ids, text in zip(prompts, texts, strict=True):
+            whole = Teacher(m, ids + text).acceptance(early_exit(6, e)).tolist()
+            hits.append(sum(whole[len(ids) - 1 :]) / len(whole[len(ids) - 1 :]))
+        assert alpha == pytest.approx(sum(hits) / 2)
+
+
+def test_what_is_timed_is_metered_with_the_matrices_of_heads(models):
+    """By hand: a pass for each round, and for each drafted token a matrix and the output head."""
+    m, costs = models["llama"], weight_costs(LLAMA)
+    a, heads = SimpleNamespace(new=12, dtype="float64"), [Medusa(m, 3), Transfer(m, 3, 2)]
+    bench = bench_dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, {"float64": heads})
+    s = bench.write(lambda model, small: heads[0].drafter(2), 0)
+    proposed = sum(int(r.draft.tokens.shape[1]) for _, r in rounds(m, PROMPTS[:1], 12, heads[0].drafter(2)))
+    assert s.read == pytest.approx(s.passes + proposed * (32 * 32 + costs.head) / costs.whole)
+    s = bench.write(lambda model, small: heads[1].drafter(0), 0)
+    assert s.read == pytest.approx(12 * (1 + 2 * 32 * 32 / costs.whole))
+    assert "after" not in vars(heads[0]) and "run" not in vars(m), "the meter is taken away"
 
 
 def test_what_lives_through_the_stream(models):
