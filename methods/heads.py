@@ -6,7 +6,7 @@ computed anyway. The model does not change, and neither does its text.
     kind         reads                              says                               its own weights
     Kangaroo     the state after block E            the next token                     an attention
     ExitBlock    the state after block E            the next token                     a block
-    M2R2         the ordinary rows of blocks 1-E    the next token                     low-rank maps
+    M2R2         the token, from block 1 to E       the next token                     low-rank matrices
     Medusa       the final state                    by head k, from 1 on, the token    a matrix for each head
                                                     k places after the next
     Transfer     the state after block t            by row k, the same                 a matrix for each row
@@ -93,8 +93,8 @@ class Kangaroo(ExitBlock):
 
 
 class M2R2:
-    """Accelerated residuals (M2R2, arXiv 2502.02040). A reconstruction: no code is public, and where the
-    adapters stand and what they are trained on are our reading of the paper's idea.
+    """Accelerated residuals (M2R2, arXiv 2502.02040). This is a reconstruction: no code is public, and where
+    the adapters stand and what they are trained on are our reading of the paper's idea.
 
     Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
     and an adapter of rank r for each block: f <- block(f) + up down f. It is trained to be after block i

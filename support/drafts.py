@@ -12,8 +12,9 @@ from control import MOST, DoNoHarm
 from layerskip import SelfDraft, ShortHead, early_exit
 from machine.quant import KINDS, byte_costs, quantise
 from machine.recorded import Recorded
-from methods import heads, sparse
+from methods import heads
 from methods.pace import Pace, candidates
+from methods.sparse import SparseDraft, step_cost
 from methods.trees import Siblings, best_tree, widths_of
 from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
@@ -125,8 +126,8 @@ def part(a, model, tokenizer):
     own, every = byte_costs(drafting), range(2 * drafting.c.n_layers)
     if a.draft == "sparse":
         reads = 4 if a.sinks is None else a.sinks, 64 if a.window is None else a.window
-        cost = sparse.step_cost(own, a.max_new, *reads, sublayers, share)   # when the text is that long
-        return lambda rule: sparse.SparseDraft(drafting, rule, *reads, sublayers), cost
+        cost = step_cost(own, a.max_new, *reads, sublayers, share)   # when the text is that long
+        return lambda rule: SparseDraft(drafting, rule, *reads, sublayers), cost
     cost = own.step(sublayers or every, share) * own.whole / byte_costs(model).whole
     if small:
         return lambda rule: ModelDraft(drafting, rule, sublayers), cost

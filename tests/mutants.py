@@ -2590,7 +2590,7 @@ DRAFTS = [
      "a draft model with another tokenizer", "test_generate.py::test_draft_model_of_another_tokenizer"),
     ("own, every = byte_costs(drafting)", "own, every = byte_costs(model)",
      "few bits cost as much as many", "test_generate.py::test_the_draft_in_few_bits_says_how_it_drafts"),
-    ("sparse.step_cost(own, a.max_new, *reads", "sparse.step_cost(own, 0, *reads",
+    ("step_cost(own, a.max_new, *reads", "step_cost(own, 0, *reads",
      "a rule pays for what is not read", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
     ("SparseDraft(drafting, rule, *reads, sublayers)", "SparseDraft(drafting, rule, *reads)",
      "a sparse draft is never left early", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
@@ -2661,9 +2661,9 @@ FORESEEN = [
 ]
 
 SPARSE = [
-    ("slot < self.sinks", "slot <= self.sinks",
+    ("slot < sinks", "slot <= sinks",
      "one sink more", "test_sparse.py::test_a_draft_reads_its_sinks_and_its_window_and_nothing_else"),
-    ("at - slot < self.window", "at - slot <= self.window",
+    ("at - slot < window", "at - slot <= window",
      "the window does not count the token itself",
      "test_sparse.py::test_a_draft_reads_its_sinks_and_its_window_and_nothing_else"),
     ("(slot <= at) & (", "(",

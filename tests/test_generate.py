@@ -21,7 +21,7 @@ from control import MOST, DoNoHarm
 from layerskip import SelfDraft
 from machine.quant import KINDS, byte_costs
 from machine.recorded import Recorded
-from methods import sparse
+from methods.sparse import step_cost
 from speculative import Then
 from support import chat, drafts, stats
 from support.show import Generation
@@ -175,7 +175,7 @@ def test_a_sparse_draft_reads_what_the_flags_say(call):
         drafter, subs = drafts.drafters(a, model, tokenizer)(), range(4 if a.exit_layer else 2 * L)
         assert (drafter.sinks, drafter.window) == reads
         assert drafter.sublayers == (list(subs) if a.exit_layer else None)
-        assert drafter.rule.cost == sparse.step_cost(costs, count, *reads, subs) < 1
+        assert drafter.rule.cost == step_cost(costs, count, *reads, subs) < 1
 
 
 def test_drafting_by_itself(call, tmp_path, monkeypatch):
