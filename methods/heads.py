@@ -124,6 +124,8 @@ class M2R2:
         self.weights.judge = nn.Parameter(torch.zeros(1, dim, **like))
 
     def __getattr__(self, name):    # all else is the model's own
+        if name == "model":         # trap: copy.copy asks before there is one, and would ask for ever
+            raise AttributeError(name)
         return getattr(self.model, name)
 
     def rise(self, x, positions, slots, tree, cache, end, trace=None):

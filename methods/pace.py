@@ -66,8 +66,9 @@ def head_draft(head, costs, vocab=None):
     way = Way(head.kind.replace("_", " "), head.drafter(0), pricing(head, costs, share),
               most=getattr(head, "steps", MOST))
     if "exit_layer" in head.shape:
-        adapter = costs.sublayers[0] / costs.whole          # an attention, with which it reads what it missed
         way.shared = sum(costs.sublayers[: 2 * head.shape["exit_layer"]]) / costs.whole
+    if hasattr(way.drafter, "unread"):
+        adapter = costs.sublayers[0] / costs.whole          # an attention, with which it reads what it missed
         way.once = lambda: adapter * costs.block(max(1, way.drafter.unread))
     if "inject_layer" in head.shape:
         way.rides = sum(costs.sublayers[2 * head.shape["inject_layer"] :]) / costs.whole, head.steps

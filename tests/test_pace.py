@@ -19,7 +19,7 @@ from benchmarks.shared import SETS, prompt_ids
 from control import MOST, Costs, plan, weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from methods import pace as module
-from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.pace import STAKE, TAIL, Memory, Pace, Skill, Way, candidates, head_draft, self_draft
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, Wrapper, generate, rounds
@@ -39,8 +39,8 @@ def everything(m, costs=CHEAP, L=6):
 
 def some_heads(m):
     """A head of each kind, with wild weights: what they draft is worth nothing."""
-    return [wild(head) for head in (Kangaroo(m, 2), ExitBlock(m, 1), Medusa(m, 3), Medusa(m, 2, True),
-                                    Transfer(m, 3, 2), Prophet(m, 1))]
+    return [wild(head) for head in (Kangaroo(m, 2), ExitBlock(m, 1), M2R2(m, 2), Medusa(m, 3),
+                                    Medusa(m, 2, True), Transfer(m, 3, 2), Prophet(m, 1))]
 
 
 def with_heads(m, costs=CHEAP):
@@ -501,7 +501,7 @@ def test_trained_heads_and_their_prices(models, family):
     m = models[family]
     c, by = m.c, weight_costs(m.c)
     costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0, 10, c.window)
-    kangaroo, block, medusa, own_head, transfer, prophet = some_heads(m)
+    kangaroo, block, _, medusa, own_head, transfer, prophet = some_heads(m)
     whole, ids = costs.price(range(12), 1.0, 50), [1, 2, 3]
 
     def own(head):
