@@ -604,7 +604,7 @@ def test_the_stream_changes_its_kind():
 
 def test_the_stream_on_a_tiny_model(models, tmp_path):
     """Every method writes the same text; regret, choices and alphas are what they are called."""
-    m, a = models["llama"], SimpleNamespace(new=10, dtype="float64", repeats=1, quick=False, model="tiny",
+    m, a = models["llama"], SimpleNamespace(new=6, dtype="float64", repeats=1, quick=False, model="tiny",
                                             machine="here")
     heads = [wild(Kangaroo(m, 2)), wild(Medusa(m, 3)), wild(Transfer(m, 3, 2))]
     bench = bench_dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, {"float64": heads})
