@@ -162,7 +162,8 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# The two differ, and they should: the counts fade, so DEL speaks of the last rounds, not of the whole text.
+# The two need not be equal, as the counts fade: DEL speaks of the last rounds, not of the whole text. That is
+# what lets it follow a text that changes.
 #
 # The price of it: each shadow token is a row of the output head. A large GPU hardly notices, since it reads
 # the head once for all rows. On a CPU the rows of all exits can cost more than the pass itself. That is why
