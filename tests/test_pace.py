@@ -432,7 +432,7 @@ def test_one_more_is_drafted_while_its_gain_exceeds_its_price(models):
     """Two rows whose tokens are accepted with .9 and .3, at a rate of 2 tokens a pass and a price of .2: one
     more must promise .4 tokens."""
     drafter = Pace(models["llama"], [], Costs((1.0,) * 12, 1.0, ((1, 1.0), (3, 1.0), (17, 2.4))))
-    drafter.way = drafter.nothing
+    drafter.check = drafter.checking(drafter.nothing)
     drafter.table, drafter.mean = torch.full((2, 10), 0.5), torch.tensor([0.9, 0.9])
     drafter.table[0, 9], drafter.reach, drafter.sures = 0.9, torch.ones(2), []
     drafter.rate, drafter.price = 2.0, 0.2
