@@ -19,7 +19,7 @@ from benchmarks.shared import SETS, prompt_ids
 from control import MOST, Costs, plan, weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from methods import pace as module
-from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer, shorter
 from methods.pace import STAKE, TAIL, Memory, Pace, Skill, Way, candidates, head_draft, self_draft
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, Wrapper, generate, rounds
@@ -537,6 +537,17 @@ def test_trained_heads_and_their_prices(models, family):
     assert drafter.bill(way, False)[2] == pytest.approx(want), "two rows ride along with each of three tokens"
     names = [way.name for way in candidates(m, costs, SKIP, None, some_heads(m)[:2])]
     assert names == ["exit 1", "exit 2", "skip set", "kangaroo", "exit block"]
+
+
+def test_a_head_with_a_draft_vocabulary_drafts_nothing_else(models):
+    """But for one with output heads of its own; and the head itself stays as it was."""
+    m, ids = models["llama"], [4, 9, 0, 2, 16, 3]
+    for head in some_heads(m):
+        for used in (shorter(head, ids), head):
+            wide = used is head or head.shape.get("own_head", False)
+            for _, r in rounds(m, PROMPTS[:1], 6, used.drafter(1), lambda x: to_probs(x, 1.0), Coins(1)):
+                if r.draft.tokens.shape[1]:
+                    assert (r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids)) != wide
 
 
 def test_a_head_is_not_asked_for_more_tokens_than_it_has_steps(models):
