@@ -240,6 +240,7 @@ class Pace(Wrapper):
     def prepare(self, state):
         """What `enough` needs while tokens are drafted."""
         skills = [row.skills[self.ways.index(self.way)] for row in self.rows]
+        self.check = self.checking(self.way)
         self.table = state.send([skill.by_tenths() for skill in skills])        # (B, 10)
         self.mean = state.send([skill.all.mean() for skill in skills])          # (B,)
         self.reach = torch.ones_like(self.mean)     # how likely all drafted tokens so far are accepted
@@ -250,7 +251,7 @@ class Pace(Wrapper):
         tenth = (10 * logits.softmax(-1, dtype=wide).amax(-1)).long().clamp(max=9)          # (B,)
         self.sures.append(tenth)
         self.reach = self.reach * self.table.gather(1, tenth[:, None])[:, 0]
-        more = self.price + self.checking(self.way, k + 3) - self.checking(self.way, k + 2)
+        more = self.price + self.check[k + 3] - self.check[k + 2]
         return self.reach * self.mean < self.rate * more
 
     def choose(self, state):
@@ -299,28 +300,34 @@ class Pace(Wrapper):
         rows = len(self.rows)
         return self.block[T] if T < len(self.block) else self.costs.block(rows * T) / self.costs.block(rows)
 
-    def checking(self, way, T):
-        """What the pass takes that verifies T tokens, with the rows that ride along with them."""
+    def checking(self, way):
+        """[what the pass takes that verifies T tokens, with the rows that ride along, for T = 0, 1, ...]"""
         part, rows = way.rides
-        return self.block[T] + part * (self.block[T * (1 + rows)] - self.block[T]) if rows else self.block[T]
+        if not rows:
+            return self.block
+        return [self.block[T] + part * (self.block[T * (1 + rows)] - self.block[T])
+                for T in range(self.most + TAIL + 3)]
 
-    def cost(self, way, price, once, drafted, T, lost):
-        """What a round takes that drafts so many tokens and verifies a block of T, relative to a pass over
-        one token at its beginning. lost: whether a tail makes be read again what the draft had read."""
-        return (once + drafted * price + way.shared * lost + self.checking(way, T)) * (
-            1 + self.slope * (T - 1))           # the text grows while it is drafted
+    def takes(self, way, price, once, rounds):
+        """[what a round takes], relative to a pass over one token at its beginning, for (how many tokens it
+        drafts, how many it verifies, whether a tail makes be read again what the draft had read)."""
+        check, shared, slope = self.checking(way), way.shared, self.slope   # the text grows while it drafts
+        return [(once + drafted * price + shared * lost + check[T]) * (1 + slope * (T - 1))
+                for drafted, T, lost in rounds]
 
     def bill(self, way, tail):
         """[what a round takes in which it drafts 0, 1, 2, ... tokens, and a tail]"""
-        price, once, tail = way.price(self.n), way.once(), TAIL * tail
-        return [self.cost(way, price, once, g, g + 1 + tail, tail > 0) for g in range(self.most + 1)]
+        more = TAIL * tail
+        return self.takes(way, way.price(self.n), way.once(),
+                          [(g, g + 1 + more, tail) for g in range(self.most + 1)])
 
     def pay(self, r):
         """Book what the round wrote and what it took. The purse is what was won over plain decoding, in
         passes over a text that has just begun. It never falls below 0."""
         T = r.p.shape[1]
         drafted = len(self.sures) or (max(self.pair.drafted) if self.tail else T - 1)
-        taken = self.cost(self.way, self.price, self.once, drafted, T, self.tail and T - 1 > drafted)
+        again = self.tail and T - 1 > drafted
+        (taken,) = self.takes(self.way, self.price, self.once, [(drafted, T, again)])
         taken += self.scoring_price(T) * self.scores
         for b in self.live:
             self.written[b] += len(r.new[b])

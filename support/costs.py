@@ -38,7 +38,8 @@ def kept_costs(model, folder=None, say=to_stderr):
             return read_costs(path, model.c), path
         except ValueError as e:
             say(f"measured anew, as {e}")
-    say(f"measuring what a pass takes, which takes about {SECONDS:.0f} seconds, and once on this machine")
+    say(f"measuring what a pass takes, about {SECONDS:.0f} seconds, and once on this machine; to measure "
+        f"anew, such as when it is busy now, delete {path}")
     costs = quick(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def add_flags(group):
         "(default: heads/KIND in the model's folder)")
     add("--tree", type=int, metavar="N", help="with trained heads: draft a tree of N tokens, in the shape "
         "that promises most")
-    add("--costs", metavar="FILE", help="auto: what the parts of a pass take: weights, by what is read of "
+    add("--costs", metavar="HOW", help="auto: what the parts of a pass take: weights, by what is read of "
         "them; measured, once on this machine, and then kept; or a file from bench.py costs --out (default: "
         "measured for large models, else weights)")
     add("--gamma", type=int, metavar="G", help="how many tokens to draft per round; levels of a tree")
@@ -149,7 +149,9 @@ def automatic(a, model):
     skip, vocab = a.skip or beside["skip"], a.draft_vocab or beside["vocab"]
     skip = cli.read_skip(str(skip), model.c.n_layers) if a.skip or skip.is_file() else None
     vocab = cli.read_vocab(str(vocab), model.c.vocab_size) if a.draft_vocab or vocab.is_file() else None
-    found = [] if a.fast else trained_beside(a, model)      # what has taps is not replayed from recordings
+    # heads are for the very weights that lie there; and what has taps is not replayed from recordings
+    plain = not a.fast and not a.quant and parallel.place()[1] == 1
+    found = trained_beside(a, model) if plain else []
     a.table = costs = costs_of(a, model)
     a.gamma = GAMMA["auto"] if a.gamma is None else a.gamma
     return lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs, most=a.gamma)

@@ -307,7 +307,8 @@ def test_trained_heads_beside_the_weights_are_candidates(tmp_path, capsys):
 
     assert names()[-2:] == ["kangaroo", "prophet"] and "medusa" not in names()
     assert "medusa" in (err := capsys.readouterr().err) and "left out, as " in err
-    assert not {"kangaroo", "prophet"} & set(names("--fast"))
+    for flags in (["--fast"], ["--quant", "int8"]):
+        assert not {"kangaroo", "prophet"} & set(names(*flags))
 
 
 def test_every_run_has_a_drafter_of_its_own():

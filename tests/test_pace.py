@@ -19,7 +19,8 @@ from benchmarks.shared import SETS, prompt_ids
 from control import MOST, Costs, plan, weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from methods import pace as module
-from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.drafting import ExitDraft
+from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer, shorter
 from methods.pace import STAKE, TAIL, Memory, Pace, Skill, Way, candidates, head_draft, self_draft
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, Wrapper, generate, rounds
@@ -80,11 +81,23 @@ def test_rows_equal_solo_runs_and_short_answers_are_short(models, family):
             assert generate(m, [prompt], count, everything(m))[0] == [oracle(m, prompt, count)]
 
 
+class PoisonedAdapters(Poisoned):
+    """Fills also what the adapters have not read yet."""
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        for adapter in (way.drafter for way in self.drafters[0].ways if isinstance(way.drafter, ExitDraft)):
+            for b, held in enumerate(adapter.held):
+                dead = held - sum(map(len, adapter.noted[b]))
+                adapter.cache.k[:, b, :, dead:] = adapter.cache.v[:, b, :, dead:] = 1e4
+
+
 @each_family
-def test_dead_slots_are_never_read(models, family):
+@pytest.mark.parametrize("begin", [everything, with_heads])
+def test_dead_slots_are_never_read(models, family, begin):
     m = models[family]
     runs = [[(r.new, r.accepted.tolist(), r.proposed.tolist()) for _, r in rounds(m, PROMPTS, 14, drafter)]
-            for drafter in (everything(m), Poisoned(everything(m)))]
+            for drafter in (begin(m), PoisonedAdapters(begin(m)))]
     assert runs[0] == runs[1]
 
 
@@ -424,7 +437,7 @@ def test_one_more_is_drafted_while_its_gain_exceeds_its_price(models):
     """Two rows whose tokens are accepted with .9 and .3, at a rate of 2 tokens a pass and a price of .2: one
     more must promise .4 tokens."""
     drafter = Pace(models["llama"], [], Costs((1.0,) * 12, 1.0, ((1, 1.0), (3, 1.0), (17, 2.4))))
-    drafter.way = drafter.nothing
+    drafter.check = drafter.checking(drafter.nothing)
     drafter.table, drafter.mean = torch.full((2, 10), 0.5), torch.tensor([0.9, 0.9])
     drafter.table[0, 9], drafter.reach, drafter.sures = 0.9, torch.ones(2), []
     drafter.rate, drafter.price = 2.0, 0.2
@@ -531,6 +544,17 @@ def test_trained_heads_and_their_prices(models, family):
     assert names == ["exit 1", "exit 2", "skip set", "kangaroo", "exit block"]
 
 
+def test_a_head_with_a_draft_vocabulary_drafts_nothing_else(models):
+    """But for one with output heads of its own; and the head itself stays as it was."""
+    m, ids = models["llama"], [4, 9, 0, 2, 16, 3]
+    for head in some_heads(m):
+        for used in (shorter(head, ids), head):
+            wide = used is head or head.shape.get("own_head", False)
+            for _, r in rounds(m, PROMPTS[:1], 6, used.drafter(1), lambda x: to_probs(x, 1.0), Coins(1)):
+                if r.draft.tokens.shape[1]:
+                    assert (r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids)) != wide
+
+
 def test_a_head_is_not_asked_for_more_tokens_than_it_has_steps(models):
     m = models["llama"]
     drafter = Pace(m, [head_draft(Medusa(m, 2), CHEAP)], CHEAP, risk=0.5)
@@ -596,7 +620,7 @@ def test_the_stream_changes_its_kind():
 
 def test_the_stream_on_a_tiny_model(models, tmp_path):
     """Every method writes the same text; regret, choices and alphas are what they are called."""
-    m, a = models["llama"], SimpleNamespace(new=10, dtype="float64", repeats=1, quick=False, model="tiny",
+    m, a = models["llama"], SimpleNamespace(new=6, dtype="float64", repeats=1, quick=False, model="tiny",
                                             machine="here")
     heads = [wild(Kangaroo(m, 2)), wild(Medusa(m, 3)), wild(Transfer(m, 3, 2))]
     bench = bench_dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, {"float64": heads})
