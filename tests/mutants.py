@@ -2648,7 +2648,7 @@ ACCELERATED = [
 ]
 
 TWO_ROWS = [
-    ("self.model.states[:, :, -1]", "x[None]",
+    ("self.model.states[:, :, -1]", "x",
      "the ordinary row says the draft",
      "test_heads.py::test_drafts_are_what_training_sees[m2r2-alone-llama]"),
     ("        check_target(self.model, state)\n", "",
