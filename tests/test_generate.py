@@ -68,7 +68,7 @@ def test_text_streams_and_a_summary_follows(call):
     (["--draft", "nf4", "--exit-layer", "3", "--gamma", "1"], "nf4", 1),
     (["--draft", "nf4", "--skip", "a3,m4,a11"], "nf4", 3),
     (["--draft", "sparse"], "sparse", 4),
-    (["--window", "3", "--sinks", "1", "--exit-layer", "4", "--gamma", "2"], "sparse", 2),
+    (["--window", "3", "--sinks", "1", "--exit-layer", "3", "--gamma", "2"], "sparse", 2),
 ])
 def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     plain = as_json(call, "--dtype", "float32", "--draft", "none")
