@@ -70,7 +70,7 @@ def parse(argv):
             ("warmup", 20, "steps to the full rate"), ("seed", 0, "of texts and batches")):
         steps.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=what)
     steps.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    p.set_defaults(valid=[], minutes=None, dtype="float32")
+    p.set_defaults(valid=[], minutes=None, dtype="float32", start=None)
     return check_flags(p.parse_args(argv))
 
 

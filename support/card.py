@@ -69,7 +69,8 @@ def head_card(run, tables, command):
         "data": ", ".join(run.text.train) + f", {sum(map(len, run.text.train.values())):,} tokens",
         "recipe": f"{run.step * a.batch * a.context / 1e6:.3g} M tokens, sequences of {a.context}, batch "
         f"{a.batch}; the loss is KL(p || q) with the model's own distribution p, each step's .8 times as "
-        "much as that of the one before",
+        "much as that of the one before"
+        + ", and the distance of its states, as weighted, and the loss of its gate" * (head.kind == "m2r2"),
         "optimiser": f"AdamW (lr {a.lr:g}), warm-up {a.warmup} steps, linear to 2 % over the last "
         f"{a.decay:.0%}; float32",
         "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes",

@@ -2712,9 +2712,9 @@ DRAFTS = [
      "a draft model with another tokenizer", "test_generate.py::test_draft_model_of_another_tokenizer"),
     ("own, every = byte_costs(drafting)", "own, every = byte_costs(model)",
      "few bits cost as much as many", "test_generate.py::test_the_draft_in_few_bits_says_how_it_drafts"),
-    ("step_cost(own, a.max_new, *reads", "step_cost(own, 0, *reads",
+    ("step_cost(own, a.max_new, a.sinks", "step_cost(own, 0, a.sinks",
      "a rule pays for what is not read", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
-    ("SparseDraft(drafting, rule, *reads, sublayers)", "SparseDraft(drafting, rule, *reads)",
+    ("rule, a.sinks, a.window, sublayers)", "rule, a.sinks, a.window)",
      "a sparse draft is never left early", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
     ("4 if a.sinks is None else a.sinks", "a.sinks or 4",
      "no sinks are four", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
@@ -2770,7 +2770,7 @@ ACCELERATED = [
 ]
 
 TWO_ROWS = [
-    ("self.model.states[:, :, -1]", "x[None]",
+    ("self.model.states[:, :, -1]", "x",
      "the ordinary row says the draft",
      "test_heads.py::test_drafts_are_what_training_sees[m2r2-alone-llama]"),
     ("        check_target(self.model, state)\n", "",
