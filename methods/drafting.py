@@ -68,18 +68,18 @@ class ExitDraft(SelfDraft):
         for i, x in enumerate(trace[self.taps[0]].split(256, 1)):
             self.read(x, slice(256 * i, 256 * i + x.shape[1]), None)
 
-    def read(self, x, at, end):
+    def read(self, x, at, span):
         """Write the keys and values of x (B, T, dim): the adapter's attention alone needs them."""
-        self.own.run(x, at, self.cache, [0], end=end)
+        self.own.run(x, at, self.cache, [0], span=span)
 
     def logits(self, state, x, k):
-        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, end=state.end(k + 1))
+        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, span=state.span(k, k + 1))
         return self.own.unembed(x)
 
     def observe(self, state, r):
         super().observe(state, r)
         x = r.trace[self.taps[0]]
-        self.read(x, block_of(state, r), state.end(x.shape[1]))
+        self.read(x, block_of(state, r), state.span(-max(map(len, r.new)), x.shape[1]))
 
 
 class LastState(Drafter):

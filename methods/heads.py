@@ -167,7 +167,7 @@ class Transfer:
         after = (at[..., None] + 1 + torch.arange(self.steps, device=tokens.device)).flatten(1)
         slots = torch.arange(T * (1 + self.steps), device=tokens.device)[None]  # (1, T+T*steps)
         x = m.run(rows, torch.cat([at, after], 1), Beside(cache, 0, T), range(2 * t, 2 * m.c.n_layers), slots,
-                  tree, end=slots.shape[1]).unflatten(1, (T, -1))               # (B, T, steps, dim)
+                  tree, span=slice(0, slots.shape[1])).unflatten(1, (T, -1))    # (B, T, steps, dim)
         for k in range(1, self.steps + 1):
             yield k, m.unembed(x[:, :-k, k - 1])
 
