@@ -2093,6 +2093,10 @@ PARALLEL_LOAD = [
      "test_parallel.py::test_each_process_reads_only_its_slices"),
 ]
 QUANT_BENCH = [
+    ("row += [f\"{cost:.2f}\", f\"{gamma}\"", "row += [f\"{cost:.2f}\", f\"{MOST}\"",
+     "the longest draft is called the best", "test_quant.py::test_known_shapes_on_paper"),
+    ("cost = sum(paper_bytes(c, kind)[:2])", "cost = paper_bytes(c, kind)[0]",
+     "drafting in few bits needs no head", "test_quant.py::test_known_shapes_on_paper"),
     ("blocks + head * (1 if c.tied else 2)", "blocks + head",
      "an untied model has no embeddings", "test_quant.py::test_bytes_on_paper"),
     ("teacher.states[0], slice", "teacher.states[2], slice",
@@ -2638,6 +2642,23 @@ DRAFTS = [
      "a copy of the stand-in", "test_generate.py::test_recorded_passes_write_the_same_text[flags3]"),
 ]
 
+BENCH_PLAIN = [
+    ("return 1 - (fast.seconds - before)", "return (fast.seconds - before)",
+     "the share of the passes is told", "test_bench.py::test_the_loops_share_of_recorded_rounds"),
+    ("    next(steps)     # it also reads the prompt\n", "",
+     "the prompt is taken for a round", "test_bench.py::test_the_loops_share_of_recorded_rounds"),
+    ('in ("embed", "run", "unembed")', 'in ("embed", "unembed")',
+     "what a pass takes is not seen", "test_bench.py::test_the_loops_share_of_recorded_rounds"),
+    ("SelfDraft(fast, early_exit", "SelfDraft(fast.model, early_exit",
+     "what a draft takes is not seen", "test_bench.py::test_the_loops_share_of_recorded_rounds"),
+    ('env=there).stdout.split()[-1]) for _ in range(2)]', 'env=there).stdout.split()[-1])] * 2',
+     "no second start is made",
+     "test_bench.py::test_a_start_is_timed_twice_with_the_same_folders"),
+    ('"XDG_CACHE_HOME": empty, "TORCHINDUCTOR_CACHE_DIR": empty', '"XDG_CACHE_HOME": empty',
+     "the first start finds what an earlier one compiled",
+     "test_bench.py::test_a_start_is_timed_twice_with_the_same_folders"),
+]
+
 TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT + QUANT_LOAD + PARALLEL_LOAD, "support/files.py": REPLACING,
          "speculative.py": SPECULATIVE + RIDING, "layerskip.py": LAYERSKIP,
@@ -2645,7 +2666,8 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPL
          "methods/dynamic.py": DYNAMIC, "methods/pace.py": PACE,
          "gaussian.py": GAUSSIAN, "search.py": SEARCH,
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
-         "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL,
+         "benchmarks/gpu.py": BENCH_GPU, "benchmarks/plain.py": BENCH_PLAIN, "tests/fuzz.py": FUZZ,
+         "tests/kill.py": KILL,
          "control.py": CONTROL + MEASURE_COSTS + LAYOUT,
          "benchmarks/drafters.py": BENCH_SELF, "benchmarks/costs.py": BENCH_COSTS,
          "benchmarks/check.py": CHECK, "benchmarks/peers.py": PEERS, "benchmarks/gguf.py": GGUF,
