@@ -48,7 +48,8 @@ def facts(run, command):
          f"keys and values, hidden {c.hidden_dim}, tied embeddings, vocabulary {c.vocab_size:,}, context "
          f"{c.max_len}{window}, bfloat16"),
         ("data", a.about or ", ".join(run.text.train)),
-        ("recipe", f"{tokens / 1e6:.3g} M tokens, sequences of {a.context}, batch {a.batch}; {recipe}"),
+        ("recipe", f"from {f'the weights of {Path(a.start).name}' if a.start else 'fresh weights'} on: "
+         f"{tokens / 1e6:.3g} M tokens, sequences of {a.context}, batch {a.batch}; {recipe}"),
         ("optimiser", f"Muon (lr {a.muon_lr:g}) for matrices, AdamW (lr {a.lr:g}) for embeddings and norms, "
          f"warm-up {a.warmup} steps, linear to 2 % over the last {a.decay:.0%}; products in {a.dtype}"),
         ("hardware, time", f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"),

@@ -410,7 +410,7 @@ SPECULATIVE = [
     ("(state.left - 1).clamp_(0, K)", "(state.left - 1).clamp_(max=K)",
      "finished rows propose -1 tokens", "test_speculative.py::test_accepted_counts_only_what_was_kept"),
     ("length if draft.length is None else torch.minimum(draft.length, length)", "length",
-     "the drafter's length is ignored", "test_speculative.py::test_golden_acceptance_counts"),
+     "the drafter's length is ignored", "test_golden.py::test_golden_counts[stories-llama]"),
     ("trace = dict.fromkeys(state.taps) | before", "trace = before",
      "a drafter with taps sees nothing of the rounds",
      "test_speculative.py::test_what_is_shared_is_handed_over_and_not_run_again[cpu-sublayers0-8]"),
@@ -445,7 +445,7 @@ SPECULATIVE = [
      "n-grams of the text before are kept",
      "test_control.py::test_an_n_gram_knows_nothing_of_the_text_before"),
     ("self.done[b] = max(self.done[b], last)", "self.done[b] = len(text)",
-     "n-grams across two rounds are never seen", "test_speculative.py::test_golden_acceptance_counts"),
+     "n-grams across two rounds are never seen", "test_golden.py::test_golden_counts[stories-llama]"),
     ("range(self.done[b], last)", "range(self.done[0], last)",
      "all rows are thought to be read as far as the first",
      "test_speculative.py::test_ngram_copies_the_latest_continuation"),
@@ -901,6 +901,15 @@ GENERATE = [
 ]
 
 TRAIN = [
+    # what a run begins with
+    ("    if not a.start:\n", "    if True:\n", "the weights of --start are not read",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("return model.requires_grad_(True)", "return model", "what --start read stays frozen",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("folder = a.start or a.tokenizer", "folder = a.tokenizer", "a new tokenizer for a model that has one",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("if a.start and getattr(a, name) != p", "if getattr(a, name) is p", "a shape beside --start is ignored",
+     "test_train.py::test_what_is_trained_further_keeps_its_shape"),
     # which sub-layers and which exit a step trains
     ("2 ** torch.linspace(0, 1, 2 * n_layers", "2 ** torch.linspace(0, 1, n_layers",
      "drop rates for blocks, not for sub-layers", "test_train.py::test_drop_rates_by_hand"),
