@@ -253,22 +253,20 @@ class Transformer(nn.Module):
         sets the rotation, the slot is the place in the cache. They are the same unless `slots` is given, as
         for a tree, whose siblings share a position. A slice of one token reads the cache without a mask.
         `tree` (B or 1, T, M): see `visible`; positions and slots are then those of all M. `trace`: a dict
-        whose keys are the sub-layers to look at; each receives x (B, T, dim) as it is after that sub-layer.
-        `span`, known to the host, so that nothing here waits for the GPU: from the lowest position of the
-        block in any row to one past the last slot to read. Sliding layers read only the window before its
-        start, and what follows. Without a cache the block is all there is, and any positions will do.
+        whose keys are the sub-layers to look at; each receives x (B, T, dim) as it is after it. `span`, known
+        to the host, so that nothing here waits for the GPU: from the lowest position of the block in any row
+        to one past the last slot to read; sliding layers begin a window before it. Without a cache the block
+        is all there is, and any positions will do.
         """
         c, T = self.c, x.shape[1]
         if slots is None:
             slots = positions if cache is not None else slice(0, T)
         if isinstance(slots, slice):
             span = slots if slots == positions else slice(0, slots.stop)
-        elif span is None:
-            span = slice(0, cache.k.shape[3])
+        span = span or slice(0, cache.k.shape[3])
         end = span.stop
-        near = end if c.window is None else end - max(0, span.start + 1 - c.window)
-        reads = {None: end, c.window: near}     # how many of the slots before `end` each kind of layer reads
-        masks = self.masks(x, positions, slots, reads, tree)
+        near = end if c.window is None else end - max(0, span.start + 1 - c.window)     # for sliding layers
+        masks = self.masks(x, positions, slots, end, tree, near)
         positions, slots = final(positions, T), final(slots, T)
         if isinstance(positions, slice):
             cos, sin = self.angles(positions, positions.stop)
@@ -283,17 +281,17 @@ class Transformer(nn.Module):
             else:
                 window = c.window if layer % 2 == 0 else None
                 if cache is not None:
-                    store = partial(cache.write, layer, slots=slots, end=end, recent=reads[window])
+                    store = partial(cache.write, layer, slots=slots, end=end, recent=near if window else end)
                 x = x + b.attn_post(b.attn(b.attn_norm(x), cos, sin, masks[window], store))
             if trace is not None and i in trace:
                 trace[i] = x
         return x
 
-    def masks(self, x, positions, slots, reads, tree):
-        """{window: what is added to the scores of the last reads[window] slots, 0 where visible and -inf
-        elsewhere, (B or 1, 1, 1, T, S); or None where nothing is hidden}."""
-        end = reads[None]
-        if x.shape[1] == 1 and tree is None and isinstance(slots, slice) and slots == positions:
+    def masks(self, x, positions, slots, end, tree, near=None):
+        """{window: what is added to the scores, 0 where visible and -inf elsewhere, (B or 1, 1, 1, T, S), for
+        the slots before `end`, or with a window the last `near` of them; or None where nothing is hidden}."""
+        T, reads = x.shape[1], {None: end, self.c.window: near or end}
+        if T == 1 and tree is None and isinstance(slots, slice) and slots == positions:
             return dict.fromkeys(reads)
         at, slots = torch.broadcast_tensors(*(
             torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s

@@ -154,7 +154,7 @@ def test_a_single_token_needs_no_mask(name):
     """A slice of one token reads the last W slots and masks none, in texts shorter and longer than W."""
     m, tokens = make(CONFIGS[name]), some_tokens(2, 20)
     one, other, want = new_cache(m, 2, 24), new_cache(m, 2, 24), whole(m, tokens)
-    assert m.masks(want[:, :1], slice(3, 4), slice(3, 4), {None: 4, m.c.window: 4}, None)[m.c.window] is None
+    assert m.masks(want[:, :1], slice(3, 4), slice(3, 4), 4, None)[m.c.window] is None
     for t in range(20):
         x = m.embed(tokens[:, t : t + 1])
         masked = m.run(x, torch.full((2, 1), t), other, span=slice(t, t + 1))
