@@ -249,14 +249,13 @@ class Transformer(nn.Module):
             trace=None, span=None):
         """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
 
-        positions, slots: a slice where all rows stand at the same place, else (B or 1, T) int64. The position
-        sets the rotation, the slot is the place in the cache. They are the same unless `slots` is given, as
-        for a tree, whose siblings share a position. A slice of one token reads the cache without a mask.
-        `tree` (B or 1, T, M): see `visible`; positions and slots are then those of all M. `trace`: a dict
-        whose keys are the sub-layers to look at; each receives x (B, T, dim) as it is after it. `span`, known
-        to the host, so that nothing here waits for the GPU: from the lowest position of the block in any row
-        to one past the last slot to read; sliding layers begin a window before it. Without a cache the block
-        is all there is, and any positions will do.
+        positions, slots: a slice where all rows stand at the same place, else (B or 1, T) int64. A position
+        sets the rotation, a slot the place in the cache; they are the same unless `slots` is given, as for a
+        tree, whose siblings share a position. A slice of one token reads the cache without a mask. `tree` (B
+        or 1, T, M): see `visible`; positions and slots are then those of all M. `trace`: a dict whose keys
+        are the sub-layers to look at; each gets x (B, T, dim) as it is after it. `span`, known to the host,
+        since nothing here waits for a GPU: from the lowest position of the block in any row to one past the
+        last slot to read; sliding layers begin a window before it. Without a cache any positions will do.
         """
         c, T = self.c, x.shape[1]
         if slots is None:
