@@ -56,9 +56,9 @@ class Beside:
     def __init__(self, cache, T, end):
         self.cache, self.T, self.end = cache, T, end
 
-    def write(self, layer, k, v, slots, end, recent=None):
+    def write(self, layer, k, v, slots, end, recent):
         T = self.T
         if T > 0:   # trap: in training nothing may be written to what gradients flow through
             self.cache.write(layer, k[:, :, :T], v[:, :, :T], slots[:, :T], self.end)
-        keys, values = (t[:, :, : self.end] for t in self.cache.layers[layer])
+        keys, values = (t[:, :, end - recent : self.end] for t in self.cache.layers[layer])
         return torch.cat([keys, k[:, :, T:]], 2), torch.cat([values, v[:, :, T:]], 2)

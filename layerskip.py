@@ -134,13 +134,13 @@ class SelfDraft(Drafter):
         def run_shared(token, k):  # what the verifier will not repeat
             traces.append(dict.fromkeys(tap for tap in state.taps if tap < shared))
             xs.append(m.run(m.embed(token), state.at(k), state.cache, subs[:shared], trace=traces[-1],
-                            end=state.end(k + 1)))                              # (B, 1, dim)
+                            span=state.span(k, k + 1)))                         # (B, 1, dim)
             return xs[-1]
 
         def step(token, k):
             x = run_shared(token, k)
             if shared < len(subs):
-                x = m.run(x, state.at(k), state.cache, subs[shared:], end=state.end(k + 1))
+                x = m.run(x, state.at(k), state.cache, subs[shared:], span=state.span(k, k + 1))
             return self.logits(state, x, k)
 
         tokens, q, length = chain(state, step, self.rule)

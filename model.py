@@ -255,25 +255,26 @@ class Transformer(nn.Module):
         return cos.unflatten(-2, (-1, 1, 1)), sin.unflatten(-2, (-1, 1, 1))
 
     def run(self, x, positions, cache=None, sublayers: Sequence[int] | None = None, slots=None, tree=None,
-            trace=None, end=None):
+            trace=None, span=None):
         """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
 
-        positions, slots: a slice where all rows stand at the same place, else (B or 1, T) int64. The position
-        sets the rotation, the slot is the place in the cache. They are the same unless `slots` is given, as
-        for a tree, whose siblings share a position. A slice of one token reads the cache without a mask.
-        `tree` (B or 1, T, M): see `visible`; positions and slots are then those of all M. `trace`: a dict
-        whose keys are the sub-layers to look at; each receives x (B, T, dim) as it is after that sub-layer.
-        `end`: one past the last slot to read, known to the host, so that nothing here waits for the GPU.
-        Without a cache the block is all there is, and any positions will do.
+        positions, slots: a slice where all rows stand at the same place, else (B or 1, T) int64. A position
+        sets the rotation, a slot the place in the cache; they are the same unless `slots` is given, as for a
+        tree, whose siblings share a position. A slice of one token reads the cache without a mask. `tree` (B
+        or 1, T, M): see `visible`; positions and slots are then those of all M. `trace`: a dict whose keys
+        are the sub-layers to look at; each gets x (B, T, dim) as it is after it. `span`, known to the host,
+        since nothing here waits for a GPU: from the lowest position of the block in any row to one past the
+        last slot to read; sliding layers begin a window before it. Without a cache any positions will do.
         """
         c, T = self.c, x.shape[1]
         if slots is None:
             slots = positions if cache is not None else slice(0, T)
         if isinstance(slots, slice):
-            end = slots.stop
-        elif end is None:
-            end = cache.k.shape[3]
-        masks = self.masks(x, positions, slots, end, tree)
+            span = slots if slots == positions else slice(0, slots.stop)
+        span = span or slice(0, cache.k.shape[3])
+        end = span.stop
+        near = end if c.window is None else end - max(0, span.start + 1 - c.window)     # for sliding layers
+        masks = self.masks(x, positions, slots, end, tree, near)
         positions, slots = final(positions, T), final(slots, T)
         if isinstance(positions, slice):
             cos, sin = self.angles(positions, positions.stop)
@@ -288,25 +289,24 @@ class Transformer(nn.Module):
             else:
                 window = c.window if layer % 2 == 0 else None
                 if cache is not None:
-                    recent = window if masks[window] is None else None
-                    store = partial(cache.write, layer, slots=slots, end=end, recent=recent)
+                    store = partial(cache.write, layer, slots=slots, end=end, recent=near if window else end)
                 x = x + b.attn_post(b.attn(b.attn_norm(x), cos, sin, masks[window], store))
             if trace is not None and i in trace:
                 trace[i] = x
         return x
 
-    def masks(self, x, positions, slots, end, tree):
-        """{window: what is added to the scores, 0 where visible and -inf elsewhere, (B or 1, 1, 1, T, S);
-        or None where nothing is hidden}."""
-        T, windows = x.shape[1], {None, self.c.window}
+    def masks(self, x, positions, slots, end, tree, near=None):
+        """{window: what is added to the scores, 0 where visible and -inf elsewhere, (B or 1, 1, 1, T, S), for
+        the slots before `end`, or with a window the last `near` of them; or None where nothing is hidden}."""
+        T, reads = x.shape[1], {None: end, self.c.window: near or end}
         if T == 1 and tree is None and isinstance(slots, slice) and slots == positions:
-            return dict.fromkeys(windows)
+            return dict.fromkeys(reads)
         at, slots = torch.broadcast_tensors(*(
             torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s
             for s in (positions, slots)))                                       # (1 or B, M)
         zeros = torch.zeros((), dtype=self.attention_dtype(), device=x.device)
-        return {w: zeros.masked_fill(~visible(at, slots, end, tree, w)[:, None, None], -math.inf)
-                for w in windows}
+        seen = {w: visible(at, slots, end, tree, w)[:, None, None, :, end - S :] for w, S in reads.items()}
+        return {w: zeros.masked_fill(~each, -math.inf) for w, each in seen.items()}
 
     def unembed(self, x, rows=None):
         """(B, T, dim) -> raw logits (B, T, V): final norm, head, final soft-cap. rows (N, dim): some rows of

@@ -61,13 +61,11 @@ class State:
         # beside a longer draft a row at its limit overshoots: clamped, into a slot that is always dead
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
-    def end(self, T):
-        """One past the last slot that a block of T tokens from offset 0 on reads, or more, known to the host.
-        On CUDA it is rounded up to a multiple of 256, so that few shapes occur."""
-        end = max(map(len, self.known)) - 1 + T
-        if self.n.is_cuda:
-            end = -(-end // 256) * 256
-        return min(end, self.tokens.shape[1])
+    def span(self, first, stop):
+        """The slots of blocks that read the offsets first .. stop-1, from where the block of the shortest row
+        begins to one past the end of the longest row's, known to the host: for `Transformer.run`."""
+        last = [len(text) - 1 for text in self.known]
+        return slice(max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
 
     def read(self, positions):
         """The tokens at `positions`, a slice or (B, T). (B, T)"""
@@ -321,7 +319,7 @@ def ahead(tree, N):
     return torch.cat([tree.repeat_interleave(N, 1), own.expand(len(tree), -1, -1)], 2)
 
 
-def run_ahead(model, extra, x, positions, cache, sublayers, slots, tree, trace, end):
+def run_ahead(model, extra, x, positions, cache, sublayers, slots, tree, trace, span):
     """`Transformer.run` over a block, with rows of future tokens that ride along from sub-layer i on.
 
     extra is (i, spread): spread makes of the states x (B, T, dim) that enter sub-layer i the rows (B, T, N,
@@ -336,15 +334,16 @@ def run_ahead(model, extra, x, positions, cache, sublayers, slots, tree, trace, 
         tree = torch.ones(1, T, T, dtype=torch.bool, device=x.device).tril()
     early, late = ({tap: None for tap in trace if sublayers[0] <= tap and (tap < i) == first}
                    for first in (True, False))
-    x = model.run(x, positions, cache, [s for s in sublayers if s < i], slots, tree, early, end)
+    x = model.run(x, positions, cache, [s for s in sublayers if s < i], slots, tree, early, span)
     rows = spread(x)                                                            # (B, T, N, dim)
     N = rows.shape[2]
     places = positions[..., None] + torch.arange(1, N + 1, device=x.device)     # (1 or B, T, N)
-    beside = end + torch.arange(T * N, device=x.device)                         # slots that no cache has
+    beside = span.stop + torch.arange(T * N, device=x.device)                   # slots that no cache has
     seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)              # (B or 1, T+T*N, T+T*N)
     x = model.run(torch.cat([x, rows.flatten(1, 2)], 1), torch.cat([positions, places.flatten(1)], 1),
-                  Beside(cache, T, end), [s for s in sublayers if s >= i],
-                  torch.cat([slots, beside.expand(len(slots), -1)], 1), seen, late, end + T * N)
+                  Beside(cache, T, span.stop), [s for s in sublayers if s >= i],
+                  torch.cat([slots, beside.expand(len(slots), -1)], 1), seen, late,
+                  slice(span.start, span.stop + T * N))
     trace.update(early | {tap: y[:, :T] for tap, y in late.items()})
     trace["extra"] = x[:, T:].unflatten(1, (T, N))                              # (B, T, N, dim)
     return x[:, :T]
@@ -486,7 +485,7 @@ def loop(state, drafter, eos):
         positions, slots, tree = layout(state, K, draft.parents)
         run = partial(run_ahead, model, draft.extra) if draft.extra else model.run
         x = run(x, positions, state.cache, every[first:], slots=slots, tree=tree, trace=trace,
-                end=state.end(K + 1))                                           # (B, K+1, dim)
+                span=state.span(0, K + 1))                                      # (B, K+1, dim)
         logits = model.unembed(x)                                               # (B, K+1, V)
         p = state.probs(logits)
         # 4. Verify: how many drafts are accepted, and which token comes after them?
@@ -616,8 +615,8 @@ class ModelDraft(Drafter):
         prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
         self.held = [len(text) for text in state.known]  # per row: how many slots hold what the text says
 
-    def run(self, tokens, at, end):
-        return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers, end=end)
+    def run(self, tokens, at, span):
+        return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers, span=span)
 
     def propose(self, state):
         n = [len(text) for text in state.known]
@@ -625,13 +624,13 @@ class ModelDraft(Drafter):
 
         def step(token, k):
             if k > 0:
-                return self.model.unembed(self.run(token, state.at(k), state.end(k + 1)))
+                return self.model.unembed(self.run(token, state.at(k), state.span(k, k + 1)))
             at = state.at(*range(1 - T, 1))
             if isinstance(at, slice):
                 return self.model.unembed(self.run(state.read(at), at, None)[:, -1:])
             # a row shorter than T starts at its first token instead and reads on into dead slots
             short = at[:, :1].clamp(max=0)              # (B, 1) minus how many are missing
-            x = self.run(state.read(at - short), at - short, state.end(1))
+            x = self.run(state.read(at - short), at - short, state.span(1 - T, 1))
             return self.model.unembed(x.gather(1, (T - 1 + short)[..., None].expand(-1, 1, x.shape[-1])))
 
         tokens, q, length = chain(state, step, self.rule)

@@ -182,7 +182,8 @@ def exactness(bench, name):
 
     def logits(ids, first, width):
         at = torch.arange(first, first + width, device=bench.device)[None]
-        return model.unembed(model.run(model.embed(ids[:, first : first + width]), at, cache, end=end))[0]
+        x = model.embed(ids[:, first : first + width])
+        return model.unembed(model.run(x, at, cache, span=slice(0, end)))[0]
 
     def compare(a, b):
         return {"share of equal rows": (a == b).all(1).float().mean().item(),

@@ -159,9 +159,9 @@ WRONG = {
     "SelfDraft.propose": [
         ("        run_shared(tokens[:, -1:], K) ", "        K = K ", "the last draft was not run"),
         ("reuse=(shared, ", "reuse=(len(subs), ", "after its first gap a draft computes other states"),
-        ("                x = m.run(x, state.at(k), state.cache, subs[shared:], end=state.end(k + 1))",
-         "                x = xs[-1] = m.run(x, state.at(k), state.cache, subs[shared:], end=state.end(k + "
-         "1))",
+        ("                x = m.run(x, state.at(k), state.cache, subs[shared:], span=state.span(k, k + 1))",
+         "                x = xs[-1] = m.run(x, state.at(k), state.cache, subs[shared:], span=state.span(k, "
+         "k + 1))",
          "these are the states after all sub-layers of the draft"),
         ("m, subs, xs, traces = self.model, self.sublayers, [], []",
          "m, subs, xs, traces = self.model, range(12), [], []", "it drafts with all sub-layers"),
@@ -417,7 +417,7 @@ class SelfDraft(Drafter):
         def step(token, k):
             x = self.model.embed(token)
             for i in self.sublayers:
-                x = self.model.run(x, state.at(k), state.cache, [i], end=state.end(k + 1))
+                x = self.model.run(x, state.at(k), state.cache, [i], span=state.span(k, k + 1))
             return self.model.unembed(x)
 
         tokens, q, length = chain(state, step, self.rule)

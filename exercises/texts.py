@@ -163,8 +163,8 @@ the verifier would compute, and is handed over; after the gap it is only a guess
     d2                       x    x                    run, too: nobody drafts from it, but it is verified
                              ^ reuse = (2, the states of D, d1, d2 as they enter sub-layer 2, trace)
 
-`self.model.run(x, state.at(k), state.cache, sublayers, end=state.end(k + 1))` runs some sub-layers on
-the token at offset k and writes its keys and values; `embed` gives the x of a token, and `unembed` the
+`self.model.run(x, state.at(k), state.cache, sublayers, span=state.span(k, k + 1))` runs some sub-layers
+on the token at offset k and writes its keys and values; `embed` gives the x of a token, and `unembed` the
 logits. `self.sublayers` are those to draft with, `shared_prefix` counts those before the first gap, and
 `chain(state, step, self.rule)` draws: it asks for a step(token, k). trace: {sub-layer: states after
 it}, of the sub-layers in `state.taps` that were handed over; `run` fills it. If nothing was drawn,

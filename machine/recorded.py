@@ -42,25 +42,27 @@ class Slots(KVCache):
     def __init__(self, layers):
         self.layers = layers
 
-    def write(self, layer, k, v, slots, end, recent=None):
+    def write(self, layer, k, v, slots, end, recent):
         keys, values = self.layers[layer]
         rows, heads = (torch.arange(n, device=k.device) for n in k.shape[:2])
         at = rows[:, None, None], heads[:, None], slots[:, None]                # (B, Hkv, T) together
         keys[at], values[at] = k, v     # trap: for `scatter_` Inductor copies the whole cache in every layer
-        return keys[:, :, :end], values[:, :, :end]
+        return keys[:, :, end - recent : end], values[:, :, end - recent : end]
 
 
-def block(sublayers, model, x, first, cos, sin, *caches):
+def block(sublayers, model, x, first, cos, sin, near, *caches):
     """`sublayers` of the model for x (B, W, dim) from the positions first (B, 1) on. cos, sin (reach, D): the
-    table of angles, whose length says how many slots are read; caches: keys and values of each attention."""
-    end = cos.shape[0]
+    table of angles, whose length says how many slots are read, and that of near, how many of them by sliding
+    layers; caches: keys and values of each attention."""
+    end, window = cos.shape[0], model.c.window
+    span = slice(0 if window is None else end - near.shape[0] + window - 1, end)
     steps, last = torch.arange(x.shape[1], device=x.device), torch.arange(end, device=x.device)[-1]
     at = torch.minimum(first + steps, last)     # (B, W) beyond the last slot there is nothing to write to
     layers = (i // 2 for i in sublayers if i % 2 == 0)
     cache = Slots(dict(zip(layers, zip(caches[::2], caches[1::2], strict=True), strict=True)))
     table, model.table = model.table, (cos, sin)
     try:
-        return model.run(x, at, cache, sublayers, end=end)
+        return model.run(x, at, cache, sublayers, span=span)
     finally:
         model.table = table
 
@@ -146,7 +148,9 @@ def write_program(path, model, f, inputs, fixed, exact):
                 # trap: with it masked grouped attention is taken for another pattern and comes out wrong
                 "pattern_matcher": False}
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in (*inputs, *fixed))
+        # trap: while all of a text lies in the window, the program would be one that reads all of any text
+        examples = tuple(torch.zeros(t.shape, dtype=t.dtype)
+                         for t in (*inputs, *fixed[:2], *(t[1:] for t in fixed[2:3]), *fixed[3:]))
         program = torch.export.export(Program(model, f), examples, strict=False,
                                       dynamic_shapes={"inputs": tuple(shapes)})
         with tempfile.TemporaryDirectory() as folder, replacing(path) as temporary:
@@ -174,12 +178,12 @@ class Recorded:
     tokens are replayed from recordings; all others, and those with a tree or a trace, run eagerly.
 
     how: see above; by default what suits the model's device. widths: a block is padded with dead rows to the
-    next of them. reach: how many slots graphs read at least; then twice, four times as many. exact: one width
-    and one reach for all passes, so that plain and speculative decoding are the same kernels on the same
-    shapes, and also half types give the same bits. folder: for compiled programs. say: is told what takes
-    long and what went wrong, in one line. The model must not be moved or cast afterwards; its weights may
-    change in place. Raises ValueError where `how` does not suit the device, and for widths that reach beyond
-    the spare slots of a cache.
+    next of them. reach: graphs tell no more lengths of a text apart than if they doubled from this one on.
+    exact: one width and one length for all passes, so that plain and speculative decoding are the same
+    kernels on the same shapes, and also half types give the same bits. folder: for compiled programs. say: is
+    told what takes long and what went wrong, in one line. The model must not be moved or cast afterwards; its
+    weights may change in place. Raises ValueError where `how` does not suit the device, and for widths that
+    reach beyond the spare slots of a cache.
     """
 
     def __init__(self, model, how=None, widths=None, reach=256, exact=False, folder=None, say=to_stderr):
@@ -211,7 +215,7 @@ class Recorded:
         write()
         self.frozen = True
 
-    def run(self, x, positions, cache=None, sublayers=None, slots=None, tree=None, trace=None, end=None):
+    def run(self, x, positions, cache=None, sublayers=None, slots=None, tree=None, trace=None, span=None):
         """`Transformer.run`."""
         (B, T, _), subs = x.shape, tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
         width, here = self.width(T), isinstance(positions, slice)
@@ -219,17 +223,17 @@ class Recorded:
         usual = subs and cache is not None and slots is None and tree is None and not trace
         if usual and width is not None and not prompt:
             S, after = cache.k.shape[3], width - T
-            need = after + (positions.stop if here else S if end is None else end)
-            if not here or need <= S:
+            span = positions if here else span or slice(0, S)
+            if not here or span.stop + after <= S:
                 first = torch.full((B, 1), positions.start, device=x.device) if here else positions[:, :1]
                 # trap: a program trusts in the strides of its inputs, too
                 inputs = pad(x, after), first.expand(B, 1).contiguous()
-                fixed = self.table(self.far(min(need, S), S))
+                fixed = self.lengths(slice(span.start, min(span.stop + after, S)), width, S)
                 fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
                 y = self.play(cache, (subs, B, width), partial(block, subs), inputs, fixed)
                 if y is not None:
                     return y[:, :T]
-        return self.model.run(x, positions, cache, sublayers, slots, tree, trace, end)
+        return self.model.run(x, positions, cache, sublayers, slots, tree, trace, span)
 
     def unembed(self, x, rows=None):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
@@ -241,29 +245,36 @@ class Recorded:
     def width(self, T):
         return next((width for width in self.widths if width >= T), None)
 
-    def far(self, need, slots):
-        """How many slots a pass reads that needs so many. A compiled program takes any number; all others are
-        recorded anew for each."""
+    def spacing(self, slots):
+        """How far apart the lengths are that have recordings of their own. A compiled program takes any; of
+        the others there are no more than if they doubled from `reach` on, but at even distances."""
         if self.exact:
             return slots
-        if self.how == "compile":
-            return min(slots, -(-need // 16) * 16)
-        return min(slots, self.reach << max(0, math.ceil(math.log2(need / self.reach))))
+        count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
+        return 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
 
-    def table(self, reach):
-        """The model's table of angles for the positions before `reach`: [cos, sin], (reach, D) each."""
+    def lengths(self, span, width, slots):
+        """[cos, sin, near] for `block`: the table of angles for all positions that are read, (reach, D) each,
+        and a part of it that is as long as what sliding layers read."""
+        step, window = self.spacing(slots), self.c.window
+        reach = near = min(slots, -(-span.stop // step) * step)
+        if window is not None:      # the same for all places of a single row within one `reach`
+            least = window + width
+            more = reach - max(0, span.start + 1 - window) - least
+            near = min(reach, least + (max(0, more) // step + 1) * step)
         if len(self.model.table[0]) < reach:
             self.model.angles(slice(0, 1), reach)
-        return [t[:reach] for t in self.model.table]
+        cos, sin = (t[:reach] for t in self.model.table)
+        return [cos, sin, cos[:near]]
 
     @torch.inference_mode()
     def play(self, home, key, f, inputs, fixed):
         """f(model, *inputs, *fixed), replayed; None where it is to be run eagerly: when it is seen for the
         first time, and where its recording was refused."""
         if self.how == "compile":
-            home, key = self, (*key, *(t.dtype for t in (*inputs, *fixed[2:3])))
+            home, key = self, (*key, *(t.dtype for t in (*inputs, *fixed[3:4])))
         elif fixed:
-            key = *key, len(fixed[0])
+            key = *key, len(fixed[0]), len(fixed[2])
         tapes = self.tapes.setdefault(home, {})
         if tapes.get(key) is None and not self.frozen:
             seen = key in tapes
@@ -289,7 +300,7 @@ class Recorded:
         except Exception as e:  # whatever a compiler meets, the pass itself can be run
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
             return refused
-        off = [float(distance(a, b)) for a, b in zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)]
+        off = [float(distance(a, b)) for a, b in zip([got, *fixed[3:]], [want, *kept[3:]], strict=True)]
         if all(d <= TOLERANCE[want.dtype] for d in off):    # trap: of NaN and a number, `max` can take either
             return tape
         for t, before in zip(fixed, kept, strict=True):

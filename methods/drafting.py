@@ -64,9 +64,9 @@ class ExitDraft(SelfDraft):
         for i, x in enumerate(trace[self.taps[0]].split(256, 1)):
             self.read(x, slice(256 * i, 256 * i + x.shape[1]), None)
 
-    def read(self, x, at, end):
+    def read(self, x, at, span):
         """Write the keys and values of x (B, T, dim): the adapter's attention alone needs them."""
-        self.own.run(x, at, self.cache, [0], end=end)
+        self.own.run(x, at, self.cache, [0], span=span)
 
     def read_noted(self, state):
         """The states of the last tokens before D of each row. A row with fewer of them than another one reads
@@ -78,13 +78,13 @@ class ExitDraft(SelfDraft):
         else:
             steps = torch.arange(-1, x.shape[1] - 1, device=state.n.device)                 # (T,)
             at = state.after(steps - state.send(more)[:, None])                             # (B, T)
-        self.read(x, at, state.end(x.shape[1]))
+        self.read(x, at, state.span(-max(more), x.shape[1] - min(more)))
         self.noted, self.unread = [[] for _ in more], 0
 
     def logits(self, state, x, k):
         if self.unread:
             self.read_noted(state)
-        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, end=state.end(k + 1))
+        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, span=state.span(k, k + 1))
         return self.own.unembed(x)
 
     def observe(self, state, r):

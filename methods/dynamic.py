@@ -37,7 +37,7 @@ def aside(model, cache, x, positions, sublayers):
     (B, T, _), S = x.shape, cache.layers[0][0].shape[2]
     slots = torch.arange(S, S + T, device=x.device).expand(B, T)
     own = torch.eye(T, dtype=torch.bool, device=x.device)
-    return model.run(x, positions, Aside(cache), sublayers, slots, own, end=S + T)
+    return model.run(x, positions, Aside(cache), sublayers, slots, own, span=slice(0, S + T))
 
 
 def overlaps(probs, p, logits):

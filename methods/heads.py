@@ -128,25 +128,25 @@ class M2R2:
             raise AttributeError(name)
         return getattr(self.model, name)
 
-    def rise(self, x, positions, slots, tree, cache, end, trace=None):
+    def rise(self, x, positions, slots, tree, cache, span, trace=None):
         """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim) those that
         the cache, a Beside, does not keep are accelerated."""
         kept, w = cache.T, self.weights
         for i, (down, up) in enumerate(zip(w.down, w.up, strict=True)):
             more = F.linear(F.linear(unit(x[:, kept:]), down), up)
-            x = self.model.run(x, positions, cache, [2 * i, 2 * i + 1], slots, tree, trace, end)
+            x = self.model.run(x, positions, cache, [2 * i, 2 * i + 1], slots, tree, trace, span)
             x = torch.cat([x[:, :kept], x[:, kept:] + more], 1)
             yield x
 
-    def run(self, x, positions, cache, sublayers, trace, end):
+    def run(self, x, positions, cache, sublayers, trace, span):
         """`Transformer.run` of the first E blocks over one token of each row, x (B, 1, dim). Beside it runs
         the accelerated row, whose states stay in `states` (B, 1, E, dim)."""
         if isinstance(positions, slice):
             positions = torch.arange(positions.start, positions.stop, device=x.device)[None]
-        slots = torch.cat([positions, torch.full_like(positions, end)], 1)      # (B or 1, 2)
+        slots = torch.cat([positions, torch.full_like(positions, span.stop)], 1)    # (B or 1, 2)
         alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]           # neither sees the other
         rows = list(self.rise(torch.cat([x, x], 1), torch.cat([positions, positions], 1), slots, alone,
-                              Beside(cache, 1, end), end + 1, trace))           # (B, 2, dim) each
+                              Beside(cache, 1, span.stop), slice(span.start, span.stop + 1), trace))
         trace.update({tap: y[:, :1] for tap, y in trace.items()})
         self.states = torch.stack([y[:, 1:] for y in rows], 2)
         return rows[-1][:, :1]
@@ -157,7 +157,7 @@ class M2R2:
         before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
         own = torch.eye(T, dtype=torch.bool, device=device)
         rows = list(self.rise(self.model.embed(tokens), torch.cat([at, at], 1), torch.cat([at, T + at], 1),
-                              torch.cat([before, own], 1)[None], Beside(cache, 0, T), 2 * T))
+                              torch.cat([before, own], 1)[None], Beside(cache, 0, T), slice(0, 2 * T)))
         self.states = torch.stack(rows, 2)                                      # (B, T, E, dim)
         self.ahead = torch.stack([trace[tap] for tap in self.taps], 2)
         yield 0, self.model.unembed(rows[-1])
@@ -259,7 +259,7 @@ class Transfer:
         after = (at[..., None] + 1 + torch.arange(self.steps, device=tokens.device)).flatten(1)
         slots = torch.arange(T * (1 + self.steps), device=tokens.device)[None]  # (1, T+T*steps)
         x = m.run(rows, torch.cat([at, after], 1), Beside(cache, 0, T), range(2 * t, 2 * m.c.n_layers), slots,
-                  tree, end=slots.shape[1]).unflatten(1, (T, -1))               # (B, T, steps, dim)
+                  tree, span=slice(0, slots.shape[1])).unflatten(1, (T, -1))    # (B, T, steps, dim)
         for k in range(1, self.steps + 1):
             yield k, m.unembed(x[:, :-k, k - 1])
 

@@ -54,12 +54,14 @@ class SparseDraft(Drafter):
         m = self.model
 
         def step(token, k):
-            at, end = state.after(torch.arange(k - 1, k, device=state.n.device)), state.end(k + 1)  # (B, 1)
+            at, span = state.after(torch.arange(k - 1, k, device=state.n.device)), state.span(k, k + 1)
+            end = span.stop
             seen = sparse(at, end, self.sinks, self.window)                                 # (B, end)
             # for `visible` a tree that grows: it has all slots, and the block is the last node
             slots = torch.cat([torch.arange(end, device=at.device).expand(len(at), end), at], 1)
             tree = torch.cat([seen, torch.ones_like(at, dtype=torch.bool)], 1)[:, None]     # (B, 1, end+1)
-            return m.unembed(m.run(m.embed(token), slots, state.cache, self.sublayers, slots, tree, end=end))
+            x = m.run(m.embed(token), slots, state.cache, self.sublayers, slots, tree, span=span)
+            return m.unembed(x)
 
         return Draft(*chain(state, step, self.rule))
 

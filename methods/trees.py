@@ -173,5 +173,6 @@ def share(state, reuse, tokens, parents):
     (first, x, trace), more, N = reuse, dict.fromkeys(reuse[2]), parents.shape[1]
     positions, slots, tree = layout(state, N, parents)
     y = state.model.run(state.model.embed(tokens), positions, state.cache, range(first), slots=slots,
-                        tree=tree[:, -tokens.shape[1] :], trace=more, end=state.end(N + 1))     # (B, S, dim)
+                        tree=tree[:, -tokens.shape[1] :], trace=more,
+                        span=state.span(0, N + 1))                              # (B, S, dim)
     return first, torch.cat([x, y], 1), {tap: torch.cat([trace[tap], more[tap]], 1) for tap in trace}

@@ -214,7 +214,7 @@ def blocks(r, dtype, coins):
             tree = ancestors(torch.tensor([b["parents"]], dtype=torch.long))
             positions = first + tree.sum(-1) - 1
         x = m.run(m.embed(torch.tensor([b["tokens"]])), positions, cache, b["sublayers"], slots, tree,
-                  end=first + T)
+                  span=slice(first, first + T))
         logits.append(pack(m.unembed(x)[0]))
         if b["keep"] is not None:
             src = first + torch.tensor([b["keep"]])

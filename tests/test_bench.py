@@ -1,7 +1,10 @@
 """The benchmark counts, forecasts and judges as it says. Nothing here depends on how fast anything is."""
+import io
 import json
 import math
 import shutil
+from contextlib import redirect_stdout
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -445,6 +448,57 @@ def test_plain_decoding_in_recorded_passes_is_a_peer(models, monkeypatch):
     write = plain.recorded(models["gemma2"], PROMPTS[0], 20)
     assert made[0].frozen and write() == write() == generate(models["gemma2"], [PROMPTS[0]], 20)[0][0]
     assert sum(tape is not None for tapes in made[0].tapes.values() for tape in tapes.values()) == 2
+
+
+def test_the_loops_share_of_recorded_rounds(models, monkeypatch):
+    """By a clock on which each call of `run` takes 3 seconds, and each round 1 more."""
+    clock = [0.0]
+
+    class Slow(Recorded):
+        def __init__(self, model):
+            super().__init__(model, "paper")
+
+        def run(self, *args, **more):
+            clock[0] += 3
+            return super().run(*args, **more)
+
+    def slow_rounds(*args, **more):
+        for step in rounds(*args, **more):
+            clock[0] += 1
+            yield step
+
+    monkeypatch.setattr(plain, "Recorded", Slow)
+    monkeypatch.setattr(plain, "rounds", slow_rounds)
+    monkeypatch.setattr(plain.time, "perf_counter", lambda: clock[0])
+    assert plain.loop_share(models["llama"], PROMPTS[0], 12) == pytest.approx(1 / 4)
+    assert 1 / 16 <= plain.loop_share(models["llama"], PROMPTS[0], 12, 2) < 1 / 8
+
+
+def test_a_start_is_timed_twice_with_the_same_folders(monkeypatch):
+    seen, asked = [], []
+
+    def process(argv, env, **more):
+        folders = env["XDG_CACHE_HOME"], env["TORCHINDUCTOR_CACHE_DIR"]
+        seen.append((*folders, Path(folders[0]).is_dir()))
+        with redirect_stdout(io.StringIO()) as out:
+            exec(argv[2], {})
+        return SimpleNamespace(stdout=out.getvalue())
+
+    monkeypatch.setattr(plain, "subprocess", SimpleNamespace(run=process, PIPE=None))
+    monkeypatch.setattr(plain, "recorded", lambda *args: asked.append(args) or (lambda: None))
+    times = plain.starts(WEIGHTS / "stories-draft", torch.float32, "cpu", [3, 4])
+    assert len(times) == 2 and all(t >= 0 for t in times)
+    assert seen[0] == seen[1] and seen[0][0] == seen[0][1] and seen[0][2] and not Path(seen[0][0]).exists()
+    assert [(m.c.n_layers, prompt, new) for m, prompt, new in asked] == [(2, [3, 4], 8)] * 2
+
+
+def test_what_recording_costs_is_told():
+    r = {"decode": {"ours": 1.0, "transformers": 2.0}, "bound": 0.5, "same tokens": 8, "peers": {},
+         "starts": [31.24, 2.51], "loop": [0.111, 0.149]}
+    a = SimpleNamespace(new=8, device="cpu", machine="a machine", repeats=1, quick=True, fast=True)
+    text = plain.markdown({"tiny, float32": r}, a)
+    assert "| tiny, float32 | 31.2 | 2.5 | 11% | 15% |" in text.splitlines()
+    assert "start" not in plain.markdown({"tiny, float32": r}, SimpleNamespace(**vars(a) | {"fast": False}))
 
 
 # --- the texts

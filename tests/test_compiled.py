@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LLAMA, PROMPTS, make
+from tiny import GEMMA, LLAMA, PROMPTS, make
 
+from kvcache import KVCache
 from layerskip import SelfDraft
 from machine import recorded
 from machine.recorded import Recorded
@@ -73,6 +74,19 @@ def test_later_starts_compile_nothing_and_any_cache_will_do(programs, model):
         w.data.mul_(0.5)
     halved = write(fast)[1]
     assert not torch.equal(halved, logits[:20]), "the weights are read where they lie"
+
+
+@torch.inference_mode()
+def test_one_program_reads_any_window(folder):
+    """It is written while all of a text lies in the window of 5, and reads the last slots of a longer one."""
+    model, said = make(replace(GEMMA, n_layers=1)), []
+    fast = Recorded(model, widths=(1,), folder=folder / "window", say=said.append)
+    states, caches = torch.randn(60, 1, 1, 32).double(), [KVCache(GEMMA, 1, 60, torch.float64) for _ in "ab"]
+    for at, x in enumerate(states):
+        got, want = (m.run(x, slice(at, at + 1), cache, [0])
+                     for m, cache in zip((fast, model), caches, strict=True))
+        assert (got - want).abs().max() < 1e-9, at
+    assert len(said) == 1 and "compiling" in said[0] and any(fast.tapes[fast].values())
 
 
 def test_a_damaged_program_is_not_run(programs, model, tmp_path):

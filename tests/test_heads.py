@@ -436,11 +436,11 @@ def test_the_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache(fami
     """Bit by bit, whatever its adapters are; and what is handed over is what the blocks compute alone."""
     m = make(LIVELY[family], device=device)
     state, _ = next(rounds(m, PROMPTS[:rows], 9))
-    token, at, end = state.read(state.at(0)), state.at(0), state.end(1)
+    token, at, span = state.read(state.at(0)), state.at(0), state.span(0, 1)
     found = []
     for size in (0.3, 30.0, None):
         head, cache, trace = wild(M2R2(m, 3), size) if size else m, state.cache.fork(), dict.fromkeys((1, 4))
-        x = head.run(m.embed(token), at, cache, range(6), trace=trace, end=end)
+        x = head.run(m.embed(token), at, cache, range(6), trace=trace, span=span)
         found.append((x, *trace.values(), cache.k, cache.v))
     assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True)), "the ordinary row saw the other"
     assert all(a.shape == b.shape and (a - b).abs().max() < 1e-11 for a, b in zip(*found[1:], strict=True))

@@ -128,20 +128,21 @@ def test_rows_at_different_places_equal_their_full_passes(name, device):
         cache.k.masked_fill_(dead, 1e3)
         cache.v.masked_fill_(dead, -1e3)
         at = n[:, None] + torch.arange(T, device=device)
-        x = m.run(m.embed(tokens[row[:, None], at]), at, cache, end=int(n.max()) + T)
+        x = m.run(m.embed(tokens[row[:, None], at]), at, cache, span=slice(int(n.min()), int(n.max()) + T))
         assert error(x, want[row[:, None], at]) < 1e-12
         n = n + torch.tensor(advance, device=device)
 
 
 @families
 def test_slices_and_tensors_of_positions_agree(name):
-    """With a cache, in blocks that end anywhere, with any host bound `end`, and without a cache."""
+    """With a cache, in blocks that end anywhere, with any host bounds `span`, and without a cache."""
     m, tokens = make(CONFIGS[name]), some_tokens(2, 20)
     x, one, other = m.embed(tokens), new_cache(m, 2, 24), new_cache(m, 2, 24)
-    for start, stop, end in ((0, 7, 7), (7, 8, 9), (8, 13, None), (11, 17, 24), (17, 20, 20)):
+    for start, stop, span in ((0, 7, slice(0, 7)), (7, 8, slice(5, 9)), (8, 13, None),
+                              (11, 17, slice(11, 24)), (17, 20, slice(17, 20))):
         at = torch.arange(start, stop).expand(2, -1)
         a = m.run(x[:, start:stop], slice(start, stop), one)
-        b = m.run(x[:, start:stop], at, other, end=end)
+        b = m.run(x[:, start:stop], at, other, span=span)
         assert error(a, b) < 1e-12
         assert torch.allclose(one.k, other.k, rtol=1e-12, atol=1e-13)
         assert torch.allclose(one.v, other.v, rtol=1e-12, atol=1e-13)
@@ -156,9 +157,52 @@ def test_a_single_token_needs_no_mask(name):
     assert m.masks(want[:, :1], slice(3, 4), slice(3, 4), 4, None)[m.c.window] is None
     for t in range(20):
         x = m.embed(tokens[:, t : t + 1])
-        masked = m.run(x, torch.full((2, 1), t), other, end=t + 1)
+        masked = m.run(x, torch.full((2, 1), t), other, span=slice(t, t + 1))
         assert error(m.run(x, slice(t, t + 1), one), want[:, t : t + 1]) < 1e-12
         assert error(masked, want[:, t : t + 1]) < 1e-12
+
+
+@devices
+@families
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_sliding_layers_read_their_window_only(name, device, as_tree):
+    """Rows at 14 and 11: with W = 5 the slots before 7 are not touched, though they hold NaN."""
+    m, T, n = make(CONFIGS[name], device=device), 4, torch.tensor([14, 11], device=device)
+    tokens, cache, read = some_tokens(2, 24, device), new_cache(m, 2, 24), {}
+    prefill(m, tokens[:, :14], cache)
+    slots, tree = n[:, None] + torch.arange(T, device=device), None             # (2, T)
+    where = {"slots": slots}
+    if as_tree:     # two branches below the first token
+        tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], device=device).bool()
+        where |= {"tree": tree}
+    positions = slots if tree is None else n[:, None] + tree.sum(-1) - 1
+    x = m.embed(tokens[:, -T:])
+    want = m.run(x, positions, cache.fork(), **where)   # without a span all slots are read
+    if m.c.window is not None:
+        cache.k[::2, :, :, :7] = cache.v[::2, :, :, :7] = math.nan
+    write = cache.write
+
+    def watched(layer, *args, **more):
+        keys, values = write(layer, *args, **more)
+        read[layer] = keys.shape[2], values.shape[2]
+        return keys, values
+
+    cache.write = watched
+    got = m.run(x, positions, cache, **where, span=slice(11, 18))
+    assert error(got, want) < 1e-12
+    few, all_of_them = (18 if m.c.window is None else 11,) * 2, (18, 18)
+    assert read == {0: few, 1: all_of_them, 2: few, 3: all_of_them, 4: few, 5: all_of_them}
+
+
+@families
+def test_a_long_block_reads_its_window_only(name):
+    m, x, cache = make(CONFIGS[name]), some_x(2, 20), None
+    want = m.run(x, slice(0, 20))
+    cache = new_cache(m, 2, 24)
+    m.run(x[:, :12], slice(0, 12), cache)
+    if m.c.window is not None:
+        cache.k[::2, :, :, :8] = math.nan
+    assert error(m.run(x[:, 12:], slice(12, 20), cache), want[:, 12:]) < 1e-12
 
 
 @families
@@ -305,7 +349,7 @@ def test_each_path_of_a_tree_equals_the_same_tokens_in_a_chain(name):
     prefill(m, start, cache)
     tree = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
     positions, slots = torch.tensor([[7, 8, 8, 9]]), torch.tensor([[7, 8, 9, 10]])
-    got = m.run(m.embed(tokens), positions, cache, slots=slots, tree=tree, end=11)
+    got = m.run(m.embed(tokens), positions, cache, slots=slots, tree=tree, span=slice(7, 11))
     for path in ([0, 1], [0, 2, 3]):
         want = whole(m, torch.cat([start, tokens[:, path]], 1))[:, 7:]
         assert error(got[:, path], want) < 1e-12
@@ -321,8 +365,8 @@ def test_run_never_waits_for_the_device(name, device):
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        m.run(x, at + 5, cache, end=16, trace=trace)
-        m.run(x, at, cache, range(3, 12), slots=at + 8, tree=alone, end=16)
+        m.run(x, at + 5, cache, span=slice(5, 16), trace=trace)
+        m.run(x, at, cache, range(3, 12), slots=at + 8, tree=alone, span=slice(0, 16))
         m.run(x, slice(0, 4), cache)
         m.run(x[:, :1], slice(7, 8), cache)
         m.unembed(m.run(x, at))

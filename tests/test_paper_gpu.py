@@ -63,11 +63,16 @@ def same(model, other):
     return all(torch.equal(p.cpu(), q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_few_shapes_occur_on_a_gpu_and_none_reads_much_too_far(gpu):
-    for known, T, end in ((100, 1, 256), (255, 2, 256), (256, 2, 512), (600, 4, 768), (1090, 8, 1100)):
-        n = torch.tensor([known], device="cuda")
-        state = State(torch.zeros(1, 1100, device="cuda"), n, n, *5 * [None], [[0] * known], [9])
-        assert state.end(T) == end
+@pytest.mark.parametrize("lengths, offsets, want", [
+    ([100], (0, 1), (99, 100)), ([100], (0, 4), (99, 103)), ([255], (3, 4), (257, 258)),
+    ([100, 7, 9], (0, 2), (6, 101)), ([100, 7], (-3, 1), (3, 100)), ([100, 2], (-3, 1), (0, 100)),
+    ([1090, 1097], (0, 8), (1089, 1100))])
+def test_the_span_of_a_block_is_that_of_all_rows(gpu, lengths, offsets, want):
+    n = torch.tensor(lengths, device="cuda")
+    state = State(torch.zeros(len(lengths), 1100, device="cuda"), n, n, *5 * [None],
+                  [[0] * length for length in lengths], [9])
+    gpu.waits = []
+    assert state.span(*offsets) == slice(*want) and not gpu.waits
 
 
 # --- the paper GPU itself

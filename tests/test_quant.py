@@ -374,6 +374,15 @@ def test_bytes_on_paper():
         assert whole == blocks + 2 * head
 
 
+def test_known_shapes_on_paper():
+    """By hand: 40 blocks of 317.2 M weights and a head of 163.8 M, which stays in bfloat16. At alpha .9 and
+    c = 6.87 / 25.7 five drafts bring (1 - .9^6) / .1 = 4.69 tokens for 2.34 passes."""
+    lines = bench_quant.paper_table()
+    row = next([cell.strip() for cell in line.split("|")[2:-1]] for line in lines if "Llama 2 13B |" in line)
+    assert row == ["26.0", "13.3", "7.2", "0.51", "3", "1.37", "0.27", "5", "2.00"]
+    assert len(lines) == 2 + len(bench_quant.SHAPES) + 3 and "9.4 GB together" in lines[-2]
+
+
 def test_several_devices_on_paper():
     """One token of a 70B model in bfloat16 reads 139 GB, in 41.5 ms at 3.35 TB/s."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in bench_quant.several_table()[2:-1]]

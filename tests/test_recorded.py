@@ -115,7 +115,7 @@ def test_a_replayed_block_is_the_eager_one_up_to_the_last_slot(models, family, a
                 prefill(eager, tokens[:, :start], cache)
             want = eager.run(x, here, caches[1])
             for _ in range(2):
-                got = m.run(x, at, caches[0], end=start + T)
+                got = m.run(x, at, caches[0], span=slice(start, start + T))
                 assert torch.equal(got, want) or (got - want).abs().max() < 1e-9, (T, start)
             off = caches[0].k[:, :, :, : start + T] - caches[1].k[:, :, :, : start + T]
             assert off.abs().max() < 1e-9, (T, start)
@@ -189,6 +189,41 @@ def test_what_has_a_trace_or_a_tree_or_is_wide_runs_eagerly(models):
     assert not m.tapes
 
 
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("how", ["compile", "paper"])
+@pytest.mark.parametrize("slots", [30, 200, 203])
+def test_sliding_layers_read_little_and_no_more_is_recorded(models, slots, how, width):
+    """One row passes all places of its cache. It needs no more recordings than if lengths doubled, and what
+    the block of its last place sees is what its recordings hold, in the window of 5, too."""
+    m, W = models["gemma2"].model, 5
+    fast, seen = Recorded(m, how, widths=(width,), reach=16, say=wrong), {}
+    for at in range(slots - width + 1):
+        cos, _, near = fast.lengths(slice(at, at + width), width, slots)
+        assert at + width <= len(cos) <= slots and torch.equal(near, cos[: len(near)])
+        assert len(cos) - len(near) <= max(0, at - W + 1), "the first token's window is cut"
+        seen.setdefault((len(cos), len(near)), at)
+    reaches = [reach for reach, _ in seen]
+    if how == "paper":
+        assert len(seen) == len(set(reaches)) <= 1 + math.ceil(math.log2(slots / 16))
+    step = max(b - a for a, b in zip([0, *reaches], reaches, strict=False))
+    assert len(near) <= W + width + step and (how == "paper" or step == 16)
+    assert len(fast.lengths(slice(0, 1), width, slots)[2]) == reaches[0]
+
+
+def test_rows_that_stand_far_apart(models):
+    """The longest row decides how far a recording reads, and the shortest one from where."""
+    m = on_paper(models["gemma2"].model, widths=(1,), reach=4)
+    texts = [[[1, 5, 3] * 11, [2] * 31], [[1, 5, 3] * 11, [4, 8]]]
+    cache = None
+    for _ in range(2):
+        for prompts in texts:
+            for state, _ in rounds(m, prompts, 10, cache=cache):
+                cache = state.cache
+            assert [row[-10:] for row in state.known] == generate(m.model, prompts, 10)[0]
+    keys = {key[3:] for key, tape in m.tapes[cache].items() if tape}
+    assert len({reach for reach, _ in keys}) < len(keys)
+
+
 # --- recordings that are wrong
 
 
@@ -206,7 +241,7 @@ class Careless(recorded.Tape):
     def replay(self):
         super().replay()
         if self.fixed:
-            self.fixed[2][0, 0, 2] = 3.0
+            self.fixed[3][0, 0, 2] = 3.0
 
 
 class Blank(Careless):
@@ -215,7 +250,7 @@ class Blank(Careless):
     def replay(self):
         super().replay()
         if self.fixed:
-            self.fixed[2][0, 0, 2] = math.nan
+            self.fixed[3][0, 0, 2] = math.nan
 
 
 class Broken(recorded.Tape):

@@ -101,10 +101,11 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family, d
     first = torch.tensor(n, device=device)[:, None]
     slots, positions = first + torch.arange(K + 1, device=device), first + tree.sum(-1) - 1
     x = m.embed(nodes)
-    whole = m.run(x, positions, cache.fork(), slots=slots, tree=tree, end=20)
+    whole = m.run(x, positions, cache.fork(), slots=slots, tree=tree, span=slice(4, 20))
     grown, parts = cache.fork(), []
     for a, b in ((0, 1), (1, 3), (3, 4), (4, 7)):
-        parts.append(m.run(x[:, a:b], positions[:, :b], grown, None, slots[:, :b], tree[:, a:b, :b], end=20))
+        parts.append(m.run(x[:, a:b], positions[:, :b], grown, None, slots[:, :b], tree[:, a:b, :b],
+                           span=slice(4, 20)))
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-11
     for row, text in enumerate(texts):
         for path in paths(parents[row]):
@@ -178,8 +179,8 @@ def test_neither_trees_nor_moves_wait_for_the_device(family, device):
         torch.cuda.set_sync_debug_mode("error")
     try:
         tree = ancestors(parents)
-        m.run(x, at, cache, slots=at + 8, tree=tree, end=16)
-        m.run(x[:, 2:], at, cache, slots=at + 8, tree=tree[:, 2:], end=16)
+        m.run(x, at, cache, slots=at + 8, tree=tree, span=slice(0, 16))
+        m.run(x[:, 2:], at, cache, slots=at + 8, tree=tree[:, 2:], span=slice(0, 16))
         cache.move(at + 1, at)
         if device == "cuda":
             verify_tree(p, at[:, :3], parents, Coins(0))
