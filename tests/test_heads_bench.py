@@ -491,6 +491,7 @@ def test_the_whole_benchmark(call, folder, tmp_path):
             assert 1 <= r["tau"] and 1 <= r["tau_predicted"] and r["predicted"] > 0 and r["by_weights"] > 0
             assert ("sequoia" in r) == ("tree of 8" in name)
             assert f"| {name} | " in out
+    assert out.count(" is the fastest, and its tau is off by ") == 2
     assert out.count("Best: ") == 2 and f"{data['model']}" in out.splitlines()[0]
     for name, r in data["heads"].items():
         assert f"| {name} | {name} | {r['parameters']} |" in out
