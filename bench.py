@@ -9,6 +9,7 @@
     python bench.py dynamic      drafts that adapt, on a stream of prompts whose kind changes; for a model of
                                  24 small blocks about half an hour on two cores
     python bench.py quant        drafts and targets in few bits, predicted and measured; large models on paper
+    python bench.py heads        trained heads: chains and trees of them, beside drafts without training
     python bench.py search       the search for a skip set against the truth of all 4,096
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
@@ -21,14 +22,14 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import check, costs, counts, drafters, dynamic, plain, quant, search
+from benchmarks import check, costs, counts, drafters, dynamic, heads, plain, quant, search
 from benchmarks.shared import WEIGHTS
 from support import cli
 from support.files import replacing
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "search": search.run}  # -> (Markdown, data, draw(path) or None)
+        "heads": heads.run, "search": search.run}  # -> (Markdown, data, draw(path) or None)
 
 
 def parse(argv):
@@ -46,18 +47,24 @@ def parse(argv):
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
     p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with: weights, measured, or "
                    "a file from bench.py costs --out (default: as in generate.py)")
-    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
-                   "skip.json (self, dynamic: by default the one beside the weights, if there is one)")
+    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, heads: this skip set, a3,m4 or "
+                   "a skip.json (the last three: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
                    "the most frequent first (self, dynamic: by default vocab.json beside the weights, if it "
                    "is there)")
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
+    p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
+                   "several (default: those beside the weights)")
+    p.add_argument("--minutes", type=float, metavar="X", help="heads: how long all of its own small heads "
+                   "train together (default: 8)")
     p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     a = p.parse_args(argv)
     if a.new < 8 or a.repeats is not None and a.repeats < 1:
         raise ValueError("--new must be at least 8 and --repeats at least 1")
+    if a.minutes is not None and not 0 < a.minutes < 1e6:
+        raise ValueError(f"--minutes must be positive, got {a.minutes}")
     if a.out and not Path(a.out).resolve().parent.is_dir():
         raise ValueError(f"--out {a.out}: no such folder")
     checkpoint.find_device(a.device)

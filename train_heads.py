@@ -119,14 +119,16 @@ def build(a, model):
 # --- the text
 
 
-def write_text(model, count, seed, length):
+def write_text(model, count, seed, length, silent=False):
     """At least `count` tokens of texts that the model draws from its own distribution, one after the other,
-    each from a begin-of-text id to its end or to `length` tokens. (N,) int32"""
+    each from a begin-of-text id to its end or to `length` tokens. (N,) int32. silent: whether to show no
+    progress; None: only on a terminal."""
     c, ids, coins = model.c, [], Coins(seed)
     if c.bos is None:
         raise ValueError("this model has no begin-of-text id to start a text with: give text with --data")
     warm = lambda logits: to_probs(logits, temperature=1.0)  # noqa: E731
-    with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, mininterval=1) as bar:
+    shown = dict(desc="writing", unit="tok", unit_scale=True, mininterval=1, disable=silent)
+    with tqdm(total=int(count), **shown) as bar:
         while len(ids) < count:
             begun = rounds(model, [[c.bos]] * ROWS, length - 1, None, warm, coins, c.eos)
             for state, r in begun:  # noqa: B007
@@ -192,9 +194,9 @@ def evaluate(head, tokens, context, most):
 class Run(train.Run):
     """A head, its optimiser and what was done so far, kept as train.py keeps a model."""
 
-    def __init__(self, a, model, text, device):
+    def __init__(self, a, model, text, device, head=None):
         self.a, self.model, self.text, self.device = a, model, text, device
-        self.head = build(a, model)
+        self.head = build(a, model) if head is None else head
         self.trained = self.head.weights
         self.optimisers = [torch.optim.AdamW(self.trained.parameters(), lr=a.lr, betas=(0.9, 0.95),
                                              weight_decay=0.0)]

@@ -277,25 +277,32 @@ def their_methods(a, bench, exit_layer):
             if helper or name != "assistant_model"}
 
 
+def in_the_loop(bench, makers):
+    """({name: median seconds of a round}, each prompt with what the last of the makers wrote after it): all
+    of them write each prompt once."""
+    times, texts = {name: [] for name in makers}, []
+    bench.rehearse(makers.values())
+    for i, ids in enumerate(bench.prompts):
+        for name, make in makers.items():
+            s = bench.write(make, i)
+            times[name].append(s.decode / s.passes)
+        texts.append(ids + s.ids)
+    return {name: statistics.median(v) for name, v in times.items()}, texts
+
+
 def pilot(bench, L):
     """Before the methods are chosen: (texts to score drafts on, as [(Teacher, unscored)]; {exit or "bad": the
     cost of a drafted token relative to a plain round, in the loop itself: its step, and what it adds to the
     block that verifies}; [(exit, the gamma that promises most)], the best exit first)."""
     drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)} | {"bad": keep(L, range(L), ())}
-    texts, times = [], {name: [] for name in (*drafts, "plain")}
 
     def maker(subs):
         return lambda m, small: SelfDraft(m, subs, 4) if subs else Drafter()
 
-    makers = {name: maker(drafts.get(name)) for name in times}
-    bench.rehearse(makers.values())
-    for i, ids in enumerate(bench.prompts):
-        for name in times:
-            s = bench.write(makers[name], i)
-            times[name].append(s.decode / s.passes)
-        # plain decoding came last: its text is what the drafts are scored on
-        texts.append((Teacher(bench.model, ids + s.ids, bench.probs), len(ids) - 1))
-    seconds = {name: statistics.median(v) for name, v in times.items()}
+    # plain decoding comes last: its text is what the drafts are scored on
+    seconds, written = in_the_loop(bench, {name: maker(drafts.get(name)) for name in (*drafts, "plain")})
+    texts = [(Teacher(bench.model, ids, bench.probs), len(prompt) - 1)
+             for ids, prompt in zip(written, bench.prompts, strict=True)]
     cost = {name: max(0.0, seconds[name] / seconds["plain"] - 1) / 4 for name in drafts}
     found = []
     for e, subs in drafts.items():

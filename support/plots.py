@@ -168,6 +168,55 @@ def choices(chosen, kinds, title, path):
     figure.savefig(path, dpi=150, format="png")
 
 
+def drafted(results, small, title, path):
+    """Trained heads. results: {text: {method: {"positions", "head", "sequoia", "parents", "tau",
+    "tau_predicted", "block"}}}, of which the first text is drawn; small, of heads that were trained for the
+    picture: {"transfer": {inject layer: {"rows", "agreement"}}, "lucidrains": {draft: {"positions", "tau"}}},
+    or {}."""
+    figure, ((where, size), (depth, beside)) = axes(2, 2)
+    text, rows = next(iter(results.items()))
+    chains = {name: r["positions"] for name, r in rows.items() if r.get("positions") and "sequoia" not in r}
+    draw_positions(where, chains, f"{text}: drafts")
+    trees = {}
+    for r in rows.values():
+        if "sequoia" in r:
+            found = trees.setdefault(r["head"], [])
+            found.append((len(r["parents"]), r["tau"], r["tau_predicted"], r["block"]))
+    for (name, found), hue in zip(trees.items(), HUES * len(trees), strict=False):
+        nodes, tau, predicted, block = zip(*sorted(found), strict=True)
+        size.plot(nodes, tau, color=hue, marker="o", label=f"{name}: tau")
+        size.plot(nodes, predicted, color=hue, marker="x", ls="--", lw=1)
+        size.plot(nodes, block, color=hue, marker=".", ls=":", lw=1)
+    size.set(xlabel="nodes of the tree", ylabel="tokens a pass, and passes",
+             title="solid: tau; dashed: predicted; dotted: cost of the block")
+    swept = small.get("transfer", {})
+    for step, values in enumerate(zip(*(r["agreement"] for r in swept.values()), strict=True), 1):
+        depth.plot([r["rows"] for r in swept.values()], values, color=HUES[step - 1], marker="o",
+                   label=f"step {step}")
+    for t, r in swept.items():
+        depth.annotate(f"t = {t}", (r["rows"], r["agreement"][0]), fontsize=8, textcoords="offset points",
+                       xytext=(3, 4))
+    depth.set(xlabel="extra rows, in passes over a token", ylabel="agreement", ylim=(0, 1.02),
+              title="Hidden Transfer from after block t")
+    named = {f"{name}, tau {r['tau']:.2f}": r["positions"] for name, r in small.get("lucidrains", {}).items()}
+    draw_positions(beside, named, "the same text and time of training")
+    for side in (where, size, depth, beside):
+        if side.get_legend_handles_labels()[0]:
+            side.legend(frameon=False, fontsize=7)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def draw_positions(side, drafts, title):
+    """How often the first, second, ... token of drafts is accepted. drafts: {name: [share]}."""
+    for i, (name, shares) in enumerate(drafts.items()):
+        side.plot(range(1, len(shares) + 1), shares, color=HUES[i % len(HUES)], marker="osD^v<"[i % 6], lw=1,
+                  markersize=4, label=name)
+    side.set(xlabel="position in the draft", ylabel="accepted where it was tested", ylim=(0, 1.02),
+             title=title)
+    side.xaxis.get_major_locator().set_params(integer=True)
+
+
 def search(entries, front, best, skippable, flips, path):
     """What a search found. entries: its trials {"bits", "value", "alpha", "c", "speedup", "expected"}; front:
     those that no other trial beats; best: the best of them; skippable: the sub-layer of each bit; flips:

@@ -1,0 +1,339 @@
+"""Trained heads beside one another, on the same frozen weights: what they say, cost and gain.
+
+The one thing to remember: tau, the tokens that a pass writes, says how well a head drafts; the speed-up also
+says what its drafts cost. A head is worth its training where it beats the best draft that needs none.
+"""
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import train_heads
+from benchmarks import rules, sweep
+from benchmarks.drafters import Bench, Method, divergences, in_the_loop, own_methods, pilot, row
+from benchmarks.shared import SETS, Noting, by_position, load, page, prompt_ids, read_prompts, table
+from control import MOST, weight_costs
+from layerskip import SelfDraft, Teacher, early_exit
+from methods import heads
+from methods.heads import AHEAD, judged
+from methods.trees import best_tree, siblings, tree_tokens
+from sampling import Coins
+from speculative import Draft, Drafter
+from support import plots
+from support.cli import read_skip
+from support.drafts import BRANCHING, with_heads
+
+GAMMA = 3               # tokens that each head drafts while its cost is taken
+NODES = 8               # of the tree in every table
+SIZES = 4, 8, 16, 32    # of the trees of stories
+LEVELS = 8              # no chain or tree here is deeper
+RANKS = heads.RANKS
+
+
+# --- the heads
+
+
+def folders(a):
+    """{name: folder} of the trained heads to measure: those of --heads, each a folder of heads or one that
+    holds several; by default those beside the weights, and none if there are none. Raises FileNotFoundError
+    for a folder of --heads without any."""
+    found = []
+    for where in map(Path, a.heads or [Path(a.model) / "heads"]):
+        files = sorted(where.glob(heads.FILE)) or sorted(where.glob(f"*/{heads.FILE}"))
+        if a.heads and not files:
+            raise FileNotFoundError(f"{where}: no trained heads, as train_heads.py writes them")
+        found += [file.parent for file in files]
+    names = [folder.name for folder in found]
+    return {name if names.count(name) == 1 else str(folder): folder
+            for name, folder in zip(names, found, strict=True)}
+
+
+def farthest(head):
+    """How many tokens it may draft."""
+    return {"prophet": AHEAD}.get(head.kind, getattr(head, "steps", MOST))
+
+
+# --- what its drafts are worth along a text
+
+
+def family(p, logits, probs, coins):
+    """How likely each of RANKS siblings is the accepted one, at places whose distribution is p (N, V), when
+    they are drawn as a tree draws them from what a head says, logits (N, V). (N, RANKS)"""
+    q, N = probs(logits), len(logits)
+    tokens = coins.choose(q)                                                    # (N,)
+    others, drawn = siblings(Draft(tokens[None], q[None]), logits[None], [N] * (RANKS - 1), coins)
+    tokens = torch.cat([tokens[None], others.view(RANKS - 1, N)]).T             # (N, RANKS)
+    drawn = torch.cat([q[None], drawn.view(RANKS - 1, N, -1)]).transpose(0, 1)  # (N, RANKS, V)
+    return rules.tried(p, tokens, drawn).double().cpu()
+
+
+@torch.inference_mode()
+def along(head, ids, unscored, probs, coins):
+    """How likely child number r at level k of a draft is the accepted one, for drafts that begin at each
+    place of the text `ids` from `unscored` on: (N, K, RANKS), where K is as far as the head drafts, at most
+    LEVELS. Of an exit all levels are alike: it reads its own drafts. N is 0 for a text that is too short."""
+    K = min(LEVELS, farthest(head))
+    if len(ids) - unscored < K:
+        return torch.zeros(0, K, RANKS, dtype=torch.float64)
+    found = []
+    for said, target in judged(head, torch.tensor([ids], device=head.model.tok.device)):
+        parts = zip(probs(target[0]).split(64), said[0].split(64), strict=True)
+        found.append(torch.cat([family(p, logits, probs, coins) for p, logits in parts]))
+    if "exit_layer" in head.shape:
+        return found[0].unfold(0, K, 1).transpose(1, 2)[unscored:]
+    N = min(map(len, found))                    # row n is of a draft after the token at place n + 1
+    return torch.stack([each[:N] for each in found[:K]], 1)[max(0, unscored - 1) :]
+
+
+def followed(series, parents):
+    """Tokens that a pass over a tree of these parents yields: `control.expected_tokens` for trees. series:
+    for each text what `along` returns. Rounds are followed one after the other, since those that end early
+    start again where the text is hard. Raises ValueError where no text is as long as a draft."""
+    depths, places = [0], []
+    for k, parent in enumerate(parents):
+        depths.append(depths[parent] + 1)
+        places.append((depths[parent], list(parents[:k]).count(parent)))        # level and rank
+    tokens = rounds = 0.0
+    for A in series:
+        starts = [1.0] + [0.0] * (len(A) + max(depths))
+        for n, levels in enumerate(A.tolist()):
+            reach, ends = [starts[n]], [starts[n]]
+            for parent, (level, rank) in zip(parents, places, strict=True):
+                reach.append(reach[parent] * levels[level][rank])
+                ends.append(reach[-1])
+                ends[parent] -= reach[-1]       # goes on
+            rounds, tokens = rounds + starts[n], tokens + sum(reach)
+            for depth, end in zip(depths, ends, strict=True):
+                starts[n + depth + 1] += end
+    if not rounds:
+        raise ValueError(f"no text is as long as a draft of {max(depths)} tokens")
+    return tokens / rounds
+
+
+# --- the ways to draft
+
+
+@dataclass
+class Way:
+    """A way to draft, and what is known of it before it is timed. make(model): a fresh drafter."""
+    make: object
+    parents: list               # of the tree, or of the chain
+    step: float                 # what a level costs by weights
+    series: list                # see `along`
+    ranks: list | None = None   # of a tree: acceptance by rank, levels alike
+    head: str | None = None
+    rounds: list | None = None  # what `method` noted
+
+    @property
+    def levels(self):
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+    def method(self, timed):
+        """Its Method. Rounds of the model `timed` are noted, those of the last start only."""
+        def start():
+            self.rounds = []
+            return lambda model, small: (Noting(self.make(model), self.rounds) if model is timed
+                                         else self.make(model))
+        return Method(start, gamma=self.levels)
+
+
+def bare(model, subs, gamma, texts):
+    """The Way of a draft that is some of the model's own sub-layers: nothing was trained."""
+    series = [t.acceptance(subs)[unscored:] for t, unscored in texts]
+    series = [a.unfold(0, gamma, 1)[..., None] for a in series if len(a) >= gamma]      # (N, gamma, 1)
+    cost = weight_costs(model.c).step(subs)
+    return Way(lambda m: SelfDraft(m, subs, gamma), list(range(gamma)), cost, series)
+
+
+def head_ways(name, loaded, series, cost, sizes):
+    """{name: Way} of one head: the chain of the gamma that promises most, and for each of `sizes` the best
+    tree of so many nodes, where these are free and a level costs `cost`. loaded: {dtype: head}."""
+    head, K = next(iter(loaded.values())), series[0].shape[1]
+    gamma = max(range(1, K + 1), key=lambda g: followed(series, range(g)) / (1 + g * cost))
+    ranks = torch.cat([A.flatten(0, 1) for A in series]).mean(0).tolist()
+
+    def way(parents, shape=None):
+        made = Way(None, list(parents), heads.step_cost(head), series, shape and ranks, name)
+        made.make = lambda m: with_heads(loaded[m.tok.dtype], made.levels, shape)
+        return made
+
+    ways = {f"{name}, gamma {gamma}": way(range(gamma))}
+    for nodes in sizes:
+        shape = best_tree(ranks, nodes, cost, 0.0, head.kind in BRANCHING, K) or [0]
+        ways[f"{name}, tree of {nodes}"] = way(shape, shape)
+    return ways
+
+
+# --- one table
+
+
+def ways_of(bench, found, skip, sizes):
+    """({name: Way}, {name: Method} of rules that need no training, what plain decoding wrote, as `pilot` has
+    it, and as ids). found: {name: {dtype: head}}."""
+    model, L = bench.model, bench.model.c.n_layers
+    texts, cost, best = pilot(bench, L)
+    makers = {name: lambda m, small, h=h: h[m.tok.dtype].drafter(min(GAMMA, farthest(h[m.tok.dtype])))
+              for name, h in found.items()}
+    seconds, written = in_the_loop(bench, makers | {"plain": lambda m, small: Drafter()})
+    ways, depths = {}, {best[0]}
+    for name, loaded in found.items():
+        head = loaded[model.tok.dtype]
+        each = max(0.0, seconds[name] / seconds["plain"] - 1) / min(GAMMA, farthest(head))
+        series = [along(head, ids, unscored, bench.probs, Coins(i))
+                  for i, (ids, (_, unscored)) in enumerate(zip(written, texts, strict=True))]
+        made = head_ways(name, loaded, series, each, sizes)
+        ways |= made
+        if "exit_layer" in head.shape:
+            depths.add((head.shape["exit_layer"], next(iter(made.values())).levels))
+    free = {f"exit {e}, gamma {g}": bare(model, early_exit(L, e), g, texts) for e, g in sorted(depths)}
+    if skip:
+        free["skip set, gamma 2"] = bare(model, skip, 2, texts)
+    ruled = own_methods(L, best, None, cost, False)
+    ruled = {name: ruled[name] for name in ("do no harm", "do no harm, n-gram tail")}
+    return free | ways, ruled, texts, written
+
+
+def widen(r, way, m, plain):
+    """What is reported of a Way beside what `drafters.row` says."""
+    def seconds(method):
+        samples = [s for runs in method.samples.values() for s in runs]
+        return sum(s.decode for s in samples) / sum(s.passes for s in samples)
+
+    r |= {"alpha": float(torch.cat(way.series)[:, 0, 0].mean()), "positions": by_position(way.rounds),
+          "tau_predicted": followed(way.series, way.parents), "c_weights": way.step, "head": way.head,
+          "by_weights": r["tau"] / (1 + way.levels * way.step), "parents": way.parents}
+    r["predicted"] = r["tau_predicted"] * seconds(plain) / seconds(m)
+    if way.ranks:
+        r["sequoia"] = tree_tokens(way.parents, way.ranks)
+    return r
+
+
+def column(a, bench, found, skip, title, sizes, bar):
+    """One table: {method: row}, what the heads say of these texts, and where greedy texts parted."""
+    ways, ruled, texts, written = ways_of(bench, found, skip, sizes)
+    methods = {"plain": Method(gamma=0)}
+    methods |= {name: way.method(bench.model) for name, way in ways.items()} | ruled
+    bar.set_description(title)
+    bar.reset(len(methods) * (len(bench.prompts) + 1 + a.repeats * len(bench.prompts)))
+    bench.check_texts(methods, bar)
+    bench.run(methods, bar)
+    rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
+    for name, way in ways.items():
+        widen(rows[name], way, methods[name], methods["plain"])
+    said, ids = {}, torch.tensor(sum(written, []))
+    for name, loaded in found.items() if bench.greedy else ():
+        window = min(256, len(ids), bench.model.c.max_len)
+        told = train_heads.evaluate(loaded[bench.model.tok.dtype], ids, window, len(ids))
+        said[name] = {key: told[key] for key in ("agreement", "top 5", "overlap")}
+    return rows, said, divergences(bench, methods, title) if bench.greedy else []
+
+
+# --- what is reported
+
+
+COLUMNS = {"ratio to plain": ("ratio", ".2f"), "predicted": ("predicted", ".2f"),
+           "by weights": ("by_weights", ".2f"), "tau": ("tau", ".2f"),
+           "tau predicted": ("tau_predicted", ".2f"), "alpha": ("alpha", ".2f"), "c": ("c", ".3f"),
+           "c by weights": ("c_weights", ".3f"), "block": ("block", ".2f")}
+
+
+def steps(values):
+    return " / ".join(f"{x:.2f}" for x in values)
+
+
+def markdown(a, results, said, facts):
+    lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
+             f"tokens after each prompt of benchmarks/prompts, {a.repeats} interleaved runs; every greedy "
+             "text is that of plain decoding in float64; c and block: by the clock of the loop; alpha: of "
+             "first tokens along the text; by position: how often it was accepted where it was tested", ""]
+    if not facts:
+        lines += [f"No trained heads beside these weights: python train_heads.py KIND --model {a.model} "
+                  f"--out {a.model}/heads/KIND", ""]
+    else:
+        body = [[name, *(str(facts[name][key]) for key in ("kind", "parameters")),
+                 f"{facts[name]['c_weights']:.3f}", title, steps(t["agreement"]), steps(t["top 5"])]
+                for title, told in said.items() for name, t in told.items()]
+        lines += table(["heads", "kind", "parameters", "c by weights", "text", "top 1 by step",
+                        "top 5 by step"], body)
+    for title, rows in results.items():
+        body = [[name, *("" if r.get(key) is None else format(r[key], form)
+                         for key, form in COLUMNS.values()), steps(r.get("positions", []))]
+                for name, r in rows.items()]
+        lines += [f"**{title}**", "", *table(["", *COLUMNS, "alpha by position"], body), verdict(rows), ""]
+    return lines + trees(results)
+
+
+def verdict(rows):
+    """Which head is best, and how it compares with the best that needs no training."""
+    free = {name: r["ratio"] for name, r in rows.items() if not r.get("head")}
+    best, trained = max(free, key=free.get), {name: r["ratio"] for name, r in rows.items() if r.get("head")}
+    if not trained:
+        return f"Without training {best} is best, {free[best]:.2f} times plain decoding."
+    top = max(trained, key=trained.get)
+    return (f"Best: {top}, {trained[top]:.2f} times plain decoding, and {trained[top] / free[best]:.2f} "
+            f"times the best without training, {best}.")
+
+
+def trees(results):
+    """The lines about trees by size: what a block costs, what the tree yields, and which one is fastest."""
+    body = [[title, name, f"{len(r['parents'])}", f"{r['block']:.2f}", f"{r['sequoia']:.2f}",
+             f"{r['tau_predicted']:.2f}", f"{r['tau']:.2f}", f"{r['predicted']:.2f}", f"{r['ratio']:.2f}"]
+            for title, rows in results.items() for name, r in rows.items() if "sequoia" in r]
+    if not body:
+        return []
+    best = []
+    for title, rows in results.items():
+        name, r = max(((n, r) for n, r in rows.items() if "sequoia" in r), key=lambda pair: pair[1]["ratio"])
+        best.append(f"- {title}: {name} is the fastest, and its tau is off by "
+                    f"{r['tau'] / r['tau_predicted'] - 1:+.1%} from what was predicted along the text")
+    return ["**Trees** (Sequoia's best shapes, from the acceptance of each rank)", "",
+            *table(["text", "tree", "nodes", "block", "tau by ranks", "tau along the text", "tau measured",
+                    "speed-up predicted", "measured"], body), *best, ""]
+
+
+# --- the command
+
+
+def run(a):
+    a.repeats = a.repeats or (1 if a.quick else 3)
+    where, models, found = folders(a), {}, {}
+    for dtype in (a.dtype, "float64"):
+        model, tokenizer = load(a, dtype)
+        models[dtype] = model, None
+        for name, folder in where.items():
+            found.setdefault(name, {})[model.tok.dtype] = heads.load(folder, model)[0]
+    path = Path(a.skip or Path(a.model) / "skip.json")
+    skip = read_skip(str(a.skip or path), model.c.n_layers) if a.skip or path.is_file() else None
+    facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
+                    "parameters": sum(p.numel() for p in h.weights.parameters())}
+             for name, (h, *_) in ((name, tuple(loaded.values())) for name, loaded in found.items())}
+    tasks = [(name, T) for T in (0.0, 0.8) for name in SETS]
+    results, said, notes = {}, {}, []
+    with tqdm(disable=None) as bar:
+        for name, T in tasks[:: len(SETS)] if a.quick else tasks:
+            prompts, title = prompt_ids(name, tokenizer, model.c), f"{name}, T {T:g}"
+            bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {})
+            sizes = SIZES if name == "stories" and not a.quick else [NODES]
+            results[title], told, seen = column(a, bench, found, skip, title, sizes, bar)
+            said |= {title: told} if told else {}
+            notes += seen
+    lines = markdown(a, results, said, facts)
+    swept, more = sweep.run(a, tokenizer)
+    ruled, judged_ = verification(a, models[a.dtype][0], tokenizer)
+    data = {"results": results, "said": said, "heads": facts, "divergences": notes, "sweep": more,
+            "rules": judged_, "new": a.new, "repeats": a.repeats, "model": str(a.model)}
+    return page(lines + swept + ruled), data, partial(plots.drafted, results, more, f"{a.model}, {a.dtype}")
+
+
+def verification(a, model, tokenizer):
+    """Lines and data of the rules, on what the model and its exit after a sixth of the blocks say."""
+    ids = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], model.c.bos)[: model.c.max_len]
+    teacher = Teacher(model, ids, lambda logits: logits)
+    subs = early_exit(model.c.n_layers, max(1, model.c.n_layers // 6))
+    return rules.compare(rules.pairs(teacher, subs, 4 if a.quick else 32), 500 if a.quick else 2000)

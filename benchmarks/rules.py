@@ -1,0 +1,218 @@
+"""Several guesses for one place: which rule keeps one of them most often, and which rules keep the law?
+
+The one thing to remember: an exact rule is judged by how often one of k guesses is kept, beside the most that
+any exact rule could keep; a rule that is not exact is judged by how far its text is from the model's.
+"""
+import torch
+
+from benchmarks.shared import table
+from sampling import Coins, to_probs
+from speculative import verify_tree
+
+TOKENS = 6                  # of a vocabulary in which everything is enumerated
+TEMPERATURES = 0.3, 0.7, 1.0
+GUESSES = 1, 2, 4
+
+
+# --- how k tokens can be drawn
+
+
+def draws(q, k, again):
+    """Every way to draw k tokens from q (V,) one after the other: tokens (M, k), what each was drawn from
+    (M, k, V), and how likely each way is (M,). again: whether what was drawn may be drawn once more. If not,
+    a draw is from what those before it have left; where nothing is left it is the lowest other id."""
+    tokens = torch.cartesian_prod(*[torch.arange(len(q))] * k).view(-1, k)      # (M, k)
+    row, left, drawn = torch.arange(len(tokens)), q.repeat(len(tokens), 1), []
+    free, chance = torch.ones_like(left), torch.ones_like(left[:, 0])
+    for token in tokens.T:
+        mass = left.sum(-1, keepdim=True)
+        first = torch.zeros_like(left).scatter_(1, free.argmax(-1, keepdim=True), 1.0)
+        drawn.append(torch.where(mass > 0, left / mass, first))                 # (M, V)
+        chance = chance * drawn[-1][row, token]
+        if not again:
+            left, free = left.scatter(1, token[:, None], 0.0), free.scatter(1, token[:, None], 0.0)
+    some = chance > 0
+    return tokens[some], torch.stack(drawn, 1)[some], chance[some]
+
+
+def certain(q, k):
+    """As `draws`, for the k most likely tokens of q, as greedy siblings are: one way, and each is certain."""
+    tokens = q.topk(k).indices[None]                                            # (1, k)
+    return tokens, torch.nn.functional.one_hot(tokens, len(q)).to(q), torch.ones_like(q[:1])
+
+
+# --- the rules
+
+
+class Chances(Coins):
+    """Coins that note how likely each flip was."""
+
+    def flip(self, prob):
+        self.noted = prob.clamp(max=1)
+        return super().flip(prob)
+
+
+def tried(p, tokens, q):
+    """How likely each of several siblings is the one that `verify_tree` accepts: (N, k). p (N, V): what the
+    token is to be distributed like; tokens (N, k), in the order in which they were drawn from q (N, k, V)."""
+    k, coins = tokens.shape[1], Chances()
+    verify_tree(p[:, None].expand(-1, k + 1, -1), tokens, tokens.new_zeros(1, k), coins, q)
+    refused = (1 - coins.noted).cumprod(1)                                      # (N, k)
+    return coins.noted * torch.cat([torch.ones_like(refused[:, :1]), refused[:, :-1]], 1)
+
+
+def recursive(p, q, tokens, drawn, coins):
+    """Recursive rejection, the library's own rule: a token for each row (N,)."""
+    N, k = tokens.shape
+    node, token = verify_tree(p.expand(N, k + 1, -1), tokens, tokens.new_zeros(1, k), coins, drawn)
+    return torch.where(node > 0, tokens.gather(1, (node - 1).clamp(min=0)[:, None])[:, 0], token)
+
+
+def shared_part(p, q, k):
+    """min(q, p / rho) (V,) of k-sequential selection, for k independent draws: rho is the least number with
+    1 - (1 - b)^k <= rho b, where b is the sum of that minimum (Sun et al. 2023, SpecTr). Returns it and
+    rho."""
+    low, high = 1.0, float(k)
+    for _ in range(60):     # halving: rho lies between 1 and k
+        rho = (low + high) / 2
+        b = float(torch.minimum(q, p / rho).sum())
+        low, high = (low, rho) if 1 - (1 - b) ** k <= rho * b else (rho, high)
+    return torch.minimum(q, p / high), high
+
+
+def k_sequential(p, q, tokens, drawn, coins):
+    """SpecTr's rule: the first draw x that passes a flip with min(1, p(x) / (rho q(x))); where none does, a
+    token from what they leave of p. One uniform for each draw, and one for each row. (N,)"""
+    N, k = tokens.shape
+    part, rho = shared_part(p, q, k)
+    passed = coins.flip((p / (rho * q))[tokens])                                # (N, k)
+    b = part.sum()
+    left = (p - part * (1 - (1 - b) ** k) / b.clamp(min=1e-300)).clamp(min=0) if b > 0 else p
+    other = coins.choose((left if left.sum() > 0 else p).expand(N, -1))
+    first = tokens.gather(1, passed.int().argmax(1, keepdim=True))[:, 0]
+    return torch.where(passed.any(1), first, other)
+
+
+def k_sequential_acceptance(p, q, k):
+    """How likely one of k independent draws passes."""
+    return 1 - (1 - float(shared_part(p, q, k)[0].sum())) ** k
+
+
+def passes(p, tokens, epsilon=0.09, delta=0.3):
+    """Which tokens (N, k) are "typical" under p (V,): those above min(epsilon, delta exp(-H)), where H is the
+    entropy of p (Medusa, arXiv 2401.10774; the numbers are those of its repository)."""
+    return p[tokens] > min(epsilon, delta * float(torch.exp(-torch.special.entr(p).sum())))
+
+
+def typical(p, q, tokens, drawn, coins):
+    """Medusa's typical acceptance: the likeliest of the draws that pass, and p's best token where none does.
+    No coin is flipped, and so it cannot be exact. (N,)"""
+    worth = torch.where(passes(p, tokens), p[tokens], -1.0)                     # (N, k)
+    best, at = worth.max(1)
+    return torch.where(best > 0, tokens.gather(1, at[:, None])[:, 0], p.argmax())
+
+
+# --- what cannot be exceeded, and what must not happen
+
+
+def optimum(p, tokens, chance):
+    """The most that any exact rule can accept of these draws: the least of p(H) + 1 - P(all draws lie in H)
+    over all sets H of tokens. It is the cut of a network in which each way to draw may flow into its tokens,
+    and each token x takes no more than p(x) (max-flow min-cut; as a transport in Sun et al. 2023)."""
+    V, bits = len(p), 1 << tokens                                               # (M, k)
+    ways = torch.zeros_like(bits[:, 0])
+    for bit in bits.T:
+        ways = ways | bit                                                       # (M,) its tokens as bits
+    sets = torch.arange(1 << V)
+    inside = ((ways & ~sets[:, None]) == 0).to(p) @ chance                      # (2^V,)
+    holds = (sets[:, None] >> torch.arange(V) & 1).to(p)                        # (2^V, V)
+    return float((holds @ p + 1 - inside).min())
+
+
+def law_of_typical(p, tokens, chance):
+    """The distribution of its token over all draws. (V,)"""
+    return torch.zeros_like(p).index_add_(0, typical(p, None, tokens, None, None), chance)
+
+
+def chi_square(laws, drawn):
+    """How likely tokens that follow their laws deviate from these at least as much as drawn: Pearson's test
+    over all places together. laws: [(V,)], drawn: [(N,)]. Rare tokens are counted together, so that at least
+    5 are expected; 0 where a token was drawn that cannot be."""
+    x, freedom = 0.0, 0
+    for p, tokens in zip(laws, drawn, strict=True):
+        expected, order = (len(tokens) * p.double()).sort()
+        seen, cells = torch.bincount(tokens, minlength=len(p)).double()[order], [[0.0, 0.0]]
+        if seen[expected == 0].any():
+            return 0.0
+        for e, s in zip(expected.tolist(), seen.tolist(), strict=True):
+            if cells[-1][0] >= 5:
+                cells.append([0.0, 0.0])
+            cells[-1] = [cells[-1][0] + e, cells[-1][1] + s]    # the most likely comes last, and is enough
+        x += sum((s - e) ** 2 / e for e, s in cells)
+        freedom += len(cells) - 1
+    half = torch.tensor([freedom / 2, x / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(*half)) if freedom else 1.0
+
+
+# --- the table
+
+
+def pairs(teacher, sublayers, count):
+    """Logits (count, 2, TOKENS) of the model and of its draft at places all along a text, cut to the tokens
+    that the two together find most likely. teacher: a Teacher whose `probs` leaves logits as they are."""
+    both = torch.stack([teacher.p[0], teacher.draft(sublayers)[0]], 1).double().cpu()   # (T, 2, V)
+    both = both[torch.linspace(0, len(both) - 1, count).long()]
+    top = both.softmax(-1).sum(1, keepdim=True).topk(TOKENS).indices                    # (count, 1, TOKENS)
+    return both.gather(2, top.expand(-1, 2, -1))
+
+
+def judge(p, q, k):
+    """{column: number} at one place, with k guesses: all of it enumerated."""
+    ways, apart = draws(q, k, True), draws(q, k, False)
+    top, (tokens, _, chance) = certain(q, k), apart
+
+    def kept(ways):
+        return float(tried(p.expand(len(ways[0]), -1), *ways[:2]).sum(1) @ ways[2])
+
+    return {"recursive, drawn again": kept(ways), "SpecTr": k_sequential_acceptance(p, q, k),
+            "optimum of these": optimum(p, ways[0], ways[2]),
+            "recursive, not again": kept(apart), "the k best": kept(top),
+            "optimum": optimum(p, tokens, chance),
+            "typical": float(passes(p, tokens).any(1).double() @ chance),
+            "its bias": float((law_of_typical(p, tokens, chance) - p).abs().sum() / 2)}
+
+
+def sampled(p, q, k, count, coins):
+    """{rule: count tokens that it writes (count,)} at one place."""
+    found, every = {}, q.expand(count, -1)
+    tokens = torch.stack([coins.choose(every) for _ in range(k)], 1)            # (count, k)
+    found["SpecTr"] = k_sequential(p, q, tokens, None, coins)
+    found["recursive, drawn again"] = recursive(p, q, tokens, q.expand(count, k, -1), coins)
+    tokens, drawn, chance = draws(q, k, False)
+    ways = coins.choose(chance.expand(count, -1))                               # (count,)
+    found["recursive, not again"] = recursive(p, q, tokens[ways], drawn[ways], coins)
+    found["typical"] = typical(p, q, tokens[ways], None, coins)
+    return found
+
+
+def compare(logits, count, seed=0):
+    """(lines, data): acceptance of each rule by temperature and guesses, means over places, logits (N, 2, V);
+    and the chi-square of `count` tokens a place, two guesses each, at the highest temperature."""
+    rows, data = [], {}
+    for T in TEMPERATURES:
+        laws = [to_probs(z, T) for z in logits]                                 # (2, V) each
+        for k in GUESSES:
+            found = [judge(p, q, k) for p, q in laws]
+            data[f"{T}, {k}"] = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
+            rows.append([f"{T}", f"{k}", *(f"{x:.3f}" for x in data[f"{T}, {k}"].values())])
+    written = [sampled(p, q, 2, count, Coins(seed + i)) for i, (p, q) in enumerate(laws)]
+    chances = {name: chi_square([p for p, _ in laws], [w[name] for w in written]) for name in written[0]}
+    lines = [f"**Verification rules**: how likely one of k guesses is kept, at {len(laws)} places of a "
+             f"story, where model and exit keep {logits.shape[-1]} tokens; enumerated, not sampled", "",
+             *table(["T", "k", *next(iter(data.values()))], rows),
+             f"Chi-square of {count} tokens at each of these places, two guesses, T {TEMPERATURES[-1]}: how "
+             "likely an exact rule deviates so much", "",
+             *table(["rule", "probability", "verdict"],
+                    [[name, f"{x:.2g}", "biased" if x < 1e-6 else "exact as far as one sees"]
+                     for name, x in chances.items()])]
+    return lines, {"acceptance": data, "chi_square": chances}
