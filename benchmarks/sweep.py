@@ -85,7 +85,7 @@ class RecycledDraft(ExitDraft):
         SelfDraft.observe(self, state, r)
         exits, final = (r.trace[tap] for tap in self.taps)
         carried = torch.cat([self.carried, self.head.carry(final)], 1)          # (B, K+2, dim)
-        new, T = [len(row) for row in r.new], exits.shape[1]    # now that n has grown, the block stands before
+        new, T = [len(row) for row in r.new], exits.shape[1]    # n has grown: the block stands before it
         if len(new) == 1:
             block = state.at(*range(-new[0], T - new[0]))
         else:
