@@ -218,6 +218,18 @@ class Confidence(Rule):
         return confidence(logits, token) < self.threshold
 
 
+class Foreseen(Rule):
+    """Stop after a token that the drafter itself foresees to be refused. foresee(): how likely the token just
+    drafted is accepted, (B,), such as the gate of `methods.heads.M2R2`."""
+
+    def __init__(self, foresee, threshold=0.5, gamma=MOST):
+        super().__init__(gamma)
+        self.foresee, self.threshold = foresee, threshold
+
+    def stop(self, k, logits, token):
+        return self.foresee() < self.threshold
+
+
 class Entropy(Rule):
     """Stop after a token whose distribution has a high entropy H: the acceptance is at least about
     1 - sqrt(`scale` H) (SVIP, arXiv 2411.18462; the constants are those of its repository)."""

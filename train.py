@@ -25,7 +25,7 @@ from tqdm import tqdm
 import checkpoint
 from control import best_gamma, expected_speedup, weight_costs
 from layerskip import early_exit
-from model import Config, Transformer
+from model import Config, Transformer, fill
 from speculative import generate
 from support import card, cli, corpus, plots
 from support.files import LOCK, TEMPORARY, lock, replacing
@@ -219,12 +219,9 @@ def shape(a, tokenizer):
 
 
 def build(c, seed, device):
-    """A model with fresh weights in float32: normal with a deviation of 0.02, and norms that multiply by
-    1."""
-    g, model = torch.Generator().manual_seed(seed), Transformer(c).float()
-    for p in model.parameters():
-        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - c.norm_offset
-        p.data.copy_(torch.as_tensor(fresh))
+    """A model with fresh weights in float32."""
+    model = Transformer(c).float()
+    fill(model, c, seed)
     return model.to(device)
 
 

@@ -1,4 +1,4 @@
-"""Training heads on a frozen model: Kangaroo, an exit block, Medusa, Hidden Transfer or a prophet.
+"""Training heads on a frozen model: Kangaroo, an exit block, M2R2, Medusa, Hidden Transfer or a prophet.
 
     python train_heads.py medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
 
@@ -15,15 +15,16 @@ from tqdm import tqdm
 import checkpoint
 import train
 from methods import heads
-from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import rank_acceptance
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import card, cli, corpus, plots
 from support.files import replacing
 
-SHAPE = {"kangaroo": {"exit_layer"}, "exit_block": {"exit_layer"}, "medusa": {"heads", "own_head"},
-         "transfer": {"inject_layer", "steps"}, "prophet": {"blocks"}}  # the flags of each kind
+SHAPE = {"kangaroo": {"exit_layer"}, "exit_block": {"exit_layer"}, "m2r2": {"exit_layer", "rank", "align"},
+         "medusa": {"heads", "own_head"}, "transfer": {"inject_layer", "steps"},
+         "prophet": {"blocks"}}  # the flags of each kind
 MEASURED = 4096     # tokens of held-out text
 OWN = "own text"    # the name of what the model writes itself
 ROWS = 32           # texts that it writes at a time
@@ -40,8 +41,12 @@ def parse(argv):
                    "generate.py looks into heads/KIND in the model's folder")
     p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     shape = p.add_argument_group("shape")
-    shape.add_argument("--exit-layer", type=int, metavar="E", help="kangaroo, exit_block: after which block "
-                       "(default: a sixth)")
+    shape.add_argument("--exit-layer", type=int, metavar="E", help="kangaroo, exit_block, m2r2: after which "
+                       "block (default: a sixth)")
+    shape.add_argument("--rank", type=int, metavar="R", help="m2r2: of each adapter (default: in all as many "
+                       "weights as Kangaroo's adapter has)")
+    shape.add_argument("--align", type=float, metavar="W", help="m2r2: what the distance from the states "
+                       "further up counts, beside the distributions (default: 1)")
     shape.add_argument("--heads", type=int, metavar="N", help="medusa: how many (default: 3)")
     shape.add_argument("--own-head", action="store_true", default=None, help="medusa: each with an output "
                        "head of its own, as in the paper, instead of the model's")
@@ -79,6 +84,10 @@ def check_flags(a):
     for name in ("tokens", "text", "lr", "clip", "every"):
         if not 0 < getattr(a, name) < 1e30:
             raise ValueError(f"--{name} must be positive and below 1e30, got {getattr(a, name)}")
+    if a.rank is not None and a.rank < 1:
+        raise ValueError(f"--rank must be at least 1, or nothing is trained, got {a.rank}")
+    if a.align is not None and not 0 <= a.align < 1e30:
+        raise ValueError(f"--align must lie within 0 and 1e30, got {a.align}")
     for name in sorted(set().union(*SHAPE.values()) - SHAPE[a.kind]):
         if getattr(a, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
@@ -101,7 +110,10 @@ def build(a, model):
         return Transfer(model, given(a.inject_layer, L // 2), given(a.steps, 3))
     if a.kind == "prophet":
         return Prophet(model, given(a.blocks, 1))
-    return (Kangaroo if a.kind == "kangaroo" else ExitBlock)(model, given(a.exit_layer, max(1, L // 6)))
+    exit_layer = given(a.exit_layer, max(1, L // 6))
+    if a.kind == "m2r2":
+        return M2R2(model, exit_layer, a.rank, given(a.align, 1.0))
+    return (Kangaroo if a.kind == "kangaroo" else ExitBlock)(model, exit_layer)
 
 
 # --- the text
@@ -143,12 +155,14 @@ def read_text(a, model, tokenizer):
 
 def losses(head, batch):
     """How far the head's distributions lie from the model's, in nats: KL(p || q) of each step of the head,
-    averaged over the texts (B, T)."""
-    found = []
+    averaged over the texts (B, T); and what else counts, a number, which only M2R2 has."""
+    found, besides = [], 0.0
     for said, target in heads.judged(head, batch):
         logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)       # (B, N, V)
         found.append((logp.exp() * (logp - logq)).sum(-1).mean())
-    return found
+        if isinstance(head, M2R2):
+            besides = head.besides(torch.minimum(logp, logq).exp().sum(-1).detach())
+    return found, besides
 
 
 @torch.no_grad()
@@ -191,9 +205,10 @@ class Run(train.Run):
     def train_step(self):
         a, progress = self.a, self.progress()
         batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1).long().to(self.device)
-        found = losses(self.head, batch)
+        found, besides = losses(self.head, batch)
         weights = [0.8 ** k for k in range(len(found))]     # later steps count less (Medusa, section 2.2.1)
-        self.update(sum(w * loss for w, loss in zip(weights, found, strict=True)) / sum(weights), progress)
+        loss = sum(w * step for w, step in zip(weights, found, strict=True)) / sum(weights)
+        self.update(loss + besides, progress)
         self.losses.append([sum(loss.item() for loss in found) / len(found), None, None])
 
     def measure(self):

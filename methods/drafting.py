@@ -1,10 +1,11 @@
-"""Drafting with a trained head: four drafters for the kinds of heads in methods/heads.py.
+"""Drafting with a trained head: five drafters for the kinds of heads in methods/heads.py.
 
 The one thing to remember: a head drafts from states that the target computed anyway. They come as `taps` of
 the prompt and of every round, so that a head knows the text also where another drafter drafted.
 
     drafter        heads                  drafts from                               its draft
     ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
+    TwoRowDraft    M2R2                   a second row, beside each token's         a chain
     MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
     TransferDraft  Transfer               rows that rode along with that token      a chain or a tree
     ProphetDraft   Prophet                its final state, and the draft so far     a chain
@@ -80,6 +81,21 @@ class ExitDraft(SelfDraft):
         super().observe(state, r)
         x = r.trace[self.taps[0]]
         self.read(x, block_of(state, r), state.end(x.shape[1]))
+
+
+class TwoRowDraft(SelfDraft):
+    """Early exit by an accelerated row that runs beside the ordinary one (M2R2, arXiv 2502.02040). What is
+    handed over to the target is the ordinary row. The gate is a rule, `control.Foreseen(head.foresee)`."""
+
+    def __init__(self, head, rule):
+        super().__init__(head, early_exit(head.c.n_layers, head.shape["exit_layer"]), rule)
+
+    def begin(self, state, trace):
+        check_target(self.model, state)
+        super().begin(state, trace)
+
+    def logits(self, state, x, k):
+        return self.model.unembed(self.model.states[:, :, -1])
 
 
 class LastState(Drafter):

@@ -6,6 +6,7 @@ computed anyway. The model does not change, and neither does its text.
     kind         reads                              says                               its own weights
     Kangaroo     the state after block E            the next token                     an attention
     ExitBlock    the state after block E            the next token                     a block
+    M2R2         the ordinary rows of blocks 1-E    the next token                     low-rank maps
     Medusa       the final state                    by head k, from 1 on, the token    a matrix for each head
                                                     k places after the next
     Transfer     the state after block t            by row k, the same                 a matrix for each row
@@ -32,8 +33,8 @@ import checkpoint
 from control import weight_costs
 from kvcache import Beside, KVCache
 from layerskip import early_exit
-from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, TransferDraft, unit
-from model import Transformer
+from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, TransferDraft, TwoRowDraft, unit
+from model import Transformer, fill
 from speculative import ahead
 from support.files import replacing
 
@@ -49,14 +50,12 @@ def check_count(name, count):
 
 def graft(model, n_layers):
     """A Transformer of n_layers blocks of its own that shares embedding, final norm and head with the model.
-    Its blocks are new: normal with a deviation of 0.02, and all that would change x starts at zero. They see
-    the whole text: of Gemma's windows they have none."""
+    Its blocks are new, and all that would change x starts at zero. They see the whole text: of Gemma's
+    windows they have none."""
     c = replace(model.c, n_layers=n_layers, window=None)
-    own, g = Transformer(replace(c, vocab_size=1)), torch.Generator().manual_seed(0)
+    own = Transformer(replace(c, vocab_size=1))
     own.c, own.tok, own.norm, own.head, own.scale = c, model.tok, model.norm, model.head, model.scale
-    for p in own.blocks.parameters():
-        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - c.norm_offset
-        p.data.copy_(torch.as_tensor(fresh))
+    fill(own.blocks, c, 0)
     for b in own.blocks:
         # trap: a post-norm makes an update of any size one of size 1, so there it is the norm that must be 0
         for last in (b.attn_post.weight, b.mlp_post.weight) if c.post_norm else (b.attn.wo, b.mlp.down):
@@ -91,6 +90,94 @@ class Kangaroo(ExitBlock):
         super().__init__(model, exit_layer)
         block = self.own.blocks[0]
         del block.mlp, block.mlp_norm, block.mlp_post
+
+
+class M2R2:
+    """Accelerated residuals (M2R2, arXiv 2502.02040). A reconstruction: no code is public, and where the
+    adapters stand and what they are trained on are our reading of the paper's idea.
+
+    Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
+    and an adapter of rank r for each block: f <- block(f) + up down f. It is trained to be after block i
+    where the ordinary row is after block i L / E, and so at the exit where that one is at the end. It reads
+    the ordinary keys and values of the tokens before it and its own, and writes none, so that the cache stays
+    the target's. Both rows are in one pass, which reads each weight once. Without adapters, rank 0, the
+    second row is the first: a bare early exit.
+
+    rank: None for the one with as many weights as Kangaroo's adapter. align: what the distance from those
+    states counts in training, beside the distributions. The head stands in for its model while it drafts.
+    Of the paper's loading of experts ahead of time there is nothing here: Llama and Gemma-2 are dense.
+    """
+    kind = "m2r2"
+
+    def __init__(self, model, exit_layer, rank=None, align=1.0):
+        (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
+        if rank is None:
+            rank = like_rank(Kangaroo(model, exit_layer))
+        self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
+        self.taps, self.weights = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)], nn.Module()
+        like, g = dict(dtype=model.tok.dtype, device=model.tok.device), torch.Generator().manual_seed(0)
+        down = torch.randn(E, rank, dim, generator=g) * dim ** -0.5
+        self.weights.down = nn.Parameter(down.to(**like))
+        self.weights.up = nn.Parameter(torch.zeros(E, dim, rank, **like))
+        self.weights.ask = nn.Parameter(torch.zeros(1, dim, **like))    # the gate's query and its verdict
+        self.weights.judge = nn.Parameter(torch.zeros(1, dim, **like))
+
+    def __getattr__(self, name):    # all else is the model's own
+        return getattr(self.model, name)
+
+    def rise(self, x, positions, slots, tree, cache, end, trace=None):
+        """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim) those that
+        the cache, a Beside, does not keep are accelerated."""
+        kept, w = cache.T, self.weights
+        for i, (down, up) in enumerate(zip(w.down, w.up, strict=True)):
+            more = F.linear(F.linear(unit(x[:, kept:]), down), up)
+            x = self.model.run(x, positions, cache, [2 * i, 2 * i + 1], slots, tree, trace, end)
+            x = torch.cat([x[:, :kept], x[:, kept:] + more], 1)
+            yield x
+
+    def run(self, x, positions, cache, sublayers, trace, end):
+        """`Transformer.run` of the first E blocks over one token of each row, x (B, 1, dim). Beside it runs
+        the accelerated row, whose states stay in `states` (B, 1, E, dim)."""
+        if isinstance(positions, slice):
+            positions = torch.arange(positions.start, positions.stop, device=x.device)[None]
+        slots = torch.cat([positions, torch.full_like(positions, end)], 1)      # (B or 1, 2)
+        alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]           # neither sees the other
+        rows = list(self.rise(torch.cat([x, x], 1), torch.cat([positions, positions], 1), slots, alone,
+                              Beside(cache, 1, end), end + 1, trace))           # (B, 2, dim) each
+        trace.update({tap: y[:, :1] for tap, y in trace.items()})
+        self.states = torch.stack([y[:, 1:] for y in rows], 2)
+        return rows[-1][:, :1]
+
+    def laws(self, tokens, trace, cache):
+        T, device = tokens.shape[1], tokens.device
+        at = torch.arange(T, device=device)[None]                               # (1, T)
+        before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
+        own = torch.eye(T, dtype=torch.bool, device=device)
+        rows = list(self.rise(self.model.embed(tokens), torch.cat([at, at], 1), torch.cat([at, T + at], 1),
+                              torch.cat([before, own], 1)[None], Beside(cache, 0, T), 2 * T))
+        self.states = torch.stack(rows, 2)                                      # (B, T, E, dim)
+        self.ahead = torch.stack([trace[tap] for tap in self.taps], 2)
+        yield 0, self.model.unembed(rows[-1])
+
+    def gate(self):
+        """How likely what was said of `states` is accepted, as logits (B, T): attention over the states of
+        all depths, whose query is learnt (the paper's ARLA)."""
+        x = unit(self.states.detach())                                          # (B, T, E, dim)
+        heed = F.linear(x, self.weights.ask).softmax(2)                         # (B, T, E, 1)
+        return F.linear((heed * x).sum(2), self.weights.judge)[..., 0]
+
+    def foresee(self):
+        """For `control.Foreseen`: how likely the token just drafted is accepted. (B,)"""
+        return self.gate()[:, -1].sigmoid()
+
+    def besides(self, overlap):
+        """What counts in training besides the distributions: how far the accelerated states are from where
+        they belong, and how wrong the gate is about the overlap (B, T), the acceptance at temperature 1."""
+        apart = (unit(self.states) - unit(self.ahead)).pow(2).mean()
+        return self.shape["align"] * apart + F.binary_cross_entropy_with_logits(self.gate(), overlap)
+
+    def drafter(self, rule):
+        return TwoRowDraft(self, rule)
 
 
 class Medusa:
@@ -198,7 +285,7 @@ class Prophet:
         return ProphetDraft(self, rule)
 
 
-KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Medusa, Transfer, Prophet)}
+KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, M2R2, Medusa, Transfer, Prophet)}
 
 
 def judged(head, tokens):
@@ -213,12 +300,23 @@ def judged(head, tokens):
         yield said, target[:, k : k + said.shape[1]]
 
 
+def count(head):
+    """How many weights are a head's own."""
+    return sum(p.numel() for p in head.weights.parameters())
+
+
+def like_rank(head):
+    """The rank at which an M2R2 with the exit of another head has about as many weights as that head."""
+    dim = head.model.c.dim
+    return max(1, round((count(head) - 2 * dim) / (2 * dim * head.shape["exit_layer"])))
+
+
 def step_cost(head):
     """What a drafted token costs relative to a pass of the target, by the weights that are read."""
-    costs, own = weight_costs(head.model.c), sum(p.numel() for p in head.weights.parameters())
+    costs = weight_costs(head.model.c)
     shared = 0.0 if head.shape.get("own_head") else costs.head
     trunk = sum(costs.sublayers[: 2 * head.shape.get("exit_layer", 0)])
-    return (trunk + own / getattr(head, "steps", 1) + shared) / costs.whole
+    return (trunk + count(head) / getattr(head, "steps", 1) + shared) / costs.whole
 
 
 # --- files

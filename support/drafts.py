@@ -12,30 +12,34 @@ from control import MOST, DoNoHarm
 from layerskip import SelfDraft, ShortHead, early_exit
 from machine.quant import KINDS, byte_costs, quantise
 from machine.recorded import Recorded
-from methods import heads
+from methods import heads, sparse
 from methods.pace import Pace, candidates
 from methods.trees import Siblings, best_tree, widths_of
 from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
 
 SMALL = Path(__file__).resolve().parent.parent / "weights" / "stories-draft"
-OWN_FLAG = {"auto": "costs", "exit": "exit_layer", "skip": "skip", "model": "draft_model"}  # whose draft
-ALSO = {"auto": ("skip",), "int8": ("exit", "skip"), "nf4": ("exit", "skip")}  # flags that go with it, too
-GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3,
+OWNER = {"costs": "auto", "exit_layer": "exit", "skip": "skip", "draft_model": "model", "window": "sparse",
+         "sinks": "sparse"}     # the draft that a flag goes with
+ALSO = {"auto": ("skip",), **dict.fromkeys(("sparse", *KINDS), ("exit", "skip"))}   # go with it, too
+GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, "sparse": 4,
          **dict.fromkeys((*KINDS, *heads.KINDS), 3)}    # if neither a flag nor a file says
 
 
 def add_flags(group):
     add = group.add_argument
     add("--draft", choices=GAMMA, help="where drafts come from (default: exit); auto: what promises most, "
-        "judged anew before every draft; int8 and nf4: a copy of the model in few bits, all of it or what "
-        "--exit-layer or --skip leaves; kangaroo and below: trained heads")
+        "judged anew before every draft; sparse: the model itself, which then reads few tokens of the text; "
+        "int8 and nf4: a copy of it in few bits; all three with all of it or what --exit-layer or --skip "
+        "leaves; kangaroo and below: trained heads")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
         'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--draft-model", metavar="DIR", help="draft with a small model that has the same tokenizer")
     add("--draft-vocab", metavar="FILE", help="draft with few tokens only, and so with a shorter head, as "
         "search.py --draft-vocab writes it")
+    add("--sinks", type=int, metavar="N", help="sparse: read the first N tokens (default: 4)")
+    add("--window", type=int, metavar="N", help="sparse: and the last N (default: 64)")
     add("--heads", metavar="DIR", help="the trained heads to draft with, as train_heads.py writes them "
         "(default: heads/KIND in the model's folder)")
     add("--tree", type=int, metavar="N", help="with trained heads: draft a tree of N tokens, in the shape "
@@ -51,12 +55,12 @@ def add_flags(group):
 
 def check(a):
     """Fill in a.draft. Raises ValueError, in one line, for flags that do not go together."""
-    implied = [kind for kind, flag in OWN_FLAG.items() if getattr(a, flag) is not None]
-    a.draft = a.draft or (implied[0] if implied else "exit")
-    wrong = next((kind for kind in implied if kind not in (a.draft, *ALSO.get(a.draft, ()))), None)
+    given = [flag for flag in OWNER if getattr(a, flag) is not None]
+    a.draft = a.draft or (OWNER[given[0]] if given else "exit")
+    wrong = next((flag for flag in given if OWNER[flag] not in (a.draft, *ALSO.get(a.draft, ()))), None)
     if wrong:
-        raise ValueError(f"--{OWN_FLAG[wrong].replace('_', '-')} goes with --draft {wrong}, not {a.draft}")
-    if {"exit", "skip"} <= set(implied):
+        raise ValueError(f"--{wrong.replace('_', '-')} goes with --draft {OWNER[wrong]}, not {a.draft}")
+    if {"exit_layer", "skip"} <= set(given):
         raise ValueError("--exit-layer and --skip say twice which sub-layers draft: leave one of them out")
     if a.draft == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
@@ -119,6 +123,10 @@ def part(a, model, tokenizer):
     if a.gamma is None:
         a.gamma = MOST if a.do_no_harm else GAMMA[a.draft] if found is None else found
     own, every = byte_costs(drafting), range(2 * drafting.c.n_layers)
+    if a.draft == "sparse":
+        reads = 4 if a.sinks is None else a.sinks, 64 if a.window is None else a.window
+        cost = sparse.step_cost(own, a.max_new, *reads, sublayers, share)   # when the text is that long
+        return lambda rule: sparse.SparseDraft(drafting, rule, *reads, sublayers), cost
     cost = own.step(sublayers or every, share) * own.whole / byte_costs(model).whole
     if small:
         return lambda rule: ModelDraft(drafting, rule, sublayers), cost

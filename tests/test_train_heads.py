@@ -22,7 +22,8 @@ from support import corpus
 FLAGS = {"context": 24, "batch": 8, "tokens": 2e4, "text": 4000, "lr": 0.01, "warmup": 3, "every": 1e6,
          "device": "cpu"}
 SHORT = FLAGS | {"tokens": 960, "text": 500, "batch": 4}    # ten steps
-KINDS = {"kangaroo": ["--exit-layer", "2"], "exit_block": ["--exit-layer", "2"], "medusa": ["--heads", "2"],
+KINDS = {"kangaroo": ["--exit-layer", "2"], "exit_block": ["--exit-layer", "2"],
+         "m2r2": ["--exit-layer", "2"], "medusa": ["--heads", "2"],
          "transfer": ["--inject-layer", "3", "--steps", "2"], "prophet": []}
 
 
@@ -144,11 +145,12 @@ def test_losses_by_hand():
     """KL(p || q), a head's own gradients, and none for the model."""
     m = make(replace(LLAMA, vocab_size=5)).requires_grad_(True)
     head, tokens = heads.Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5
-    found = train_heads.losses(head, tokens)
+    found, besides = train_heads.losses(head, tokens)
     p = m(tokens).softmax(-1).detach()
     q = heads.Medusa(m, 2).after(final(m, tokens), 1).softmax(-1).detach()
     want = [float(p[0, n + 2, v] * (p[0, n + 2, v] / q[0, n, v]).log()) for n in range(6) for v in range(5)]
-    assert float(found[1].detach()) == pytest.approx(sum(want) / 6, rel=1e-5) and len(found) == 2
+    assert float(found[1].detach()) == pytest.approx(sum(want) / 6, rel=1e-5)
+    assert len(found) == 2 and besides == 0
     sum(found).backward()
     assert head.weights.inner.grad.abs().sum() > 0
     assert m.blocks[0].attn.wqkv.grad is None, "the target is a label: no gradient flows into it"
@@ -216,6 +218,9 @@ def test_data_of_files(folder, tmp_path, call):
 @pytest.mark.parametrize("more, message", [
     (["--exit-layer", "2"], "--exit-layer is no flag of medusa"),
     (["--blocks", "1"], "--blocks is no flag of medusa"),
+    (["--rank", "4"], "--rank is no flag of medusa"),
+    (["--rank", "0"], "--rank must be at least 1, or nothing is trained, got 0"),
+    (["--align", "-1"], "--align must lie within 0 and 1e30, got -1.0"),
     (["--heads", "0"], "heads must be at least 1, got 0"),
     (["--heads", "24"], "--context 24 is too short for 24 steps"),
     (["--context", "65"], "--context 65 exceeds the model's context of 64"),
@@ -274,7 +279,7 @@ def test_generate_drafts_with_the_heads_beside_the_weights(product, folder, caps
     assert r["outputs"] == plain["outputs"] and r["target_passes"] < plain["target_passes"]
     assert r["draft"] == kind and r["gamma"] == (2 if kind in ("medusa", "transfer") else 3)
     assert r["tree"] is None
-    assert r["exit_layer"] == (2 if kind in ("kangaroo", "exit_block") else None)
+    assert r["exit_layer"] == (2 if kind in ("kangaroo", "exit_block", "m2r2") else None)
     for more in (["--tree", 6], ["--heads", out, "--gamma", 1], ["--do-no-harm"], ["--tail", 2],
                  ["--tree", 5, "--do-no-harm"]):
         status, again, err = generated(capsys, "Lily saw", "--model", folder, "--draft", kind, *more)

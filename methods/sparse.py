@@ -1,0 +1,90 @@
+"""A draft by the whole model that reads only a few of the keys and values in the cache.
+
+The one thing to remember: what such a draft saves grows with the text. The weights are read by every drafted
+token as by a pass of the target; but after a hundred thousand tokens the cache is as large as the weights,
+and a draft that reads its first few and its last few tokens leaves nearly all of it where it is.
+
+    slot                   0  1  2  3  4  5  6  7  8
+    the model reads        x  x  x  x  x  x  x  x  x      for the token at slot 8
+    2 sinks, a window of 3 x  x  .  .  .  .  x  x  x      hides the others from its draft
+
+A model heeds its first tokens whatever they are (attention sinks, arXiv 2309.17453), and the last ones
+most. To draft so with the model's own weights is the idea of Vegas (arXiv 2602.07223), SparseSpec-L
+(arXiv 2607.27735) and QuantSpec, which choose what to read, or how many bits of it, with more care.
+"""
+import torch
+
+from control import best_gamma, expected_speedup
+from speculative import Draft, Drafter, chain
+
+
+class SparseDraft(Drafter):
+    """Draft with the model itself, all of it or some sub-layers, where each token reads the first `sinks`
+    tokens and, with itself, the last `window`.
+
+    It drafts into the target's cache. What it writes there is rough, since other states make other keys and
+    values, and so it hands nothing over: the verifying pass runs the whole block anew, and overwrites it. The
+    mask hides keys and does not skip them: here no time is saved, only a kernel that gathers saves it. Raises
+    ValueError for fewer than no sinks, for an empty window, and for a target that is not its model.
+    """
+
+    def __init__(self, model, rule, sinks=4, window=64, sublayers=None):
+        super().__init__(rule)
+        if sinks < 0 or window < 1:
+            raise ValueError(f"a sparse draft needs sinks from 0 up and a window from 1 up, got {sinks} and "
+                             f"{window}")
+        self.model, self.sinks, self.window, self.sublayers = model, sinks, window, sublayers
+
+    def begin(self, state, trace):
+        if self.model.blocks is not state.model.blocks:
+            raise ValueError("a sparse draft reads the target's cache: it drafts only for its own model")
+        super().begin(state, trace)
+
+    def propose(self, state):
+        m = self.model
+
+        def step(token, k):
+            at, end = state.after(torch.arange(k - 1, k, device=state.n.device)), state.end(k + 1)  # (B, 1)
+            slot = torch.arange(end, device=at.device).expand(len(at), end)                 # (B, end)
+            seen = (slot <= at) & ((slot < self.sinks) | (at - slot < self.window))
+            slots = torch.cat([slot, at], 1)        # as a tree of all slots, of which the block is the last
+            tree = torch.cat([seen, torch.ones_like(at, dtype=torch.bool)], 1)[:, None]     # (B, 1, end+1)
+            return m.unembed(m.run(m.embed(token), slots, state.cache, self.sublayers, slots, tree, end=end))
+
+        return Draft(*chain(state, step, self.rule))
+
+
+# --- what it is worth, on paper
+
+
+def unread(costs, n, sinks, window, sublayers=None):
+    """What a drafted token after n others does not read of their keys and values, in the unit of the Costs:
+    numbers by `control.weight_costs`, and so half as many as bytes in a half type. Where an attention has a
+    window of its own, as Gemma-2's have, it has less to leave out.
+
+    >>> from control import Costs
+    >>> unread(Costs((9.0, 9.0), 1.0, slot=2.0), 10, sinks=2, window=5)     # tokens 2 to 5: of 10 others four
+    8.0
+    """
+    hidden = 0
+    for i in range(len(costs.sublayers)) if sublayers is None else sublayers:
+        if i % 2 == 0:
+            reach = n + 1 if costs.window is None or i % 4 else costs.window
+            hidden += max(0, n - window + 1 - max(sinks, n - reach + 1))
+    return hidden * costs.slot
+
+
+def step_cost(costs, n, sinks, window, sublayers=None, share=1.0):
+    """What a drafted token after n others costs relative to a pass of the target over one token, by what each
+    reads. share: of the head, as in `Costs.price`."""
+    every = range(len(costs.sublayers))
+    own = costs.price(every if sublayers is None else sublayers, share, n)
+    return (own - unread(costs, n, sinks, window, sublayers)) / costs.price(every, n=n)
+
+
+def promise(costs, n, alpha, sinks, window):
+    """(gamma, speed-up over plain decoding): the best that the formula promises after n tokens, if a drafted
+    token is accepted with probability alpha; gamma is 0 where nothing is gained."""
+    cost = step_cost(costs, n, sinks, window)
+    gamma = best_gamma(alpha, cost)
+    return gamma, expected_speedup(alpha, gamma, cost)
