@@ -126,7 +126,7 @@ def write_text(model, count, seed, length):
     if c.bos is None:
         raise ValueError("this model has no begin-of-text id to start a text with: give text with --data")
     warm = lambda logits: to_probs(logits, temperature=1.0)  # noqa: E731
-    with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, mininterval=1) as bar:
+    with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             begun = rounds(model, [[c.bos]] * ROWS, length - 1, None, warm, coins, c.eos)
             for state, r in begun:  # noqa: B007
