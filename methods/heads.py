@@ -43,9 +43,9 @@ RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape o
 AHEAD = 4   # tokens that a prophet learns to say from one state
 
 
-def check_count(name, count):
-    if count < 1:
-        raise ValueError(f"{name} must be at least 1, got {count}")
+def check_count(name, number, least=1):
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
 
 
 def graft(model, n_layers):
@@ -111,8 +111,8 @@ class M2R2:
 
     def __init__(self, model, exit_layer, rank=None, align=1.0):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
-        if rank is None:
-            rank = like_rank(Kangaroo(model, exit_layer))
+        rank = like_rank(Kangaroo(model, exit_layer)) if rank is None else rank
+        check_count("rank", rank, 0)
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
         self.taps, self.weights = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)], nn.Module()
         like, g = dict(dtype=model.tok.dtype, device=model.tok.device), torch.Generator().manual_seed(0)

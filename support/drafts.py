@@ -19,8 +19,8 @@ from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
 
 SMALL = Path(__file__).resolve().parent.parent / "weights" / "stories-draft"
-OWNER = {"costs": "auto", "exit_layer": "exit", "skip": "skip", "draft_model": "model", "window": "sparse",
-         "sinks": "sparse"}     # the draft that a flag goes with
+OWNER = {"window": "sparse", "sinks": "sparse", "costs": "auto", "exit_layer": "exit", "skip": "skip",
+         "draft_model": "model"}    # the draft that a flag goes with
 ALSO = {"auto": ("skip",), **dict.fromkeys(("sparse", *KINDS), ("exit", "skip"))}   # go with it, too
 GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, "sparse": 4,
          **dict.fromkeys((*KINDS, *heads.KINDS), 3)}    # if neither a flag nor a file says

@@ -1,10 +1,12 @@
-"""Where there is no GPU, a test that asks for the device "cuda" runs on the one of paper."""
+"""Where there is no GPU, a test that asks for the device "cuda" runs on the one of paper. And the models and
+texts that most tests of drafters share."""
 import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 from paper_gpu import PaperGPU
+from tiny import LIVELY, PROMPTS, make, oracle
 
 
 def pytest_configure():
@@ -19,3 +21,16 @@ def pytest_runtest_protocol(item):
     paper = not torch.cuda.is_available() and any(isinstance(p, str) and p == "cuda" for p in params)
     with PaperGPU() if paper else nullcontext():
         return (yield)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {family: make(c) for family, c in LIVELY.items()}
+
+
+@pytest.fixture(scope="module")
+def truth(models):
+    """What each model says after the prompts, by the oracle."""
+    rows = {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
+    assert min(len(set(row)) for row in rows["llama"] + rows["gemma2"]) > 8, "dull texts prove little"
+    return rows

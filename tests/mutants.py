@@ -948,8 +948,6 @@ TRAIN = [
      "cost = costs.step(early_exit(c.n_layers, exit_layer)) / c.n_layers",
      "a drafted step for next to nothing", "test_train.py::test_speedups_by_hand"),
     # fresh models and optimisers
-    ("1 - c.norm_offset", "1.0",
-     "Gemma's fresh norms multiply by two", "test_train.py::test_fresh_weights"),
     ("if p.dim() == 2]", "if p.dim() == 2][:-1]",
      "one matrix goes to AdamW", "test_train.py::test_matrices_go_to_muon_and_the_rest_to_adamw"),
     ("max(vocab.values()) + 1", "len(vocab)",
@@ -2592,6 +2590,12 @@ DRAFTS = [
      "a draft model with another tokenizer", "test_generate.py::test_draft_model_of_another_tokenizer"),
     ("own, every = byte_costs(drafting)", "own, every = byte_costs(model)",
      "few bits cost as much as many", "test_generate.py::test_the_draft_in_few_bits_says_how_it_drafts"),
+    ("sparse.step_cost(own, a.max_new, *reads", "sparse.step_cost(own, 0, *reads",
+     "a rule pays for what is not read", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
+    ("SparseDraft(drafting, rule, *reads, sublayers)", "SparseDraft(drafting, rule, *reads)",
+     "a sparse draft is never left early", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
+    ("4 if a.sinks is None else a.sinks", "a.sinks or 4",
+     "no sinks are four", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
     ("quantise(model.model if a.fast else model, a.draft)", "quantise(model, a.draft)",
      "a copy of the stand-in", "test_generate.py::test_recorded_passes_write_the_same_text[flags3]"),
 ]
@@ -2650,16 +2654,136 @@ HAMBURGER = [
      "test_hamburger.py::test_an_untouched_burger_drafts_as_the_model_does"),
 ]
 
+FILL = [
+    ("if p.dim() > 1 else 1 - c.norm_offset", "if p.dim() > 1 else 1.0",
+     "Gemma's fresh norms multiply by two", "test_train.py::test_fresh_weights"),
+]
 
-TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPLING,
+ACCELERATED = [
+    ("unit(x[:, kept:]), down), up)", "unit(x), down), up)[:, -1:]",
+     "in training all rows get the last one's push",
+     "test_heads.py::test_drafts_are_what_training_sees[m2r2-alone-llama]"),
+    ("torch.cat([x[:, :kept], x[:, kept:] + more], 1)", "x + more",
+     "the ordinary row is accelerated, too",
+     "test_heads.py::test_the_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache"),
+    ("alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]",
+     "alone = torch.ones(1, 2, 2, dtype=torch.bool, device=x.device)",
+     "the ordinary row sees the accelerated one",
+     "test_heads.py::test_the_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache"),
+    ("alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]",
+     "alone = torch.ones(1, 2, 2, dtype=torch.bool, device=x.device).tril()",
+     "the accelerated row sees its token twice",
+     "test_heads.py::test_at_the_start_an_adapter_is_the_bare_exit[llama]"),
+    ("device=device).tril(-1)", "device=device).tril()",
+     "in training a row sees its token twice",
+     "test_heads.py::test_drafts_are_what_training_sees[m2r2-alone-gemma2]"),
+    ("Beside(cache, 1, end), end + 1, trace)", "Beside(cache, 2, end), end + 1, trace)",
+     "the accelerated row is kept in the cache", "test_heads.py::test_greedy_identity[m2r2-llama-cpu]"),
+    ("trace.update({tap: y[:, :1]", "trace.update({tap: y[:, -1:]",
+     "others are handed the accelerated states",
+     "test_heads.py::test_the_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache"),
+    ("2 * -(-i * L // E) - 1", "2 * i - 1",
+     "the row is to be where it is anyway",
+     "test_heads.py::test_an_accelerated_row_is_to_be_as_many_times_further_up_as_the_exit_is"),
+    ("torch.zeros(E, dim, rank, **like)", "torch.ones(E, dim, rank, **like)",
+     "an untrained row is hurried on",
+     "test_heads.py::test_at_the_start_an_adapter_is_the_bare_exit[gemma2]"),
+    ("unit(self.states.detach())", "unit(self.states)",
+     "the gate bends the adapters", "test_heads.py::test_what_counts_besides_by_hand"),
+    ("self.shape[\"align\"] * apart", "apart",
+     "the weight of the alignment is not asked", "test_heads.py::test_what_counts_besides_by_hand"),
+    ("(unit(self.states) - unit(self.ahead))", "(self.states - self.ahead)",
+     "the distance grows with the size of the states", "test_heads.py::test_what_counts_besides_by_hand"),
+    ("self.gate()[:, -1].sigmoid()", "self.gate()[:, -1]",
+     "a logit is taken for a probability",
+     "test_heads.py::test_the_gate_says_while_drafting_what_training_sees[llama]"),
+    ("(2 * dim * head.shape[\"exit_layer\"])", "(dim * head.shape[\"exit_layer\"])",
+     "twice as many weights as the other", "test_heads.py::test_a_rank_is_chosen_by_the_number_of_weights"),
+]
+
+TWO_ROWS = [
+    ("self.model.states[:, :, -1]", "x[None]",
+     "the ordinary row says the draft",
+     "test_heads.py::test_drafts_are_what_training_sees[m2r2-alone-llama]"),
+    ("        check_target(self.model, state)\n", "",
+     "a second row drafts for any model", "test_heads.py::test_other_weights_and_damaged_files_are_refused"),
+]
+
+FORESEEN = [
+    ("self.foresee() < self.threshold", "self.foresee() > self.threshold",
+     "a draft ends where it is sure", "test_heads.py::test_the_gate_says_while_drafting_what_training_sees"),
+]
+
+SPARSE = [
+    ("slot < self.sinks", "slot <= self.sinks",
+     "one sink more", "test_sparse.py::test_a_draft_reads_its_sinks_and_its_window_and_nothing_else"),
+    ("at - slot < self.window", "at - slot <= self.window",
+     "the window does not count the token itself",
+     "test_sparse.py::test_a_draft_reads_its_sinks_and_its_window_and_nothing_else"),
+    ("(slot <= at) & (", "(",
+     "dead slots are sinks", "test_sparse.py::test_poison"),
+    ("torch.arange(k - 1, k, device", "torch.arange(k, k + 1, device",
+     "drafts stand a place too far", "test_sparse.py::test_a_draft_that_reads_everything_is_always_accepted"),
+    ("return Draft(*chain(state, step, self.rule))",
+     "draft = Draft(*chain(state, step, self.rule))\n        x = m.embed(torch.cat([state.read(state.at(0)), "
+     "draft.tokens], 1))\n        return Draft(draft.tokens, draft.q, draft.length, (1, x, {}))",
+     "rough keys are handed over",
+     "test_sparse.py::test_the_verifying_pass_writes_all_keys_and_values_anew"),
+    ("if self.model.blocks is not state.model.blocks", "if self.model is None",
+     "a model drafts in another one's cache", "test_sparse.py::test_another_model_is_refused"),
+    ("slots, state.cache, self.sublayers, slots, tree", "slots, state.cache, None, slots, tree",
+     "an exit that runs all blocks", "test_sparse.py::test_exits_and_skips_are_heeded"),
+    ("costs.window is None or i % 4 else", "costs.window is None else",
+     "all blocks have Gemma's window", "test_sparse.py::test_what_is_not_read_is_counted"),
+    ("n - window + 1 - max(", "n - window - max(",
+     "one token too few is left out", "test_sparse.py::test_what_is_not_read_is_counted"),
+    ("- unread(costs, n, sinks, window, sublayers))", "- unread(costs, n, sinks, window))",
+     "a short draft leaves out what it has not", "test_sparse.py::test_the_cost_of_a_step_by_hand"),
+    ("costs.price(every, n=n)", "costs.price(every)",
+     "a pass over a long text costs one over none", "test_sparse.py::test_the_cost_of_a_step_by_hand"),
+]
+
+BEYOND = [
+    ("seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)", "seen = torch.cat([torch.cat([tree, "
+     "ahead(tree, N)[:, :T, T:]], 2), ahead(tree, N)], 1)", "tokens see the streams",
+     "test_beyond.py::test_streams_say_in_training_what_a_transfer_says"),
+    ("(at[..., None] + 1 + torch.arange", "(at[..., None] + torch.arange",
+     "a stream stands where its token stands",
+     "test_beyond.py::test_streams_say_in_training_what_a_transfer_says"),
+    ("batch[:, 1 + k :].flatten()", "batch[:, 1 : 1 + T - k].flatten()", "all streams learn the next token",
+     "test_beyond.py::test_streams_say_in_training_what_a_transfer_says"),
+    ("    x = model.run(torch.cat([x, head.spread", "    x = model.run(torch.cat([x.detach(), head.spread",
+     "streams teach nobody what they read", "test_beyond.py::test_the_streams_teach_what_they_read"),
+    ("        self.update(sum(found) / len(found), self.progress())", "        self.update(found[0], self.progress())",
+     "streams are computed and not learnt",
+     "test_beyond.py::test_a_run_with_streams_differs_in_the_streams_only"),
+    ("        self.rates.append(a.lr)", "        self.rates.append(0.0)", "the streams' own weights stay as they were",
+     "test_beyond.py::test_a_run_with_streams_differs_in_the_streams_only"),
+    ("    error = statistics.stdev(change) /", "    error = statistics.stdev(found[\"3\"]) /",
+     "the noise of seeds is not paired", "test_beyond.py::test_the_noise_of_seeds_is_paired"),
+    ("counts.tau / (1 + cost(drafted))", "counts.tau / (1 + cost(1))",
+     "a draft costs one token", "test_beyond.py::test_a_speed_by_weights_is_that_of_rounds"),
+    ("seen = (at < at[:, None])", "seen = (at <= at[:, None])", "a position sees its own exact keys, too",
+     "test_beyond.py::test_sparse_acceptance_is_that_of_the_first_draft"),
+    ("(at[:, None] - at < window))", "(at[:, None] - at <= window))", "the window is a token too long",
+     "test_beyond.py::test_a_window_over_everything_is_always_accepted"),
+    ("for seed, tokens in enumerate((count, measured))]", "for seed, tokens in ((0, count), (0, measured))]",
+     "what is measured on was learnt from", "test_beyond.py::test_a_head_is_taught"),
+    ('"cache": 2 * cache, "unread"', '"cache": cache, "unread"', "a key takes one byte",
+     "test_beyond.py::test_the_paper_by_hand"),
+]
+
+
+TABLE = {"model.py": MODEL + FILL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPLING,
          "checkpoint.py": CHECKPOINT + QUANT_LOAD + PARALLEL_LOAD, "support/files.py": REPLACING,
          "speculative.py": SPECULATIVE + RIDING, "layerskip.py": LAYERSKIP,
-         "methods/trees.py": TREES + CARRIED, "methods/drafting.py": DRAFTING, "methods/heads.py": HEADS,
+         "methods/trees.py": TREES + CARRIED, "methods/drafting.py": DRAFTING + TWO_ROWS,
+         "methods/heads.py": HEADS + ACCELERATED, "methods/sparse.py": SPARSE,
          "methods/dynamic.py": DYNAMIC, "methods/pace.py": PACE,
          "gaussian.py": GAUSSIAN, "search.py": SEARCH,
          "benchmarks/search.py": BENCH_SEARCH, "benchmarks/shared.py": BENCH_SHARED,
          "benchmarks/gpu.py": BENCH_GPU, "tests/fuzz.py": FUZZ, "tests/kill.py": KILL,
-         "control.py": CONTROL + MEASURE_COSTS + LAYOUT,
+         "control.py": CONTROL + FORESEEN + MEASURE_COSTS + LAYOUT,
          "benchmarks/drafters.py": BENCH_SELF, "benchmarks/costs.py": BENCH_COSTS,
          "benchmarks/check.py": CHECK, "benchmarks/peers.py": PEERS, "benchmarks/gguf.py": GGUF,
          "benchmarks/counts.py": COUNTS, "tests/paper_gpu.py": PAPER,
@@ -2674,7 +2798,7 @@ TABLE = {"model.py": MODEL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPL
          "porting/make.py": PORT_MAKE, "porting/numpy_port.py": PORT_NUMPY,
          "porting/numpy_trees.py": PORT_TREES, "porting/wrong_ports.py": PORT_WRONG,
          "machine/quant.py": QUANT, "machine/parallel.py": PARALLEL, "benchmarks/quant.py": QUANT_BENCH,
-         "notebooks/hamburger.py": HAMBURGER}
+         "notebooks/hamburger.py": HAMBURGER, "benchmarks/beyond.py": BEYOND}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_heads import FAMILIES, wild
+from test_heads import wild
 from test_train import story
-from tiny import LLAMA, PROMPTS, make
+from tiny import LLAMA, PROMPTS, each_family, make
 
 import bench
 import train
@@ -27,7 +27,6 @@ from support.stats import Counts
 from train_heads import OWN
 
 DRAFT = WEIGHTS / "stories-draft"
-each_family = pytest.mark.parametrize("family", FAMILIES)
 TINY_SHAPE = {"layers": 2, "dim": 32, "heads": 2, "kv-heads": 1, "head-dim": 8, "hidden": 48,
               "context": 32, "batch": 4, "warmup": 2}
 
@@ -43,10 +42,10 @@ def text():
 
 
 @each_family
-def test_streams_say_in_training_what_a_transfer_says(family):
+def test_streams_say_in_training_what_a_transfer_says(models, family):
     """Of each token the next by the model itself, which does not see the streams, and later ones by the rows,
     as the head says them when it drafts."""
-    m = make(FAMILIES[family])
+    m = models[family]
     batch = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 7, 2], [3, 8, 8, 1, 2, 2, 16, 0, 4, 4]])
     head = wild(Transfer(m, 0, 2))
     got = [float(loss.detach()) for loss in stream_losses(m, head, batch)]
@@ -120,9 +119,9 @@ def test_a_speed_by_weights_is_that_of_rounds():
 
 @each_family
 @pytest.mark.parametrize("sinks, window", [(2, 3), (0, 1), (1, 4)])
-def test_sparse_acceptance_is_that_of_the_first_draft(family, sinks, window):
+def test_sparse_acceptance_is_that_of_the_first_draft(models, family, sinks, window):
     """Position by position: what the drafter draws its first token from after that prompt."""
-    m, ids = make(FAMILIES[family]), [1, 5, 3, 2, 9, 4, 4, 7, 7, 2, 11, 6]
+    m, ids = models[family], [1, 5, 3, 2, 9, 4, 4, 7, 7, 2, 11, 6]
     warm = lambda logits: to_probs(logits, 1.0)  # noqa: E731
     got = sparse_acceptance(Teacher(m, ids, warm), sinks, window)
     for n in range(1, len(ids) + 1):

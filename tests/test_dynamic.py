@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_control import Poisoned
 from test_speculative import TINY, TINY_GEMMA, TOP_P, assert_same_law, target_law
-from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, make_round, oracle
+from tiny import LIVELY, LLAMA, PROMPTS, devices, each_family, law, make, make_round
 
 from control import MOST, AnnealedConfidence, Costs, Entropy, Thompson, confidence, plan, weight_costs
 from kvcache import KVCache
@@ -17,20 +17,7 @@ from methods.trees import Siblings
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, NGram, Then, generate, prefill, rounds
 
-FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
-each_family = pytest.mark.parametrize("family", FAMILIES)
-devices = pytest.mark.parametrize("device", DEVICES)
 warm = lambda x: to_probs(x, 1.0)  # noqa: E731
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {family: make(c) for family, c in FAMILIES.items()}
-
-
-@pytest.fixture(scope="module")
-def truth(models):
-    return {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
 
 
 class Restless(Drafter):
@@ -81,7 +68,7 @@ each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 @each_family
 @each_drafter
 def test_greedy_identity(truth, family, name, device):
-    m, count = make(FAMILIES[family], device=device), 20 if device == "cpu" else 6
+    m, count = make(LIVELY[family], device=device), 20 if device == "cpu" else 6
     drafter, proposed = DRAFTERS[name](m), 0
     out = [[] for _ in PROMPTS]
     for _, r in rounds(m, PROMPTS, count, drafter):
@@ -168,7 +155,7 @@ def test_only_the_target_itself_can_teach(models):
 def test_a_draft_is_tried_as_it_would_be_drafted(family, subs, device):
     """Each token as the first of a draft after the text before it, run by hand; the cache stays as it is, and
     what is dead is not read."""
-    m, T, n = make(FAMILIES[family], device=device), 3, [9, 4]
+    m, T, n = make(LIVELY[family], device=device), 3, [9, 4]
     generator = torch.Generator().manual_seed(1)
     texts, tokens = (torch.randint(17, (2, k), generator=generator).to(device) for k in (9, T))
     cache = KVCache(m.c, 2, 12, torch.float64, device)
@@ -409,7 +396,7 @@ def free(L=6):
 def test_shadows_are_what_each_exit_would_have_drafted(family, probs, device):
     """Along every text, whatever drafted: the counts are sums of what `Teacher` finds, which drafts at each
     place. With omega = 1 nothing fades."""
-    m = make(FAMILIES[family], device=device)
+    m = make(LIVELY[family], device=device)
     drafted = DEL(m, [1, 3, 5], free(), omega=1.0, gamma=3, window=2)
     *_, (state, _) = rounds(m, PROMPTS, 12, drafted, probs, Coins(5))
     want = torch.zeros(3, dtype=torch.float64)
@@ -580,7 +567,7 @@ def test_costs_grow_with_what_attention_reads():
 
 @each_family
 def test_by_weights_a_token_more_is_a_key_and_a_value_more(family):
-    c = FAMILIES[family]
+    c = LIVELY[family]
     costs = weight_costs(c)
     assert costs.slot == 2 * c.n_kv_heads * c.head_dim and costs.at == 0 and costs.window == c.window
     assert costs.price([2], 0.0, 7) - costs.price([2], 0.0, 6) == costs.slot

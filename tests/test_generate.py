@@ -21,6 +21,7 @@ from control import MOST, DoNoHarm
 from layerskip import SelfDraft
 from machine.quant import KINDS, byte_costs
 from machine.recorded import Recorded
+from methods import sparse
 from speculative import Then
 from support import chat, drafts, stats
 from support.show import Generation
@@ -66,6 +67,8 @@ def test_text_streams_and_a_summary_follows(call):
     (["--draft", "int8"], "int8", 3),
     (["--draft", "nf4", "--exit-layer", "3", "--gamma", "1"], "nf4", 1),
     (["--draft", "nf4", "--skip", "a3,m4,a11"], "nf4", 3),
+    (["--draft", "sparse"], "sparse", 4),
+    (["--window", "3", "--sinks", "1", "--exit-layer", "4", "--gamma", "2"], "sparse", 2),
 ])
 def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     plain = as_json(call, "--dtype", "float32", "--draft", "none")
@@ -160,6 +163,21 @@ def test_the_draft_in_few_bits_says_how_it_drafts(call):
     own, whole = byte_costs(drafter.model), byte_costs(model)
     assert drafter.sublayers == list(range(4)) and drafter.model.tok is model.tok
     assert drafter.rule.cost == pytest.approx((sum(own.sublayers[:4]) + own.head) / whole.whole)
+def test_a_sparse_draft_reads_what_the_flags_say(call):
+    """And a rule pays for what it reads after as many tokens as the text may have."""
+    out = call("Once upon a time", *SHORT, "--window", "6", "--skip", "a3,m4")[1]
+    assert "draft: sparse without a3,m4, gamma 4\n" in out
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+    costs, L = byte_costs(model), model.c.n_layers
+    for flags, reads, count in (([], (4, 64), 200), (["--sinks", "0", "--max-new", "99"], (0, 64), 99),
+                                (["--window", "6", "--exit-layer", "2"], (4, 6), 200)):
+        a = generate.parse(["x", "--draft", "sparse", "--do-no-harm", *flags])
+        drafter, subs = drafts.drafters(a, model, tokenizer)(), range(4 if a.exit_layer else 2 * L)
+        assert (drafter.sinks, drafter.window) == reads
+        assert drafter.sublayers == (list(subs) if a.exit_layer else None)
+        assert drafter.rule.cost == sparse.step_cost(costs, count, *reads, subs) < 1
+
+
 def test_drafting_by_itself(call, tmp_path, monkeypatch):
     """--draft auto is Pace: with costs by weights, or of a table; with what lies beside the weights, or is
     named. The text stays, and what was chosen is told."""
@@ -580,6 +598,9 @@ def bad(call, message, *argv):
     (["x", "--draft", "int8", "--exit-layer", "2", "--skip", "a3"],
      "--exit-layer and --skip say twice which sub-layers draft: leave one of them out"),
     (["x", "--draft", "none", "--draft-model", "d"], "--draft-model goes with --draft model, not none"),
+    (["x", "--draft", "exit", "--sinks", "4"], "--sinks goes with --draft sparse, not exit"),
+    (["x", "--window", "0"],
+     "a sparse draft needs sinks from 0 up and a window from 1 up, got 4 and 0"),
     (["x", "--draft-model", str(ROOT)], "...config.json: no such file"),
     (["x", "--model", ""], "--model is empty"),
     (["x", "--model", str(ROOT / "README.md")], "...README.md: no such folder"),

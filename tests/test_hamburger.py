@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_heads import FAMILIES, Turns
+from test_heads import Turns
 from test_speculative import TINY, TINY_GEMMA, TOP_P, assert_same_law, target_law
-from tiny import DEVICES, LLAMA, PROMPTS, law, make, oracle
+from tiny import LIVELY, LLAMA, PROMPTS, devices, each_family, law, make, oracle
 
 from layerskip import SelfDraft, keep
 from notebooks import hamburger
@@ -20,7 +20,6 @@ from sampling import Coins, to_probs
 from speculative import NGram, Then, generate, rounds
 
 ROOT = Path(__file__).parent.parent
-each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def wild(model, **shape):
@@ -35,8 +34,8 @@ def wild(model, **shape):
 
 
 @pytest.fixture(scope="module")
-def burgers():
-    return {family: wild(make(c)) for family, c in FAMILIES.items()}
+def burgers(models):
+    return {family: wild(m) for family, m in models.items()}
 
 
 def test_its_first_line_says_what_it_is_not_and_nobody_imports_it():
@@ -87,7 +86,7 @@ def test_a_single_token_stays_as_it_is_and_padding_is_nobody(burgers):
     assert (burger.compose(turned, count)[0, 1] - x[0, 1]).abs().max() > 1e-3, "the order counts"
     mean = burger.trunk.embed(ids[0, 1, :3]).mean(0)
     assert (x[0, 1] - mean).abs().max() > 1e-3
-    fresh = Hamburger(make(FAMILIES["llama"]), heads=2)
+    fresh = Hamburger(make(LIVELY["llama"]), heads=2)
     assert torch.allclose(fresh.compose(ids, count)[0, 1], fresh.trunk.embed(ids[0, 1, :3]).mean(0))
 
 
@@ -107,9 +106,9 @@ def test_the_merging_by_hand(burgers):
 
 
 @each_family
-def test_entries_of_one_token_at_the_start_are_the_model(family):
-    """At the start, of course, but also in the middle of a text; and the trunk is a copy."""
-    m = make(FAMILIES[family])
+def test_entries_of_one_token_at_the_start_are_the_model(models, family):
+    """Word by word, and as a writer; and the trunk is a copy."""
+    m = models[family]
     burger, tokens = Hamburger(m, heads=2), torch.tensor(PROMPTS[:1])
     features = burger.read(torch.nn.functional.pad(tokens[..., None], (0, 3)), torch.ones_like(tokens))
     assert torch.allclose(burger.trunk.unembed(features[:, :, 3]), m(tokens), atol=1e-9)
@@ -137,10 +136,10 @@ def test_a_batch_of_texts_is_each_of_them(burgers, family):
 
 
 @each_family
-def test_learning_sees_what_writing_computes(burgers, family, monkeypatch):
+def test_learning_sees_what_writing_computes(models, burgers, family, monkeypatch):
     """Each token of a text, said by hand from the entries before it, and the same losses."""
     monkeypatch.setattr(hamburger, "SHARE", 0.97)           # a random model is never sure
-    burger, m = burgers[family], make(FAMILIES[family])
+    burger, m = burgers[family], models[family]
     tokens = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 7, 7, 2, 11], [3, 8, 8, 8, 1, 2, 2, 16, 0, 4, 4, 4]])
     tokens = torch.cat([tokens, torch.tensor([generate(m, PROMPTS[:1], 11)[0][0] + [3]])])
     p = m(tokens)
@@ -165,9 +164,9 @@ def test_learning_sees_what_writing_computes(burgers, family, monkeypatch):
         sum(stop) / len(stop))
 
 
-def test_the_score_is_that_of_a_writer(burgers):
+def test_the_score_is_that_of_a_writer(models, burgers):
     """By hand: the entries that it would have made of a text, token by token."""
-    burger, m = burgers["llama"], make(FAMILIES["llama"])
+    burger, m = burgers["llama"], models["llama"]
     tokens = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 7, 7], [3, 8, 8, 8, 1, 2, 2, 16, 0, 4]])
     entries, kl, confidence = 0, 0.0, 0.5
     for text in tokens.tolist():
@@ -223,15 +222,15 @@ DRAFTERS = {
 
 @each_family
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_greedy_identity(family, name):
-    m = make(FAMILIES[family])
-    assert generate(m, PROMPTS, 16, DRAFTERS[name](m))[0] == [oracle(m, p, 16) for p in PROMPTS]
+def test_greedy_identity(models, truth, family, name):
+    m = models[family]
+    assert generate(m, PROMPTS, 16, DRAFTERS[name](m))[0] == [row[:16] for row in truth[family]]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_greedy_identity_on_each_device(device):
-    m = make(FAMILIES["llama"], device=device)
-    assert generate(m, PROMPTS, 5, DRAFTERS["burger"](m))[0] == [oracle(m, p, 5) for p in PROMPTS]
+@devices
+def test_greedy_identity_on_each_device(truth, device):
+    m = make(LIVELY["llama"], device=device)
+    assert generate(m, PROMPTS, 5, DRAFTERS["burger"](m))[0] == [row[:5] for row in truth["llama"]]
 
 
 @pytest.mark.parametrize("c", [TINY, TINY_GEMMA], ids=["llama", "gemma2"])
@@ -252,9 +251,9 @@ def test_exact_law(c):
     assert len(shapes) > 1, "accepted and refused"
 
 
-def test_an_untouched_burger_drafts_as_the_model_does(burgers):
+def test_an_untouched_burger_drafts_as_the_model_does(models, burgers):
     """Its first draft is what the model itself would say; and the entries that it read are the texts."""
-    m = make(FAMILIES["llama"])
+    m = models["llama"]
     drafter = BurgerDraft(Hamburger(m, heads=2), 2.0)
     firsts = [r.accepted.tolist() for _, r in rounds(m, PROMPTS, 8, drafter)]
     assert firsts[0] == [1, 1, 1, 1], "two tokens then share an entry"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from paper_gpu import PaperGPU
 from test_speculative import TINY, TINY_GEMMA, TOP_P, Says, Unsure, assert_same_law, small, target_law
-from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, oracle
+from tiny import LIVELY, LLAMA, PROMPTS, devices, each_family, law, make, oracle
 
-from control import Confidence
+from control import Confidence, Foreseen
 from kvcache import KVCache
 from layerskip import SelfDraft, keep
 from methods import heads
-from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import Siblings
 from sampling import Coins, to_probs
 from speculative import (
@@ -32,20 +32,6 @@ from speculative import (
     rounds,
 )
 
-FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_trees.py
-each_family = pytest.mark.parametrize("family", FAMILIES)
-devices = pytest.mark.parametrize("device", DEVICES)
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {family: make(c) for family, c in FAMILIES.items()}
-
-
-@pytest.fixture(scope="module")
-def truth(models):
-    return {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
-
 
 def wild(head, size=0.3):
     """The same head with random weights: it says something of its own, also where it should start at zero."""
@@ -54,6 +40,11 @@ def wild(head, size=0.3):
         middle = 0 if p.dim() > 1 else 1 - head.model.c.norm_offset
         p.data.copy_(middle + size * torch.randn(p.shape, generator=g, dtype=torch.float64))
     return head
+
+
+def foreseeing(head, gamma):
+    wild(head)
+    return head.drafter(Foreseen(head.foresee, 0.5, gamma))
 
 
 class Turns(Wrapper):
@@ -74,6 +65,10 @@ DRAFTERS = {
     "kangaroo, confident": lambda m: wild(Kangaroo(m, 2)).drafter(Confidence(0.4, 6)),
     "kangaroo, siblings": lambda m: Siblings(wild(Kangaroo(m, 4)).drafter(3), [3, 1]),
     "exit block": lambda m: wild(ExitBlock(m, 3)).drafter(4),
+    "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
+    "m2r2, stopped": lambda m: foreseeing(M2R2(m, 4), 5),
+    "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
+    "m2r2 and n-gram": lambda m: Then(wild(M2R2(m, 2)).drafter(2), NGram(2, 1)),
     "medusa": lambda m: wild(Medusa(m, 4)).drafter(4),
     "medusa, own head": lambda m: wild(Medusa(m, 3, own_head=True)).drafter(3),
     "medusa, stopped": lambda m: wild(Medusa(m, 4)).drafter(Unsure(4)),
@@ -93,7 +88,7 @@ DRAFTERS = {
     "in turns": lambda m: Turns(
         wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, keep(6, [3], [4]), 2), wild(Medusa(m, 3)).drafter(3),
         NGram(3, 1), wild(Prophet(m, 1)).drafter(2), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
-        wild(Transfer(m, 2, 2)).drafter(2)),
+        wild(M2R2(m, 4)).drafter(2), wild(Transfer(m, 2, 2)).drafter(2)),
 }
 each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 
@@ -105,7 +100,7 @@ each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 @each_family
 @each_drafter
 def test_greedy_identity(truth, family, name, device):
-    m, count = make(FAMILIES[family], device=device), 24 if device == "cpu" else 8
+    m, count = make(LIVELY[family], device=device), 24 if device == "cpu" else 8
     assert generate(m, PROMPTS, count, DRAFTERS[name](m))[0] == [row[:count] for row in truth[family]]
 
 
@@ -123,6 +118,9 @@ LAWS = {
     "gemma2 kangaroo": (TINY_GEMMA, lambda m: wild(Kangaroo(m, 1)).drafter(2), TOP_P),
     "exit block": (TINY, lambda m: wild(ExitBlock(m, 2)).drafter(2), TOP_P),
     "gemma2 exit block": (TINY_GEMMA, lambda m: wild(ExitBlock(m, 1)).drafter(2), TOP_P),
+    "m2r2": (TINY, lambda m: wild(M2R2(m, 2, 3)).drafter(2), TOP_P),
+    "m2r2, stopped": (TINY, lambda m: foreseeing(M2R2(m, 1, 2), 2), TOP_P),
+    "gemma2 m2r2": (TINY_GEMMA, lambda m: wild(M2R2(m, 2, 2)).drafter(2), TOP_P),
     "medusa": (TINY, lambda m: wild(Medusa(m, 2)).drafter(2), TOP_P),
     "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2)).drafter(2, SMALL_TREE), TOP_P),
     "gemma2 medusa": (TINY_GEMMA, lambda m: wild(Medusa(m, 2)).drafter(2), TOP_P),
@@ -173,8 +171,8 @@ def test_poison(models, truth, family):
             self.local = getattr(self.drafters[0], "cache", None) if self.own_slots else None
 
     m = models[family]
-    for head, own_slots in ((Kangaroo(m, 3), False), (ExitBlock(m, 2), False), (Transfer(m, 3, 4), False),
-                            (Prophet(m, 2), True)):
+    for head, own_slots in ((Kangaroo(m, 3), False), (ExitBlock(m, 2), False), (M2R2(m, 4), False),
+                            (Transfer(m, 3, 4), False), (Prophet(m, 2), True)):
         drafter, said = wild(head).drafter(4), []
         for poisoned in (Poisoned, None):
             outer = Poisoned(drafter) if poisoned else Wrapper(drafter)
@@ -227,6 +225,7 @@ class Checked(Wrapper):
 
 HEADS = {
     "kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
+    "m2r2": lambda m: M2R2(m, 3, 4), "m2r2 of all blocks": lambda m: M2R2(m, 6, 2),
     "medusa": lambda m: Medusa(m, 4), "own head": lambda m: Medusa(m, 3, own_head=True),
     "transfer": lambda m: Transfer(m, 3, 3), "from the embedding": lambda m: Transfer(m, 0, 3),
     "from the end": lambda m: Transfer(m, 6, 3),
@@ -250,7 +249,7 @@ def test_drafts_are_what_training_sees(models, family, name, between):
     assert len(far) > 10 and max(far) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["kangaroo", "medusa", "transfer", "prophet"])
+@pytest.mark.parametrize("name", ["kangaroo", "m2r2", "medusa", "transfer", "prophet"])
 def test_a_head_goes_on_after_a_tail(models, name):
     """`Then` tells a head of its own part only; its next draft must start after what was accepted of the
     tail, here a model that is always right."""
@@ -288,11 +287,11 @@ def test_siblings_of_a_head_keep_its_cache_right(models, family):
 def test_at_the_start_an_adapter_is_the_bare_exit(models, family):
     """And, after the last block, the model itself: accepted to its end."""
     m = models[family]
-    for head in (Kangaroo(m, 2), ExitBlock(m, 2)):
+    for head in (Kangaroo(m, 2), ExitBlock(m, 2), M2R2(m, 2), wild(M2R2(m, 2, rank=0))):
         runs = [[(r.new, r.accepted.tolist()) for _, r in rounds(m, PROMPTS, 20, drafter)]
                 for drafter in (head.drafter(3), SelfDraft(m, range(4), 3))]
         assert runs[0] == runs[1]
-    for kind in (Kangaroo, ExitBlock):
+    for kind in (Kangaroo, ExitBlock, M2R2):
         assert generate(m, PROMPTS, 24, kind(m, 6).drafter(3))[1] == 6
     tokens, trace = torch.tensor([PROMPTS[0]]), {11: None}
     m.run(m.embed(tokens), slice(0, 8), trace=trace)
@@ -370,6 +369,7 @@ def heads_counts(m):
     """{drafter: [proposed, accepted, passes]}, greedy, 40 tokens of each prompt."""
     drafters = {
         "kangaroo": wild(Kangaroo(m, 5)).drafter(3), "exit block": wild(ExitBlock(m, 5)).drafter(3),
+        "m2r2": wild(M2R2(m, 5), 0.1).drafter(3),
         "medusa": wild(Medusa(m, 3), 0.1).drafter(3), "tree": wild(Medusa(m, 4), 0.1).drafter(4, GROVE),
         "prophet": wild(Prophet(m, 1), 0.1).drafter(3), "transfer": wild(Transfer(m, 4, 3), 0.1).drafter(3),
     }
@@ -379,10 +379,12 @@ def heads_counts(m):
 
 
 GOLDEN = {
-    "llama": {"kangaroo": [199, 88, 20], "exit block": [219, 81, 22], "medusa": [402, 18, 38],
-              "tree": [444, 29, 34], "prophet": [429, 9, 40], "transfer": [406, 13, 39]},
-    "gemma2": {"kangaroo": [250, 73, 25], "exit block": [237, 79, 23], "medusa": [351, 38, 32],
-               "tree": [373, 48, 30], "prophet": [417, 13, 38], "transfer": [390, 20, 38]},
+    "llama": {"kangaroo": [199, 88, 20], "exit block": [219, 81, 22], "m2r2": [187, 93, 17],
+              "medusa": [402, 18, 38], "tree": [444, 29, 34],
+              "prophet": [429, 9, 40], "transfer": [406, 13, 39]},
+    "gemma2": {"kangaroo": [250, 73, 25], "exit block": [237, 79, 23], "m2r2": [244, 76, 26],
+               "medusa": [351, 38, 32], "tree": [373, 48, 30],
+               "prophet": [417, 13, 38], "transfer": [390, 20, 38]},
 }
 
 
@@ -414,13 +416,93 @@ def test_the_models_pass_has_no_gradients():
 
 def test_an_adapter_sees_the_whole_text():
     """Also one of Gemma's, whose even layers have a window of five."""
-    m, far = make(FAMILIES["gemma2"]), []
+    m, far = make(LIVELY["gemma2"]), []
     head = wild(ExitBlock(m, 1))
     for first in (1, 2):
         x = torch.zeros(1, 12, 32, dtype=torch.float64)
         x[0, 0] = first * torch.arange(32) % 7
         far.append(next(iter(head.laws(torch.zeros(1, 12), {1: x}, None)))[1][0, -1])
     assert (far[0] - far[1]).abs().max() > 1e-6
+
+
+# --- a second row
+
+
+@torch.inference_mode()
+@each_family
+@devices
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache(family, device, rows):
+    """Bit by bit, whatever its adapters are; and what is handed over is what the blocks compute alone."""
+    m = make(LIVELY[family], device=device)
+    state, _ = next(rounds(m, PROMPTS[:rows], 9))
+    token, at, end = state.read(state.at(0)), state.at(0), state.end(1)
+    found = []
+    for size in (0.3, 30.0, None):
+        head, cache, trace = wild(M2R2(m, 3), size) if size else m, state.cache.fork(), dict.fromkeys((1, 4))
+        x = head.run(m.embed(token), at, cache, range(6), trace=trace, end=end)
+        found.append((x, *trace.values(), cache.k, cache.v))
+    assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True)), "the ordinary row saw the other"
+    assert all(a.shape == b.shape and (a - b).abs().max() < 1e-11 for a, b in zip(*found[1:], strict=True))
+    assert not torch.equal(found[0][3], state.cache.k), "the ordinary row is kept"
+
+
+@pytest.mark.parametrize("E, taps", [(2, [5, 11]), (3, [3, 7, 11]), (4, [3, 5, 9, 11]),
+                                     (6, [1, 3, 5, 7, 9, 11])])
+def test_an_accelerated_row_is_to_be_as_many_times_further_up_as_the_exit_is(models, E, taps):
+    assert M2R2(models["llama"], E).taps == taps
+
+
+@each_family
+def test_a_rank_is_chosen_by_the_number_of_weights(models, family):
+    m = models[family]
+    for E in (1, 2, 5):
+        adapter, block = Kangaroo(m, E), ExitBlock(m, E)
+        assert abs(heads.count(M2R2(m, E)) - heads.count(adapter)) <= 32 * E
+        assert abs(heads.count(M2R2(m, E, heads.like_rank(block))) - heads.count(block)) <= 32 * E
+    assert heads.count(M2R2(m, 2, 3)) == 2 * 2 * 3 * 32 + 2 * 32
+
+
+def test_what_counts_besides_by_hand(models):
+    """The distance, of vectors of one size, and the gate's cross-entropy; the gate bends no adapter."""
+    m, tokens = models["llama"], torch.tensor([PROMPTS[0]])
+    unit = lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt()  # noqa: E731
+    overlap = torch.linspace(0, 1, 8, dtype=torch.float64)[None]
+    for align in (0.0, 2.0):
+        head = wild(M2R2(m, 3, 4, align))
+        (said, _), trace = *heads.judged(head, tokens), dict.fromkeys((3, 7, 11))
+        m.run(m.embed(tokens), slice(0, 8), trace=trace)
+        assert (m.unembed(head.states[:, :, 2]) - said).abs().max() < 1e-9
+        far = [float((unit(head.states[0, n, i].detach()) - unit(trace[tap][0, n])).pow(2).sum())
+               for n in range(8) for i, tap in enumerate((3, 7, 11))]
+        p = head.gate().sigmoid().detach()
+        wrong = -(overlap * p.log() + (1 - overlap) * (1 - p).log()).mean()
+        got = head.besides(overlap)
+        assert float(got.detach()) == pytest.approx(align * sum(far) / 8 / 3 / 32 + float(wrong), rel=1e-9)
+        got.backward()
+        w = head.weights
+        assert w.ask.grad.abs().max() > 0 and w.judge.grad.abs().max() > 0
+        assert (w.up.grad is not None and w.up.grad.abs().max() > 0) == (align > 0)
+
+
+@each_family
+def test_the_gate_says_while_drafting_what_training_sees(models, family):
+    """And a rule stops right after a token that is foreseen to be refused, which is still proposed."""
+    m = models[family]
+    head, seen = wild(M2R2(m, 3)), []
+    rule = Foreseen(lambda: seen.append(head.foresee()) or seen[-1], 0.5, 5)
+    for state, r in rounds(m, PROMPTS[:1], 30, head.drafter(rule), lambda x: to_probs(x, 1.0), Coins(4)):
+        K, room = r.draft.tokens.shape[1], state.left_cpu[0] + len(r.new[0])
+        text = state.known[0][: len(state.known[0]) - len(r.new[0])] + r.draft.tokens[0].tolist()
+        foreseen, seen[:] = [float(p) for p in seen], []
+        list(heads.judged(head, torch.tensor([text])))
+        want = head.gate()[0].sigmoid()[len(text) - K - 1 :]
+        assert foreseen == pytest.approx(want[: len(foreseen)].tolist(), abs=1e-9)
+        stopped = next((k + 1 for k, p in enumerate(foreseen) if p < 0.5), 5)
+        assert K == min(stopped, room - 1)
+    for bar, most in ((2, 1), (-1, 4)):
+        _, r = next(rounds(m, PROMPTS, 24, head.drafter(Foreseen(head.foresee, bar, 4))))
+        assert r.draft.length.tolist() == [most] * 4
 
 
 # --- rows that ride along
@@ -511,10 +593,10 @@ def test_a_transfer_drafts_nothing_where_no_rows_rode_along(models):
 # --- where answers end
 
 
-@pytest.mark.parametrize("name", ["kangaroo", "medusa, tree", "prophet", "in turns"])
+@pytest.mark.parametrize("name", ["kangaroo", "m2r2", "medusa, tree", "prophet", "in turns"])
 @each_family
 def test_context_limit_and_end_of_text(family, name):
-    m = make(replace(FAMILIES[family], max_len=20))
+    m = make(replace(LIVELY[family], max_len=20))
     want = [oracle(m, p, 20 - len(p)) for p in PROMPTS]
     assert generate(m, PROMPTS, 99, DRAFTERS[name](m))[0] == want
     assert generate(m, PROMPTS[:1], 99, DRAFTERS[name](m))[0] == want[:1]
@@ -526,7 +608,7 @@ def test_context_limit_and_end_of_text(family, name):
 
 def test_max_new_inside_a_draft(models, truth):
     m = models["llama"]
-    for name in ("kangaroo", "medusa, tree", "medusa, uneven tree", "prophet"):
+    for name in ("kangaroo", "m2r2", "medusa, tree", "medusa, uneven tree", "prophet"):
         for n in range(8):
             assert generate(m, PROMPTS, n, DRAFTERS[name](m))[0] == [row[:n] for row in truth["llama"]]
 
@@ -556,15 +638,16 @@ def test_a_long_prompt_is_read_in_parts():
 # --- on a GPU of paper
 
 
-@pytest.mark.parametrize("name", ["kangaroo", "kangaroo, siblings", "medusa", "medusa, stopped",
-                                  "medusa, tree", "transfer", "transfer, tree", "prophet", "in turns"])
+@pytest.mark.parametrize("name", ["kangaroo", "kangaroo, siblings", "m2r2", "m2r2, stopped", "medusa",
+                                  "medusa, stopped", "medusa, tree", "transfer", "transfer, tree", "prophet",
+                                  "in turns"])
 @pytest.mark.parametrize("family, rows", [("llama", 1), ("gemma2", 4)])
 def test_one_wait_a_round(family, rows, name):
     """And the text of the CPU, with a seed. A rule that stops waits once for each token."""
     warm, texts = (lambda x: to_probs(x, temperature=0.8, top_p=0.95)), {}
     with PaperGPU() as gpu:
         for device in ("cpu", "cuda"):
-            m = make(FAMILIES[family], device=device)
+            m = make(LIVELY[family], device=device)
             drafter, texts[device], waits = DRAFTERS[name](m), [], []
             for _, r in rounds(m, PROMPTS[:rows], 9, drafter, warm, Coins(3)):
                 texts[device].append(r.new)
@@ -602,10 +685,13 @@ def test_other_weights_and_damaged_files_are_refused(tmp_path, models):
     other.blocks[3].mlp.down.data[5, 7] += 0.5
     with pytest.raises(ValueError, match="heads.safetensors: trained for other weights: train heads anew"):
         heads.load(tmp_path, other)
-    with pytest.raises(ValueError, match="a head drafts only for the model that it was made for"):
-        generate(other, PROMPTS, 9, Medusa(m, 2).drafter(2))
-    with pytest.raises(ValueError, match="a head drafts only for the model that it was made for"):
-        generate(other, PROMPTS, 9, Kangaroo(m, 2).drafter(2))
+    for head in (Medusa(m, 2), Kangaroo(m, 2), M2R2(m, 2)):
+        with pytest.raises(ValueError, match="a head drafts only for the model that it was made for"):
+            generate(other, PROMPTS, 9, head.drafter(2))
+    for head in (M2R2(m, 3, 4), Medusa(m, 2)):
+        heads.save(head, tmp_path)
+        with pytest.raises(ValueError, match="heads.safetensors: trained for other weights: train heads"):
+            heads.load(tmp_path, other)
     with pytest.raises(FileNotFoundError, match="no such file"):
         heads.load(tmp_path / "none", m)
     file = tmp_path / heads.FILE
@@ -643,6 +729,8 @@ def test_heads_add_nothing_to_the_model(models):
 @pytest.mark.parametrize("build, message", [
     (lambda m: Kangaroo(m, 7), "exit layer must lie between 1 and 6"),
     (lambda m: ExitBlock(m, 0), "exit layer must lie between 1 and 6"),
+    (lambda m: M2R2(m, 7), "exit layer must lie between 1 and 6"),
+    (lambda m: M2R2(m, 2, -1), "rank must be at least 0, got -1"),
     (lambda m: Medusa(m, 0), "heads must be at least 1, got 0"),
     (lambda m: Prophet(m, -1), "blocks must be at least 1, got -1"),
     (lambda m: Transfer(m, 7, 2), "the inject layer must lie between 0 and 6"),

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import GEMMA, LLAMA, make
+from tiny import LIVELY, LLAMA, each_family, make
 
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from sampling import to_probs
 from speculative import rounds
 from support.cli import read_skip, read_vocab
 
-FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
 IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5
 DRAFTS = {
     "exit 1": early_exit(6, 1),
@@ -24,13 +23,7 @@ DRAFTS = {
     "no attention": keep(6, attn=range(6)),
     "only the last MLP": [11],
 }
-each_family = pytest.mark.parametrize("family", FAMILIES)
 each_draft = pytest.mark.parametrize("name", DRAFTS)
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {family: make(c) for family, c in FAMILIES.items()}
 
 
 def first_rounds(m, sublayers, probs=to_probs, drafting=None):
@@ -149,7 +142,7 @@ def test_an_empty_skip_set_is_always_accepted(models, family, probs):
 
 @each_family
 def test_texts_of_one_token_and_of_the_whole_context(models, family):
-    m = make(replace(FAMILIES[family], max_len=len(IDS)))
+    m = make(replace(LIVELY[family], max_len=len(IDS)))
     long = Teacher(m, IDS).acceptance(DRAFTS["skip"])
     assert torch.equal(long, Teacher(models[family], IDS).acceptance(DRAFTS["skip"]))
     for n in (1, 2, 5, 6):

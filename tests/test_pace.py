@@ -10,7 +10,7 @@ import torch
 from matplotlib import image
 from test_control import Foretold, Poisoned
 from test_speculative import TINY, TINY_GEMMA, TOP_P, assert_same_law, target_law
-from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, make_round, oracle
+from tiny import LIVELY, LLAMA, PROMPTS, devices, each_family, law, make, make_round, oracle
 
 from benchmarks import dynamic as bench_dynamic
 from benchmarks.drafters import Bench, metered
@@ -23,17 +23,9 @@ from sampling import Coins, to_probs
 from speculative import ModelDraft, generate, rounds
 from support import plots
 
-FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
-each_family = pytest.mark.parametrize("family", FAMILIES)
-devices = pytest.mark.parametrize("device", DEVICES)
 SKIP = keep(6, attn=[1, 4], mlp=[2])
 LOOP = [[1, 2, 3, 4] * 4, [7, 7, 7, 7, 7], [5, 6, 5, 6, 5, 6], [9]]  # what n-grams like
 CHEAP = Costs((0.02,) * 8 + (2.5,) * 4, 0.01)  # self-drafts are nearly free
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {family: make(c) for family, c in FAMILIES.items()}
 
 
 def everything(m, costs=CHEAP, L=6):
@@ -55,7 +47,7 @@ each_pace = pytest.mark.parametrize("name", PACES)
 @each_family
 @each_pace
 def test_greedy_identity(family, name, device):
-    m, count = make(FAMILIES[family], device=device), 20 if device == "cpu" else 8
+    m, count = make(LIVELY[family], device=device), 20 if device == "cpu" else 8
     for prompts in (PROMPTS, LOOP)[: 1 + (device == "cpu")]:
         drafter, out = PACES[name](m), [[] for _ in prompts]
         for _, r in rounds(m, prompts, count, drafter):
@@ -178,7 +170,7 @@ def test_a_useless_way_costs_risk_and_one_per_cent_at_most(long, price, honest):
 @each_family
 def test_by_weights_it_is_never_slower_than_it_promises(family):
     """Random exits, of which little is accepted, priced by what the passes really read."""
-    m = make(replace(FAMILIES[family], max_len=256), 4)
+    m = make(replace(LIVELY[family], max_len=256), 4)
     costs, drafter = weight_costs(m.c), Pace(m, risk=0.02)
     costs = replace(costs, slot=0.0)    # which the meter does not count
     drafter = Pace(m, costs=costs, risk=0.02)

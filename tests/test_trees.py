@@ -18,9 +18,10 @@ from test_speculative import (
     acceptance_counts,
     assert_same_law,
     gate,
+    small,
     target_law,
 )
-from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, law, make, oracle
+from tiny import DEVICES, LIVELY, LLAMA, PROMPTS, devices, each_family, law, make, oracle
 
 from control import Schedule, expected_tokens
 from kvcache import KVCache
@@ -48,24 +49,6 @@ from speculative import (
     verify,
     verify_tree,
 )
-
-FAMILIES = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # as in test_control.py
-each_family = pytest.mark.parametrize("family", FAMILIES)
-devices = pytest.mark.parametrize("device", DEVICES)
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {family: make(c) for family, c in FAMILIES.items()}
-
-
-@pytest.fixture(scope="module")
-def truth(models):
-    return {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
-
-
-def small(m):
-    return make(replace(m.c, n_layers=2), 5, m.tok.device)
 
 
 def picture(mask):
@@ -107,7 +90,7 @@ def paths(parents):
 @each_family
 def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family, device):
     """Two rows at different places, each with a tree of its own; what is dead holds garbage."""
-    m, n, K = make(FAMILIES[family], device=device), [9, 4], 6
+    m, n, K = make(LIVELY[family], device=device), [9, 4], 6
     parents = [[0, 0, 1, 1, 2, 5], [0, 1, 2, 0, 4, 0]]
     generator = torch.Generator().manual_seed(1)
     texts, nodes = (torch.randint(17, (2, T), generator=generator).to(device) for T in (9, K + 1))
@@ -134,7 +117,7 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family, d
 @each_family
 def test_a_tree_of_one_row_by_slices(family):
     """Also a level of one token, which sees not all that lies before it."""
-    m, text = make(FAMILIES[family]), torch.tensor([PROMPTS[0]])
+    m, text = make(LIVELY[family]), torch.tensor([PROMPTS[0]])
     cache, nodes, tree = KVCache(m.c, 1, 16, torch.float64), torch.tensor([[3, 5, 11]]), torch.eye(3).bool()
     tree[:, 0] = True       # a root with two children; the second's slot is not its position
     prefill(m, text, cache)
@@ -173,7 +156,7 @@ def test_a_move_by_hand():
 
 @each_family
 def test_after_the_move_a_path_is_a_chain(family):
-    m, text = make(FAMILIES[family]), torch.tensor([PROMPTS[0]])
+    m, text = make(LIVELY[family]), torch.tensor([PROMPTS[0]])
     nodes, parents = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 0, 1, 2]])
     cache, tree, slots = KVCache(m.c, 1, 16, torch.float64), ancestors(parents), torch.arange(8, 13)[None]
     prefill(m, text, cache)
@@ -187,7 +170,7 @@ def test_after_the_move_a_path_is_a_chain(family):
 @each_family
 @pytest.mark.parametrize("device", ["meta", *DEVICES[1:]])
 def test_neither_trees_nor_moves_wait_for_the_device(family, device):
-    m = make(FAMILIES[family], device=device)
+    m = make(LIVELY[family], device=device)
     cache = KVCache(m.c, 2, 24, torch.float64, m.tok.device)
     parents = torch.tensor([[0, 0, 2]]).to(device)
     x, at = torch.zeros(2, 4, 32, dtype=torch.float64).to(device), torch.arange(4).expand(2, 4).to(device)
@@ -452,7 +435,7 @@ each_tree = pytest.mark.parametrize("name", TREES)
 @each_family
 @each_tree
 def test_greedy_identity(truth, family, name, device):
-    m, count = make(FAMILIES[family], device=device), 40 if device == "cpu" else 16
+    m, count = make(LIVELY[family], device=device), 40 if device == "cpu" else 16
     assert generate(m, PROMPTS, count, TREES[name](m))[0] == [row[:count] for row in truth[family]]
 
 
@@ -538,7 +521,7 @@ def test_a_chain_as_a_tree_is_the_chain():
             K = draft.tokens.shape[1]
             return replace(draft, parents=torch.arange(K)[None]) if K else draft
 
-    for m in (make(LLAMA), make(FAMILIES["gemma2"])):
+    for m in (make(LLAMA), make(LIVELY["gemma2"])):
         for rule in (3, Unsure(5)):
             runs = [[], []]
             for kind, run in zip((SelfDraft, AsTree), runs, strict=True):
@@ -663,7 +646,7 @@ def test_an_end_of_text_inside_a_branch(models, truth, family):
 @each_family
 def test_context_limit(family, name):
     """Rows reach the limit one by one; the siblings' slots end where the cache does."""
-    m = make(replace(FAMILIES[family], max_len=20))
+    m = make(replace(LIVELY[family], max_len=20))
     want = [oracle(m, p, 20 - len(p)) for p in PROMPTS]
     assert generate(m, PROMPTS, 99, TREES[name](m))[0] == want
     assert generate(m, PROMPTS[:1], 99, TREES[name](m))[0] == want[:1]
@@ -784,7 +767,7 @@ def test_one_wait_a_round(family, rows, name):
     warm, texts = (lambda x: to_probs(x, temperature=0.8, top_p=0.95)), {}
     with PaperGPU() as gpu:
         for device in ("cpu", "cuda"):
-            m = make(FAMILIES[family], device=device)
+            m = make(LIVELY[family], device=device)
             drafter, texts[device], waits = TREES[name](m), [], []
             for _, r in rounds(m, PROMPTS[:rows], 9, drafter, warm, Coins(3)):
                 texts[device].append(r.new)

@@ -5,6 +5,7 @@ import resource
 from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 
 from model import Config, Transformer
@@ -19,6 +20,9 @@ LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_
 GEMMA = replace(LLAMA, head_dim=16, tied=True, act="gelu", norm_offset=1.0, embed_scale=32**0.5,
                 post_norm=True, query_scale=24**-0.5, attn_softcap=50.0, final_softcap=30.0, window=5)
 FAMILIES = {"llama": LLAMA, "gemma2": GEMMA}
+LIVELY = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # else Gemma repeats itself
+each_family = pytest.mark.parametrize("family", FAMILIES)
+devices = pytest.mark.parametrize("device", DEVICES)
 PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]  # one of them a single token
 
 
