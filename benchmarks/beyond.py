@@ -4,7 +4,9 @@ reconstruction, and each with one question that its paper leaves open.
 The one thing to remember: what is trained for minutes says which of two ways is better, not how good either
 can become; so each answer stands beside what it is compared with, and beside its noise.
 """
+import copy
 import statistics
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,10 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
+import checkpoint
 import train
 import train_heads
 from benchmarks.quant import SHAPES
-from benchmarks.shared import SETS, load, page, prompt_ids, table
+from benchmarks.shared import SETS, load, page, prompt_ids, read_prompts, table
 from control import Foreseen, weight_costs
 from layerskip import Teacher
 from methods import heads, sparse
@@ -30,6 +33,7 @@ from train_heads import OWN
 CONTEXT, BATCH, GAMMA, SINKS = 128, 8, 3, 4
 LARGE, WINDOW = SHAPES["Llama 3.1 8B"], 1024    # on paper; the shapes of Llama 3 8B are the same
 SHAPE = {"layers": 4, "dim": 128, "heads": 2, "kv-heads": 1, "hidden": 352}    # of a ProphetNet
+COLD = 0.5                                      # the temperature that HAMburger imitates
 CONFIDENCES = 0.5, 0.8, 0.9, 0.99, 2.0          # 2: no head is so sure, so that each step says one token
 
 
@@ -92,17 +96,15 @@ def accelerated(model, text, prompts, new, size, exits):
     """{name: what was found} of a bare exit, Kangaroo, and M2R2 as a whole, without its alignment, and with
     its gate; the ablations at the first of the exits only."""
     found, held_out = {}, text.valid[OWN]
-    for first, e in zip([True] + [False] * len(exits), exits, strict=False):
-        exit_layer = "--exit-layer", str(e)
-        made = {"no adapters": M2R2(model, e, 0)}
-        made["Kangaroo"] = taught(model, text, size.heads, "kangaroo", *exit_layer)
-        made["M2R2"] = taught(model, text, size.heads, "m2r2", *exit_layer)
-        if first:
-            made["M2R2, no alignment"] = taught(model, text, size.heads, "m2r2", *exit_layer, "--align", "0")
-        rules = {name: (head, GAMMA) for name, head in made.items()}
-        if first:
-            rules["M2R2, gate"] = made["M2R2"], Foreseen(made["M2R2"].foresee)
-        for name, (head, rule) in rules.items():
+    for e in exits:
+        learn = partial(taught, model, text, size.heads)
+        kangaroo, m2r2 = (learn(kind, "--exit-layer", str(e)) for kind in ("kangaroo", "m2r2"))
+        made = {"no adapters": (M2R2(model, e, 0), GAMMA), "Kangaroo": (kangaroo, GAMMA),
+                "M2R2": (m2r2, GAMMA)}
+        if e == exits[0]:
+            made["M2R2, no alignment"] = learn("m2r2", "--exit-layer", str(e), "--align", "0"), GAMMA
+            made["M2R2, gate"] = m2r2, Foreseen(m2r2.foresee)
+        for name, (head, rule) in made.items():
             c, judged = heads.step_cost(head), train_heads.evaluate(head, held_out, CONTEXT, size.measured)
             counts = written(model, prompts, head.drafter(rule), new)
             found[f"exit {e}, {name}"] = {
@@ -194,19 +196,27 @@ def seed_noise(found):
 # --- HAMburger: what is left of its speed where its trust is checked?
 
 
-def hamburgers(model, text, prompts, new, size):
-    """{confidence: what was found} of one HAMburger, alone and as a drafter for the model."""
-    device, c = model.tok.device, model.c
-    burger = Hamburger(model)
+def cooled(model, temperature):
+    """A copy that says at temperature 1 what the model says at this one; where logits have a soft-cap, it has
+    at least the same best tokens."""
+    cold, offset = copy.deepcopy(model), model.c.norm_offset
+    cold.norm.weight.data = (offset + cold.norm.weight.data) / temperature - offset
+    return cold
+
+
+def hamburgers(model, tokenizer, prompts, new, size):
+    """{confidence: what was found} of one HAMburger, alone and as a drafter for the model. It imitates the
+    model cooled: at temperature 1 a small one is hardly ever sure, and then nothing is merged."""
+    device, costs, cold = model.tok.device, weight_costs(model.c), cooled(model, COLD)
+    burger, text = Hamburger(cold), own_text(cold, tokenizer, size.text // 2, size.measured, size.length)
     batches = [text.batch(0, step, BATCH // 2, CONTEXT - 1).long().to(device) for step in range(size.burger)]
-    tune(burger, model, batches)
-    held_out, costs = text.valid[OWN], weight_costs(c)
+    tune(burger, cold, batches)
     rows = max(1, size.measured // 4 // CONTEXT)            # each takes as many passes as it has entries
-    windows = held_out[: rows * CONTEXT].view(rows, CONTEXT).long().to(device)
+    windows = text.valid[OWN][: rows * CONTEXT].view(rows, CONTEXT).long().to(device)
     small = (sum(costs.sublayers[: 2 * burger.micro.c.n_layers]) + costs.head) / costs.whole    # a micro step
     cost, found = lambda K: (1 + small * (K - 1)) * (K > 0), {}
     for confidence in CONFIDENCES:
-        kl, tokens = score(burger, model, windows, confidence)
+        kl, tokens = score(burger, cold, windows, confidence)
         counts = written(model, prompts, BurgerDraft(burger, confidence), new)
         found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens),
                                   **counted(counts, cost)}
@@ -229,12 +239,18 @@ def sparse_acceptance(teacher, sinks, window):
     return torch.minimum(teacher.p, teacher.probs(m.unembed(x))).double().sum(-1)[0].clamp(max=1).cpu()
 
 
-def sparse_drafts(model, text, new, size):
-    """{window: what was found} in the second half of texts as long as the model reads, up to 512 tokens:
-    alpha with sinks and without, and at temperature 1, "overlap"; and tau, where greedy text goes on."""
-    held_out, c = text.valid[OWN], model.c
-    T = min(512, c.max_len, size.measured)
-    texts = held_out[: size.measured // T * T].view(-1, T).tolist()
+def long_texts(tokenizer, c, count):
+    """The longest texts of benchmarks/prompts, as ids, cut to the same length, at most 256 tokens."""
+    texts = [checkpoint.encode(tokenizer, line["text"], c.bos)[: min(256, c.max_len)]
+             for name in SETS for line in read_prompts(name)]
+    texts = sorted(texts, key=len, reverse=True)[:count]
+    return [ids[: len(texts[-1])] for ids in texts]
+
+
+def sparse_drafts(model, texts, new):
+    """{window: what was found} in the second half of texts of the same length: alpha with sinks and without,
+    and at temperature 1, "overlap"; and tau, where greedy text goes on."""
+    T, c = len(texts[0]), model.c
     warm = [Teacher(model, ids, lambda x: to_probs(x, 1.0)) for ids in texts]
     cold, costs, found = [Teacher(model, ids) for ids in texts], weight_costs(c), {}
     for window in (w for w in (8, 16, 32, 64, 128) if w < T // 2):
@@ -242,10 +258,10 @@ def sparse_drafts(model, text, new, size):
             return float(torch.cat([sparse_acceptance(t, sinks, window)[T // 2 :] for t in teachers]).mean())
 
         n, drafter = 3 * T // 4, sparse.SparseDraft(model, GAMMA, SINKS, window)
+        unread = sparse.unread(costs, n, SINKS, window) / ((n + 1) * c.n_layers * costs.slot)
         counts = written(model, [ids[: T // 2] for ids in texts], drafter, min(new, T // 2 - 1))
-        found[str(window)] = {"alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0), "tau": counts.tau,
-                              "overlap": alpha(warm, SINKS), "unread": sparse.unread(
-                                  costs, n, SINKS, window) / ((n + 1) * c.n_layers * costs.slot)}
+        found[str(window)] = {"alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0), "unread": unread,
+                              "overlap": alpha(warm, SINKS), "tau": counts.tau}
     return found
 
 
@@ -305,15 +321,17 @@ def prophet_lines(found):
 
 
 def burger_lines(found):
-    lines = ["**HAMburger**: what is left of its speed where its trust is checked? Alone it writes another "
-             "text: KL is what it is off, in nats a token. Tokens a step are tokens for each key and value, "
-             "too. Checked by the model its text is exact. At confidence 2 each step says one token.", ""]
+    lines = [f"**HAMburger**, which imitates the model at temperature {COLD}: what is left of its speed "
+             "where its trust is checked? Alone it writes another text: KL is what it is off, in nats a "
+             "token. Tokens a step are tokens for each key and value, too. Checked by the model its text, "
+             "here greedy, is exact. At confidence 2 each step says one token.", ""]
     return lines + cells(found, BURGER_COLUMNS, "confidence")
 
 
 def sparse_lines(found, on_paper):
-    lines = [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window; "
-             "after half of the longest text or more.", "", *cells(found, SPARSE_COLUMNS, "window")]
+    lines = [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, "
+             "in the second halves of texts of up to 256 tokens.", "",
+             *cells(found, SPARSE_COLUMNS, "window")]
     rows = []
     for r in on_paper:
         gains = (f"{gain:.2f} (gamma {gamma})" for gamma, gain in r["promise"].values())
@@ -346,9 +364,10 @@ def run(a):
             exits = exits_of(model.c.n_layers, a.quick or folder != a.model)
             data["m2r2"][str(folder)] = accelerated(model, text, prompts, new, size, exits)
             bar.update()
+        texts = long_texts(tokenizer, model.c, 4 if a.quick else 16)
         parts = {"prophet": lambda: prophets(text, model.tok.device, new, size),
-                 "hamburger": lambda: hamburgers(model, text, prompts, new, size),
-                 "sparse": lambda: sparse_drafts(model, text, new, size), "paper": paper}
+                 "hamburger": lambda: hamburgers(model, tokenizer, prompts, new, size),
+                 "sparse": lambda: sparse_drafts(model, texts, new), "paper": paper}
         for name, part in parts.items():
             bar.set_description(name)
             data[name] = part()
