@@ -69,6 +69,8 @@ def parse(argv):
         raise ValueError(f"--picture must name a .png or .svg file, got {a.picture}")
     if a.page and Path(a.page).suffix != ".html":
         raise ValueError(f"--page must name a .html file, got {a.page}")
+    if a.page and a.tree:
+        raise ValueError("--page shows chains, coin by coin, and no trees: leave out --page or --tree")
     empty = next((name for name in PATHS if getattr(a, name) == ""), None)
     if empty:
         raise ValueError(f"--{empty.replace('_', '-')} is empty")

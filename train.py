@@ -35,6 +35,7 @@ LITTER = ".tmp??????"  # safetensors writes such a file and renames it: a kill i
 # when a run is resumed
 MAY_CHANGE = {"out", "resume", "valid", "tokenizer", "minutes", "every", "twin", "about", "prompt", "device",
               "dtype"}
+SHAPE = "family", "layers", "dim", "heads", "kv_heads", "head_dim", "hidden", "window"  # or that of --start
 
 
 # --- the command line
@@ -48,6 +49,8 @@ def parse(argv):
                    f"{corpus.BOUNDARY}, drawn W times as often (default: Python's own standard library)")
     p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these (default: "
                    f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not trained on)")
+    p.add_argument("--start", metavar="DIR", help="train the model in DIR further, with its shape and "
+                   "tokenizer (continual pretraining: LayerSkip, section 5.1)")
     p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of training one")
     p.add_argument("--vocab", type=int, default=4096, metavar="N", help="size of a new tokenizer")
     add_shape(p.add_argument_group("shape"))
@@ -60,10 +63,11 @@ def parse(argv):
     other.add_argument("--about", default="", metavar="TEXT", help="for the card: sources and licences")
     other.add_argument("--twin", metavar="FILE", help="train two models, below --out, that differ only "
                        "in the recipe, and write both tables to this JSON file")
-    return check_flags(p.parse_args(argv))
+    return check_flags(p.parse_args(argv), p)
 
 
 def add_shape(group):
+    """--context, the length of the windows, and what SHAPE names."""
     group.add_argument("--family", choices=["llama", "gemma2"], default="llama")
     for flag, default in {"layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "head-dim": 64, "hidden": 704,
                           "context": 512}.items():
@@ -108,8 +112,12 @@ def add_steps(group):
                        "float32")
 
 
-def check_flags(a):
-    """The same flags. Raises ValueError for numbers that make no sense."""
+def check_flags(a, p):
+    """The same flags. Raises ValueError for numbers that make no sense, and beside --start for a shape."""
+    for name in ("tokenizer", "vocab", *SHAPE):
+        if a.start and getattr(a, name) != p.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} is a matter of the model in {a.start}: "
+                             "leave it out")
     for low, high, names in (
             (1, 2**20, "vocab layers dim heads kv_heads head_dim hidden context window batch"),
             (0, 2**40, "seed warmup"), (0, 1, "dropout distil shallow shallow_end curriculum decay")):
@@ -218,6 +226,16 @@ def shape(a, tokenizer):
     return Config(**fields)
 
 
+def first_model(a, tokenizer, device):
+    """What a run begins with: the model of --start, or one of the shape that the flags ask for."""
+    if not a.start:
+        return build(shape(a, tokenizer), a.seed, device)
+    model, _ = checkpoint.load(a.start, device, torch.float32)
+    if a.context > model.c.max_len:
+        raise ValueError(f"--context {a.context} exceeds the context of {a.start}: {model.c.max_len}")
+    return model.requires_grad_(True)
+
+
 def build(c, seed, device):
     """A model with fresh weights in float32."""
     model = Transformer(c).float()
@@ -230,7 +248,7 @@ class Run:
 
     def __init__(self, a, text, device):
         self.a, self.text, self.device = a, text, device
-        self.model = self.trained = build(shape(a, text.tokenizer), a.seed, device)
+        self.model = self.trained = first_model(a, text.tokenizer, device)
         matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
         chosen = set(map(id, matrices))
         rest = [p for p in self.model.parameters() if id(p) not in chosen]
@@ -245,7 +263,8 @@ class Run:
         self.steps = max(1, round(a.tokens / (a.batch * a.context)))
         self.step, self.seconds, self.losses, self.evals = 0, 0.0, [], []
         settings = {k: v for k, v in vars(a).items() if k not in MAY_CHANGE}
-        self.settings = settings | {"data": [Path(f).name for f in a.data], "text": self.text.hash()}
+        self.settings = settings | {"data": [Path(f).name for f in a.data],
+                                    "start": a.start and Path(a.start).name, "text": self.text.hash()}
 
     def progress(self):
         """From 0 to 1, by steps or by the clock, whichever is ahead."""
@@ -358,7 +377,8 @@ def open_run(a, fresh=fresh_run):
     elif there:
         raise ValueError(f"{out} is not empty and holds no {STATE}: name another --out")
     if not facts:
-        tokenizer = checkpoint.read_tokenizer(Path(a.tokenizer)) if a.tokenizer else None
+        folder = a.start or a.tokenizer
+        tokenizer = checkpoint.read_tokenizer(Path(folder)) if folder else None
     run = fresh(a, device, tokenizer, file)
     if facts:
         run.check(settings)

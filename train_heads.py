@@ -46,7 +46,7 @@ def parse(argv):
     shape.add_argument("--rank", type=int, metavar="R", help="m2r2: of each adapter (default: in all as many "
                        "weights as Kangaroo's adapter has)")
     shape.add_argument("--align", type=float, metavar="W", help="m2r2: what the distance from the states "
-                       "further up counts, beside the distributions (default: 1)")
+                       "further up counts, beside the distributions (default: 0.1)")
     shape.add_argument("--heads", type=int, metavar="N", help="medusa: how many (default: 3)")
     shape.add_argument("--own-head", action="store_true", default=None, help="medusa: each with an output "
                        "head of its own, as in the paper, instead of the model's")
@@ -70,7 +70,7 @@ def parse(argv):
             ("warmup", 20, "steps to the full rate"), ("seed", 0, "of texts and batches")):
         steps.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=what)
     steps.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    p.set_defaults(valid=[], minutes=None, dtype="float32")
+    p.set_defaults(valid=[], minutes=None, dtype="float32", start=None)
     return check_flags(p.parse_args(argv))
 
 
@@ -112,7 +112,7 @@ def build(a, model):
         return Prophet(model, given(a.blocks, 1))
     exit_layer = given(a.exit_layer, max(1, L // 6))
     if a.kind == "m2r2":
-        return M2R2(model, exit_layer, a.rank, given(a.align, 1.0))
+        return M2R2(model, exit_layer, a.rank, given(a.align, 0.1))
     return (Kangaroo if a.kind == "kangaroo" else ExitBlock)(model, exit_layer)
 
 

@@ -182,6 +182,7 @@ WRONG = {
         ("sum(alpha ** i for i in range(gamma + 1))", "sum(alpha ** i for i in range(gamma))",
          "the sum ends one too early"),
         ("reach = starts[i]", "reach = 1.0", "every position counts alike"),
+        ("range(len(a) - gamma + 1)", "range(len(a) - gamma)", "a round too few"),
         ("expected_speedup(alpha, gamma, cost, block(gamma + 1))", "expected_tokens(alpha, gamma)",
          "the most tokens are not the best speed"),
         ("cost, block(gamma + 1))", "cost, 1e-9)", "a round costs a pass of the target, too"),

@@ -218,6 +218,8 @@ def main(argv=None):
         import torch  # noqa: F401
     verdicts, seed = [], variant(a.out)
     for task in tasks:
+        if sys.stderr.isatty():
+            print(f"{task.number:2}  {task.name:32} ...", end="\r", file=sys.stderr, flush=True)
         text = read(task, a.out)
         verdicts.append(grade(task, text, a.seconds, seed) if text is not None else
                         Verdict(task.name, task.number, "to do", f"there is no {file_name(task)} in {a.out}"))

@@ -8,7 +8,7 @@ import random
 
 def specification_of_verify(verify, p, q, Coins, rounds=4000):
     """How often each token comes first, where the draft comes from q[0] and p[0] judges it: it must be p[0],
-    whatever q is. p (2, V), q (1, V)."""
+    whatever q is. p (2, V), q (1, V). Coins: the class of that name in sampling.py."""
     counts = [0] * p.shape[-1]
     coins = Coins(0)
     for _ in range(rounds):

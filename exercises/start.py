@@ -42,7 +42,8 @@ files.
 
 {table}
 
-Difficulty 1: a few lines once you see it. 2: think first, on paper. 3: an hour, and worth it.
+"Read first" names files of the library; the notebooks open in Jupyter, and on the web as they are. Difficulty
+1: a few lines once you see it. 2: think first, on paper. 3: the better part of an hour, and worth it.
 """
 BREAK = "-" * 60
 
@@ -54,10 +55,11 @@ def student_file(task, out, seed=None):
              task.text.replace("\\", "\\\\").rstrip(), "",
              "Grade it in the library's folder:", f"    python exercises/grade.py {out} {task.number}", '"""']
     spec = inspect.getsource(SPECS[task.name]).rstrip() if task.name in SPECS else ""
-    lines += ["import random"] * ("random." in spec) + [*splice.imports(task.module), ""]
-    for name in task.functions:
-        lines += ["", splice.stub(task.module, name) if seed is None else
-                  variants.stub(task.module, name, seed)]
+    stubs = [splice.stub(task.module, name) if seed is None else variants.stub(task.module, name, seed)
+             for name in task.functions]
+    lines += [*splice.opening(task.module, "\n".join([*stubs, spec])), ""]
+    for stub in stubs:
+        lines += ["", stub]
     if spec:
         lines += ["", f"# {BREAK}", "# A slow and obvious specification, for you to run. It is no answer.",
                   "", "", spec, ""]
@@ -66,10 +68,12 @@ def student_file(task, out, seed=None):
 
 def table():
     """The exercises by sittings, as Markdown."""
-    rows = ["| sitting | exercise | of | minutes | difficulty |", "|---|---|---|---|---|"]
-    rows += [f"| {task.sitting}: {SITTINGS[task.sitting - 1]} | {task.number} `{task.name}` | "
-             f"`{task.module}` | "
-             f"{task.minutes} | {task.stars} |" for task in TASKS]
+    rows = ["| sitting | read first | exercise | of | minutes | difficulty |", "|---|---|---|---|---|---|"]
+    for i, (about, read) in enumerate(SITTINGS, 1):
+        for task in (task for task in TASKS if task.sitting == i):
+            rows.append(f"| {about} | {read} | {task.number} `{task.name}` | `{task.module}` | "
+                        f"{task.minutes} | {task.stars} |")
+            about, read = "", ""
     return "\n".join(rows)
 
 

@@ -24,8 +24,12 @@ class Task(NamedTuple):
 
 
 VARIANT = "variant.txt"     # in a student's folder: the seed of its variant
-SITTINGS = ("numbers into angles and lengths", "attention and its memory", "chance", "drafts and their worth",
-            "search and trees")
+SITTINGS = (  # what each is about, and what to read before it
+    ("1: numbers into angles and lengths", "`minimal.py`, `notebooks/01_forward_pass.ipynb`"),
+    ("2: attention and its memory", "`notebooks/02_kv_cache.ipynb`"),
+    ("3: chance", "`notebooks/03_sampling.ipynb`, `notebooks/04_speculative_decoding.ipynb`"),
+    ("4: drafts and their worth", "`notebooks/05_layer_skipping.ipynb`"),
+    ("5: search and trees", "`notebooks/06_search.ipynb`, `methods/trees.py`"))
 
 
 def by_outcomes(*names):

@@ -6,7 +6,7 @@ computed anyway. The model does not change, and neither does its text.
     kind         reads                              says                               its own weights
     Kangaroo     the state after block E            the next token                     an attention
     ExitBlock    the state after block E            the next token                     a block
-    M2R2         the ordinary rows of blocks 1-E    the next token                     low-rank maps
+    M2R2         the token, from block 1 to E       the next token                     low-rank matrices
     Medusa       the final state                    by head k, from 1 on, the token    a matrix for each head
                                                     k places after the next
     Transfer     the state after block t            by row k, the same                 a matrix for each row
@@ -93,8 +93,8 @@ class Kangaroo(ExitBlock):
 
 
 class M2R2:
-    """Accelerated residuals (M2R2, arXiv 2502.02040). A reconstruction: no code is public, and where the
-    adapters stand and what they are trained on are our reading of the paper's idea.
+    """Accelerated residuals (M2R2, arXiv 2502.02040). This is a reconstruction: no code is public, and where
+    the adapters stand and what they are trained on are our reading of the paper's idea.
 
     Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
     and an adapter of rank r for each block: f <- block(f) + up down f. It is trained to be after block i
@@ -109,14 +109,14 @@ class M2R2:
     """
     kind = "m2r2"
 
-    def __init__(self, model, exit_layer, rank=None, align=1.0):
+    def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
         rank = like_rank(Kangaroo(model, exit_layer)) if rank is None else rank
         check_count("rank", rank, 0)
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
         self.taps, self.weights = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)], nn.Module()
         like, g = dict(dtype=model.tok.dtype, device=model.tok.device), torch.Generator().manual_seed(0)
-        down = torch.randn(E, rank, dim, generator=g) * dim ** -0.5
+        down = 0.02 * torch.randn(E, rank, dim, generator=g)
         self.weights.down = nn.Parameter(down.to(**like))
         self.weights.up = nn.Parameter(torch.zeros(E, dim, rank, **like))
         self.weights.ask = nn.Parameter(torch.zeros(1, dim, **like))    # the gate's query and its verdict

@@ -4,18 +4,28 @@ The one thing to remember: what such a draft saves grows with the text. The weig
 token as by a pass of the target; but after a hundred thousand tokens the cache is as large as the weights,
 and a draft that reads its first few and its last few tokens leaves nearly all of it where it is.
 
-    slot                   0  1  2  3  4  5  6  7  8
-    the model reads        x  x  x  x  x  x  x  x  x      for the token at slot 8
-    2 sinks, a window of 3 x  x  .  .  .  .  x  x  x      hides the others from its draft
+    slot                      0  1  2  3  4  5  6  7  8
+    the model reads           x  x  x  x  x  x  x  x  x    for the token at slot 8;
+    2 sinks, a window of 3    x  x  .  .  .  .  x  x  x    its draft leaves out four of them
 
-A model heeds its first tokens whatever they are (attention sinks, arXiv 2309.17453), and the last ones
-most. To draft so with the model's own weights is the idea of Vegas (arXiv 2602.07223), SparseSpec-L
-(arXiv 2607.27735) and QuantSpec, which choose what to read, or how many bits of it, with more care.
+A model heeds its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones. To
+draft so with all of its weights is the newest idea (Vegas, arXiv 2602.07223; SparseSpec-L, arXiv 2607.27735);
+QuantSpec (arXiv 2502.10424) drafts with keys, values and weights in 4 bits instead.
 """
 import torch
 
 from control import best_gamma, expected_speedup
 from speculative import Draft, Drafter, chain
+
+
+def sparse(at, end, sinks, window):
+    """Which of the slots 0 .. end-1 does a token at `at` (B, 1) read that reads few? (B, end) bool
+
+    >>> sparse(torch.tensor([[8]]), 9, sinks=2, window=3).int().tolist()
+    [[1, 1, 0, 0, 0, 0, 1, 1, 1]]
+    """
+    slot = torch.arange(end, device=at.device)
+    return (slot <= at) & ((slot < sinks) | (at - slot < window))
 
 
 class SparseDraft(Drafter):
@@ -45,9 +55,9 @@ class SparseDraft(Drafter):
 
         def step(token, k):
             at, end = state.after(torch.arange(k - 1, k, device=state.n.device)), state.end(k + 1)  # (B, 1)
-            slot = torch.arange(end, device=at.device).expand(len(at), end)                 # (B, end)
-            seen = (slot <= at) & ((slot < self.sinks) | (at - slot < self.window))
-            slots = torch.cat([slot, at], 1)        # as a tree of all slots, of which the block is the last
+            seen = sparse(at, end, self.sinks, self.window)                                 # (B, end)
+            # for `visible` a tree that grows: it has all slots, and the block is the last node
+            slots = torch.cat([torch.arange(end, device=at.device).expand(len(at), end), at], 1)
             tree = torch.cat([seen, torch.ones_like(at, dtype=torch.bool)], 1)[:, None]     # (B, 1, end+1)
             return m.unembed(m.run(m.embed(token), slots, state.cache, self.sublayers, slots, tree, end=end))
 

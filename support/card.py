@@ -48,7 +48,8 @@ def facts(run, command):
          f"keys and values, hidden {c.hidden_dim}, tied embeddings, vocabulary {c.vocab_size:,}, context "
          f"{c.max_len}{window}, bfloat16"),
         ("data", a.about or ", ".join(run.text.train)),
-        ("recipe", f"{tokens / 1e6:.3g} M tokens, sequences of {a.context}, batch {a.batch}; {recipe}"),
+        ("recipe", f"from {f'the weights of {Path(a.start).name}' if a.start else 'fresh weights'} on: "
+         f"{tokens / 1e6:.3g} M tokens, sequences of {a.context}, batch {a.batch}; {recipe}"),
         ("optimiser", f"Muon (lr {a.muon_lr:g}) for matrices, AdamW (lr {a.lr:g}) for embeddings and norms, "
          f"warm-up {a.warmup} steps, linear to 2 % over the last {a.decay:.0%}; products in {a.dtype}"),
         ("hardware, time", f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"),
@@ -68,7 +69,8 @@ def head_card(run, tables, command):
         "data": ", ".join(run.text.train) + f", {sum(map(len, run.text.train.values())):,} tokens",
         "recipe": f"{run.step * a.batch * a.context / 1e6:.3g} M tokens, sequences of {a.context}, batch "
         f"{a.batch}; the loss is KL(p || q) with the model's own distribution p, each step's .8 times as "
-        "much as that of the one before",
+        "much as that of the one before"
+        + ", and the distance of its states, as weighted, and the loss of its gate" * (head.kind == "m2r2"),
         "optimiser": f"AdamW (lr {a.lr:g}), warm-up {a.warmup} steps, linear to 2 % over the last "
         f"{a.decay:.0%}; float32",
         "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes",

@@ -12,8 +12,9 @@ from control import MOST, DoNoHarm
 from layerskip import SelfDraft, ShortHead, early_exit
 from machine.quant import KINDS, byte_costs, quantise
 from machine.recorded import Recorded
-from methods import heads, sparse
+from methods import heads
 from methods.pace import Pace, candidates
+from methods.sparse import SparseDraft, step_cost
 from methods.trees import Siblings, best_tree, widths_of
 from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
@@ -84,7 +85,8 @@ def check(a):
 
 def drafters(a, model, tokenizer):
     """A function that makes the drafter which the flags ask for: a new one for each run, because a rule
-    learns from the text. Fills in a.gamma, a.exit_layer and a.gainless (a search found no gain)."""
+    learns from the text. Fills in a.gamma, a.exit_layer, a.sinks, a.window and a.gainless (a search
+    found no gain)."""
     a.gainless = False
     if a.draft == "auto":
         return automatic(a, model)
@@ -124,9 +126,9 @@ def part(a, model, tokenizer):
         a.gamma = MOST if a.do_no_harm else GAMMA[a.draft] if found is None else found
     own, every = byte_costs(drafting), range(2 * drafting.c.n_layers)
     if a.draft == "sparse":
-        reads = 4 if a.sinks is None else a.sinks, 64 if a.window is None else a.window
-        cost = sparse.step_cost(own, a.max_new, *reads, sublayers, share)   # when the text is that long
-        return lambda rule: sparse.SparseDraft(drafting, rule, *reads, sublayers), cost
+        a.sinks, a.window = 4 if a.sinks is None else a.sinks, 64 if a.window is None else a.window
+        cost = step_cost(own, a.max_new, a.sinks, a.window, sublayers, share)   # when the text is that long
+        return lambda rule: SparseDraft(drafting, rule, a.sinks, a.window, sublayers), cost
     cost = own.step(sublayers or every, share) * own.whole / byte_costs(model).whole
     if small:
         return lambda rule: ModelDraft(drafting, rule, sublayers), cost
@@ -188,6 +190,7 @@ def told(r, a):
                 + ", ".join(f"{name} in {rounds} rounds" for name, rounds in often))
     where = "" if r["exit_layer"] is None else f" after block {r['exit_layer']}"
     where += "" if a.skip is None else f" {a.skip}" if a.draft == "skip" else f" without {a.skip}"
+    where += f", {a.sinks} sinks and a window of {a.window}" if a.draft == "sparse" else ""
     where += f", trees of {r['tree']} tokens" if r["tree"] else ""
     far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"
     tail = f", then up to {a.tail} by n-gram" if a.tail is not None else ""

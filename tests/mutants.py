@@ -394,7 +394,7 @@ SPECULATIVE = [
     ("(state.left - 1).clamp_(0, K)", "(state.left - 1).clamp_(max=K)",
      "finished rows propose -1 tokens", "test_speculative.py::test_accepted_counts_only_what_was_kept"),
     ("length if draft.length is None else torch.minimum(draft.length, length)", "length",
-     "the drafter's length is ignored", "test_speculative.py::test_golden_acceptance_counts"),
+     "the drafter's length is ignored", "test_golden.py::test_golden_counts[stories-llama]"),
     ("trace = dict.fromkeys(state.taps) | before", "trace = before",
      "a drafter with taps sees nothing of the rounds",
      "test_speculative.py::test_what_is_shared_is_handed_over_and_not_run_again[cpu-sublayers0-8]"),
@@ -429,7 +429,7 @@ SPECULATIVE = [
      "n-grams of the text before are kept",
      "test_control.py::test_an_n_gram_knows_nothing_of_the_text_before"),
     ("self.done[b] = max(self.done[b], last)", "self.done[b] = len(text)",
-     "n-grams across two rounds are never seen", "test_speculative.py::test_golden_acceptance_counts"),
+     "n-grams across two rounds are never seen", "test_golden.py::test_golden_counts[stories-llama]"),
     ("range(self.done[b], last)", "range(self.done[0], last)",
      "all rows are thought to be read as far as the first",
      "test_speculative.py::test_ngram_copies_the_latest_continuation"),
@@ -875,6 +875,15 @@ GENERATE = [
 ]
 
 TRAIN = [
+    # what a run begins with
+    ("    if not a.start:\n", "    if True:\n", "the weights of --start are not read",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("return model.requires_grad_(True)", "return model", "what --start read stays frozen",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("folder = a.start or a.tokenizer", "folder = a.tokenizer", "a new tokenizer for a model that has one",
+     "test_train.py::test_a_model_is_trained_further"),
+    ("if a.start and getattr(a, name) != p", "if getattr(a, name) is p", "a shape beside --start is ignored",
+     "test_train.py::test_what_is_trained_further_keeps_its_shape"),
     # which sub-layers and which exit a step trains
     ("2 ** torch.linspace(0, 1, 2 * n_layers", "2 ** torch.linspace(0, 1, n_layers",
      "drop rates for blocks, not for sub-layers", "test_train.py::test_drop_rates_by_hand"),
@@ -2590,9 +2599,9 @@ DRAFTS = [
      "a draft model with another tokenizer", "test_generate.py::test_draft_model_of_another_tokenizer"),
     ("own, every = byte_costs(drafting)", "own, every = byte_costs(model)",
      "few bits cost as much as many", "test_generate.py::test_the_draft_in_few_bits_says_how_it_drafts"),
-    ("sparse.step_cost(own, a.max_new, *reads", "sparse.step_cost(own, 0, *reads",
+    ("step_cost(own, a.max_new, a.sinks", "step_cost(own, 0, a.sinks",
      "a rule pays for what is not read", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
-    ("SparseDraft(drafting, rule, *reads, sublayers)", "SparseDraft(drafting, rule, *reads)",
+    ("rule, a.sinks, a.window, sublayers)", "rule, a.sinks, a.window)",
      "a sparse draft is never left early", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
     ("4 if a.sinks is None else a.sinks", "a.sinks or 4",
      "no sinks are four", "test_generate.py::test_a_sparse_draft_reads_what_the_flags_say"),
@@ -2702,7 +2711,7 @@ ACCELERATED = [
 ]
 
 TWO_ROWS = [
-    ("self.model.states[:, :, -1]", "x[None]",
+    ("self.model.states[:, :, -1]", "x",
      "the ordinary row says the draft",
      "test_heads.py::test_drafts_are_what_training_sees[m2r2-alone-llama]"),
     ("        check_target(self.model, state)\n", "",
@@ -2715,9 +2724,9 @@ FORESEEN = [
 ]
 
 SPARSE = [
-    ("slot < self.sinks", "slot <= self.sinks",
+    ("slot < sinks", "slot <= sinks",
      "one sink more", "test_sparse.py::test_a_draft_reads_its_sinks_and_its_window_and_nothing_else"),
-    ("at - slot < self.window", "at - slot <= self.window",
+    ("at - slot < window", "at - slot <= window",
      "the window does not count the token itself",
      "test_sparse.py::test_a_draft_reads_its_sinks_and_its_window_and_nothing_else"),
     ("(slot <= at) & (", "(",

@@ -94,12 +94,13 @@ CHOICES = [
     ([0.3, 0.3, 0.4], [0.1, 0.5, 0.9], [0, 1, 2], {
         "this is the most likely id, whatever u is": [2, 2, 2],
         "the running sum goes over rising ids, not over falling weights": [2, 0, 1],
-        "off by one: it is the first id whose running sum exceeds u": [1, 2, 2]}),
+        "off by one: it is the first id whose running sum exceeds u times the sum": [1, 2, 2]}),
     ([0.0, 0.5, 0.5], [0.0, 0.4, ALMOST_ONE], [1, 1, 2], {
-        "u = 0 chose a token of probability zero: take the first id whose running sum *exceeds* u":
-            [0, 1, 2]}),
+        "u = 0 chose a token of probability zero: take the first id whose running sum *exceeds* u times the "
+        "sum": [0, 1, 2]}),
     ([0.5, 0.5, 0.0], [0.0, 0.5, ALMOST_ONE], [0, 1, 1], {
-        "u = .5 is where token 1 begins: take the first id whose running sum *exceeds* u": [0, 0, 1],
+        "u = .5 is where token 1 begins: take the first id whose running sum *exceeds* u times the sum":
+            [0, 0, 1],
         "a token of probability zero was chosen": [0, 1, 2]})]
 
 
@@ -144,6 +145,7 @@ def written(cache, layer, rows, slots, end, recent=None):
 
 
 def test_a_write_returns_the_old_slots_and_the_new():
+    """Keys 1 2 3 go to slots 0 .. 2, then 4 5 to slots 3 .. 4, of a cache of 6 slots for one row."""
     cache = new_cache(1)
     written(cache, 0, [[1, 2, 3]], slice(0, 3), 3)
     keys, values = written(cache, 0, [[4, 5]], slice(3, 5), 5)
@@ -159,7 +161,7 @@ def test_a_write_returns_the_old_slots_and_the_new():
 
 
 def test_a_write_goes_to_its_slots_whatever_is_there():
-    """Rolling back is writing over what was refused."""
+    """Rolling back is writing over what was refused: 1 2 3 4 to slots 0 .. 3, 7 to slot 2, 8 9 to 3 .. 4."""
     cache = new_cache(1)
     written(cache, 0, [[1, 2, 3, 4]], slice(0, 4), 4)
     keys, _ = written(cache, 0, [[7]], slice(2, 3), 3)
@@ -173,6 +175,7 @@ def test_a_write_goes_to_its_slots_whatever_is_there():
 
 
 def test_a_write_of_each_row_goes_to_its_own_slots():
+    """Two rows; `slots` is a slice at first, then the tensor [[3, 4], [1, 2]], and end = 5."""
     cache = new_cache(2)
     written(cache, 0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3)
     keys, values = written(cache, 0, [[7, 8], [9, 10]], torch.tensor([[3, 4], [1, 2]]), 5)
@@ -186,6 +189,7 @@ def test_a_write_of_each_row_goes_to_its_own_slots():
 
 
 def test_a_write_belongs_to_one_layer():
+    """1 2 go to slots 0 .. 1 of layer 0, then 3 to slot 2 of layer 1."""
     cache = new_cache(1)
     written(cache, 0, [[1, 2]], slice(0, 2), 2)
     keys, _ = written(cache, 1, [[3]], slice(2, 3), 3)
@@ -198,6 +202,7 @@ def test_a_write_belongs_to_one_layer():
 
 
 def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
+    """1 2 3 4 go to slots 0 .. 3, then 5 to slot 4 with recent = 2; then 6 to slot 1 with recent = 3."""
     cache = new_cache(1)
     written(cache, 0, [[1, 2, 3, 4]], slice(0, 4), 4)
     keys, values = written(cache, 0, [[5]], slice(4, 5), 5, recent=2)
@@ -215,6 +220,7 @@ def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
 
 
 def test_a_write_stays_in_the_cache():
+    """1 2 go to slots 0 .. 1 of a cache of 6."""
     cache = new_cache(1)
     written(cache, 0, [[1, 2]], slice(0, 2), 2)
     compare(cache.k[0, 0, 0, :, 0], [1, 2, 0, 0, 0, 0], {
@@ -255,9 +261,11 @@ def test_expected_tokens_of_a_series():
         "every position counts alike; a round starts only where the one before it ended": [
             (one + two) / 2] * 2 + [(one + two + 3) / 3],
         "the texts of a list are averaged; their tokens and their rounds must be added up first": [
-            want, want, (want + 3) / 2]},
+            want, want, (want + 3) / 2],
+        "a round too few: one that drafts to the very end of the series fits, too": [one] * 3},
         "acceptances .9 .2 .5 along a text and gamma = 2: the first round starts at 0, the second at 1 (if "
-        "the first draft was refused, probability .1) or not at all; then beside a text 1 1", rtol=1e-9)
+        "the first draft was refused, probability .1) or not at all; first as a series, then as a list of "
+        "one series, then as a list with a second series 1 1", rtol=1e-9)
 
 
 def test_best_gamma_of_a_number():

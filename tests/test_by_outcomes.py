@@ -162,8 +162,9 @@ def test_verify_drawn_drafts(K, length, record_property):
         return once
 
     same_law(run(ours), target_law(P, K + 1), {why: run(mistaken(name)) for name, why in VERIFY.items()},
-             f"{K} drafts from q, {'all' if length is None else length} of them proposed, in a target of 3 "
-             "tokens; what comes out must have the distribution of plain decoding, {text: probability}")
+             f"{K} draft{'s' * (K > 1)} from q, {'all' if length is None else length} of {K} proposed, in a "
+             "vocabulary of 3 tokens; what comes out must have the distribution of plain decoding, {text: "
+             "probability}")
     if K == 1 and length is None:
         kept = law(accepted_of)
         most = float(torch.minimum(P[V], Q[V]).sum())
@@ -187,7 +188,7 @@ def test_verify_copied_drafts(tokens):
         return lambda coins: judge(verifier, P, None, tokens, coins, None, K)
 
     same_law(run(ours), target_law(P, K + 1), {why: run(mistaken(name)) for name, why in VERIFY.items()},
-             f"the copied proposals {tokens}, q = None, in a target of 3 tokens; {{text: probability}}")
+             f"the copied proposals {tokens}, q = None, in a vocabulary of 3 tokens; {{text: probability}}")
 
 
 def test_verify_greedy():

@@ -10,13 +10,14 @@ import model
 import sampling
 import speculative
 from machine import quant
-from methods import trees
+from methods import sparse, trees
 from porting import check
 
 EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"],
             speculative: ["verify", "ancestors", "verify_tree"],
             layerskip: ["keep", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
             checkpoint: ["parts"], check: ["fingerprint"], quant: ["codebook"],
+            sparse: ["sparse", "unread"],
             trees: ["chain_with_siblings", "widths_of", "tree_tokens", "best_tree"]}
 
 

@@ -155,6 +155,9 @@ def test_on_the_command_line(tmp_path, capsys):
     for wrong, why in (("run.pdf", "must name a .html file"), ("", "is empty")):
         assert generate.main(["x", *flags, "--page", wrong]) == 2
         assert f"--page {why}" in capsys.readouterr().err
+    tree = ["--draft", "medusa", "--tree", "4"]
+    assert generate.main(["x", *tree, "--page", str(path)]) == 2
+    assert "--page shows chains" in capsys.readouterr().err
 
 
 def test_a_page_changes_no_text(tmp_path, capsys):

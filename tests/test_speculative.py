@@ -9,7 +9,6 @@ import pytest
 import torch
 from tiny import DEVICES, FAMILIES, LLAMA, PROMPTS, law, make, oracle
 
-import checkpoint
 from kvcache import KVCache
 from layerskip import SelfDraft, ShortHead, keep
 from model import Config
@@ -597,59 +596,6 @@ def test_ngram_copies_the_latest_continuation():
 
     next(rounds(m, [[1, 2, 3, 9, 1, 2, 4, 5, 1, 2], [7, 7, 7], [6], [1, 2, 3, 4]], 9, Seen(3, 2)))
     assert drafts == [[[4, 5, 1], [7], [], []]]
-
-
-LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9  # beyond Gemma's window
-
-
-def of_each_kind(m, small):
-    return {
-        "exit 1": SelfDraft(m, range(2), 2),
-        "exit 4": SelfDraft(m, range(8), 4),
-        "skip": SelfDraft(m, keep(m.c.n_layers, [5, 7, 9], [6, 8]), 3),
-        "model": ModelDraft(small, 3),
-        "ngram": NGram(4, 2),
-    }
-
-
-def acceptance_counts(name, drafters=of_each_kind):
-    """{drafter: [proposed, accepted, passes]} on the shipped weights in float64, greedy, 48 tokens of each
-    prompt."""
-    m, tokenizer = checkpoint.load(SHIPPED / name, "cpu", torch.float64)
-    draft, _ = checkpoint.load(SHIPPED / "stories-draft", "cpu", torch.float64)
-    prompts = [
-        checkpoint.encode(tokenizer, text, m.c.bos)
-        for text in ("Once upon a time", "User: I want to book a table.\nAssistant:", "def main():")
-        + (LONG,) * (m.c.window is not None)
-    ]
-    made = drafters(m, draft)
-    runs = {name: [r for _, r in rounds(m, prompts, 48, drafter)] for name, drafter in made.items()}
-    return {
-        name: [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run), len(run)]
-        for name, run in runs.items()
-    }
-
-
-def test_golden_acceptance_counts():
-    """Output tests cannot see a drafter that drafts badly; these counts can."""
-    assert acceptance_counts("stories-llama") == {
-        "exit 1": [135, 76, 24],
-        "exit 4": [164, 100, 16],
-        "skip": [120, 103, 15],
-        "model": [190, 78, 26],
-        "ngram": [70, 49, 47],
-    }
-
-
-def test_golden_acceptance_counts_of_gemma():
-    """The same with soft-caps, post-norms and sliding layers, one prompt longer than their window."""
-    assert acceptance_counts("stories-gemma2") == {
-        "exit 1": [180, 100, 26],
-        "exit 4": [228, 131, 17],
-        "skip": [164, 134, 16],
-        "model": [237, 109, 27],
-        "ngram": [98, 55, 45],
-    }
 
 
 def test_minus_infinity_is_noticed():

@@ -24,7 +24,7 @@ from tiny import FAMILIES, LLAMA, full_disk, make, tree
 import checkpoint
 import train
 from model import Transformer
-from support import corpus, files, plots
+from support import card, corpus, files, plots
 from support.files import replacing
 
 ROOT = Path(train.__file__).parent
@@ -39,6 +39,9 @@ TOKENS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8], [3, 8, 8, 1, 2, 6,
 
 class Killed(BaseException):
     """Stands for SIGKILL: nothing may catch it and tidy up."""
+
+
+SHAPE = ["tokenizer", "vocab", *(name.replace("_", "-") for name in train.SHAPE)]  # not beside --start
 
 
 def story(seed, count=60):
@@ -773,6 +776,41 @@ WRONG = {
     "a twin that is a folder": (dict(twin="."), ["--twin"])}
 
 
+def test_a_model_is_trained_further(product, begin, tmp_path):
+    """Its weights, shape and tokenizer are those of the folder, whatever the text; all of them learn."""
+    _, out, _ = product
+    model, tokenizer = checkpoint.load(out, "cpu", torch.float32)
+    changes = dict.fromkeys(SHAPE) | {"start": out, "context": 12, "dtype": "float32"}
+    run = begin(**changes)
+    assert run.model.c == model.c and run.text.tokenizer.to_str() == tokenizer.to_str()
+    old = dict(model.named_parameters())
+    assert all(torch.equal(p, old[name]) for name, p in run.model.named_parameters())
+    with torch.no_grad():
+        assert run.evals[0]["files"] == {name: train.evaluate(model, s, 12, 8192)
+                                         for name, s in run.text.valid.items()}
+    run.train_step()
+    moved = {name for name, p in run.model.named_parameters() if not torch.equal(p, old[name])}
+    assert {"tok", "norm.weight", "blocks.0.attn.wqkv", "blocks.2.mlp.down"} <= moved
+    run.save()
+    again = begin(resume=True, **changes)
+    assert again.step == 1 and all(torch.equal(p, q) for p, q in zip(
+        again.model.parameters(), run.model.parameters(), strict=True))
+    assert f"the weights of {out.name}" in card.card(run, {}, "", "")
+
+
+def test_what_is_trained_further_keeps_its_shape(product, begin, call, flags, tmp_path):
+    _, out, _ = product
+    for flag in SHAPE:
+        changes = dict.fromkeys(SHAPE) | {flag: OTHER.get(flag, out), "start": out}
+        refused(call, tmp_path, flags(**changes), f"--{flag}", "leave it out")
+    changes = dict.fromkeys(SHAPE) | {"start": out}
+    refused(call, tmp_path, flags(**changes | {"context": 17}), "--context 17", out, "16")
+    refused(call, tmp_path, flags(**changes | {"start": tmp_path}), tmp_path, "tokenizer.json")
+    begin(**changes)
+    other = dict.fromkeys(SHAPE) | {"resume": True}
+    refused(call, tmp_path, flags(**other), "another start")
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_flags_are_refused(case, call, flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -847,7 +885,7 @@ OTHER = {"vocab": 290, "family": "gemma2", "layers": 2, "dim": 16, "heads": 2, "
 
 def test_every_setting_is_either_free_or_tested():
     given = {k.replace("_", "-") for k in vars(train.parse(["--out", "x"]))}
-    assert given - train.MAY_CHANGE == OTHER.keys() | {"data"}
+    assert given - train.MAY_CHANGE == OTHER.keys() | {"data", "start"}
 
 
 def test_another_setting_cannot_go_on_with_a_run(begin, call, flags, tmp_path):

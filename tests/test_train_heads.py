@@ -97,8 +97,19 @@ def test_training_learns(product, folder):
     for name in ("loss", "agreement", "top 5", "overlap"):
         cells = " | ".join(f"{v:.2f}" for v in table[name])
         assert f"| {name}, own text | {cells} |" in card
+    if kind == "m2r2":
+        check_gate(head, held_out[: len(held_out) // 24 * 24].view(-1, 24).long())
     cells = " | ".join(f"{v:.2f}" for v in before["agreement"])
     assert f"| agreement before, own text | {cells} |" in card
+
+
+@torch.no_grad()
+def check_gate(head, rows):
+    """Where it foresees a refusal fewer drafts are accepted, in texts (B, T) that it has not seen."""
+    (said, target), = heads.judged(head, rows)
+    overlap = torch.minimum(said.softmax(-1), target.softmax(-1)).sum(-1)
+    both = torch.stack([overlap.flatten(), head.gate().sigmoid().flatten()])
+    assert both.corrcoef()[0, 1] > 0.3 and both.mean(1).diff().abs() < 0.1, "the gate has learnt nothing"
 
 
 def test_what_was_trained_is_accepted(product, folder):

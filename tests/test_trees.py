@@ -15,7 +15,6 @@ from test_speculative import (
     Fixed,
     Says,
     Unsure,
-    acceptance_counts,
     assert_same_law,
     gate,
     small,
@@ -776,34 +775,6 @@ def test_one_wait_a_round(family, rows, name):
                 if device == "cuda" and len(texts["cuda"]) > 1:     # not the sending of the prompts
                     assert 1 <= len(waits) <= 1 + extra, waits
     assert texts["cuda"] == texts["cpu"]
-
-
-# --- drafts worth their price
-
-
-def with_siblings(m, small):
-    return {
-        "exit 1": Siblings(SelfDraft(m, range(2), 2), [2, 1]),
-        "skip": Siblings(SelfDraft(m, keep(m.c.n_layers, [5, 7, 9], [6, 8]), 3), [3, 1]),
-        "model": Siblings(ModelDraft(small, 3), [2, 2]),
-    }
-
-
-def test_golden_acceptance_counts():
-    """Output tests cannot see siblings that are bad guesses; these counts can."""
-    assert acceptance_counts("stories-llama", with_siblings) == {
-        "exit 1": [112, 84, 20],
-        "skip": [111, 104, 15],
-        "model": [146, 86, 24],
-    }
-
-
-def test_golden_acceptance_counts_of_gemma():
-    assert acceptance_counts("stories-gemma2", with_siblings) == {
-        "exit 1": [143, 111, 22],
-        "skip": [144, 139, 14],
-        "model": [180, 115, 25],
-    }
 
 
 # --- shapes

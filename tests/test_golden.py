@@ -1,0 +1,69 @@
+"""Golden counts: how many drafts the shipped models accept, as tests/golden.json holds it.
+
+    python tests/test_golden.py    writes the file anew: after weights have changed, never to make a test pass
+
+The one thing to remember: a drafter that drafts badly writes the right text, so no test of texts can see it.
+These counts can.
+"""
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import checkpoint  # noqa: E402
+from control import AdaptiveExit, DoNoHarm  # noqa: E402
+from layerskip import SelfDraft, keep  # noqa: E402
+from methods.trees import Siblings  # noqa: E402
+from speculative import ModelDraft, NGram, Then, rounds  # noqa: E402
+
+FILE, MODELS = Path(__file__).with_name("golden.json"), ("stories-llama", "stories-gemma2")
+TEXTS = ["Once upon a time", "User: I want to book a table.\nAssistant:", "def main():"]
+LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n" * 9  # beyond Gemma's window
+
+
+def drafters(m, small):
+    some = keep(m.c.n_layers, [5, 7, 9], [6, 8])
+    return {
+        "exit 1": SelfDraft(m, range(2), 2),
+        "exit 4": SelfDraft(m, range(8), 4),
+        "skip": SelfDraft(m, some, 3),
+        "model": ModelDraft(small, 3),
+        "ngram": NGram(4, 2),
+        "exit 1, n-gram": Then(SelfDraft(m, range(2), 2), NGram(8, 3)),
+        "do no harm": SelfDraft(m, range(4), DoNoHarm(0.25)),
+        "adaptive exit": SelfDraft(m, range(4), AdaptiveExit()),
+        "exit 1, siblings": Siblings(SelfDraft(m, range(2), 2), [2, 1]),
+        "skip, siblings": Siblings(SelfDraft(m, some, 3), [3, 1]),
+        "model, siblings": Siblings(ModelDraft(small, 3), [2, 2]),
+    }
+
+
+def counts(name):
+    """{drafter: [proposed, accepted, passes]} of a shipped model in float64, greedy, 48 tokens a text."""
+    m, tokenizer = checkpoint.load(ROOT / "weights" / name, "cpu", torch.float64)
+    small, _ = checkpoint.load(ROOT / "weights" / "stories-draft", "cpu", torch.float64)
+    prompts = [checkpoint.encode(tokenizer, text, m.c.bos) for text in [*TEXTS, *[LONG] * bool(m.c.window)]]
+    found = {}
+    for made, drafter in drafters(m, small).items():
+        run = [r for _, r in rounds(m, prompts, 48, drafter)]
+        found[made] = [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run),
+                       len(run)]
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_golden_counts(name):
+    """Gemma-2 has soft-caps, post-norms and sliding layers besides, and a prompt longer than their window."""
+    assert counts(name) == json.loads(FILE.read_text(encoding="utf-8"))[name]
+
+
+if __name__ == "__main__":
+    tables = (f'"{name}": {{\n' + ",\n".join(f'  "{made}": {row}' for made, row in counts(name).items()) + "}"
+              for name in MODELS)
+    FILE.write_text("{" + ",\n".join(tables) + "}\n", encoding="utf-8")
