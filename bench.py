@@ -11,6 +11,7 @@
     python bench.py quant        drafts and targets in few bits, predicted and measured; large models on paper
     python bench.py heads        trained heads: chains and trees of them, beside drafts without training
     python bench.py search       the search for a skip set against the truth of all 4,096
+    python bench.py beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
@@ -22,14 +23,14 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import check, costs, counts, drafters, dynamic, heads, plain, quant, search
+from benchmarks import beyond, check, costs, counts, drafters, dynamic, heads, plain, quant, search
 from benchmarks.shared import WEIGHTS
 from support import cli
 from support.files import replacing
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "heads": heads.run, "search": search.run}  # -> (Markdown, data, draw(path) or None)
+        "heads": heads.run, "search": search.run, "beyond": beyond.run}  # -> (Markdown, data, draw or None)
 
 
 def parse(argv):
@@ -58,6 +59,7 @@ def parse(argv):
                    "several (default: those beside the weights)")
     p.add_argument("--minutes", type=float, metavar="X", help="heads: how long all of its own small heads "
                    "train together (default: 8)")
+    p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
     p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     a = p.parse_args(argv)

@@ -46,7 +46,7 @@ def parse(argv):
     shape.add_argument("--rank", type=int, metavar="R", help="m2r2: of each adapter (default: in all as many "
                        "weights as Kangaroo's adapter has)")
     shape.add_argument("--align", type=float, metavar="W", help="m2r2: what the distance from the states "
-                       "further up counts, beside the distributions (default: 1)")
+                       "further up counts, beside the distributions (default: 0.1)")
     shape.add_argument("--heads", type=int, metavar="N", help="medusa: how many (default: 3)")
     shape.add_argument("--own-head", action="store_true", default=None, help="medusa: each with an output "
                        "head of its own, as in the paper, instead of the model's")
@@ -112,23 +112,21 @@ def build(a, model):
         return Prophet(model, given(a.blocks, 1))
     exit_layer = given(a.exit_layer, max(1, L // 6))
     if a.kind == "m2r2":
-        return M2R2(model, exit_layer, a.rank, given(a.align, 1.0))
+        return M2R2(model, exit_layer, a.rank, given(a.align, 0.1))
     return (Kangaroo if a.kind == "kangaroo" else ExitBlock)(model, exit_layer)
 
 
 # --- the text
 
 
-def write_text(model, count, seed, length, silent=False):
+def write_text(model, count, seed, length):
     """At least `count` tokens of texts that the model draws from its own distribution, one after the other,
-    each from a begin-of-text id to its end or to `length` tokens. (N,) int32. silent: whether to show no
-    progress; None: only on a terminal."""
+    each from a begin-of-text id to its end or to `length` tokens. (N,) int32."""
     c, ids, coins = model.c, [], Coins(seed)
     if c.bos is None:
         raise ValueError("this model has no begin-of-text id to start a text with: give text with --data")
     warm = lambda logits: to_probs(logits, temperature=1.0)  # noqa: E731
-    shown = dict(desc="writing", unit="tok", unit_scale=True, mininterval=1, disable=silent)
-    with tqdm(total=int(count), **shown) as bar:
+    with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             begun = rounds(model, [[c.bos]] * ROWS, length - 1, None, warm, coins, c.eos)
             for state, r in begun:  # noqa: B007

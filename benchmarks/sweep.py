@@ -115,7 +115,7 @@ def prepare(a, model, tokenizer, count):
                                "--batch", "2" if a.quick else "4", "--context", str(context)])
     minutes = a.minutes if a.minutes is not None else 0.1 if a.quick else 8.0
     flags.minutes = minutes / count
-    written = train_heads.write_text(model, 600 if a.quick else 5e4, 0, context, None)
+    written = train_heads.write_text(model, 600 if a.quick else 5e4, 0, context)
     return flags, corpus.split({train_heads.OWN: written}, {}, [1.0], tokenizer, context)
 
 

@@ -110,14 +110,14 @@ class M2R2:
     """
     kind = "m2r2"
 
-    def __init__(self, model, exit_layer, rank=None, align=1.0):
+    def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
         rank = like_rank(Kangaroo(model, exit_layer)) if rank is None else rank
         check_count("rank", rank, 0)
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
         self.taps, self.weights = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)], nn.Module()
         like, g = dict(dtype=model.tok.dtype, device=model.tok.device), torch.Generator().manual_seed(0)
-        down = torch.randn(E, rank, dim, generator=g) * dim ** -0.5
+        down = 0.02 * torch.randn(E, rank, dim, generator=g)
         self.weights.down = nn.Parameter(down.to(**like))
         self.weights.up = nn.Parameter(torch.zeros(E, dim, rank, **like))
         self.weights.ask = nn.Parameter(torch.zeros(1, dim, **like))    # the gate's query and its verdict

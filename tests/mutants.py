@@ -2767,6 +2767,60 @@ DRAFTS = [
      "a copy of the stand-in", "test_generate.py::test_recorded_passes_write_the_same_text[flags3]"),
 ]
 
+HAMBURGER = [
+    ("    here[..., 0] = True ", "    here = here | True ",
+     "padding takes part in the merging",
+     "test_hamburger.py::test_a_single_token_stays_as_it_is_and_padding_is_nobody"),
+    (" * (count > 1)[..., None] ", " ",
+     "single tokens are changed, too",
+     "test_hamburger.py::test_a_single_token_stays_as_it_is_and_padding_is_nobody"),
+    ("F.linear(x, self.kv) + self.place", "F.linear(x + 0, self.kv)",
+     "the order of the merged tokens is lost",
+     "test_hamburger.py::test_a_single_token_stays_as_it_is_and_padding_is_nobody"),
+    ("/ k.shape[-1] ** 0.5", "",
+     "unscaled scores of the merging", "test_hamburger.py::test_the_merging_by_hand"),
+    ("count.cumsum(1) - 1, trace", "torch.arange(count.shape[1], device=count.device)[None], trace",
+     "positions count entries", "test_hamburger.py::test_a_batch_of_texts_is_each_of_them"),
+    ("[features[:, :, 3:], x[:, :, 4:]]", "[features[:, :, 3:], x[:, :, 3:-1]]",
+     "the small decoder answers a token too early",
+     "test_hamburger.py::test_learning_sees_what_writing_computes"),
+    ("copy.deepcopy(model)", "model", "the teacher is tuned, too",
+     "test_hamburger.py::test_entries_of_one_token_at_the_start_are_the_model"),
+    ("SHARE * peak)", "SHARE * e / e)", "small means below .3 nats, wherever",
+     "test_hamburger.py::test_entries_begin_where_the_teacher_is_unsure"),
+    ("torch.where(joins, torch.maximum(peak, e), e)", "e",
+     "each entropy is compared with the one before it",
+     "test_hamburger.py::test_entries_begin_where_the_teacher_is_unsure"),
+    ("[torch.ones_like(entropy[:, 0], dtype=torch.bool)] * 2", "[entropy[:, 0] > -1, entropy[:, 1] >= SURE]",
+     "what is said is merged with what was given",
+     "test_hamburger.py::test_entries_begin_where_the_teacher_is_unsure"),
+    (".entropy(), (1, 0))", ".entropy(), (0, 1))", "an entry ends by the entropy of the token itself",
+     "test_hamburger.py::test_learning_sees_what_writing_computes"),
+    ("% p.shape[1] != 0", "> 0", "the window's end counts as the end of an entry",
+     "test_hamburger.py::test_learning_sees_what_writing_computes"),
+    ("(place == count - 1)[place", "(place == count - 2)[place", "the stop head learns to stop a token early",
+     "test_hamburger.py::test_learning_sees_what_writing_computes"),
+    ("trunk.get(p, rates[1])", "trunk.get(p, rates[1]) * (p not in trunk)", "the trunk stays frozen",
+     "test_hamburger.py::test_tuning_learns_and_leaves_the_teacher_alone"),
+    ("sum(map(bool, row)) - 1]", "-1]", "the last entry of the longest row is taken",
+     "test_hamburger.py::test_a_batch_of_texts_is_each_of_them"),
+    ("(at - 1).clamp(max=T - 1)", "at.clamp(max=T - 1)",
+     "the score compares with the next token's distribution",
+     "test_hamburger.py::test_the_score_is_that_of_a_writer"),
+    ("int((n < T).sum())", "B", "rows that have ended go on taking steps",
+     "test_hamburger.py::test_the_score_is_that_of_a_writer"),
+    ("(-self.ending(x)).sigmoid()", "self.ending(x).sigmoid()", "it goes on where it should stop",
+     "test_hamburger.py::test_the_score_is_that_of_a_writer"),
+    ("            if burger.stops(x, confidence):\n                break\n", "",
+     "a writer never stops", "test_hamburger.py::test_what_is_written_is_what_is_scored"),
+    ("torch.cat(drafted, 1)[:, None, 1:]", "torch.cat(drafted, 1)[:, None]",
+     "the last known token is read twice",
+     "test_hamburger.py::test_an_untouched_burger_drafts_as_the_model_does"),
+    ("range(0, len(new), self.burger.most)", "range(0, len(new[:1]), self.burger.most)",
+     "what another drafter wrote is forgotten",
+     "test_hamburger.py::test_an_untouched_burger_drafts_as_the_model_does"),
+]
+
 FILL = [
     ("if p.dim() > 1 else 1 - c.norm_offset", "if p.dim() > 1 else 1.0",
      "Gemma's fresh norms multiply by two", "test_train.py::test_fresh_weights"),
@@ -2951,6 +3005,37 @@ BENCH_SWEEP = [
      "each head gets the time of all", HEADS_BENCH + "test_small_heads_learn"),
 ]
 
+BEYOND = [
+    ("seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)", "seen = torch.cat([torch.cat([tree, "
+     "ahead(tree, N)[:, :T, T:]], 2), ahead(tree, N)], 1)", "tokens see the streams",
+     "test_beyond.py::test_streams_say_in_training_what_a_transfer_says"),
+    ("(at[..., None] + 1 + torch.arange", "(at[..., None] + torch.arange",
+     "a stream stands where its token stands",
+     "test_beyond.py::test_streams_say_in_training_what_a_transfer_says"),
+    ("batch[:, 1 + k :].flatten()", "batch[:, 1 : 1 + T - k].flatten()", "all streams learn the next token",
+     "test_beyond.py::test_streams_say_in_training_what_a_transfer_says"),
+    ("    x = model.run(torch.cat([x, head.spread", "    x = model.run(torch.cat([x.detach(), head.spread",
+     "streams teach nobody what they read", "test_beyond.py::test_the_streams_teach_what_they_read"),
+    ("self.update(sum(found) / len(found), self", "self.update(found[0], self",
+     "streams are computed and not learnt",
+     "test_beyond.py::test_a_run_with_streams_differs_in_the_streams_only"),
+    ("self.rates.append(a.lr)", "self.rates.append(0.0)", "the streams' own weights stay as they were",
+     "test_beyond.py::test_a_run_with_streams_differs_in_the_streams_only"),
+    ("    error = statistics.stdev(change) /", "    error = statistics.stdev(found[\"3\"]) /",
+     "the noise of seeds is not paired", "test_beyond.py::test_the_noise_of_seeds_is_paired"),
+    ("counts.tau / (1 + cost(drafted))", "counts.tau / (1 + cost(1))",
+     "a draft costs one token", "test_beyond.py::test_a_speed_by_weights_is_that_of_rounds"),
+    ("seen = (at < at[:, None])", "seen = (at <= at[:, None])", "a position sees its own exact keys, too",
+     "test_beyond.py::test_sparse_acceptance_is_that_of_the_first_draft"),
+    ("(at[:, None] - at < window))", "(at[:, None] - at <= window))", "the window is a token too long",
+     "test_beyond.py::test_a_window_over_everything_is_always_accepted"),
+    ("for seed, tokens in enumerate((count, measured))]", "for seed, tokens in ((0, count), (0, measured))]",
+     "what is measured on was learnt from", "test_beyond.py::test_a_head_is_taught"),
+    ('"cache": 2 * cache, "unread"', '"cache": cache, "unread"', "a key takes one byte",
+     "test_beyond.py::test_the_paper_by_hand"),
+]
+
+
 TABLE = {"model.py": MODEL + FILL, "kvcache.py": KVCACHE + BESIDE, "sampling.py": SAMPLING,
          "benchmarks/rules.py": RULES, "benchmarks/heads.py": BENCH_HEADS, "benchmarks/sweep.py": BENCH_SWEEP,
          "checkpoint.py": CHECKPOINT + QUANT_LOAD + PARALLEL_LOAD, "support/files.py": REPLACING,
@@ -2977,7 +3062,8 @@ TABLE = {"model.py": MODEL + FILL, "kvcache.py": KVCACHE + BESIDE, "sampling.py"
          "tests/teach.py": TEACH, "porting/check.py": PORT_CHECK, "porting/library_port.py": PORT_LIBRARY,
          "porting/make.py": PORT_MAKE, "porting/numpy_port.py": PORT_NUMPY,
          "porting/numpy_trees.py": PORT_TREES, "porting/wrong_ports.py": PORT_WRONG,
-         "machine/quant.py": QUANT, "machine/parallel.py": PARALLEL, "benchmarks/quant.py": QUANT_BENCH}
+         "machine/quant.py": QUANT, "machine/parallel.py": PARALLEL, "benchmarks/quant.py": QUANT_BENCH,
+         "notebooks/hamburger.py": HAMBURGER, "benchmarks/beyond.py": BEYOND}
 MUTANTS = [Mutant(file, *row) for file, rows in TABLE.items() for row in rows]
 
 

@@ -15,6 +15,8 @@ from tiny import LIVELY, LLAMA, PROMPTS, devices, each_family, law, make, oracle
 from control import Confidence, Foreseen
 from kvcache import KVCache
 from layerskip import SelfDraft, keep
+from machine.quant import quantise
+from machine.recorded import Recorded
 from methods import heads
 from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import Siblings
@@ -109,6 +111,13 @@ def test_rows_equal_solo_runs(models, truth, name):
     m = models["gemma2"]
     for prompt, want in zip(PROMPTS, truth["gemma2"], strict=True):
         assert generate(m, [prompt], 16, DRAFTERS[name](m))[0] == [want[:16]]
+
+
+@pytest.mark.parametrize("name", ["kangaroo", "m2r2"])
+def test_a_head_drafts_for_stand_ins_too(models, name):
+    """For a model whose passes are recorded, and for one in few bits."""
+    for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):
+        assert generate(m, PROMPTS, 12, DRAFTERS[name](m))[0] == generate(m, PROMPTS, 12)[0]
 
 
 SMALL_TREE = [0, 0, 1]

@@ -11,6 +11,8 @@ from tiny import LIVELY, LLAMA, PROMPTS, devices, each_family, law, make, oracle
 
 from control import Costs, expected_tokens, weight_costs
 from layerskip import SelfDraft, ShortHead, early_exit, keep
+from machine.quant import quantise
+from machine.recorded import Recorded
 from methods.sparse import SparseDraft, promise, step_cost, unread
 from methods.trees import Siblings
 from model import Config
@@ -50,6 +52,12 @@ def test_rows_equal_solo_runs(models, truth, name):
     m = models["gemma2"]
     for prompt, want in zip(PROMPTS, truth["gemma2"], strict=True):
         assert generate(m, [prompt], 16, DRAFTERS[name](m))[0] == [want[:16]]
+
+
+def test_it_drafts_for_stand_ins_too(models):
+    """For a model whose passes are recorded, and for one in few bits."""
+    for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):
+        assert generate(m, PROMPTS, 12, DRAFTERS["sparse"](m))[0] == generate(m, PROMPTS, 12)[0]
 
 
 LAWS = {

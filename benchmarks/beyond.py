@@ -1,0 +1,378 @@
+"""Four systems at a scale that is honest: M2R2, ProphetNet, HAMburger and a sparse self-draft, each a small
+reconstruction, and each with one question that its paper leaves open.
+
+The one thing to remember: what is trained for minutes says which of two ways is better, not how good either
+can become; so each answer stands beside what it is compared with, and beside its noise.
+"""
+import copy
+import statistics
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+import checkpoint
+import train
+import train_heads
+from benchmarks.quant import SHAPES
+from benchmarks.shared import SETS, load, page, prompt_ids, read_prompts, table
+from control import Foreseen, weight_costs
+from layerskip import Teacher
+from methods import heads, sparse
+from methods.heads import M2R2, Transfer
+from notebooks.hamburger import BurgerDraft, Hamburger, score, tune
+from sampling import to_probs
+from speculative import ahead, rounds
+from support import corpus
+from support.stats import Counts
+from train_heads import OWN
+
+CONTEXT, BATCH, GAMMA, SINKS = 128, 8, 3, 4
+LARGE, WINDOW = SHAPES["Llama 3.1 8B"], 1024    # on paper; the shapes of Llama 3 8B are the same
+SHAPE = {"layers": 4, "dim": 128, "heads": 2, "kv-heads": 1, "hidden": 352}    # of a ProphetNet
+COLD = 0.5                                      # the temperature that HAMburger imitates
+CONFIDENCES = 0.5, 0.8, 0.9, 0.99, 2.0          # 2: no head is so sure, so that each step says one token
+
+
+class Sizes(NamedTuple):
+    """How much of everything."""
+    text: int           # tokens that the model writes itself; the twin half as many
+    heads: int          # tokens that each head learns from
+    streams: int        # tokens that each ProphetNet learns from
+    seeds: int          # of ProphetNets
+    burger: int         # steps of HAMburger
+    measured: int       # tokens of held-out text
+    length: int         # the longest text that the model writes
+
+
+FULL, QUICK = Sizes(300_000, 100_000, 280_000, 3, 280, 4096, 512), Sizes(8_000, 8_192, 8_192, 2, 16, 512, 256)
+
+
+# --- what they share
+
+
+def own_text(model, tokenizer, count, measured, length):
+    """A Corpus of what the model writes: `count` tokens to learn from and `measured` others to measure on, or
+    more, in texts of at most `length`."""
+    streams = [{OWN: train_heads.write_text(model, tokens, seed, min(length, model.c.max_len))}
+               for seed, tokens in enumerate((count, measured))]
+    return corpus.split(*streams, [1.0], tokenizer, CONTEXT)
+
+
+def taught(model, text, tokens, kind, *words):
+    """A head of train_heads.py, with its flags, trained on the text."""
+    sizes = {"tokens": tokens, "context": CONTEXT, "batch": BATCH, "device": model.tok.device.type}
+    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    run = train_heads.Run(train_heads.parse([kind, "--model", "given", "--out", "nowhere", *flags, *words]),
+                          model, text, model.tok.device)
+    while run.progress() < 1:
+        run.train_step()
+    return run.head
+
+
+def written(model, prompts, drafter, new):
+    """The Counts of greedy answers to all prompts, which are one batch."""
+    counts = Counts()
+    for _, r in rounds(model, prompts, new, drafter, eos=model.c.eos):
+        counts.add(r)
+    return counts
+
+
+def counted(counts, cost):
+    """What is reported of a drafter. cost(K): what a draft of K tokens takes, in passes of the target, by the
+    weights that it reads."""
+    drafted = counts.proposed / max(1, counts.turns)
+    return {"drafted": drafted, "accepted": counts.accepted / max(1, counts.proposed), "tau": counts.tau,
+            "by_weights": counts.tau / (1 + cost(drafted))}
+
+
+# --- M2R2: is an accelerated row better than an adapter with as many weights?
+
+
+def accelerated(model, text, prompts, new, size, exits):
+    """{name: what was found} of a bare exit, Kangaroo, and M2R2 as a whole, without its alignment, and with
+    its gate; the ablations at the first of the exits only."""
+    found, held_out = {}, text.valid[OWN]
+    for e in exits:
+        learn = partial(taught, model, text, size.heads)
+        kangaroo, m2r2 = (learn(kind, "--exit-layer", str(e)) for kind in ("kangaroo", "m2r2"))
+        made = {"no adapters": (M2R2(model, e, 0), GAMMA), "Kangaroo": (kangaroo, GAMMA),
+                "M2R2": (m2r2, GAMMA)}
+        if e == exits[0]:
+            made["M2R2, no alignment"] = learn("m2r2", "--exit-layer", str(e), "--align", "0"), GAMMA
+            made["M2R2, gate"] = m2r2, Foreseen(m2r2.foresee)
+        for name, (head, rule) in made.items():
+            c, judged = heads.step_cost(head), train_heads.evaluate(head, held_out, CONTEXT, size.measured)
+            counts = written(model, prompts, head.drafter(rule), new)
+            found[f"exit {e}, {name}"] = {
+                "rows": 2 if head.shape.get("rank") else 1, "weights": heads.count(head), "c": c,
+                "alpha": judged["agreement"][0], "overlap": judged["overlap"][0],
+                **counted(counts, lambda K, c=c: K * c)}
+    return found
+
+
+# --- ProphetNet: does it help the model itself to foresee more than the next token?
+
+
+def stream_losses(model, head, batch):
+    """The cross-entropy of each stream for windows (B, T+1): first the model's own, then those of the rows of
+    the head, a Transfer from the embeddings on, each of which foresees a token further. (ProphetNet is an
+    encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of the rows train
+    what they read, too: the model's keys and values."""
+    T, N, device = batch.shape[1] - 1, head.steps, batch.device
+    x, at = model.embed(batch[:, :-1]), torch.arange(T, device=device)[None]
+    tree = torch.ones(1, T, T, dtype=torch.bool, device=device).tril()
+    seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)              # (1, T+T*N, T+T*N)
+    places = torch.cat([at, (at[..., None] + 1 + torch.arange(N, device=device)).flatten(1)], 1)
+    x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), places, tree=seen)
+    rows = [x[:, :T], *x[:, T:].unflatten(1, (T, N)).unbind(2)]                 # (B, T, dim) each
+    return [F.cross_entropy(model.unembed(row[:, : T - k]).flatten(0, 1), batch[:, 1 + k :].flatten())
+            for k, row in enumerate(rows)]
+
+
+class Streams(train.Run):
+    """As `train.Run`, with streams that foresee more than the next token. Each counts the same, as in the
+    code of ProphetNet."""
+
+    def __init__(self, a, text, device, streams):
+        super().__init__(a, text, device)
+        self.head = Transfer(self.model, 0, streams - 1)
+        self.trained = nn.ModuleList([self.model, self.head.weights])
+        self.optimisers.append(torch.optim.AdamW(self.head.weights.parameters(), lr=a.lr, betas=(0.9, 0.95),
+                                                 weight_decay=0.0))
+        self.rates.append(a.lr)
+
+    def train_step(self):
+        a = self.a
+        batch = self.text.batch(a.seed, self.step, a.batch, a.context).long().to(self.device)
+        found = stream_losses(self.model, self.head, batch)
+        self.update(sum(found) / len(found), self.progress())
+        self.losses.append([found[0].item(), None, None])
+
+
+def prophet(text, device, streams, seed, tokens, shape=SHAPE):
+    """A finished run of a tiny model with so many streams. shape: some flags of train.py."""
+    flags = {"context": CONTEXT, "batch": BATCH, "warmup": 20, "dropout": 0, "exit-weight": 0, "seed": seed,
+             "tokens": tokens, "dtype": "float32", "device": device.type} | shape
+    a = train.parse(["--out", "nowhere", *(word for k, v in flags.items() for word in (f"--{k}", str(v)))])
+    run = train.Run(a, text, device) if streams == 1 else Streams(a, text, device, streams)
+    while run.progress() < 1:
+        run.train_step()
+    return run
+
+
+def prophets(text, device, new, size):
+    """"1", "3": the models' own losses on held-out text, one for each seed; "streams": how often each agrees
+    with its model; "drafts": what the streams of the last seed are worth as a Transfer, and what one is that
+    learnt when its model, of one stream, was finished."""
+    held_out, found = text.valid[OWN], {"1": [], "3": [], "streams": [], "drafts": {}}
+    prompts = held_out[: 16 * (min(128, len(held_out)) // 16)].view(-1, 16).tolist()
+    for seed in range(size.seeds):
+        runs = {n: prophet(text, device, n, seed, size.streams) for n in (1, 3)}
+        for n, run in runs.items():
+            found[str(n)].append(train.evaluate(run.model, held_out, CONTEXT, size.measured)["loss"][-1])
+        judged = train_heads.evaluate(runs[3].head, held_out, CONTEXT, size.measured)
+        found["streams"].append(judged["agreement"])
+    plain, flags = runs[1].model.requires_grad_(False), ("--inject-layer", "0", "--steps", "2")
+    made = {"with the model": runs[3].head, "later": taught(plain, text, size.heads, "transfer", *flags)}
+    for name, head in made.items():
+        c = heads.step_cost(head)
+        counts = written(head.model, prompts, head.drafter(2), min(new, CONTEXT - 16))
+        found["drafts"][name] = counted(counts, lambda K, c=c: K * c)
+    return found
+
+
+def seed_noise(found):
+    """What three streams change in the model's own loss: (mean over the seeds, its standard error, how far a
+    loss moves from seed to seed)."""
+    change = [b - a for a, b in zip(found["1"], found["3"], strict=True)]
+    error = statistics.stdev(change) / len(change) ** 0.5
+    return statistics.mean(change), error, statistics.mean(map(statistics.stdev, (found["1"], found["3"])))
+
+
+# --- HAMburger: what is left of its speed where its trust is checked?
+
+
+def cooled(model, temperature):
+    """A copy that says at temperature 1 what the model says at this one; where logits have a soft-cap, it has
+    at least the same best tokens."""
+    cold, offset = copy.deepcopy(model), model.c.norm_offset
+    cold.norm.weight.data = (offset + cold.norm.weight.data) / temperature - offset
+    return cold
+
+
+def hamburgers(model, tokenizer, prompts, new, size):
+    """{confidence: what was found} of one HAMburger, alone and as a drafter for the model. It imitates the
+    model cooled: at temperature 1 a small one is hardly ever sure, and then nothing is merged."""
+    device, costs, cold = model.tok.device, weight_costs(model.c), cooled(model, COLD)
+    burger, text = Hamburger(cold), own_text(cold, tokenizer, size.text // 2, size.measured, size.length)
+    batches = [text.batch(0, step, BATCH // 2, CONTEXT - 1).long().to(device) for step in range(size.burger)]
+    tune(burger, cold, batches)
+    rows = max(1, size.measured // 4 // CONTEXT)            # each takes as many passes as it has entries
+    windows = text.valid[OWN][: rows * CONTEXT].view(rows, CONTEXT).long().to(device)
+    small = (sum(costs.sublayers[: 2 * burger.micro.c.n_layers]) + costs.head) / costs.whole    # a micro step
+    cost, found = lambda K: (1 + small * (K - 1)) * (K > 0), {}
+    for confidence in CONFIDENCES:
+        kl, tokens = score(burger, cold, windows, confidence)
+        counts = written(model, prompts, BurgerDraft(burger, confidence), new)
+        found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens),
+                                  **counted(counts, cost)}
+    return found
+
+
+# --- a sparse self-draft: how much of the text must a draft see?
+
+
+@torch.inference_mode()
+def sparse_acceptance(teacher, sinks, window):
+    """How likely the first drafted token after each position of the teacher's text is accepted, if the draft
+    sees so few tokens: as `Teacher.acceptance`, each position in a slot of its own. (T,) float64"""
+    T, m = teacher.p.shape[1], teacher.model
+    at = torch.arange(T, device=teacher.p.device)
+    seen = (at < at[:, None]) & ((at < sinks) | (at[:, None] - at < window))
+    tree = torch.cat([seen, torch.eye(T, dtype=torch.bool, device=at.device)], 1)[None]     # (1, T, 2T)
+    x = m.run(teacher.states[0], torch.cat([at, at])[None], teacher.cache, None,
+              torch.arange(2 * T, device=at.device)[None], tree, span=slice(0, 2 * T))
+    return torch.minimum(teacher.p, teacher.probs(m.unembed(x))).double().sum(-1)[0].clamp(max=1).cpu()
+
+
+def long_texts(tokenizer, c, count):
+    """The longest texts of benchmarks/prompts, as ids, cut to the same length, at most 256 tokens."""
+    texts = [checkpoint.encode(tokenizer, line["text"], c.bos)[: min(256, c.max_len)]
+             for name in SETS for line in read_prompts(name)]
+    texts = sorted(texts, key=len, reverse=True)[:count]
+    return [ids[: len(texts[-1])] for ids in texts]
+
+
+def sparse_drafts(model, texts, new):
+    """{window: what was found} in the second half of texts of the same length: alpha with sinks and without,
+    and at temperature 1, "overlap"; and tau, where greedy text goes on."""
+    T, c = len(texts[0]), model.c
+    warm = [Teacher(model, ids, lambda x: to_probs(x, 1.0)) for ids in texts]
+    cold, costs, found = [Teacher(model, ids) for ids in texts], weight_costs(c), {}
+    for window in (w for w in (8, 16, 32, 64, 128) if w < T // 2):
+        def alpha(teachers, sinks, window=window):
+            return float(torch.cat([sparse_acceptance(t, sinks, window)[T // 2 :] for t in teachers]).mean())
+
+        n, drafter = 3 * T // 4, sparse.SparseDraft(model, GAMMA, SINKS, window)
+        unread = sparse.unread(costs, n, SINKS, window) / ((n + 1) * c.n_layers * costs.slot)
+        counts = written(model, [ids[: T // 2] for ids in texts], drafter, min(new, T // 2 - 1))
+        found[str(window)] = {"alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0), "unread": unread,
+                              "overlap": alpha(warm, SINKS), "tau": counts.tau}
+    return found
+
+
+def paper():
+    """[{tokens, what a pass reads, ...}] of a large model: bytes in a half type, and what a draft with the
+    whole model's weights would gain at most if alpha were .8 or .9."""
+    costs, rows = weight_costs(LARGE), []
+    for n in (1024 * 2**k for k in range(8)):
+        cache, spared = n * LARGE.n_layers * costs.slot, sparse.unread(costs, n, SINKS, WINDOW)
+        rows.append({"tokens": n, "weights": 2 * costs.whole, "cache": 2 * cache, "unread": 2 * spared,
+                     "c": sparse.step_cost(costs, n, SINKS, WINDOW),
+                     "promise": {str(alpha): sparse.promise(costs, n, alpha, SINKS, WINDOW)
+                                 for alpha in (0.8, 0.9)}})
+    return rows
+
+
+# --- the command
+
+
+def cells(found, columns, name="draft"):
+    """The lines of a table of {name: {key: number}}. columns: {title: (key, form)}."""
+    rows = [[key, *(format(r[k], form) for k, form in columns.values())] for key, r in found.items()]
+    return table([name, *columns], rows)
+
+
+LOOP = {"drafted a round": ("drafted", ".2f"), "accepted": ("accepted", ".2f"), "tau": ("tau", ".2f"),
+        "speed-up by weights": ("by_weights", ".2f")}
+M2R2_COLUMNS = {"rows": ("rows", "d"), "own weights": ("weights", ",d"), "c by weights": ("c", ".3f"),
+                "alpha": ("alpha", ".3f"), "overlap": ("overlap", ".3f"), **LOOP}
+BURGER_COLUMNS = {"KL alone": ("kl", ".3f"), "tokens a step alone": ("tokens", ".2f"),
+                  "speed-up alone, by weights": ("alone", ".2f"), **LOOP}
+SPARSE_COLUMNS = {"alpha": ("alpha", ".3f"), "alpha without sinks": ("no_sinks", ".3f"),
+                  "overlap": ("overlap", ".3f"), "keys and values not read": ("unread", ".0%"),
+                  "tau": ("tau", ".2f")}
+
+
+def m2r2_lines(found):
+    lines = ["**M2R2**: is an accelerated row better than an adapter with as many weights? Rows: those of a "
+             "drafted token in the blocks below the exit.", ""]
+    for name, rows in found.items():
+        lines += [f"{name}:", "", *cells(rows, M2R2_COLUMNS)]
+    return lines
+
+
+def prophet_lines(found):
+    change, error, noise = seed_noise(found)
+    seeds = range(len(found["1"]))
+    lines = ["**ProphetNet**: does it help a model to foresee more than the next token? Its own loss, in "
+             "nats a token of held-out text.", ""]
+    lines += table(["streams", *(f"seed {s}" for s in seeds)],
+                   [[n, *(f"{loss:.4f}" for loss in found[n])] for n in "13"])
+    agreed = " and ".join(f"{statistics.mean(s):.0%}" for s in zip(*found["streams"], strict=True))
+    lines += [f"Three streams change it by {change:+.4f} (standard error {error:.4f}); from seed to seed a "
+              f"loss moves by {noise:.4f}. The streams agree with their model in {agreed} of the places, one "
+              "and two tokens after the next. As drafts, learnt with the model or later:", ""]
+    return lines + cells(found["drafts"], LOOP, "streams learnt")
+
+
+def burger_lines(found):
+    lines = [f"**HAMburger**, which imitates the model at temperature {COLD}: what is left of its speed "
+             "where its trust is checked? Alone it writes another text: KL is what it is off, in nats a "
+             "token. Tokens a step are tokens for each key and value, too. Checked by the model its text, "
+             "here greedy, is exact. At confidence 2 each step says one token.", ""]
+    return lines + cells(found, BURGER_COLUMNS, "confidence")
+
+
+def sparse_lines(found, on_paper):
+    lines = [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, "
+             "in the second halves of texts of up to 256 tokens.", "",
+             *cells(found, SPARSE_COLUMNS, "window")]
+    rows = []
+    for r in on_paper:
+        gains = (f"{gain:.2f} (gamma {gamma})" for gamma, gain in r["promise"].values())
+        read = r["weights"] + r["cache"], r["cache"], r["unread"]
+        rows.append([f"{r['tokens']:,}", *(f"{x / 1e9:.1f}" for x in read), f"{r['c']:.2f}", *gains])
+    head = ["tokens", "GB a pass reads", "of them keys and values", "GB a draft leaves", "c by bytes"]
+    head += [f"speed-up if alpha is {alpha}" for alpha in on_paper[0]["promise"]]
+    return lines + [f"On paper, Llama 3 8B in a half type, {SINKS} sinks and a window of {WINDOW:,}:", "",
+                    *table(head, rows)]
+
+
+def exits_of(L, quick):
+    """A sixth of the blocks; then, where there is time, a twelfth and a quarter."""
+    first, *others = (max(1, round(L * share)) for share in (1 / 6, 1 / 12, 1 / 4))
+    return [first] if quick else list(dict.fromkeys([first, *others]))
+
+
+def run(a):
+    size, data = QUICK if a.quick else FULL, {"m2r2": {}}
+    folders = [a.model, *([a.twin] if a.twin else [])]
+    new = min(a.new, 32 if a.quick else 128)
+    with tqdm(total=len(folders) + 4, disable=None, leave=False) as bar:
+        for folder in reversed(folders):            # the model comes last, and the others need its text
+            bar.set_description("M2R2")
+            model, tokenizer = load(a, "float32", folder)
+            count = size.text // (1 if folder == a.model else 2)
+            text = own_text(model, tokenizer, count, size.measured, size.length)
+            prompts = [ids for name in SETS
+                       for ids in prompt_ids(name, tokenizer, model.c)[: 1 if a.quick else 4]]
+            exits = exits_of(model.c.n_layers, a.quick or folder != a.model)
+            data["m2r2"][str(folder)] = accelerated(model, text, prompts, new, size, exits)
+            bar.update()
+        texts = long_texts(tokenizer, model.c, 4 if a.quick else 16)
+        parts = {"prophet": lambda: prophets(text, model.tok.device, new, size),
+                 "hamburger": lambda: hamburgers(model, tokenizer, prompts, new, size),
+                 "sparse": lambda: sparse_drafts(model, texts, new), "paper": paper}
+        for name, part in parts.items():
+            bar.set_description(name)
+            data[name] = part()
+            bar.update()
+    lines = [f"{a.model}, float32; {a.machine}; {size.text:,} tokens of its own text, each head learnt from "
+             f"{size.heads:,}; gamma {GAMMA}", "", *m2r2_lines(data["m2r2"]), *prophet_lines(data["prophet"]),
+             *burger_lines(data["hamburger"]), *sparse_lines(data["sparse"], data["paper"])]
+    return page(lines), data | {"model": str(a.model), "sizes": size._asdict()}, None

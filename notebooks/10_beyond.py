@@ -1,0 +1,427 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 10. Beyond: four ideas, rebuilt small
+#
+# Four more ways to draft, or to need fewer passes. M2R2 has no public code. ProphetNet and HAMburger need a
+# training that few people can repeat. The last idea is new: a draft that reads only a part of the text. Here
+# each of them is a **reconstruction**: our reading of the paper, at a scale where one can look at it. None of
+# the figures below speaks for the original. But to each we can put one question that its paper leaves open.
+#
+# | system | the question |
+# |---|---|
+# | M2R2 (arXiv 2502.02040) | is an accelerated row better than an adapter with as many weights? |
+# | ProphetNet (arXiv 2001.04063) | does it help a model itself to foresee more than the next token? |
+# | HAMburger (arXiv 2505.20438) | what is left of its speed where its guesses are checked? |
+# | a sparse self-draft (arXiv 2602.07223) | how much of the text must a draft see? |
+#
+# > **The one thing to remember: whatever drafts, the check is the same, and so is the text. What is not
+# > checked is another model.**
+#
+# The trainings in this notebook take seconds, and only show that something is learnt. The answers are those
+# of `python bench.py beyond`, which trains for half an hour; where it was run, they are quoted at each
+# section's end.
+
+# %%
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
+if ROOT is None:
+    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
+for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
+    if importlib.util.find_spec(name) is None:
+        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
+sys.path.insert(0, str(ROOT))
+# %matplotlib inline
+# %config InlineBackend.figure_formats = ["retina"]
+MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
+
+# %%
+import json
+
+import torch
+from IPython.display import Markdown
+
+import checkpoint
+import train_heads
+from benchmarks import beyond
+from support import plots
+
+model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
+c, device, L = model.c, model.tok.device, model.c.n_layers
+LONG = ROOT / "notebooks" / "beyond.json"       # python bench.py beyond --out notebooks/beyond
+long = json.loads(LONG.read_text(encoding="utf-8")) if LONG.is_file() else {}
+later = Markdown("*The long run has not been made yet.*")
+
+# %% [markdown]
+# ## The text to learn from
+#
+# All four learn from text that the model writes itself, drawn from its own distribution. So nobody needs its
+# training data, and what is learnt is what the model says where a draft will meet it.
+
+# %%
+length = min(96, c.max_len)
+text = beyond.own_text(model, tokenizer, 3000, 1000, length)
+held_out = text.valid[beyond.OWN].long().to(device)             # another text, to measure on
+print(f"{len(text.train[beyond.OWN]):,} tokens to learn from, {len(held_out):,} to measure on. It begins:")
+print(tokenizer.decode(held_out[:60].tolist()))
+
+# %% [markdown]
+# ## M2R2: a row that runs ahead
+#
+# A token's state changes from block to block, slowly. M2R2 (Mixture of Multi-rate Residuals) puts a second
+# row beside it, which runs through the *same* first blocks, with a small low-rank map added to each of them.
+# It is trained to be, after block i, where the ordinary row will be much further up. After E blocks it
+# should stand where the ordinary one stands at the end, and there it drafts. (In a mixture of experts it
+# would also tell early which experts to load. Our models have none, so this part has no counterpart here.)
+#
+# The fast row reads the ordinary keys and values, and writes nothing. So the cache stays that of the target,
+# and what is handed over to the check is the ordinary row, as in any early exit.
+#
+# Kangaroo's adapter (one attention on top of the exit) is its natural rival: we give both the same number of
+# weights.
+
+# %%
+from benchmarks.beyond import taught
+from methods.heads import M2R2, count
+
+E = max(1, L // 6)
+few = "--exit-layer", str(E), "--batch", "4", "--context", "64", "--lr", "4e-3", "--warmup", "5"
+heads = {"bare exit": M2R2(model, E, 0), "Kangaroo": taught(model, text, 6144, "kangaroo", *few),
+         "M2R2": taught(model, text, 6144, "m2r2", *few)}
+for name, head in heads.items():
+    print(f"{name:10} {count(head):8,} weights of its own")
+
+# %% [markdown]
+# Where does each row stand? Compare the state of the fast row after each of its blocks with the states of the
+# ordinary row after *all* blocks (the cosine of the angle between them).
+#
+# **Predict:** without adapters the fast row is the ordinary one. Which cell of each line is then darkest? And
+# where should the dark cell be after the training?
+
+# %%
+from kvcache import KVCache
+
+
+@torch.no_grad()
+def nearness(head, tokens):
+    """How near the fast row, after each of its blocks, is to each state of the ordinary one. (E, L)"""
+    trace, T = dict.fromkeys(range(1, 2 * L, 2)), tokens.shape[1]
+    cache = KVCache(c, 1, T, model.attention_dtype(), device)
+    model.run(model.embed(tokens), slice(0, T), cache, trace=trace)
+    next(iter(head.laws(tokens, trace, cache)))                 # leaves its states behind
+    slow = torch.stack(list(trace.values()), 2)                 # (1, T, L, dim)
+    return torch.cosine_similarity(head.states[:, :, :, None], slow[:, :, None], dim=-1).mean((0, 1)).cpu()
+
+# %%
+near = {name: nearness(heads[name], held_out[None, :128]) for name in ("bare exit", "M2R2")}
+assert torch.allclose(near["bare exit"].diagonal(), torch.ones(E), atol=1e-4), "the row itself"
+
+# %%
+figure, sides = plots.axes(2, 1, width=9, height=1.2 + 0.25 * E)
+low = min(float(values.min()) for values in near.values())
+for (side,), (name, values) in zip(sides, near.items(), strict=True):
+    image = side.imshow(values, aspect="auto", cmap="Blues", vmin=low, vmax=1)
+    side.set_yticks(range(E), [f"block {i}" for i in range(1, E + 1)])
+    side.set_xticks(range(L), range(1, L + 1))
+    side.set(title="without adapters" if name == "bare exit" else "M2R2, after a short training")
+sides[-1][0].set_xlabel("the ordinary row after block")
+figure.colorbar(image, ax=sides[:, 0].tolist(), label="cosine")
+figure
+
+# %% [markdown]
+# How often does each of them say the model's own best token? Beside them is every early exit, which costs as
+# many blocks as it has.
+
+# %%
+import train
+
+lens = train.evaluate(model, held_out, 128, 1024)["agreement"]
+judged = {name: train_heads.evaluate(head, held_out, 128, 1024) for name, head in heads.items()}
+alphas = {name: table["agreement"][0] for name, table in judged.items()}
+figure, ((side,),) = plots.axes(1, 1, width=8, height=3.2)
+side.plot(range(1, L + 1), lens, color="#808080", marker=".", label="every exit")
+for (name, alpha), hue, mark in zip(alphas.items(), plots.HUES, "osD", strict=False):
+    side.plot([E], [alpha], mark, color=hue, ms=9, label=f"{name}: {alpha:.2f}")
+side.set(xlabel="exit after block", ylabel="alpha", ylim=(0, 1.02))
+side.legend(frameon=False)
+assert abs(alphas["bare exit"] - lens[E - 1]) < 0.02
+figure
+
+# %% [markdown]
+# And the check makes all of it exact:
+
+# %%
+from speculative import generate
+
+prompt = checkpoint.encode(tokenizer, "Once upon a time", c.bos)
+plain, passes = generate(model, [prompt], 32)
+for name, head in heads.items():
+    drafted, fewer = generate(model, [prompt], 32, head.drafter(3))
+    assert drafted == plain
+    print(f"{name:10} {fewer} passes instead of {passes}, the same text")
+
+# %% [markdown]
+# The answer, after as many tokens of training for each, at equal numbers of weights:
+
+# %%
+Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
+
+# %% [markdown]
+# ## ProphetNet: to foresee more than one token
+#
+# A language model learns to say the next token. ProphetNet adds *streams* to its training: beside each token
+# rows start from an embedding of their own, and foresee the second next token, the third next, and so on.
+# They see what their token sees, and nobody sees them. It was published as a way to write better texts, not
+# to write faster. But a row that foresees is just what drafts in `Transfer` with t = 0 (methods/heads.py).
+
+# %%
+from speculative import ahead
+
+T, N = 4, 2
+tree = torch.ones(1, T, T, dtype=torch.bool).tril()
+seen = torch.cat([torch.nn.functional.pad(tree, (0, T * N)), ahead(tree, N)], 1)[0]     # (T+T*N, T+T*N)
+names = [f"x{t}" for t in range(T)] + [f"x{t}, +{k + 2}" for t in range(T) for k in range(N)]
+figure, ((side,),) = plots.axes(1, 1, width=5.4, height=4.6)
+side.imshow(seen, cmap="Greys", vmax=1.6)
+side.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+side.set_yticks(range(len(names)), names, fontsize=8)
+side.set(title="who (left) sees whom (below): 4 tokens, 2 streams", xlabel="", ylabel="")
+side.axhline(T - 0.5, color=plots.HUES[1], lw=1)
+figure
+
+# %% [markdown]
+# lucidrains asked of a relative of this: does the loss of the streams help the model's own? Nothing but a
+# comparison can say so: the same tiny model, from the same seed, on the same batches, with one stream (plain
+# training) and with three. Two seeds, because a seed alone moves the loss, too.
+#
+# **Predict:** will the gap between one and three streams be larger than that between two seeds?
+
+# %%
+small = {"layers": 2, "dim": 64, "heads": 2, "kv-heads": 1, "head-dim": 32, "hidden": 176, "batch": 4,
+         "context": 64, "warmup": 5}
+runs = {(n, seed): beyond.prophet(text, device, n, seed, 8192, small) for seed in range(2) for n in (1, 3)}
+losses = {key: train.evaluate(run.model, held_out, 64, 1024)["loss"][-1] for key, run in runs.items()}
+for (n, seed), loss in losses.items():
+    print(f"{n} stream{'s' * (n > 1)}, seed {seed}: {loss:.3f} nats a token of held-out text")
+
+# %%
+figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
+for (n, seed), run in runs.items():
+    smooth = plots.running_mean([loss for loss, _, _ in run.losses], 4)
+    label = f"{n} stream{'s' * (n > 1)}, seed {seed}"
+    side.plot(smooth, color=plots.HUES[n // 2], ls=("-", "--")[seed], label=label)
+side.set(xlabel="step", ylabel="own loss, nats a token")
+side.legend(frameon=False)
+figure
+
+# %% [markdown]
+# In so few steps nothing is decided. The long run, with more seeds:
+
+# %%
+Markdown("\n".join(beyond.prophet_lines(long["prophet"]))) if long else later
+
+# %% [markdown]
+# ## HAMburger: several tokens in one place
+#
+# So far each token had a place of its own in the cache, and took a step of its own to be written. HAMburger
+# merges tokens: an *entry* of up to four tokens has one key and one value in each block, and one step says
+# all tokens of the next entry. Which tokens belong together? Those that follow almost surely: "upon a time"
+# after "Once". The paper cuts by the entropy of the trunk: an entry ends before a token that is hard to
+# foresee. This needs no training, and we can look at it.
+#
+# A small model is hardly ever sure at temperature 1. So we imitate it at temperature 0.5 (`cooled`).
+
+# %%
+from notebooks.hamburger import BurgerDraft, Hamburger, begins, score, tune, write
+
+cold = beyond.cooled(model, 0.5)
+words = beyond.own_text(cold, tokenizer, 2000, 500, length)
+story = words.valid[beyond.OWN][:44].long().to(device)
+with torch.no_grad():
+    entropy = torch.distributions.Categorical(logits=cold(story[None])).entropy()
+entropy = torch.nn.functional.pad(entropy[:, :-1], (1, 0))      # of what each token was drawn from
+first = begins(entropy, 4)[0].cpu()
+entry = first.cumsum(0) - 1
+print(f"{len(story)} tokens in {int(first.sum())} entries")
+
+# %% tags=["gallery"]
+figure, ((side,),) = plots.axes(1, 1, width=11, height=3)
+side.bar(range(len(story)), entropy[0].cpu(), color=[plots.HUES[int(e) % 2] for e in entry], width=0.8)
+for t, e in enumerate(entry.tolist()):
+    side.axvspan(t - 0.5, t + 0.5, color=plots.HUES[e % 2], alpha=0.12, lw=0)
+labels = [tokenizer.decode([t]).strip() for t in story.tolist()]
+side.set_xticks(range(len(story)), labels, rotation=90, fontsize=8)
+side.set(ylabel="entropy, nats", xlim=(-0.6, len(story) - 0.4),
+         title="hard to foresee: a new entry (the hue changes); easy: it joins the entry before it")
+figure
+
+# %% [markdown]
+# Then everything learns together: a copy of the model as the *trunk*, an embedder that merges the tokens of
+# an entry, a small decoder that says the tokens after the first, and a head that says where the entry ends.
+# This is **another model**, and alone it writes another text; that is why it is a file beside this notebook
+# ([hamburger.py](hamburger.py)) and no part of the library.
+
+# %%
+burger = Hamburger(cold, blocks=1)
+batches = [words.batch(0, step, 2, 47).long().to(device) for step in range(30)]
+learnt = tune(burger, cold, batches, (3e-4, 4e-3))
+print(f"KL from the model: {learnt[0][0]:.2f} nats a token, after {len(learnt)} steps {learnt[-1][0]:.2f}")
+scores = {}
+for confidence in (0.1, 0.2, 0.3, 0.5, 2.0):                     # how sure it must be to go on
+    scores[confidence] = score(burger, cold, story[None], confidence)
+print("it writes:", tokenizer.decode(sum(write(burger, prompt, 24, 0.3), [])))
+
+# %%
+figure, ((side,),) = plots.axes(1, 1, width=7, height=3.4)
+found = [("after seconds", [(kl, tokens) for kl, tokens in scores.values()])]
+if long:
+    found.append(("after minutes", [(r["kl"], r["tokens"]) for r in long["hamburger"].values()]))
+for (name, points), hue, mark in zip(found, plots.HUES, "os", strict=False):
+    kls, tokens = zip(*points, strict=True)
+    side.plot(tokens, kls, color=hue, marker=mark, label=name)
+side.set(xlabel="tokens for each step, key and value", ylabel="KL from the model, nats a token",
+         ylim=(0, None), title="each point a confidence; lossless would be 0")
+side.legend(frameon=False)
+figure
+
+# %% [markdown]
+# Now let the untouched model check what a step says. Then it is a drafter as any other, and exact. But each
+# step of it is a pass of a model as large as the target: what it gains alone, it must now share.
+
+# %%
+drafted, fewer = generate(model, [prompt], 32, BurgerDraft(burger, 0.3))
+assert drafted == plain
+print(f"{fewer} passes of the model, and as many of the trunk, instead of {passes}; the same text")
+
+# %%
+Markdown("\n".join(beyond.burger_lines(long["hamburger"]))) if long else later
+
+# %% [markdown]
+# ## A sparse self-draft: to see less
+#
+# In a long text the cache is larger than the weights, and reading it takes most of a pass. So let the whole
+# model draft, but let its attention read only the first few tokens (*sinks*) and a window of the last ones.
+# It is a mask, and nothing is trained. On paper, for Llama 3 8B with a window of 1,024:
+
+# %%
+rows = beyond.paper()
+figure, ((left, right),) = plots.axes(1, 2, width=5)
+at = [r["tokens"] for r in rows]
+reads = {"a pass": [(r["weights"] + r["cache"]) / 1e9 for r in rows]}
+reads["a drafted token"] = [(r["weights"] + r["cache"] - r["unread"]) / 1e9 for r in rows]
+for (name, values), hue, mark in zip(reads.items(), plots.HUES, "os", strict=False):
+    left.plot(at, values, color=hue, marker=mark, label=name)
+left.set(xscale="log", xlabel="tokens before it", ylabel="GB read", ylim=(0, None))
+for alpha, hue in zip(("0.8", "0.9"), plots.HUES[2:], strict=False):
+    gains = [r["promise"][alpha][1] for r in rows]
+    right.plot(at, gains, color=hue, marker="D", label=f"if alpha is {alpha}")
+right.set(xscale="log", xlabel="tokens before it", ylabel="speed-up at most")
+for side in (left, right):
+    side.legend(frameon=False)
+figure
+
+# %% [markdown]
+# What alpha is depends on the text. On ours (too short for a gain, but long enough for a question) we can
+# measure it: after each token of the second half of a text, how likely is the first drafted token accepted?
+# Large models need the sinks; does ours?
+#
+# **Predict:** which costs more: a window of 8 instead of 64, or to lose the sinks, which are 4 tokens?
+
+# %%
+from layerskip import Teacher
+
+teachers = [Teacher(model, ids) for ids in beyond.long_texts(tokenizer, c, 2)]
+size = teachers[0].p.shape[1]
+windows = [w for w in (4, 8, 16, 32, 64, 128, 256) if w <= size]
+figure, ((side,),) = plots.axes(1, 1, width=7, height=3.2)
+for sinks, hue, line in ((4, plots.HUES[0], "-"), (0, plots.HUES[1], "--")):
+    alphas = [torch.stack([beyond.sparse_acceptance(t, sinks, w)[size // 2 :] for t in teachers]).mean()
+              for w in windows]
+    side.plot(windows, alphas, color=hue, ls=line, marker="o", label=f"{sinks} sinks")
+side.set(xlabel="window", ylabel="alpha", xscale="log", ylim=(0, 1.02))
+side.set_xticks(windows, windows)
+side.legend(frameon=False)
+figure
+
+# %%
+Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else later
+
+# %% [markdown]
+# ## Questions
+#
+# **1.** What does M2R2 draft without its adapters?
+#
+# <details><summary>Answer</summary>
+# What the plain early exit drafts: the fast row is then the ordinary one.
+# </details>
+
+# %%
+from layerskip import SelfDraft, early_exit
+from speculative import rounds
+
+both = [[r.draft.tokens.tolist() for _, r in rounds(model, [prompt], 16, drafter)]
+        for drafter in (heads["bare exit"].drafter(3), SelfDraft(model, early_exit(L, E), 3))]
+assert both[0] == both[1]
+print("the same drafts, round by round")
+
+# %% [markdown]
+# **2.** Can a stream of ProphetNet change what the model says of the next token, while both learn in one
+# pass?
+#
+# <details><summary>Answer</summary>
+# Not in that pass: no token sees a row. Only the gradients of the streams change the model, for the next
+# step.
+# </details>
+
+# %%
+run, batch = runs[3, 0], text.batch(0, 0, 2, 32).long().to(device)
+with torch.no_grad():
+    alone = train.losses(run.model, batch, range(2 * run.model.c.n_layers))[0]
+    beside = beyond.stream_losses(run.model, run.head, batch)[0]
+assert abs(alone - beside) < 1e-4
+print(f"loss {float(alone):.4f} alone, {float(beside):.4f} beside two streams")
+
+# %% [markdown]
+# **3.** A HAMburger that has learnt nothing yet never goes on after the first token of an entry. What does it
+# write?
+#
+# <details><summary>Answer</summary>
+# The model's own greedy text: an entry of one token is that token's embedding, and the first token of an
+# entry comes straight from the trunk.
+# </details>
+
+# %%
+fresh = Hamburger(model, blocks=1)
+assert sum(write(fresh, prompt, 12, confidence=2.0), []) == plain[0][:12]
+print("the same twelve tokens")
+
+# %% [markdown]
+# **4.** When is a sparse draft accepted for sure?
+#
+# <details><summary>Answer</summary>
+# While sinks and window together hold the whole text: then nothing is hidden, and the draft is the model.
+# </details>
+
+# %%
+short = Teacher(model, held_out[:20].tolist())
+assert float(beyond.sparse_acceptance(short, 4, 16).min()) > 1 - 1e-6
+print("4 sinks and a window of 16 see all of 20 tokens")
+
+# %% [markdown]
+# Four ideas, one loop. Three of them only draft, and cost the text nothing; the fourth trusted itself, until
+# we had it checked. What is checked can be as wild as one likes: that is the freedom of speculative
+# decoding. The figures stand in [BENCHMARKS.md](../BENCHMARKS.md), and everything else begins at the
+# [README](../README.md).

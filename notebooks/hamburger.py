@@ -1,0 +1,220 @@
+"""HAMburger (arXiv 2505.20438), a small reconstruction: NOT lossless, and NOT the model that it is made of.
+
+Several tokens share one entry, which is one key and one value in each block, and one step says all tokens of
+the next entry. The one thing to remember: as a writer it trusts its own guesses, so its text is another one;
+as a drafter (`BurgerDraft`) it is checked by the untouched model, and the text is exact.
+
+    tokens     Once   upon a time   ,    there was       an entry goes on while the next token is almost sure;
+    entries    [ 0 ]  [     1     ] [2]  [   3   ]       its position is that of its last token
+    a step     reads entry m, and says entry m + 1: its first token from the trunk's final state, each other
+               token from a small decoder, which reads states of the trunk and the entry so far
+
+The trunk is a copy of a model and learns with the rest. The model itself, frozen, is the teacher: it says
+where entries end and what comes next (in the paper a text does). There is no cache here, to keep this short:
+each step reads all entries anew, and a cache with a slot for each entry would change only the time.
+"""
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from methods.heads import graft
+from sampling import Coins, to_probs
+from speculative import Draft, Drafter, Rule, chain
+
+SURE, SHARE = 0.05, 0.3     # nats; and relative to the largest entropy in the entry (the paper's code)
+
+
+class Hamburger(nn.Module):
+    """most: tokens of an entry; blocks: of the decoder that says them; heads: of what merges them."""
+
+    def __init__(self, model, most=4, blocks=2, heads=4):
+        super().__init__()
+        self.most, self.heads, dim, L = most, heads, model.c.dim, model.c.n_layers
+        self.trunk = copy.deepcopy(model).requires_grad_(True)
+        self.micro = graft(self.trunk, blocks)          # shares its embedding, final norm and head
+        self.taps = [2 * max(1, round(L * i / 4)) - 1 for i in (1, 2, 3, 4)]    # the last one: final states
+        g = torch.Generator().manual_seed(0)
+
+        def fresh(*shape, std=0.0):
+            return nn.Parameter((std * torch.randn(shape, generator=g)).to(model.tok))
+
+        self.kv, self.place, self.out = fresh(2 * dim, dim, std=0.02), fresh(most, 2 * dim), fresh(dim, dim)
+        self.inner, self.last = fresh(dim, dim, std=0.02), fresh(1, dim)
+
+    def compose(self, tokens, count):
+        """The compositional embedder: of the tokens (B, N, S) of each entry the first `count` (B, N) become
+        one embedding (B, N, dim), their mean and what attention from it to each of them adds."""
+        x, here = self.trunk.embed(tokens), torch.arange(self.most, device=tokens.device) < count[..., None]
+        here[..., 0] = True                             # also in padding, which holds no token
+        mean = (x * here[..., None]).sum(2) / here.sum(2, keepdim=True)         # (B, N, dim)
+        k, v = (F.linear(x, self.kv) + self.place).unflatten(-1, (2, self.heads, -1)).unbind(3)
+        scores = torch.einsum("bnhd,bnshd->bnhs", mean.unflatten(-1, (self.heads, -1)), k)
+        scores = (scores / k.shape[-1] ** 0.5).masked_fill(~here[:, :, None], -torch.inf)   # (B, N, heads, S)
+        y = torch.einsum("bnhs,bnshd->bnhd", scores.softmax(-1), v).flatten(2)  # (B, N, dim)
+        return mean + F.linear(y, self.out) * (count > 1)[..., None]            # one token stays as it is
+
+    def read(self, tokens, count):
+        """The trunk's states of entries after each quarter of its blocks: (B, N, 4, dim)."""
+        trace = dict.fromkeys(self.taps)
+        self.trunk.run(self.compose(tokens, count), count.cumsum(1) - 1, trace=trace)
+        return torch.stack([trace[tap] for tap in self.taps], 2)
+
+    def following(self, features, tokens):
+        """The states that say the entries after those read. features (B, N, 4, dim), tokens (B, N, J) that
+        the next entries begin with -> (B, N, 1 + J, dim)."""
+        x = torch.cat([features, self.micro.embed(tokens)], 2).flatten(0, 1)    # (B*N, 4+J, dim)
+        x = self.micro.run(x, slice(0, x.shape[1])).unflatten(0, features.shape[:2])
+        return torch.cat([features[:, :, 3:], x[:, :, 4:]], 2)
+
+    def ending(self, x):
+        """The stop head's logit (...): is the token that x (..., dim) says the last of its entry?"""
+        return F.linear(F.silu(F.linear(self.trunk.norm(x), self.inner)), self.last)[..., 0]
+
+    def stops(self, x, confidence):     # where the chance that the entry goes on is below `confidence`
+        return (-self.ending(x)).sigmoid() < confidence
+
+
+# --- entries, and how they are learnt
+
+
+def begins(entropy, most):
+    """Which tokens begin an entry, (B, T), by the entropy (B, T) of what each was drawn from: where it is not
+    small, nor small beside the largest in the entry; and the first two, as what was given is not merged.
+
+    >>> begins(torch.tensor([[9.0, 2.0, 0.5, 0.7, 0.01, 0.0]]), most=4).int().tolist()
+    [[1, 1, 0, 1, 0, 0]]
+    """
+    found, size, peak = [torch.ones_like(entropy[:, 0], dtype=torch.bool)] * 2, 1, entropy[:, 1]
+    for e in entropy[:, 2:].unbind(1):
+        joins = ((e < SURE) | (e < SHARE * peak)) & (size < torch.full_like(e, most))
+        size, peak = torch.where(joins, size + 1, 1), torch.where(joins, torch.maximum(peak, e), e)
+        found.append(~joins)
+    return torch.stack(found, 1)
+
+
+def pack(tokens, first, most):
+    """Tokens (B, T) as entries (B, N, most), and how many each one has (B, N), 0 after a row's last.
+
+    >>> entries, count = pack(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[True, True, False, False]]), 3)
+    >>> entries.tolist(), count.tolist()
+    ([[[5, 0, 0], [6, 7, 8]]], [[1, 3]])
+    """
+    at = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    entry = first.cumsum(1) - 1                                                 # (B, T)
+    inside, N = at - torch.where(first, at, 0).cummax(1).values, int(entry.max()) + 1
+    entries = tokens.new_zeros(len(tokens), N * most).scatter(1, entry * most + inside, tokens)
+    count = torch.zeros_like(entries[:, :N]).scatter_add(1, entry, torch.ones_like(entry))
+    return entries.unflatten(1, (N, most)), count
+
+
+def losses(burger, teacher, tokens):
+    """(KL(p || q) of what is said against the teacher, loss of the stop head), in nats, of texts (B, T)."""
+    with torch.no_grad():
+        p = teacher(tokens)[:, :-1]                                             # (B, T-1, V)
+    entropy = F.pad(torch.distributions.Categorical(logits=p).entropy(), (1, 0))    # trap: of row i for i + 1
+    entries, count = pack(tokens, begins(entropy, burger.most), burger.most)
+    x = burger.following(burger.read(entries, count)[:, :-1], entries[:, 1:, :-1])      # (B, N-1, S, dim)
+    place, count = torch.arange(burger.most, device=tokens.device), count[:, 1:, None]
+    x, last = x[place < count], (place == count - 1)[place < count]             # (B*(T-1), dim): text order
+    logp, logq = p.flatten(0, 1).log_softmax(-1), burger.trunk.unembed(x).log_softmax(-1)
+    whole = torch.arange(1, 1 + len(x), device=x.device) % p.shape[1] != 0      # not where the window ends
+    stop = F.binary_cross_entropy_with_logits(burger.ending(x)[whole], last[whole].to(x.dtype))
+    return (logp.exp() * (logp - logq)).sum(-1).mean(), stop
+
+
+def tune(burger, teacher, batches, rates=(3e-4, 2e-3)):
+    """Learn from batches (B, T), trunk and new parts together. Returns the two losses of each step."""
+    trunk = dict.fromkeys(burger.trunk.parameters(), rates[0])
+    optimiser = torch.optim.AdamW([{"params": p, "lr": trunk.get(p, rates[1])} for p in burger.parameters()],
+                                  betas=(0.9, 0.95), weight_decay=0.0)
+    schedule, found = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, len(batches)), []
+    for tokens in batches:
+        kl, stop = losses(burger, teacher, tokens)
+        (kl + 0.5 * stop).backward()            # half, as in the paper's code
+        nn.utils.clip_grad_norm_(burger.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        found.append((kl.item(), stop.item()))
+    return found
+
+
+# --- writing
+
+
+def latest(burger, rows):
+    """What is known after each text, a list of entries, which are lists of ids: (B, 1, 4, dim)."""
+    S, N, device = burger.most, max(map(len, rows)), burger.trunk.tok.device
+    rows = [row + [[]] * (N - len(row)) for row in rows]
+    ids = torch.tensor([[entry + [0] * (S - len(entry)) for entry in row] for row in rows], device=device)
+    features = burger.read(ids, torch.tensor([list(map(len, row)) for row in rows], device=device))
+    return torch.stack([features[b, sum(map(bool, row)) - 1] for b, row in enumerate(rows)])[:, None]
+
+
+@torch.inference_mode()
+def write(burger, prompt, max_new, confidence, probs=to_probs, coins=None):
+    """Write alone, and trust itself: yields the ids of each entry. The prompt is not merged."""
+    row, coins = [[t] for t in prompt], coins or Coins()
+    while max_new > 0:
+        features = latest(burger, [row])
+        ids = torch.zeros(1, 1, 0, dtype=torch.long, device=features.device)    # (1, 1, J)
+        for _ in range(min(burger.most, max_new)):
+            x = burger.following(features, ids)[:, :, -1]                       # (1, 1, dim)
+            ids = torch.cat([ids, coins.choose(probs(burger.trunk.unembed(x)))[None]], 2)
+            if burger.stops(x, confidence):
+                break
+        row, max_new = row + ids[0].tolist(), max_new - ids.shape[2]
+        yield row[-1]
+
+
+@torch.inference_mode()
+def score(burger, teacher, tokens, confidence):
+    """How it would have written the texts (B, T) alone: KL(p || q) in nats a token, whose sum is that between
+    the distributions of texts, and tokens a step, which are tokens for each key and value."""
+    (B, T), S, device = tokens.shape, burger.most, tokens.device
+    logp, ids = teacher(tokens).log_softmax(-1), F.pad(tokens, (0, S))          # (B, T, V), (B, T+S)
+    n, row = torch.ones(B, dtype=torch.long, device=device), torch.arange(B, device=device)[:, None]
+    rows, kl, steps = [[[t]] for t in tokens[:, 0].tolist()], 0.0, 0
+    while n.min() < T:
+        at = n[:, None] + torch.arange(S, device=device)                        # (B, S) of the next tokens
+        x = burger.following(latest(burger, rows), ids[row, at[:, :-1]][:, None])[:, 0]         # (B, S, dim)
+        ends = F.pad(burger.stops(x, confidence)[:, :-1], (0, 1), value=True).int().argmax(1)
+        live = (at <= (n + ends)[:, None]) & (at < T)                           # (B, S)
+        p, q = logp[row, (at - 1).clamp(max=T - 1)], burger.trunk.unembed(x).log_softmax(-1)    # (B, S, V)
+        kl, steps = kl + float((p.exp() * (p - q)).sum(-1)[live].sum()), steps + int((n < T).sum())
+        for b, k in enumerate(live.sum(1).tolist()):
+            rows[b] += [ids[b, n[b] : n[b] + k].tolist()] * (k > 0)
+        n = n + live.sum(1)
+    return kl / (B * (T - 1)), B * (T - 1) / steps
+
+
+class BurgerDraft(Drafter):
+    """A drafter for the untouched model, which checks it: exact. A draft is what one step says; what a round
+    wrote, with the token that the target chose, is read as one entry."""
+
+    def __init__(self, burger, confidence, gamma=None):
+        rule = Rule(burger.most - 1 if gamma is None else gamma)
+        rule.stop = lambda k, logits, token: burger.stops(self.x, confidence)[:, 0]
+        super().__init__(rule)
+        self.burger = burger
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.rows = [[[t] for t in text] for text in state.known]
+
+    def propose(self, state):
+        drafted, features = [], latest(self.burger, self.rows)                  # (B, 1, 4, dim)
+
+        def step(token, k):
+            drafted.append(token)                           # the first is the last known one, and was read
+            self.x = self.burger.following(features, torch.cat(drafted, 1)[:, None, 1:])[:, 0, -1:]
+            return self.burger.trunk.unembed(self.x)                            # (B, 1, V)
+
+        return Draft(*chain(state, step, self.rule))
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        for row, new in zip(self.rows, r.new, strict=True):
+            row += [new[i : i + self.burger.most] for i in range(0, len(new), self.burger.most)]
