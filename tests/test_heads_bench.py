@@ -434,7 +434,7 @@ def test_small_heads_learn(tmp_path):
     a = SimpleNamespace(model=tmp_path, quick=True, minutes=None)
     flags, text = sweep.prepare(a, m, tokenizer, 2)
     assert flags.minutes == 0.05 and flags.context == 64 and len(text.valid) == 1
-    flags.minutes, flags.tokens, flags.lr, flags.warmup = None, 40 * 128, 0.01, 3
+    flags.minutes, flags.tokens, flags.lr, flags.warmup = None, 25 * 128, 0.01, 3
     head = Transfer(m, 3, 2)
     before = sweep.train_heads.evaluate(head, text.valid["own text"], 64, 4096)["overlap"]
     after = sweep.train(head, flags, text)["overlap"]
@@ -473,7 +473,7 @@ def test_which_heads_are_measured(folder, tmp_path):
 
 
 def test_the_whole_benchmark(call, folder, tmp_path):
-    argv = "heads", "--model", folder, "--quick", "--new", "10", "--minutes", "0.01"
+    argv = "heads", "--model", folder, "--quick", "--new", "8", "--minutes", "0.01"
     status, out, err = call(*argv, "--out", tmp_path / "made")
     assert (status, err) == (0, ""), err
     assert (tmp_path / "made.md").read_text() == out
