@@ -205,7 +205,7 @@ def compare(logits, count, seed=0):
             found = [judge(p, q, k) for p, q in laws]
             data[f"{T}, {k}"] = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
             rows.append([f"{T}", f"{k}", *(f"{x:.3f}" for x in data[f"{T}, {k}"].values())])
-    written = [sampled(p, q, 2, count, Coins(seed + i)) for i, (p, q) in enumerate(laws)]
+    written = [sampled(p, q, 2, count, Coins(seed + i)) for i, (p, q) in enumerate(laws)]  # at the last T
     chances = {name: chi_square([p for p, _ in laws], [w[name] for w in written]) for name in written[0]}
     lines = [f"**Verification rules**: how likely one of k guesses is kept, at {len(laws)} places of a "
              f"story, where model and exit keep {logits.shape[-1]} tokens; enumerated, not sampled", "",

@@ -98,21 +98,24 @@ class RecycledDraft(ExitDraft):
 
 
 def train(head, flags, text):
-    """Train a head for flags.minutes, and return what `train_heads.evaluate` says of it."""
+    """Train a head for flags.minutes, and return what `train_heads.evaluate` says of it, and from how many
+    tokens it has learnt, "trained"."""
     device = head.model.tok.device
     run = train_heads.Run(flags, head.model, text, device, head)
     while run.progress() < 1:
         start = time.perf_counter()
         run.train_step()
         run.seconds += time.perf_counter() - start
-    return train_heads.evaluate(head, text.valid[train_heads.OWN], flags.context, train_heads.MEASURED)
+    told = train_heads.evaluate(head, text.valid[train_heads.OWN], flags.context, train_heads.MEASURED)
+    return told | {"trained": run.step * flags.batch * flags.context}
 
 
 def prepare(a, model, tokenizer, count):
     """(flags of train_heads.py, the text) for `count` heads that share the minutes."""
     context = min(64 if a.quick else 256, model.c.max_len)
     flags = train_heads.parse(["transfer", "--model", str(a.model), "--out", "-", "--tokens", "1e12",
-                               "--batch", "2" if a.quick else "4", "--context", str(context)])
+                               "--batch", "2" if a.quick else "4", "--context", str(context),
+                               "--warmup", "5"])
     minutes = a.minutes if a.minutes is not None else 0.1 if a.quick else 8.0
     flags.minutes = minutes / count
     written = train_heads.write_text(model, 600 if a.quick else 5e4, 0, context)
@@ -147,9 +150,9 @@ def run(a, tokenizer):
         told = train(head, flags, text)
         steps = STEPS if name.startswith("transfer") else AHEAD
         tau, positions = drafted(model, prompts, a.new, lambda h=head, k=steps: h.drafter(k))
-        found[name] = {"agreement": told["agreement"], "overlap": told["overlap"], "tau": tau,
-                       "positions": positions, "c_weights": heads.step_cost(head),
-                       "parameters": sum(p.numel() for p in head.weights.parameters())}
+        found[name] = {key: told[key] for key in ("agreement", "overlap", "trained")}
+        found[name] |= {"tau": tau, "positions": positions, "c_weights": heads.step_cost(head),
+                        "parameters": sum(p.numel() for p in head.weights.parameters())}
     tau, positions = drafted(model, prompts, a.new, lambda: SelfDraft(model, early_exit(L, E), AHEAD))
     data = {"transfer": {t: found.pop(f"transfer from {t}") | {"rows": STEPS * (L - t) / L} for t in layers},
             "lucidrains": {f"exit {E}": {"tau": tau, "positions": positions}} | found,
@@ -161,14 +164,15 @@ def lines(data):
     def cells(values):
         return " / ".join(f"{x:.2f}" for x in values)
 
-    rows = [[str(t), f"{r['rows']:.2f}", cells(r["agreement"]), cells(r["overlap"]), f"{r['tau']:.2f}"]
-            for t, r in data["transfer"].items()]
-    beside = [[name, str(r.get("parameters", "")), cells(r["positions"]), f"{r['tau']:.2f}"]
-              for name, r in data["lucidrains"].items()]
+    rows = [[str(t), f"{r['rows']:.2f}", f"{r['trained']:,}", cells(r["agreement"]), cells(r["overlap"]),
+             f"{r['tau']:.2f}"] for t, r in data["transfer"].items()]
+    beside = [[name, *(f"{r[key]:,}" if key in r else "" for key in ("parameters", "trained")),
+               cells(r["positions"]), f"{r['tau']:.2f}"] for name, r in data["lucidrains"].items()]
     trained = f"each trained here for {60 * data['minutes']:.0f} s on text of the model's own"
     return [f"**Hidden Transfer from each depth**, {trained}: what {STEPS} pseudo states for each token "
             "take, in passes over a token, and what they say; tau on stories, greedy", "",
-            *table(["after block", "rows", "agreement by step", "overlap by step", "tau"], rows),
+            *table(["after block", "rows", "tokens learnt", "agreement by step", "overlap by step", "tau"],
+                   rows),
             f"**Prophet beside early exit, extra block and recycling**, {trained}; up to {AHEAD} tokens "
             "drafted on stories, greedy", "",
-            *table(["draft", "parameters", "alpha by position", "tau"], beside)]
+            *table(["draft", "parameters", "tokens learnt", "alpha by position", "tau"], beside)]

@@ -247,21 +247,22 @@ figure
 
 # %% [markdown]
 # It is gone: the next sibling is drawn from q without it, scaled up again, because nobody wants to hear the
-# same guess twice. And p has lost what the guess had too much of. All that p has more of than q is still
-# there, and so a later guess has a fair chance.
+# same guess twice. And p has lost all that it shares with q: that part has had its chance. What p has more of
+# than q is still there, and a later guess may hit it.
 #
 # ## Why the text is exact: one line
 #
-# Write R for what is left of p when a guess is tried, and D for what the guess was drawn from. As in notebook
-# 4 a guess is kept with probability min(1, R/D), and the chance of a refusal is the sum of max(R - D, 0). So
+# Write R for what is left of p when a guess is tried, and Q for what the guess was drawn from. As in notebook
+# 4 a guess is kept with probability min(1, R/Q), and the chance of a refusal is the sum of max(R - Q, 0). So
 # whoever draws from the scaled rest R' after a refusal completes R (Sequoia, arXiv 2402.12374, appendix F):
 #
-# $$\min(R, D) \;+\; \textstyle\sum \max(R - D, 0)\cdot\underbrace{\frac{\max(R - D, 0)}
-# {\sum \max(R - D, 0)}}_{R'} \;=\; R$$
+# $$\min(R, Q) \;+\; \textstyle\sum \max(R - Q, 0)\cdot\underbrace{\frac{\max(R - Q, 0)}
+# {\sum \max(R - Q, 0)}}_{R'} \;=\; R$$
 #
 # The last guess is followed by a draw from what is left. So the last but one is followed by something that is
-# distributed as its R', and so on, back to the first, where R is p. D may depend on all guesses before: that
-# is what allows "without the same token again". In the library this line is in these lines:
+# distributed as its R', and so on, back to the first, where R is p. Q may depend on all guesses before: that
+# is what allows "without the same token again". In the library this line is in these lines (left is R, and
+# drawn is Q):
 
 # %%
 import inspect
@@ -358,7 +359,7 @@ figure
 
 # %% [markdown]
 # These numbers count passes. On a GPU that waits for its memory a pass over 16 tokens costs about as much as
-# one over a single token. On a CPU it does not, and large trees lose there: `bench.py heads` measures both.
+# one over a single token. On a CPU it does not, and a large tree may lose: `bench.py heads` measures it.
 #
 # ## What each head sees
 #
@@ -492,9 +493,9 @@ side.legend(frameon=False, fontsize=8)
 figure
 
 # %% [markdown]
-# Farther is harder for all of them. A row that begins early costs more and can attend to more on its way up;
-# one that begins late is cheap, and must know everything from one vector. The paper begins at a block in
-# between; `bench.py heads` trains longer and draws this curve for your model.
+# The farther away, the harder. A row that begins early costs more, and it can look back at the text on its
+# way up. One that begins late is cheap, and must know everything from one vector. The paper begins at a block
+# in between; `bench.py heads` trains longer and draws this curve for your model.
 #
 # ## In the loop
 #

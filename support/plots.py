@@ -188,7 +188,7 @@ def drafted(results, small, title, path):
         size.plot(nodes, predicted, color=hue, marker="x", ls="--", lw=1)
         size.plot(nodes, block, color=hue, marker=".", ls=":", lw=1)
     size.set(xlabel="nodes of the tree", ylabel="tokens a pass, and passes",
-             title="solid: tau; dashed: predicted; dotted: cost of the block")
+             title="trees: tau (dashed: predicted), cost of the block (dotted)")
     swept = small.get("transfer", {})
     for step, values in enumerate(zip(*(r["agreement"] for r in swept.values()), strict=True), 1):
         depth.plot([r["rows"] for r in swept.values()], values, color=HUES[step - 1], marker="o",
@@ -196,7 +196,7 @@ def drafted(results, small, title, path):
     for t, r in swept.items():
         depth.annotate(f"t = {t}", (r["rows"], r["agreement"][0]), fontsize=8, textcoords="offset points",
                        xytext=(3, 4))
-    depth.set(xlabel="extra rows, in passes over a token", ylabel="agreement", ylim=(0, 1.02),
+    depth.set(xlabel="extra rows, in passes over a token", ylabel="agreement", ylim=(0, None),
               title="Hidden Transfer from after block t")
     named = {f"{name}, tau {r['tau']:.2f}": r["positions"] for name, r in small.get("lucidrains", {}).items()}
     draw_positions(beside, named, "the same text and time of training")

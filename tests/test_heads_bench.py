@@ -320,6 +320,8 @@ def test_ranks_are_those_of_real_draws(models):
     tokens, drawn, chance = rules.draws(warm(z[1, 0]), 3, False)
     exact = chance @ rules.tried(p[: len(tokens)], tokens, drawn)
     assert found.mean(0)[:3].tolist() == pytest.approx(exact.tolist(), abs=0.02)
+    sure = family(p[:1], logits[:1], to_probs, Coins(0))[0]     # a greedy draft offers its best tokens
+    assert sure.tolist() == pytest.approx(p[0, logits[0].topk(heads.RANKS).indices].tolist())
 
 
 def test_a_text_too_short_is_left_out(models):
@@ -434,10 +436,12 @@ def test_small_heads_learn(tmp_path):
     a = SimpleNamespace(model=tmp_path, quick=True, minutes=None)
     flags, text = sweep.prepare(a, m, tokenizer, 2)
     assert flags.minutes == 0.05 and flags.context == 64 and len(text.valid) == 1
-    flags.minutes, flags.tokens, flags.lr, flags.warmup = None, 40 * 128, 0.01, 3
+    flags.minutes, flags.tokens, flags.lr, flags.warmup = None, 25 * 128, 0.01, 3
     head = Transfer(m, 3, 2)
     before = sweep.train_heads.evaluate(head, text.valid["own text"], 64, 4096)["overlap"]
-    after = sweep.train(head, flags, text)["overlap"]
+    told = sweep.train(head, flags, text)
+    after = told["overlap"]
+    assert told["trained"] == flags.tokens == 25 * 128
     assert after[0] > before[0] + 0.2, (before, after)
     flags.minutes, flags.tokens = 1e-9, 1e12
     assert sweep.train(head, flags, text)["overlap"] != after, "a step, and the time is over"
@@ -473,7 +477,7 @@ def test_which_heads_are_measured(folder, tmp_path):
 
 
 def test_the_whole_benchmark(call, folder, tmp_path):
-    argv = "heads", "--model", folder, "--quick", "--new", "10", "--minutes", "0.01"
+    argv = "heads", "--model", folder, "--quick", "--new", "8", "--minutes", "0.01"
     status, out, err = call(*argv, "--out", tmp_path / "made")
     assert (status, err) == (0, ""), err
     assert (tmp_path / "made.md").read_text() == out
@@ -497,6 +501,7 @@ def test_the_whole_benchmark(call, folder, tmp_path):
         assert f"| {name} | {name} | {r['parameters']} |" in out
     assert list(data["sweep"]["transfer"]) == ["0", "1", "2"], "two blocks: their quarters coincide"
     assert [r["rows"] for r in data["sweep"]["transfer"].values()] == [3, 1.5, 0]
+    assert all(r["trained"] >= 128 for r in data["sweep"]["transfer"].values()), "at least one step each"
     assert list(data["sweep"]["lucidrains"]) == ["exit 1", "extra block", "recycling", "prophet"]
     assert data["rules"]["chi_square"]["typical"] < 1e-6
 
