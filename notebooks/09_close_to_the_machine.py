@@ -66,28 +66,25 @@ print(f"{L} blocks of {c.dim} numbers; the prompt has {n} tokens")
 # each of the others would be the *launch* of one kernel or more.
 
 # %%
-from collections import Counter
-
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Launches(TorchDispatchMode):
     """Within it each operation of torch is counted by its name."""
 
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with self:                      # what torch puts together from others is counted as these
             out = func.decompose(*args, **(kwargs or {}))
-        if out is NotImplemented:
-            name = func.overloadpacket.__name__
-            self.names[name] += not (func.is_view or name == "_unsafe_view")
-            out = func(*args, **(kwargs or {}))
-        return out
+        if out is not NotImplemented:
+            return out
+        name = func.overloadpacket.__name__
+        self.names[name] += not (func.is_view or name == "_unsafe_view")
+        return func(*args, **(kwargs or {}))
 
 # %%
+from collections import Counter
+
+
 def one_pass(model, T=1, sublayers=None, cache=cache):
     """A pass over T tokens after the prompt, with a cache."""
     x = model.embed(torch.full((1, T), 5))
@@ -97,6 +94,7 @@ def one_pass(model, T=1, sublayers=None, cache=cache):
 def count(action):
     """{operation: how often it was started}"""
     with Launches() as seen:
+        seen.names = Counter()
         action()
     return +seen.names
 
@@ -127,9 +125,9 @@ assert products == 4 * L + 1
 figure
 
 # %% [markdown]
-# Nearly all launches are small: they add, multiply or copy a few hundred numbers. The chip does such work in
-# less than a microsecond. To *start* it takes longer: Python calls torch, torch looks up types and devices,
-# takes memory for the result, and calls the kernel.
+# Most launches are small: they add, multiply or copy a few hundred numbers. To *start* such an operation
+# takes longer than the operation: Python calls torch, torch looks up types and devices, takes memory for the
+# result, and calls the kernel.
 #
 # ## Count what is read
 #
@@ -176,8 +174,8 @@ side.invert_yaxis()
 figure
 
 # %% [markdown]
-# The two need not add up to the pass: the products are in both. But the picture is clear. On a small model,
-# what is *started* counts as much as what is read, or more.
+# The two need not add up to the pass: products must be started, too, and so that part is in both. But the
+# picture is clear. On a small model what is *started* counts as much as what is read, or more.
 #
 # For larger models this turns around. Bytes grow with the square of the width, launches only with the depth.
 # So here are shapes of known models on paper, on a device that reads 3.35 TB/s (an H100, by its data sheet).
@@ -344,8 +342,9 @@ figure
 
 # %% [markdown]
 # One token alone has no mask: it is right. Whoever tests plain decoding finds nothing, and then drafts four
-# tokens. So `Recorded` compares *each* new recording with the eager pass on its first real input, the logits
-# as well as what was written into the cache. What is off is refused by its name, and that pass stays eager.
+# tokens. So `Recorded` compares *each* new recording with the eager pass on its first real input, what comes
+# out as well as what was written into the cache. What is off is refused by its name, and that pass stays
+# eager.
 
 # %%
 said = []
@@ -383,7 +382,8 @@ assert len(levels) == 16 and float(levels[7]) == 0 and float(levels.abs().max())
 figure
 
 # %% [markdown]
-# The two peaks at the sides are the largest weight of each block, which is exact in size. What is lost?
+# The two peaks at the sides are the largest weight of each block, by which all others are measured. What is
+# lost?
 
 # %%
 twins = {kind: quantise(model, kind) for kind in KINDS}
@@ -434,10 +434,10 @@ assert points["float32"][-1][1] == 1 and points["int8"][-1][1] > 0.9
 figure
 
 # %% [markdown]
-# A copy in few bits is right far more often than a draft that leaves early, and costs more. Both together lie
-# in between. By the *clock* such a draft gains only where a product reads four bits as they are. Torch on a
-# CPU has no such product for NF4: it makes the whole matrix anew each time. Then four bits save memory, and
-# no time.
+# For the same bytes a copy in few bits is right far more often than a draft that leaves early, and it may
+# leave early, too. By the *clock* such a draft gains only where a product reads four bits as they are. Torch
+# on a CPU has no such product for NF4: the whole matrix is made anew each time. Then four bits save memory,
+# and no time. (And the copy takes memory of its own, while a draft that leaves early takes none.)
 #
 # ## Two processes, one text
 #
