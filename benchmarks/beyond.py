@@ -232,8 +232,9 @@ def sparse_acceptance(teacher, sinks, window):
     sees so few tokens: as `Teacher.acceptance`, each position in a slot of its own. (T,) float64"""
     T, m = teacher.p.shape[1], teacher.model
     at = torch.arange(T, device=teacher.p.device)
-    seen = (at < at[:, None]) & ((at < sinks) | (at[:, None] - at < window))
-    tree = torch.cat([seen, torch.eye(T, dtype=torch.bool, device=at.device)], 1)[None]     # (1, T, 2T)
+    own = torch.eye(T, dtype=torch.bool, device=at.device)
+    seen = sparse.sparse(at[:, None], T, sinks, window) & ~own                  # (T, T)
+    tree = torch.cat([seen, own], 1)[None]                                      # (1, T, 2T)
     x = m.run(teacher.states[0], torch.cat([at, at])[None], teacher.cache, None,
               torch.arange(2 * T, device=at.device)[None], tree, span=slice(0, 2 * T))
     return torch.minimum(teacher.p, teacher.probs(m.unembed(x))).double().sum(-1)[0].clamp(max=1).cpu()

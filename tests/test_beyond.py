@@ -101,7 +101,7 @@ def test_a_head_is_taught(text):
     m = make(replace(LLAMA, vocab_size=300, n_layers=2, max_len=128, bos=0)).float()
     before = {name: p.clone() for name, p in m.named_parameters()}
     head = taught(m, text, 3 * 8 * 128, "m2r2", "--exit-layer", "1", "--rank", "2")
-    assert head.kind == "m2r2" and head.shape == {"exit_layer": 1, "rank": 2, "align": 1.0}
+    assert head.kind == "m2r2" and head.shape == {"exit_layer": 1, "rank": 2, "align": 0.1}
     assert head.weights.up.abs().max() > 0 and all(torch.equal(before[k], p) for k, p in m.named_parameters())
     written = own_text(m, text.tokenizer, 900, 300, length=40)
     (learnt,), (measured,) = written.train.values(), written.valid.values()
