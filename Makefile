@@ -11,6 +11,9 @@ demo: $(VENV)/run
 	@echo
 	@echo "== in the stored dtype, bfloat16: how fast? (its coarse rounding may decide a near-tie otherwise)"
 	$(PY) generate.py "Once upon a time" --compare
+	@echo
+	@echo "== the same, where a controller chooses what drafts"
+	$(PY) generate.py "Once upon a time" --compare --draft auto
 
 test: $(VENV)/dev
 	$(PY) -m pytest -n auto
