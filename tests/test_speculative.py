@@ -183,6 +183,18 @@ def test_perfect_draft_is_accepted_whole(models, family, temperature, make_draft
 
 
 @each_family
+def test_a_draft_model_that_is_the_target_says_just_what_it_says(models, family):
+    """To the last digits, in rows that stand at different places, and beyond the window of 5."""
+    m, seen = models[family], 0
+    for _, r in rounds(m, PROMPTS, 20, ModelDraft(m, 3), lambda logits: logits.softmax(-1), Coins(2)):
+        for q, p, length in zip(r.draft.q if r.draft.q is not None else (), r.p, r.draft.length.tolist(),
+                                strict=False):
+            assert (q[:length] - p[:length]).abs().sum() < 1e-11
+            seen += length
+    assert seen > 40
+
+
+@each_family
 @pytest.mark.parametrize("gamma", [0, 1, 2, 4, 12])
 def test_empty_skip_set_needs_the_fewest_passes(models, family, gamma):
     m = models[family]
