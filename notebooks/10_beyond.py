@@ -336,7 +336,7 @@ figure
 # %% [markdown]
 # What alpha is depends on the text. On ours (too short for a gain, but long enough for a question) we can
 # measure it: after each token of the second half of a text, how likely is the first drafted token accepted?
-# Large models need the sinks; does ours?
+# Large models need the sinks (arXiv 2309.17453); does ours?
 #
 # **Predict:** which costs more: a window of 8 instead of 64, or to lose the sinks, which are 4 tokens?
 
