@@ -19,6 +19,7 @@ from control import expected_speedup, weight_costs
 from kvcache import KVCache
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from machine.recorded import Recorded
+from methods.heads import count
 from model import SPARE
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, rounds
@@ -170,13 +171,14 @@ def metered(models, heads=()):
             return act(*args)
         return acted
 
-    matrices = [(head, "spread" if hasattr(head, "spread") else "after") for head in heads
-                if not hasattr(head, "own")]
+    matrices = [(head, next(name for name in ("spread", "after", "rise") if name in vars(type(head))))
+                for head in heads if not hasattr(head, "own")]
     for model in (*models, *owns):
         watch(model, weight_costs(model.c))
     for head, name in matrices:     # the output heads of a Medusa are counted where the model is told of them
-        own = next(head.weights.parameters())[0].numel()
-        setattr(head, name, counting(getattr(head, name), own * (head.steps if name == "spread" else 1)))
+        one = next(head.weights.parameters())[0].numel()
+        own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head)}[name]
+        setattr(head, name, counting(getattr(head, name), own))
     try:
         yield spent
     finally:

@@ -67,13 +67,17 @@ def head_draft(head, costs, vocab=None):
               most=getattr(head, "steps", MOST))
     if "exit_layer" in head.shape:
         way.shared = sum(costs.sublayers[: 2 * head.shape["exit_layer"]]) / costs.whole
+    whole = costs.pricing(range(2 * head.model.c.n_layers))
+    if "rank" in head.shape:        # its second row runs for the last token, too, from which nobody drafts
+        trunk = costs.pricing(range(2 * head.shape["exit_layer"]), 0.0)
+        adapters = pricing(head, costs, 0.0)(costs.at) - trunk(costs.at) / whole(costs.at)
+        way.once = lambda: adapters
     if hasattr(way.drafter, "unread"):
         adapter = costs.sublayers[0] / costs.whole          # an attention, with which it reads what it missed
         way.once = lambda: adapter * costs.block(max(1, way.drafter.unread))
     if "inject_layer" in head.shape:
         way.rides = sum(costs.sublayers[2 * head.shape["inject_layer"] :]) / costs.whole, head.steps
         spread, part = head.steps * pricing(head, costs, 0.0)(costs.at), costs.pricing((), share)
-        whole = costs.pricing(range(2 * head.model.c.n_layers))
         way.once, way.price = lambda: spread, lambda n: part(n) / whole(n)      # one matrix for all its rows
     return way
 

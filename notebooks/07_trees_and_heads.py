@@ -461,7 +461,7 @@ print("the model writes:", repr(tokenizer.decode(written[0])))
 def fit(head, steps=10):
     optimiser = torch.optim.AdamW(head.weights.parameters(), lr=5e-3)
     for step in range(steps):
-        found = train_heads.losses(head, texts[2 * step % 16 :][:2])            # one for each row of a token
+        found, _ = train_heads.losses(head, texts[2 * step % 16 :][:2])         # one for each row of a token
         sum(found).backward()
         optimiser.step()
         optimiser.zero_grad()

@@ -6,7 +6,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 from paper_gpu import PaperGPU
-from tiny import LIVELY, PROMPTS, make, oracle
+
+# trap: `tiny` imports the library, so it is imported in the fixtures: what cannot be imported is to fail a
+# test, and not pytest itself
 
 
 def pytest_configure():
@@ -25,12 +27,16 @@ def pytest_runtest_protocol(item):
 
 @pytest.fixture(scope="module")
 def models():
+    from tiny import LIVELY, make
+
     return {family: make(c) for family, c in LIVELY.items()}
 
 
 @pytest.fixture(scope="module")
 def truth(models):
     """What each model says after the prompts, by the oracle."""
+    from tiny import PROMPTS, oracle
+
     rows = {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
     assert min(len(set(row)) for row in rows["llama"] + rows["gemma2"]) > 8, "dull texts prove little"
     return rows

@@ -2433,6 +2433,9 @@ DYNAMIC = [
 ]
 
 PACE = [
+    ("        way.once = lambda: adapters\n", "        pass\n",
+     "an accelerated row of the last token is free",
+     "test_pace.py::test_by_weights_it_is_never_slower_than_it_promises[1-llama]"),
     ("costs.pricing(sublayers, share)", "costs.pricing(sublayers, 0.0)",
      "a draft needs no head", "test_pace.py::test_candidates_and_their_prices"),
     ("lambda n: own(n) / whole(n), leaves", "lambda n: own(0) / whole(0), leaves",
