@@ -173,7 +173,8 @@ class Teacher:
             raise ValueError(f"the text holds token id {max(ids)}, but ids run from 0 to {c.vocab_size - 1}")
         self.model, self.probs = model, probs
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
-        x = model.embed(torch.tensor([ids], device=model.tok.device))
+        self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
+        x = model.embed(self.tokens)
         trace = dict.fromkeys(range(2 * c.n_layers))
         model.run(x, slice(0, T), self.cache, trace=trace)
         self.states = [x, *trace.values()]                  # states[i] enters sub-layer i: (1, T, dim) each

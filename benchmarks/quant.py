@@ -65,7 +65,7 @@ def acceptance(teacher, draft, subs):
     """How likely the first drafted token after each position of the teacher's text is accepted, where the
     draft is a model of its own: the sum of min(p, q). (T,) float64"""
     with torch.inference_mode():
-        x = draft.run(teacher.states[0], slice(0, teacher.p.shape[1]), sublayers=subs)
+        x = draft.run(draft.embed(teacher.tokens), slice(0, teacher.p.shape[1]), sublayers=subs)
         return torch.minimum(teacher.p, teacher.probs(draft.unembed(x))).double().sum(-1)[0].clamp(max=1)
 
 

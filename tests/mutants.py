@@ -1407,7 +1407,7 @@ BENCH_COSTS = [
 ]
 
 BENCH_SELF = [
-    ('own * (head.steps if name == "spread" else 1)', "own",
+    ('one * getattr(head, "steps", 1)', "one",
      "of the rows that ride along one is read",
      "test_pace.py::test_what_is_timed_is_metered_with_the_matrices_of_heads"),
     ("        self.rehearse([m.start() for", "        list([m.start() for",
@@ -2106,6 +2106,9 @@ PARALLEL_LOAD = [
      "test_parallel.py::test_each_process_reads_only_its_slices"),
 ]
 QUANT_BENCH = [
+    ("draft.run(draft.embed(teacher.tokens),", "draft.run(teacher.states[0],",
+     "a small model reads the large one's embeddings",
+     "test_quant.py::test_the_acceptance_of_an_assistant_of_another_size"),
     ("row += [f\"{cost:.2f}\", f\"{gamma}\"", "row += [f\"{cost:.2f}\", f\"{MOST}\"",
      "the longest draft is called the best", "test_quant.py::test_known_shapes_on_paper"),
     ("cost = sum(paper_bytes(c, kind)[:2])", "cost = paper_bytes(c, kind)[0]",
@@ -2782,7 +2785,7 @@ HAMBURGER = [
      "positions count entries", "test_hamburger.py::test_a_batch_of_texts_is_each_of_them"),
     ("[features[:, :, 3:], x[:, :, 4:]]", "[features[:, :, 3:], x[:, :, 3:-1]]",
      "the small decoder answers a token too early",
-     "test_hamburger.py::test_learning_sees_what_writing_computes"),
+     "test_hamburger.py::test_a_token_is_said_from_all_tokens_before_it_in_its_entry"),
     ("copy.deepcopy(model)", "model", "the teacher is tuned, too",
      "test_hamburger.py::test_entries_of_one_token_at_the_start_are_the_model"),
     ("SHARE * peak)", "SHARE * e / e)", "small means below .3 nats, wherever",
@@ -2817,7 +2820,7 @@ HAMBURGER = [
      "test_hamburger.py::test_an_untouched_burger_drafts_as_the_model_does"),
     ("range(0, len(new), self.burger.most)", "range(0, len(new[:1]), self.burger.most)",
      "what another drafter wrote is forgotten",
-     "test_hamburger.py::test_an_untouched_burger_drafts_as_the_model_does"),
+     "test_hamburger.py::test_a_burger_reads_what_others_wrote"),
 ]
 
 FILL = [

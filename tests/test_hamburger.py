@@ -106,6 +106,18 @@ def test_the_merging_by_hand(burgers):
 
 
 @each_family
+def test_a_token_is_said_from_all_tokens_before_it_in_its_entry(burgers, family):
+    burger = burgers[family]
+    features = latest(burger, [[[5], [3, 7]]])
+    said = burger.following(features, torch.tensor([[[2, 9, 4]]]))[0, 0]        # (4, dim)
+    for j in range(3):
+        ids = torch.tensor([[[2, 9, 4]]])
+        ids[0, 0, j] = 11
+        moved = (burger.following(features, ids)[0, 0] - said).abs().amax(-1) > 1e-9
+        assert moved.tolist() == [k > j for k in range(4)]
+
+
+@each_family
 def test_entries_of_one_token_at_the_start_are_the_model(models, family):
     """Word by word, and as a writer; and the trunk is a copy."""
     m = models[family]
@@ -218,6 +230,19 @@ DRAFTERS = {
     "and n-gram": lambda m: Then(BurgerDraft(wild(m), 0.5), NGram(3, 1)),
     "in turns": lambda m: Turns(BurgerDraft(wild(m), 0.5), SelfDraft(m, keep(6, [3], [4]), 2), NGram(7, 1)),
 }
+
+
+@each_family
+def test_a_burger_reads_what_others_wrote(models, family):
+    """Also where a round wrote more tokens than an entry may have."""
+    m, longest = models[family], 0
+    burger = BurgerDraft(wild(m), 0.5)
+    drafter = Turns(burger, SelfDraft(m, range(12), 7))     # drafts that are always accepted
+    for state, r in rounds(m, PROMPTS, 20, drafter):
+        longest = max(longest, *map(len, r.new))
+        assert [sum(row, []) for row in burger.rows] == state.known
+        assert all(len(entry) <= burger.burger.most for row in burger.rows for entry in row)
+    assert longest == 8
 
 
 @each_family

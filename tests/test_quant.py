@@ -357,6 +357,15 @@ def test_the_acceptance_of_a_copy_is_that_of_its_first_drafts(family):
         torch.minimum(p, q).sum(-1).tolist())
 
 
+@families
+def test_the_acceptance_of_an_assistant_of_another_size(family):
+    """It reads the text by its own embeddings."""
+    probs, text = (lambda logits: to_probs(logits, 1.0)), torch.tensor([PROMPTS[0]])
+    m, small = make(FAMILIES[family]), make(replace(FAMILIES[family], dim=24, n_layers=2))
+    assert bench_quant.acceptance(Teacher(m, PROMPTS[0], probs), small, range(4)).tolist() == pytest.approx(
+        torch.minimum(probs(m(text)), probs(small(text)))[0].sum(-1).tolist())
+
+
 def test_bytes_on_paper():
     """As large as the checkpoints on Hugging Face are, and as bitsandbytes makes them: 13B in about 7 GB."""
     gigabytes = {name: bench_quant.paper_bytes(c)[2] / 1e9 for name, c in bench_quant.SHAPES.items()}

@@ -776,11 +776,12 @@ WRONG = {
     "a twin that is a folder": (dict(twin="."), ["--twin"])}
 
 
-def test_a_model_is_trained_further(product, begin, tmp_path):
+def test_a_model_is_trained_further(product, begin, texts, tmp_path):
     """Its weights, shape and tokenizer are those of the folder, whatever the text; all of them learn."""
     _, out, _ = product
     model, tokenizer = checkpoint.load(out, "cpu", torch.float32)
     changes = dict.fromkeys(SHAPE) | {"start": out, "context": 12, "dtype": "float32"}
+    changes["data"] = [texts / "b.txt"]         # of which another tokenizer would be trained
     run = begin(**changes)
     assert run.model.c == model.c and run.text.tokenizer.to_str() == tokenizer.to_str()
     old = dict(model.named_parameters())
