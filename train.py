@@ -50,7 +50,7 @@ def parse(argv):
     p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these (default: "
                    f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not trained on)")
     p.add_argument("--start", metavar="DIR", help="train the model in DIR further, with its shape and "
-                   "tokenizer (continual pretraining: LayerSkip, section 5.1)")
+                   "tokenizer (continual pretraining), such as a model that cannot yet be left early")
     p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of training one")
     p.add_argument("--vocab", type=int, default=4096, metavar="N", help="size of a new tokenizer")
     add_shape(p.add_argument_group("shape"))

@@ -44,7 +44,7 @@ class Recycled(ExitBlock):
         """What a final state adds to the block's input."""
         return F.linear(unit(final), self.weights.matrix)
 
-    def laws(self, tokens, trace, cache):
+    def predict(self, tokens, trace, cache):
         """As those of `Transfer`: drafts that begin at node j read the exit's states of the tokens to come,
         and all of them the same final state, that of the token before j."""
         (B, T), M, at = tokens.shape, AHEAD - 1, torch.arange(tokens.shape[1], device=tokens.device)

@@ -16,7 +16,7 @@ computed anyway. The model does not change, and neither does its text.
 All of them use the model's own embedding, final norm and output head. `own` is a Transformer of a block or
 two that shares these with the model, and its blocks start as updates by zero: so Kangaroo and ExitBlock start
 as a bare early exit. Each kind has `weights` (all that is trained), `shape` (what its constructor takes, but
-the model), `taps` (the states it reads), `laws` (what it says of a whole text, for training) and `drafter`.
+the model), `taps` (the states it reads), `predict` (its logits for a whole text, for training) and `drafter`.
 """
 import copy
 import hashlib
@@ -75,7 +75,7 @@ class ExitBlock:
         self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, 1)
         self.weights = self.own.blocks
 
-    def laws(self, tokens, trace, cache):
+    def predict(self, tokens, trace, cache):
         x = self.own.run(trace[self.taps[0]], slice(0, tokens.shape[1]), sublayers=self.sublayers)
         yield 0, self.own.unembed(x)
 
@@ -151,7 +151,7 @@ class M2R2:
         self.states = torch.stack([y[:, 1:] for y in rows], 2)
         return rows[-1][:, :1]
 
-    def laws(self, tokens, trace, cache):
+    def predict(self, tokens, trace, cache):
         T, device = tokens.shape[1], tokens.device
         at = torch.arange(T, device=device)[None]                               # (1, T)
         before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
@@ -212,7 +212,7 @@ class Medusa:
             return self.model.unembed(x, self.weights.outer[k])
         return self.model.unembed(x)
 
-    def laws(self, tokens, trace, cache):
+    def predict(self, tokens, trace, cache):
         x = trace[self.taps[0]]
         for k in range(1, self.steps + 1):
             yield k, self.after(x[:, :-k], k - 1)
@@ -251,7 +251,7 @@ class Transfer:
         """What row k of the final pseudo states (B, steps, dim) says: (B, 1, V)."""
         return self.model.unembed(rows[:, k : k + 1])
 
-    def laws(self, tokens, trace, cache):
+    def predict(self, tokens, trace, cache):
         T, t, m = tokens.shape[1], self.shape["inject_layer"], self.model
         rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
         tree = ahead(torch.ones(1, T, T, dtype=torch.bool, device=tokens.device).tril(), self.steps)
@@ -277,7 +277,7 @@ class Prophet:
         self.model, self.shape, self.own = model, {"blocks": blocks}, graft(model, blocks)
         self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks
 
-    def laws(self, tokens, trace, cache):
+    def predict(self, tokens, trace, cache):
         N = tokens.shape[1] - AHEAD                                             # a window for each state
         start = unit(trace[self.taps[0]][:, :N, None])                          # (B, N, 1, dim)
         ids = tokens[:, 1:].unfold(1, AHEAD, 1)                                 # (B, N, AHEAD)
@@ -301,7 +301,7 @@ def judged(head, tokens):
         cache = KVCache(model.c, B, T, model.attention_dtype(), tokens.device)
         x = model.run(model.embed(tokens), slice(0, T), cache, trace=trace)
         target = model.unembed(x)                                               # (B, T, V)
-    for k, said in head.laws(tokens, trace, cache):     # row n is of the token k places after the next
+    for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
         yield said, target[:, k : k + said.shape[1]]
 
 

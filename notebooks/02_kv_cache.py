@@ -189,7 +189,7 @@ draw([("after the prompt", past[:4]),
       ("the next block overwrites them", past + [(good, "known")] + more)], size=11)
 
 # %% [markdown]
-# Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots behind it do
+# Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots after it do
 # no harm, because **a token sees only slots before its own**, and those were all overwritten by then. Nobody
 # needs to know how full the cache is: where a block stands says everything.
 #

@@ -214,16 +214,16 @@ class Script(Coins):    # follows given decisions, and then always takes the fir
 # %%
 def every_outcome(run):
     """{text: probability} over all paths that run(coins) can take, and how many paths there were."""
-    law, decisions, count = {}, [], 0
+    chances, decisions, count = {}, [], 0
     while decisions is not None:
         coins = Script(decisions)
         text = run(coins)
-        law[text], count = law.get(text, 0.0) + coins.weight, count + 1
+        chances[text], count = chances.get(text, 0.0) + coins.weight, count + 1
         taken = (decisions + [0] * len(coins.options))[: len(coins.options)]
         while taken and taken[-1] == coins.options[len(taken) - 1] - 1:
             taken.pop()                                         # all options of this decision are done
         decisions = taken[:-1] + [taken[-1] + 1] if taken else None
-    return law, count
+    return chances, count
 
 # %% [markdown]
 # We keep the two best tokens at each place, so that there are not too many paths, and write three tokens.
@@ -240,27 +240,27 @@ def speculative_text(coins):
     return tuple(t for _, r in rounds(model, [prompt], 3, drafter, two, coins) for t in r.new[0])
 
 
-law, paths = every_outcome(speculative_text)
-print(f"{paths} paths lead to {len(law)} texts; their probabilities sum to {sum(law.values()):.12f}")
+chances, paths = every_outcome(speculative_text)
+print(f"{paths} paths lead to {len(chances)} texts; their probabilities sum to {sum(chances.values()):.12f}")
 
 # %% [markdown]
 # And what would the model alone do? Its own probabilities, multiplied along each text.
 
 # %%
-def plain_law(count):
-    law = {(): 1.0}
+def plain_chances(count):
+    chances = {(): 1.0}
     for _ in range(count):
         longer = {}
-        for text, weight in law.items():
+        for text, weight in chances.items():
             p = two(model(torch.tensor([[*prompt, *text]], device=device))[0, -1])
             longer |= {text + (t,): weight * float(p[t]) for t in p.nonzero()[:, 0].tolist()}
-        law = longer
-    return law
+        chances = longer
+    return chances
 
 
-truth = plain_law(3)
-assert law.keys() == truth.keys() and all(abs(law[t] - truth[t]) < 1e-5 for t in truth)
-print("largest difference:", max(abs(law[t] - truth[t]) for t in truth))
+truth = plain_chances(3)
+assert chances.keys() == truth.keys() and all(abs(chances[t] - truth[t]) < 1e-5 for t in truth)
+print("largest difference:", max(abs(chances[t] - truth[t]) for t in truth))
 
 # %% [markdown]
 # ## A planted mistake
@@ -276,18 +276,18 @@ import speculative
 right = inspect.getsource(speculative.verify)
 mistakes = {"resample from p": right.replace("(p - q * refused)", "p.clone()"),
             "accept everything": right.replace("coins.flip(p_drafted / q_drafted)", "(p_drafted >= 0)")}
-laws = {}
+wrong_rules = {}
 for name, code in mistakes.items():
     assert code != right
     exec(code, vars(speculative))                               # the mistaken `verify` takes its place
-    laws[name], _ = every_outcome(speculative_text)
+    wrong_rules[name], _ = every_outcome(speculative_text)
 exec(right, vars(speculative))
-assert all(max(abs(wrong.get(t, 0) - truth[t]) for t in truth) > 1e-3 for wrong in laws.values())
+assert all(max(abs(wrong.get(t, 0) - truth[t]) for t in truth) > 1e-3 for wrong in wrong_rules.values())
 
 # %%
 order = sorted(truth, key=truth.get, reverse=True)
 figure, ((side,),) = plots.axes(1, 1, width=11, height=3.4)
-for i, (name, found) in enumerate({"the model alone": truth, "the library": law, **laws}.items()):
+for i, (name, found) in enumerate({"the model alone": truth, "the library": chances, **wrong_rules}.items()):
     side.bar([x + 0.2 * i - 0.3 for x in range(len(order))], [found.get(t, 0) for t in order], 0.2,
              color=[plots.HUES[7], plots.HUES[0], plots.HUES[1], plots.HUES[4]][i], label=name)
 side.set_xticks(range(len(order)), [tokenizer.decode(t).strip() for t in order], rotation=35, ha="right",

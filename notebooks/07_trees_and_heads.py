@@ -282,19 +282,19 @@ small_p, small_q = (x[some].double() / x[some].sum() for x in (p[0], q[0]))
 ways, drawn, chance = rules.draws(small_q, 2, again=False)      # (30, 2), (30, 2, 6), (30,)
 
 
-def law_of(ways, drawn):
+def as_written(ways, drawn):
     each = rules.tried(small_p.expand(len(ways), -1), ways, drawn)      # (30, 2): which of them is accepted
-    law = torch.zeros(6).double().index_add(0, ways.flatten(), (chance[:, None] * each).flatten())
+    chances = torch.zeros(6).double().index_add(0, ways.flatten(), (chance[:, None] * each).flatten())
     rest = small_p.expand(len(ways), -1)
     for i in range(2):
         rest = (rest - drawn[:, i]).clamp(min=0)
         rest = rest / rest.sum(-1, keepdim=True).clamp(min=1e-300)
-    return law + (chance * (1 - each.sum(1))) @ rest
+    return chances + (chance * (1 - each.sum(1))) @ rest
 
 # %%
-assert torch.allclose(law_of(ways, drawn), small_p)
+assert torch.allclose(as_written(ways, drawn), small_p)
 print("p:      ", [round(v, 4) for v in small_p.tolist()])
-print("written:", [round(v, 4) for v in law_of(ways, drawn).tolist()])
+print("written:", [round(v, 4) for v in as_written(ways, drawn).tolist()])
 
 # %% [markdown]
 # ## How good can a rule be?
@@ -561,7 +561,7 @@ print(f"depth {depth}: never more than {depth + 1}; seen here: {longest}")
 
 # %%
 order = small_q[ways].argsort(1, descending=True)
-wrong = law_of(ways.gather(1, order), drawn.gather(1, order[..., None].expand(-1, -1, 6)))
+wrong = as_written(ways.gather(1, order), drawn.gather(1, order[..., None].expand(-1, -1, 6)))
 moved = float((wrong - small_p).abs().sum() / 2)
 assert moved > 1e-3
 print(f"{moved:.1%} of the probability has moved to other tokens")

@@ -2115,7 +2115,7 @@ QUANT_BENCH = [
      "drafting in few bits needs no head", "test_quant.py::test_known_shapes_on_paper"),
     ("blocks + head * (1 if c.tied else 2)", "blocks + head",
      "an untied model has no embeddings", "test_quant.py::test_bytes_on_paper"),
-    ("teacher.states[0], slice", "teacher.states[2], slice",
+    ("draft.embed(teacher.tokens), slice", "teacher.states[2], slice",
      "a copy starts from the target's states",
      "test_quant.py::test_the_acceptance_of_a_copy_is_that_of_its_first_drafts"),
     ("torch.minimum(teacher.p,", "torch.maximum(teacher.p,",
@@ -3148,17 +3148,18 @@ def try_mutant(mutant, wrong):
 
 def main(words):
     chosen = [m for m in MUTANTS if not words or any(word in f"{m.file} {m.phrase}" for word in words)]
-    tests, wrong, failed = sorted({m.test for m in chosen}), {}, 0
+    tests, wrong, failed = sorted({m.test for m in chosen}), {}, []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tokenizers", "pytest"])  # imported once, not for every row
     with ProcessPoolExecutor(WORKERS, context) as pool:
         for why in pool.map(check_tests, [tests[i::WORKERS] for i in range(min(WORKERS, len(tests)))]):
             wrong |= why
         for m, (verdict, seconds) in zip(chosen, pool.map(try_mutant, chosen, repeat(wrong)), strict=True):
-            print(f"{verdict:8} {seconds:5.1f} s  {m.file[:-3]}: {m.phrase}", flush=True)
-            failed += verdict != "KILLED"
-    print(f"{len(chosen) - failed} passed, {failed} failed")
-    return int(failed > 0 or not chosen)
+            line = f"{verdict:8} {seconds:5.1f} s  {m.file[:-3]}: {m.phrase}"
+            print(line, flush=True)
+            failed += [line] * (verdict != "KILLED")
+    print(f"{len(chosen) - len(failed)} passed, {len(failed)} failed", *failed, sep="\n")  # seen again
+    return int(bool(failed) or not chosen)
 
 
 if __name__ == "__main__":

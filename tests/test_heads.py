@@ -1,7 +1,7 @@
 """Trained heads: the loop stays exact, drafting says what training trained, files, and what is refused.
 
 One thing to remember: greedy text cannot show that a head drafts badly. What can is the comparison of every
-drafted q with training's own forward, `laws`, over the whole text at once."""
+drafted q with training's own forward, `predict`, over the whole text at once."""
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -141,12 +141,9 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_exact_law(name):
-    """The first two tokens, after however many rounds."""
-    c, make_drafter, settings = LAWS[name]
-    m, probs, shapes = make(c, 3), lambda x: to_probs(x, **settings), Counter()
-    drafter = make_drafter(m)
+def assert_exact(m, drafter, settings=TOP_P):
+    """The first two tokens, after however many rounds, have the law of the model's own."""
+    probs, shapes = lambda x: to_probs(x, **settings), Counter()
 
     def run(coins):
         out = []
@@ -158,6 +155,13 @@ def test_exact_law(name):
 
     assert_same_law(law(run), target_law(m, [1, 2, 1], probs, 2))
     assert len(shapes) > 1, "accepted and refused"
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_exact_law(name):
+    c, make_drafter, settings = LAWS[name]
+    m = make(c, 3)
+    assert_exact(m, make_drafter(m), settings)
 
 
 @each_family
@@ -209,7 +213,7 @@ def trained_law(head, ids, place):
     cache = KVCache(m.c, 1, len(ids), torch.float64)
     with torch.no_grad():
         m.run(m.embed(tokens), slice(0, len(ids)), cache, trace=trace)
-        laws = dict(head.laws(tokens, trace, cache))
+        laws = dict(head.predict(tokens, trace, cache))
     return lambda far: laws[far][0, place - 1 - far].softmax(-1)
 
 
@@ -304,9 +308,9 @@ def test_at_the_start_an_adapter_is_the_bare_exit(models, family):
         assert generate(m, PROMPTS, 24, kind(m, 6).drafter(3))[1] == 6
     tokens, trace = torch.tensor([PROMPTS[0]]), {11: None}
     m.run(m.embed(tokens), slice(0, 8), trace=trace)
-    for k, said in Medusa(m, 2).laws(tokens, trace, None):
+    for k, said in Medusa(m, 2).predict(tokens, trace, None):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-3, "a head starts as the model's own"
-    for k, said in Transfer(m, 6, 2).laws(tokens, trace, KVCache(m.c, 1, 8, torch.float64)):
+    for k, said in Transfer(m, 6, 2).predict(tokens, trace, KVCache(m.c, 1, 8, torch.float64)):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-9, "a pseudo state starts as a copy"
 
 
@@ -430,7 +434,7 @@ def test_an_adapter_sees_the_whole_text():
     for first in (1, 2):
         x = torch.zeros(1, 12, 32, dtype=torch.float64)
         x[0, 0] = first * torch.arange(32) % 7
-        far.append(next(iter(head.laws(torch.zeros(1, 12), {1: x}, None)))[1][0, -1])
+        far.append(next(iter(head.predict(torch.zeros(1, 12), {1: x}, None)))[1][0, -1])
     assert (far[0] - far[1]).abs().max() > 1e-6
 
 
