@@ -450,5 +450,5 @@ assert land["alpha"].argmax() == 0 and land["alpha"][0] == 1
 print("set 0 skips nothing and is always accepted")
 
 # %% [markdown]
-# That is the whole path: from a forward pass to a searched skip set. What remains is in the
-# [README](../README.md): the commands, what always holds, and figures measured with care.
+# Next: [trees and trained heads](07_trees_and_heads.ipynb). So far every draft is one chain of tokens, and
+# nothing was trained for it. What is gained with a tree, and with a small part that learns to draft?

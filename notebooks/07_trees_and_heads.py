@@ -602,5 +602,7 @@ for seed in range(50):
 print("fifty seeds, the same end and the same token")
 
 # %% [markdown]
-# What remains is in the [README](../README.md): the commands (`train_heads.py`, and `generate.py --draft
-# transfer --tree 8`), and in BENCHMARKS.md what all of this is worth on a machine.
+# `train_heads.py` trains heads, `generate.py --draft transfer --tree 8` drafts with them, and
+# [BENCHMARKS.md](../BENCHMARKS.md) says what they are worth on a machine.
+#
+# Next: [adapting](08_adapting.ipynb). Which draft is the best one changes with the text. Who chooses?

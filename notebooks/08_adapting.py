@@ -352,3 +352,7 @@ print("of the exit all sub-layers are shared, of the skip set only those before 
 _, count = generate(model, [prompt], 20, Pace(model, most=0))
 assert count == 20
 print("20 tokens in 20 passes")
+
+# %% [markdown]
+# Next: [close to the machine](09_close_to_the_machine.ipynb). What does a pass really cost, and what if the
+# numbers had fewer bits?

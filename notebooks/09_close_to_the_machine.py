@@ -535,3 +535,5 @@ for alpha, cost in ((0.95, 0.3), (0.8, 0.15)):
 # %% [markdown]
 # Readers who have Triton, or its interpreter, go one step closer: [kernels.py](kernels.py) writes four
 # operations of this model by hand, each beside the line of torch that it replaces.
+#
+# Next: [beyond](10_beyond.ipynb). Four ideas that go further than all of this.
