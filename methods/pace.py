@@ -2,7 +2,7 @@
 
 The one thing to remember: a round buys tokens for time. The prices are known beforehand, so whatever an
 experiment can lose is known, too, and no more is risked than was saved for it. Hence the promise that no
-published system makes: never slower than plain decoding by more than `risk`, whatever the drafts are worth.
+published system makes: by its prices never slower than plain decoding by more than `risk`, whatever drafts.
 
     nothing         costs 1 pass and writes 1 token: what all else is measured by
     an exit         a trace of the target tells what it would have drafted, also while others draft

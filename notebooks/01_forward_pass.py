@@ -24,7 +24,9 @@
 # You need Python, and you should know what a matrix product and a softmax are. The other notebooks build on
 # this one: [2, the cache](02_kv_cache.ipynb), [3, sampling](03_sampling.ipynb),
 # [4, speculative decoding](04_speculative_decoding.ipynb), [5, layer skipping](05_layer_skipping.ipynb),
-# [6, search](06_search.ipynb).
+# [6, search](06_search.ipynb), [7, trees and trained heads](07_trees_and_heads.ipynb),
+# [8, adapting](08_adapting.ipynb), [9, close to the machine](09_close_to_the_machine.ipynb) and
+# [10, beyond](10_beyond.ipynb).
 #
 # No number in the text depends on the weights: every figure is computed here, so the notebook also runs on a
 # model of your own. Change `MODEL` in the first cell.
@@ -427,8 +429,8 @@ print(f"range({2 * E}) is the exit after block {E}: it says",
 # %% [markdown]
 # ## What Gemma-2 does differently
 #
-# The second family differs from Llama in eight fields of the configuration, and each is read on one line of
-# `model.py`. There is no second class.
+# The second family differs from Llama in eight fields of the configuration, and each but `window` is read on
+# exactly one line of `model.py`. There is no second class.
 
 # %%
 from dataclasses import fields, replace

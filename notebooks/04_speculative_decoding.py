@@ -423,8 +423,10 @@ figure
 #
 # ## Two ratios that are easily confused
 #
-# - **alpha** = accepted / *tested*: what the formula wants.
-# - **yield** = accepted / *drafted*: what is easily counted. Dead guesses pull it down.
+# - **alpha** = accepted / *tested*: what the formula wants. Where all places are alike it does not matter
+#   which are counted; the library counts the first guess of each round, which is always tested.
+# - **yield** = accepted / *drafted*: what is easily counted, and what vLLM reports as "draft acceptance
+#   rate". Dead guesses pull it down.
 #
 # **Predict:** alpha is 0.8 and drafts have 5 tokens. How many tokens does a round write? How large is the
 # yield? And what does the formula say if somebody puts the yield into it?

@@ -183,9 +183,9 @@ figure
 
 # %% [markdown]
 # **2. Regression: the values seen so far, spread by the kernel.** Let y be the values seen, K the
-# covariances of the tried sets with each other, k those of a new set with the tried ones, and sigma the
-# noise of a trial. Then the new set's value is expected to be mu, give or take s (Rasmussen and Williams
-# 2006, eq. 2.25 and 2.26):
+# covariances of the tried sets with each other, k those of a new set with the tried ones, k** that of the
+# new set with itself, and sigma the noise of a trial. Then the new set's value is expected to be mu, give or
+# take s (Rasmussen and Williams 2006, eq. 2.25 and 2.26):
 #
 # $$\mu = k^\top (K + \sigma^2 I)^{-1} y, \qquad s^2 = k_{**} - k^\top (K + \sigma^2 I)^{-1} k$$
 

@@ -57,10 +57,10 @@ print(f"{L} blocks; the first {EXIT} of them draft")
 # %% [markdown]
 # ## A tree, and who sees whom
 #
-# `Siblings` goes around any drafter of chains. With widths `[2, 1]` the first two tokens of the chain get a
-# sibling, and the first one a second. Siblings are drawn from the same q, but never the same token twice. We
-# let it draft for eight rounds, keep each tree as it was before it was verified, and choose the one in which
-# the second guess for the first place has the best chance.
+# `Siblings` goes around any drafter of chains. With widths `[2, 1]` two siblings stand beside the first guess
+# of the chain, and one beside the second. Siblings are drawn from the same q, but never the same token twice.
+# We let it draft for eight rounds, keep each tree as it was before it was verified, and choose the one in
+# which the second guess for the first place has the best chance.
 
 # %%
 from itertools import islice
@@ -411,14 +411,16 @@ sides[0].set_ylabel("block")
 figure
 
 # %% [markdown]
-# - **Kangaroo** (arXiv 2404.18911) and the **exit block** (lucidrains) put a piece of their own between an
-#   early exit and the model's head. They read each token, their own drafts, too: so the trunk up to the exit
-#   must run for each of them.
+# - **Kangaroo** (arXiv 2404.18911) and the **exit block** (of lucidrains'
+#   [speculative-decoding](https://github.com/lucidrains/speculative-decoding)) put a piece of their own
+#   between an early exit and the model's head. They read each token, their own drafts, too: so the trunk up
+#   to the exit must run for each of them.
 # - **Medusa** (arXiv 2401.10774) reads the final state of the last token read, and nothing else. It says
 #   three tokens at once: cheap, but its second head does not know what the first one has said.
 # - **Hidden Transfer** (arXiv 2404.12022) makes *pseudo states* of the tokens to come, in the middle of the
 #   model. They run through the upper blocks beside the real tokens, in the pass that verifies.
-# - **The prophet** (lucidrains) is a small decoder. It begins with the final state and reads its own drafts.
+# - **The prophet** (lucidrains; not ProphetNet, which is in notebook 10) is a small decoder. It begins with
+#   the final state and reads its own drafts.
 #
 # The pseudo states of Hidden Transfer must not disturb anybody. Here is who sees whom, for a block of three
 # tokens with two rows each. No real token sees a row, and the cache keeps none.
@@ -443,10 +445,11 @@ figure
 # ## Where should pseudo states begin?
 #
 # Training is simple: the teacher is the model itself. A head learns to say, at each place of a text, what the
-# model will say some places later; the loss is KL(p || q), and the model stays as it is. Here we train three
-# very small heads for a few steps, on text that the model writes: pseudo states from the embedding (t = 0, a
-# stream of ProphetNet), from the middle, and from the end (t = L, Medusa without its residual block).
-# (`train_heads.py` does the same for minutes, and then they are worth something.)
+# model will say some places later. The loss is KL(p || q), the sum of p log(p / q): 0 where q is p, and
+# larger, the less q gives to what p says. The model stays as it is. Here we train three very small heads for
+# a few steps, on text that the model writes: pseudo states from the embedding (t = 0, a stream of
+# ProphetNet), from the middle, and from the end (t = L, Medusa without its residual block). (`train_heads.py`
+# does the same for minutes, and then they are worth something.)
 
 # %%
 import train_heads

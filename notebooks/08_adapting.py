@@ -261,10 +261,11 @@ figure
 # ## What it may lose
 #
 # An experiment can fail. But its price is known before: a token of a draft costs c, and so many are
-# drafted. Pace has a purse. Whatever it wins over plain decoding goes in, and each round adds `risk`, 1 %
-# of a pass. No draft is begun whose whole price the purse could not pay, and experiments leave half of the
-# first stake alone. So the purse never falls below zero, and that *is* the promise: never slower than plain
-# decoding by more than 1 %, and one pass.
+# drafted. Pace has a purse, which begins with one pass in it, the *stake*. Whatever it wins over plain
+# decoding goes in, and each round adds `risk`, 1 % of a pass. No draft is begun whose whole price the purse
+# could not pay, and experiments leave half of the stake there. So the purse never falls below zero, and that
+# *is* the promise: by its table of costs, never slower than plain decoding by more than 1 %, and one pass. By
+# the clock it holds as far as the table is right.
 #
 # We give it a draft that is worth nothing, and compare with one who drafts two tokens in every round.
 

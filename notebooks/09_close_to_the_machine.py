@@ -63,7 +63,7 @@ print(f"{L} blocks of {c.dim} numbers; the prompt has {n} tokens")
 #
 # torch tells whoever asks about each operation, just before it runs. So we can count. An operation that only
 # looks at the same memory in another shape is a *view*: it computes nothing, and we leave it out. On a GPU
-# each of the others would be the *launch* of one kernel or more.
+# each of the others would be the *launch* of one *kernel* (a program that runs on the GPU) or more.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,8 +200,9 @@ figure
 # ## Record once, replay
 #
 # A *recording* notes all operations of a pass, and then starts them at once. `machine/recorded.py` has three
-# ways: a compiled program on a CPU, a CUDA graph on a GPU, and one on paper for tests, which runs everything
-# anew but on memory of its own, so that whatever would break a graph breaks it, too. We use the last.
+# ways: on a CPU a compiled program; on a GPU a *CUDA graph*, a stored list of kernels that is started as one;
+# and for tests `paper`, which runs everything anew but on memory of its own, so that whatever would break a
+# graph breaks it, too. We use the last.
 # `Recorded` stands in for the model, and the loop does not know.
 
 # %%
@@ -503,7 +504,8 @@ assert more[4] < 1.4 * more[1]
 print(f"{more[4]} for four tokens, {more[1]} for one")
 
 # %% [markdown]
-# **2.** NF4 has 4.127 bits instead of 32. Is the whole model 7.75 times smaller?
+# **2.** NF4 has 4.127 bits a weight (four, and its part of the scale of its group) instead of 32. Is the
+# whole model 7.75 times smaller?
 #
 # <details><summary>Answer</summary>
 # No. Embeddings, head and norms stay as they are, and in a small model with many tokens they are a large

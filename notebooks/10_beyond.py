@@ -14,7 +14,7 @@
 # # 10. Beyond: four ideas, rebuilt small
 #
 # Four more ways to draft, or to need fewer passes. M2R2 has no public code. ProphetNet and HAMburger need a
-# training that few people can repeat. The last idea is new: a draft that reads only a part of the text. Here
+# training that few people can repeat. The last idea is a draft that reads only a part of the text. Here
 # each of them is a **reconstruction**: our reading of the paper, at a scale where one can look at it. None of
 # the figures below speaks for the original. But to each we can put one question that its paper leaves open.
 #
@@ -23,7 +23,7 @@
 # | M2R2 (arXiv 2502.02040) | is an accelerated row better than an adapter with as many weights? |
 # | ProphetNet (arXiv 2001.04063) | does it help a model itself to foresee more than the next token? |
 # | HAMburger (arXiv 2505.20438) | what is left of its speed where its guesses are checked? |
-# | a sparse self-draft (arXiv 2602.07223) | how much of the text must a draft see? |
+# | a sparse self-draft (TriForce, arXiv 2404.11912) | how much of the text must a draft see? |
 #
 # > **The one thing to remember: whatever drafts, the check is the same, and so is the text. What is not
 # > checked is another model.**
@@ -203,9 +203,10 @@ side.axhline(T - 0.5, color=plots.HUES[1], lw=1)
 figure
 
 # %% [markdown]
-# lucidrains asked of a relative of this: does the loss of the streams help the model's own? Nothing but a
-# comparison can say so: the same tiny model, from the same seed, on the same batches, with one stream (plain
-# training) and with three. Two seeds, because a seed alone moves the loss, too.
+# In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a relative
+# of this is open: does the loss of the streams help the model's own? Nothing but a comparison can say so: the
+# same tiny model, from the same seed, on the same batches, with one stream (plain training) and with three.
+# Two seeds, because a seed alone moves the loss, too.
 #
 # **Predict:** will the gap between one and three streams be larger than that between two seeds?
 
