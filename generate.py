@@ -213,7 +213,7 @@ def report(a, model, seen, texts):
     return {
         "outputs": outputs, **speed(n.tokens, seen.timed.reading, seconds),
         "target_passes": n.passes, "tokens_per_pass": n.tau,
-        "acceptance": n.accepted / n.proposed if n.proposed else None,
+        "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
         "tail": a.tail, "tree": a.tree, "fast": a.fast, "quant": a.quant,
         "processes": parallel.place()[1], **automatic(a, seen.timed.drafters[0]),

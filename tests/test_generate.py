@@ -82,7 +82,8 @@ def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     assert r["threads"] == torch.get_num_threads()
     assert r["tokens_per_pass"] == pytest.approx(12 / r["target_passes"])
     assert r["tokens_per_second"] == pytest.approx(12 / r["seconds"])
-    assert (r["acceptance"] is None) == (gamma == 0 or draft == "none" or r["target_passes"] == 12)
+    assert (r["alpha"] is None) == (gamma == 0 or draft == "none" or r["target_passes"] == 12)
+    assert r["accepted"] <= r["proposed"] and (r["alpha"] is not None) == (r["proposed"] > 0)
     assert r["exit_layer"] == (3 if "--exit-layer" in flags else 2 if draft == "exit" else None)
 
 
