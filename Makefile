@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test gpu-test gpu mutants exercises fuzz kill lint picture notebooks browser clean
+.PHONY: demo test gpu-test gpu mutants exercises fuzz kill lint picture notebooks browser benchmarks clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -46,6 +46,27 @@ notebooks: $(VENV)/dev
 
 browser: $(VENV)/dev
 	$(PY) tests/browser.py
+
+# Everything that stands on the shipped weights, measured anew: hours on two cores that do nothing else.
+MODELS = stories-llama stories-gemma2
+benchmarks: $(VENV)/dev
+	mkdir -p results
+	$(PY) tests/test_golden.py
+	$(PY) porting/make.py stories
+	for m in $(MODELS); do \
+	  $(PY) search.py --model weights/$$m --text benchmarks/prompts/stories.jsonl --trials 200 --out results/$$m \
+	    && cp results/$$m/skip.json weights/$$m/ || exit 1; done
+	rm -f notebooks/landscape.npz
+	$(PY) bench.py search --out results/search && cp results/search.png notebooks/
+	$(PY) bench.py counts --out results/counts
+	$(PY) bench.py plain --fast --out results/plain
+	$(PY) bench.py quant --new 64 --repeats 1 --out results/quant
+	for m in $(MODELS); do for what in self heads dynamic; do \
+	  $(PY) bench.py $$what --model weights/$$m --out results/$$m-$$what || exit 1; done; done
+	$(PY) bench.py heads --model weights/stories-plain --out results/stories-plain-heads
+	$(PY) bench.py dynamic --model weights/stories-plain --out results/stories-plain-dynamic
+	$(PY) bench.py beyond --twin weights/stories-plain --out notebooks/beyond
+	$(MAKE) notebooks picture
 
 lint: $(VENV)/dev
 	$(PY) -m ruff check

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from model import MLP, Attention, Config, Transformer
-from support.files import read_json, replacing
+from support.files import read_json, replacing, write_file
 
 FAMILIES = {  # defaults for keys that config.json leaves out; None: derived from other keys
     "llama": dict(
@@ -88,10 +88,8 @@ def save(model, folder, tokenizer):
     contents = {"config.json": write_config(model.c, model.tok.dtype) | ids, "generation_config.json": ids,
                 "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"} | names}
     for name, content in contents.items():
-        with replacing(folder / name) as path:
-            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    with replacing(folder / "tokenizer.json") as path:
-        path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        write_file(folder / name, json.dumps(content, indent=2) + "\n")
+    write_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
 
 
 def encode(tokenizer, text, bos=None):
@@ -315,71 +313,72 @@ def read_config(folder):
     """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises ValueError for
     whatever this library would compute wrongly: other architectures, biases, rope types, activations, layer
     patterns."""
-    raw, path = read_json(folder / "config.json"), folder / "config.json"
+    path, other = folder / "config.json", folder / "generation_config.json"
+    raw, generation = read_json(path), read_json(other) if other.is_file() else {}
+    try:
+        return Config(**read_fields(raw, generation))
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
 
-    def refuse(why):
-        raise ValueError(f"{path}: {why}")
 
-    family = read_family(raw, refuse)
+def read_fields(raw, generation):
+    """The fields of a Config, as the two files have them."""
+    family = read_family(raw)
     raw = FAMILIES[family] | raw
-    for key in ("head_dim", "num_key_value_heads"):
+    for key in {"head_dim", "num_key_value_heads", "hidden_activation"} & FAMILIES[family].keys():
         raw[key] = FAMILIES[family][key] if raw[key] is None else raw[key]
-    number = partial(read_number, raw, refuse)
-    shape = read_shape(raw, number, refuse)
+    number = partial(read_number, raw)
+    shape = read_shape(raw, number)
     act = raw["hidden_activation"] if family == "gemma2" else raw["hidden_act"]
-    if act is None and family == "gemma2":
-        act = FAMILIES[family]["hidden_activation"]
     if not isinstance(act, str) or act not in ACTS:
-        refuse(f"activation {act!r} is not supported; {' and '.join(ACTS)} are")
+        raise ValueError(f"activation {act!r} is not supported; {' and '.join(ACTS)} are")
     if not isinstance(raw["tie_word_embeddings"], bool):
-        refuse(f"tie_word_embeddings must be true or false, got {raw['tie_word_embeddings']!r}")
-    theta, scaling = read_rope(raw, refuse)
-    fields = shape | dict(
-        rope_theta=theta, rope_scaling=scaling, tied=raw["tie_word_embeddings"], act=ACTS[act],
-        max_len=number("max_position_embeddings"), **read_special(folder, raw, shape["vocab_size"], refuse))
-    if family == "gemma2":
-        fields |= read_gemma2(raw, number)
+        raise ValueError(f"tie_word_embeddings must be true or false, got {raw['tie_word_embeddings']!r}")
+    theta, scaling = read_rope(raw)
     kinds = raw.get("layer_types")
     turn = ["sliding_attention" if family == "gemma2" else "full_attention", "full_attention"]
     if kinds is not None and kinds != [turn[i % 2] for i in range(min(shape["n_layers"], 2**16))]:
-        refuse(f"layer_types must be {turn[0]} and {turn[1]} in turn, got {kinds}")
-    return Config(**fields)
+        raise ValueError(f"layer_types must be {turn[0]} and {turn[1]} in turn, got {kinds}")
+    return shape | dict(
+        rope_theta=theta, rope_scaling=scaling, tied=raw["tie_word_embeddings"], act=ACTS[act],
+        max_len=number("max_position_embeddings"), **read_special(raw, generation, shape["vocab_size"]),
+        **(read_gemma2(raw, number) if family == "gemma2" else {}))
 
 
-def read_family(raw, refuse):
+def read_family(raw):
     """A key of FAMILIES. Refuses architectures and variants that are not written here."""
     named = raw.get("architectures") or [ARCHITECTURES.get(raw.get("model_type"), raw.get("model_type"))]
     family = next((f for f, name in ARCHITECTURES.items() if named == [name]), None)
     if family is None or raw.get("model_type", family) != family:
-        refuse(f"architecture {raw.get('architectures') or raw.get('model_type')} is not supported; "
-               f"Llama 1 to 3.x and Gemma-2 are ({', '.join(ARCHITECTURES.values())})")
+        raise ValueError(f"architecture {raw.get('architectures') or raw.get('model_type')} is not "
+                         f"supported; Llama 1 to 3.x and Gemma-2 are ({', '.join(ARCHITECTURES.values())})")
     for key in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
         if raw.get(key):
-            refuse(f"{key} is not supported")
+            raise ValueError(f"{key} is not supported")
     return family
 
 
-def read_number(raw, refuse, key, kind=int, default=None):
+def read_number(raw, key, kind=int, default=None):
     """A positive number of config.json, as an int or a float."""
     value = default if raw.get(key) is None else raw[key]
     if value is None:
-        refuse(f"{key} is missing")
+        raise ValueError(f"{key} is missing")
     fine = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     if not fine or not 0 < value < 2**31:
-        refuse(f"{key} must be a {'whole' if kind is int else 'positive'} number, got {value!r}")
+        raise ValueError(f"{key} must be a {'whole' if kind is int else 'positive'} number, got {value!r}")
     return kind(value)
 
 
-def read_shape(raw, number, refuse):
+def read_shape(raw, number):
     """The fields of a Config that say how large its tensors are, and the epsilon of the norms."""
     vocab, dim, heads = map(number, ("vocab_size", "hidden_size", "num_attention_heads"))
     kv_heads = number("num_key_value_heads", default=heads)
     head_dim = number("head_dim", default=dim // heads)
     if heads % kv_heads:
-        refuse(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+        raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if head_dim % 2 or raw.get("partial_rotary_factor", 1) != 1:
-        refuse(f"rotary embedding needs an even head_dim and all of it, got head_dim {head_dim}, "
-               f"partial_rotary_factor {raw.get('partial_rotary_factor', 1)}")
+        raise ValueError(f"rotary embedding needs an even head_dim and all of it, got head_dim {head_dim}, "
+                         f"partial_rotary_factor {raw.get('partial_rotary_factor', 1)}")
     return dict(vocab_size=vocab, dim=dim, n_layers=number("num_hidden_layers"), n_heads=heads,
                 n_kv_heads=kv_heads, head_dim=head_dim, hidden_dim=number("intermediate_size"),
                 norm_eps=number("rms_norm_eps", float))
@@ -394,34 +393,33 @@ def read_gemma2(raw, number):
                        window=number("sliding_window"))
 
 
-def read_rope(raw, refuse):
+def read_rope(raw):
     """(theta, scaling) from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(spec, dict):
-        refuse(f"rope_scaling must be an object, got {spec!r}")
+        raise ValueError(f"rope_scaling must be an object, got {spec!r}")
     theta = spec.get("rope_theta", raw["rope_theta"])
     kind = spec.get("rope_type", spec.get("type", "default"))
     if kind != "default" and kind not in list(ROPE_KEYS):
-        refuse(f"rope type {kind!r} is not supported; default, {' and '.join(ROPE_KEYS)} are")
+        raise ValueError(f"rope type {kind!r} is not supported; default, {' and '.join(ROPE_KEYS)} are")
     scaling = {key: spec.get(key) for key in ROPE_KEYS.get(kind, ())}
     for key, value in {"rope_theta": theta, **scaling}.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**63:
-            refuse(f"{key} must be a positive number, got {value!r}")
+            raise ValueError(f"{key} must be a positive number, got {value!r}")
     if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        refuse("low_freq_factor must be below high_freq_factor")
+        raise ValueError("low_freq_factor must be below high_freq_factor")
     return float(theta), {"rope_type": kind, **scaling} if scaling else None
 
 
-def read_special(folder, raw, vocab, refuse):
+def read_special(raw, generation, vocab):
     """The begin- and end-of-text ids. For the latter, generation_config.json has priority."""
-    path = folder / "generation_config.json"
-    eos = (read_json(path) if path.is_file() else {}).get("eos_token_id", raw.get("eos_token_id"))
+    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if not all(type(t) is int for t in eos):
-        refuse(f"eos_token_id must be a token id or a list of them, got {eos!r}")
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
     bos = raw.get("bos_token_id")
     if bos is not None and not (type(bos) is int and 0 <= bos < vocab):
-        refuse(f"bos_token_id must be a token id below {vocab}, got {bos!r}")
+        raise ValueError(f"bos_token_id must be a token id below {vocab}, got {bos!r}")
     return {"bos": bos, "eos": tuple(eos)}
 
 

@@ -9,13 +9,14 @@ so they mean something at temperature 0, too.
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
 
 from kvcache import KVCache
+from sampling import raw_probs
 from speculative import Rule
 
 MOST = 16  # drafts longer than this are not considered
@@ -244,9 +245,8 @@ class Entropy(Rule):
         self.threshold, self.scale = threshold, scale
 
     def stop(self, k, logits, token):
-        q = logits.softmax(1, dtype=torch.promote_types(logits.dtype, torch.float32))
         # trap: -q log q is NaN where a draft vocabulary leaves q = 0; `entr` knows the limit
-        return (self.scale * torch.special.entr(q).sum(1)).sqrt() > self.threshold
+        return (self.scale * torch.special.entr(raw_probs(logits)).sum(1)).sqrt() > self.threshold
 
 
 class AnnealedConfidence(Confidence):
@@ -390,7 +390,7 @@ class DoNoHarm(Rule):
         self.past, self.saved = Beta(), []
 
     def begin(self, state):
-        self.seen = [self.past.copy() for _ in state.known]  # a row starts with what other texts taught
+        self.seen = [replace(self.past) for _ in state.known]  # a row starts with what other texts taught
         if len(self.saved) != len(state.known):
             self.saved = [self.cost] * len(state.known)
 
@@ -413,15 +413,12 @@ class DoNoHarm(Rule):
                     seen.add(kept, kept < drafted)
 
 
+@dataclass
 class Beta:
     """An estimate of an acceptance from counts of which old ones fade: (hits + 1) / (hits + misses + 2), the
     mean of a Beta distribution whose prior is uniform (Laplace's rule of succession)."""
-
-    def __init__(self, hits=0.0, misses=0.0):
-        self.hits, self.misses = hits, misses
-
-    def copy(self):
-        return Beta(self.hits, self.misses)
+    hits: float = 0.0
+    misses: float = 0.0
 
     def mean(self):
         return (self.hits + 1) / (self.hits + self.misses + 2)
@@ -454,5 +451,4 @@ def outcomes(r):
 
 def confidence(logits, token):
     """The raw probability of `token`. logits (B, V), token (B,) -> (B,)"""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.softmax(1, dtype=wide).gather(1, token[:, None])[:, 0]
+    return raw_probs(logits).gather(1, token[:, None])[:, 0]

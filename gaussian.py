@@ -73,10 +73,10 @@ class GaussianProcess:
         return (0.5 * half.square().sum() + L.diagonal().log().sum()
                 + 0.5 * len(self.y) * math.log(2 * math.pi) + 0.125 * (theta - self.prior).square().sum())
 
-    def fit(self, steps=30):
+    def fit(self):
         """Move theta to where the loss is lower; keep it where that ends in numbers that are not finite."""
         theta = self.theta.clone().requires_grad_()
-        optimiser = torch.optim.LBFGS([theta], max_iter=steps, line_search_fn="strong_wolfe")
+        optimiser = torch.optim.LBFGS([theta], max_iter=30, line_search_fn="strong_wolfe")
 
         def closure():
             optimiser.zero_grad()

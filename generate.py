@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 import checkpoint
 import sampling
+from layerskip import StandIn
 from machine import parallel
 from machine.quant import KINDS
 from machine.recorded import Recorded
@@ -22,7 +23,7 @@ from sampling import Coins, to_probs
 from speculative import rounds
 from support import chat, cli, drafts, page, show, stats
 from support.costs import as_data
-from support.files import read_text
+from support.files import read_jsonl, read_lines
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 PATHS = "model", "skip", "draft_model", "draft_vocab", "heads", "costs", "prompt_file", "picture", "page"
@@ -91,34 +92,19 @@ def read_prompts(a):
             text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
         return [text]
     path = Path(a.prompt_file)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    # trap: `splitlines` also splits at U+2028 and others, which a JSON text may hold
-    lines = [(i, line) for i, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
-    if not lines:
+    prompts = (read_jsonl(path, "prompt", 'a text under "prompt"') if path.suffix == ".jsonl" else
+               [line for _, line in read_lines(path)])
+    if not prompts:
         raise ValueError(f"{path}: no prompts, every line is empty")
-    return [read_jsonl(path, *line) for line in lines] if path.suffix == ".jsonl" else [t for _, t in lines]
+    return prompts
 
 
-def read_jsonl(path, number, line):
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        prompt = None
-    if not isinstance(prompt, str) or not prompt:
-        raise ValueError(f'{path}, line {number}: expected a JSON object with a text under "prompt"')
-    return prompt
-
-
-class Reading:
-    """A stand-in for the model that shows on a terminal how much of a long prompt has been read."""
+class Reading(StandIn):
+    """A stand-in that shows on a terminal how much of a long prompt has been read."""
 
     def __init__(self, model, tokens):
         self.model, few = model, tokens < 1024
         self.bar = tqdm(total=tokens, desc="reading", unit=" tokens", leave=False, disable=few or None)
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
 
     def run(self, x, positions, *args, **kwargs):
         x = self.model.run(x, positions, *args, **kwargs)

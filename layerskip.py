@@ -64,7 +64,16 @@ def shared_prefix(sublayers):
     return next((i for i, sub in enumerate(sublayers) if i != sub), len(sublayers))
 
 
-class ShortHead:
+class StandIn:
+    """What stands in for a model: all that it does not do itself, its `model` does."""
+
+    def __getattr__(self, name):
+        if name == "model":     # trap: copy.copy asks before there is one, and would ask for ever
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+class ShortHead(StandIn):
     """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model, with only those rows of its head
     that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes one.
 
@@ -81,9 +90,6 @@ class ShortHead:
         self.model, self.share = model, len(ids) / V
         self.ids = torch.tensor(ids, device=model.tok.device)                   # (N,)
         self.rows = (model.tok if model.head is None else model.head).detach()[self.ids]    # (N, dim), copied
-
-    def __getattr__(self, name):  # all else is the model's own
-        return getattr(self.model, name)
 
     def unembed(self, x):
         short = self.model.unembed(x, self.rows)                                # (B, T, N)
@@ -191,7 +197,11 @@ class Teacher:
         return self.probs((self.model if drafting is None else drafting).unembed(x))
 
     def acceptance(self, sublayers, drafting=None):
-        """How likely the first drafted token after each position is accepted: the sum of q min(1, p / q),
-        which is that of min(p, q) (Leviathan et al. 2023, Corollary 3.6). (T,) float64, on the CPU."""
-        both = torch.minimum(self.p, self.draft(sublayers, drafting)).double().sum(-1)
+        """How likely the first drafted token after each position is accepted. (T,) float64, on the CPU"""
+        return self.overlap(self.draft(sublayers, drafting))
+
+    def overlap(self, q):
+        """The same where the tokens are drawn from q (1, T, V), whatever drafts: the sum of q min(1, p / q),
+        which is that of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
+        both = torch.minimum(self.p, q).double().sum(-1)
         return both[0].clamp(max=1).cpu()  # trap: the float32 sum of a distribution can exceed 1

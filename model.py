@@ -93,10 +93,10 @@ def rotate(x, cos, sin):
 def visible(positions, slots, end, tree=None, window=None):
     """Which of the slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
 
-    Of the slots before the first of the M given ones a token sees those that lie before its own position.
-    tree (B or 1, T, M) or (T, M) says which of the M it sees: the block is the last T of them, and the others
-    hold what a tree that grows already has. Without a tree M is T, and each token sees itself and those
-    before it. `window` hides the keys that are `window` or more positions back.
+    The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes have read
+    the others. A token sees the slots before the first of the M that lie before its own position, and of the
+    M those that tree (B or 1, T, M) or (T, M) marks; without a tree itself and those before it. `window`
+    hides the keys that are `window` or more positions back.
 
     >>> at = torch.tensor([[2, 3]])                 # a block of two tokens, after two slots that are filled
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet, and so nobody sees it

@@ -39,6 +39,11 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     return torch.zeros_like(logits).scatter_(-1, ids, p / p.sum(-1, keepdim=True))
 
 
+def raw_probs(logits):
+    """What a model says by itself: the softmax without temperature and cuts, in float32 or wider."""
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
     """Raise ValueError, in one line, for a sampling setting out of range."""
     if not 0 <= temperature < float("inf"):

@@ -28,7 +28,7 @@ from layerskip import SelfDraft, ShortHead, Teacher, skipped
 from sampling import to_probs
 from speculative import generate
 from support import cli, corpus, plots
-from support.files import LOCK, lock, read_text, replacing
+from support.files import LOCK, lock, read_jsonl, replacing, write_file
 
 LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "vocab.json"
 FIRST = 10   # random trials, before the process is asked
@@ -93,14 +93,14 @@ def matchness(calibration, costs, sublayers):
     return found
 
 
-def tokens_per_second(calibration, costs, sublayers, prompt=32, new=32):
-    """Measured: the first `prompt` tokens of each document are continued by `new` tokens, with the adaptive
-    exit (Draft & Verify, Zhang et al. 2023, section 3.2). The values are as noisy as the machine."""
+def tokens_per_second(calibration, costs, sublayers):
+    """Measured: the first 32 tokens of each document are continued by as many, with the adaptive exit (Draft
+    & Verify, Zhang et al. 2023, section 3.2). The values are as noisy as the machine."""
     found = speedup(calibration, costs, sublayers)
-    prompt, count, start = min(prompt, calibration.model.c.max_len - 1), 0, time.perf_counter()
+    prompt, count, start = min(32, calibration.model.c.max_len - 1), 0, time.perf_counter()
     for ids in calibration.ids:
         drafter = SelfDraft(calibration.drafting, sublayers, AdaptiveExit())
-        (out,), _ = generate(calibration.model, [ids[:prompt]], new, drafter, calibration.probs)
+        (out,), _ = generate(calibration.model, [ids[:prompt]], 32, drafter, calibration.probs)
         count += len(out)
     found.value = count / (time.perf_counter() - start)
     return found
@@ -326,18 +326,7 @@ def read_documents(path):
     """The documents of a text file, or those under "text" in the lines of a .jsonl file."""
     if path.suffix != ".jsonl":
         return corpus.read_documents(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    found = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):  # trap: splitlines also splits at U+2028
-        if not line.strip():
-            continue
-        try:
-            found.append(json.loads(line)["text"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            found.append(None)
-        if not isinstance(found[-1], str) or not found[-1]:
-            raise ValueError(f'{path}, line {number}: expected a JSON object with "text"')
+    found = read_jsonl(path, "text", '"text"')
     if not found:
         raise ValueError(f"{path}: no text in it")
     return found
@@ -386,8 +375,7 @@ def finish(space, entries, out):
     best = max(entries, key=lambda e: e["value"])
     for name, content in {FOUND: describe(space, best),
                           "front.json": [describe(space, e) for e in front(entries)]}.items():
-        with replacing(out / name) as path:
-            path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        write_file(out / name, json.dumps(content) + "\n")
     zs, ys = observed(space, entries)
     z = zs[entries.index(best)]
     process = GaussianProcess(zs, ys, space.groups(), entries[-1]["theta"])
@@ -417,8 +405,7 @@ def run(argv):
     with lock(out):
         best = run_trials(a, out, head, space, partial(OBJECTIVES[a.objective], calibration, costs))
         if vocab:
-            with replacing(out / VOCAB) as path:
-                path.write_text(json.dumps(vocab) + "\n", encoding="utf-8")
+            write_file(out / VOCAB, json.dumps(vocab) + "\n")
     print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * model.c.n_layers} sub-layers, alpha "
           f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} "
           "times plain decoding")

@@ -1,8 +1,6 @@
 """Draft, verify, repeat: one loop for every drafter. p is the target's distribution, q the draft's.
 
-The one thing to remember: plain decoding is speculative decoding with an empty draft, and a position without
-a proposal has q = 0, so that max(p - q, 0) = p. Bonus token, ragged draft lengths and plain decoding are one
-formula.
+The one thing to remember: plain decoding is speculative decoding with an empty draft.
 
 One round, with K = 3 tokens drafted after D, the last token that is known. Every round reads D itself, too,
 because the distribution of the token after it is needed. In the first round D is the prompt's last token.
@@ -26,7 +24,8 @@ import torch.nn.functional as F
 
 from kvcache import Beside, KVCache
 from model import SPARE, Transformer
-from sampling import Coins, to_probs
+from sampling import Coins, raw_probs, to_probs
+from verification import verify, verify_tree
 
 
 @dataclass
@@ -39,22 +38,19 @@ class State:
     model: Transformer         # the target
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
-    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see; it may ask anew in
-    #                            `propose`, since passes with a trace are not replayed from recordings
+    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see. It may change them in
+    #                            `propose`: a pass with a trace cannot be replayed from a recording
     known: list[list[int]]     # the known tokens once more, on the host: reading them waits for nobody
     left_cpu: list[int]        # `left`, on the host
 
-    def at(self, *offsets):
-        """Positions counted from each row's last known token (offset 0). A slice if there is one row on the
-        CPU and the offsets are consecutive, else (B, T)."""
-        first, T = offsets[0], len(offsets)
-        consecutive = offsets == tuple(range(first, first + T))
-        if consecutive and len(self.known) == 1 and not self.n.is_cuda:
+    def at(self, first, stop=None):
+        """The positions of the offsets first .. stop-1, or of `first` alone, counted from each row's last
+        known token (offset 0). A slice if there is one row on the CPU, else (B, T)."""
+        stop = first + 1 if stop is None else stop
+        if len(self.known) == 1 and not self.n.is_cuda:
             last = len(self.known[0]) - 1
-            return slice(last + first, last + first + T)
-        steps = (torch.arange(first - 1, first - 1 + T, device=self.n.device) if consecutive
-                 else torch.stack([torch.full_like(self.n[:1], o - 1) for o in offsets], 1))
-        return self.after(steps)
+            return slice(last + first, last + stop)
+        return self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
 
     def after(self, steps):
         """As `at`, for a tensor (B or 1, T) that counts from the first unknown token instead. (B, T)"""
@@ -123,7 +119,7 @@ class Round:
     accepted: torch.Tensor     # (B,) on the CPU; never more than len(new)
     proposed: torch.Tensor     # (B,) on the CPU; drafted tokens, less those after an accepted end of text
     new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
-    sure: list[list[float]]    # what the target gave each of them, raw: softmax of the logits
+    sure: list[list[float]]    # what the target gave each of them: `raw_probs`
     trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`; and
     #                            {"extra": (B, K+1, N, dim)} the final states of rows that rode along
 
@@ -241,47 +237,6 @@ def chain(state, step, rule):
 # --- the loop
 
 
-def verify(p, q, tokens, coins, length=None):
-    """Speculative sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Theorem 1).
-
-    p (B, K+1, V), q (B, K, V) or None for copied proposals, tokens (B, K), length (B,) or None for K
-    everywhere. Returns how many were accepted (B,) and the token after them (B,).
-
-    The text is distributed as if p had been sampled: token t leaves as an accepted draft with probability
-    q(t) min(1, p(t) / q(t)) = min(p(t), q(t)), and as a replacement with max(p(t) - q(t), 0), because the sum
-    of max(p - q, 0), by which the weights of a replacement are divided, is the chance of a refusal. Together
-    that is p(t).
-
-    >>> p = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])        # of the first token, and of the one after it
-    >>> q = torch.tensor([[[0.5, 0.5]]])
-    >>> accepted, token = verify(p, q, torch.tensor([[0]]), Coins(0))   # .9 / .5 > 1: surely accepted
-    >>> accepted.tolist(), token.tolist()                   # and a bonus token drawn from (.2, .8)
-    ([1], [1])
-    """
-    B, K = tokens.shape
-    if q is not None and q.shape[-1] != p.shape[-1]:
-        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]}, the target of {p.shape[-1]}")
-    if K == 0:  # nothing was proposed anywhere: q = 0
-        return torch.zeros(B, dtype=torch.long, device=p.device), coins.choose(p[:, 0])
-    if length is None:
-        length = torch.full((B,), K, device=p.device)
-    drafted, row = tokens[..., None], torch.arange(B, device=p.device)          # (B, K, 1)
-    p_drafted = p[:, :K].gather(2, drafted)[..., 0]                             # (B, K)
-    q_drafted = 1.0 if q is None else q.gather(2, drafted)[..., 0]
-    # Accept draft k with probability min(1, p / q). All K are tested at once; `cumprod` ends at the first
-    # refusal, and what was tested after it does not count.
-    passed = coins.flip(p_drafted / q_drafted) & (torch.arange(K, device=p.device) < length[:, None])
-    accepted = passed.cumprod(1).sum(1)                                         # (B,)
-
-    # The next token comes from max(p - q, 0) where a draft was refused, and from p where none was: q = 0.
-    at, refused = accepted.clamp(max=K - 1), (accepted < length)[:, None]
-    p = p[row, accepted]                                                        # (B, V)
-    q = torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None else q[row, at]
-    residual = (p - q * refused).clamp_(min=0)
-    # trap: where p = q up to rounding a refusal can leave nothing; then p itself is right
-    return accepted, coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))
-
-
 def ancestors(parents):
     """Which nodes of a tree each of them sees: itself, and all that it hangs on. Node 0 is the last known
     token, node k is proposal k - 1. (B or 1, K) -> (B or 1, K+1, K+1) bool
@@ -299,7 +254,7 @@ def ancestors(parents):
 
 def layout(state, K, parents=None):
     """Where the last known token and K proposals stand: positions, slots and tree for `Transformer.run`."""
-    slots = state.at(*range(K + 1))
+    slots = state.at(0, K + 1)
     if parents is None:
         return slots, None, None
     tree = ancestors(parents)                                                   # (B or 1, K+1, K+1)
@@ -347,42 +302,6 @@ def run_ahead(model, extra, x, positions, cache, sublayers, slots, tree, trace, 
     trace.update(early | {tap: y[:, :T] for tap, y in late.items()})
     trace["extra"] = x[:, T:].unflatten(1, (T, N))                              # (B, T, N, dim)
     return x[:, :T]
-
-
-def verify_tree(p, tokens, parents, coins, q=None, length=None):
-    """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may propose
-    several tokens for the same place.
-
-    p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and length (B,)
-    are those of a Draft. q (B, K, V): what each token was drawn from, which for a later sibling may depend on
-    those before it; None for copied proposals. Returns the last accepted node (B,), 0 where none was, and
-    the token after it (B,).
-
-    Siblings are tried one after the other. Where the first is refused, max(p - q, 0), scaled to sum to 1, is
-    what the token has yet to be drawn from, and so it takes p's place when the second is tried, and so on. An
-    accepted token is where the next family hangs. Coins are spent as by `verify`: one flip for each of the K
-    tokens of every row, tried or not, then one choice for every row.
-
-    >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
-    >>> node, token = verify_tree(p, torch.tensor([[2, 0]]), torch.tensor([[0, 0]]), Coins(0))
-    >>> node.tolist(), token.tolist()                       # p never says 2, but its sister 0, and then 1
-    ([2], [1])
-    """
-    B, K = tokens.shape
-    length = torch.full((B,), K, device=p.device) if length is None else length
-    row, live = torch.arange(B, device=p.device), torch.arange(K, device=p.device) < length[:, None]
-    parents, rest, chance = parents.expand(B, K), p.clone(), [p[:, :0, 0]]      # (B, 0): K may be 0
-    for k in range(K):      # rest: what the token after a node is drawn from, if its children up to k fail
-        token, left = tokens[:, k, None], rest[row, parents[:, k]]              # (B, 1), (B, V)
-        drawn = torch.zeros_like(left).scatter_(1, token, 1.0) if q is None else q[:, k]
-        chance.append(left.gather(1, token) / drawn.gather(1, token))           # (B, 1)
-        less = (left - drawn).clamp_(min=0)
-        mass = less.sum(-1, keepdim=True)               # trap: 0 where p = q up to rounding, as in `verify`
-        rest[row, parents[:, k]] = torch.where(live[:, k, None] & (mass > 0), less / mass, left)
-    passed, node = coins.flip(torch.cat(chance, 1)) & live, torch.zeros_like(row)
-    for k in range(K):      # the walk: from node to accepted child, the first of those that passed
-        node = torch.where(passed[:, k] & (parents[:, k] == node), k + 1, node)
-    return node, coins.choose(rest[row, node])
 
 
 def straighten(state, draft, tree, node, logits, p, trace):
@@ -506,10 +425,9 @@ def commit(state, draft, accepted, next_token, logits, eos):
     """Append what was accepted and the token after it. Only here does the loop wait for the device."""
     K = draft.tokens.shape[1]
     out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])   # (B, K+1)
-    state.write(state.at(*range(1, K + 2)), out)
+    state.write(state.at(1, K + 2), out)
     peak = logits.abs().amax((1, 2))                                     # (B,) NaN and infinity survive it
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    sure = logits.softmax(-1, dtype=wide).gather(2, out[..., None])[..., 0]     # (B, K+1)
+    sure = raw_probs(logits).gather(2, out[..., None])[..., 0]                  # (B, K+1)
     facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure, out], 1)
     new, chances, kept, proposed = [], [], [], []
     for b, (yes, offered, top, *values) in enumerate(facts.tolist()):
@@ -532,8 +450,13 @@ def commit(state, draft, accepted, next_token, logits, eos):
 def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None):
     """The continuation of every prompt as lists of ids, and the number of target passes after the prompt was
     read."""
-    outputs, passes = [[] for _ in prompts], 0
-    for _, r in rounds(model, prompts, max_new, drafter, probs, coins, eos, cache):
+    return collect(rounds(model, prompts, max_new, drafter, probs, coins, eos, cache), len(prompts))
+
+
+def collect(steps, rows):
+    """What `rounds` wrote into so many rows, as lists of ids, and in how many passes of the target."""
+    outputs, passes = [[] for _ in range(rows)], 0
+    for _, r in steps:
         passes += 1
         for output, new in zip(outputs, r.new, strict=True):
             output += new
@@ -625,7 +548,7 @@ class ModelDraft(Drafter):
         def step(token, k):
             if k > 0:
                 return self.model.unembed(self.run(token, state.at(k), state.span(k, k + 1)))
-            at = state.at(*range(1 - T, 1))
+            at = state.at(1 - T, 1)
             if isinstance(at, slice):
                 return self.model.unembed(self.run(state.read(at), at, None)[:, -1:])
             # a row shorter than T starts at its first token instead and reads on into dead slots
@@ -679,7 +602,7 @@ class Then(Wrapper):
         longer = replace(state, tokens=state.tokens.clone(), n=n, left=left_device, known=known,
                          left_cpu=left)
         if K > 0:
-            longer.write(state.at(*range(1, K + 1)), head.tokens)
+            longer.write(state.at(1, K + 1), head.tokens)
         return join(head, length, b.propose(longer), max(self.drafted))
 
     def observe(self, state, r):

@@ -28,7 +28,7 @@ from layerskip import early_exit
 from model import Config, Transformer, fill
 from speculative import generate
 from support import card, cli, corpus, plots
-from support.files import LOCK, TEMPORARY, lock, replacing
+from support.files import LOCK, TEMPORARY, lock, replacing, write_file
 
 STATE = "checkpoint.safetensors"
 LITTER = ".tmp??????"  # safetensors writes such a file and renames it: a kill in between leaves it there
@@ -89,6 +89,10 @@ def add_recipe(group):
                        "LayerSkip weighs deep exits more)")
     group.add_argument("--shallow-end", type=float, default=1 / 6, metavar="P",
                        help="the share of the blocks up to which an exit is shallow (default: a sixth)")
+    group.add_argument("--teacher", metavar="DIR", help="the final distribution imitates that of the model "
+                       "in DIR, which has the same tokenizer (soft labels, arXiv 1503.02531)")
+    group.add_argument("--taught", type=float, default=0.7, metavar="P", help="the share of the final loss "
+                       "that imitates --teacher instead of the labels")
     group.add_argument("--curriculum", type=float, default=0.2, metavar="P", help="in the first P of the run "
                        "every exit is drawn equally often and learns from labels only, with .3 times "
                        "--exit-weight (our choice; LayerSkip's curriculum is over the exits)")
@@ -120,7 +124,7 @@ def check_flags(a, p):
                              "leave it out")
     for low, high, names in (
             (1, 2**20, "vocab layers dim heads kv_heads head_dim hidden context window batch"),
-            (0, 2**40, "seed warmup"), (0, 1, "dropout distil shallow shallow_end curriculum decay")):
+            (0, 2**40, "seed warmup"), (0, 1, "dropout distil taught shallow shallow_end curriculum decay")):
         for name in names.split():
             if not low <= getattr(a, name) <= high:
                 raise ValueError(f"--{name.replace('_', '-')} must lie within {low} and {high}, got "
@@ -156,29 +160,37 @@ def choose(a, n_layers, progress, g):
     return kept.nonzero()[:, 0].tolist(), exit_layer, weight, distil
 
 
-def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
+def losses(model, batch, sublayers, exit_layer=None, distil=0.0, teacher=None, taught=0.0):
     """(final loss, early-exit loss or None) of windows (B, T+1), in nats a token.
 
-    The early exit uses the final norm and head, which all exits share. Its targets are the labels and, for
-    the distilled share, the final distribution of this same pass, as acceptance compares the two. No gradient
-    flows into that target: else the whole model would learn to be as simple as its exit.
+    The final targets are the labels and, for the share `taught`, the distribution of another model, the
+    teacher. The early exit uses the final norm and head, which all exits share. Its targets are the labels
+    and, for the distilled share, the final distribution of this same pass, as acceptance compares the two. No
+    gradient flows into that target: else the whole model would learn to be as simple as its exit.
     """
-    tokens, labels = batch[:, :-1].long(), batch[:, 1:].long()                  # (B, T)
+    tokens, labels = batch[:, :-1].long(), batch[:, 1:].long().flatten()        # (B, T), (B*T,)
     at, x = slice(0, tokens.shape[1]), model.embed(tokens)                      # (B, T, dim)
     if exit_layer is not None:
         x = exit_x = model.run(x, at, sublayers=[i for i in sublayers if i < 2 * exit_layer])
     x = model.run(x, at, sublayers=[i for i in sublayers if i >= 2 * (exit_layer or 0)])
     logits = model.unembed(x).float().flatten(0, 1)                             # (B*T, V)
-    final = F.cross_entropy(logits, labels.flatten())
+    with torch.no_grad():  # what the teacher says of each next token
+        wise = teacher and teacher.unembed(teacher.run(teacher.embed(tokens), at)).float().flatten(0, 1)
+    final = imitation(logits, labels, wise, taught if teacher else 0.0)
     if exit_layer is None:
         return final, None
-    logq, loss = model.unembed(exit_x).float().flatten(0, 1).log_softmax(-1), 0.0
-    if distil < 1:
-        loss = loss + (1 - distil) * F.nll_loss(logq, labels.flatten())
-    if distil > 0:
-        target = logits.detach().softmax(-1)
-        loss = loss - distil * (target * logq).sum(-1).mean()
-    return final, loss
+    return final, imitation(model.unembed(exit_x).float().flatten(0, 1), labels, logits.detach(), distil)
+
+
+def imitation(logits, labels, target, share):
+    """The cross-entropy of logits (N, V) with labels (N,) and, for a share of it, with the distribution that
+    the logits `target` (N, V) stand for (soft labels: Hinton et al. 2015, arXiv 1503.02531)."""
+    logq, loss = logits.log_softmax(-1), 0.0
+    if share < 1:
+        loss = loss + (1 - share) * F.nll_loss(logq, labels)
+    if share > 0:
+        loss = loss - share * (target.softmax(-1) * logq).sum(-1).mean()
+    return loss
 
 
 @torch.no_grad()
@@ -227,20 +239,32 @@ def shape(a, tokenizer):
 
 
 def first_model(a, tokenizer, device):
-    """What a run begins with: the model of --start, or one of the shape that the flags ask for."""
+    """What a run begins with, in float32: the model of --start, or one of the shape that the flags ask for,
+    with fresh weights."""
     if not a.start:
-        return build(shape(a, tokenizer), a.seed, device)
-    model, _ = checkpoint.load(a.start, device, torch.float32)
+        model = Transformer(shape(a, tokenizer)).float()
+        fill(model, model.c, a.seed)
+        return model.to(device)
+    return long_enough(a, a.start, device)[0].requires_grad_(True)
+
+
+def find_teacher(a, tokenizer, device):
+    """The model of --teacher in float32, or None. It has to give the tokens the same numbers."""
+    if not a.teacher:
+        return None
+    model, its_own = long_enough(a, a.teacher, device)
+    if its_own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"the teacher {a.teacher} has another tokenizer: take it with --tokenizer, or leave "
+                         "--teacher out")
+    return model
+
+
+def long_enough(a, folder, device):
+    """(model, tokenizer) of a folder, in float32. Raises ValueError if its context is below --context."""
+    model, tokenizer = checkpoint.load(folder, device, torch.float32)
     if a.context > model.c.max_len:
-        raise ValueError(f"--context {a.context} exceeds the context of {a.start}: {model.c.max_len}")
-    return model.requires_grad_(True)
-
-
-def build(c, seed, device):
-    """A model with fresh weights in float32."""
-    model = Transformer(c).float()
-    fill(model, c, seed)
-    return model.to(device)
+        raise ValueError(f"--context {a.context} exceeds the context of {folder}: {model.c.max_len}")
+    return model, tokenizer
 
 
 class Run:
@@ -249,6 +273,7 @@ class Run:
     def __init__(self, a, text, device):
         self.a, self.text, self.device = a, text, device
         self.model = self.trained = first_model(a, text.tokenizer, device)
+        self.teacher = find_teacher(a, text.tokenizer, device)
         matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
         chosen = set(map(id, matrices))
         rest = [p for p in self.model.parameters() if id(p) not in chosen]
@@ -263,8 +288,10 @@ class Run:
         self.steps = max(1, round(a.tokens / (a.batch * a.context)))
         self.step, self.seconds, self.losses, self.evals = 0, 0.0, [], []
         settings = {k: v for k, v in vars(a).items() if k not in MAY_CHANGE}
-        self.settings = settings | {"data": [Path(f).name for f in a.data],
-                                    "start": a.start and Path(a.start).name, "text": self.text.hash()}
+        folders = {name: value and Path(value).name for name, value in settings.items()
+                   if name in ("start", "teacher")}
+        self.settings = settings | folders | {"data": [Path(f).name for f in a.data],
+                                              "text": self.text.hash()}
 
     def progress(self):
         """From 0 to 1, by steps or by the clock, whichever is ahead."""
@@ -280,7 +307,8 @@ class Run:
         kept, exit_layer, weight, distil = choose(a, self.model.c.n_layers, progress, g)
         batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
         with self.precision():
-            final, exit_loss = losses(self.model, batch, kept, exit_layer if weight else None, distil)
+            final, exit_loss = losses(self.model, batch, kept, exit_layer if weight else None, distil,
+                                      self.teacher, a.taught)
         self.update(final if exit_loss is None else final + weight * exit_loss, progress)
         self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
 
@@ -303,8 +331,11 @@ class Run:
         self.evals.append({"tokens": self.step * self.a.batch * self.a.context, "files": files})
 
     def lines(self):
-        """What is printed of the last measurement."""
-        return [*report(self.evals[-1]), sample(self)]
+        """What is printed of the last measurement: of each file all exits; and a sample."""
+        for name, table in self.evals[-1]["files"].items():
+            loss, agreement = (" ".join(f"{v:.2f}" for v in table[key]) for key in ("loss", "agreement"))
+            yield f"{name}: loss by exit {loss}; agreement {agreement}"
+        yield sample(self)
 
     # --- the checkpoint: one safetensors file, replaced as a whole
 
@@ -341,10 +372,10 @@ class Run:
             optimiser.load_state_dict(state)
 
 
-def sample(run, count=60):
+def sample(run):
     """What the model writes after the prompt, greedily, on one line."""
     ids = checkpoint.encode(run.text.tokenizer, run.a.prompt, run.model.c.bos)
-    (new,), _ = generate(run.model, [ids], min(count, run.model.c.max_len - len(ids)), eos=run.model.c.eos)
+    (new,), _ = generate(run.model, [ids], min(60, run.model.c.max_len - len(ids)), eos=run.model.c.eos)
     return " ".join(run.text.tokenizer.decode(ids + new).split())
 
 
@@ -420,13 +451,6 @@ def train(run):
     run.save()
 
 
-def report(measured):
-    """One line for each file: loss and agreement of each exit."""
-    for name, table in measured["files"].items():
-        loss, agreement = (" ".join(f"{v:.2f}" for v in table[key]) for key in ("loss", "agreement"))
-        yield f"{name}: loss by exit {loss}; agreement {agreement}"
-
-
 def keep_memory():
     """Tell glibc to keep the memory that tensors free. trap: else it returns large blocks to the system and
     asks for new ones, page by page, thousands of times a step, which takes longer than the arithmetic."""
@@ -460,8 +484,7 @@ def finish(run):
         *(f["agreement"] for f in e["files"].values()), strict=True)])} for e in run.evals]
     with replacing(out / "training.png") as path:
         plots.training(run.losses, run.a.batch * run.a.context, history, tables, path)
-    with replacing(out / "README.md") as path:
-        path.write_text(card.card(run, tables, sample(run), repeat(run.a)), encoding="utf-8")
+    write_file(out / "README.md", card.card(run, tables, sample(run), repeat(run.a)))
     return tables
 
 
@@ -478,8 +501,7 @@ def twin(a):
         train(run)
         result[name] = {"tokens": run.step * a.batch * a.context, "files": finish(run),
                         "parameters": sum(p.numel() for p in run.model.parameters())}
-    with replacing(file) as path:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_file(file, json.dumps(result, indent=1) + "\n")
 
 
 def run(argv):

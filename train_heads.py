@@ -15,16 +15,16 @@ from tqdm import tqdm
 import checkpoint
 import train
 from methods import heads
-from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import M2R2
 from methods.trees import rank_acceptance
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import card, cli, corpus, plots
-from support.files import replacing
+from support.files import replacing, write_file
 
-SHAPE = {"kangaroo": {"exit_layer"}, "exit_block": {"exit_layer"}, "m2r2": {"exit_layer", "rank", "align"},
-         "medusa": {"heads", "own_head"}, "transfer": {"inject_layer", "steps"},
-         "prophet": {"blocks"}}  # the flags of each kind
+SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "m2r2": ["exit_layer", "rank", "align"],
+         "medusa": ["heads", "own_head"], "transfer": ["inject_layer", "steps"],
+         "prophet": ["blocks"]}  # the flags of each kind
 MEASURED = 4096     # tokens of held-out text
 OWN = "own text"    # the name of what the model writes itself
 ROWS = 32           # texts that it writes at a time
@@ -70,7 +70,7 @@ def parse(argv):
             ("warmup", 20, "steps to the full rate"), ("seed", 0, "of texts and batches")):
         steps.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=what)
     steps.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    p.set_defaults(valid=[], minutes=None, dtype="float32", start=None)
+    p.set_defaults(valid=[], minutes=None, dtype="float32", start=None, teacher=None)
     return check_flags(p.parse_args(argv))
 
 
@@ -88,7 +88,7 @@ def check_flags(a):
         raise ValueError(f"--rank must be at least 1, or nothing is trained, got {a.rank}")
     if a.align is not None and not 0 <= a.align < 1e30:
         raise ValueError(f"--align must lie within 0 and 1e30, got {a.align}")
-    for name in sorted(set().union(*SHAPE.values()) - SHAPE[a.kind]):
+    for name in sorted(set().union(*SHAPE.values()) - {*SHAPE[a.kind]}):
         if getattr(a, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
     steps = a.heads or a.steps or 3
@@ -100,20 +100,11 @@ def check_flags(a):
 
 def build(a, model):
     """The head that the flags ask for, fresh."""
-    def given(value, default):
-        return default if value is None else value
-
     L = model.c.n_layers
-    if a.kind == "medusa":
-        return Medusa(model, given(a.heads, 3), bool(a.own_head))
-    if a.kind == "transfer":
-        return Transfer(model, given(a.inject_layer, L // 2), given(a.steps, 3))
-    if a.kind == "prophet":
-        return Prophet(model, given(a.blocks, 1))
-    exit_layer = given(a.exit_layer, max(1, L // 6))
-    if a.kind == "m2r2":
-        return M2R2(model, exit_layer, a.rank, given(a.align, 0.1))
-    return (Kangaroo if a.kind == "kangaroo" else ExitBlock)(model, exit_layer)
+    usual = {"exit_layer": max(1, L // 6), "rank": None, "align": 0.1, "heads": 3, "own_head": False,
+             "inject_layer": L // 2, "steps": 3, "blocks": 1}
+    given = {name: getattr(a, name) for name in SHAPE[a.kind] if getattr(a, name) is not None}
+    return heads.KINDS[a.kind](model, **{name: usual[name] for name in SHAPE[a.kind]} | given)
 
 
 # --- the text
@@ -138,15 +129,10 @@ def write_text(model, count, seed, length):
 
 def read_text(a, model, tokenizer):
     """The Corpus of --data. Any tokenizer will do: each document begins as a prompt would."""
-    streams, weights = {}, []
-    for item in a.data:
-        path, weight = corpus.split_weight(item)
-        if path.name in streams:
-            raise ValueError(f"{item}: two files have the same name")
-        ids = [t for text in corpus.read_documents(path)
-               for t in checkpoint.encode(tokenizer, text, model.c.bos)]
-        streams[path.name] = torch.tensor(ids, dtype=torch.int32)
-        weights.append(weight)
+    documents, weights = corpus.read_weighted(a.data)
+    ids = {name: [t for text in texts for t in checkpoint.encode(tokenizer, text, model.c.bos)]
+           for name, texts in documents.items()}
+    streams = {name: torch.tensor(row, dtype=torch.int32) for name, row in ids.items()}
     return corpus.split(streams, {}, weights, tokenizer, a.context)
 
 
@@ -255,11 +241,10 @@ def finish(run):
     heads.save(run.head, out, ranks)
     with replacing(out / "training.png") as path:
         plots.heads(run.losses, run.a.batch * run.a.context, run.evals, path)
-    given, default = (vars(parse(words)) for words in ([run.a.kind, "--model", "x", "--out", "x"],) * 2)
+    default = vars(parse([run.a.kind, "--model", "x", "--out", "x"]))
     given = {name: getattr(run.a, name) for name in default if name not in ("kind", "tokenizer")}
-    with replacing(out / "README.md") as path:
-        path.write_text(card.head_card(run, tables, f"{run.a.kind} {card.command(given, default)}"),
-                        encoding="utf-8")
+    command = f"{run.a.kind} {card.command(given, default)}"
+    write_file(out / "README.md", card.head_card(run, tables, command))
     return tables
 
 

@@ -17,8 +17,7 @@ from tqdm import tqdm
 import checkpoint
 import train
 import train_heads
-from benchmarks.quant import SHAPES
-from benchmarks.shared import SETS, load, page, prompt_ids, read_prompts, table
+from benchmarks.shared import SETS, SHAPES, figures, load, page, prompt_ids, read_prompts, table
 from control import Foreseen, weight_costs
 from layerskip import Teacher
 from methods import heads, sparse
@@ -237,7 +236,7 @@ def sparse_acceptance(teacher, sinks, window):
     tree = torch.cat([seen, own], 1)[None]                                      # (1, T, 2T)
     x = m.run(teacher.states[0], torch.cat([at, at])[None], teacher.cache, None,
               torch.arange(2 * T, device=at.device)[None], tree, span=slice(0, 2 * T))
-    return torch.minimum(teacher.p, teacher.probs(m.unembed(x))).double().sum(-1)[0].clamp(max=1).cpu()
+    return teacher.overlap(teacher.probs(m.unembed(x)))
 
 
 def long_texts(tokenizer, c, count):
@@ -282,28 +281,21 @@ def paper():
 # --- the command
 
 
-def cells(found, columns, name="draft"):
-    """The lines of a table of {name: {key: number}}. columns: {title: (key, form)}."""
-    rows = [[key, *(format(r[k], form) for k, form in columns.values())] for key, r in found.items()]
-    return table([name, *columns], rows)
-
-
-LOOP = {"drafted a round": ("drafted", ".2f"), "accepted": ("accepted", ".2f"), "tau": ("tau", ".2f"),
-        "speed-up by weights": ("by_weights", ".2f")}
-M2R2_COLUMNS = {"rows": ("rows", "d"), "own weights": ("weights", ",d"), "c by weights": ("c", ".3f"),
-                "alpha": ("alpha", ".3f"), "overlap": ("overlap", ".3f"), **LOOP}
-BURGER_COLUMNS = {"KL alone": ("kl", ".3f"), "tokens a step alone": ("tokens", ".2f"),
-                  "speed-up alone, by weights": ("alone", ".2f"), **LOOP}
-SPARSE_COLUMNS = {"alpha": ("alpha", ".3f"), "alpha without sinks": ("no_sinks", ".3f"),
-                  "overlap": ("overlap", ".3f"), "keys and values not read": ("unread", ".0%"),
-                  "tau": ("tau", ".2f")}
+LOOP = {"drafted a round": "{drafted:.2f}", "accepted": "{accepted:.2f}", "tau": "{tau:.2f}",
+        "speed-up by weights": "{by_weights:.2f}"}
+M2R2_COLUMNS = {"rows": "{rows}", "own weights": "{weights:,}", "c by weights": "{c:.3f}",
+                "alpha": "{alpha:.3f}", "overlap": "{overlap:.3f}", **LOOP}
+BURGER_COLUMNS = {"KL alone": "{kl:.3f}", "tokens a step alone": "{tokens:.2f}",
+                  "speed-up alone, by weights": "{alone:.2f}", **LOOP}
+SPARSE_COLUMNS = {"alpha": "{alpha:.3f}", "alpha without sinks": "{no_sinks:.3f}", "overlap": "{overlap:.3f}",
+                  "keys and values not read": "{unread:.0%}", "tau": "{tau:.2f}"}
 
 
 def m2r2_lines(found):
     lines = ["**M2R2**: is an accelerated row better than an adapter with as many weights? Rows: those of a "
              "drafted token in the blocks below the exit.", ""]
     for name, rows in found.items():
-        lines += [f"{name}:", "", *cells(rows, M2R2_COLUMNS)]
+        lines += [f"{name}:", "", *figures(rows.items(), M2R2_COLUMNS, "draft")]
     return lines
 
 
@@ -318,7 +310,7 @@ def prophet_lines(found):
     lines += [f"Three streams change it by {change:+.4f} (standard error {error:.4f}); from seed to seed a "
               f"loss moves by {noise:.4f}. The streams agree with their model in {agreed} of the places, one "
               "and two tokens after the next. As drafts, learnt with the model or later:", ""]
-    return lines + cells(found["drafts"], LOOP, "streams learnt")
+    return lines + figures(found["drafts"].items(), LOOP, "streams learnt")
 
 
 def burger_lines(found):
@@ -326,13 +318,13 @@ def burger_lines(found):
              "where its trust is checked? Alone it writes another text: KL is what it is off, in nats a "
              "token. Tokens a step are tokens for each key and value, too. Checked by the model its text, "
              "here greedy, is exact. At confidence 2 each step says one token.", ""]
-    return lines + cells(found, BURGER_COLUMNS, "confidence")
+    return lines + figures(found.items(), BURGER_COLUMNS, "confidence")
 
 
 def sparse_lines(found, on_paper):
     lines = [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, "
              "in the second halves of texts of up to 256 tokens.", "",
-             *cells(found, SPARSE_COLUMNS, "window")]
+             *figures(found.items(), SPARSE_COLUMNS, "window")]
     rows = []
     for r in on_paper:
         gains = (f"{gain:.2f} (gamma {gamma})" for gamma, gain in r["promise"].values())

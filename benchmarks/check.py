@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 import checkpoint
 from benchmarks.costs import run_help
-from benchmarks.plain import loading
-from benchmarks.shared import SETS, page, prompt_ids, read_prompts, table
+from benchmarks.plain import loading, their_text
+from benchmarks.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit, keep
 from speculative import NGram, generate, rounds
@@ -97,9 +97,7 @@ def ask(folder, device, passes, prompts, new, half, stored):
     model = theirs_in(folder, torch.float32, device)
     said = {"max_len": model.config.max_position_embeddings, "greedy": [], "half": None}
     for ids in prompts:
-        prompt = torch.tensor([ids], device=device)
-        flags = dict(attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new)
-        said["greedy"].append(model.generate(prompt, **flags)[0, len(ids) :].tolist())
+        said["greedy"].append(their_text(model, torch.tensor([ids], device=device), new)[0].tolist())
     said["logits"] = [their_logits(model, p) for p in passes]  # last, because these change the window
     del model
     gc.collect()
@@ -314,9 +312,8 @@ def run(a):
     model, tokenizer = checkpoint.load(folder, a.device)  # refuses in one line what it would compute wrongly
     c, stored = model.c, model.tok.dtype
     ids, prompts = texts(tokenizer, c, a)
-    new, skip = min(a.new, 64, c.max_len - max(map(len, prompts))), folder / "skip.json"
-    skip = a.skip or (str(skip) if skip.is_file() else None)
-    sublayers = read_skip(skip, c.n_layers) if skip else keep(c.n_layers, attn=range(1, c.n_layers, 2))
+    new, odd = min(a.new, 64, c.max_len - max(map(len, prompts))), keep(c.n_layers, range(1, c.n_layers, 2))
+    sublayers = beside(a, "skip", a.skip, read_skip, c.n_layers) or odd
     passes = plan(c, ids)
     first = passes[0]._replace(ids=ids[: SIZES[1]])
     half = our_logits(model, first) if stored in HALF else None

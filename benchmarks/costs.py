@@ -8,10 +8,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoint
-from benchmarks.shared import SETS, forecast, load, page, prompt_ids, table
+from benchmarks.shared import SETS, figures, forecast, load, page, prompt_ids, table
 from control import measure_costs, weight_costs
 from layerskip import ShortHead, Teacher, early_exit
-from sampling import to_probs
 from speculative import generate
 from support.cli import read_skip, read_vocab
 from support.costs import as_data
@@ -39,20 +38,20 @@ def run_costs(a):
 # --- will it help?
 
 
-def teachers(model, tokenizer, a, probs=to_probs):
+def teachers(model, tokenizer, a):
     """The texts to score drafts on: [(Teacher, unscored)], where the first `unscored` positions are left out.
     They are those of --text, or else what the model itself writes after the prompts, which is what a draft
     will meet."""
     c = model.c
     if a.text:
         ids, size = checkpoint.encode(tokenizer, read_text(Path(a.text)), c.bos), min(512, c.max_len)
-        return [(Teacher(model, ids[i : i + size], probs), 0) for i in range(0, min(len(ids), 2048), size)]
+        return [(Teacher(model, ids[i : i + size]), 0) for i in range(0, min(len(ids), 2048), size)]
     made = []
     for name in SETS:
         for ids in prompt_ids(name, tokenizer, c)[: 1 if a.quick else 2]:
             ids = ids[: c.max_len // 2]
-            (new,), _ = generate(model, [ids], a.new, probs=probs, eos=c.eos)
-            made.append((Teacher(model, ids + new, probs), len(ids) - 1))
+            (new,), _ = generate(model, [ids], a.new, eos=c.eos)
+            made.append((Teacher(model, ids + new), len(ids) - 1))
     return made
 
 
@@ -67,24 +66,20 @@ def run_help(a):
     for name, subs in tqdm(drafts.items(), disable=None, leave=False):
         found[name] = promise(texts, costs, weights, subs)
     best = max(found, key=lambda name: (found[name]["speedup"], found[name]["alpha"] - found[name]["c"]))
+    source = f"of {a.draft_vocab}" if a.draft_vocab else "by id (--draft-vocab: the frequent ones of a text)"
     short = short_heads(a, model, texts, costs, found[best]["sublayers"])
     scored = sum(len(t.p[0]) - unscored for t, unscored in texts)
     lines = [f"{a.model}, {a.dtype}; {a.machine}; greedy, {scored} tokens of "
              f"{a.text or 'its own answers to benchmarks/prompts'}", "",
-             *table(["draft", *PROMISED], promises(found)),
-             f"{best} with a draft vocabulary, the first tokens {of_file(a)}:", "",
-             *table(["tokens", *PROMISED], promises(short))]
+             *figures(found.items(), PROMISED, "draft"),
+             f"{best} with a draft vocabulary, the first tokens {source}:", "",
+             *figures(short.items(), PROMISED, "tokens")]
     said = verdict(a, best, found[best])
     return "\n".join([*lines, said]), {"drafts": found, "short_heads": short, "verdict": said}, None
 
 
-PROMISED = "alpha", "c", "c by weights", "best gamma", "speed-up promised"
-
-
-def promises(found):
-    """The rows of a table."""
-    return [[str(name), f"{r['alpha']:.3f}", f"{r['c']:.3f}", f"{r['c_weights']:.3f}", f"{r['gamma']}",
-             f"{r['speedup']:.2f}"] for name, r in found.items()]
+PROMISED = {"alpha": "{alpha:.3f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",
+            "best gamma": "{gamma}", "speed-up promised": "{speedup:.2f}"}
 
 
 def promise(texts, costs, weights, subs, drafting=None):
@@ -103,12 +98,8 @@ def short_heads(a, model, texts, costs, subs):
     V, weights = model.c.vocab_size, weight_costs(model.c)
     ids = read_vocab(a.draft_vocab, V) if a.draft_vocab else range(V)
     sizes = [1 << k for k in range(5, V.bit_length()) if 1 << k < min(V, len(ids) + 1)]
-    return {size: promise(texts, costs, weights, subs, ShortHead(model, ids[:size]))
+    return {str(size): promise(texts, costs, weights, subs, ShortHead(model, ids[:size]))
             for size in tqdm(sizes, disable=None, leave=False)}
-
-
-def of_file(a):
-    return f"of {a.draft_vocab}" if a.draft_vocab else "by id (--draft-vocab: the frequent ones of a text)"
 
 
 def verdict(a, name, best):

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 import control
-from benchmarks.shared import SETS, WEIGHTS, forecast, load, page, prompt_ids, table
+from benchmarks.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
 from control import expected_speedup, weight_costs
 from kvcache import KVCache
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
@@ -29,11 +28,10 @@ from support.stats import Timed, parting
 
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
-COLUMNS = {"tokens/s": ("tokens_per_second", ".0f"), "±": ("spread", ".0%"),
-           "ratio to plain": ("ratio", ".2f"), "tau": ("tau", ".2f"), "accepted": ("acceptance", ".2f"),
-           "alpha": ("alpha", ".2f"), "c": ("c", ".3f"), "block": ("block", ".2f"),
-           "predicted": ("predicted", ".2f"), "of it": ("reached", ".2f"),
-           "by weights": ("by_weights", ".2f")}
+COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "±": "{spread:.0%}", "ratio to plain": "{ratio:.2f}",
+           "tau": "{tau:.2f}", "accepted": "{acceptance:.2f}", "alpha": "{alpha:.2f}", "c": "{c:.3f}",
+           "block": "{block:.2f}", "predicted": "{predicted:.2f}", "of it": "{reached:.2f}",
+           "by weights": "{by_weights:.2f}", "draft / verify / loop": "{parts}"}
 
 
 @dataclass
@@ -132,6 +130,16 @@ class Bench:
                     if repeat:
                         m.samples.setdefault(i, []).append(sample)
                     bar.update()
+
+    def table(self, methods, texts, title, bar):
+        """({method: row}, where greedy texts parted from plain decoding). texts: see `pilot`."""
+        ours, prompts = sum(not m.ask for m in methods.values()), len(self.prompts)
+        bar.set_description(title)
+        bar.reset(ours * prompts + len(methods) * (1 + self.a.repeats * prompts))
+        self.check_texts(methods, bar)
+        self.run(methods, bar)
+        rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
+        return rows, divergences(self, methods, title) if self.greedy else []
 
 
 class After(Wrapper):
@@ -378,12 +386,10 @@ def markdown(a, results, notes):
              "ratios the geometric mean over the prompts; every greedy method of ours wrote the same text as "
              "plain decoding in float64", ""]
     for title, rows in results.items():
-        body = []
-        for name, r in rows.items():
-            r = r | ({"reached": r["ratio"] / r["predicted"]} if "predicted" in r else {})
-            cells = ("" if r.get(key) is None else format(r[key], form) for key, form in COLUMNS.values())
-            body.append([name, *cells, " / ".join(f"{x:.0%}" for x in r.get("split", {}).values())])
-        lines += [f"**{title}**", "", *table(["", *COLUMNS, "draft / verify / loop"], body)]
+        told = [(name, r | {"reached": r["ratio"] / r["predicted"] if "predicted" in r else None,
+                            "parts": " / ".join(f"{x:.0%}" for x in r.get("split", {}).values())})
+                for name, r in rows.items()]
+        lines += [f"**{title}**", "", *figures(told, COLUMNS)]
     places = {}
     for n in notes:
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
@@ -399,39 +405,28 @@ def markdown(a, results, notes):
 
 
 def column(a, bench, skip, vocab, everything, title, bar):
-    """One table: {method: row}, and where the greedy texts parted from plain decoding."""
+    """One table, see `Bench.table`."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
     methods = own_methods(L, exits[:3], skip, cost, everything, vocab)
-    theirs = their_methods(a, bench, exits[0][0])
-    bar.set_description(title)
-    checked = len(methods) * len(bench.prompts)
-    bar.reset(checked + (len(methods) + len(theirs)) * (1 + a.repeats * len(bench.prompts)))
-    bench.check_texts(methods, bar)
-    methods |= theirs
-    bench.run(methods, bar)
-    rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
-    return rows, divergences(bench, methods, title) if bench.greedy else []
+    return bench.table(methods | their_methods(a, bench, exits[0][0]), texts, title, bar)
 
 
 def run(a):
     a.repeats = a.repeats or (1 if a.quick else 3)
     a.draft_model = a.draft_model or str(WEIGHTS / "stories-draft")
-    models, (found, words) = {}, (Path(a.model) / name for name in ("skip.json", "vocab.json"))
-    for dtype in (a.dtype, "float64"):
-        target, tokenizer = load(a, dtype)
-        models[dtype] = target, load(a, dtype, a.draft_model)[0]
+    models, tokenizer = load_both(a, a.draft_model)
+    c = models[a.dtype][0].c
     if a.fast:
         models[a.dtype] = tuple(map(Recorded, models[a.dtype]))
-    skip = read_skip(a.skip or str(found), target.c.n_layers) if a.skip or found.is_file() else None
-    words = a.draft_vocab or (words if words.is_file() else None)  # search.py wrote both beside the weights
-    vocab = read_vocab(words, target.c.vocab_size) if words else None
+    skip = beside(a, "skip", a.skip, read_skip, c.n_layers)      # search.py wrote both
+    vocab = beside(a, "vocab", a.draft_vocab, read_vocab, c.vocab_size)
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]
     results, notes = {}, []
     with tqdm(disable=None) as bar:
         for name, flags in tasks[:1] if a.quick else tasks:
             how = f"T {flags['temperature']}, top-p {flags['top_p']}" if flags else "greedy"
-            prompts, title = prompt_ids(name, tokenizer, target.c), f"{name}, {how}"
+            prompts, title = prompt_ids(name, tokenizer, c), f"{name}, {how}"
             bench = Bench(a, models, prompts[:4] if a.quick else prompts, flags)
             results[title], seen = column(a, bench, skip, vocab, name == "stories" and not flags, title, bar)
             notes += seen

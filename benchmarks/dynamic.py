@@ -7,12 +7,11 @@ import statistics
 import time
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from tqdm import tqdm
 
 from benchmarks.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
-from benchmarks.shared import SETS, load, page, prompt_ids, table
+from benchmarks.shared import SETS, beside, figures, load_both, page, prompt_ids, table
 from control import (
     AdaptiveExit,
     AnnealedConfidence,
@@ -239,12 +238,9 @@ def column(a, bench, kinds, skip, vocab, costs, bar):
             divergences(bench, methods, "the stream"), reach(rows, names))
 
 
-COLUMNS = {"ratio to plain": (lambda r: r["clock"]["ratio"], ".2f"),
-           "regret": (lambda r: r["clock"]["regret"], ".0%"),
-           "by weights": (lambda r: r["weights"]["ratio"], ".2f"),
-           "its regret": (lambda r: r["weights"]["regret"], ".0%"),
-           "deciding": (lambda r: r.get("deciding"), ".1%"), "tau": (lambda r: r["tau"], ".2f"),
-           "accepted": (lambda r: r["acceptance"], ".2f")}
+COLUMNS = {"ratio to plain": "{clock[ratio]:.2f}", "regret": "{clock[regret]:.0%}",
+           "by weights": "{weights[ratio]:.2f}", "its regret": "{weights[regret]:.0%}",
+           "deciding": "{deciding:.1%}", "tau": "{tau:.2f}", "accepted": "{acceptance:.2f}"}
 
 
 def markdown(a, results, kinds):
@@ -253,12 +249,8 @@ def markdown(a, results, kinds):
              "against the best fixed draft, or none, of each prompt; the last columns are ratios by the "
              f"clock; on every {TURN}th prompt the greedy texts were plain decoding's in float64", ""]
     for title, (rows, _, alphas, _, reached) in results.items():
-        body = []
-        for name, r in rows.items():
-            values = [(get(r), form) for get, form in COLUMNS.values()]
-            cells = ("" if value is None else format(value, form) for value, form in values)
-            body.append([name, *cells, *(f"{x:.2f}" for x in r["clock"]["sets"].values())])
-        lines += [f"**{title}**", "", *table(["", *COLUMNS, *dict.fromkeys(kinds)], body)]
+        columns = COLUMNS | {kind: f"{{clock[sets][{kind}]:.2f}}" for kind in kinds}
+        lines += [f"**{title}**", "", *figures(rows.items(), columns)]
         for key, r in reached.items():
             each = ", ".join(f"{kind} {x:.2f}" for kind, x in r["of each kind's best"].items())
             lines += [f"- Pace by the {key}: {r['over plain']:.2f} times plain decoding, {r['over it']:.2f} "
@@ -275,14 +267,11 @@ def markdown(a, results, kinds):
 
 def run(a):
     a.repeats = a.repeats or 1
-    models, found = {}, {name: Path(a.model) / f"{name}.json" for name in ("skip", "vocab")}
-    for dtype in (a.dtype, "float64"):
-        model, tokenizer = load(a, dtype)
-        models[dtype] = model, None
+    models, tokenizer = load_both(a)
     heads = {dtype: trained_beside(a, model) for dtype, (model, _) in models.items()}
-    model, skip, words = models[a.dtype][0], a.skip or found["skip"], a.draft_vocab or found["vocab"]
-    skip = read_skip(str(skip), model.c.n_layers) if a.skip or skip.is_file() else None
-    vocab = read_vocab(str(words), model.c.vocab_size) if a.draft_vocab or words.is_file() else None
+    model = models[a.dtype][0]
+    skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
+    vocab = beside(a, "vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
     costs = costs_of(a, model)
     prompts, kinds = stream(tokenizer, model.c, 1 if a.quick else TURN)
     if a.quick:

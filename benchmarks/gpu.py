@@ -21,30 +21,19 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-from benchmarks.plain import agree, launches, step
-from benchmarks.shared import WEIGHTS, random_model, read_prompts, table
+from benchmarks.plain import agree, launches, step, their_text
+from benchmarks.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model, read_prompts, table
 from control import expected_speedup, interleave, weight_costs
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit
-from model import Config
 from speculative import NGram, generate, prefill
 from support import cli
 from support.files import read_json, replacing
 
-LLAMA_1B = Config(vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
-                  hidden_dim=8192, max_len=4096, tied=True)
-GEMMA_2B = Config(vocab_size=256_000, dim=2304, n_layers=26, n_heads=8, n_kv_heads=4, head_dim=256,
-                  hidden_dim=9216, max_len=4096, tied=True, norm_eps=1e-6, act="gelu", norm_offset=1.0,
-                  embed_scale=2304**0.5, post_norm=True, query_scale=256**-0.5, attn_softcap=50.0,
-                  final_softcap=30.0, window=4096)
-SHAPES = {"Llama 1B": LLAMA_1B,
-          "Llama 8B": replace(LLAMA_1B, dim=4096, n_layers=32, head_dim=128, hidden_dim=14336, tied=False),
-          "Gemma-2 2B": GEMMA_2B,
-          "Gemma-2 9B": replace(GEMMA_2B, dim=3584, n_layers=42, n_heads=16, n_kv_heads=8, hidden_dim=14336,
-                                embed_scale=3584**0.5)}
+NAMES = "Llama 3.2 1B", "Llama 3.1 8B", "Gemma-2 2B", "Gemma-2 9B"
 SMALL = dict(vocab_size=64, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
              max_len=64)
-TINY = {"tiny Llama": replace(LLAMA_1B, **SMALL), "tiny Gemma-2": replace(GEMMA_2B, **SMALL, window=9)}
+TINY = {"tiny Llama": replace(LLAMA, **SMALL), "tiny Gemma-2": replace(GEMMA, **SMALL, window=9)}
 WIDTHS, GAMMA = (1, 2, 3, 4, 5, 6, 8, 16, 64), 4
 
 
@@ -53,7 +42,8 @@ class Bench:
 
     def __init__(self, a):
         self.device, self.repeats = checkpoint.find_device(a.device), a.repeats
-        self.shapes, self.found, self.held = TINY if a.tiny else SHAPES, {}, None
+        self.shapes = TINY if a.tiny else {name: SHAPES[name] for name in NAMES}
+        self.found, self.held = {}, None
         self.trained = ["stories-draft"] if a.tiny else ["stories-llama", "stories-gemma2"]
         self.prompt, self.new = (12, 8) if a.tiny else (128, 128)
         self.bytes, self.side, self.calls = (2**12, 16, 2) if a.tiny else (2**30, 8192, 1000)
@@ -228,10 +218,7 @@ def beside(bench, name):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given), dtype=dtype).eval()
     theirs.generation_config.eos_token_id = None  # all write all the tokens
     ids = bench.ids(bench.prompt, c)
-
-    def write(count, **flags):
-        theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
-                        pad_token_id=0, **flags)
+    write = partial(their_text, theirs, ids)
     ways = {"ours": lambda count: generate(model, ids.tolist(), count),
             "transformers": partial(write, disable_compile=True)}
     if can_record(bench.device):  # there it compiles by itself, in the warm-up

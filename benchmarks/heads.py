@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import checkpoint
 import train_heads
 from benchmarks import rules, sweep
-from benchmarks.drafters import Bench, Method, divergences, in_the_loop, own_methods, pilot, row
-from benchmarks.shared import SETS, Noting, by_position, load, page, prompt_ids, read_prompts, table
+from benchmarks.drafters import Bench, Method, in_the_loop, own_methods, pilot
+from benchmarks.shared import SETS, Noting, beside, by_position, figures, load_both, page, prompt_ids, steps
 from control import MOST, weight_costs
-from layerskip import SelfDraft, Teacher, early_exit
+from layerskip import SelfDraft, early_exit
 from methods import heads
 from methods.heads import AHEAD, judged
 from methods.trees import best_tree, siblings, tree_tokens
@@ -24,7 +23,6 @@ from sampling import Coins
 from speculative import Draft, Drafter
 from support import plots
 from support.cli import read_skip
-from support.drafts import BRANCHING, with_heads
 
 GAMMA = 3               # tokens that each head drafts while its cost is taken
 NODES = 8               # of the tree in every table
@@ -160,12 +158,12 @@ def head_ways(name, loaded, series, cost, sizes):
 
     def way(parents, shape=None):
         made = Way(None, list(parents), heads.step_cost(head), series, shape and ranks, name)
-        made.make = lambda m: with_heads(loaded[m.tok.dtype], made.levels, shape)
+        made.make = lambda m: loaded[m.tok.dtype].drafter(made.levels, shape)
         return made
 
     ways = {f"{name}, gamma {gamma}": way(range(gamma))}
     for nodes in sizes:
-        shape = best_tree(ranks, nodes, cost, 0.0, head.kind in BRANCHING, K) or [0]
+        shape = best_tree(ranks, nodes, cost, 0.0, head.branches, K) or [0]
         ways[f"{name}, tree of {nodes}"] = way(shape, shape)
     return ways
 
@@ -214,16 +212,12 @@ def widen(r, way, m, plain):
     return r
 
 
-def column(a, bench, found, skip, title, sizes, bar):
+def column(bench, found, skip, title, sizes, bar):
     """One table: {method: row}, what the heads say of these texts, and where greedy texts parted."""
     ways, ruled, texts, written = ways_of(bench, found, skip, sizes)
     methods = {"plain": Method(gamma=0)}
     methods |= {name: way.method(bench.model) for name, way in ways.items()} | ruled
-    bar.set_description(title)
-    bar.reset(len(methods) * (len(bench.prompts) + 1 + a.repeats * len(bench.prompts)))
-    bench.check_texts(methods, bar)
-    bench.run(methods, bar)
-    rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
+    rows, parted = bench.table(methods, texts, title, bar)
     for name, way in ways.items():
         widen(rows[name], way, methods[name], methods["plain"])
     said, ids = {}, torch.tensor(sum(written, []))
@@ -231,20 +225,21 @@ def column(a, bench, found, skip, title, sizes, bar):
         window = min(256, len(ids), bench.model.c.max_len)
         told = train_heads.evaluate(loaded[bench.model.tok.dtype], ids, window, len(ids))
         said[name] = {key: told[key] for key in ("agreement", "top 5", "overlap")}
-    return rows, said, divergences(bench, methods, title) if bench.greedy else []
+    return rows, said, parted
 
 
 # --- what is reported
 
 
-COLUMNS = {"ratio to plain": ("ratio", ".2f"), "predicted": ("predicted", ".2f"),
-           "by weights": ("by_weights", ".2f"), "tau": ("tau", ".2f"),
-           "tau predicted": ("tau_predicted", ".2f"), "alpha": ("alpha", ".2f"), "c": ("c", ".3f"),
-           "c by weights": ("c_weights", ".3f"), "block": ("block", ".2f")}
-
-
-def steps(values):
-    return " / ".join(f"{x:.2f}" for x in values)
+COLUMNS = {"ratio to plain": "{ratio:.2f}", "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}",
+           "tau": "{tau:.2f}", "tau predicted": "{tau_predicted:.2f}", "alpha": "{alpha:.2f}",
+           "c": "{c:.3f}", "c by weights": "{c_weights:.3f}", "block": "{block:.2f}",
+           "alpha by position": "{places}"}
+FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}",
+         "text": "{text}", "top 1 by step": "{one}", "top 5 by step": "{five}"}
+TREES = {"tree": "{tree}", "nodes": "{nodes}", "block": "{block:.2f}", "tau by ranks": "{sequoia:.2f}",
+         "tau along the text": "{tau_predicted:.2f}", "tau measured": "{tau:.2f}",
+         "speed-up predicted": "{predicted:.2f}", "measured": "{ratio:.2f}"}
 
 
 def markdown(a, results, said, facts):
@@ -256,16 +251,12 @@ def markdown(a, results, said, facts):
         lines += [f"No trained heads beside these weights: python train_heads.py KIND --model {a.model} "
                   f"--out {a.model}/heads/KIND", ""]
     else:
-        body = [[name, *(str(facts[name][key]) for key in ("kind", "parameters")),
-                 f"{facts[name]['c_weights']:.3f}", title, steps(t["agreement"]), steps(t["top 5"])]
+        body = [(name, facts[name] | {"text": title, "one": steps(t["agreement"]), "five": steps(t["top 5"])})
                 for title, told in said.items() for name, t in told.items()]
-        lines += table(["heads", "kind", "parameters", "c by weights", "text", "top 1 by step",
-                        "top 5 by step"], body)
+        lines += figures(body, FACTS, "heads")
     for title, rows in results.items():
-        body = [[name, *("" if r.get(key) is None else format(r[key], form)
-                         for key, form in COLUMNS.values()), steps(r.get("positions", []))]
-                for name, r in rows.items()]
-        lines += [f"**{title}**", "", *table(["", *COLUMNS, "alpha by position"], body), verdict(rows), ""]
+        told = [(name, r | {"places": steps(r.get("positions", []))}) for name, r in rows.items()]
+        lines += [f"**{title}**", "", *figures(told, COLUMNS), verdict(rows), ""]
     return lines + trees(results)
 
 
@@ -282,19 +273,17 @@ def verdict(rows):
 
 def trees(results):
     """The lines about trees by size: what a block costs, what the tree yields, and which one is fastest."""
-    body = [[title, name, f"{len(r['parents'])}", f"{r['block']:.2f}", f"{r['sequoia']:.2f}",
-             f"{r['tau_predicted']:.2f}", f"{r['tau']:.2f}", f"{r['predicted']:.2f}", f"{r['ratio']:.2f}"]
+    body = [(title, r | {"tree": name, "nodes": len(r["parents"])})
             for title, rows in results.items() for name, r in rows.items() if "sequoia" in r]
     if not body:
         return []
     best = []
-    for title, rows in results.items():
-        name, r = max(((n, r) for n, r in rows.items() if "sequoia" in r), key=lambda pair: pair[1]["ratio"])
-        best.append(f"- {title}: {name} is the fastest, and its tau is off by "
+    for title in results:
+        r = max((r for text, r in body if text == title), key=lambda r: r["ratio"])
+        best.append(f"- {title}: {r['tree']} is the fastest, and its tau is off by "
                     f"{r['tau'] / r['tau_predicted'] - 1:+.1%} from what was predicted along the text")
     return ["**Trees** (Sequoia's best shapes, from the acceptance of each rank)", "",
-            *table(["text", "tree", "nodes", "block", "tau by ranks", "tau along the text", "tau measured",
-                    "speed-up predicted", "measured"], body), *best, ""]
+            *figures(body, TREES, "text"), *best, ""]
 
 
 # --- the command
@@ -302,14 +291,11 @@ def trees(results):
 
 def run(a):
     a.repeats = a.repeats or (1 if a.quick else 3)
-    where, models, found = folders(a), {}, {}
-    for dtype in (a.dtype, "float64"):
-        model, tokenizer = load(a, dtype)
-        models[dtype] = model, None
-        for name, folder in where.items():
-            found.setdefault(name, {})[model.tok.dtype] = heads.load(folder, model)[0]
-    path = Path(a.skip or Path(a.model) / "skip.json")
-    skip = read_skip(str(a.skip or path), model.c.n_layers) if a.skip or path.is_file() else None
+    where, (models, tokenizer) = folders(a), load_both(a)
+    model = models[a.dtype][0]
+    found = {name: {m.tok.dtype: heads.load(folder, m)[0] for m, _ in models.values()}
+             for name, folder in where.items()}
+    skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
                     "parameters": sum(p.numel() for p in h.weights.parameters())}
              for name, (h, *_) in ((name, tuple(loaded.values())) for name, loaded in found.items())}
@@ -320,20 +306,12 @@ def run(a):
             prompts, title = prompt_ids(name, tokenizer, model.c), f"{name}, T {T:g}"
             bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {})
             sizes = SIZES if name == "stories" and not a.quick else [NODES]
-            results[title], told, seen = column(a, bench, found, skip, title, sizes, bar)
+            results[title], told, seen = column(bench, found, skip, title, sizes, bar)
             said |= {title: told} if told else {}
             notes += seen
     lines = markdown(a, results, said, facts)
     swept, more = sweep.run(a, tokenizer)
-    ruled, judged_ = verification(a, models[a.dtype][0], tokenizer)
+    ruled, judged_ = rules.run(a, model, tokenizer)
     data = {"results": results, "said": said, "heads": facts, "divergences": notes, "sweep": more,
             "rules": judged_, "new": a.new, "repeats": a.repeats, "model": str(a.model)}
     return page(lines + swept + ruled), data, partial(plots.drafted, results, more, f"{a.model}, {a.dtype}")
-
-
-def verification(a, model, tokenizer):
-    """Lines and data of the rules, on what the model and its exit after a sixth of the blocks say."""
-    ids = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], model.c.bos)[: model.c.max_len]
-    teacher = Teacher(model, ids, lambda logits: logits)
-    subs = early_exit(model.c.n_layers, max(1, model.c.n_layers // 6))
-    return rules.compare(rules.pairs(teacher, subs, 4 if a.quick else 32), 500 if a.quick else 2000)

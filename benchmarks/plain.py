@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import checkpoint
 from benchmarks import peers
-from benchmarks.shared import ROOT, WEIGHTS, page, random_model, table
+from benchmarks.shared import LLAMA, ROOT, WEIGHTS, page, random_model, table
 from control import interleave
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit
@@ -29,8 +29,6 @@ from support import plots
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
                     hidden_dim=2048, max_len=1024)
-SHAPE_1B = Config(vocab_size=128_000, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
-                  hidden_dim=8192, max_len=4096, tied=True)  # for the GPU
 TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
 BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 CONTEXTS = 64, 256, 512, 1024, 2048, 4096
@@ -50,15 +48,20 @@ class Pair:
     def generators(self, prompts, new):
         """Both continue the prompts greedily: two functions that return the ids."""
         ids = torch.tensor(prompts, device=self.device)
-        flags = dict(do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(ids), max_new_tokens=new)
         return {"ours": lambda: generate(self.ours, prompts, new)[0],
-                "transformers": lambda: self.theirs.generate(ids, **flags)[:, ids.shape[1] :].tolist()}
+                "transformers": lambda: their_text(self.theirs, ids, new).tolist()}
 
     def prefills(self, ids):
         """Both read a prompt of (1, T) ids into a cache: two functions."""
         cache = KVCache(self.c, 1, ids.shape[1], self.ours.attention_dtype(), self.device)
         return {"ours": lambda: prefill(self.ours, ids, cache),
                 "transformers": lambda: self.theirs(ids, use_cache=True, logits_to_keep=1)}
+
+
+def their_text(model, ids, new, **flags):
+    """What a model of transformers writes after ids (B, T), greedily. (B, new)"""
+    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+                          max_new_tokens=new, **flags)[:, ids.shape[1] :]
 
 
 def recorded_rounds(fast, prompt, new, drafter=None):
@@ -275,7 +278,7 @@ def run(a):
     stories, a.repeats, cpu = WEIGHTS / "stories-llama", a.repeats or 5, a.device == "cpu"
     _, tokenizer = checkpoint.load(stories, "cpu")
     a.prompt = checkpoint.encode(tokenizer, TEXT * 4, 0)
-    shapes = {"stories-llama": None, "110M shape": SHAPE_110M} if cpu else {"1B shape": SHAPE_1B}
+    shapes = {"stories-llama": None, "110M shape": SHAPE_110M} if cpu else {"1B shape": LLAMA}
     dtypes = (torch.bfloat16, torch.float32) if cpu else (torch.bfloat16,)
     results, bar = {}, tqdm(total=6 * len(shapes) * len(dtypes), disable=None)
     with bar, tempfile.TemporaryDirectory() as made:

@@ -10,7 +10,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.costs import teachers
-from benchmarks.shared import SETS, WEIGHTS, load, page, prompt_ids, table
+from benchmarks.plain import step
+from benchmarks.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
 from control import (
     MOST,
     best_gamma,
@@ -20,29 +21,13 @@ from control import (
     measure_costs,
     weight_costs,
 )
-from kvcache import KVCache
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
-from model import Config
 from speculative import ModelDraft, rounds
 from support.stats import compare
 
 GAMMA, MEGABYTE = 3, 1e6
 BITS = {"bfloat16": 16, "int8": 8, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}  # a weight; int8 without its scales
-LLAMA = Config(vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
-               hidden_dim=8192, tied=True)
-SEED = dict(vocab_size=32_000, tied=False)      # the shapes of Llama 2, and of TinyLlama, which drafts for it
-SHAPES = {
-    "TinyLlama 1.1B": replace(LLAMA, n_layers=22, n_kv_heads=4, hidden_dim=5632, **SEED),
-    "Llama 3.2 1B": LLAMA,
-    "Gemma-2 2B": replace(LLAMA, vocab_size=256_000, dim=2304, n_layers=26, n_heads=8, n_kv_heads=4,
-                          head_dim=256, hidden_dim=9216),
-    "Llama 3.2 3B": replace(LLAMA, dim=3072, n_layers=28, n_heads=24, head_dim=128),
-    "Llama 3.1 8B": replace(LLAMA, dim=4096, n_layers=32, head_dim=128, hidden_dim=14336, tied=False),
-    "Gemma-2 9B": replace(LLAMA, vocab_size=256_000, dim=3584, n_layers=42, n_heads=16, head_dim=256,
-                          hidden_dim=14336),
-    "Llama 2 13B": replace(LLAMA, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128,
-                           hidden_dim=13824, **SEED)}
 LARGE = replace(LLAMA, dim=8192, n_layers=80, n_heads=64, head_dim=128, hidden_dim=28672, tied=False)   # 70B
 READS = 3.35e12  # bytes a second: an H100's memory, by NVIDIA's data sheet
 SUMS = 1e-5, 5e-5  # seconds for all devices to add up a few kilobytes: assumed, a good case and a usual one
@@ -63,19 +48,10 @@ def copies(model):
 
 def acceptance(teacher, draft, subs):
     """How likely the first drafted token after each position of the teacher's text is accepted, where the
-    draft is a model of its own: the sum of min(p, q). (T,) float64"""
+    draft is a model of its own. (T,) float64"""
     with torch.inference_mode():
         x = draft.run(draft.embed(teacher.tokens), slice(0, teacher.p.shape[1]), sublayers=subs)
-        return torch.minimum(teacher.p, teacher.probs(draft.unembed(x))).double().sum(-1)[0].clamp(max=1)
-
-
-def seconds(models, repeats, at=64):
-    """{name: what (model, sub-layers) takes to read one token after `at` others}, in turn."""
-    def step(model, subs):
-        cache = KVCache(model.c, 1, at + 1, model.attention_dtype(), model.tok.device)
-        token = torch.full((1, 1), 5, device=model.tok.device)
-        return lambda: model.unembed(model.run(model.embed(token), slice(at, at + 1), cache, subs))
-    return interleave({name: step(*pair) for name, pair in models.items()}, repeats)
+        return teacher.overlap(teacher.probs(draft.unembed(x)))
 
 
 def written(model, prompts, drafter, a):
@@ -98,7 +74,8 @@ def measure(a, model, tokenizer, drafts, owns):
     prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS][: 1 if a.quick else len(SETS)]
     repeats, whole, rows = 2 if a.quick else 20, byte_costs(model).whole, {}
     block = measure_costs(model, repeats=repeats).block(GAMMA + 1)
-    clock = seconds({"target": (model, every)} | drafts, repeats)
+    clock = interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
+        {"target": (model, every)} | drafts).items()}, repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
         series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]
         own = byte_costs(draft)
@@ -114,17 +91,16 @@ def measure(a, model, tokenizer, drafts, owns):
     return rows
 
 
-COLUMNS = {"alpha": ("alpha", ".3f"), "tau, predicted": ("tau_predicted", ".2f"), "tau": ("tau", ".2f"),
-           "more MB": ("megabytes", ".1f"), "c by bytes": ("c_bytes", ".3f"),
-           "c by the clock": ("c_clock", ".3f"), "speed-up by bytes": ("speed_bytes", ".2f"),
-           "by the clock": ("speed_clock", ".2f"), "measured": ("speed", ".2f")}
+COLUMNS = {"alpha": "{alpha:.3f}", "tau, predicted": "{tau_predicted:.2f}", "tau": "{tau:.2f}",
+           "more MB": "{megabytes:.1f}", "c by bytes": "{c_bytes:.3f}", "c by the clock": "{c_clock:.3f}",
+           "speed-up by bytes": "{speed_bytes:.2f}", "by the clock": "{speed_clock:.2f}",
+           "measured": "{speed:.2f}"}
 
 
 def titled(title, model, a, found):
     """The lines of one target."""
-    rows = [[name, *(format(r[key], form) for key, form in COLUMNS.values())] for name, r in found.items()]
     title += f", {a.dtype}, {size(model) / MEGABYTE:.1f} MB; gamma {GAMMA}; {a.machine}"
-    return [title, "", *table(["draft", *COLUMNS], rows)]
+    return [title, "", *figures(found.items(), COLUMNS, "draft")]
 
 
 def shipped(a):
@@ -182,18 +158,18 @@ def paper_table():
     return [*table(head, rows), seed, ""]
 
 
-def several_table(c=LARGE):
+def several_table():
     """A 70B model on several devices (machine/parallel.py): bytes and latency of a token."""
     head, rows = ["70B", "devices", "GB on each", "GB a token reads on each", "sums", "KB a sum"], []
     head += [f"ms a token, {1e6 * s:.0f} us a sum" for s in SUMS]
     for kind in ("bfloat16", "nf4"):
-        blocks, lm_head, _ = paper_bytes(c, kind)
+        blocks, lm_head, _ = paper_bytes(LARGE, kind)
         for world in (1, 2, 4, 8):
             read = (blocks + lm_head) / world
-            talks = 2 * c.n_layers + 2 if world > 1 else 0      # and the logits, and the token that was drawn
+            talks = 2 * LARGE.n_layers + 2 if world > 1 else 0      # and the logits, and the drawn token
             latency = [f"{1e3 * (read / READS + talks * s):.1f}" for s in SUMS]
             rows.append([kind, f"{world}", f"{(read + lm_head) / 1e9:.1f}", f"{read / 1e9:.1f}", f"{talks}",
-                         f"{2 * c.dim / 1024:.0f}", *latency])
+                         f"{2 * LARGE.dim / 1024:.0f}", *latency])
     return table(head, rows)
 
 

@@ -5,9 +5,11 @@ any exact rule could keep; a rule that is not exact is judged by how far its tex
 """
 import torch
 
-from benchmarks.shared import table
+import checkpoint
+from benchmarks.shared import read_prompts, table
+from layerskip import Teacher, early_exit
 from sampling import Coins, to_probs
-from speculative import verify_tree
+from verification import verify_tree
 
 TOKENS = 6                  # of a vocabulary in which everything is enumerated
 TEMPERATURES = 0.3, 0.7, 1.0
@@ -195,7 +197,7 @@ def sampled(p, q, k, count, coins):
     return found
 
 
-def compare(logits, count, seed=0):
+def compare(logits, count):
     """(lines, data): acceptance of each rule by temperature and guesses, means over places, logits (N, 2, V);
     and the chi-square of `count` tokens a place, two guesses each, at the highest temperature."""
     rows, data = [], {}
@@ -205,7 +207,7 @@ def compare(logits, count, seed=0):
             found = [judge(p, q, k) for p, q in laws]
             data[f"{T}, {k}"] = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
             rows.append([f"{T}", f"{k}", *(f"{x:.3f}" for x in data[f"{T}, {k}"].values())])
-    written = [sampled(p, q, 2, count, Coins(seed + i)) for i, (p, q) in enumerate(laws)]  # at the last T
+    written = [sampled(p, q, 2, count, Coins(i)) for i, (p, q) in enumerate(laws)]  # at the last T
     chances = {name: chi_square([p for p, _ in laws], [w[name] for w in written]) for name in written[0]}
     lines = [f"**Verification rules**: how likely one of k guesses is kept, at {len(laws)} places of a "
              f"story, where model and exit keep {logits.shape[-1]} tokens; enumerated, not sampled", "",
@@ -216,3 +218,11 @@ def compare(logits, count, seed=0):
                     [[name, f"{x:.2g}", "biased" if x < 1e-6 else "exact as far as one sees"]
                      for name, x in chances.items()])]
     return lines, {"acceptance": data, "chi_square": chances}
+
+
+def run(a, model, tokenizer):
+    """(lines, data), on what the model and its exit after a sixth of the blocks say."""
+    ids = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], model.c.bos)[: model.c.max_len]
+    teacher = Teacher(model, ids, lambda logits: logits)
+    subs = early_exit(model.c.n_layers, max(1, model.c.n_layers // 6))
+    return compare(pairs(teacher, subs, 4 if a.quick else 32), 500 if a.quick else 2000)

@@ -1,4 +1,4 @@
-"""The search for sub-layers to skip, against the truth: all 4,096 sets of the six middle blocks.
+"""The search for sub-layers to skip, against the truth: all 4,096 sets of twelve groups of sub-layers.
 
 The one thing to remember: a search is judged by its regret, how far the best set it has seen is from the best
 there is, and by whether its objective ranks sets as a stopwatch would.
@@ -6,15 +6,17 @@ there is, and by whether its objective ranks sets as a stopwatch would.
 import math
 import statistics
 import time
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared import ROOT, SETS, WEIGHTS, load, page, prompt_ids, read_prompts, table
+from benchmarks.shared import ROOT, SETS, WEIGHTS, figures, load, page, prompt_ids, read_prompts, table
 from control import measure_costs, weight_costs
 from layerskip import SelfDraft, early_exit
 from methods.dynamic import aside, nearest
@@ -26,13 +28,30 @@ LANDSCAPE = ROOT / "notebooks" / "landscape.npz"
 BUDGETS, SEEDS = (25, 50, 100), 20
 
 
-def middle(n_layers):
-    """The 12 bits: attention and MLP of the six middle blocks."""
-    first = (n_layers - 6) // 2
-    return Space(n_layers, tuple(range(2 * first, 2 * first + 12)))
+@dataclass(frozen=True)
+class Bands(Space):
+    """Sets of which every one can be scored: bit j skips all of `bands[j]`, of which `skippable[j]` is the
+    first."""
+    bands: tuple[tuple[int, ...], ...] = ()
+
+    def sublayers(self, z):
+        gone = {sub for band, bit in zip(self.bands, z, strict=True) if bit for sub in band}
+        return [i for i in range(2 * self.n_layers) if i not in gone]
 
 
-def bits(number, n=12):
+def bands(n_layers, count=6):
+    """Two bits for each of `count` bands of blocks, its attentions and its MLPs. The bands reach from block 1
+    to the last one and widen with the depth, as the first blocks matter one by one."""
+    edges = [1]
+    while len(edges) <= count:
+        edges.append(max(edges[-1] + 1, round(n_layers ** (len(edges) / count))))
+    groups = [tuple(range(2 * low + kind, 2 * min(high, n_layers), 2))
+              for low, high in pairwise(edges) for kind in (0, 1)]
+    groups = tuple(filter(None, groups))
+    return Bands(n_layers, tuple(group[0] for group in groups), bands=groups)
+
+
+def bits(number, n):
     return [number >> j & 1 for j in range(n)]
 
 
@@ -100,19 +119,17 @@ def clasp(calibration, space):
     lengths = [t.p.shape[1] for t in teachers]
     states = [torch.cat(xs, 1)[0] for xs in zip(*(t.states for t in teachers), strict=True)]    # (N, dim)
 
+    def each(teacher, x, i):    # sub-layer i at every position of x (1, T, dim), each as the first of a draft
+        at = torch.arange(x.shape[1], device=x.device)[None]
+        return aside(teacher.model, teacher.cache, x, at, [i])
+
     def run(i, x):  # (J, N, dim), one set and one text after the other: together they would not fit
-        sets = ([apply(*pair, i) for pair in zip(teachers, one[None].split(lengths, 1), strict=True)]
+        sets = ([each(*pair, i) for pair in zip(teachers, one[None].split(lengths, 1), strict=True)]
                 for one in x)
         return torch.cat([torch.cat(parts, 1) for parts in sets])
 
     sets = nearest(states, run, space.skippable, len(space.skippable))
     return [tuple(int(sub in gone) for sub in space.skippable) for gone in sets]
-
-
-def apply(teacher, x, i):
-    """Sub-layer i at every position of x (1, T, dim) at once, each as the first token of a draft."""
-    at = torch.arange(x.shape[1], device=x.device)[None]
-    return aside(teacher.model, teacher.cache, x, at, [i])
 
 
 class Enough(Exception):
@@ -138,21 +155,13 @@ def run_method(method, space, worth, seed, count):
     return best + best[-1:] * (count - len(best))
 
 
-def installed(name):
-    return find_spec(name) is not None
-
-
-def regrets(space, land, calibration, bar):
+def regrets(space, land, bar):
     """{method: (seeds, budget) best values so far}."""
     def worth(z):
         return float(land["speedup"][sum(b << j for j, b in enumerate(z))])
 
-    def clasps_in_turn(space, evaluate, seed, count):
-        for z in clasp(calibration, space):
-            evaluate(z)
-
     methods = {"Gaussian process": gaussian_process, "local search": local_search, "random": random_search}
-    if installed("optuna"):
+    if find_spec("optuna"):
         methods["TPE (Optuna)"] = tpe
     found = {}
     for name, method in methods.items():
@@ -160,7 +169,7 @@ def regrets(space, land, calibration, bar):
         for seed in range(SEEDS):
             found[name].append(run_method(method, space, worth, seed, max(BUDGETS)))
             bar.update()
-    return found | {"CLaSp": [run_method(clasps_in_turn, space, worth, 0, max(BUDGETS))]}
+    return found
 
 
 def sign_test(wins, losses):
@@ -198,7 +207,8 @@ def measured_speedup(model, prompts, sublayers, gamma, new, repeats):
 def objectives_against_the_clock(a, model, prompts, space, land, calibration, costs):
     """Rank correlation of each objective with measured speed, on sets spread over the range of speed-ups."""
     order = np.argsort(land["speedup"], kind="stable")
-    sets = [bits(int(k)) for k in order[np.linspace(0, len(order) - 1, 16 if a.quick else 64).astype(int)]]
+    chosen = order[np.linspace(0, len(order) - 1, 16 if a.quick else 64).astype(int)]
+    sets = [bits(int(k), len(space.skippable)) for k in chosen]
     seen = {name: [] for name in ("measured", "speedup", "matchness", "tokens_per_second")}
     for z in tqdm(sets, desc="stopwatch", disable=None):
         subs = space.sublayers(z)
@@ -271,18 +281,18 @@ def run(a):
     (model, tokenizer), (exact, _) = load(a), load(a, "float32")  # whose scores do not hang on rounding
     documents = [line["text"] for line in read_prompts("stories")]
     prompts = prompt_ids("stories", tokenizer, model.c)
-    space, costs = middle(model.c.n_layers), weight_costs(model.c)
+    space, costs = bands(model.c.n_layers), weight_costs(model.c)
     calibration = Calibration(exact, tokenizer, documents, 512)
     land = landscape(a, space, calibration, costs)
     with tqdm(total=4 * SEEDS, desc="methods", disable=None) as bar:
-        curves = regrets(space, land, calibration, bar)
-    optimum = float(land["speedup"].max())
-    data = {"optimum": optimum, "optimum_set": bits(int(land["speedup"].argmax())), "curves": curves,
+        curves = regrets(space, land, bar)
+    optimum, best = float(land["speedup"].max()), bits(int(land["speedup"].argmax()), len(space.skippable))
+    data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": curves,
             "correlation": objectives_against_the_clock(a, model, prompts, space, land, calibration, costs),
             "everything": over_everything(a, model, calibration, prompts),
             "transfer": transfer(exact, tokenizer, 40 if a.quick else 150)}
     draw = partial(plots.regrets, curves, optimum,
-                   f"{a.model}: the best of all 4,096 sets promises {optimum:.3f}")
+                   f"{a.model}: the best of all {len(land['c']):,} sets promises {optimum:.3f}")
     return markdown(a, land, data), data, draw
 
 
@@ -291,10 +301,15 @@ def first_within(curve, level):
     return next((i + 1 for i, value in enumerate(curve) if value >= level), None)
 
 
+EVERY = {"kept": "{kept}", "alpha": "{alpha:.3f}", "c": "{c:.3f}", "gamma": "{gamma}",
+         "promised": "{predicted:.2f}", "measured": "{measured:.2f}"}
+
+
 def markdown(a, land, data):
     optimum, curves = data["optimum"], data["curves"]
-    lines = [f"{a.model}; all 4,096 sets of the six middle blocks: the best promises {optimum:.4f}, the "
-             f"median set {np.median(land['speedup']):.4f}; {SEEDS} seeds; {a.machine}", ""]
+    lines = [f"{a.model}; all {len(land['c']):,} sets of groups of sub-layers: the best, which keeps "
+             f"{' '.join(map(str, data['optimum_set']))}, promises {optimum:.4f}, the median set "
+             f"{np.median(land['speedup']):.4f}; {SEEDS} seeds; {a.machine}", ""]
     head = ["method", *(f"regret at {b}" for b in BUDGETS), *(f"optimum by {b}" for b in BUDGETS),
             "within 1 %, median evaluations", "wins against random at 50"]
     rows = []
@@ -304,18 +319,16 @@ def markdown(a, land, data):
         row = [name, *(f"{statistics.median(r):.4f}" for r in at),
                *(f"{sum(x < 1e-9 for x in r) / len(r):.0%}" for r in at),
                "never" if math.isinf(near) else f"{near:.0f}"]
-        pairs = [(run[49], other[49]) for run, other in zip(runs, curves["random"], strict=False)]
+        pairs = [(run[49], other[49]) for run, other in zip(runs, curves["random"], strict=True)]
         wins, losses = sum(x > y for x, y in pairs), sum(x < y for x, y in pairs)
-        fair = len(runs) == SEEDS and name != "random"
-        row.append(f"{wins} : {losses}, p = {sign_test(wins, losses):.1g}" if fair else "")
+        row.append("" if name == "random" else f"{wins} : {losses}, p = {sign_test(wins, losses):.1g}")
         rows.append(row)
     lines += table(head, rows)
     lines += ["Rank correlation with measured speed: " + ", ".join(
         f"{name} {value:.2f}" for name, value in data["correlation"].items()), ""]
     every = data["everything"]
-    lines += table(["all sub-layers but 0 and 1", "kept", "alpha", "c", "gamma", "promised", "measured"], [
-        [name, " ".join(map(str, r["sublayers"])), f"{r['alpha']:.3f}", f"{r['c']:.3f}", str(r["gamma"]),
-         f"{r['predicted']:.2f}", f"{r['measured']:.2f}"] for name, r in every["sets"].items()])
+    sets = [(name, r | {"kept": " ".join(map(str, r["sublayers"]))}) for name, r in every["sets"].items()]
+    lines += figures(sets, EVERY, "all sub-layers but 0 and 1")
     lines += [f"{every['trials']} trials, {every['trials_per_second']:.1f} a second, "
               f"{every['share_in_process']:.0%} of the time in the Gaussian process", ""]
     lines += table(["calibrated on, promised on held-out", *SETS], [

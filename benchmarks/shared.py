@@ -3,23 +3,50 @@
 The one thing to remember: a speed is a ratio, measured in one process A B A B, medians after a warm-up.
 """
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import checkpoint
 from control import best_gamma, expected_speedup
-from model import Transformer
+from model import Config, Transformer
 from speculative import Wrapper
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = ROOT / "weights"
 SETS = "stories", "dialogues", "maths", "code"
+LLAMA = Config(vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
+               hidden_dim=8192, max_len=4096, tied=True)
+GEMMA = Config(vocab_size=256_000, dim=2304, n_layers=26, n_heads=8, n_kv_heads=4, head_dim=256,
+               hidden_dim=9216, max_len=4096, tied=True, norm_eps=1e-6, act="gelu", norm_offset=1.0,
+               embed_scale=2304**0.5, post_norm=True, query_scale=256**-0.5, attn_softcap=50.0,
+               final_softcap=30.0, window=4096)
+SEED = dict(vocab_size=32_000, tied=False)      # the shapes of Llama 2, and of TinyLlama, which drafts for it
+SHAPES = {
+    "TinyLlama 1.1B": replace(LLAMA, n_layers=22, n_kv_heads=4, hidden_dim=5632, **SEED),
+    "Llama 3.2 1B": LLAMA,
+    "Gemma-2 2B": GEMMA,
+    "Llama 3.2 3B": replace(LLAMA, dim=3072, n_layers=28, n_heads=24, head_dim=128),
+    "Llama 3.1 8B": replace(LLAMA, dim=4096, n_layers=32, head_dim=128, hidden_dim=14336, tied=False),
+    "Gemma-2 9B": replace(GEMMA, dim=3584, n_layers=42, n_heads=16, n_kv_heads=8, hidden_dim=14336,
+                          embed_scale=3584**0.5),
+    "Llama 2 13B": replace(LLAMA, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, head_dim=128,
+                           hidden_dim=13824, **SEED)}
 
 
 def load(a, dtype=None, folder=None):
     """(model, tokenizer) as the flags say, or in another dtype, or from another folder."""
     return checkpoint.load(folder or a.model, a.device, getattr(torch, dtype or a.dtype))
+
+
+def load_both(a, small=None):
+    """({dtype: (model, small model or None)}, tokenizer): as they are timed, and in float64."""
+    models = {}
+    for dtype in (a.dtype, "float64"):
+        model, tokenizer = load(a, dtype)
+        models[dtype] = model, small and load(a, dtype, small)[0]
+    return models, tokenizer
 
 
 def random_model(c, dtype=torch.float32, seed=0, device="cpu"):
@@ -77,9 +104,35 @@ def by_position(seen):
     return [sum(t) / len(t) for t in tested if t]
 
 
+def beside(a, name, given, read, size):
+    """read(FILE, size) of the file that a flag gave, or of NAME.json beside the weights; None where there is
+    neither."""
+    path = given or Path(a.model) / f"{name}.json"
+    return read(str(path), size) if given or path.is_file() else None
+
+
 def table(head, rows):
     """The lines of a Markdown table, and an empty one."""
     return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)] + [""]
+
+
+def figures(rows, columns, head=""):
+    """The lines of a table of (name, {key: figure}). columns: {title: how, as in "{key:.2f}"}; a cell is
+    empty where there is no such figure, or None.
+
+    >>> figures([("exit 1", {"alpha": 0.75, "by": {"clock": 2}})], {"%": "{alpha:.0%}", "": "{by[weights]}"})
+    ['|  | % |  |', '| --- | --- | --- |', '| exit 1 | 75% |  |', '']
+    """
+    def cell(how, r):
+        try:
+            return how.format_map(r)
+        except (KeyError, TypeError):
+            return ""
+    return table([head, *columns], [[name, *(cell(how, r) for how in columns.values())] for name, r in rows])
+
+
+def steps(values):
+    return " / ".join(f"{x:.2f}" for x in values)
 
 
 def page(lines):

@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 import train_heads
-from benchmarks.shared import Noting, by_position, load, prompt_ids, table
+from benchmarks.shared import Noting, by_position, load, prompt_ids, steps, table
 from kvcache import Beside, KVCache
 from layerskip import SelfDraft, early_exit
 from methods import heads
@@ -87,7 +87,7 @@ class RecycledDraft(ExitDraft):
         carried = torch.cat([self.carried, self.head.carry(final)], 1)          # (B, K+2, dim)
         new, T = [len(row) for row in r.new], exits.shape[1]    # n has grown: the block stands before it
         if len(new) == 1:
-            block = state.at(*range(-new[0], T - new[0]))
+            block = state.at(-new[0], T - new[0])
         else:
             block = state.after(torch.arange(-1, T - 1, device=state.n.device) - state.send(new)[:, None])
         self.read(exits + carried[:, :-1], block, state.span(-max(new), T - min(new)))
@@ -161,13 +161,10 @@ def run(a, tokenizer):
 
 
 def lines(data):
-    def cells(values):
-        return " / ".join(f"{x:.2f}" for x in values)
-
-    rows = [[str(t), f"{r['rows']:.2f}", f"{r['trained']:,}", cells(r["agreement"]), cells(r["overlap"]),
+    rows = [[str(t), f"{r['rows']:.2f}", f"{r['trained']:,}", steps(r["agreement"]), steps(r["overlap"]),
              f"{r['tau']:.2f}"] for t, r in data["transfer"].items()]
     beside = [[name, *(f"{r[key]:,}" if key in r else "" for key in ("parameters", "trained")),
-               cells(r["positions"]), f"{r['tau']:.2f}"] for name, r in data["lucidrains"].items()]
+               steps(r["positions"]), f"{r['tau']:.2f}"] for name, r in data["lucidrains"].items()]
     trained = f"each trained here for {60 * data['minutes']:.0f} s on text of the model's own"
     return [f"**Hidden Transfer from each depth**, {trained}: what {STEPS} pseudo states for each token "
             "take, in passes over a token, and what they say; tau on stories, greedy", "",

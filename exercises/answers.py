@@ -132,8 +132,7 @@ WRONG = {
         ("p_drafted / q_drafted", "q_drafted / p_drafted", "upside down"),
         ("passed.cumprod(1).sum(1)", "passed.sum(1)", "drafts after the first refusal are counted"),
         ("(p - q * refused).clamp_(min=0)", "(p - q * refused).abs()", "must be cut off"),
-        ("(accepted < length)[:, None]", "(accepted < K)[:, None]", "where nothing was proposed q must "
-            "count"),
+        ("(accepted < length)[:, None]", "(accepted < K)[:, None]", "where nothing was proposed"),
         (" & (torch.arange(K, device=p.device) < length[:, None])", "", "`length` is ignored"),
         ("coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))",
          "coins.choose(residual)", "rounding can refuse"),
@@ -177,8 +176,7 @@ WRONG = {
     "expected_tokens, best_gamma": [
         ("sum(alpha ** i for i in range(gamma + 1))", "sum(alpha ** i for i in range(1, gamma + 1))",
          "the bonus token is missing"),
-        ("sum(alpha ** i for i in range(gamma + 1))", "1 + alpha * gamma", "only if all before it are "
-            "accepted"),
+        ("sum(alpha ** i for i in range(gamma + 1))", "1 + alpha * gamma", "only if all before it"),
         ("sum(alpha ** i for i in range(gamma + 1))", "sum(alpha ** i for i in range(gamma))",
          "the sum ends one too early"),
         ("reach = starts[i]", "reach = 1.0", "every position counts alike"),
@@ -212,8 +210,7 @@ WRONG = {
         ("torch.where(allowed(flat), score(flat), -math.inf)", "score(flat)", "`allowed` is ignored"),
         ("better = top > value", "better = top >= value", "a walk that has not ended"),
         ("(z[:, None] - flips).abs()", "(z[:, None] + flips).clamp(max=1)", "bits are only set"),
-        ("        value = torch.where(better, top, value)", "        return z, torch.where(better, top, "
-            "value)",
+        ("value = torch.where(better, top, value)", "return z, torch.where(better, top, value)",
          "it ends after one flip"),
         ("if not better.any():", "if not better.all():", "all stop as soon as one"),
         ("return z, value", "return z, score(starts.double())", "the scores are those of the starts"),
@@ -230,12 +227,9 @@ WRONG = {
          "a node is accepted whose parent was not"),
     ],
     "alpha": [
-        ("self.hits / max(1, self.drafted)", "self.accepted / max(1, self.proposed)", "accepted / drafted "
-            "is no alpha"),
-        ("self.hits / max(1, self.drafted)", "self.accepted / max(1, self.turns)", "accepted tokens per "
-            "round"),
-        ("self.hits / max(1, self.drafted)", "self.hits / max(1, self.turns)", "rounds without a draft "
-            "count"),
+        ("self.hits / max(1, self.drafted)", "self.accepted / max(1, self.proposed)", "is no alpha"),
+        ("self.hits / max(1, self.drafted)", "self.accepted / max(1, self.turns)", "accepted tokens per"),
+        ("self.hits / max(1, self.drafted)", "self.hits / max(1, self.turns)", "rounds without a draft"),
         ("self.hits / max(1, self.drafted)", "self.hits / max(1, self.passes)", "divide by `drafted`"),
     ],
 }

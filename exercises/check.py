@@ -12,8 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from exercises import diagnose, splice, variants  # noqa: E402
 from exercises.answers import SHAPES, WRONG  # noqa: E402
@@ -43,28 +42,25 @@ def changed(task, row):
 
 def cases(task):
     """(what, text, what the verdict must be, words of its message, the seed of the variant or None)"""
-    for what, text, status, words in plain(task):
-        yield what, text, status, words, None
-    stub, solution = ("\n".join(make(task.module, name, 1) for name in task.functions)
-                      for make in (variants.stub, variants.solution))
-    yield "the stub of a variant", stub, "to do", "", 1
-    yield "the solution of a variant", solution, "passed", "", 1
+    def of_all(make, *seed):
+        return "\n".join(make(task.module, name, *seed) for name in task.functions)
+
+    yield "the stub", of_all(splice.stub), "to do", "", None
+    yield "the original", answer(task), "passed", "", None
+    for row in WRONG[task.name]:
+        yield f"wrong: {row[2]}", changed(task, row), "failed", row[2], None
+    for text in SHAPES.get(task.name, ()):
+        yield "another shape", text, "passed", "", None
+    yield "the stub of a variant", of_all(variants.stub, 1), "to do", "", 1
+    yield "the solution of a variant", of_all(variants.solution, 1), "passed", "", 1
     yield "the original in a variant", answer(task), "failed", "is not there any more: keep the line `def ", 1
 
 
-def plain(task):
-    """The cases that are no variants."""
-    stub = "\n".join(splice.stub(task.module, name) for name in task.functions)
-    yield "the stub", stub, "to do", ""
-    yield "the original", answer(task), "passed", ""
-    for row in WRONG[task.name]:
-        yield f"wrong: {row[2]}", changed(task, row), "failed", row[2]
-    for text in SHAPES.get(task.name, ()):
-        yield "another shape", text, "passed", ""
-
-
-def run(case):
-    task, what, text, status, words, seed = case
+def problem(job):
+    """What is wrong with a case; "" where all is as it should be."""
+    if isinstance(job, int):
+        return diagnosed(job)
+    task, what, text, status, words, seed = job
     verdict = grade(task, text, seed=seed)
     if verdict.status != status:
         return f"{task.name}, {what}: {verdict.status}, expected {status}\n{verdict.message}"
@@ -84,11 +80,6 @@ def diagnosed(number):
             if (diagnose.grade(path)[0] == "passed") != (n in where):
                 return f"case {number}: line {n} is misjudged"
     return "" if len(where) == 1 and "\nE  " in text else f"case {number}: {where}\n{text}"
-
-
-def problem(job):
-    """One line, or more where something is wrong."""
-    return diagnosed(job) if isinstance(job, int) else run(job)
 
 
 def main(words):

@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-for folder in (ROOT / "tests", ROOT):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+sys.path[:0] = str(ROOT), str(ROOT / "tests")
 
 import mutants  # noqa: E402
 
@@ -54,7 +52,7 @@ CASES = [
     Case("Teacher.draft", "a scored draft reads the drafts before it",
          "Each position drafts on its own: of the block a token may see only itself. A triangle lets it "
          "see rough keys of the positions before it, beside their exact ones."),
-    Case("Teacher.acceptance", "how likely two draws agree, not that a draft is accepted",
+    Case("Teacher.overlap", "how likely two draws agree, not that a draft is accepted",
          "A draft is accepted with probability sum of min(p, q). The sum of p q is how likely a draw from "
          "p and one from q are the same token, which is less."),
     Case("commit", "the latest end-of-text ends, not the earliest",

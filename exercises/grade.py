@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))
 
 from exercises import splice  # noqa: E402
 from exercises.tasks import TASKS, VARIANT, choose, file_name  # noqa: E402

@@ -15,7 +15,11 @@ class Task(NamedTuple):
     minutes: int
     stars: int              # difficulty, 1 to 3
     tests: tuple[str, ...]  # node ids below tests/; the first failure is reported: clear ones stand first
-    text: str               # what is wanted, in words and a picture
+
+    @property
+    def text(self):
+        """What is wanted, in words and a picture."""
+        return TEXTS[self.number]
 
     @property
     def sitting(self):
@@ -32,102 +36,70 @@ SITTINGS = (  # what each is about, and what to read before it
     ("5: search and trees", "`notebooks/06_search.ipynb`, `methods/trees.py`"))
 
 
-def by_outcomes(*names):
-    return tuple(f"test_by_outcomes.py::test_{name}" for name in names)
-
-
-def by_hand(*names):
-    return tuple(f"test_by_hand.py::test_{name}" for name in names)
-
-
-def of_model(*names):
-    return tuple(f"test_model.py::test_{name}" for name in names)
+def tests(**names):
+    """The node ids of {file: names of its tests}."""
+    return tuple(f"test_{file}.py::test_{name}" for file, row in names.items() for name in row.split())
 
 
 TASKS = [
-    Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1,
-         of_model("softcap_by_hand", "softcap_leaves_small_values_and_its_input_alone", "rotate_by_hand",
-                  "rotate_keeps_lengths_and_depends_on_distances_only", "rotate_serves_every_shape"),
-         TEXTS[1]),
-    Task(2, "frequencies", "model.py", ("frequencies",), 30, 2,
-         of_model("frequencies_by_hand", "frequencies_of_linear_scaling_by_hand",
-                  "frequencies_of_llama3_by_hand"),
-         TEXTS[2]),
-    Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1,
-         (*by_hand("a_norm_of_two_numbers"), *of_model("the_norm_of_gemma2_works_in_float32")),
-         TEXTS[3]),
-    Task(4, "visible", "model.py", ("visible",), 40, 2,
-         (*of_model("visible_in_the_first_block", "visible_behind_a_filled_cache",
-                    "visible_for_rows_at_different_places", "visible_within_a_window",
-                    "visible_where_slots_are_not_positions", "visible_in_a_tree"),
-          "test_trees.py::test_visible_where_a_tree_grows",
-          "test_trees.py::test_visible_where_each_row_has_its_own_tree"),
-         TEXTS[4]),
-    Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3,
-         (*by_hand("an_attention_after_a_filled_cache"), *of_model("an_attention_by_hand")),
-         TEXTS[5]),
-    Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2,
-         (*by_hand("a_write_returns_the_old_slots_and_the_new", "a_write_goes_to_its_slots_whatever_is_there",
-                   "a_write_of_each_row_goes_to_its_own_slots", "a_write_belongs_to_one_layer",
-                   "a_write_reads_only_the_recent_slots_where_it_is_told_to", "a_write_stays_in_the_cache"),
-          "test_model.py::test_slots_as_a_slice_and_as_a_tensor_write_the_same[cpu]",
-          "test_model.py::test_cached_blocks_equal_the_full_pass[3-gemma2-cpu]"),
-         TEXTS[6]),
-    Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2,
-         (*by_hand("probabilities"),
-          *(f"test_sampling.py::test_{name}" for name in (
-              "top_p_1_does_nothing_even_to_a_long_tail", "a_tiny_temperature_is_no_nan",
-              "top_k_beyond_the_vocabulary_keeps_all", "half_types_are_raised_and_float64_stays",
-              "each_row_stands_for_itself_and_the_logits_stay", "a_setting_out_of_range_is_named"))),
-         TEXTS[7]),
-    Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1,
-         (*by_hand("choices", "a_choice_costs_one_uniform"),
-          *(f"test_sampling.py::test_{name}" for name in (
-              "a_token_of_weight_zero_is_never_chosen", "a_long_tail_of_small_weights_is_not_lost",
-              "choices_have_any_shape_of_rows"))),
-         TEXTS[8]),
-    Task(9, "verify", "speculative.py", ("verify",), 45, 3,
-         by_outcomes("verify_drawn_drafts", "verify_copied_drafts", "verify_greedy",
-                     "verify_nothing_proposed", "verify_rows_stand_for_themselves",
-                     "verify_where_nothing_is_left", "verify_dead_drafts"),
-         TEXTS[9]),
-    Task(10, "chain", "speculative.py", ("chain",), 40, 2,
-         by_outcomes("chain_draws_each_token_after_the_one_before", "chain_returns_the_q_that_it_drew_from",
-                     "chain_keeps_the_token_that_stops_it", "chain_rows_end_one_by_one", "chain_lengths",
-                     "chain_of_nothing", "chain_ends_where_all_rows_have"),
-         TEXTS[10]),
-    Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3,
-         by_hand("a_draft_is_what_its_sublayers_say", "what_a_draft_hands_over_is_the_targets",
-                 "the_text_of_a_self_draft_is_the_targets"),
-         TEXTS[11]),
-    Task(12, "expected_tokens, best_gamma", "control.py", ("expected_tokens", "best_gamma"), 40, 2,
-         (*by_hand("expected_tokens_of_a_number", "best_gamma_of_a_number", "expected_tokens_of_a_series",
-                   "best_gamma_within_its_bounds", "a_draft_must_fit_into_a_series"),
-          *(f"test_control.py::test_{name}" for name in (
-              "expected_tokens_along_a_series_by_trying_every_outcome", "best_gamma_by_brute_force"))),
-         TEXTS[12]),
+    Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1, tests(
+        model="softcap_by_hand softcap_leaves_small_values_and_its_input_alone rotate_by_hand "
+        "rotate_keeps_lengths_and_depends_on_distances_only rotate_serves_every_shape")),
+    Task(2, "frequencies", "model.py", ("frequencies",), 30, 2, tests(
+        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand")),
+    Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1, tests(
+        by_hand="a_norm_of_two_numbers", model="the_norm_of_gemma2_works_in_float32")),
+    Task(4, "visible", "model.py", ("visible",), 40, 2, tests(
+        model="visible_in_the_first_block visible_behind_a_filled_cache visible_for_rows_at_different_places "
+        "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
+        trees="visible_where_a_tree_grows visible_where_each_row_has_its_own_tree")),
+    Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
+        by_hand="an_attention_after_a_filled_cache", model="an_attention_by_hand")),
+    Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
+        by_hand="a_write_returns_the_old_slots_and_the_new a_write_goes_to_its_slots_whatever_is_there "
+        "a_write_of_each_row_goes_to_its_own_slots a_write_belongs_to_one_layer "
+        "a_write_reads_only_the_recent_slots_where_it_is_told_to a_write_stays_in_the_cache",
+        model="slots_as_a_slice_and_as_a_tensor_write_the_same[cpu] "
+        "cached_blocks_equal_the_full_pass[3-gemma2-cpu]")),
+    Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
+        by_hand="probabilities",
+        sampling="top_p_1_does_nothing_even_to_a_long_tail a_tiny_temperature_is_no_nan "
+        "top_k_beyond_the_vocabulary_keeps_all half_types_are_raised_and_float64_stays "
+        "each_row_stands_for_itself_and_the_logits_stay a_setting_out_of_range_is_named")),
+    Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1, tests(
+        by_hand="choices a_choice_costs_one_uniform",
+        sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
+        "choices_have_any_shape_of_rows")),
+    Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
+        by_outcomes="verify_drawn_drafts verify_copied_drafts verify_greedy verify_nothing_proposed "
+        "verify_rows_stand_for_themselves verify_where_nothing_is_left verify_dead_drafts")),
+    Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
+        by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
+        "chain_keeps_the_token_that_stops_it chain_rows_end_one_by_one chain_lengths chain_of_nothing "
+        "chain_ends_where_all_rows_have")),
+    Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
+        by_hand="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
+        "the_text_of_a_self_draft_is_the_targets")),
+    Task(12, "expected_tokens, best_gamma", "control.py", ("expected_tokens", "best_gamma"), 40, 2, tests(
+        by_hand="expected_tokens_of_a_number best_gamma_of_a_number expected_tokens_of_a_series "
+        "best_gamma_within_its_bounds a_draft_must_fit_into_a_series",
+        control="expected_tokens_along_a_series_by_trying_every_outcome best_gamma_by_brute_force")),
     Task(13, "predict, expected_improvement", "gaussian.py",
-         ("GaussianProcess.predict", "expected_improvement"), 40, 2,
-         tuple(f"test_gaussian.py::test_{name}" for name in (
-             "predictions_by_the_dense_formula", "improvements_by_hand",
-             "where_there_is_hardly_noise_it_says_what_was_observed", "a_single_observation_is_enough",
-             "without_doubt_the_improvement_is_the_gap",
+         ("GaussianProcess.predict", "expected_improvement"), 40, 2, tests(
+             gaussian="predictions_by_the_dense_formula improvements_by_hand "
+             "where_there_is_hardly_noise_it_says_what_was_observed a_single_observation_is_enough "
+             "without_doubt_the_improvement_is_the_gap "
              "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
-         TEXTS[13]),
-    Task(14, "climb", "gaussian.py", ("climb",), 35, 2,
-         tuple(f"test_gaussian.py::test_{name}" for name in (
-             "a_climb_by_hand", "climbs_do_not_wait_for_each_other",
-             "a_climb_takes_the_best_flip_not_the_first_that_is_better",
-             "a_climb_ends_where_no_allowed_flip_is_better",
-             "a_climb_leaves_a_start_that_is_worth_nothing_and_rests_on_a_plain")),
-         TEXTS[14]),
-    Task(15, "verify_tree", "speculative.py", ("verify_tree",), 60, 3,
-         by_outcomes("verify_tree_drawn_siblings", "verify_tree_copied_siblings",
-                     "verify_tree_rows_stand_for_themselves"),
-         TEXTS[15]),
-    Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1,
-         by_hand("alpha_is_no_share_of_drafted_tokens"),
-         TEXTS[16]),
+    Task(14, "climb", "gaussian.py", ("climb",), 35, 2, tests(
+        gaussian="a_climb_by_hand climbs_do_not_wait_for_each_other "
+        "a_climb_takes_the_best_flip_not_the_first_that_is_better "
+        "a_climb_ends_where_no_allowed_flip_is_better "
+        "a_climb_leaves_a_start_that_is_worth_nothing_and_rests_on_a_plain")),
+    Task(15, "verify_tree", "verification.py", ("verify_tree",), 60, 3, tests(
+        by_outcomes="verify_tree_drawn_siblings verify_tree_copied_siblings "
+        "verify_tree_rows_stand_for_themselves")),
+    Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1, tests(
+        by_hand="alpha_is_no_share_of_drafted_tokens")),
 ]
 
 

@@ -74,7 +74,7 @@ class ExitDraft(SelfDraft):
         x = pad_sequence([torch.cat(states) for states in self.noted], batch_first=True)    # (B, T, dim)
         more = [sum(map(len, states)) for states in self.noted]
         if len(more) == 1:
-            at = state.at(*range(-more[0], 0))
+            at = state.at(-more[0], 0)
         else:
             steps = torch.arange(-1, x.shape[1] - 1, device=state.n.device)                 # (T,)
             at = state.after(steps - state.send(more)[:, None])                             # (B, T)

@@ -12,40 +12,30 @@ import torch
 
 from control import Confidence, expected_speedup, plan, weight_costs
 from gaussian import GaussianProcess, expected_improvement
-from kvcache import KVCache
+from kvcache import Beside
 from layerskip import SelfDraft, check_sublayers, early_exit
+from methods.drafting import pick
 from methods.trees import Siblings
+from sampling import raw_probs
 from speculative import Wrapper
 
 # --- trying a draft without a trace
 
 
-class Aside(KVCache):
-    """A cache, and after its last slot room for one block, which nobody keeps."""
-
-    def __init__(self, cache):
-        self.layers = cache.layers
-
-    def write(self, layer, k, v, slots, end, recent=None):
-        keys, values = self.layers[layer]
-        return torch.cat([keys, k], 2), torch.cat([values, v], 2)               # (B, Hkv, S+T, D)
-
-
 def aside(model, cache, x, positions, sublayers):
     """Run `sublayers` for x (B, T, dim), each token on its own, as the first one of a draft: it reads what
     the cache holds before its position (B, T), and itself. (B, T, dim)"""
-    (B, T, _), S = x.shape, cache.layers[0][0].shape[2]
+    (B, T, _), S = x.shape, cache.k.shape[3]
     slots = torch.arange(S, S + T, device=x.device).expand(B, T)
     own = torch.eye(T, dtype=torch.bool, device=x.device)
-    return model.run(x, positions, Aside(cache), sublayers, slots, own, span=slice(0, S + T))
+    return model.run(x, positions, Beside(cache, 0, S), sublayers, slots, own, span=slice(0, S + T))
 
 
 def overlaps(probs, p, logits):
     """How likely a draft would be accepted at each place, the sum of min(p, q), and how sure it is there, the
     largest raw probability. p (..., V), logits (..., V) -> two tensors (...), float64."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
     both = torch.minimum(p, probs(logits)).double().sum(-1)
-    return both.clamp(max=1), logits.softmax(-1, dtype=wide).amax(-1).double()
+    return both.clamp(max=1), raw_probs(logits).amax(-1).double()
 
 
 def last_places(state, trace, count):
@@ -217,9 +207,8 @@ class CLaSp(SelfDraft):
         """which: for each row, the token of the trace whose states count; where: its position."""
         self.due = max(map(len, state.known)) + self.every
         which, at = state.send([which, where]).unbind()                         # (B,) both
-        row = torch.arange(len(at), device=at.device)
         states = [self.model.embed(state.read(at[:, None]))[:, 0]]              # (B, dim)
-        states += [trace[tap][row, which] for tap in self.taps]
+        states += [pick(trace[tap], which) for tap in self.taps]
 
         def run(u, x):  # (J, B, dim)
             x = x.transpose(0, 1)

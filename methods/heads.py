@@ -33,8 +33,9 @@ from torch import nn
 import checkpoint
 from control import weight_costs
 from kvcache import Beside, KVCache
-from layerskip import ShortHead, early_exit
+from layerskip import ShortHead, StandIn, early_exit
 from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, TransferDraft, TwoRowDraft, unit
+from methods.trees import Siblings, widths_of
 from model import Transformer, fill
 from speculative import ahead
 from support.files import replacing
@@ -47,6 +48,12 @@ AHEAD = 4   # tokens that a prophet learns to say from one state
 def check_count(name, number, least=1):
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}")
+
+
+def own_weights(model, **tensors):
+    """A module that holds these tensors as weights, in the model's type and on its device."""
+    # trap: of a dict it would sort the names, and so the states of the optimiser
+    return nn.ParameterDict([(name, t.to(model.tok)) for name, t in tensors.items()])
 
 
 def graft(model, n_layers):
@@ -65,10 +72,24 @@ def graft(model, n_layers):
     return own
 
 
-class ExitBlock:
+class Head:
+    """What all kinds share. draft: the class of its drafter, in methods/drafting.py; branches: whether the
+    trees of that may branch anywhere, or else only first children have children."""
+    branches = False
+
+    def drafter(self, rule, shape=None):
+        """For a chain, or for trees of this shape, a list of parents."""
+        if shape is None:
+            return self.draft(self, rule)
+        if self.branches:
+            return self.draft(self, rule, shape)
+        return Siblings(self.draft(self, rule), widths_of(shape)[1])
+
+
+class ExitBlock(Head):
     """An exit with a block of its own, which reads a copy of the state, so that the trunk is untouched
     (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
-    kind, sublayers = "exit_block", [0, 1]
+    kind, draft, sublayers = "exit_block", ExitDraft, [0, 1]
 
     def __init__(self, model, exit_layer):
         self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
@@ -78,9 +99,6 @@ class ExitBlock:
     def predict(self, tokens, trace, cache):
         x = self.own.run(trace[self.taps[0]], slice(0, tokens.shape[1]), sublayers=self.sublayers)
         yield 0, self.own.unembed(x)
-
-    def drafter(self, rule):
-        return ExitDraft(self, rule)
 
 
 class Kangaroo(ExitBlock):
@@ -93,7 +111,7 @@ class Kangaroo(ExitBlock):
         del block.mlp, block.mlp_norm, block.mlp_post
 
 
-class M2R2:
+class M2R2(Head, StandIn):
     """Accelerated residuals (M2R2, arXiv 2502.02040). This is a reconstruction: no code is public, and where
     the adapters stand and what they are trained on are our reading of the paper's idea.
 
@@ -108,25 +126,18 @@ class M2R2:
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
     Of the paper's loading of experts ahead of time there is nothing here: Llama and Gemma-2 are dense.
     """
-    kind = "m2r2"
+    kind, draft = "m2r2", TwoRowDraft
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
         rank = like_rank(Kangaroo(model, exit_layer)) if rank is None else rank
         check_count("rank", rank, 0)
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
-        self.taps, self.weights = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)], nn.Module()
-        like, g = dict(dtype=model.tok.dtype, device=model.tok.device), torch.Generator().manual_seed(0)
-        down = 0.02 * torch.randn(E, rank, dim, generator=g)
-        self.weights.down = nn.Parameter(down.to(**like))
-        self.weights.up = nn.Parameter(torch.zeros(E, dim, rank, **like))
-        self.weights.ask = nn.Parameter(torch.zeros(1, dim, **like))    # the gate's query and its verdict
-        self.weights.judge = nn.Parameter(torch.zeros(1, dim, **like))
-
-    def __getattr__(self, name):    # all else is the model's own
-        if name == "model":         # trap: copy.copy asks before there is one, and would ask for ever
-            raise AttributeError(name)
-        return getattr(self.model, name)
+        self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
+        down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
+        self.weights = own_weights(
+            model, down=down, up=torch.zeros(E, dim, rank),
+            ask=torch.zeros(1, dim), judge=torch.zeros(1, dim))         # the gate's query and its verdict
 
     def rise(self, x, positions, slots, tree, cache, span, trace=None):
         """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim) those that
@@ -179,26 +190,21 @@ class M2R2:
         apart = (unit(self.states) - unit(self.ahead)).pow(2).mean()
         return self.shape["align"] * apart + F.binary_cross_entropy_with_logits(self.gate(), overlap)
 
-    def drafter(self, rule):
-        return TwoRowDraft(self, rule)
 
-
-class Medusa:
+class Medusa(Head):
     """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k says
     W (x + silu(W_k x)), where W_k starts at zero, and W is the model's output head with the norm before it.
 
     own_head: each head has a copy of the output head that is trained, too, as in the paper. That is a matrix
     (V, dim) for each of them, which in large vocabularies is many times as large as W_k.
     """
-    kind = "medusa"
+    kind, draft, branches = "medusa", MedusaDraft, True
 
     def __init__(self, model, heads, own_head=False):
         check_count("heads", heads)
         self.model, self.shape, self.steps = model, {"heads": heads, "own_head": own_head}, heads
         self.taps, dim = [2 * model.c.n_layers - 1], model.c.dim
-        self.weights = nn.Module()
-        like = dict(dtype=model.tok.dtype, device=model.tok.device)
-        self.weights.inner = nn.Parameter(torch.zeros(heads, dim, dim, **like))
+        self.weights = own_weights(model, inner=torch.zeros(heads, dim, dim))
         if own_head:
             rows = (model.tok if model.head is None else model.head).detach()
             self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
@@ -217,11 +223,8 @@ class Medusa:
         for k in range(1, self.steps + 1):
             yield k, self.after(x[:, :-k], k - 1)
 
-    def drafter(self, rule, shape=None):
-        return MedusaDraft(self, rule, shape)
 
-
-class Transfer:
+class Transfer(Head):
     """Hidden Transfer (arXiv 2404.12022): linear maps of a token's state after block t make pseudo states of
     the tokens to come, which run through the blocks above t, each one seeing what its token sees and those
     before it. The model's own head says of pseudo state k the token k places after the next.
@@ -229,7 +232,7 @@ class Transfer:
     t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
     head without its residual block. The pseudo states start as copies.
     """
-    kind = "transfer"
+    kind, draft, branches = "transfer", TransferDraft, True
 
     def __init__(self, model, inject_layer, steps):
         check_count("steps", steps)
@@ -237,10 +240,9 @@ class Transfer:
         if not 0 <= inject_layer <= L:
             raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got {inject_layer}")
         self.model, self.shape, self.steps = model, {"inject_layer": inject_layer, "steps": steps}, steps
-        self.taps, self.weights = [2 * inject_layer - 1] * (inject_layer > 0), nn.Module()
-        like = dict(dtype=model.tok.dtype, device=model.tok.device)
-        self.weights.matrix = nn.Parameter(torch.eye(dim, **like).repeat(steps, 1, 1))
-        self.weights.bias = nn.Parameter(torch.zeros(steps, dim, **like))
+        self.taps = [2 * inject_layer - 1] * (inject_layer > 0)
+        self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
+                                   bias=torch.zeros(steps, dim))
 
     def spread(self, x):
         """The pseudo states of each token: (B, T, dim) -> (B, T, steps, dim)."""
@@ -263,14 +265,11 @@ class Transfer:
         for k in range(1, self.steps + 1):
             yield k, m.unembed(x[:, :-k, k - 1])
 
-    def drafter(self, rule, shape=None):
-        return TransferDraft(self, rule, shape)
 
-
-class Prophet:
+class Prophet(Head):
     """A decoder of one or two blocks that reads the final state of the last token read, the next token, which
     the target chose by it, and its own drafts (lucidrains' "prophet transformer")."""
-    kind = "prophet"
+    kind, draft = "prophet", ProphetDraft
 
     def __init__(self, model, blocks):
         check_count("blocks", blocks)
@@ -285,9 +284,6 @@ class Prophet:
         x = self.own.run(x, slice(0, 1 + AHEAD)).unflatten(0, (-1, N))          # (B, N, 1+AHEAD, dim)
         for k in range(1, 1 + AHEAD):
             yield k, self.own.unembed(x[:, :, k])
-
-    def drafter(self, rule):
-        return ProphetDraft(self, rule)
 
 
 KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, M2R2, Medusa, Transfer, Prophet)}

@@ -13,7 +13,9 @@ published system makes: by its prices never slower than plain decoding by more t
 Prices are relative to a pass of the target over one token, as everywhere, and grow with the text.
 """
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -21,6 +23,7 @@ from control import MOST, Beta, weight_costs
 from layerskip import SelfDraft, ShortHead, early_exit, shared_prefix
 from methods.dynamic import last_places, overlaps, same_model
 from methods.heads import pricing, shorter
+from sampling import raw_probs
 from speculative import Drafter, NGram, Rule, Then, Wrapper
 
 TAIL = 8        # tokens that an n-gram may add
@@ -100,11 +103,6 @@ class Skill:
     def __init__(self):
         self.all, self.tenths = Beta(), [Beta() for _ in range(10)]
 
-    def copy(self):
-        twin = Skill()
-        twin.all, twin.tenths = self.all.copy(), [beta.copy() for beta in self.tenths]
-        return twin
-
     def fade(self, factor):
         for beta in (self.all, *self.tenths):
             beta.fade(factor)
@@ -127,12 +125,6 @@ class Memory:
     def __init__(self, ways):
         self.skills, self.copied, self.followed = [Skill() for _ in range(ways)], Beta(), Beta()
 
-    def copy(self):
-        twin = Memory(0)
-        twin.skills = [skill.copy() for skill in self.skills]
-        twin.copied, twin.followed = self.copied.copy(), self.followed.copy()
-        return twin
-
     def fade(self, factor):
         for one in (*self.skills, self.copied, self.followed):
             one.fade(factor)
@@ -140,20 +132,6 @@ class Memory:
     def tail(self):
         """How many tokens an n-gram is expected to add where a draft was accepted whole."""
         return self.followed.hits / (self.followed.misses + 1)
-
-
-class Told(Rule):
-    """A rule that Pace tells how far to draft, and asks it after each token whether one more would pay."""
-
-    def __init__(self, pace):
-        super().__init__(0)
-        self.pace = pace
-
-    def gamma(self, state):
-        return self.pace.lengths
-
-    def stop(self, k, logits, token):
-        return self.pace.enough(k, logits)
 
 
 class Pace(Wrapper):
@@ -181,10 +159,15 @@ class Pace(Wrapper):
         self.nothing = Way("nothing", Drafter(), lambda n: 0.0)
         self.copying = Way("n-gram", self.lookup, lambda n: 0.0, stops=False)
         super().__init__(*(way.drafter for way in self.ways), self.lookup)
-        told = Told(self)
+        told = Rule(0)      # is told how far to draft, and asks after each token whether one more would pay
+        told.gamma = lambda state: self.lengths
+        told.stop = lambda k, logits, token: self.enough(k, logits)
         for way in self.ways:
             way.drafter.rule = told
         self.exits = [i for i, way in enumerate(self.ways) if way.leaves]
+        self.heads = {}     # {the model of some exits, or what stands in for it: these exits}
+        for i in self.exits:
+            self.heads.setdefault(self.ways[i].drafter.model, []).append(i)
         self.last, self.needed = 2 * model.c.n_layers - 1, self.taps
         self.own = {*(2 * self.ways[i].leaves - 1 for i in self.exits), self.last}
         self.taps = tuple(sorted({*self.needed, *self.own}))
@@ -196,10 +179,9 @@ class Pace(Wrapper):
 
     def start(self, rows):
         """For so many rows: nothing is written yet, and what a pass over T tokens of each takes."""
-        self.rows, self.written = [self.past.copy() for _ in range(rows)], [0] * rows
+        self.rows, self.written = [deepcopy(self.past) for _ in range(rows)], [0] * rows
         self.least, self.begun = 0, None
-        widest = (self.most + TAIL + 3) * (1 + max((way.rides[1] for way in self.ways), default=0))
-        self.block = [self.costs.block(rows * T) / self.costs.block(rows) for T in range(widest)]
+        self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
 
     def begin(self, state, trace):
         same_model(self.model, state)
@@ -208,7 +190,7 @@ class Pace(Wrapper):
         self.start(len(state.known))
         self.look(state)
         head = self.costs.head / self.costs.whole       # of the target itself
-        loss = (self.scoring_price(WINDOW) + head * self.block_of(WINDOW)) * self.grown
+        loss = (self.scoring_price(WINDOW) + head * self.block(WINDOW)) * self.grown
         if self.exits and loss <= self.purse - STAKE / 2:
             self.purse -= loss
             places, true = last_places(state, {tap: trace[tap] for tap in self.own}, WINDOW)
@@ -251,11 +233,10 @@ class Pace(Wrapper):
 
     def enough(self, k, logits):
         """After k + 1 drafted tokens: does what one more promises fall below its price, in tokens? (B,)"""
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        tenth = (10 * logits.softmax(-1, dtype=wide).amax(-1)).long().clamp(max=9)          # (B,)
+        tenth = (10 * raw_probs(logits).amax(-1)).long().clamp(max=9)           # (B,)
         self.sures.append(tenth)
         self.reach = self.reach * self.table.gather(1, tenth[:, None])[:, 0]
-        more = self.price + self.check[k + 3] - self.check[k + 2]
+        more = self.price + self.check(k + 3) - self.check(k + 2)
         return self.reach * self.mean < self.rate * more
 
     def choose(self, state):
@@ -299,24 +280,18 @@ class Pace(Wrapper):
 
     # --- what it takes
 
-    def block_of(self, T):
-        """What a pass over T tokens of each row takes relative to one token of each."""
-        rows = len(self.rows)
-        return self.block[T] if T < len(self.block) else self.costs.block(rows * T) / self.costs.block(rows)
-
     def checking(self, way):
-        """[what the pass takes that verifies T tokens, with the rows that ride along, for T = 0, 1, ...]"""
+        """T -> what the pass takes that verifies T tokens of each row, with the rows that ride along."""
         part, rows = way.rides
         if not rows:
             return self.block
-        return [self.block[T] + part * (self.block[T * (1 + rows)] - self.block[T])
-                for T in range(self.most + TAIL + 3)]
+        return lambda T: self.block(T) + part * (self.block(T * (1 + rows)) - self.block(T))
 
     def takes(self, way, price, once, rounds):
         """[what a round takes], relative to a pass over one token at its beginning, for (how many tokens it
         drafts, how many it verifies, whether a tail makes be read again what the draft had read)."""
         check, shared, slope = self.checking(way), way.shared, self.slope   # the text grows while it drafts
-        return [(once + drafted * price + shared * lost + check[T]) * (1 + slope * (T - 1))
+        return [(once + drafted * price + shared * lost + check(T)) * (1 + slope * (T - 1))
                 for drafted, T, lost in rounds]
 
     def bill(self, way, tail):
@@ -341,16 +316,11 @@ class Pace(Wrapper):
 
     # --- what may be risked
 
-    def heads(self):
-        """[(the model of some exits, or what stands in for it, how many exits)], each once."""
-        models = [self.ways[i].drafter.model for i in self.exits]
-        return [(model, sum(other is model for other in models)) for model in
-                {id(model): model for model in models}.values()]
-
     def scoring_price(self, places):
         """What it takes to see what every exit would have drafted at so many places: rows of the head."""
         return self.costs.head / self.costs.whole * sum(
-            getattr(model, "share", 1.0) * self.block_of(exits * places) for model, exits in self.heads())
+            getattr(model, "share", 1.0) * self.block(len(exits) * places)
+            for model, exits in self.heads.items())
 
     def experiment(self):
         """Spend what was saved on the way that is least known: score the exits in this round (True); or, if
@@ -392,8 +362,7 @@ class Pace(Wrapper):
     # --- what became of it
 
     def observe(self, state, r):
-        for drafter in self.drafters:
-            drafter.observe(state, r)
+        super().observe(state, r)
         for memory in (self.past, *self.rows):
             memory.fade(self.fade)
         self.pay(r)
@@ -406,12 +375,11 @@ class Pace(Wrapper):
 
     def score(self, state, trace, p, true):
         """Count what the exits would have drafted at the places where true[b][k]."""
-        for model, _ in self.heads():
-            ways = [i for i in self.exits if self.ways[i].drafter.model is model]
-            states = torch.stack([trace[2 * self.ways[i].leaves - 1] for i in ways])        # (E, B, T, dim)
+        for model, exits in self.heads.items():
+            states = torch.stack([trace[2 * self.ways[i].leaves - 1] for i in exits])       # (E, B, T, dim)
             logits = model.unembed(states.flatten(0, 1)).unflatten(0, states.shape[:2])
             hits, sures = torch.stack(overlaps(state.probs, p, logits)).tolist()
-            for i, hit, sure in zip(ways, hits, sures, strict=True):
+            for i, hit, sure in zip(exits, hits, sures, strict=True):
                 for b, places in enumerate(true):
                     for k in (k for k, yes in enumerate(places) if yes):
                         self.learn(i, b, hit[b][k], sure[b][k])

@@ -9,8 +9,8 @@ guesses are bad, and depth gains where they are good.
                      \\    \\               tokens, where a second guess is good with probability b
                       d4   d5             shape: [0, 1, 2, 0, 1]
 
-A shape is a list of parents, as in `Draft.parents`. What the loop itself needs of trees, such as
-`verify_tree`, stands in speculative.py.
+A shape is a list of parents, as in `Draft.parents`. What the loop itself needs of trees stands in
+speculative.py, and `verify_tree` in verification.py.
 """
 import math
 from collections import Counter

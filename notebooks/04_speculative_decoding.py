@@ -541,7 +541,7 @@ figure
 # </details>
 
 # %%
-from speculative import verify
+from verification import verify
 
 q, p = torch.eye(4)[None, 1:3], torch.eye(4)[None, [1, 3, 0]]          # q guesses 1, 2; p wants 1, 3, 0
 for seed in range(5):

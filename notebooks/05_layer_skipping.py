@@ -81,7 +81,7 @@ for y, subs in enumerate(drafts.values()):
 side.set_yticks(range(len(drafts)), drafts)
 side.invert_yaxis()
 side.set(xlabel="sub-layer",
-         title="green: shared with the check; blue: attention, red: MLP after a gap; pale: skipped")
+         title="green: shared with the check; blue: attention, orange: MLP after a gap; pale: skipped")
 figure
 
 # %% [markdown]
@@ -165,14 +165,14 @@ for e in {1, 2, L // 4, L // 2, L - 1} & set(range(1, L)):
 for name in ("middle blocks skipped", "every second block"):
     alpha, cost = float(teacher.acceptance(drafts[name]).mean()), costs.step(drafts[name])
     side.plot(cost, alpha, "s", color=plots.HUES[1])
-    side.annotate(name, (cost, alpha), xytext=(7, -9), textcoords="offset points", fontsize=8)
+    side.annotate(name, (cost, alpha), xytext=(4, -17), textcoords="offset points", fontsize=8)
 speed = [expected_speedup(a, best_gamma(a, p), p) for a, p in zip(exits, c_exits, strict=True)]
 print(f"exit {speed.index(max(speed)) + 1} promises most: {max(speed):.2f} times plain decoding")
 figure
 
 # %% [markdown]
-# Compare the red squares, skip sets that were chosen blindly, with the exits of the same cost. How to choose
-# with open eyes is the subject of [the next notebook](06_search.ipynb).
+# Compare the orange squares, skip sets that were chosen blindly, with the exits of the same cost. How to
+# choose with open eyes is the subject of [the next notebook](06_search.ipynb).
 #
 # ## Predicted and measured
 #

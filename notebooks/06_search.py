@@ -45,7 +45,7 @@ import torch
 import checkpoint
 from benchmarks import search as bench
 from control import weight_costs
-from search import Calibration, Space, speedup
+from search import Calibration, speedup
 from support import plots
 
 torch.set_grad_enabled(False)
@@ -70,23 +70,25 @@ for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, 
 # %% [markdown]
 # ## A landscape that we know
 #
-# Twelve sub-layers in the middle of the model, attention and MLP of six blocks, may be skipped or not: 2^12
-# = 4,096 sets. `bench.py search` has scored all of them for the shipped Llama and keeps them in
-# `notebooks/landscape.npz`. (For a model of your own the next cell scores a smaller corner, of 64 sets.) A
-# set is written as a row of bits, 1 for each sub-layer that is skipped; `a3` is the attention of block 3,
-# and `m3` its MLP.
+# All sub-layers together have more sets than anybody can score. So let groups of them be skipped or not:
+# bands of blocks, which widen with the depth, and of each band the attentions or the MLPs. Twelve groups have
+# 2^12 = 4,096 sets. `bench.py search` has scored all of them for the shipped Llama and keeps them in
+# `notebooks/landscape.npz`. (For a model of your own the next cell scores 64 sets of six groups.) A set is
+# written as a row of bits, 1 for each group that is skipped; `a3-4` are the attentions of the blocks 3 and 4,
+# and `m3-4` their MLPs.
 
 # %%
 shipped = Path(MODEL).resolve() == bench.WEIGHTS / "stories-llama"
 if shipped:
-    space, land = bench.middle(L), dict(np.load(bench.LANDSCAPE))
+    space, land = bench.bands(L), dict(np.load(bench.LANDSCAPE))
 else:
-    space = Space(L, tuple(range(max(2, L - 3), min(2 * L, L + 3))))    # at most six in the middle
+    space = bench.bands(L, 3)
     land = bench.enumerate_sets(space, calibration, costs)
 n = len(space.skippable)
 value = torch.tensor(land["speedup"])                           # (2^n,): set k skips the bits of k
 z = torch.tensor([bench.bits(k, n) for k in range(2**n)], dtype=torch.float64)      # (2^n, n)
-names = [f"{'am'[sub % 2]}{sub // 2}" for sub in space.skippable]
+names = ["am"[band[0] % 2] + "-".join(map(str, sorted({band[0] // 2, band[-1] // 2})))
+         for band in space.bands]
 print("bits:", *names)
 
 # %% [markdown]
@@ -106,10 +108,10 @@ figure, ((left, right),) = plots.axes(1, 2, width=4.8)
 left.hist(value.numpy(), bins=60, color=plots.HUES[0])
 left.axvline(1, color="#404040", ls="--", lw=1)
 left.set(xlabel="promised speed-up", ylabel="how many sets")
-image = right.scatter(land["c"], land["alpha"], c=value, s=6, cmap="viridis")
+image = right.hexbin(land["c"], land["alpha"], C=value, gridsize=40, cmap="viridis")
 least = float(land["c"].min())
 right.plot([least, 1], [least, 1], color="#404040", ls="--", lw=1)
-right.set(xlabel="c", ylabel="alpha", title="every set; the dashed line: alpha = c")
+right.set(xlabel="c", ylabel="alpha", title="mean speed-up of the sets there; dashed: alpha = c")
 figure.colorbar(image, ax=right)
 top = int(value.argmax())
 print(f"{float((value > 1).double().mean()):.1%} of the sets gain; the best promises {float(value[top]):.3f}")
@@ -206,7 +208,7 @@ print("the textbook's formula and the library agree on", len(path), "sets")
 # path). Where will its band be narrow?
 
 # %%
-figure, sides = plots.axes(3, 1, width=8, height=1.8)
+figure, sides = plots.axes(3, 1, width=7, height=1.6)
 for (side,), count in zip(sides, (5, 20, 60), strict=True):
     tried = torch.randperm(2**n, generator=torch.Generator().manual_seed(0))[: min(count, 2**n)]
     process = GaussianProcess(z[tried], value[tried], groups)   # now with a fit of theta
@@ -218,12 +220,13 @@ for (side,), count in zip(sides, (5, 20, 60), strict=True):
                       label="two standard deviations")
     here = [i for i, at in enumerate(path.tolist()) if at in tried.tolist()]
     side.plot(here, value[path[here]], "o", color=plots.HUES[1], label="tried")
-sides[0][0].legend(frameon=False, fontsize=8, ncols=4)
+figure.legend(*sides[1][0].get_legend_handles_labels(), loc="outside lower center", frameon=False, ncols=4)
 figure
 
 # %% [markdown]
 # Few of the trials lie on the path, and still the band becomes narrow all along it and follows it: what was
-# learnt about a bit elsewhere holds here, too.
+# learnt about a bit elsewhere holds here, too. (It stays too low at the tops: the path runs past the best
+# sets of all, which are better than nearly everything that was tried.)
 #
 # **3. The likelihood: which weights fit?** Nobody sets the weights by hand. The *likelihood* says how
 # probable the values seen would be under given weights, and the process looks for the weights (`theta`) that
@@ -330,7 +333,7 @@ for i in range(2 * L):
     hue = "#e0e0e0" if i not in subs else plots.HUES[2] if i < shared_prefix(subs) else plots.HUES[i % 2]
     upper.bar(i, 1, color=hue, hatch=None if i in subs else "////", ec="white")
 upper.set(yticks=[], xlabel="sub-layer",
-          title="green: shared; blue: attention, red: MLP after a gap; pale: skipped")
+          title="green: shared; blue: attention, orange: MLP after a gap; pale: skipped")
 side.bar(list(trials), [t.speedup for t in trials.values()],
          color=[plots.HUES[1] if name == "found set" else plots.HUES[0] for name in trials])
 side.axhline(1, color="#404040", lw=0.8)

@@ -190,7 +190,7 @@ def walk(p, tokens, parents, q, u):
 
 # %%
 from sampling import uniforms
-from speculative import verify_tree
+from verification import verify_tree
 
 p = warm(together).cpu()                                        # (K+1, V); q is (K, V)
 ends = set()
@@ -227,9 +227,9 @@ narrate(max(range(60), key=eventful))
 # ## What a refused guess leaves
 #
 # At D there are three children. Here is what the first, the second and the third of them are tried against,
-# if all before them are refused: what is left of p (blue), and what the guess was drawn from (red).
+# if all before them are refused: what is left of p (blue), and what the guess was drawn from (orange).
 #
-# **Predict:** what happens to the red bar of a token after it has been tried?
+# **Predict:** what happens to the orange bar of a token after it has been tried?
 
 # %%
 family = [k for k, parent in enumerate(parents) if parent == 0]
@@ -387,7 +387,7 @@ def runs(head):
 
 # %%
 def sees(side, head):
-    """What one kind reads (squares), what it runs (red), and who says which token (arrows)."""
+    """What one kind reads (squares), what it runs (orange), and who says which token (arrows)."""
     top, exits = head.taps[0] // 2 + 1, "exit_layer" in head.shape      # top: how high it reads
     side.bar([-2, -1, 0], L, 0.7, color="#dce9f2")
     for column, low, high in runs(head):
@@ -437,7 +437,7 @@ side.axhline(2.5, color=plots.HUES[1], lw=1)
 side.axvline(2.5, color=plots.HUES[1], lw=1)
 side.set_xticks(range(9), who, rotation=90)
 side.set_yticks(range(9), who)
-side.set_title("above the red line: real tokens; below: pseudo states")
+side.set_title("above the orange line: real tokens; below: pseudo states")
 assert not mask[:3, 3:].any()
 figure
 
@@ -594,7 +594,7 @@ print("siblings:", [tokenizer.decode([t]) for t in greedy.draft.tokens[0]], "acc
 # </details>
 
 # %%
-from speculative import verify
+from verification import verify
 
 line = torch.tensor([tokens[:3]])                               # the chain within our tree
 rows = p[: 4][None]

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 import model  # noqa: E402
 import speculative  # noqa: E402
+import verification  # noqa: E402
 from checkpoint import parts, read_config  # noqa: E402
 from kvcache import KVCache  # noqa: E402
 from layerskip import SelfDraft  # noqa: E402
@@ -142,10 +143,6 @@ def norm(r, dtype, coins):
     return {"y": pack(layer(unpack(r["x"], dtype)).detach())}
 
 
-def angles(r, dtype, coins):
-    return {"freqs": pack(model.frequencies(r["head_dim"], r["theta"], r["scaling"]))}
-
-
 def turn(r, dtype, coins):
     cos, sin = model.rope(torch.tensor(r["positions"]), unpack(r["freqs"]))
     return {"y": pack(model.rotate(unpack(r["x"], dtype), cos.to(dtype), sin.to(dtype)))}
@@ -156,10 +153,6 @@ def visible(r, dtype, coins):
     at, slots = torch.tensor([r["positions"]]), torch.tensor([r["slots"]])
     mask = model.visible(at, slots, r["end"], tree, r["window"])
     return {"mask": mask[0].int().tolist()}
-
-
-def softcap(r, dtype, coins):
-    return {"y": pack(model.softcap(unpack(r["x"], dtype), r["cap"]))}
 
 
 def attend(r, dtype, coins):
@@ -195,9 +188,8 @@ def sublayer(r, dtype, coins):
 
 
 def forward(r, dtype, coins):
-    m, trace = load(ROOT / r["model"], dtype), {}
-    x = m.embed(torch.tensor([r["tokens"]]))
-    trace = dict.fromkeys(range(2 * m.c.n_layers))
+    m = load(ROOT / r["model"], dtype)
+    x, trace = m.embed(torch.tensor([r["tokens"]])), dict.fromkeys(range(2 * m.c.n_layers))
     logits = m.unembed(m.run(x, slice(0, x.shape[1]), trace=trace))
     return {"embedded": pack(x[0]), "sublayers": [pack(y[0]) for y in trace.values()],
             "logits": pack(logits[0])}
@@ -243,10 +235,10 @@ def verify(r, dtype, coins):
     p, q = (None if r[name] is None else unpack(r[name], dtype)[None] for name in ("p", "q"))
     tokens, coins.pool = torch.tensor([r["draft"]]), torch.tensor(r["uniforms"], dtype=torch.float64)
     if r["parents"] is None:
-        accepted, token = speculative.verify(p, q, tokens, coins)
+        accepted, token = verification.verify(p, q, tokens, coins)
         return {"accepted": int(accepted), "token": int(token)}
     coins.note(tree_margin(p[0], r["draft"], r["parents"], None if q is None else q[0]))
-    node, token = speculative.verify_tree(p, tokens, torch.tensor([r["parents"]]), coins, q)
+    node, token = verification.verify_tree(p, tokens, torch.tensor([r["parents"]]), coins, q)
     return {"node": int(node), "token": int(token)}
 
 
@@ -276,8 +268,7 @@ def drafter_of(r, m):
         return Drafter()
     if d["kind"] == "ngram":
         return NGram(d["gamma"], d["n"])
-    chain = SelfDraft(m, d["sublayers"], d["gamma"])
-    return Siblings(chain, d["widths"]) if d["widths"] else chain
+    return Siblings(SelfDraft(m, d["sublayers"], d["gamma"]), d["widths"])
 
 
 def rounds(r, dtype, coins):
@@ -331,9 +322,12 @@ def tell(notes, outcome, p, coins):
 # --- a port
 
 
-OPS = dict(weights=weights, norm=norm, frequencies=angles, rotate=turn, visible=visible, softcap=softcap,
-           attend=attend, sublayer=sublayer, forward=forward, blocks=blocks, uniforms=uniforms,
-           probs=probs, choose=choose, verify=verify, ngram=ngram, rounds=rounds)
+OPS = dict(
+    frequencies=lambda r, *_: {"freqs": pack(model.frequencies(r["head_dim"], r["theta"], r["scaling"]))},
+    softcap=lambda r, dtype, _: {"y": pack(model.softcap(unpack(r["x"], dtype), r["cap"]))},
+    weights=weights, norm=norm, rotate=turn, visible=visible, attend=attend, sublayer=sublayer,
+    forward=forward, blocks=blocks, uniforms=uniforms, probs=probs, choose=choose, verify=verify, ngram=ngram,
+    rounds=rounds)
 
 
 @torch.inference_mode()

@@ -20,18 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from checkpoint import encode, parts, read_config, read_tokenizer, stored_shape, write_config  # noqa: E402
 from model import Config, Transformer, frequencies  # noqa: E402
-from porting.check import (  # noqa: E402
-    DIGEST,
-    STORIES,
-    TRACES,
-    VERSION,
-    absolute,
-    alike,
-    differ,
-    fingerprint,
-    print_of,
-    read_cases,
-)
+from porting import check  # noqa: E402
 from porting.library_port import answer, pack  # noqa: E402
 from porting.wrong_ports import MISTAKES, answers, wrong_port  # noqa: E402
 from speculative import ancestors  # noqa: E402
@@ -180,10 +169,6 @@ def judging(p, q, draft, uniforms, parents=None):
     return dict(p=p, q=q, draft=draft, uniforms=uniforms, parents=parents)
 
 
-def plain():
-    return dict(kind="none")
-
-
 def lookup(gamma, n=1):
     return dict(kind="ngram", gamma=gamma, n=n)
 
@@ -202,11 +187,6 @@ def writing(g, model, drafter, max_new=14, rows=(6,), settings=(0.0,), eos=0, vo
 def story():
     """The prompt's ids, by the model's own tokenizer."""
     return encode(read_tokenizer(ROOT / SHIPPED), PROMPT, read_config(ROOT / SHIPPED).bos)
-
-
-def telling(g):
-    """The story itself, drafted by a part of the model; `words` is for ports that have a tokenizer."""
-    return writing(g, SHIPPED, partly(3, EXIT), 24) | dict(prompts=[story()], words=PROMPT)
 
 
 # --- what a trace of rounds must show to be worth keeping
@@ -376,7 +356,7 @@ CASES = [
      "the n-gram at the end of the text finds itself, or a draft is longer than what follows"),
     (903, "rounds", lambda g: writing(g, LLAMA, partly(3, EXIT)), mixed,
      "the next block starts in the wrong place after a refusal"),
-    (904, "rounds", lambda g: writing(g, GEMMA, plain(), 12), lively,
+    (904, "rounds", lambda g: writing(g, GEMMA, dict(kind="none"), 12), lively,
      "the prompt's last token is read at two positions"),
     (905, "rounds", lambda g: writing(g, GEMMA, partly(3, SKIP)), mixed,
      "the draft's own rough keys stay where the whole model has written none"),
@@ -408,7 +388,10 @@ STORY_CASES = [
      "bfloat16 is the upper half of a float32, and is read as if it were a float16"),
     (691, "forward", lambda g: dict(model=SHIPPED, tokens=story()), None,
      "something that only shows in a deep model, such as a norm that rounds"),
-    (991, "rounds", telling, lambda a: lively(a) and any(kept for kept, _ in tally(a)),
+    # the story itself, drafted by a part of the model; `words` is for ports that have a tokenizer
+    (991, "rounds",
+     lambda g: writing(g, SHIPPED, partly(3, EXIT), 24) | dict(prompts=[story()], words=PROMPT),
+     lambda a: lively(a) and any(kept for kept, _ in tally(a)),
      "ids beyond those of the small models"),
 ]
 
@@ -451,7 +434,7 @@ def with_prints(value, brief):
         return value
     if "data" not in value:
         return {key: with_prints(v, brief) for key, v in value.items()}
-    told = {"shape": value["shape"], **fingerprint(value["data"])}
+    told = {"shape": value["shape"], **check.fingerprint(value["data"])}
     return told if brief else told | {"data": value["data"]}
 
 
@@ -486,22 +469,22 @@ def write(folder, cases, brief=False):
 def write_mistakes():
     """What each wrong port says where it is wrong: a fingerprint of the whole answer. Where it cannot be told
     from the fingerprint of the right answer, it is left out: a right answer must not be called a mistake."""
-    cases, lines = read_cases(TRACES), []
+    cases, lines = check.read_cases(check.TRACES), []
     for old, new, mistake in MISTAKES:
-        found = answers(wrong_port(old, new), [absolute(request) for request, _ in cases.values()])
+        found = answers(wrong_port(old, new), [check.absolute(request) for request, _ in cases.values()])
         for number, wrong in found.items():
             expect = cases[number][1]
-            if differ(expect["answer"], json.loads(json.dumps(wrong)), expect["tolerance"], []):
-                told, right = (print_of(x, sorted(expect["answer"])) for x in (wrong, expect["answer"]))
-                if not alike(told, right, expect["tolerance"]):
+            if check.differ(expect["answer"], json.loads(json.dumps(wrong)), expect["tolerance"], []):
+                told, right = (check.print_of(x, sorted(expect["answer"])) for x in (wrong, expect["answer"]))
+                if not check.alike(told, right, expect["tolerance"]):
                     lines.append({"case": number, "mistake": mistake, "print": told})
         print(f"{sum(line['mistake'] == mistake for line in lines):3} cases name it: {mistake}", flush=True)
-    write_lines(TRACES / "mistakes.jsonl", lines)
+    write_lines(check.TRACES / "mistakes.jsonl", lines)
 
 
 def digest():
     """Of all files of the core traces. It stands in check.py beside the version."""
-    files = sorted(p for p in TRACES.rglob("*") if p.is_file() and STORIES not in p.parents)
+    files = sorted(p for p in check.TRACES.rglob("*") if p.is_file() and check.STORIES not in p.parents)
     return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()[:12]
 
 
@@ -511,13 +494,13 @@ def main(argv):
     if argv == ["core"]:
         for folder, c in CONFIGS.items():
             save_model(random_model(c), ROOT / folder)
-        write(TRACES, CASES)
+        write(check.TRACES, CASES)
         write_mistakes()
-        if digest() != DIGEST:
-            print(f"These are not the traces of version {VERSION}. If others have those, raise VERSION in "
-                  f"porting/check.py. In any case write there: DIGEST = {digest()!r}")
+        if digest() != check.DIGEST:
+            print(f"These are not the traces of version {check.VERSION}. If others have those, raise VERSION "
+                  f"in porting/check.py. In any case write there: DIGEST = {digest()!r}")
     elif argv == ["stories"]:
-        write(STORIES, STORY_CASES, brief=True)
+        write(check.STORIES, STORY_CASES, brief=True)
     else:
         raise SystemExit("say core or stories: which traces?")
 

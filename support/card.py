@@ -42,6 +42,8 @@ def facts(run, command):
         f"{0.3 * a.exit_weight:.2g}, labels only, every exit equally often; then weight {a.exit_weight:g}, "
         f"{a.distil:.0%} of it distilled from the model's own final distribution, {a.shallow:.0%} of the "
         f"exits in the first {a.shallow_end:.0%} of the blocks")
+    if a.teacher:
+        recipe += f"; {a.taught:.0%} of the final loss imitates {Path(a.teacher).name}"
     window = f", window {c.window} on even layers" if c.window else ""
     return [
         ("shape", f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for "

@@ -19,8 +19,6 @@ HELD_OUT = 0.02             # the share of each training file that is measured o
 
 def read_documents(path):
     """The documents of a file, which `<|endoftext|>` separates. Raises ValueError where there is none."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
     documents = [text for part in read_text(path).split(BOUNDARY) if (text := part.strip("\n"))]
     if not documents:
         raise ValueError(f"{path}: no text in it")
@@ -99,6 +97,22 @@ def split_weight(item):
     return Path(path), value
 
 
+def read_all(items, paths):
+    """{file name: its documents}. items: what the user called the files."""
+    documents = {}
+    for item, path in zip(items, paths, strict=True):
+        if path.name in documents:
+            raise ValueError(f"{item}: two files have the same name")
+        documents[path.name] = read_documents(path)
+    return documents
+
+
+def read_weighted(items):
+    """(documents by file name, the weight of each file) of FILE or FILE=WEIGHT."""
+    pairs = [split_weight(item) for item in items]
+    return read_all(items, [path for path, _ in pairs]), [weight for _, weight in pairs]
+
+
 def read(files, valid, length, vocab=4096, tokenizer=None):
     """A Corpus whose streams are longer than `length`.
 
@@ -107,20 +121,8 @@ def read(files, valid, length, vocab=4096, tokenizer=None):
     tokenizer, one of `vocab` tokens is trained. Raises ValueError or FileNotFoundError, in one line, for
     files that are missing, empty or too short.
     """
-    weights, documents = [], {}
-    for item in files:
-        path, weight = split_weight(item)
-        if path.name in documents:
-            raise ValueError(f"{item}: two files have the same name")
-        weights.append(weight)
-        documents[path.name] = read_documents(path)
-    if not files:
-        weights, documents = [1.0], {"python": own_sources()}
-    held_out = {}
-    for path in map(Path, valid):
-        if path.name in held_out:
-            raise ValueError(f"{path}: two files have the same name")
-        held_out[path.name] = read_documents(path)
+    documents, weights = read_weighted(files) if files else ({"python": own_sources()}, [1.0])
+    held_out = read_all(valid, map(Path, valid))
     tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
     if tokenizer.token_to_id(BOUNDARY) is None:
         raise ValueError(f"this tokenizer has no {BOUNDARY}, which must separate the documents")

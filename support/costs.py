@@ -12,7 +12,7 @@ import torch
 
 from control import interleave, measure_costs
 from support.cli import machine, read_costs
-from support.files import cache_folder, replacing
+from support.files import cache_folder, write_file
 
 SECONDS = 3.0       # that a measurement may take, if so few repeats allow it
 REPEATS = 3, 30     # at least, at most
@@ -43,8 +43,7 @@ def kept_costs(model, folder=None, say=to_stderr):
     costs = quick(model)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(as_data(costs)) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(as_data(costs)) + "\n")
         return read_costs(path, model.c), path
     except OSError as e:
         say(f"not kept, so the next run measures anew: {e}")

@@ -17,7 +17,7 @@ from machine.recorded import Recorded
 from methods import heads
 from methods.pace import Pace, candidates
 from methods.sparse import SparseDraft, step_cost
-from methods.trees import Siblings, best_tree, widths_of
+from methods.trees import best_tree
 from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
 from support.costs import kept_costs
@@ -30,7 +30,6 @@ OWNER = {"window": "sparse", "sinks": "sparse", "costs": "auto", "exit_layer": "
 ALSO = {"auto": ("skip",), **dict.fromkeys(("sparse", *KINDS), ("exit", "skip"))}   # go with it, too
 GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, "sparse": 4,
          **dict.fromkeys((*KINDS, *heads.KINDS), 3)}    # if neither a flag nor a file says
-BRANCHING = "medusa", "transfer"    # heads whose trees may branch anywhere; of others only first children do
 
 
 def add_flags(group):
@@ -199,23 +198,11 @@ def trained(a, model):
     a.exit_layer = head.shape.get("exit_layer")
     if a.gamma is None:
         a.gamma = min(most, MOST if a.do_no_harm or a.tree else GAMMA[a.draft])
-    branches = a.draft in BRANCHING
     if a.tree:
         levels = max(1, min(most, a.gamma))
-        shape = best_tree(ranks, a.tree, step, 0.0, branches, levels) or [0]
+        shape = best_tree(ranks, a.tree, step, 0.0, head.branches, levels) or [0]
         a.gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
-
-    return lambda rule: with_heads(head, rule, shape), step
-
-
-def with_heads(head, rule, shape=None):
-    """The drafter of a trained head, for a chain, or for a tree of this shape, which must be a chain with
-    siblings unless the head is of a kind in BRANCHING."""
-    if shape is None:
-        return head.drafter(rule)
-    if head.kind in BRANCHING:
-        return head.drafter(rule, shape)
-    return Siblings(head.drafter(rule), widths_of(shape)[1])
+    return lambda rule: head.drafter(rule, shape), step
 
 
 def load_small(folder, model, tokenizer):

@@ -37,16 +37,42 @@ def replacing(path):
         temporary.unlink(missing_ok=True)
 
 
+def write_file(path, text):
+    """Let a text take the place of a file; see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
 def read_text(path):
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
     try:
         return path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as e:
         raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
 
 
+def read_lines(path):
+    """[(number, line)] of the lines that are not empty."""
+    # trap: `splitlines` also splits at U+2028 and others, which a JSON text may hold
+    return [(i, line) for i, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
+
+
+def read_jsonl(path, key, expected):
+    """The texts under `key` of a file that holds a JSON object in each line. `expected`: what a message says
+    is missing."""
+    texts = []
+    for number, line in read_lines(path):
+        try:
+            texts.append(json.loads(line)[key])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            texts.append(None)
+        if not isinstance(texts[-1], str) or not texts[-1]:
+            raise ValueError(f"{path}, line {number}: expected a JSON object with {expected}")
+    return texts
+
+
 def read_json(path):
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
     try:
         content = json.loads(read_text(path))
     except (ValueError, RecursionError) as e:

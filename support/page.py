@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from sampling import Coins
+from sampling import Coins, to_probs
 from speculative import rounds
-from support.files import replacing
+from support.files import write_file
 from support.show import SIGNS, STYLES, Stream, origins
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -94,8 +94,7 @@ class Player:
         return TEMPLATE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"))
 
     def save(self, path):
-        with replacing(Path(path)) as file:
-            file.write_text(self.html(), encoding="utf-8")
+        write_file(Path(path), self.html())
 
     def _repr_html_(self):
         """In a notebook: the page in a frame of its own."""
@@ -108,10 +107,9 @@ def short(value):
     return float(f"{float(value):.4g}")
 
 
-def play(model, tokenizer, prompt, max_new, drafter=None, probs=None, seed=0, eos=()):
-    """A whole run of one prompt, a list of ids, as a Player. probs=None is greedy."""
+def play(model, tokenizer, prompt, max_new, drafter=None, probs=to_probs, seed=0, eos=()):
+    """A whole run of one prompt, a list of ids, as a Player."""
     player = Player(tokenizer, prompt, seed)
-    settings = {} if probs is None else {"probs": probs}
-    for state, r in rounds(model, [prompt], max_new, drafter, coins=player.coins, eos=eos, **settings):
+    for state, r in rounds(model, [prompt], max_new, drafter, probs, player.coins, eos):
         player.add(state, r)
     return player

@@ -140,9 +140,9 @@ class Generation:
         pieces, self.unseen[b] = self.unseen[b], []
         return paint(pieces, colour)
 
-    def pieces(self, b=0):
-        """(text, origin) of row b's prompt, whose origin is None, and of each of its tokens."""
-        return [(self.prompts[b], None), *((t.text, t.origin) for t in self.rows[b])]
+    def pieces(self):
+        """(text, origin) of the first prompt, whose origin is None, and of each of its tokens."""
+        return [(self.prompts[0], None), *((t.text, t.origin) for t in self.rows[0])]
 
     def summary(self, plain=None, speedup=None):
         """Counts, where the time went, and what limits the speed, in up to four lines. plain: the seconds
@@ -173,10 +173,10 @@ class Generation:
         return "".join(f'<pre style="{style}">{block}</pre>' for block in [*blocks, span(self.summary())])
 
 
-def record(model, tokenizer, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=()):
+def record(model, tokenizer, prompts, max_new, drafter=None, probs=to_probs, eos=()):
     """A whole run, timed, as a Generation. All but the tokenizer are arguments of `rounds`."""
     seen = Generation(tokenizer, prompts, Timed(drafter))
-    for _ in seen.watch(rounds(model, prompts, max_new, seen.timed, probs, coins, eos)):
+    for _ in seen.watch(rounds(model, prompts, max_new, seen.timed, probs, eos=eos)):
         pass
     return seen
 
@@ -224,17 +224,17 @@ def wrap(pieces, columns):
             for (line, i), (first, text) in drawn.items() if text.strip()]
 
 
-def picture(generation, path, b=0, columns=72):
-    """Draw row b into a PNG or an SVG file, whichever the name ends with. Needs matplotlib."""
+def picture(generation, path):
+    """Draw the first text into a PNG or an SVG file, whichever the name ends with. Needs matplotlib."""
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch
 
     # points; a character of DejaVu Sans Mono is 1233/2048 of its size wide: 8, a whole number, stays sharp
-    wide, pitch, margin, size = 8, 27, 20, 8 * 2048 / 1233
-    shown, at = wrap(generation.pieces(b), columns), 0
+    columns, wide, pitch, margin, size = 72, 8, 27, 20, 8 * 2048 / 1233
+    shown, at = wrap(generation.pieces(), columns), 0
     last = max((line for line, *_ in shown), default=0)
     for origin, (*_, name) in STYLES.items():
-        if count := sum(t.origin == origin for t in generation.rows[b]):
+        if count := sum(t.origin == origin for t in generation.rows[0]):
             shown += [(-1.7, at, name, origin), (-1.7, at + len(name) + 1, str(count), None)]
             at += len(name) + len(str(count)) + 4
     shown.append((last + 1.7, 0, generation.summary().split("\n")[0], None))

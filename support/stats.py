@@ -13,7 +13,7 @@ import torch
 
 from control import expected_tokens
 from kvcache import KVCache
-from speculative import Drafter, Wrapper, prefill
+from speculative import Drafter, Wrapper, collect, prefill
 
 
 @dataclass
@@ -175,11 +175,8 @@ class Run(NamedTuple):
 
 def measure(start, drafter, rows):
     """A Run of `start(drafter)`, which continues so many rows and yields what `rounds` yields."""
-    watch, outputs, passes = Stopwatch(drafter), [[] for _ in range(rows)], 0
-    for _, r in start(watch):
-        passes += 1
-        for output, new in zip(outputs, r.new, strict=True):
-            output += new
+    watch = Stopwatch(drafter)
+    outputs, passes = collect(start(watch), rows)
     return Run(outputs, passes, watch.reading, time.perf_counter() - watch.now)
 
 

@@ -9,6 +9,7 @@ from paper_gpu import PaperGPU
 
 # trap: `tiny` imports the library, so it is imported in the fixtures: what cannot be imported is to fail a
 # test, and not pytest itself
+pytest.register_assert_rewrite("promises", "resumed")    # their asserts tell as much as those of tests
 
 
 def pytest_configure():
@@ -32,11 +33,12 @@ def models():
     return {family: make(c) for family, c in LIVELY.items()}
 
 
-@pytest.fixture(scope="module")
-def truth(models):
-    """What each model says after the prompts, by the oracle."""
-    from tiny import PROMPTS, oracle
+@pytest.fixture(scope="session")
+def truth():
+    """What each of these models says after the prompts, by the oracle; the same on every device."""
+    from tiny import LIVELY, PROMPTS, make, oracle
 
+    models = {family: make(c) for family, c in LIVELY.items()}
     rows = {family: [oracle(m, p, 40) for p in PROMPTS] for family, m in models.items()}
     assert min(len(set(row)) for row in rows["llama"] + rows["gemma2"]) > 8, "dull texts prove little"
     return rows

@@ -16,8 +16,9 @@ HERE = Path(__file__).parent / "expected"
 SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
              num_key_value_heads=2, head_dim=16, max_position_embeddings=128, rms_norm_eps=1e-5,
              bos_token_id=0, eos_token_id=1, pad_token_id=None)
-LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=64)    # of 8 frequencies 2 stay, 2 blend, 4 are divided
+SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+               original_max_position_embeddings=64)    # of 8 frequencies 2 stay, 2 blend, 4 are divided
+LLAMA3 = SCALING | dict(rope_theta=500.0)
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=3.0)
 MODELS = {  # windows shorter than the texts, and soft-caps small enough to bite
     "llama": dict(tie_word_embeddings=False),
@@ -63,15 +64,19 @@ def texts(B, T, seed=0):
     return torch.randint(SHAPE["vocab_size"], (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-def byte_tokenizer(adds_bos=False):
-    """A byte-level tokenizer of 64 tokens: <s>, </s>, the space, letters and digits up to 8."""
-    symbols = ["<s>", "</s>", "Ġ", *string.ascii_letters, *string.digits[:9]]
-    t = Tokenizer(models.BPE({s: i for i, s in enumerate(symbols)}, []))
+def byte_level(special, tokens, merges=(), adds_bos=True):
+    """A byte-level tokenizer; with `adds_bos` each text begins with the first of the special tokens."""
+    t = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *tokens])}, [*merges]))
     t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    t.add_special_tokens([AddedToken(s, special=True) for s in symbols[:2]])
+    t.add_special_tokens([AddedToken(token, special=True) for token in special])
     if adds_bos:
-        t.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+        t.post_processor = processors.TemplateProcessing(f"{special[0]} $A", special_tokens=[(special[0], 0)])
     return t
+
+
+def byte_tokenizer(adds_bos=False):
+    """Of 64 tokens: <s>, </s>, the space, letters and digits up to 8."""
+    return byte_level(["<s>", "</s>"], ["Ġ", *string.ascii_letters, *string.digits[:9]], adds_bos=adds_bos)
 
 
 def main():

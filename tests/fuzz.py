@@ -9,6 +9,7 @@ import argparse
 import copy
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -23,17 +24,19 @@ import traceback
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import pre_tokenizers
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tiny import GEMMA, LLAMA, make  # noqa: E402
+from expected import SCALING, byte_level  # noqa: E402
+from tiny import GEMMA, LLAMA, make, shard  # noqa: E402
 
 import checkpoint  # noqa: E402
 import generate  # noqa: E402
@@ -41,6 +44,7 @@ import generate  # noqa: E402
 SECONDS, CLOCK = 20, 200  # what a case may take: seconds of the processor, and by the clock, if it waits
 SPACE, LENGTH = 2**30, 400  # bytes of address space, and of its line on stderr
 PEAK = 64 * 2**20  # resident memory that a case may add; a panic in Rust alone reads 50 MB of its own symbols
+FORK = multiprocessing.get_context("fork")
 BATCH = 100  # cases to one child: a fresh one starts with fresh memory
 LOADS, REFUSED = 0, 2  # exit statuses
 INDEX, WEIGHTS = "model.safetensors.index.json", "*.safetensors"
@@ -48,39 +52,25 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "*.safetensors"
 # --- the checkpoints before anything happens to them
 
 SPECIAL, MERGES = ["<s>", "</s>", "<unk>"], [("H", "e"), ("l", "l")]
-VOCAB = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+TOKENS = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, MERGES)]
+VOCAB = [*SPECIAL, *TOKENS]
 SHAPE = dict(vocab_size=len(VOCAB), bos=0, eos=(1,))
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=16)
 BASES = {  # name: (config, stored type, number of files)
     "llama": (replace(LLAMA, **SHAPE), torch.float32, 1),
-    "llama-shards": (replace(LLAMA, **SHAPE, tied=True, rope_scaling=LLAMA3), torch.bfloat16, 3),
+    "llama-shards": (replace(LLAMA, **SHAPE, tied=True, rope_scaling=SCALING), torch.bfloat16, 3),
     "gemma": (replace(GEMMA, **SHAPE), torch.bfloat16, 1),
     "gemma-shards": (replace(GEMMA, **SHAPE | {"tied": False}), torch.float32, 3),
 }
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}{% endfor %}"
 
 
-def byte_tokenizer():
-    t = Tokenizer(models.BPE({token: i for i, token in enumerate(VOCAB)}, MERGES))
-    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    t.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    t.add_special_tokens([AddedToken(s, special=True) for s in SPECIAL])
-    return t
-
-
 def make_base(folder, c, dtype, files):
-    checkpoint.save(make(c).to(dtype), folder, byte_tokenizer())
+    checkpoint.save(make(c).to(dtype), folder, byte_level(SPECIAL, TOKENS, MERGES))
     config = folder / "tokenizer_config.json"
     write(config, read(config) | {"chat_template": CHAT})
     write(folder / "skip.json", {"attn": [1], "mlp": [2]})
     if files > 1:
-        tensors = load_file(folder / "model.safetensors")
-        where = {name: f"model-0000{i % files + 1}.safetensors" for i, name in enumerate(tensors)}
-        for file in set(where.values()):
-            save_file({name: t for name, t in tensors.items() if where[name] == file}, folder / file)
-        write(folder / INDEX, {"metadata": {"total_size": 0}, "weight_map": where})
-        (folder / "model.safetensors").unlink()
+        shard(folder, files)
 
 
 # --- where a corruption takes place: each of these calls way(what is there, rng), which changes it
@@ -560,14 +550,12 @@ def pickle_within(path, rng):
 
 
 def no_folder(path, rng):
-    folder, way = path.parent, rng.choice(["is gone", "is empty", "is a file", "is a link to itself"])
+    folder = path.parent
     shutil.rmtree(folder)
-    if way == "is empty":
-        folder.mkdir()
-    elif way == "is a file":
-        folder.write_text("{}")
-    elif way == "is a link to itself":
-        folder.symlink_to(folder.name)
+    ways = {"is gone": lambda: None, "is empty": folder.mkdir, "is a file": lambda: folder.write_text("{}"),
+            "is a link to itself": lambda: folder.symlink_to(folder.name)}
+    way = rng.choice(list(ways))
+    ways[way]()
     return f"the folder {way}"
 
 
@@ -792,7 +780,7 @@ def set_alarms(seconds, clock):
 
 def work(numbers, seed, top, sink):
     """In a child: run the cases up to the first that fails, as that one may have left something behind. Each
-    is sent as JSON twice, before and after."""
+    is sent twice, before and after."""
     for number in (signal.SIGINT, *ALARMS):
         signal.signal(number, signal.SIG_DFL)  # so that a hang in a library's own code ends the child, too
     for category in (UserWarning, RuntimeWarning, FutureWarning):
@@ -802,7 +790,7 @@ def work(numbers, seed, top, sink):
         os.dup2(file.fileno(), stream)  # libraries that are not Python write there
     sys.stdout, sys.stderr = files
     limit_memory()
-    room, send = top / "case", lambda case: os.write(sink, (json.dumps(vars(case)) + "\n").encode())
+    room = top / "case"
 
     def fresh(number):
         shutil.rmtree(room, ignore_errors=True)
@@ -814,35 +802,28 @@ def work(numbers, seed, top, sink):
         case = fresh(number)
         for file in files:
             take(file)  # what went before
-        send(case)
+        sink.send(case)
         set_alarms(SECONDS, CLOCK)
         attempt(case, files, room / "marker")
         set_alarms(0, 0)
-        send(case)
+        sink.send(case)
         if case.wrong:
             return
 
 
 def batch(numbers, seed, top):
     """The cases, or the first of them, run in a child; if it dies, the case it was at has failed."""
-    sys.stdout.flush()
-    source, sink = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.close(source)
-            work(numbers, seed, top, sink)
-            os._exit(0)
-        except BaseException:  # a bug of this file, not of what it tests
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(1)
-    os.close(sink)
-    with open(source) as lines:
-        cases = {case["number"]: Case(**case) for case in map(json.loads, lines)}  # the later one counts
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if ended > 0:
+    (source, sink), cases = FORK.Pipe(duplex=False), {}
+    child = FORK.Process(target=work, args=(numbers, seed, top, sink))
+    child.start()
+    sink.close()  # the other end of it is the child's alone
+    with suppress(EOFError):
+        while True:
+            case = source.recv()
+            cases[case.number] = case  # the later one counts
+    child.join()
+    ended = child.exitcode
+    if ended > 0:  # a bug of this file, not of what it tests
         raise RuntimeError((top / "err").read_text())
     if ended < 0:
         case = cases[max(cases)]

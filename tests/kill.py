@@ -7,14 +7,13 @@ seed is printed, and `python tests/kill.py --seed S` repeats its moments as far 
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ import search  # noqa: E402
 import train  # noqa: E402
 from support import corpus, files, plots  # noqa: E402
 
+FORK = multiprocessing.get_context("fork")  # as importing torch anew would take longer than all the rest
 HANGS = 120  # seconds that no run takes
 SMALL = ("--layers 3 --dim 32 --heads 4 --kv-heads 2 --head-dim 8 --hidden 48 --context 16 --window 5 "
          "--vocab 300 --batch 4 --tokens 640 --warmup 3 --every 1e-9 --prompt Lily --device cpu").split()
@@ -53,49 +53,31 @@ def commands(folder):
             "train, gemma2": (train, ["--data", text, "--family", "gemma2", *SMALL])}
 
 
-def start(command, out):
-    """A process that runs the command, or goes on with it. It is forked, as importing torch would take longer
-    than all the rest; so would drawing."""
+def work(command, out):
+    """In a child: run the command, or go on with it. Drawing is left out, as it takes long, too."""
     module, flags = command
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            sys.stdout = sys.stderr = log = open(out.with_suffix(".log"), "a", encoding="utf-8")
-            for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
-            plots.search = plots.training = lambda *args: args[-1].write_bytes(b"picture")
-            status = module.main([*flags, "--out", str(out), "--resume"])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            log.flush()
-            os._exit(status)
-    return child
+    sys.stdout = sys.stderr = log = open(out.with_suffix(".log"), "a", encoding="utf-8")
+    for stream in (1, 2):
+        os.dup2(log.fileno(), stream)
+    plots.search = plots.training = lambda *args: args[-1].write_bytes(b"picture")
+    sys.exit(module.main([*flags, "--out", str(out), "--resume"]))
 
 
-def wait(child, seconds):
-    """Its exit status; None if it has not ended by then."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    return None
-
-
-def kill(child):
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+def run_for(seconds, command, out):
+    """The exit status of the command; None if it had not ended by then and was killed."""
+    child = FORK.Process(target=work, args=(command, out))
+    child.start()
+    child.join(seconds)
+    status = child.exitcode
+    if status is None:
+        child.kill()
+        child.join()
+    return status
 
 
 def finished(command, out):
     """Let it run to its end, which is to be a good one."""
-    child = start(command, out)
-    status = wait(child, HANGS)
-    if status is None:
-        kill(child)
+    status = run_for(HANGS, command, out)
     if status != 0:
         said = out.with_suffix(".log").read_text(errors="replace")[-2000:]
         raise RuntimeError(f"{out.name}: status {status}, {'it hangs' if status is None else said}")
@@ -106,11 +88,8 @@ def disturbed(command, out, span, rng, most):
     was killed `most` times and may end. Returns what each kill met."""
     met = []
     while len(met) < most:
-        child = start(command, out)
-        status = wait(child, rng.uniform(0, span))
-        if status is not None:
+        if run_for(rng.uniform(0, span), command, out) is not None:
             break
-        kill(child)
         names = {p.name for p in out.iterdir()} - {files.LOCK} if out.is_dir() else set()
         met.append("a file half written" if any(name.endswith(files.TEMPORARY) or name.startswith(".tmp")
                                                  for name in names) else

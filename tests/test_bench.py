@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make
+from tiny import GEMMA, LLAMA, PROMPTS, command, each_family, make
 
 import bench
 import checkpoint
@@ -22,20 +22,8 @@ from machine.recorded import Recorded
 from speculative import Drafter, ModelDraft, NGram, Then, generate, rounds
 
 DRAFT = WEIGHTS / "stories-draft"
-each_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {family: make(c) for family, c in FAMILIES.items()}
-
-
-@pytest.fixture
-def call(capsys):
-    def run(*argv):
-        status = bench.main([str(a) for a in argv])
-        return status, *capsys.readouterr()
-    return run
+BAR = SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
+call = command(bench.main)
 
 
 def bench_of(m, small=None, new=20):
@@ -46,38 +34,30 @@ def bench_of(m, small=None, new=20):
 # --- the weights that are read
 
 
+def self_draft(subs, some=None):
+    """A drafter of at most three tokens a round, and what it reads for each, in passes of the target."""
+    return (lambda m, small: SelfDraft(ShortHead(m, some) if some else m, subs, 3),
+            lambda m, small: weight_costs(m.c).step(subs, len(some or range(17)) / 17))
+
+
+READ = {
+    "plain": (lambda m, small: Drafter(), lambda m, small: 0), "exit 1": self_draft(range(2)),
+    "exit 4": self_draft(range(8)), "exit 6": self_draft(range(12)), "skip first": self_draft(range(1, 12)),
+    "skip": self_draft(keep(6, attn=[2], mlp=[4])), "short head": self_draft(range(8), [4, 9, 0, 2, 16]),
+    "draft model": (lambda m, small: ModelDraft(small, 3),
+                    lambda m, small: weight_costs(small.c).whole / weight_costs(m.c).whole)}
+
+
 @each_family
-def test_plain_decoding_costs_one_pass_a_token(models, family):
-    b = bench_of(models[family])
-    for i in range(4):
-        ids, read = b.meter(lambda model, small: Drafter(), i)
-        assert len(ids) == 20 and read == pytest.approx(20, abs=1e-9)
-
-
-def drafted(m, drafter, prompt, new=20):
-    """How many tokens each round drafted."""
-    return [r.draft.tokens.shape[1] for _, r in rounds(m, [prompt], new, drafter)]
-
-
-@each_family
-@pytest.mark.parametrize("gamma", [1, 3])
-@pytest.mark.parametrize("subs", [range(2), range(8), range(12), keep(6, attn=[2], mlp=[4]), range(1, 12)],
-                         ids=["exit 1", "exit 4", "exit 6", "skip", "skip first"])
-def test_a_round_costs_gamma_c_and_one_pass(models, family, subs, gamma):
-    """What draft and verification share is read once for each token, the last draft included."""
-    m = models[family]
-    lengths = drafted(m, SelfDraft(m, subs, gamma), PROMPTS[0])
-    want = sum(k * weight_costs(m.c).step(subs) + 1 for k in lengths)
-    _, got = bench_of(m).meter(lambda model, small: SelfDraft(model, subs, gamma), 0)
-    assert got == pytest.approx(want, abs=1e-9) and gamma in lengths
-
-
-def test_a_short_head_is_read_as_far_as_it_goes(models):
-    m, some = models["llama"], [4, 9, 0, 2, 16]
-    lengths = drafted(m, SelfDraft(ShortHead(m, some), range(8), 3), PROMPTS[0])
-    want = sum(k * weight_costs(m.c).step(range(8), 5 / 17) + 1 for k in lengths)
-    _, got = bench_of(m).meter(lambda model, small: SelfDraft(ShortHead(model, some), range(8), 3), 0)
-    assert got == pytest.approx(want, abs=1e-9)
+@pytest.mark.parametrize("name", READ)
+def test_a_round_costs_its_drafts_and_one_pass(models, family, name):
+    """What draft and verification share is read once for each token, the last draft included; the weights of
+    a draft model are its own, whatever the number of tokens that it reads at once."""
+    (drafter, cost), m, small = READ[name], models[family], make(GEMMA, 1)
+    lengths = [r.draft.tokens.shape[1] for _, r in rounds(m, PROMPTS[:1], 20, drafter(m, small))]
+    ids, got = bench_of(m, small).meter(drafter, 0)
+    assert got == pytest.approx(sum(k * cost(m, small) + 1 for k in lengths), abs=1e-9)
+    assert len(ids) == 20 and max(lengths) == (0 if name == "plain" else 3)
 
 
 def test_a_tail_makes_the_shared_part_be_read_twice(models):
@@ -95,17 +75,6 @@ def test_a_tail_makes_the_shared_part_be_read_twice(models):
     assert bench_of(m).meter(make_pair, 0)[1] == pytest.approx(want, abs=1e-9)
 
 
-def test_a_draft_model_counts_its_own_weights(models):
-    """Whatever the number of tokens that it reads at once."""
-    m, small = models["llama"], make(GEMMA, 1)
-    costs = [weight_costs(model.c) for model in (m, small)]
-    whole, little = (sum(c.sublayers) + c.head for c in costs)
-    lengths = drafted(m, ModelDraft(small, 3), PROMPTS[0])
-    want = sum(k * little / whole + 1 for k in lengths)
-    _, got = bench_of(m, small).meter(lambda model, other: ModelDraft(other, 3), 0)
-    assert got == pytest.approx(want, abs=1e-9)
-
-
 @each_family
 def test_metering_changes_nothing_and_removes_itself(models, family):
     m = models[family]
@@ -121,25 +90,7 @@ def test_metering_changes_nothing_and_removes_itself(models, family):
     assert len(spent) == count
 
 
-def test_a_pass_without_a_list_of_sublayers_is_all_of_them(models):
-    m = models["llama"]
-    with torch.no_grad(), metered([m]) as spent:
-        m(torch.tensor([[1, 2, 3]]))
-        m.run(m.embed(torch.tensor([[1]])), slice(0, 1), None, [0, 3])
-        m.run(m.embed(torch.tensor([[1]])), slice(0, 1), sublayers=[1])
-    costs = weight_costs(m.c)
-    attn, mlp = costs.sublayers[:2]
-    assert spent == [6 * (attn + mlp), costs.head, attn + mlp, mlp]
-
-
 # --- costs
-
-
-@pytest.mark.parametrize("c", [LLAMA, GEMMA], ids=FAMILIES)
-def test_costs_are_one_number_for_each_sublayer_and_the_head(c):
-    costs = measure_costs(make(c), at=8, repeats=20)
-    assert len(costs.sublayers) == 12 and min(costs.sublayers) > 0 and costs.head > 0
-    assert 0 < costs.step(range(4)) < costs.step(range(12)) == 1
 
 
 def test_costs_leave_out_the_call_itself(models, monkeypatch):
@@ -193,15 +144,18 @@ def story(tmp_path):
     return path
 
 
-def test_help_ends_with_a_verdict(call, story):
+def test_help_ends_with_a_verdict_and_is_written_where_asked(call, story, tmp_path):
     """With the true costs of this machine, whatever they are."""
-    status, out, err = call("help", "--model", DRAFT, "--quick", "--text", story)
+    status, out, err = call("help", "--model", DRAFT, "--quick", "--text", story, "--out", tmp_path / "made")
     assert (status, err) == (0, "")
     lines = out.splitlines()
     assert str(DRAFT) in lines[0] and str(story) in lines[0] and "greedy" in lines[0]
     assert lines[2].startswith("| draft | alpha | c | c by weights |")
     assert lines[4].startswith("| exit 1 | 0.")
     assert lines[-1].startswith(("Worth it: exit 1 with gamma ", "No gain: alpha exceeds c nowhere; exit 1 "))
+    assert (tmp_path / "made.md").read_text() == out
+    assert json.loads((tmp_path / "made.json").read_text())["verdict"] == lines[-1]
+    assert not (tmp_path / "made.png").exists(), "help draws nothing"
 
 
 def test_help_says_what_a_shorter_head_promises(call, monkeypatch, story, tmp_path):
@@ -249,14 +203,6 @@ def test_help_scores_what_the_model_itself_says(call, monkeypatch):
     assert "float32" in out and "greedy, 36 tokens of its own answers to benchmarks/prompts" in out
 
 
-def test_results_are_written_where_asked(call, story, tmp_path):
-    status, out, err = call("help", "--model", DRAFT, "--quick", "--text", story, "--out", tmp_path / "made")
-    assert (status, err) == (0, "")
-    assert (tmp_path / "made.md").read_text() == out
-    assert json.loads((tmp_path / "made.json").read_text())["verdict"] == out.splitlines()[-1]
-    assert not (tmp_path / "made.png").exists(), "help draws nothing"
-
-
 @pytest.mark.parametrize("argv, words", [
     ([], "arguments are required: what"),
     (["speed"], "invalid choice: 'speed'"),
@@ -269,11 +215,15 @@ def test_results_are_written_where_asked(call, story, tmp_path):
     (["help", "--model", DRAFT, "--skip", "a2"], "cannot skip the attention of block 2"),
     (["help", "--model", DRAFT, "--exit-layer", "3"], "exit layer must lie between 1 and 2"),
     (["help", "--out", "no/such"], "--out no/such: no such folder"),
+    (["check", "--model", "nowhere"], "nowhere: no such folder"),
+    (["check", "--text", "nothing.txt"], "nothing.txt"),
+    (["check", "--skip", "a99"], "cannot skip the attention of block 99"),
+    (["heads", "--minutes", "0"], "--minutes must be positive"),
+    (["heads", "--model", DRAFT, "--heads", "nowhere"], "nowhere: no trained heads"),
 ])
 def test_bad_flags_are_one_line_and_status_2(call, monkeypatch, tmp_path, argv, words):
     monkeypatch.chdir(tmp_path)
-    status, out, err = call(*argv)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and err.startswith("bench.py: ") and words in err
+    call.refuses(argv, tmp_path, words)
 
 
 # --- the benchmark itself
@@ -308,20 +258,19 @@ class Liar(Drafter):
 
 
 def test_a_method_that_writes_another_text_stops_the_benchmark(models):
-    b, bar = bench_of(models["llama"]), SimpleNamespace(update=lambda: None)
+    b = bench_of(models["llama"])
     honest = {"plain": Method(), "exit": Method(lambda: lambda model, small: SelfDraft(model, range(4), 2)),
               "theirs": Method(ask=lambda ids: None)}
-    b.check_texts(honest, bar)
+    b.check_texts(honest, BAR)
     wrong = Method(lambda: lambda model, small: Liar())
     with pytest.raises(RuntimeError, match="^wrong differs from plain decoding in float64 on prompt 0$"):
-        b.check_texts(honest | {"wrong": wrong}, bar)
+        b.check_texts(honest | {"wrong": wrong}, BAR)
 
 
 def test_the_warm_up_is_one_prompt_and_does_not_count(models):
-    b, written = bench_of(models["llama"], new=3), []
-    b.a.repeats, bar = 2, SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
+    b, written, b.a.repeats = bench_of(models["llama"], new=3), [], 2
     methods = {"plain": Method(), "theirs": Method(ask=lambda ids: written.append(ids) or Sample([1], 0, 1))}
-    b.run(methods, bar)
+    b.run(methods, BAR)
     assert written == [PROMPTS[0], *PROMPTS, *PROMPTS]
     assert all([len(runs) for runs in m.samples.values()] == [2] * len(PROMPTS) for m in methods.values())
     assert [s.ids for s in methods["plain"].samples[1]] == generate(models["llama"], PROMPTS[1:2], 3)[0] * 2
@@ -353,7 +302,7 @@ def test_every_method_writes_the_same_text(models):
     methods = drafters.own_methods(6, [(2, 3), (1, 2)], keep(6, [1], [3]), {2: 0.3, "bad": 0.9}, True,
                                    [4, 9, 0, 2, 16])
     assert len(methods) > 23 and {m.gamma for m in methods.values() if m.sublayers} >= {1, 2, 3, 4, 6}
-    bench_of(m, small, new=12).check_texts(methods, SimpleNamespace(update=lambda: None))
+    bench_of(m, small, new=12).check_texts(methods, BAR)
 
 
 def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0):
@@ -428,12 +377,12 @@ def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
 
 
 def test_recorded_passes_are_recorded_before_they_are_timed(models):
-    m, bar = models["llama"], SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
+    m = models["llama"]
     fast, small = (Recorded(model, "paper") for model in (m, make(LLAMA, 7)))
     b = bench_of(fast, small)
     methods = {"plain": Method(), "exit": Method(lambda: lambda model, small: SelfDraft(model, range(4), 2)),
                "model": Method(lambda: lambda model, small: ModelDraft(small, 2))}
-    b.run(methods, bar)
+    b.run(methods, BAR)
     assert fast.frozen and small.frozen and sum(bool(tape) for tape in fast.tapes[b.cache].values()) > 2
     for i, (want,) in enumerate(generate(m, [prompt], 20)[0] for prompt in PROMPTS):
         assert all(method.samples[i][0].ids == want for method in methods.values())

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_heads import wild
-from test_train import story
-from tiny import LLAMA, PROMPTS, each_family, make
+from tiny import LLAMA, PROMPTS, each_family, make, story, story_tokenizer, warm
 
 import bench
 import checkpoint
@@ -21,7 +20,6 @@ from layerskip import Teacher
 from methods import heads
 from methods.heads import Transfer
 from methods.sparse import SparseDraft, step_cost
-from sampling import to_probs
 from speculative import Wrapper, generate, rounds
 from support import corpus
 from support.stats import Counts
@@ -34,7 +32,7 @@ TINY_SHAPE = {"layers": 2, "dim": 32, "heads": 2, "kv-heads": 1, "head-dim": 8, 
 
 @pytest.fixture(scope="module")
 def text():
-    tokenizer = corpus.train_tokenizer(story(0).split(corpus.BOUNDARY), 300)
+    tokenizer = story_tokenizer()
     stream = corpus.stream(tokenizer, story(0).split(corpus.BOUNDARY))
     return corpus.split({OWN: stream}, {}, [1.0], tokenizer, beyond.CONTEXT)
 
@@ -138,7 +136,6 @@ def test_a_cooled_model_says_at_temperature_1_what_the_model_says_at_another(mod
 def test_sparse_acceptance_is_that_of_the_first_draft(models, family, sinks, window):
     """Position by position: what the drafter draws its first token from after that prompt."""
     m, ids = models[family], [1, 5, 3, 2, 9, 4, 4, 7, 7, 2, 11, 6]
-    warm = lambda logits: to_probs(logits, 1.0)  # noqa: E731
     got = sparse_acceptance(Teacher(m, ids, warm), sinks, window)
     for n in range(1, len(ids) + 1):
         _, r = next(rounds(m, [ids[:n]], 3, SparseDraft(m, 1, sinks, window), warm))
@@ -148,7 +145,7 @@ def test_sparse_acceptance_is_that_of_the_first_draft(models, family, sinks, win
 
 def test_a_window_over_everything_is_always_accepted():
     m = make(LLAMA)
-    teacher = Teacher(m, PROMPTS[0], lambda logits: to_probs(logits, 1.0))
+    teacher = Teacher(m, PROMPTS[0], warm)
     assert sparse_acceptance(teacher, 0, 8).tolist() == pytest.approx([1.0] * 8)
     assert (sparse_acceptance(teacher, 4, 4) > 1 - 1e-9).tolist() == [True] * 8, "4 and 4 are all 8"
     assert float(sparse_acceptance(teacher, 3, 4)[7]) < 1 - 1e-6

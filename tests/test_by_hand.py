@@ -11,8 +11,8 @@ from functools import cache
 import pytest
 import torch
 from teach import compare, fail, short
-from test_sampling import ALMOST_ONE, Fixed, from_p
-from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, make, oracle
+from test_sampling import ALMOST_ONE, from_p
+from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, Fixed, make, oracle, read, warm, wide
 
 from control import best_gamma, expected_tokens
 from kvcache import KVCache
@@ -21,11 +21,6 @@ from model import Attention, RMSNorm, frequencies, rope
 from sampling import Coins, to_probs
 from speculative import generate, rounds
 from support.stats import Counts
-
-
-def wide(rows):
-    return torch.tensor(rows, dtype=torch.float64)
-
 
 # --- from logits to probabilities
 
@@ -60,6 +55,10 @@ PROBS = {
         "top_p is not used": [0.125, 0.5, 0.125, 0.25]}),
     "top-p, reached": (dict(temperature=1.0, top_p=0.5), [0.25, 0.5, 0.125, 0.125], [0, 1, 0, 0], {
         "one token too many: the set stops as soon as its mass *reaches* top_p": [1 / 3, 2 / 3, 0, 0]}),
+    "top-p, ties": (dict(temperature=1.0, top_p=0.8), [0.125, 0.5, 0.125, 0.25], [1 / 7, 4 / 7, 0, 2 / 7], {
+        "of tied tokens the lower ids stay, not the higher ones": [0, 4 / 7, 1 / 7, 2 / 7]}),
+    "top-p, tiny": (dict(temperature=1.0, top_p=1e-9), [0.125, 0.5, 0.125, 0.25], [0, 1, 0, 0], {
+        "at least one token stays": [0, 0, 0, 0]}),
     "min-p": (dict(temperature=1.0, min_p=0.4), [0.125, 0.5, 0.125, 0.25], [0, 2 / 3, 0, 1 / 3], {
         "the bound is min_p times the most likely token's probability, not min_p itself": [0, 1, 0, 0],
         "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
@@ -67,6 +66,9 @@ PROBS = {
     "temperature, then top-p": (dict(temperature=0.5, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
         "the temperature comes before top_p, which sees the sharpened distribution":
             roots([0.4, 0.3, 0, 0], 2)}),
+    "temperature, then min-p": (dict(temperature=2.0, min_p=0.6), [0.64, 0.32, 0.04],
+                                [*roots([0.64, 0.32], 0.5), 0], {
+        "the temperature comes before min_p, which sees the flattened distribution": [1, 0, 0]}),
     "top-k, then top-p": (dict(temperature=1.0, top_k=2, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
         "top_k comes before top_p, and what it leaves is scaled first": [4 / 7, 3 / 7, 0, 0]}),
     "top-p, then min-p": (dict(temperature=1.0, top_p=0.6, min_p=0.4), [0.5, 0.3, 0.15, 0.05],
@@ -87,10 +89,10 @@ def test_probabilities(name):
 
 
 CHOICES = [
-    ([0.1, 0.0, 0.2], [0.2, 0.334, 0.9, 0.05], [0, 2, 2, 0], {
-        "the weights need not sum to 1: u must be scaled by their sum": [2, 2, 2, 0],
-        "this is the most likely id, whatever u is": [2, 2, 2, 2],
-        "the running sum goes over rising ids, not over falling weights": [2, 2, 0, 2]}),
+    ([0.1, 0.0, 0.2], [0.2, 0.334, 0.9, 0.05, 0.333, ALMOST_ONE], [0, 2, 2, 0, 0, 2], {
+        "the weights need not sum to 1: u must be scaled by their sum": [2, 2, 2, 0, 2, 2],
+        "this is the most likely id, whatever u is": [2] * 6,
+        "the running sum goes over rising ids, not over falling weights": [2, 2, 0, 2, 2, 0]}),
     ([0.3, 0.3, 0.4], [0.1, 0.5, 0.9], [0, 1, 2], {
         "this is the most likely id, whatever u is": [2, 2, 2],
         "the running sum goes over rising ids, not over falling weights": [2, 0, 1],
@@ -194,11 +196,11 @@ def test_a_write_belongs_to_one_layer():
     written(cache, 0, [[1, 2]], slice(0, 2), 2)
     keys, _ = written(cache, 1, [[3]], slice(2, 3), 3)
     compare(keys, [[0, 0, 3]], {
-        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}, "1 2 in layer 0, then 3 in "
-            "layer 1")
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]},
+        "1 2 in layer 0, then 3 in layer 1")
     compare(cache.k[:, 0, 0, :, 0], [[1, 2, 0, 0, 0, 0], [0, 0, 3, 0, 0, 0]], {
-        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3, 0, 0, 0], [0] * 6]}, "cache.k "
-            "after that")
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3, 0, 0, 0], [0] * 6]},
+        "cache.k after that")
 
 
 def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
@@ -209,14 +211,14 @@ def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
     compare(keys, [[4, 5]], {
         "`recent` is ignored": [[1, 2, 3, 4, 5]],
         "the first ones come back; recent are the last": [[1, 2]],
-        "one too many: `recent` counts the new slot itself": [[3, 4, 5]]}, "1 .. 5 in slots 0 .. 4, recent "
-            "= 2")
+        "one too many: `recent` counts the new slot itself": [[3, 4, 5]]},
+        "1 .. 5 in slots 0 .. 4, recent = 2")
     compare(values, [[40, 50]], {}, "the same, values")
     keys, _ = written(cache, 0, [[6]], slice(1, 2), 2, recent=3)
     compare(keys, [[1, 6]], {
         "a start below 0 counts from the far end in Python: it must be at least 0": torch.empty(1, 0),
-        "`recent` slots come back though there are not so many": [[1, 6, 3]]}, "1 6 in slots 0 .. 1, "
-            "recent = 3")
+        "`recent` slots come back though there are not so many": [[1, 6, 3]]},
+        "1 6 in slots 0 .. 1, recent = 3")
 
 
 def test_a_write_stays_in_the_cache():
@@ -224,8 +226,8 @@ def test_a_write_stays_in_the_cache():
     cache = new_cache(1)
     written(cache, 0, [[1, 2]], slice(0, 2), 2)
     compare(cache.k[0, 0, 0, :, 0], [1, 2, 0, 0, 0, 0], {
-        "nothing was stored: the block went into a copy": [0] * 6}, "cache.k after 1 2 went into slots 0 "
-            ".. 1")
+        "nothing was stored: the block went into a copy": [0] * 6},
+        "cache.k after 1 2 went into slots 0 .. 1")
     compare(cache.v[0, 0, 0, :, 0], [10, 20, 0, 0, 0, 0], {}, "cache.v after that")
 
 
@@ -434,8 +436,8 @@ def test_an_attention_after_a_filled_cache():
             "two rows of three tokens after two kept ones, four heads in two groups, scale .7, soft-cap 1.5",
             rtol=1e-8)
     free = a(x, cos, sin, None, store)      # as for one token: nothing is hidden
-    compare(free, slow_attention(a, x, cos, sin, torch.zeros_like(mask), past), {}, "the same without a "
-        "mask", 1e-8)
+    compare(free, slow_attention(a, x, cos, sin, torch.zeros_like(mask), past), {},
+            "the same without a mask", 1e-8)
 
 
 def test_the_mistakes_of_attention_can_be_told_apart():
@@ -457,10 +459,6 @@ def begun(sublayers, prompts, gamma=3, taps=()):
 TARGET = make(LLAMA)
 
 
-def warm(logits):
-    return to_probs(logits, 1.0)
-
-
 SLIPS = {
     "all": "it drafts with all sub-layers; it is to draft with self.sublayers",
     "stands": "every step stands at the position of the first; the k-th token stands at state.at(k)",
@@ -469,20 +467,25 @@ SLIPS = {
     "alone": "it runs without the cache, and so knows only the token that it reads"}
 
 
-def by_sublayers(text, tokens, sublayers, slip=None):
-    """q of drafted tokens after a text, (K, V): the whole model has read all of the text but its last "
-      "token."""
-    n, ids, q = len(text), torch.tensor([[*text, *tokens]]), []
-    cache = KVCache(LLAMA, 1, n + len(tokens) + 2, torch.float64)
+def drafted_states(m, text, tokens, sublayers, slip=None):
+    """What the sub-layers of a draft leave of each token that it reads, (K, dim), where the whole model has
+    read all of the text but its last token."""
+    n, ids, xs = len(text), torch.tensor([[*text, *tokens]], device=m.tok.device), []
+    cache = KVCache(m.c, 1, n + len(tokens) + 2, torch.float64, ids.device)
     if n > 1:
-        TARGET.run(TARGET.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
+        m.run(m.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
     for k in range(len(tokens)):
         at = n - 1 + {"stands": 0, "late": k + 1}.get(slip, k)
         token = ids[:, n - 1 + (0 if slip == "repeats" else k)]
-        x = TARGET.run(TARGET.embed(token[:, None]), slice(at, at + 1), None if slip == "alone" else cache,
-                       None if slip == "all" else list(sublayers))
-        q.append(warm(TARGET.unembed(x))[0, 0])
-    return torch.stack(q)
+        x = m.run(m.embed(token[:, None]), slice(at, at + 1), None if slip == "alone" else cache,
+                  None if slip == "all" else list(sublayers))
+        xs.append(x[0])
+    return torch.cat(xs)
+
+
+def by_sublayers(*args):
+    """q of the tokens that are drafted from these states. (K, V)"""
+    return warm(TARGET.unembed(drafted_states(TARGET, *args)[None]))[0]
 
 
 SUBLAYERS = {"exit after block 2": range(4), "skip": [0, 1, 3, 4, 7, 10], "skip the first": range(1, 12)}
@@ -532,29 +535,17 @@ def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
              "the last draft was not run: nobody drafts from it, but the target must verify it" if
              x.shape[1] == K else None)
     for b, text in enumerate(state.known):
-        n, ids = len(text), torch.tensor([[*text, *draft.tokens[b].tolist()]])
-        seen = dict.fromkeys(range(12))
-        TARGET.run(TARGET.embed(ids), slice(0, n + K), trace=seen)
-        states = {i + 1: s[0, n - 1 :] for i, s in seen.items()} | {0: TARGET.embed(ids)[0, n - 1 :]}
+        n, ids = len(text), [*text, *draft.tokens[b].tolist()]
+        states = {i + 1: s[0, n - 1 :] for i, s in read(TARGET, ids, range(12))[1].items()}
+        states[0] = TARGET.embed(torch.tensor(ids[n - 1 :]))
         compare(x[b], states[first], {
             "these are the states after all sub-layers of the draft; hand over those before its first gap":
-                torch.cat([drafted_states(text, draft.tokens[b].tolist(), subs), x[b, -1:]])},
+                torch.cat([drafted_states(TARGET, text, ids[n:], subs), x[b, -1:]])},
             f"{given}: x of row {b}, as it enters sub-layer {first}", rtol=1e-7)
         if set(trace) != {tap for tap in (0, 1, 9) if tap < first}:
             fail(given + ", taps (0, 1, 9)", f"a trace of the taps before {first}", sorted(trace))
         for tap, got in trace.items():
             compare(got[b], states[tap + 1], {}, f"{given}: the trace after sub-layer {tap}", rtol=1e-7)
-
-
-def drafted_states(text, tokens, sublayers):
-    """What the sub-layers of a draft leave of each token that it reads. (K, dim)"""
-    n, ids = len(text), torch.tensor([[*text, *tokens]])
-    cache, xs = KVCache(LLAMA, 1, n + len(tokens), torch.float64), []
-    if n > 1:
-        TARGET.run(TARGET.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
-    for at in range(n - 1, n - 1 + len(tokens)):
-        xs.append(TARGET.run(TARGET.embed(ids[:, at : at + 1]), slice(at, at + 1), cache, list(sublayers))[0])
-    return torch.cat(xs)
 
 
 @cache

@@ -9,16 +9,13 @@ from functools import partial
 import pytest
 import torch
 from teach import compare, equal, fail, same_law, short
-from tiny import Branch, law
+from tiny import Branch, Says, law, plant, wide
 
 from sampling import Coins
-from speculative import Rule, State, chain, verify, verify_tree
+from speculative import State, chain
+from verification import verify, verify_tree
 
 V = 3   # tokens; the tables have a row for each last token, and one more for the start
-
-
-def wide(rows):
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 # the distribution after each token, and at last the one of the first token
@@ -36,6 +33,17 @@ def target_law(p, count):
     return found
 
 
+def planted(coins, parents, copied=None):
+    """Drafts drawn from Q, or `copied` ones: their tokens, what each was drawn from, and the way to each.
+    parents: range(K) for a chain."""
+    if copied is None:
+        return plant(parents, lambda way: Q[way[-1] if way else V], coins)
+    way = [()]
+    for token, parent in zip(copied, parents, strict=True):
+        way.append((*way[parent], token))
+    return copied, None, way
+
+
 def completed(text, p, count, coins):
     """The text with more tokens drawn from p, until it has `count`."""
     text = list(text)
@@ -44,23 +52,66 @@ def completed(text, p, count, coins):
     return tuple(text[:count])
 
 
-def verified(name, K):
-    """The distribution of the text that a verifier with this mistake leaves after K drafts."""
-    return law(lambda coins: by_name(name, K, coins))
+def written(verifier, parents, count, copied=None, p=P, length=None):
+    """A run of one round: plant drafts, verify them, and complete the text to `count` tokens."""
+    def once(coins):
+        tokens, q, way = planted(coins, parents, copied)
+        node, token = verifier(after(way, p), q, tokens, parents, coins, length)
+        most = len(tokens) if length is None else length
+        if not 0 <= node <= most:
+            fail(f"{most} proposed tokens", f"the last accepted one, 0 (none) to {most}", node,
+                 "the bonus token is counted as accepted; it is no draft" if length is None else
+                 "`length` is ignored: what a row does not propose is dead, and is never accepted")
+        return completed([*way[node], token], p, count, coins)
+    return once
 
 
-def by_name(name, K, coins):
-    tokens, q = drafted(coins, Q, K)
-    return judge(mistaken(name), P, q, tokens, coins, None, K)
+def after(way, p=P):
+    """What the target says at the start and after each draft: rows of p."""
+    return torch.stack([p[path[-1] if path else V] for path in way])
+
+
+def slip(by_steps, name=None):
+    """A verifier with this mistake. Copied tokens have a one-hot q."""
+    def verifier(p, q, tokens, parents, coins, length):
+        q = list(torch.eye(V, dtype=torch.float64)[tokens]) if q is None else q
+        return by_steps(p, q, tokens, parents, coins, length, name)
+    return verifier
+
+
+def slips(by_steps, mistakes, *case):
+    """{why: the run with this mistake}"""
+    return {why: written(slip(by_steps, name), *case) for name, why in mistakes.items()}
+
+
+def numbers(found, *names):
+    """What a verifier returns for one row."""
+    for name, got in zip(names, found, strict=True):
+        if not isinstance(got, torch.Tensor) or got.shape != (1,):
+            fail("one row", f"{name} as a tensor (B,) = (1,)", f"{got!r:.100}")
+    return tuple(map(int, found))
+
+
+def remark_if_it_keeps_few(verifier, record_property):
+    """Of drafts of one token."""
+    def keeps(coins):
+        tokens, q, way = planted(coins, [0])
+        return verifier(after(way), q, tokens, [0], coins, None)[0] > 0
+
+    kept, most = law(keeps).get(True, 0.0), float(torch.minimum(P[V], Q[V]).sum())
+    if kept < most - 1e-9:
+        record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} of single "
+                                  f"drafts, where min(1, p/q) accepts {most:.0%}, the sum of min(p, q)")
 
 
 def test_the_mistakes_can_be_told_apart():
     """Each must show in the first test that it fails, and no other one may look alike there."""
-    laws = {(name, K): verified(name, K) for name in [None, *VERIFY] for K in (1, 2)}
+    laws = {(name, K): law(written(slip(by_the_book, name), range(K), K + 1))
+            for name in [None, *VERIFY] for K in (1, 2)}
     for name in VERIFY:
         K = next((K for K in (1, 2) if not equal(laws[name, K], laws[None, K])), None)
         assert K or name == "subtract"      # which is seen only where lengths differ
-        alike = [other for other in VERIFY if K and other != name and equal(laws[name, K], laws[other, K])]
+        alike = [other for other in VERIFY if K and other != name and equal(laws[other, K], laws[name, K])]
         assert not alike, (name, alike)
     chains = [law(lambda coins, name=name: by_steps(coins, name)) for name in [None, *CHAIN]]
     assert not any(equal(a, b) for i, a in enumerate(chains) for b in chains[:i])
@@ -69,7 +120,7 @@ def test_the_mistakes_can_be_told_apart():
 # --- verify
 
 
-def by_the_book(p, q, tokens, coins, length=None, mistake=None):
+def by_the_book(p, q, tokens, parents, coins, length, mistake=None):
     """`verify` for one row, step by step; with a mistake that somebody might make."""
     length = len(tokens) if length is None else length
     passed = []
@@ -113,90 +164,40 @@ VERIFY = {
     "subtract": "where nothing was proposed q must count as 0; you subtract a row of q that is dead"}
 
 
-def drafted(coins, q, K):
-    """K tokens drawn from q one after the other, and the rows that they were drawn from and are judged by."""
-    text, rows = [], []
-    for _ in range(K):
-        rows.append(q[text[-1] if text else V])
-        text.append(int(coins.choose(rows[-1])))
-    return text, rows
-
-
-def judge(verifier, p, q, tokens, coins, length, K):
-    """The text that one round of a verifier leaves, completed to K + 1 tokens."""
-    rows = torch.stack([p[t] for t in [V, *tokens]])
-    accepted, token = verifier(rows, q, tokens, coins, length)
-    most = len(tokens) if length is None else length
-    if not 0 <= accepted <= most:
-        fail(f"{most} proposed tokens", f"from 0 to {most} of them accepted", f"{accepted} accepted",
-             "the bonus token is counted as accepted; it is no draft" if length is None else
-             "`length` is ignored: what a row does not propose is dead, and is never accepted")
-    return completed([*tokens[:accepted], token], p, K + 1, coins)
-
-
-def ours(p, q, tokens, coins, length):
+def ours(p, q, tokens, parents, coins, length):
     """`verify`, called for one row."""
-    accepted, token = verify(p[None], None if q is None else torch.stack(q)[None], torch.tensor([tokens]),
-                             coins, None if length is None else torch.tensor([length]))
-    for name, got in (("accepted", accepted), ("token", token)):
-        if not isinstance(got, torch.Tensor) or got.shape != (1,):
-            fail("one row", f"{name} as a tensor (B,) = (1,)", f"{got!r:.100}")
-    return int(accepted), int(token)
-
-
-def mistaken(name):
-    def verifier(p, q, tokens, coins, length):
-        q = list(torch.eye(V, dtype=torch.float64)[tokens]) if q is None else q
-        return by_the_book(p, q, tokens, coins, length, name)
-    return verifier
+    found = verify(p[None], None if q is None else torch.stack(q)[None], torch.tensor([tokens]), coins,
+                   None if length is None else torch.tensor([length]))
+    return numbers(found, "accepted", "token")
 
 
 @pytest.mark.parametrize("length", [None, 1], ids=["all proposed", "one proposed"])
 @pytest.mark.parametrize("K", [1, 2])
 def test_verify_drawn_drafts(K, length, record_property):
     """All texts of a round over drafts that were drawn from q, each with its probability."""
-    def run(verifier):
-        def once(coins):
-            tokens, q = drafted(coins, Q, K)
-            return judge(verifier, P, q, tokens, coins, length, K)
-        return once
-
-    same_law(run(ours), target_law(P, K + 1), {why: run(mistaken(name)) for name, why in VERIFY.items()},
+    case = range(K), K + 1, None, P, length
+    same_law(written(ours, *case), target_law(P, K + 1), slips(by_the_book, VERIFY, *case),
              f"{K} draft{'s' * (K > 1)} from q, {'all' if length is None else length} of {K} proposed, in a "
              "vocabulary of 3 tokens; what comes out must have the distribution of plain decoding, {text: "
              "probability}")
     if K == 1 and length is None:
-        kept = law(accepted_of)
-        most = float(torch.minimum(P[V], Q[V]).sum())
-        if kept.get(1, 0.0) < most - 1e-9:
-            record_property("remark", f"right, but it gains less than it could: it accepts "
-                                      f"{kept.get(1, 0.0):.0%} of the drafts, where min(1, p/q) accepts "
-                                      f"{most:.0%}, the sum of min(p, q)")
-
-
-def accepted_of(coins):
-    tokens, q = drafted(coins, Q, 1)
-    return ours(torch.stack([P[t] for t in [V, *tokens]]), q, tokens, coins, None)[0]
+        remark_if_it_keeps_few(ours, record_property)
 
 
 @pytest.mark.parametrize("tokens", [[0], [1], [2, 0]], ids=str)
 def test_verify_copied_drafts(tokens):
     """Copied proposals have no q: it is a one-hot, whatever they are."""
     K = len(tokens)
-
-    def run(verifier):
-        return lambda coins: judge(verifier, P, None, tokens, coins, None, K)
-
-    same_law(run(ours), target_law(P, K + 1), {why: run(mistaken(name)) for name, why in VERIFY.items()},
+    case = range(K), K + 1, tokens
+    same_law(written(ours, *case), target_law(P, K + 1), slips(by_the_book, VERIFY, *case),
              f"the copied proposals {tokens}, q = None, in a vocabulary of 3 tokens; {{text: probability}}")
 
 
 def test_verify_greedy():
     """One-hot p: the text is the target's, whatever the draft."""
     for tokens in ([0, 1], [2, 0], [2, 1]):
-        def run(verifier, tokens=tokens):
-            return lambda coins: judge(verifier, GREEDY, None, tokens, coins, None, 2)
-        same_law(run(ours), target_law(GREEDY, 3), {why: run(mistaken(name)) for name, why in VERIFY.items()},
+        case = range(2), 3, tokens, GREEDY
+        same_law(written(ours, *case), target_law(GREEDY, 3), slips(by_the_book, VERIFY, *case),
                  f"the greedy target 2, 0, 1, ... and the proposals {tokens}; {{text: probability}}")
 
 
@@ -210,18 +211,17 @@ def test_verify_nothing_proposed():
 
 @pytest.mark.parametrize("drawn", [0, 1])
 def test_verify_rows_stand_for_themselves(drawn):
-    """A batch of two rows with tables and lengths of their own; one of them is greedy, to keep outcomes "
-      "few."""
-    lengths = torch.tensor([2, 1] if drawn == 0 else [1, 2])
-    rows = [P, GREEDY] if drawn == 0 else [GREEDY, P]
+    """A batch of two rows with tables and lengths of their own; one is greedy, to keep outcomes few."""
+    turned = slice(None, None, -1 if drawn else 1)      # the drawn row comes first, or last
+    lengths, rows = torch.tensor([2, 1][turned]), [P, GREEDY][turned]
     certain = [2, 0]        # what the greedy row proposes: its first two tokens
 
     def once(coins):
-        tokens, q = drafted(coins, Q, 2)
-        both = [tokens, certain] if drawn == 0 else [certain, tokens]
-        hot = list(torch.eye(V, dtype=torch.float64)[certain])
-        qs = torch.stack([torch.stack(x) for x in ([q, hot] if drawn == 0 else [hot, q])])
-        ps = torch.stack([torch.stack([p[t] for t in [V, *ids]]) for p, ids in zip(rows, both, strict=True)])
+        tokens, q, _ = planted(coins, range(2))
+        both = [tokens, certain][turned]
+        hot = torch.eye(V, dtype=torch.float64)[certain]
+        qs = torch.stack([torch.stack(q), hot][turned])
+        ps = torch.stack([p[[V, *ids]] for p, ids in zip(rows, both, strict=True)])
         accepted, token = verify(ps, qs, torch.tensor(both), coins, lengths)
         if not (0 <= accepted).all() or not (accepted <= lengths).all():
             fail(f"rows of {lengths.tolist()} proposals", "no more accepted than proposed", accepted.tolist(),
@@ -250,7 +250,7 @@ def test_verify_where_nothing_is_left():
     """p is q up to rounding, and gives token 2 nothing; a refusal has a chance of one in a billion."""
     q = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     p = torch.tensor([0.5, 0.5 - 1e-9, 0.0], dtype=torch.float64)
-    outcomes = law(lambda coins: ours(torch.stack([p, p]), [q], [1], coins, None), Refusing)
+    outcomes = law(lambda coins: ours(torch.stack([p, p]), [q], [1], [0], coins, None), Refusing)
     if any(token == 2 for _, token in outcomes):
         fail("p = [.5, .5 - 1e-9, 0], q = [.5, .5, 0], and token 1 refused", "token 0 or 1", "token 2",
              "an empty residual is made uniform, and so tokens come that the target never writes; where "
@@ -260,7 +260,7 @@ def test_verify_where_nothing_is_left():
 def test_verify_dead_drafts():
     """Beyond its length a row's q may hold anything, even NaN."""
     nan = [torch.full((V,), float("nan"), dtype=torch.float64)]
-    got = law(lambda coins: ours(torch.stack([P[V], P[1]]), nan, [1], coins, 0))
+    got = law(lambda coins: ours(torch.stack([P[V], P[1]]), nan, [1], [0], coins, 0))
     want = {(0, t): float(P[V, t]) for t in range(V)}
     if not equal(got, want):
         fail("a row that proposes nothing, beside a dead q of NaN", short(want), short(got),
@@ -293,17 +293,6 @@ def by_steps(coins, mistake=None, count=2):
         token = int(q.argmax()) if mistake == "argmax" else int(coins.choose(q))
         tokens.append(token)
     return tuple(tokens)
-
-
-class Says(Rule):
-    """How far to draft, as a number or a list of one for each row; and a stop rule."""
-
-    def __init__(self, gamma, stop=None):
-        super().__init__(0)
-        self.want, self.stop = gamma, stop
-
-    def gamma(self, state):
-        return self.want
 
 
 def draft(rule, coins, known=((1, 0),), left=None, probs=best_two):
@@ -372,10 +361,10 @@ def test_chain_keeps_the_token_that_stops_it():
         (tokens,), _, _ = draft(rule, coins)
         early = [t for t in tokens[:-1] if t == 2]
         if early or (len(tokens) < 3 and tokens[-1:] != [2]):
-            fail("a rule that stops after token 2, and at most 3 tokens", "the draft ends with its first "
-                "2, or has 3 tokens", f"the live tokens {tokens}",
-                 "it does not stop" if early else "the drawn token that stops the draft is dropped; to "
-                     "drop a token for what it is changes the distribution of the text")
+            fail("a rule that stops after token 2, and at most 3 tokens",
+                 "the draft ends with its first 2, or has 3 tokens", f"the live tokens {tokens}",
+                 "it does not stop" if early else "the drawn token that stops the draft is dropped; to drop "
+                 "a token for what it is changes the distribution of the text")
         return tuple(tokens)
 
     law(once)
@@ -437,7 +426,7 @@ TREE = {
     "uncle": "a node is accepted whose parent was not; the walk goes from node to child"}
 
 
-def by_the_walk(p, q, tokens, parents, coins, mistake=None):
+def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
     """`verify_tree` for one row: what each node has left for its later children, and the walk."""
     node, rest, chance = 0, list(p), []
     for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -452,80 +441,29 @@ def by_the_walk(p, q, tokens, parents, coins, mistake=None):
     return node, int(coins.choose(last))
 
 
-def our_walk(p, q, tokens, parents, coins):
-    node, token = verify_tree(p[None], torch.tensor([tokens]), torch.tensor([parents]), coins,
-                              None if q is None else torch.stack(q)[None])
-    for name, got in (("node", node), ("token", token)):
-        if not isinstance(got, torch.Tensor) or got.shape != (1,):
-            fail("one row", f"{name} as a tensor (B,) = (1,)", f"{got!r:.100}")
-    return int(node), int(token)
+def our_walk(p, q, tokens, parents, coins, length):
+    """`verify_tree`, called for one row."""
+    found = verify_tree(p[None], torch.tensor([tokens]), torch.tensor([parents]), coins,
+                        None if q is None else torch.stack(q)[None])
+    return numbers(found, "node", "token")
 
 
-def planted(coins, parents):
-    """A tree whose siblings are drawn from Q without replacement; what each was drawn from; and the path of
-    tokens to each node."""
-    tokens, q, way = [], [], [()]
-    for k, parent in enumerate(parents):
-        row = Q[way[parent][-1] if way[parent] else V].clone()
-        for other in range(k):
-            if parents[other] == parent:
-                row[tokens[other]] = 0
-        q.append(row / row.sum())
-        tokens.append(int(coins.choose(q[-1])))
-        way.append((*way[parent], tokens[-1]))
-    return tokens, q, way
-
-
-def walked(verifier, parents, copied=None):
-    """A run: plant a tree, or take the `copied` tokens; verify it; complete the text to three tokens."""
-    def once(coins):
-        if copied is None:
-            tokens, q, way = planted(coins, parents)
-        else:
-            tokens, q, way = copied, None, [()]
-            for token, parent in zip(copied, parents, strict=True):
-                way.append((*way[parent], token))
-        rows = torch.stack([P[path[-1] if path else V] for path in way])
-        node, token = verifier(rows, q, tokens, parents, coins)
-        if not 0 <= node <= len(tokens):
-            fail(f"a tree of {len(tokens)} proposals", f"the last accepted node, 0 to {len(tokens)}", node)
-        return completed([*way[node], token], P, 3, coins)
-    return once
-
-
-def slips(parents, copied=None):
-    def slip(name):
-        def verifier(p, q, tokens, parents, coins):
-            q = list(torch.eye(V, dtype=torch.float64)[tokens]) if q is None else q
-            return by_the_walk(p, q, tokens, parents, coins, name)
-        return walked(verifier, parents, copied)
-    return {why: slip(name) for name, why in TREE.items()}
-
-
-@pytest.mark.parametrize("parents", [[0], [0, 0], [0, 0, 1], [0, 1, 0]], ids=str)
+@pytest.mark.parametrize("parents", [[0], [0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 2], [0, 0, 1, 1]], ids=str)
 def test_verify_tree_drawn_siblings(parents, record_property):
     """Three tokens of a Markov chain: those that a tree yields, and more from p."""
-    same_law(walked(our_walk, parents), target_law(P, 3), slips(parents),
+    same_law(written(our_walk, parents, 3), target_law(P, 3), slips(by_the_walk, TREE, parents, 3),
              f"a tree of siblings drawn without replacement, which hang on the nodes {parents}; what comes "
              "out must have the distribution of plain decoding, {text: probability}")
     if parents == [0]:
-        kept = law(lambda coins: our_tree_keeps(coins)).get(True, 0.0)
-        most = float(torch.minimum(P[V], Q[V]).sum())
-        if kept < most - 1e-9:
-            record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} of "
-                                      f"single drafts, where min(1, p/q) accepts {most:.0%}")
+        remark_if_it_keeps_few(our_walk, record_property)
 
 
-def our_tree_keeps(coins):
-    tokens, q, way = planted(coins, [0])
-    rows = torch.stack([P[path[-1] if path else V] for path in way])
-    return our_walk(rows, q, tokens, [0], coins)[0] > 0
-
-
-@pytest.mark.parametrize("parents, tokens", [([0, 0], [1, 2]), ([0, 0, 2], [1, 2, 0]), ([0, 0], [1, 1])],
-                         ids=str)
+@pytest.mark.parametrize("parents, tokens", [
+    ([0, 0], [1, 2]), ([0, 0, 2], [1, 2, 0]), ([0, 0], [1, 1]), ([0, 1, 0], [2, 1, 0]),
+    ([0, 0, 1, 1], [0, 2, 1, 2])], ids=str)
 def test_verify_tree_copied_siblings(parents, tokens):
-    same_law(walked(our_walk, parents, tokens), target_law(P, 3), slips(parents, tokens),
+    case = parents, 3, tokens
+    same_law(written(our_walk, *case), target_law(P, 3), slips(by_the_walk, TREE, *case),
              f"the copied tokens {tokens}, which hang on the nodes {parents}, q = None; "
              f"{{text: probability}}")
 
@@ -537,7 +475,7 @@ def test_verify_tree_rows_stand_for_themselves():
     def once(coins):
         tokens, q, way = planted(coins, [0, 0])
         hot = torch.eye(V, dtype=torch.float64)[certain]
-        rows = [torch.stack([P[path[-1] if path else V] for path in way]), GREEDY[[V, *certain]]]
+        rows = [after(way), GREEDY[[V, *certain]]]
         node, token = verify_tree(torch.stack(rows), torch.tensor([tokens, certain]), parents, coins,
                                   torch.stack([torch.stack(q), hot]), torch.tensor([1, 2]))
         if int(node[0]) > 1:
@@ -546,13 +484,13 @@ def test_verify_tree_rows_stand_for_themselves():
         return completed([*way[int(node[0])], int(token[0])], P, 2, coins), (int(node[1]), int(token[1]))
 
     want = {(text, (2, 1)): weight for text, weight in target_law(P, 2).items()}
-    same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node "
-                             "and token of the greedy row): "
-                             "probability}", "each row has its own parents, length and rows of p")
+    same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node and "
+             "token of the greedy row): probability}", "each row has its own parents, length and rows of p")
 
 
 def test_the_slips_can_be_told_apart():
-    found = [{why: law(wrong) for why, wrong in slips(tree).items()} for tree in ([0], [0, 0], [0, 0, 1])]
+    found = [{why: law(wrong) for why, wrong in slips(by_the_walk, TREE, tree, 3).items()}
+             for tree in ([0], [0, 0], [0, 0, 1])]
     for why in TREE.values():
         laws = next(laws for laws in found if not equal(laws[why], target_law(P, 3)))
         alike = [other for other in laws if other != why and equal(laws[other], laws[why])]
@@ -565,8 +503,8 @@ def test_the_slips_can_be_told_apart():
 def test_what_is_told_of_a_wrong_distribution():
     with pytest.raises(pytest.fail.Exception) as e:
         same_law(lambda coins: int(coins.choose(P[V])), {0: 0.5, 1: 0.5}, {
-            "another": lambda coins: 0, "the true one": lambda coins: int(coins.choose(P[V]))}, "three "
-                "tokens")
+            "another": lambda coins: 0, "the true one": lambda coins: int(coins.choose(P[V]))},
+            "three tokens")
     assert str(e.value) == ("given         three tokens\nexpected      2: 0, 1: 0.5, 0: 0.5\n"
                             "what came     2: 0.35, 1: 0.2, 0: 0.45\nlikely        the true one")
     same_law(lambda coins: 0, {0: 1.0}, {}, "one outcome")

@@ -2,7 +2,6 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import expected
 import pytest
@@ -16,16 +15,14 @@ from benchmarks.check import NONE, OPEN, RIGHT, WRONG, Pass, Row
 from kvcache import KVCache
 from layerskip import SelfDraft
 
-LLAMA3 = {key: value for key, value in expected.LLAMA3.items() if key != "rope_theta"}
 CONFIGS = {
     "llama-3.2": replace(LLAMA, vocab_size=64, tied=True, max_len=128, bos=0, eos=(1,), rope_theta=500.0,
-                         rope_scaling=LLAMA3, norm_eps=1e-2),
+                         rope_scaling=expected.SCALING, norm_eps=1e-2),
     "gemma-2": replace(GEMMA, vocab_size=64, max_len=128, bos=0, eos=(1,), attn_softcap=2.0,
                        final_softcap=3.0, norm_eps=1e-2)}
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no') }}"
             "{% endif %}{{ m['role'] }} {{ m['content'] | trim }}</s>{% endfor %}"
             "{% if add_generation_prompt %}assistant {% endif %}")
-families = pytest.mark.parametrize("family", CONFIGS)
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +71,17 @@ def wrong(rows):
 # --- what is right
 
 
-@pytest.mark.parametrize("name", ["stories-llama", "stories-gemma2"])
+@pytest.mark.parametrize("name", ["stories-llama", "stories-draft", "stories-gemma2"])
 def test_the_shipped_models_are_right(call, name):
+    """In float32, where a rounding is 6e-8, the two differ by 6e-7, which is a dozen roundings."""
     status, rows, data = call(bench.WEIGHTS / name)
     assert status == 0 and {v for v in rows.values()} == {RIGHT, NONE}, data
     assert list(rows.values()).count(NONE) == 2, "no template, and loading is no verdict"
+    assert float(data["checks"][2]["ours"]) < 2e-6 and data["checks"][2]["check"].startswith("logits, 64")
     assert data["verdict"].startswith("All 1") and data["verdict"].endswith("that transformers computes")
 
 
-@families
+@pytest.mark.parametrize("family", CONFIGS)
 def test_folders_like_the_real_ones_are_right(call, folders, family):
     status, rows, data = call(folders[family])
     assert status == 0 and WRONG not in rows.values() and OPEN not in rows.values(), data
@@ -283,16 +282,6 @@ def test_what_transformers_cannot_do_is_no_verdict_on_us():
     assert check.attempt(len, "abc") == (3, "")
     assert check.attempt(fails) == (None, "transformers: two lines")
     assert check.attempt(lambda: __import__("no_such_module")) == (None, "no_such_module is not installed")
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["--model", "nowhere"], "nowhere: no such folder"), (["--text", "nothing.txt"], "nothing.txt"),
-    (["--skip", "a99"], "cannot skip the attention of block 99")])
-def test_bad_input_is_one_line_and_status_2(capsys, monkeypatch, argv, words):
-    monkeypatch.chdir(Path(__file__).parent.parent)
-    status = bench.main(["check", *argv])
-    out, err = capsys.readouterr()
-    assert (status, out) == (2, "") and err.count("\n") == 1 and words in err
 
 
 def test_a_tokenizer_that_is_too_large_for_the_model_is_refused(folders, tmp_path, capsys):

@@ -6,13 +6,14 @@ import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import promises
 import pytest
 import torch
-from test_speculative import FULL, TINY, TOP_P, Says, assert_same_law, small, target_law
-from tiny import LIVELY, LLAMA, PROMPTS, each_family, law, make, oracle
+from promises import Watched, reader
+from test_speculative import FULL
+from tiny import LIVELY, LLAMA, PROMPTS, TINY, Says, each_family, make, oracle, small, warm
 
 from control import (
-    MOST,
     AdaptiveExit,
     Beta,
     Confidence,
@@ -25,27 +26,13 @@ from control import (
     confidence,
     expected_speedup,
     expected_tokens,
-    outcomes,
     plan,
     weight_costs,
 )
 from layerskip import SelfDraft, early_exit, keep
 from model import Config, Transformer
 from sampling import Coins, to_probs
-from speculative import (
-    Draft,
-    Drafter,
-    ModelDraft,
-    NGram,
-    Rule,
-    Then,
-    Wrapper,
-    chain,
-    generate,
-    join,
-    rounds,
-    wanted,
-)
+from speculative import Draft, Drafter, ModelDraft, NGram, Rule, Then, chain, generate, join, rounds, wanted
 
 
 class Dice(Rule):
@@ -62,17 +49,12 @@ class Dice(Rule):
         return torch.tensor([self.random.random() < self.ends for _ in token])
 
     def learn(self, state, r):
-        self.seen += outcomes(r)
+        self.seen += zip(r.proposed.tolist(), r.accepted.tolist(), map(len, r.new), strict=True)
 
 
 class Lengths(Dice):
     """Dice that only say how far, for what cannot stop between tokens."""
     stop = None
-
-
-def own(*lengths):
-    """Each row its own length, always."""
-    return Says(lambda state: list(lengths))
 
 
 class Say(Drafter):
@@ -90,12 +72,15 @@ class Say(Drafter):
 
 
 class Foretold(Say):
-    """Under a rule: rows that know the answer (True) or say something else."""
+    """Under a rule: rows that know the answer, or say something else. good: for each row True, False, or a
+    function of how many tokens it knows."""
 
-    def __init__(self, texts, good, rule):
+    def __init__(self, texts, good, rule=0):
+        knows = [right if callable(right) else lambda n, right=right: right for right in good]
+
         def say(state):
-            rows = zip(texts, good, state.known, wanted(state, self.rule)[0], strict=True)
-            return [[t if right else (t + 1) % 17 for t in text[len(known) : len(known) + most]]
+            rows = zip(texts, knows, state.known, wanted(state, self.rule)[0], strict=True)
+            return [[t if right(len(known)) else (t + 1) % 17 for t in text[len(known) : len(known) + most]]
                     for text, right, known, most in rows]
         super().__init__(say, rule)
 
@@ -139,130 +124,33 @@ DRAFTERS = PAIRS | {
     for part in PARTS for rule in RULES if part != "n-gram" or not RULES[rule]().stop}
 
 
-def write(m, drafter, count, eos=(), prompts=PROMPTS):
-    """What is written; no draft may be longer than the room that is left."""
-    out = [[] for _ in prompts]
-    room = [min(count, m.c.max_len - len(p)) for p in prompts]
-    for state, r in rounds(m, prompts, count, drafter, eos=eos):
-        assert r.draft.tokens.shape[1] <= max(room) - 1
-        assert all(k <= max(0, left - 1) for k, left in zip(r.proposed.tolist(), room, strict=True))
-        for row, new in zip(out, r.new, strict=True):
-            row += new
-        room = list(state.left_cpu)
-    return out
-
-
-# --- nothing changes the text
-
-
-@each_family
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_no_rule_and_no_pair_changes_the_greedy_text(models, truth, family, name):
-    """In full, where it ends inside the drafts of some rows, and where rows fill the context one by one."""
-    m, want = models[family], truth[family]
-    drafter = DRAFTERS[name](m)
-    assert write(m, drafter, 24) == [row[:24] for row in want]
-    for i in (2, 5):
-        eos = {want[0][i], want[1][i + 1]}
-        ends = [next((j + 1 for j, t in enumerate(row[:14]) if t in eos), 14) for row in want]
-        assert write(m, drafter, 14, eos) == [row[:end] for row, end in zip(want, ends, strict=True)]
-    narrow = make(replace(m.c, max_len=20))
-    assert write(narrow, DRAFTERS[name](narrow), 99) == [
-        row[: 20 - len(p)] for row, p in zip(want, PROMPTS, strict=True)]
-
-
-@each_family
-@pytest.mark.parametrize("count", [0, 1, 2, 5])
-def test_short_answers_are_short(models, truth, family, count):
-    for make_drafter in DRAFTERS.values():
-        assert write(models[family], make_drafter(models[family]), count, prompts=PROMPTS[:2]) == [
-            row[:count] for row in truth[family][:2]]
-
-
-@each_family
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_single_row_equals_its_row_in_a_batch(models, truth, family, name):
-    m = models[family]
-    for prompt, want in zip(PROMPTS[::2], truth[family][::2], strict=True):
-        assert write(m, DRAFTERS[name](m), 24, prompts=[prompt]) == [want[:24]]
-
-
-class Poisoned(Wrapper):
-    """Fills all that nobody may read with large finite garbage after each round: the slots after the last
-    known token, in the tokens, the target's cache and those of draft models."""
-
-    def __init__(self, drafter):
-        super().__init__(drafter)
-        self.helpers = list(self.find(drafter))
-
-    def find(self, part):
-        if isinstance(part, ModelDraft):
-            yield part
-        for inner in getattr(part, "drafters", ()):
-            yield from self.find(inner)
-
-    def observe(self, state, r):
-        super().observe(state, r)
-        for b, text in enumerate(state.known):
-            state.tokens[b, len(text) :] = 16
-            state.cache.k[:, b, :, len(text) - 1 :] = state.cache.v[:, b, :, len(text) - 1 :] = 1e4
-            for helper in self.helpers:
-                dead = helper.held[b]
-                helper.cache.k[:, b, :, dead:] = helper.cache.v[:, b, :, dead:] = 1e4
-
-
-@each_family
-@pytest.mark.parametrize("name", [*PAIRS, "exit, dice", "skip set, dice", "model, dice", "n-gram, lengths",
-                                  "exit, do no harm"])
-def test_dead_slots_are_never_read(models, truth, family, name):
-    m = models[family]
-    clean, dirty = DRAFTERS[name](m), Poisoned(DRAFTERS[name](m))
-    runs = [[(r.new, r.accepted.tolist(), r.proposed.tolist()) for _, r in rounds(m, PROMPTS, 40, drafter)]
-            for drafter in (clean, dirty)]
-    assert runs[0] == runs[1], "the text would not show it, but the drafts do"
-    assert [sum((new[b] for new, *_ in runs[1]), []) for b in range(4)] == truth[family]
+test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
+test_rows_equal_solo_runs = promises.rows_equal_solo_runs(PAIRS)
+test_poison = promises.poison(DRAFTERS, [*PAIRS, "exit, dice", "skip set, dice", "model, dice",
+                                         "n-gram, lengths", "exit, do no harm"])
+test_end_of_text = promises.end_of_text(
+    DRAFTERS, ["exit, n-gram", "dice, dice model", "three", "exit, do no harm"], range(2, 12, 3))
+test_context_limit = promises.context_limit(DRAFTERS)
+test_short_answers = promises.short_answers(DRAFTERS)
 
 
 LAWS = {
-    "gate": lambda m: SelfDraft(m, range(4), Gate(2, 0.6)),
-    "value gate": lambda m: SelfDraft(m, range(4), ValueGate(0.4, 2)),
-    "do no harm": lambda m: SelfDraft(m, range(4), DoNoHarm(0.1, 2)),
-    "confidence": lambda m: SelfDraft(m, range(4), Confidence(0.6, 2)),
-    "adaptive exit": lambda m: SelfDraft(
-        m, range(4), AdaptiveExit(target=0.5, beta2=0.5, epsilon=0.5, gamma=2)),
-    "n-gram, schedule": lambda m: NGram(Schedule(1), 1),
-    "exit, n-gram": lambda m: Then(SelfDraft(m, range(4), 1), NGram(2, 1)),
-    "sure exit, n-gram": lambda m: Then(
-        SelfDraft(m, range(4), Confidence(0.6, 2)), NGram(2, 1)),
-    "exit, model": lambda m: Then(
-        SelfDraft(m, range(4), 1), ModelDraft(make(replace(TINY, n_layers=1), 7), 1)),
-    "n-gram, exit": lambda m: Then(NGram(1, 1), SelfDraft(m, range(4), 1)),
+    "gate": (TINY, lambda m: SelfDraft(m, range(4), Gate(2, 0.6))),
+    "value gate": (TINY, lambda m: SelfDraft(m, range(4), ValueGate(0.4, 2))),
+    "do no harm": (TINY, lambda m: SelfDraft(m, range(4), DoNoHarm(0.1, 2))),
+    "confidence": (TINY, lambda m: SelfDraft(m, range(4), Confidence(0.6, 2))),
+    "adaptive exit": (TINY, lambda m: SelfDraft(
+        m, range(4), AdaptiveExit(target=0.5, beta2=0.5, epsilon=0.5, gamma=2))),
+    "n-gram, schedule": (TINY, lambda m: NGram(Schedule(1), 1)),
+    "exit, n-gram": (TINY, lambda m: Then(SelfDraft(m, range(4), 1), NGram(2, 1))),
+    "sure exit, n-gram": (TINY, lambda m: Then(SelfDraft(m, range(4), Confidence(0.6, 2)), NGram(2, 1))),
+    "exit, model": (TINY, lambda m: Then(
+        SelfDraft(m, range(4), 1), ModelDraft(make(replace(TINY, n_layers=1), 7), 1))),
+    "n-gram, exit": (TINY, lambda m: Then(NGram(1, 1), SelfDraft(m, range(4), 1))),
 }
-
-
-@pytest.mark.parametrize("name", LAWS)
-def test_exact_law(name):
-    """Every outcome of the loop, with a rule that has learnt nothing at the start of each."""
-    m, probs, drafted = make(TINY, 3), lambda x: to_probs(x, **TOP_P), set()
-
-    def run(coins):
-        out = []
-        for _, r in rounds(m, [[1, 2, 1]], 3, LAWS[name](m), probs, coins):
-            out += r.new[0]
-            drafted.add((len(out), int(r.proposed)))
-        return tuple(out)
-
-    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, 3))
-    assert len({k for _, k in drafted}) > 1, "the case should have drafts of several lengths"
-
-
-@pytest.mark.parametrize("name", ["gate", "do no harm", "sure exit, n-gram"])
-def test_exact_law_of_a_ragged_batch(name):
-    m, probs = make(TINY, 3), lambda x: to_probs(x, 1.5, top_p=0.7)
-    prompts = [[1, 2, 1], [2]]
-    got = law(lambda coins: tuple(map(tuple, generate(m, prompts, 2, LAWS[name](m), probs, coins)[0])))
-    alone = [target_law(m, p, probs, 2) for p in prompts]
-    assert_same_law(got, {(a, b): u * v for a, u in alone[0].items() for b, v in alone[1].items()})
+test_exact_law = promises.exact_law(LAWS)
+test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(
+    LAWS, ["gate", "do no harm", "sure exit, n-gram"])
 
 
 # --- each row its own length
@@ -274,22 +162,15 @@ def test_rows_draft_as_many_as_they_are_told(models, family):
     _, same = next(rounds(m, PROMPTS, 20, SelfDraft(m, range(8), 5)))
     for make_drafter in (lambda g: SelfDraft(m, range(8), g), lambda g: ModelDraft(m, g)):
         for lengths in ([0, 5, 1, 3], [2, 2, 2, 2], [0, 0, 0, 0]):
-            _, r = next(rounds(m, PROMPTS, 20, make_drafter(own(*lengths))))
+            _, r = next(rounds(m, PROMPTS, 20, make_drafter(Says(lengths))))
             assert r.proposed.tolist() == lengths and r.draft.tokens.shape[1] == max(lengths)
     for b, n in enumerate(same.accepted.tolist()):
         for g in range(6):
             lengths = [5 - g] * 4
             lengths[b] = g
-            _, r = next(rounds(m, PROMPTS, 20, SelfDraft(m, range(8), own(*lengths))))
+            _, r = next(rounds(m, PROMPTS, 20, SelfDraft(m, range(8), Says(lengths))))
             assert r.draft.tokens[b, :g].tolist() == same.draft.tokens[b, :g].tolist()
             assert int(r.accepted[b]) == min(n, g), "what other rows do is nothing to a row"
-
-
-def test_a_gated_row_proposes_nothing_while_others_draft(models, truth):
-    m = models["llama"]
-    for _, r in rounds(m, PROMPTS, 24, SelfDraft(m, FULL, own(0, 3, 0, 2))):
-        assert r.proposed[0] == r.proposed[2] == 0 and len(r.new[0]) == len(r.new[2]) <= 1
-        assert r.accepted.tolist() == r.proposed.tolist(), "a perfect draft is accepted whole"
 
 
 def steps_of(m, rule, prompts=PROMPTS, count=20):
@@ -312,59 +193,37 @@ def steps_of(m, rule, prompts=PROMPTS, count=20):
 def test_no_step_is_computed_once_all_rows_have_ended(models):
     m, never = models["llama"], lambda k, logits, token: torch.zeros(4, dtype=torch.bool)
     ends = lambda k, logits, token: torch.tensor([False, k == 1, k == 0, k == 3])  # noqa: E731
-    assert steps_of(m, Says(lambda state: [2, 6, 6, 6], ends))[0] == (4, [2, 2, 1, 4])
-    assert steps_of(m, Says(lambda state: [2, 1, 0, 3], never))[0] == (3, [2, 1, 0, 3])
-    assert steps_of(m, Says(lambda state: [0, 0, 0, 0], ends))[0] == (0, [0, 0, 0, 0])
-    assert steps_of(m, Says(lambda state: [2, 1, 0, 3], None))[0] == (3, [2, 1, 0, 3])
+    assert steps_of(m, Says([2, 6, 6, 6], ends))[0] == (4, [2, 2, 1, 4])
+    assert steps_of(m, Says([2, 1, 0, 3], never))[0] == (3, [2, 1, 0, 3])
+    assert steps_of(m, Says([0, 0, 0, 0], ends))[0] == (0, [0, 0, 0, 0])
+    assert steps_of(m, Says([2, 1, 0, 3]))[0] == (3, [2, 1, 0, 3])
 
 
 def test_a_row_with_little_room_keeps_no_step_alive():
     """The first row may emit 3 tokens, the other ends its draft at once: two steps, though gamma is 9."""
     m = make(replace(LLAMA, max_len=11))
     second_ends = lambda k, logits, token: torch.tensor([False, True])  # noqa: E731
-    assert steps_of(m, Says(lambda state: 9, second_ends), [[1] * 8, [2]], 99)[0] == (2, [2, 1])
-
-
-def test_a_finished_row_does_not_lengthen_the_block(models, truth):
-    m, late, room, eos = models["llama"], 0, [9] * 4, {truth["llama"][0][0]}
-    for state, r in rounds(m, PROMPTS, 9, SelfDraft(m, FULL, own(6, 1, 1, 1)), eos=eos):
-        open_rows = [g for g, left in zip([6, 1, 1, 1], room, strict=True) if left > 1]
-        assert r.draft.tokens.shape[1] <= max(open_rows, default=0)
-        late += room[0] == 0 and max(room) > 1
-        room = list(state.left_cpu)
-    assert late, "the first row must end before the others"
+    assert steps_of(m, Says(9, second_ends), [[1] * 8, [2]], 99)[0] == (2, [2, 1])
 
 
 def test_wanted_by_hand():
     state = SimpleNamespace(left_cpu=[9, 3, 1, 0])
     assert wanted(state, Rule(5)) == ([5, 2, 0, 0], True)
-    assert wanted(state, own(5, 0, 4, 4)) == ([5, 0, 0, 0], True)
+    assert wanted(state, Says([5, 0, 4, 4])) == ([5, 0, 0, 0], True)
     assert wanted(state, Rule(0)) == ([0] * 4, False)
-    assert wanted(SimpleNamespace(left_cpu=[9, 9]), own(2, 2)) == ([2, 2], False)
+    assert wanted(SimpleNamespace(left_cpu=[9, 9]), Says([2, 2])) == ([2, 2], False)
     with pytest.raises(ValueError):
-        wanted(state, own(1, 1))
+        wanted(state, Says([1, 1]))
 
 
 @each_family
-def test_a_draft_model_behind_which_others_go_on_has_read_every_token(models, truth, family):
-    """Where its own draft of a row was shorter than the longest, the text went on with another's tokens; its
-    next draft starts with what it says on the text without a cache."""
-    m, seen, tail = models[family], [], Lengths(6)
-    texts = [p + row for p, row in zip(PROMPTS, truth[family], strict=True)]
-
-    class Watched(ModelDraft):
-        def propose(self, state):
-            draft = super().propose(state)
-            for b, text in enumerate(state.known):
-                if draft.tokens.shape[1] and state.left_cpu[b]:
-                    said = self.model(torch.tensor([text]))[0, -1].argmax()
-                    seen.append(int(draft.tokens[b, 0]) == int(said))
-            return draft
-
-    first = Watched(small(m), Dice(6, 0))
-    generate(m, PROMPTS, 40, Then(first, Foretold(texts, [True] * 4, tail)))
-    assert len(seen) > 20 and all(seen)
-    assert sum(kept for _, kept in tail.seen) > 15
+def test_a_draft_model_behind_which_others_go_on_has_read_every_token(models, family):
+    """Where its own draft of a row was shorter than the longest, the text went on with another's tokens."""
+    m, far, tail = models[family], [], Lengths(6)
+    drafter = Then(reader(small(m), Dice(6, 0), far), ModelDraft(m, tail))
+    generate(m, PROMPTS, 40, drafter, warm, Coins(2))
+    assert len(far) > 20 and max(far) < 1e-9
+    assert sum(kept for _, kept, _ in tail.seen) > 15
 
 
 def test_an_n_gram_knows_nothing_of_the_text_before(models):
@@ -383,32 +242,25 @@ def state_of(rows=1):
     return SimpleNamespace(known=[[1, 1, 0] for _ in range(rows)], left_cpu=[99] * rows, send=torch.as_tensor)
 
 
-def outcome(state, *pairs, cut=(), sure=0.5):
+def outcome(state, *pairs, sure=0.5):
     """The round in which row b drafted pairs[b][0] tokens and pairs[b][1] were accepted; None: the row had
-    ended. In rows of `cut` the last accepted one ended the text. The target gives each new token `sure`."""
+    ended. The target gives each new token `sure`."""
     drafted, kept = zip(*((0, 0) if p is None else p for p in pairs), strict=True)
-    drafted = [k if b in cut else d for b, (d, k) in enumerate(zip(drafted, kept, strict=True))]
-    new = [[] if p is None else [0] * (p[1] + (b not in cut)) for b, p in enumerate(pairs)]
+    new = [[] if p is None else [0] * (p[1] + 1) for p in pairs]
     for text, more in zip(state.known, new, strict=True):
         text += more
     return SimpleNamespace(proposed=torch.tensor(drafted), accepted=torch.tensor(kept), new=new,
                            sure=[[sure] * len(row) for row in new])
 
 
-def play(rule, pairs, **more):
+def play(rule, pairs):
     """What the rule asks for at the start and after each round of one row."""
-    state = state_of()
+    state, asked = state_of(), []
     rule.begin(state)
-    first = lambda: wanted(state, rule)[0][0]  # noqa: E731
-    asked = [first()]
-    for pair in pairs:
-        rule.learn(state, outcome(state, pair, **more))
-        asked.append(first())
+    for pair in [*pairs, None]:
+        asked.append(wanted(state, rule)[0][0])
+        rule.learn(state, outcome(state, pair))
     return asked
-
-
-def test_a_rule_is_constant_by_itself():
-    assert play(Rule(3), [(3, 3), (3, 0), (0, 0)]) == [3, 3, 3, 3] and Rule(3).stop is None
 
 
 @pytest.mark.parametrize("rule, want", [
@@ -417,7 +269,9 @@ def test_a_rule_is_constant_by_itself():
     (Schedule(2, up=0, down=0), [2] * 9),
     (Schedule(2, most=3), [2, 3, 3, 2, 1, 1, 1, 1, 2]),
     (Schedule(5, down=3, most=4), [5, 5, 5, 2, 1, 1, 1, 1, 2]),
-], ids=["+1/-1", "heuristic", "constant", "bounded", "bounded by its start"])
+    (Schedule(15), [15, 16, 16, 15, 14, 13, 12, 12, 13]),
+    (Rule(3), [3] * 9),
+], ids=["+1/-1", "heuristic", "constant", "bounded", "bounded by its start", "at most 16", "no schedule"])
 def test_schedules_by_hand(rule, want):
     assert play(rule, [(2, 2), (3, 3), (4, 3), (3, 0), (2, 1), (1, 0), (0, 0), (1, 1)]) == want
 
@@ -431,46 +285,23 @@ def test_schedules_keep_rows_apart_and_start_anew():
     assert rule.gamma(state) == [3, 3]
 
 
-def test_the_longest_schedule_is_16():
-    assert play(Schedule(15), [(9, 9)] * 3) == [15, 16, 16, 16] and MOST == 16
-
-
-def test_an_end_of_text_inside_a_draft_is_no_refusal():
-    state = state_of(4)
-    r = outcome(state, (5, 2), (5, 2), (5, 5), None, cut=[0, 2])
-    assert outcomes(r) == [(2, 2), (5, 2), (5, 5), (0, 0)]
-    assert play(Schedule(5), [(5, 2)], cut=[0]) == [5, 6]
-
-
-def test_an_end_of_text_inside_a_draft_of_the_loop_is_no_refusal(models, truth):
-    """In whichever place of a perfect draft the text ends, nothing has been refused."""
-    m = models["llama"]
-    for i in range(8):
-        rule = DoNoHarm(0.1, 6)
-        generate(m, PROMPTS, 20, SelfDraft(m, FULL, rule), eos=[truth["llama"][0][i]])
-        assert rule.past.misses == 0 < rule.past.hits
-
-
 @pytest.mark.parametrize("temperature, threshold", [(0, 0.4), (1.5, 0.25)])
 def test_confidence_stops_behind_the_low_token_and_keeps_it(models, temperature, threshold):
     """A draft with the whole model is judged by the raw probabilities that it computes without a cache."""
     m, ends = models["llama"], []
 
-    class Watched(SelfDraft):
-        def propose(self, state):
-            draft = super().propose(state)
-            for b, text in enumerate(state.known):
-                most = min(6, state.left_cpu[b] - 1)
-                n = min(most, int(draft.length[b])) if most > 0 else 0
-                if n > 0:
-                    drawn = draft.tokens[b, :n]
-                    p = m(torch.tensor([text + drawn.tolist()]))[0, len(text) - 1 : -1].softmax(-1)
-                    low = (p.gather(1, drawn[:, None])[:, 0] < threshold).tolist()
-                    assert not any(low[:-1]) and (low[-1] or n == most)
-                    ends.append((n, low[-1]))
-            return draft
+    def look(state, draft):
+        for b, text in enumerate(state.known):
+            most = min(6, state.left_cpu[b] - 1)
+            n = min(most, int(draft.length[b])) if most > 0 else 0
+            if n > 0:
+                drawn = draft.tokens[b, :n]
+                p = m(torch.tensor([text + drawn.tolist()]))[0, len(text) - 1 : -1].softmax(-1)
+                low = (p.gather(1, drawn[:, None])[:, 0] < threshold).tolist()
+                assert not any(low[:-1]) and (low[-1] or n == most)
+                ends.append((n, low[-1]))
 
-    drafter = Watched(m, FULL, Confidence(threshold, 6))
+    drafter = Watched(SelfDraft(m, FULL, Confidence(threshold, 6)), look)
     generate(m, PROMPTS, 40, drafter, lambda logits: to_probs(logits, temperature), Coins(2))
     assert len({n for n, _ in ends}) > 3 and {low for _, low in ends} == {True, False}
 
@@ -484,39 +315,29 @@ def test_confidence_is_the_raw_probability_in_float32_or_wider():
     assert confidence(logits.double(), torch.tensor([1, 1])).dtype == torch.float64
 
 
-def test_adaptive_exit_has_the_defaults_of_the_paper():
-    rule = AdaptiveExit()
-    rule.begin(state_of())
-    assert (rule.threshold, rule.acceptance, rule.gamma(state_of())) == ([0.6], [0.0], 12)
-    assert (rule.target, rule.beta1, rule.beta2, rule.epsilon) == (0.9, 0.5, 0.9, 0.01)
+ADAPTIVE = [
+    (AdaptiveExit(), [(4, 4), (4, 4), (4, 4), (12, 12), (0, 0), (4, 4), (4, 1), (12, 12), (2, 1)],
+     [(0.5, 0.601), (0.75, 0.602), (0.875, 0.603), (0.9375, 0.603), (0.9375, 0.603), (0.96875, 0.602),
+      (0.609375, 0.603), (0.8046875, 0.604), (0.65234375, 0.605)]),
+    (AdaptiveExit(threshold=0.4, target=0.5, beta1=0.25, beta2=0.8, epsilon=0.1, gamma=3),
+     [(2, 1), (2, 2), (3, 3), (1, 0)],
+     [(0.375, 0.42), (0.84375, 0.4), (0.9609375, 0.4), (0.240234375, 0.42)])]
 
 
-def thresholds(rule, pairs):
-    state, seen = state_of(), []
-    rule.begin(state)
-    for pair in pairs:
-        rule.learn(state, outcome(state, pair))
-        seen.append((rule.acceptance[0], rule.threshold[0]))
-    return seen
-
-
-def test_adaptive_exit_by_hand():
+@pytest.mark.parametrize("rule, pairs, want", ADAPTIVE, ids=["as in the paper", "other numbers"])
+def test_adaptive_exit_by_hand(rule, pairs, want):
     """m <- m / 2 + share / 2; the threshold moves by a tenth of .01: up while m < .9, else down, but not if
     nothing stopped the draft."""
-    pairs = [(4, 4), (4, 4), (4, 4), (12, 12), (0, 0), (4, 4), (4, 1), (12, 12), (2, 1)]
-    want = [(0.5, 0.601), (0.75, 0.602), (0.875, 0.603), (0.9375, 0.603), (0.9375, 0.603), (0.96875, 0.602),
-            (0.609375, 0.603), (0.8046875, 0.604), (0.65234375, 0.605)]
-    assert thresholds(AdaptiveExit(), pairs) == [pytest.approx(pair, abs=1e-12) for pair in want]
-
-
-def test_adaptive_exit_with_other_numbers_by_hand():
-    rule = AdaptiveExit(threshold=0.4, target=0.5, beta1=0.25, beta2=0.8, epsilon=0.1, gamma=3)
-    want = [(0.375, 0.42), (0.84375, 0.4), (0.9609375, 0.4), (0.240234375, 0.42)]
-    assert thresholds(rule, [(2, 1), (2, 2), (3, 3), (1, 0)]) == [pytest.approx(p, abs=1e-12) for p in want]
+    state = state_of()
+    rule.begin(state)
+    for pair, expected in zip(pairs, want, strict=True):
+        rule.learn(state, outcome(state, pair))
+        assert (rule.acceptance[0], rule.threshold[0]) == pytest.approx(expected, abs=1e-12)
 
 
 def test_adaptive_exit_keeps_rows_apart_and_remembers():
     rule, state = AdaptiveExit(), state_of(3)
+    assert (rule.target, rule.most) == (0.9, 12), "those of the paper"
     rule.begin(state)
     rule.learn(state, outcome(state, (4, 4), None, (2, 0)))
     rule.learn(state, outcome(state, (4, 4), None, (12, 12)))
@@ -547,7 +368,7 @@ def test_the_gate_drafts_after_tokens_that_the_target_was_sure_of(models, family
         rule = Gate(3, 0.7)
         drafter = exit_draft(m, rule)
         if pair:
-            drafter = Then(SelfDraft(m, range(10), own(3, 1, 2, 0)), NGram(rule, 1))
+            drafter = Then(SelfDraft(m, range(10), Says([3, 1, 2, 0])), NGram(rule, 1))
         sure = [1.0] * 4
         room = [30] * 4
         for state, r in rounds(m, PROMPTS, 30, drafter, lambda logits: to_probs(logits, temperature)):
@@ -589,7 +410,7 @@ def test_value_gate_counts_by_hand():
     assert sum(map(sum, count)) == 3 and (rule.later.hits, rule.later.misses) == (4, 1)
     assert rule.sure == pytest.approx([0.31] * 4)
     rule.gamma(state)
-    rule.learn(state, outcome(state, (1, 1), (2, 1), (1, 0), None, cut=[0]))
+    rule.learn(state, outcome(state, (1, 1), (2, 1), (1, 0), None))
     count = [(b.hits, b.misses) for b in rule.first]
     assert count[0] == (0.5, 0) and count[9] == (0, 0.5) and count[5] == (0.5, 0) and count[3] == (2, 1)
     assert (rule.later.hits, rule.later.misses) == (2, 1.5)
@@ -597,8 +418,8 @@ def test_value_gate_counts_by_hand():
 
 def test_value_gate_classes_are_tenths():
     rule = ValueGate(0.2)
-    where = [rule.first.index(rule.kind(sure)) for sure in (0, 0.099, 0.1, 0.45, 0.89, 0.95, 1.0)]
-    assert where == [0, 0, 1, 4, 8, 9, 9]
+    for sure, tenth in ((0, 0), (0.099, 0), (0.1, 1), (0.45, 4), (0.89, 8), (0.95, 9), (1.0, 9)):
+        assert rule.kind(sure) is rule.first[tenth]
 
 
 def test_value_gate_drafts_only_where_it_pays_and_tries_again():
@@ -620,20 +441,6 @@ def test_value_gate_drafts_only_where_it_pays_and_tries_again():
     assert asked[0] == 0 and asked[-1] > 0, "what is known fades"
 
 
-def test_value_gate_never_drafts_at_or_below_c():
-    """Whatever is known of later drafts."""
-    rng = random.Random(3)
-    for _ in range(200):
-        rule = ValueGate(rng.random(), 12)
-        rule.later = Beta(rng.random() * 50, rng.random() * 5)
-        rule.first = [Beta(0.5 + rng.random() * 9, rng.random() * 9) for _ in range(10)]
-        rule.sure = [i / 10 + 0.05 for i in range(10)]
-        for gamma, first in zip(rule.gamma(None), rule.first, strict=True):
-            assert (gamma > 0) == any(
-                two_rates(first.mean(), rule.later.mean(), g, rule.cost) > 1 for g in range(1, 13))
-            assert gamma == 0 or first.mean() > rule.cost
-
-
 def test_value_gate_tries_a_class_that_it_knows_nothing_of():
     """Or with a prior of one half it would never draft where c is higher."""
     rule = ValueGate(0.9, 12)
@@ -644,34 +451,31 @@ def test_value_gate_tries_a_class_that_it_knows_nothing_of():
 # --- do no harm
 
 
-def long_answers(count, prompts):
-    m = make(replace(LLAMA, max_len=256))
-    return m, [p + new for p, new in zip(prompts, generate(m, prompts, count)[0], strict=True)]
+@pytest.fixture(scope="module")
+def long():
+    """A model, and two texts with 200 tokens each that it writes."""
+    m, prompts = make(replace(LLAMA, max_len=256)), PROMPTS[:2]
+    return m, [p + new for p, new in zip(prompts, generate(m, prompts, 200)[0], strict=True)]
 
 
-def test_a_useless_draft_costs_three_per_cent_at_most():
-    m, texts = long_answers(128, PROMPTS[:1])
-    drafter = Foretold(texts, [False], DoNoHarm(0.8))
-    tried = [int(r.proposed) for _, r in rounds(m, PROMPTS[:1], 128, drafter)]
-    assert len(tried) == 128, "not one draft is accepted"
-    assert tried[0] == 1 and sum(tried) >= 2, "it tries at once, and again"
-    assert sum(tried) * 0.8 <= 0.03 * 128 + 0.8 and sum(tried) * 0.8 <= 0.01 * 128 + 0.8
+def tried(long, good, rule, count):
+    """How many tokens rows propose that know their text (True) or say something else. (rounds, rows)"""
+    m, texts = long
+    rows = rounds(m, PROMPTS[: len(good)], count, Foretold(texts[: len(good)], good, rule))
+    return torch.stack([r.proposed for _, r in rows])
 
 
-def test_a_perfect_draft_is_drawn_out():
-    m, texts = long_answers(128, PROMPTS[:1])
-    drafter = Foretold(texts, [True], DoNoHarm(0.25))
-    tried = [int(r.proposed) for _, r in rounds(m, PROMPTS[:1], 128, drafter)]
-    assert max(tried) == 16 and len(tried) <= 16
-    assert tried[:-1] == sorted(tried[:-1])
+def test_a_useless_draft_costs_three_per_cent_at_most(long):
+    found = tried(long, [False], DoNoHarm(0.8), 128)
+    assert len(found) == 128, "not one draft is accepted"
+    assert found[0] == 1 and found.sum() >= 2, "it tries at once, and again"
+    assert found.sum() * 0.8 <= 0.03 * 128 + 0.8 and found.sum() * 0.8 <= 0.01 * 128 + 0.8
 
 
-def test_a_hopeless_row_and_a_good_one_do_not_mix():
-    m, texts = long_answers(120, PROMPTS[:2])
-    drafter = Foretold(texts, [True, False], DoNoHarm(0.25))
-    tried = torch.stack([r.proposed for _, r in rounds(m, PROMPTS[:2], 120, drafter)])
-    assert tried[:, 0].max() == 16 and tried[:10, 0].min() > 0
-    assert tried[:, 1].max() == 1 and tried[:, 1].sum() * 0.25 <= 0.01 * 120 + 1
+def test_a_hopeless_row_and_a_good_one_do_not_mix(long):
+    found = tried(long, [True, False], DoNoHarm(0.25), 120)
+    assert found[:, 0].max() == 16 and found[:10, 0].min() > 0
+    assert found[:, 1].max() == 1 and found[:, 1].sum() * 0.25 <= 0.01 * 120 + 1
 
 
 def test_do_no_harm_estimates_by_hand():
@@ -690,14 +494,11 @@ def test_do_no_harm_estimates_by_hand():
     assert rule.past.hits < 4 > rule.seen[1].hits, "rows start alike and then learn apart"
 
 
-def test_do_no_harm_keeps_its_purse_from_text_to_text():
+def test_do_no_harm_keeps_its_purse_from_text_to_text(long):
     """Else each new text would be worth a first try."""
-    m, texts = long_answers(9, PROMPTS[:1])
-    rule, tried = DoNoHarm(0.6), 0
-    for _ in range(20):
-        drafter = Foretold(texts, [False], rule)
-        tried += sum(int(r.proposed) for _, r in rounds(m, PROMPTS[:1], 9, drafter))
-    assert 2 <= tried <= 1 + 180 * 0.01 / 0.6
+    rule = DoNoHarm(0.6)
+    found = sum(int(tried(long, [False], rule, 9).sum()) for _ in range(20))
+    assert 2 <= found <= 1 + 180 * 0.01 / 0.6
     rule.begin(state_of(3))
     assert rule.saved == [0.6] * 3, "other rows start anew"
 
@@ -734,7 +535,7 @@ def test_laplace_succession():
     assert beta.mean() == 0.5
     beta.add(2, 1)
     assert beta.mean() == 3 / 5
-    twin = beta.copy()
+    twin = replace(beta)
     beta.fade(0.5)
     assert (beta.hits, beta.misses, twin.hits, twin.misses) == (1, 0.5, 2, 1)
 
@@ -742,15 +543,26 @@ def test_laplace_succession():
 # --- a drafter under a rule
 
 
+class Told(Rule):
+    """Writes down what it is told and asked."""
+
+    def __init__(self, most, told):
+        super().__init__(most)
+        self.told = told
+
+    def begin(self, state):
+        self.told.append("begin")
+
+    def gamma(self, state):
+        self.told.append("gamma")
+        return self.most
+
+    def learn(self, state, r):
+        self.told.append(("learn", *sorted(r.trace)))
+
+
 def test_a_rule_and_its_drafter_are_told_everything(models):
     m, told = models["llama"], []
-
-    class Told(Rule):
-        def begin(self, state):
-            told.append("rule begins")
-
-        def learn(self, state, r):
-            told.append(("rule learns", sorted(r.trace)))
 
     class Tapped(SelfDraft):
         taps = (11, 2)
@@ -761,9 +573,9 @@ def test_a_rule_and_its_drafter_are_told_everything(models):
 
     for second in (False, True):
         told.clear()
-        tapped = Tapped(m, range(8), Told(1))
+        tapped = Tapped(m, range(8), Told(1, told))
         next(rounds(m, PROMPTS, 9, Then(NGram(0, 1), tapped) if second else tapped))
-        assert told == ["rule begins", {11: (4, 8, 32), 2: (4, 8, 32)}, ("rule learns", [2, 11])]
+        assert told == ["begin", {11: (4, 8, 32), 2: (4, 8, 32)}, "gamma", ("learn", 2, 11)]
     tapped, plain = Tapped(m, range(8), 0), NGram(1, 1)
     assert Then(tapped, plain).taps == Then(plain, tapped).taps == (2, 11)
     assert Then(plain, NGram(1, 2)).taps == ()
@@ -772,20 +584,8 @@ def test_a_rule_and_its_drafter_are_told_everything(models):
 @pytest.mark.parametrize("part", PARTS)
 def test_every_drafter_tells_its_rule_once_a_round(models, part):
     m, told = models["llama"], []
-
-    class Told(Rule):
-        def begin(self, state):
-            told.append("begin")
-
-        def gamma(self, state):
-            told.append("gamma")
-            return 2
-
-        def learn(self, state, r):
-            told.append("learn")
-
-    _, passes = generate(m, PROMPTS, 9, PARTS[part](m, Told(2)))
-    assert told == ["begin"] + ["gamma", "learn"] * passes
+    _, passes = generate(m, PROMPTS, 9, PARTS[part](m, Told(2, told)))
+    assert told == ["begin"] + ["gamma", ("learn",)] * passes
 
 
 @pytest.mark.parametrize("rule", [
@@ -797,14 +597,11 @@ def test_a_rule_of_no_tokens_never_drafts(models, rule):
     assert all(r.draft.tokens.shape[1] == 0 for r in shown)
 
 
-def test_a_useless_draft_that_costs_nothing_is_given_up():
+def test_a_useless_draft_that_costs_nothing_is_given_up(long):
     """Of a draft that is never accepted the estimate falls to .045 only: a cost below that must not keep it
     drafting."""
-    m, texts = long_answers(200, PROMPTS[:1])
     for cost in (0.0, 0.01, 0.044):
-        drafter = Foretold(texts, [False], DoNoHarm(cost))
-        tried = [int(r.proposed) for _, r in rounds(m, PROMPTS[:1], 200, drafter)]
-        assert sum(tried[100:]) <= 100 * 0.01 / DoNoHarm.FLOOR + 1
+        assert tried(long, [False], DoNoHarm(cost), 200)[100:].sum() <= 100 * 0.01 / DoNoHarm.FLOOR + 1
 
 
 @pytest.mark.parametrize("build", [lambda: Rule(-1), lambda: Schedule(1.5), lambda: Gate("2")])
@@ -847,7 +644,7 @@ def test_a_shown_draft_leaves_the_true_state_alone(models):
     assert torch.equal(state.n, before[3])
 
 
-def test_the_first_draft_is_clipped_to_each_rows_room(models, truth):
+def test_the_first_draft_is_clipped_to_each_rows_room():
     """It may say too much; the tail then stands behind what is left of it."""
     m, shown = make(replace(LLAMA, max_len=12)), []
 
@@ -903,8 +700,8 @@ def test_what_is_shared_is_handed_over_unless_there_is_a_tail(models):
 
 
 def part_outcomes(m, first, second, eos=()):
-    """What the rules of two drafters learn of one round. first, second: of each row, which of the tokens that
-    the drafter says are right."""
+    """What the rules of two drafters learn of one round: (proposed, accepted, written) of each row. first,
+    second: of each row, which of the tokens that the drafter says are right."""
     rules = Lengths(), Lengths()
     want = [oracle(m, p, 12) for p in PROMPTS]
 
@@ -920,27 +717,13 @@ def part_outcomes(m, first, second, eos=()):
 
 
 def test_each_rule_learns_of_its_own_part(models):
+    """A tail after a refusal was not proposed."""
     T, F = True, False
     first = [[T, T], [T, F], [], [T, T, T]]
     second = [[T, F], [T, T], [T, T], [F]]
     a, b = part_outcomes(models["llama"], first, second)
-    assert a == [(2, 2), (2, 1), (0, 0), (3, 3)]
-    assert b == [(2, 1), (0, 0), (2, 2), (1, 0)]
-
-
-def test_a_tail_behind_a_refusal_was_not_proposed(models, truth):
-    told = []
-
-    class Told(Say):
-        def observe(self, state, r):
-            told.append((r.proposed.tolist(), r.accepted.tolist(), [len(new) for new in r.new]))
-
-    right = [row[:2] for row in truth["llama"]]
-    first = [right[0], [(t + 1) % 17 for t in right[1]], [], right[3][:1]]
-    second = [[(truth["llama"][0][2] + 1) % 17], [1, 2, 3], right[2], [right[3][1]]]
-    next(rounds(models["llama"], PROMPTS, 12, Then(Told(lambda s: first), Told(lambda s: second))))
-    assert told[0][:2] == ([2, 2, 0, 1], [2, 0, 0, 1])
-    assert told[1] == ([1, 0, 2, 1], [0, 0, 2, 1], [1, 0, 3, 2])
+    assert a == [(2, 2, 4), (2, 1, 2), (0, 0, 3), (3, 3, 4)]
+    assert b == [(2, 1, 2), (0, 0, 0), (2, 2, 3), (1, 0, 1)]
 
 
 def test_each_rule_learns_what_an_end_of_text_left(models, truth):
@@ -950,37 +733,15 @@ def test_each_rule_learns_what_an_end_of_text_left(models, truth):
     for i in range(4):
         place = row.index(row[i])
         a, b = part_outcomes(models["llama"], first, second, eos=[row[i]])
-        assert a[3] == ((2, 2) if place >= 1 else (1, 1))
-        assert b[3] == (max(0, min(place - 1, 2)),) * 2
+        assert a[3][:2] == ((2, 2) if place >= 1 else (1, 1))
+        assert b[3][:2] == (max(0, min(place - 1, 2)),) * 2
     assert len(set(row[:4])) > 2
-
-
-def test_a_pair_drafts_further_than_its_parts(models):
-    m = models["llama"]
-    _, r = next(rounds(m, PROMPTS, 20, Then(SelfDraft(m, FULL, 2), Then(NGram(2, 1), ModelDraft(m, 3)))))
-    assert r.proposed[2] >= 5 and int(r.proposed.min()) >= 5
 
 
 # --- the speed-up model
 
 
-def closed_form(alpha, gamma):
-    return gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-def two_rates(first, later, gamma, c):
-    """The speed-up where the first draft is accepted with another probability than later ones."""
-    return (1 + sum(first * later**i for i in range(gamma))) / (gamma * c + 1)
-
-
-@pytest.mark.parametrize("gamma", [0, 1, 2, 5, 16])
-def test_expected_tokens_is_the_closed_form(gamma):
-    for alpha in (0, 0.0, 0.3, 0.5, 0.999, 1, 1.0):
-        assert expected_tokens(alpha, gamma) == pytest.approx(closed_form(alpha, gamma), rel=1e-12)
-    assert expected_tokens(1 - 1e-9, gamma) == pytest.approx(gamma + 1)
-
-
-def walks(text, gamma, at=0, weight=1.0):
+def walks(text, gamma, at=0):
     """(tokens, rounds) to be expected from position `at` on, by trying every outcome of every round."""
     if at > len(text) - gamma:
         return 0.0, 0.0
@@ -1006,40 +767,16 @@ def test_expected_tokens_along_a_series_by_trying_every_outcome():
         assert expected_tokens(series[0], gamma) == pytest.approx(of_each[0][0] / of_each[0][1], rel=1e-12)
 
 
-def test_a_round_starts_where_the_last_one_ended():
-    """Half of the text is refused, half accepted: nearly every second place promises 4 tokens, but a decoder
-    stands on three of them only, and on each of the others."""
-    text = torch.tensor([0.0] * 12 + [1.0] * 12)
-    assert expected_tokens(text, 3) == (12 + 3 * 4) / 15
-    assert expected_tokens(text, 3) < 1 + text.unfold(0, 3, 1).cumprod(1).sum(1).mean() - 0.3
-
-
-def test_a_constant_series_equals_the_number():
-    for alpha in (0.0, 0.37, 1.0):
-        for gamma in (0, 1, 4, 9):
-            got = expected_tokens(torch.full((9,), alpha), gamma)
-            assert got == pytest.approx(expected_tokens(alpha, gamma), abs=1e-6)
-            assert best_gamma(torch.full((40,), alpha, dtype=torch.float64), 0.1) == best_gamma(alpha, 0.1)
-
-
-def test_clustered_acceptances_are_worth_less_than_their_mean():
-    assert expected_tokens(torch.tensor([1.0] * 40 + [0.0] * 10), 4) < expected_tokens(0.8, 4)
-    assert expected_tokens(torch.tensor([1.0, 0.0] * 20), 4) == 2 > expected_tokens(0.5, 4)
-
-
 def test_a_series_must_be_as_long_as_a_draft():
-    for series in (torch.ones(3), [torch.ones(2), torch.ones(3)], []):
-        with pytest.raises(ValueError, match="^no series of acceptances is as long as a draft of 4 tokens$"):
-            expected_tokens(series, 4)
-    assert expected_tokens(torch.ones(4), 4) == 5 and best_gamma(torch.ones(4), 0.1) == 4
-    assert best_gamma([torch.ones(2), torch.ones(5)], 0.1) == 5
+    with pytest.raises(ValueError, match="^no series of acceptances is as long as a draft of 4 tokens$"):
+        expected_tokens([], 4)
 
 
 def test_best_gamma_by_brute_force():
     rng = random.Random(1)
     for _ in range(300):
         alpha, c, most = rng.random(), rng.random() * 0.9, rng.randint(0, 20)
-        speed = [closed_form(alpha, g) / (g * c + 1) for g in range(most + 1)]
+        speed = [(1 - alpha ** (g + 1)) / (1 - alpha) / (g * c + 1) for g in range(most + 1)]
         assert best_gamma(alpha, c, most) == speed.index(max(speed))
         assert expected_speedup(alpha, most, c) == pytest.approx(speed[-1], rel=1e-12)
     assert best_gamma(1.0, 0.5) == 16 and best_gamma(0.0, 0.1) == 0 and best_gamma(0.4, 0.4) == 0
@@ -1049,9 +786,10 @@ def test_plan_by_brute_force():
     rng = random.Random(2)
     for _ in range(500):
         first, later, c, most = rng.random(), rng.random(), rng.random(), rng.randint(0, 20)
-        speed = [two_rates(first, later, g, c) for g in range(most + 1)]
+        speed = [(1 + sum(first * later**i for i in range(g))) / (g * c + 1) for g in range(most + 1)]
         assert plan(first, later, c, most) == speed.index(max(speed))
         assert plan(later, later, c, most) == best_gamma(later, c, most)
+        assert (plan(first, later, c, 16) > 0) == (first > c), "whatever is known of later drafts"
     assert plan(0.5, 0.5, 0.5, 9) == 0, "where nothing is gained nothing is drafted"
 
 

@@ -242,8 +242,3 @@ def test_text_for_one_window_is_enough_and_less_is_refused(tmp_path):
     for files, valid in (([short], [v]), ([a], [short]), ([a], [])):
         with pytest.raises(ValueError, match=r"(short|a)\.txt: (16|0) tokens are too few"):
             read(files, valid, 16, tokenizer=t)
-
-
-def test_a_tokenizer_without_the_separator_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no <\|endoftext\|>"):
-        read(write(tmp_path, a=story(0)), [], 16, tokenizer=Tokenizer(models.BPE({"a": 0}, [])))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import FAMILIES, GEMMA, LLAMA, make
+from tiny import FAMILIES, GEMMA, LLAMA, each_family, make
 
 from control import Costs
 from machine.quant import quantise
@@ -27,7 +27,7 @@ class Measured:
         return Costs((0.1 * self.times, 1 / 3) * c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-7, 64, c.window)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_a_table_is_measured_once(tmp_path, monkeypatch, family):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model, measured, said = make(FAMILIES[family]), Measured(monkeypatch), []
@@ -80,8 +80,10 @@ def test_measuring_is_quick(monkeypatch, one, repeats):
     assert quick(make(LLAMA)) == "costs" and seen == [repeats]
 
 
-def test_a_real_measurement_is_a_table(tmp_path, monkeypatch):
+@each_family
+def test_a_real_measurement_is_a_table(tmp_path, monkeypatch, family):
     monkeypatch.setattr(module, "SECONDS", 0.05)
-    costs, path = kept_costs(make(replace(LLAMA, n_layers=2)), tmp_path, lambda line: None)
-    assert len(costs.sublayers) == 4 and costs.whole > 0 and costs.at == 64
+    costs, path = kept_costs(make(replace(FAMILIES[family], n_layers=2)), tmp_path, lambda line: None)
+    assert len(costs.sublayers) == 4 and min(costs.sublayers) > 0 and costs.head > 0 and costs.at == 64
+    assert 0 < costs.step(range(2)) < costs.step(range(4)) == 1
     assert json.loads(json.dumps(as_data(costs))) == json.loads(path.read_text(encoding="utf-8"))

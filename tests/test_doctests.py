@@ -9,15 +9,17 @@ import layerskip
 import model
 import sampling
 import speculative
+import verification
+from benchmarks import shared
 from machine import quant
 from methods import sparse, trees
 from porting import check
 
 EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"],
-            speculative: ["verify", "ancestors", "verify_tree"],
+            verification: ["verify", "verify_tree"], speculative: ["ancestors"],
             layerskip: ["keep", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
             checkpoint: ["parts"], check: ["fingerprint"], quant: ["codebook"],
-            sparse: ["sparse", "unread"],
+            sparse: ["sparse", "unread"], shared: ["by_position", "figures"],
             trees: ["chain_with_siblings", "widths_of", "tree_tokens", "best_tree"]}
 
 

@@ -25,7 +25,7 @@ from exercises.specs import (
 from exercises.tasks import TASKS, choose, file_name
 from gaussian import climb
 from sampling import Coins
-from speculative import verify
+from verification import verify
 
 ROOT = Path(__file__).parent.parent
 each_task = pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
@@ -135,8 +135,8 @@ REFUSED = [  # number of the exercise, what is changed, and the one line that sa
      "line 6: it imports numpy; an exercise needs torch and math alone"),
     (7, ("top_k=None", "k=None"), "line 1: the signature is another one; keep `def to_probs(logits, "
      "temperature=0.0, top_k=None, top_p=None, min_p=None):`"),
-    (9, ("def verify", "from speculative import verify\ndef verify"),
-     "line 1: it imports speculative, in which it is to stand itself"),
+    (9, ("def verify", "from verification import verify\ndef verify"),
+     "line 1: it imports verification, in which it is to stand itself"),
     (11, ("class SelfDraft:", "def keep(x):\n    return x\n\nclass SelfDraft:"),
      "line 1: the library has a `keep` already; give your helper another name"),
     (16, ("    @property\n", ""),

@@ -9,11 +9,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import expected
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, LLAMA, make
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tiny import FAMILIES, LLAMA, command, make, shard
+from tokenizers import pre_tokenizers
 from tqdm import tqdm
 
 import checkpoint
@@ -32,15 +32,29 @@ from support.stats import Run
 ROOT = Path(__file__).parent.parent
 STORIES, SMALL = ROOT / "weights" / "stories-llama", ROOT / "weights" / "stories-draft"
 SHORT = ["--max-new", "12", "--device", "cpu"]
+BLOCK, HEAD = 192 * 64 * (4 + 4 + 2 + 2) + 3 * 192 * 512, 4096 * 192                # weights of STORIES
+SMALL_BLOCKS, SMALL_HEAD = 2 * (128 * 64 * (2 + 2 + 1 + 1) + 3 * 128 * 352), 4096 * 128
+call = command(generate.main)
+
+
+@pytest.fixture(scope="module")
+def stories():
+    """(model, tokenizer)"""
+    return checkpoint.load(STORIES, dtype=torch.float32)
 
 
 @pytest.fixture
-def call(capsys):
-    def run(*argv):
-        status = generate.main([str(a) for a in argv])
-        return status, *capsys.readouterr()
+def drafter(stories):
+    """The drafter that flags ask for."""
+    return lambda *flags: drafts.drafters(generate.parse(["x", *map(str, flags)]), *stories)()
 
-    return run
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The arguments of each call of `rounds`."""
+    honest, asked = generate.rounds, []
+    monkeypatch.setattr(generate, "rounds", lambda *args: asked.append(args) or honest(*args))
+    return asked
 
 
 def as_json(call, *argv):
@@ -49,12 +63,12 @@ def as_json(call, *argv):
     return json.loads(out)
 
 
-def test_text_streams_and_a_summary_follows(call):
-    status, out, err = call("Once upon a time", *SHORT)
-    assert (status, err) == (0, "")
+def test_text_streams_and_a_summary_follows(call, tmp_path):
+    status, out, err = call("Once upon a time", *SHORT, "--picture", tmp_path / "run.png")
+    assert (status, err) == (0, "") and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     text, summary = out.split("\n", 1)
     assert text == "Once upon a time, there was a little girl named Lily. She loved to"
-    assert "12 tokens in" in summary and "draft: exit after block 2, gamma 2\n" in summary
+    assert "12 tokens in" in summary and "draft: exit after block 4, gamma 2\n" in summary
     assert "\x1b" not in out, "no colours where nobody watches"
 
 
@@ -84,7 +98,7 @@ def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     assert r["tokens_per_second"] == pytest.approx(12 / r["seconds"])
     assert (r["alpha"] is None) == (gamma == 0 or draft == "none" or r["target_passes"] == 12)
     assert r["accepted"] <= r["proposed"] and (r["alpha"] is not None) == (r["proposed"] > 0)
-    assert r["exit_layer"] == (3 if "--exit-layer" in flags else 2 if draft == "exit" else None)
+    assert r["exit_layer"] == (3 if "--exit-layer" in flags else 4 if draft == "exit" else None)
 
 
 @pytest.mark.parametrize("flags", [["--do-no-harm"], ["--skip", "a3,m4", "--do-no-harm", "--gamma", "5"],
@@ -102,86 +116,73 @@ def test_how_far_to_draft(call, flags):
     assert (f"then up to {r['tail']} by n-gram\n" in out) == ("--tail" in flags)
 
 
-def test_a_step_costs_the_weights_that_it_reads():
-    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
-    exit2 = drafts.drafters(generate.parse(["x", "--do-no-harm"]), model, tokenizer)()
-    block, head = 256 * 64 * (4 + 4 + 2 + 2) + 3 * 256 * 704, 4096 * 256
-    assert exit2.rule.cost == pytest.approx((2 * block + head) / (12 * block + head))
-    assert exit2.rule.most == MOST
-    a = generate.parse(["x", "--draft", "model", "--do-no-harm", "--tail", "7", "--gamma", "3"])
-    both = drafts.drafters(a, model, tokenizer)()
+def test_a_step_costs_the_weights_that_it_reads(drafter):
+    exit4 = drafter("--do-no-harm")
+    assert exit4.rule.cost == pytest.approx((4 * BLOCK + HEAD) / (24 * BLOCK + HEAD))
+    assert exit4.rule.most == MOST
+    both = drafter("--draft", "model", "--do-no-harm", "--tail", "7", "--gamma", "3")
     head_draft, tail = both.drafters
-    little = 2 * (128 * 64 * (2 + 2 + 1 + 1) + 3 * 128 * 352) + 4096 * 128
-    assert head_draft.rule.cost == pytest.approx(little / (12 * block + head)) and head_draft.rule.most == 3
+    cost = (SMALL_BLOCKS + SMALL_HEAD) / (24 * BLOCK + HEAD)
+    assert head_draft.rule.cost == pytest.approx(cost) and head_draft.rule.most == 3
     assert isinstance(both, Then) and (tail.rule.most, tail.n) == (7, 3)
 
 
-def test_a_draft_vocabulary_shortens_the_head(call, tmp_path):
+def test_a_draft_vocabulary_shortens_the_head(call, drafter, tmp_path):
     """Of the draft, whether it is the model's own or a small model's; the text stays."""
     path, ids = tmp_path / "vocab.json", [0, *range(200, 1223)]
     path.write_text(json.dumps({"ids": ids}))
     flags = "--draft-vocab", str(path), "--dtype", "float32"
     plain = as_json(call, "--dtype", "float32", "--draft", "none")
-    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
-    block, head = 256 * 64 * (4 + 4 + 2 + 2) + 3 * 256 * 704, 4096 * 256
-    little = 2 * (128 * 64 * (2 + 2 + 1 + 1) + 3 * 128 * 352) + 4096 * 128 / 4
-    for draft, cost in ((["--exit-layer", "2"], 2 * block + head / 4), (["--draft", "model"], little)):
+    for draft, cost in ((["--exit-layer", "2"], 2 * BLOCK + HEAD / 4),
+                        (["--draft", "model"], SMALL_BLOCKS + SMALL_HEAD / 4)):
         assert as_json(call, *flags, *draft)["outputs"] == plain["outputs"]
-        a = generate.parse(["x", "--do-no-harm", *flags, *draft])
-        drafter = drafts.drafters(a, model, tokenizer)()
-        assert drafter.rule.cost == pytest.approx(cost / (12 * block + head))
-        assert drafter.model.ids.tolist() == ids
+        made = drafter("--do-no-harm", *flags, *draft)
+        assert made.rule.cost == pytest.approx(max(DoNoHarm.FLOOR, cost / (24 * BLOCK + HEAD)))
+        assert made.model.ids.tolist() == ids
     path.write_text('{"ids": [4096]}')
-    message = '...vocab.json: expected different token ids from 0 to 4095 under "ids", as search.py '
-    bad(call, message + "--draft-vocab writes them", "x", *flags)
+    message = 'vocab.json: expected different token ids from 0 to 4095 under "ids", as search.py '
+    call.refuses(["x", *flags], tmp_path, message + "--draft-vocab writes them")
 
 
 @pytest.mark.parametrize("kind, flags", [
     ("int8", []), ("nf4", ["--skip", "a3,m4,a11"]), ("nf4", ["--draft-model", SMALL]),
     ("int8", ["--draft", "nf4", "--exit-layer", "4"])])
-def test_a_quantised_target(call, once, monkeypatch, kind, flags):
+def test_a_quantised_target(call, once, asked, kind, flags):
     """Drafting does not change its text; the draft is whole, or has few bits of its own."""
-    honest, targets = generate.rounds, []
-    monkeypatch.setattr(generate, "rounds", lambda m, *rest: targets.append(m) or honest(m, *rest))
     r = as_json(call, "--dtype", "float32", "--quant", kind, "--compare", *flags)
     assert r["quant"] == kind and r["identical"] is True and r["target_passes"] < 12
-    assert targets and all(isinstance(m.blocks[0].mlp.down, KINDS[kind]) for m in targets)
-    made = drafts.drafters(generate.parse(["x", *map(str, flags)]), *loaded(kind))()
+    assert asked and all(isinstance(m.blocks[0].mlp.down, KINDS[kind]) for m, *_ in asked)
+    loaded = checkpoint.load(STORIES, "cpu", torch.float32, KINDS[kind])
+    made = drafts.drafters(generate.parse(["x", *map(str, flags)]), *loaded)()
     assert isinstance(made.model.blocks[0].mlp.down, torch.nn.Parameter) == ("--draft-model" in flags)
     out = call("Once upon a time", *SHORT, "--quant", kind, *flags)[1]
     assert f" on cpu, {torch.get_num_threads()} threads, blocks in {kind}, after reading" in out
     assert ("draft: nf4 after block 4, gamma 3\n" in out) == ("--draft" in flags)
 
 
-def loaded(kind):
-    return checkpoint.load(STORIES, "cpu", torch.float32, KINDS[kind])
-
-
-def test_the_draft_in_few_bits_says_how_it_drafts(call):
+def test_the_draft_in_few_bits_says_how_it_drafts(call, drafter, stories):
     out = call("Once upon a time", *SHORT, "--draft", "int8", "--skip", "a3,m4")[1]
     assert "draft: int8 without a3,m4, gamma 3\n" in out
-    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
-    a = generate.parse(["x", "--draft", "int8", "--exit-layer", "2", "--do-no-harm"])
-    drafter = drafts.drafters(a, model, tokenizer)()
-    own, whole = byte_costs(drafter.model), byte_costs(model)
-    assert drafter.sublayers == list(range(4)) and drafter.model.tok is model.tok
-    assert drafter.rule.cost == pytest.approx((sum(own.sublayers[:4]) + own.head) / whole.whole)
-def test_a_sparse_draft_reads_what_the_flags_say(call):
+    made = drafter("--draft", "int8", "--exit-layer", "2", "--do-no-harm")
+    own, whole = byte_costs(made.model), byte_costs(stories[0])
+    assert made.sublayers == list(range(4)) and made.model.tok is stories[0].tok
+    assert made.rule.cost == pytest.approx((sum(own.sublayers[:4]) + own.head) / whole.whole)
+
+
+def test_a_sparse_draft_reads_what_the_flags_say(call, drafter, stories):
     """And a rule pays for what it reads after as many tokens as the text may have."""
     out = call("Once upon a time", *SHORT, "--window", "6", "--skip", "a3,m4")[1]
     assert "draft: sparse without a3,m4, 4 sinks and a window of 6, gamma 4\n" in out
-    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
-    costs, L = byte_costs(model), model.c.n_layers
-    for flags, reads, count in (([], (4, 64), 200), (["--sinks", "0", "--max-new", "99"], (0, 64), 99),
-                                (["--window", "6", "--exit-layer", "2"], (4, 6), 200)):
-        a = generate.parse(["x", "--draft", "sparse", "--do-no-harm", *flags])
-        drafter, subs = drafts.drafters(a, model, tokenizer)(), range(4 if a.exit_layer else 2 * L)
-        assert (drafter.sinks, drafter.window) == reads
-        assert drafter.sublayers == (list(subs) if a.exit_layer else None)
-        assert drafter.rule.cost == step_cost(costs, count, *reads, subs) < 1
+    costs, whole = byte_costs(stories[0]), range(48)
+    for flags, reads, count, subs in (
+            ([], (4, 64), 200, None), (["--sinks", "0", "--max-new", "99"], (0, 64), 99, None),
+            (["--window", "6", "--exit-layer", "2"], (4, 6), 200, [0, 1, 2, 3])):
+        made = drafter("--draft", "sparse", "--do-no-harm", *flags)
+        assert (made.sinks, made.window, made.sublayers) == (*reads, subs)
+        assert made.rule.cost == step_cost(costs, count, *reads, subs or whole) < 1
 
 
-def test_drafting_by_itself(call, tmp_path, monkeypatch):
+def test_drafting_by_itself(call, drafter, stories, tmp_path):
     """--draft auto is Pace: with costs by weights, or of a table; with what lies beside the weights, or is
     named. The text stays, and what was chosen is told."""
     plain = as_json(call, "--dtype", "float32", "--draft", "none")
@@ -189,8 +190,7 @@ def test_drafting_by_itself(call, tmp_path, monkeypatch):
     assert r["outputs"] == plain["outputs"] and r["target_passes"] < 12
     assert (r["draft"], r["gamma"], r["costs"], plain["chosen"]) == ("auto", MOST, "weights", None)
     assert sum(r["chosen"].values()) == r["target_passes"] and any(k.startswith("exit") for k in r["chosen"])
-    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
-    L = model.c.n_layers
+    L = stories[0].c.n_layers
     table = {"sublayers": [1.0] * (2 * L), "head": 5.0, "blocks": [[1, 1.0], [17, 4.0]],
              "slot": 0.5, "at": 64}
     (tmp_path / "costs.json").write_text(json.dumps(table))
@@ -198,15 +198,12 @@ def test_drafting_by_itself(call, tmp_path, monkeypatch):
     flags = "--costs", str(tmp_path / "costs.json"), "--skip", "a3,m4", "--gamma", "5"
     r = as_json(call, "--dtype", "float32", *flags, "--draft", "auto")
     assert r["outputs"] == plain["outputs"] and r["costs"] == flags[1]
-    a = generate.parse(["x", *flags, "--draft", "auto", "--draft-vocab", str(tmp_path / "vocab.json")])
-    pace = drafts.drafters(a, model, tokenizer)()
+    pace = drafter(*flags, "--draft", "auto", "--draft-vocab", tmp_path / "vocab.json")
     assert pace.costs.blocks == ((1, 1.0), (17, 4.0)) and (pace.costs.slot, pace.costs.at) == (0.5, 64)
     assert pace.most == 5 and len(pace.ways[-1].drafter.sublayers) == 2 * L - 2
-    assert pace.ways[0].drafter.model.share == 1024 / model.c.vocab_size
-    a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path)])
-    assert pace.ways[0].name.startswith("exit")
+    assert pace.ways[0].drafter.model.share == 1024 / 4096 and pace.ways[0].name.startswith("exit")
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
-    pace = drafts.drafters(a, model, tokenizer)()
+    pace = drafter("--draft", "auto", "--model", tmp_path)
     assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share < 1
     _, out, _ = call("Once upon a time", *SHORT, "--draft", "auto")
     line = next(line for line in out.splitlines() if line.startswith("draft: auto, with costs by weights: "))
@@ -254,22 +251,19 @@ def test_measured_costs_are_kept_and_the_text_repeats(call, tmp_path, monkeypatc
 
     monkeypatch.setattr("support.costs.quick", quick)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    flags, runs = ("Once upon a time", *SHORT, "--dtype", "float32", "--json", "--costs", "measured"), {}
-    for warm in ((), ("--temperature", "0.8", "--seed", "5")):
-        runs[warm] = []
-        for _ in range(2):
-            status, out, err = call(*flags, *warm)
-            r = json.loads(out)
-            assert status == 0 and (r["draft"], r["costs"]) == ("auto", "measured")
-            assert err.startswith("costs: measuring") == (len(measured) == 1 and not runs[()])
-            runs[warm].append([r[key] for key in ("outputs", "chosen", "beliefs", "cost_table")])
-        assert runs[warm][0] == runs[warm][1]
-    assert measured == [1] and runs[()][0][3]["sublayers"][:2] == [0.1, 1 / 3]
+    flags, warm = ("--dtype", "float32", "--costs", "measured"), ("--temperature", "0.8", "--seed", "5")
+    status, out, err = call("Once upon a time", *SHORT, "--json", *flags)
+    assert status == 0 and err.startswith("costs: measuring")
+    runs = [json.loads(out), *(as_json(call, *flags, *more) for more in ((), warm, warm))]
+    assert {(r["draft"], r["costs"]) for r in runs} == {("auto", "measured")}
+    found = [[r[key] for key in ("outputs", "chosen", "beliefs", "cost_table")] for r in runs]
+    assert found[0] == found[1] and found[2] == found[3]
+    assert measured == [1] and runs[0]["cost_table"]["sublayers"][:2] == [0.1, 1 / 3]
     assert as_json(call, "--draft", "none")["cost_table"] is None
 
 
-def test_costs_are_measured_unasked_for_large_models_only(monkeypatch):
-    model, tokenizer = checkpoint.load(STORIES)
+def test_costs_are_measured_unasked_for_large_models_only(stories, monkeypatch):
+    model, tokenizer = stories
     monkeypatch.setattr("support.costs.quick", lambda model: pytest.fail("nothing should be measured"))
 
     def costs(*flags):
@@ -312,24 +306,17 @@ def test_trained_heads_beside_the_weights_are_candidates(tmp_path, capsys):
         assert not {"kangaroo", "prophet"} & set(names(*flags))
 
 
-def test_every_run_has_a_drafter_of_its_own():
+def test_every_run_has_a_drafter_of_its_own(stories):
     """A rule that has learnt a text knows it the second time; the weights are read once."""
-    model, tokenizer = checkpoint.load(STORIES)
     for flags in ([], ["--draft", "model"], ["--tail", "3"]):
-        make = drafts.drafters(generate.parse(["x", "--do-no-harm", *flags]), model, tokenizer)
+        make = drafts.drafters(generate.parse(["x", "--do-no-harm", *flags]), *stories)
         first, second = ((d.drafters[0] if "--tail" in flags else d) for d in (make(), make()))
         assert first.rule is not second.rule and first.model is second.model
 
 
-def test_runs_that_are_compared_share_no_rule(call, once, monkeypatch):
-    honest, rules = generate.rounds, []
-
-    def rounds(model, prompts, max_new, watch, *rest):
-        rules.append(watch.drafters[0].rule)
-        return honest(model, prompts, max_new, watch, *rest)
-
-    monkeypatch.setattr(generate, "rounds", rounds)
+def test_runs_that_are_compared_share_no_rule(call, once, asked):
     as_json(call, "--do-no-harm", "--compare", "--max-new", "2")
+    rules = [watch.drafters[0].rule for _, _, _, watch, *_ in asked]
     drafted = {id(rule) for rule in rules if isinstance(rule, DoNoHarm)}
     assert len(drafted) == 3 and len(rules) == 5, "printed, a warm-up and one more; the two others are plain"
 
@@ -340,12 +327,9 @@ def skip_file(folder, **more):
     return file
 
 
-def test_skip_file(call, tmp_path):
+def test_gamma_of_a_skip_file(call, tmp_path):
     by_file, by_name = as_json(call, "--skip", skip_file(tmp_path)), as_json(call, "--skip", "a3, m4, a11")
     assert by_file["target_passes"] == by_name["target_passes"] and by_file["gamma"] == by_name["gamma"] == 3
-
-
-def test_gamma_of_a_skip_file(call, tmp_path):
     argv = "--skip", skip_file(tmp_path, gamma=5), "--max-new", "1"
     assert as_json(call, *argv)["gamma"] == 5
     assert as_json(call, *argv, "--gamma", "1")["gamma"] == 1, "what the user says comes first"
@@ -374,12 +358,9 @@ def once(monkeypatch):
 
 def test_compare(call, once):
     r = as_json(call, "--compare", "--dtype", "float32")
-    assert r["identical"] is True and r["first_divergence"] is None
     plain = r["baseline"]
+    assert r["identical"] is True and r["first_divergence"] is None
     assert plain["outputs"] == r["outputs"] and plain["new_tokens"] == plain["target_passes"] == 12
-    for run in (r, plain):
-        assert run["tokens_per_second"] == pytest.approx(12 / run["seconds"])
-    assert r["ratio"] == pytest.approx(r["tokens_per_second"] / plain["tokens_per_second"])
 
 
 @pytest.mark.parametrize("flags", [[], ["--draft", "model"], ["--draft", "ngram", "--compare"],
@@ -387,14 +368,9 @@ def test_compare(call, once):
 def test_recorded_passes_write_the_same_text(call, once, monkeypatch, flags):
     """On recordings of paper, as compiling takes long; all is recorded before the first token is printed."""
     made = []
-
-    def on_paper(model):
-        made.append(Recorded(model, "paper"))
-        return made[-1]
-
     want = as_json(call, "--dtype", "float32", *flags)
     for module in (generate, drafts):
-        monkeypatch.setattr(module, "Recorded", on_paper)
+        monkeypatch.setattr(module, "Recorded", lambda m: made.append(Recorded(m, "paper")) or made[-1])
     assert as_json(call, "--dtype", "float32", *flags)["outputs"] == want["outputs"] and not made
     r = as_json(call, "--dtype", "float32", "--fast", *flags)
     assert r["outputs"] == want["outputs"] and r["fast"] and not want["fast"] and r.get("identical", True)
@@ -430,8 +406,8 @@ def test_compare_divides_tokens_a_second(call, monkeypatch):
 
 
 def test_a_draft_that_hands_over_its_work_is_not_called_a_loss(call):
-    """Drafting runs 11 of 12 blocks, and verifying the one that is left: that is no unit to measure by."""
-    out = call("Once upon a time", "--max-new", "40", "--exit-layer", "11")[1]
+    """Drafting runs 23 of 24 blocks, and verifying the one that is left: that is no unit to measure by."""
+    out = call("Once upon a time", "--max-new", "40", "--exit-layer", "23")[1]
     assert "alpha <= c" not in out and " passes over a single token" not in out
 
 
@@ -487,15 +463,9 @@ def test_seed_repeats_a_sampled_run(call):
 
 
 def test_end_of_text_ends_the_answer(call):
-    argv = "User: Thank you, goodbye!\nAssistant:", "--max-new", "60", "--dtype", "float32", "--json"
+    argv = "User: No, that is all, thank you.\nAssistant:", "--max-new", "60", "--dtype", "float32", "--json"
     ids = json.loads(call(*argv)[1])["outputs"][0]["ids"]
-    assert ids[-1] == 0 and 0 not in ids[:-1] and 12 < len(ids) < 60
-
-
-def test_picture(call, tmp_path):
-    for name, start in (("run.png", b"\x89PNG"), ("run.svg", b"<?xml")):
-        assert call("Once", *SHORT, "--picture", tmp_path / name)[0] == 0
-        assert (tmp_path / name).read_bytes().startswith(start)
+    assert ids[-1] == 0 and 0 not in ids[:-1] and 4 < len(ids) < 60
 
 
 # --- batches and pipes
@@ -535,9 +505,9 @@ def test_standard_input(call, monkeypatch, flag):
     assert out["prompt"] == "Once upon\na time", "only the newline that ends the input goes"
 
 
-def test_standard_input_that_is_no_text(call, monkeypatch):
+def test_standard_input_that_is_no_text(call, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
-    bad(call, "the prompt is not valid UTF-8 at character 2", "-")
+    call.refuses(["-"], tmp_path, "the prompt is not valid UTF-8 at character 2")
 
 
 def test_ctrl_c_prints_what_there_is(call, monkeypatch):
@@ -585,41 +555,22 @@ CHATS = {
     "llama": (
         LLAMA3,
         ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>"
+        "\n\n"),
     "gemma2": (
-        GEMMA2,
-        ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
-        "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
-    ),
-}
+        GEMMA2, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+        "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n")}
 
 
 def chat_folder(folder, family, adds_bos=True):
     """A checkpoint built like the real ones: sharded, bfloat16, byte-level tokenizer with the family's
     special tokens, template in tokenizer_config.json; small and random."""
     template, special, _ = CHATS[family]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, vocab_size=300)
-    tokenizer.train_from_iterator(["hello"], trainer)
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{special[0]} $A", special_tokens=[(special[0], 0)]
-        )
+    tokenizer = expected.byte_level(special, alphabet, adds_bos=adds_bos)
     c = replace(FAMILIES[family], vocab_size=tokenizer.get_vocab_size(), max_len=96, bos=0, eos=(1,))
     checkpoint.save(make(c).bfloat16(), folder, tokenizer)
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    shards = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, folder / file)
-    index = {"metadata": {}, "weight_map": {name: file for file, part in shards.items() for name in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shard(folder, 2)
     spec = {"bos_token": special[0], "eos_token": {"content": special[1]}, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(spec))
     return folder
@@ -627,10 +578,8 @@ def chat_folder(folder, family, adds_bos=True):
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 @pytest.mark.parametrize("family", CHATS)
-def test_chat(call, tmp_path, monkeypatch, family, adds_bos):
-    folder, asked = chat_folder(tmp_path / family, family, adds_bos), []
-    honest = generate.rounds
-    monkeypatch.setattr(generate, "rounds", lambda *args: asked.append(args) or honest(*args))
+def test_chat(call, asked, tmp_path, family, adds_bos):
+    folder = chat_folder(tmp_path / family, family, adds_bos)
     status, out, err = call("Hi", "--chat", "--model", folder, *SHORT, "--json")
     assert status == 0, err
     tokenizer = checkpoint.load(folder, "cpu")[1]
@@ -662,20 +611,10 @@ def test_chat_template_in_a_file_of_its_own_wins(tmp_path):
 def test_bad_templates(call, tmp_path, template, message):
     folder = chat_folder(tmp_path / "m", "llama")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    bad(call, f"...{message}...", "Hi", "--chat", "--model", folder)
+    call.refuses(["Hi", "--chat", "--model", folder], folder, message)
 
 
 # --- bad input
-
-
-def bad(call, message, *argv):
-    status, out, err = call(*argv)
-    assert status == 2 and out == "", "nothing is printed before the error"
-    assert err.startswith("generate.py: ") and err.count("\n") == 1, "one line on standard error"
-    line, parts = err[len("generate.py: ") : -1], message.split("...")  # ... stands for a folder, say
-    exact = line == message
-    assert exact or len(parts) > 1 and line.startswith(parts[0]) and line.endswith(parts[-1]), line
-    assert all(part in line for part in parts), line
 
 
 @pytest.mark.parametrize("argv, message", [
@@ -683,49 +622,24 @@ def bad(call, message, *argv):
     (["x", "--prompt", "y"],
      "give one prompt: as an argument, with --prompt, or a batch with --prompt-file"),
     (["--prompt-file", "nowhere.txt"], "nowhere.txt: no such file"),
-    (["--prompt-file", str(ROOT)], "...: no such file"),
     (["--prompt", ""], "the prompt is empty: give it at least one character"),
     (["x", "--picture", "run.gif"], "--picture must name a .png or .svg file, got run.gif"),
     (["x", "--picture", ""], "--picture is empty"),
-    (["x", "--prompt-file", ""], "--prompt-file is empty"),
     (["x", "--chat"], "...: no chat template, so this is a base model: prompt it without --chat"),
     (["x", "--max-new", "1e3"], "argument --max-new: invalid int value: '1e3'; see --help"),
-    (["x", "--temperature", "warm"], "argument --temperature: invalid float value: 'warm'; see --help"),
     (["x", "--temperature", "inf"], "temperature must be 0 (greedy) or a positive number, got inf"),
     (["x", "--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
     (["x", "--min-p", "-1"], "min_p must lie in (0, 1], got -1.0"),
     (["x", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'...; see --help"),
-    (["x", "--skip", "a1,b2"], "a1,b2: no such file"),
-    (["x", "--skip", ""], "--skip is empty"),
-    (["x", "--skip", str(ROOT)], "...: no such file"),
     (["x", "--draft", "int8", "--exit-layer", "2", "--skip", "a3"],
      "--exit-layer and --skip say twice which sub-layers draft: leave one of them out"),
     (["x", "--draft", "none", "--draft-model", "d"], "--draft-model goes with --draft model, not none"),
     (["x", "--draft", "exit", "--sinks", "4"], "--sinks goes with --draft sparse, not exit"),
-    (["x", "--window", "0"],
-     "a sparse draft needs sinks from 0 up and a window from 1 up, got 4 and 0"),
-    (["x", "--draft-model", str(ROOT)], "...config.json: no such file"),
-    (["x", "--model", ""], "--model is empty"),
-    (["x", "--model", str(ROOT / "README.md")], "...README.md: no such folder"),
     (["x", "--frobnicate"], "unrecognized arguments: --frobnicate; see --help"),
-    (["x", "--draft", "magic"], "argument --draft: invalid choice: 'magic'...; see --help"),
-    (["x", "--gamma", "two"], "argument --gamma: invalid int value: 'two'; see --help"),
-    (["x", "--gamma", "-1"], "gamma, how many tokens to draft, must be a whole number from 0 up, got -1"),
-    (["x", "--max-new", "-5"], "max_new must be at least 0, got -5"),
-    (["x", "--temperature", "-0.1"], "temperature must be 0 (greedy) or a positive number, got -0.1"),
-    (["x", "--temperature", "nan"], "temperature must be 0 (greedy) or a positive number, got nan"),
     (["x", "--top-k", "0"], "top_k must be a whole number, at least 1, got 0"),
-    (["x", "--top-p", "0"], "top_p must lie in (0, 1], got 0.0"),
-    (["x", "--top-p", "1.1"], "top_p must lie in (0, 1], got 1.1"),
-    (["x", "--min-p", "2"], "min_p must lie in (0, 1], got 2.0"),
     (["x", "--seed", str(2**70)], "--seed must fit in 64 bits, got 1180591620717411303424"),
-    (["x", "--exit-layer", "0"], "exit layer must lie between 1 and 12 (all blocks), got 0"),
-    (["x", "--exit-layer", "13"], "exit layer must lie between 1 and 12 (all blocks), got 13"),
-    (["x", "--skip", "a12"], "cannot skip the attention of block 12: blocks run from 0 to 11"),
-    (["x", "--skip", "m99"], "cannot skip the MLP of block 99: blocks run from 0 to 11"),
-    (["x", "--skip", ",".join(f"a{i},m{i}" for i in range(12))],
-     "the skip set leaves no sub-layer to draft with"),
-    (["x", "--skip", "nowhere.json"], "nowhere.json: no such file"),
+    (["x", "--exit-layer", "25"], "exit layer must lie between 1 and 24 (all blocks), got 25"),
+    (["x", "--skip", "a24"], "cannot skip the attention of block 24: blocks run from 0 to 23"),
     (["x", "--draft", "skip"], "--draft skip needs --skip with the sub-layers, such as a3,m4 or a file"),
     (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer goes with --draft exit, not ngram"),
     (["x", "--draft", "ngram", "--tail", "2"],
@@ -737,22 +651,18 @@ def bad(call, message, *argv):
     (["x", "--draft", "auto", "--tail", "3"],
      "--draft auto does no harm and adds n-grams where they pay: leave out --do-no-harm and --tail"),
     (["x", "--costs", "nowhere.json"], "nowhere.json: no such file"),
-    (["x", "--costs", ""], "--costs is empty"),
     (["x", "--draft", "exit", "--costs", "c.json"], "--costs goes with --draft auto, not exit"),
     (["x", "--draft-model", "nowhere"], "nowhere: no such folder"),
     (["x", "--model", "nowhere"], "nowhere: no such folder"),
     (["x", "--device", "abacus"], "unknown device 'abacus': say cpu or cuda"),
-    (["x", "--device", "meta"], "device meta is not supported: say cpu or cuda"),
-    ([""], "the prompt is empty: give it at least one character"),
-    (["ab\udcff"], "the prompt is not valid UTF-8 at character 2"),
     (["word " * 600], "prompt 0 has 602 tokens and fills the context of 512"),
 ])
-def test_bad_flags(call, argv, message):
-    bad(call, message, *argv)
+def test_bad_flags(call, argv, message, tmp_path):
+    """In exactly these words; ... stands for a folder, say."""
+    call.refuses(argv, tmp_path, *f"generate.py: {message}\n".split("..."))
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("p.txt", b"", "p.txt: no prompts, every line is empty"),
     ("p.txt", b"\n  \n", "p.txt: no prompts, every line is empty"),
     ("p.txt", b"caf\xe9", "p.txt: not readable as UTF-8 text"),
     ("p.txt", b"ok\n" + b"word " * 600, "prompt 1 has"),
@@ -764,39 +674,24 @@ def test_bad_flags(call, argv, message):
 ])
 def test_bad_prompt_files(call, tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    bad(call, f"...{message}...", "--prompt-file", tmp_path / name)
+    call.refuses(["--prompt-file", tmp_path / name], tmp_path, message)
 
 
-def test_cuda_asked_for_and_absent(call, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = "CUDA was asked for, but torch finds no GPU here: leave the device out, or say cpu"
-    bad(call, message, "x", "--device", "cuda")
-    bad(call, message, "x", "--device", "cuda:7")
-
-
-def test_a_gpu_that_is_not_there(call, monkeypatch):
+def test_a_gpu_that_is_not_there(call, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for index in (2, 7):
         message = f"cuda:{index} was asked for, but the last GPU here is cuda:1"
-        bad(call, message, "x", "--device", f"cuda:{index}")
+        call.refuses(["x", "--device", f"cuda:{index}"], tmp_path, message)
     for name in ("cuda", "cuda:1"):
         assert str(checkpoint.find_device(name)) == name
 
 
-@pytest.mark.parametrize("content, message", [
-    ("[1, 2]", "expected a JSON object, got list"),
-    ("{", "not readable as JSON"),
-    ('{"attn": 3}', '"attn" and "mlp" must be lists of block numbers'),
-    ('{"attn": ["3"]}', '"attn" and "mlp" must be lists of block numbers'),
-    ('{"mlp": [12]}', "cannot skip the MLP of block 12"),
-    ('{"mlp": [3], "gamma": -1}', '"gamma" must be a whole number from 0 up'),
-    ('{"mlp": [3], "gamma": 2.5}', '"gamma" must be a whole number from 0 up'),
-    ('{"mlp": [3], "gamma": true}', '"gamma" must be a whole number from 0 up'),
-])
-def test_bad_skip_files(call, tmp_path, content, message):
-    (tmp_path / "skip.json").write_text(content)
-    bad(call, f"...{message}...", "x", "--skip", tmp_path / "skip.json")
+@pytest.mark.parametrize("gamma", ["-1", "2.5", "true"])
+def test_bad_skip_files(call, tmp_path, gamma):
+    (tmp_path / "skip.json").write_text(f'{{"mlp": [3], "gamma": {gamma}}}')
+    argv = "x", "--skip", tmp_path / "skip.json"
+    call.refuses(argv, tmp_path, 'skip.json: "gamma" must be a whole number from 0 up')
 
 
 def test_draft_model_of_another_tokenizer(call, tmp_path):
@@ -807,25 +702,8 @@ def test_draft_model_of_another_tokenizer(call, tmp_path):
     first, second = list(vocab)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     file.write_text(json.dumps(spec))
-    message = "...: its tokenizer differs from the target's: its ids mean other words"
-    bad(call, message, "x", "--draft-model", tmp_path / "other")
-
-
-def test_draft_model_of_another_vocabulary(call, tmp_path):
-    _, tokenizer = checkpoint.load(SMALL, "cpu")
-    checkpoint.save(make(LLAMA).float(), tmp_path / "other", tokenizer)
-    message = "the draft model's vocabulary is 17, the target's 4096"
-    bad(call, message, "x", "--draft-model", tmp_path / "other")
-
-
-def test_damaged_weights(call, tmp_path):
-    shutil.copytree(SMALL, tmp_path / "nan")
-    file = tmp_path / "nan" / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"][0] = float("nan")
-    save_file(tensors, file)
-    status, _, err = call("x", "--model", tmp_path / "nan", "--device", "cpu")
-    assert status == 2 and err.count("\n") == 1 and "NaN or infinite: its weights are damaged" in err
+    message = "other: its tokenizer differs from the target's: its ids mean other words"
+    call.refuses(["x", "--draft-model", tmp_path / "other"], tmp_path, message)
 
 
 def test_as_a_program_from_another_folder(tmp_path):

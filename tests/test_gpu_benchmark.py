@@ -9,21 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import DEVICES
+from tiny import command, devices
 
 from benchmarks import gpu
 from benchmarks.shared import random_model
 
 TINY = "--tiny", "--repeats", "1"
+call = command(gpu.main)
 
 
 @pytest.fixture
-def call(capsys, tmp_path):
-    def run(*argv, device="cpu"):
-        argv = ["--out", tmp_path / "gpu.json", *TINY, "--device", device, *argv]
-        status = gpu.main([*map(str, argv)])
-        return status, *capsys.readouterr()
-    return run
+def flags(tmp_path):
+    return lambda *more, device="cpu": ["--out", tmp_path / "gpu.json", *TINY, "--device", device, *more]
 
 
 @pytest.fixture
@@ -44,9 +41,9 @@ def numbers(x):
     return [n for v in x.values() for n in numbers(v)] if isinstance(x, dict) else [x]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_every_part_runs_and_is_written(call, tmp_path, device):
-    status, out, err = call(device=device)
+@devices
+def test_every_part_runs_and_is_written(call, flags, tmp_path, device):
+    status, out, err = call(*flags(device=device))
     found = json.loads((tmp_path / "gpu.json").read_text())
     kinds = "blocks", "exactness", "decoding", "beside transformers"
     assert (status, found["torch"], found["tiny"]) == (0, torch.__version__, True)
@@ -78,39 +75,37 @@ def test_without_transformers_nothing_is_beside_it(monkeypatch):
     assert len(todo) == 9 and not any("transformers" in name for name in todo)
 
 
-def test_a_part_that_fails_costs_no_other(call, quick, tmp_path):
-    status, out, err = call()
+def test_a_part_that_fails_costs_no_other(call, flags, quick, tmp_path):
+    status, out, err = call(*flags())
     assert status == 1 and "no kernel image" in err and "two: failed" in out
     assert list(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == ["one", "three"]
     quick.failing = False
-    status, out, err = call("--resume")
+    status, out, err = call(*flags("--resume"))
     assert (status, err) == (0, "") and quick.ran == ["one", "two", "three", "two"]
     assert "| row | 1.5 | s |" in out and all(f"## {name}\n" in out for name in ("one", "two", "three"))
 
 
-def test_an_abort_keeps_what_was_measured(call, quick, monkeypatch, tmp_path):
+def test_an_abort_keeps_what_was_measured(call, flags, quick, monkeypatch, tmp_path):
     def abort(name, rows):
         raise KeyboardInterrupt
     monkeypatch.setattr(gpu, "show", abort)
-    assert call()[0] == 130
+    assert call(*flags())[0] == 130
     assert list(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == ["one"]
 
 
-def test_no_part_begins_when_the_time_is_up(call, quick, tmp_path):
-    status, out, err = call("--minutes", 1e-9)
+def test_no_part_begins_when_the_time_is_up(call, flags, quick):
+    status, out, err = call(*flags("--minutes", 1e-9))
     assert status == 0 and quick.ran == [] and out.count("the time is up") == 3
 
 
-def test_what_cannot_be_gone_on_with_is_refused_in_one_line(call, quick, tmp_path):
-    quick.failing, file = False, tmp_path / "gpu.json"
-    assert call()[0] == 0
-    before = file.read_text()
+def test_what_cannot_be_gone_on_with_is_refused_in_one_line(call, flags, quick, tmp_path):
+    quick.failing = False
+    assert call(*flags())[0] == 0
     cases = [((), "is there already"), (("--resume", "--repeats", 3), "another repeats"),
              (("--repeats", 0), "at least 1"), (("--minutes", "nan"), "positive")]
     cases += [] if torch.cuda.is_available() else [(("--device", "cuda"), "no GPU")]
     for argv, words in cases:
-        status, out, err = call(*argv)
-        assert (status, out, file.read_text()) == (2, "", before), argv
-        assert err.startswith("gpu.py: ") and words in err and err.count("\n") == 1
-    file.write_text("{}")
-    assert call("--resume")[0] == 2 and gpu.main(["--out", str(tmp_path / "none" / "x.json")]) == 2
+        call.refuses(flags(*argv), tmp_path, words)
+    (tmp_path / "gpu.json").write_text("{}")
+    call.refuses(flags("--resume"), tmp_path, "another")
+    call.refuses(["--out", tmp_path / "none" / "x.json"], tmp_path, "no such folder")

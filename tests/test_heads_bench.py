@@ -4,15 +4,14 @@ import itertools
 import json
 import math
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from matplotlib import image
-from test_heads import trained_law, wild
+from test_heads import checked, wild
 from test_trees import optimum as optimum_of_trees
-from tiny import FAMILIES, LLAMA, PROMPTS, law, make, oracle
+from tiny import PROMPTS, command, each_family, foreseeable, law, oracle, story_tokenizer, warm
 
 import bench
 import checkpoint
@@ -20,30 +19,18 @@ from benchmarks import heads as measured
 from benchmarks import rules, sweep
 from benchmarks.drafters import Method, Sample
 from benchmarks.heads import Way, along, bare, family, followed, head_ways
-from benchmarks.shared import WEIGHTS, by_position
+from benchmarks.shared import WEIGHTS
 from control import expected_tokens
 from layerskip import Teacher
 from methods import heads
 from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import tree_tokens
 from sampling import Coins, to_probs
-from speculative import generate, rounds, verify_tree
+from speculative import generate, rounds
+from verification import verify_tree
 
 DRAFT = WEIGHTS / "stories-draft"
-each_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-@pytest.fixture(scope="module")
-def models():
-    return {family: make(c) for family, c in FAMILIES.items()}
-
-
-@pytest.fixture
-def call(capsys):
-    def run(*argv):
-        status = bench.main([str(a) for a in argv])
-        return status, *capsys.readouterr()
-    return run
+call = command(bench.main)
 
 
 def laws_of(V, count, T=1.0, seed=0):
@@ -97,18 +84,12 @@ def enumerated(rule, ways, p, q):
 
 
 @each_case
-def test_exact_law_of_spectr(pair, k):
-    """k-sequential selection: over all draws and coins its token is distributed like p."""
+def test_exact_law_of_several_guesses(pair, k):
+    """Over all draws and coins the token is distributed like p: of SpecTr's k-sequential selection, and of
+    recursive rejection, whether or not siblings are drawn again."""
     p, q = pair
-    found = enumerated(rules.k_sequential, rules.draws(q, k, True), p, q)
-    assert (found - p).abs().max() < 1e-12
-
-
-@each_pair
-@pytest.mark.parametrize("again", [True, False])
-def test_exact_law_of_recursive_rejection(p, q, again):
-    found = enumerated(rules.recursive, rules.draws(q, 2, again), p, q)
-    assert (found - p).abs().max() < 1e-12
+    for rule, again in ((rules.k_sequential, True), (rules.recursive, True), (rules.recursive, False)):
+        assert (enumerated(rule, rules.draws(q, k, again), p, q) - p).abs().max() < 1e-12
 
 
 @each_case
@@ -277,10 +258,6 @@ def test_a_tree_is_followed_by_hand():
 TREE = [0, 0, 0, 1, 1, 2, 4, 4]
 
 
-def on_text(m, prompts, count):
-    return [p + oracle(m, p, count) for p in prompts]
-
-
 @each_family
 @pytest.mark.parametrize("make_head", [lambda m: Medusa(m, 3), lambda m: Transfer(m, 3, 3),
                                        lambda m: Kangaroo(m, 4), lambda m: Prophet(m, 1)],
@@ -290,12 +267,12 @@ def test_greedy_tau_is_foretold_exactly(models, family, make_head):
     what the loop counts, but for rounds near the end of the text."""
     m, prompt = models[family], PROMPTS[0]
     head = wild(make_head(m), 0.05)
-    text = on_text(m, [prompt], 40)[0]
+    text = prompt + oracle(m, prompt, 40)
     A = along(head, text, len(prompt) - 1, to_probs, Coins(0))
     assert A.shape[1:] == (min(measured.LEVELS, measured.farthest(head)), heads.RANKS)
     assert set(A.unique().tolist()) <= {0.0, 1.0}
     parents = TREE if head.kind in ("medusa", "transfer") else range(3)
-    drafter = measured.with_heads(head, 3, TREE if head.kind in ("medusa", "transfer") else None)
+    drafter = head.drafter(3, TREE if head.branches else None)
     taken = [len(r.new[0]) for _, r in rounds(m, [prompt], 40, drafter)]
     if head.kind == "transfer":     # in its first round nothing has ridden along yet
         A, taken = A[1:], taken[1:]
@@ -334,13 +311,13 @@ def test_a_text_too_short_is_left_out(models):
 
 def test_an_exit_along_a_text_is_the_teacher(models):
     """An adapter that is still the bare exit."""
-    m, text = models["gemma2"], on_text(models["gemma2"], PROMPTS[:1], 20)[0]
-    warm = lambda logits: to_probs(logits, 0.8)  # noqa: E731
+    m = models["gemma2"]
+    text = PROMPTS[0] + oracle(m, PROMPTS[0], 20)
     teacher = Teacher(m, text, warm)
     way = bare(m, range(4), 3, [(teacher, 7)])
     a = teacher.acceptance(range(4))[7:]
     assert torch.equal(way.series[0][:, :, 0], a.unfold(0, 3, 1)) and way.levels == 3
-    A = along(Kangaroo(m, 2), text, 7, lambda z: to_probs(z), Coins(0))[:, :, 0]
+    A = along(Kangaroo(m, 2), text, 7, to_probs, Coins(0))[:, :, 0]
     greedy = Teacher(m, text).acceptance(range(4))[7:]
     assert torch.equal(A, greedy.unfold(0, measured.LEVELS, 1))
 
@@ -375,11 +352,6 @@ def test_what_a_head_is_worth_by_hand():
     assert measured.widen({"tau": 3.0}, way, m, plain)["sequoia"] == 1.75
 
 
-def test_positions_are_counted_where_they_were_tested():
-    assert by_position([(3, 3), (1, 3), (0, 1), (2, 2)]) == [3 / 4, 2 / 3, 1.0]
-    assert by_position([(0, 0)]) == by_position([]) == []
-
-
 # --- recycling
 
 
@@ -389,21 +361,8 @@ def test_recycled_drafts_are_what_training_sees(models, family):
     m, far = models[family], []
     head = wild(sweep.Recycled(m, 2))
     head.weights.matrix.data.mul_(5)
-    drafter = head.drafter(3)
-    propose = drafter.propose
-
-    def watched(state):
-        draft = propose(state)
-        for b, text in enumerate(state.known):
-            for k in range(min(draft.tokens.shape[1], state.left_cpu[b] - 1) if len(text) > 1 else 0):
-                ids = text + draft.tokens[b].tolist() + [0] * 9
-                far.append(float((draft.q[b, k] - trained_law(head, ids, len(text) + k)(k + 1)).abs().max()))
-        return draft
-
-    drafter.propose = watched
-    warm = lambda z: to_probs(z, 1.0)  # noqa: E731
     for prompts in (PROMPTS, PROMPTS[:1]):
-        generate(m, prompts, 16, drafter, warm, Coins(2))
+        generate(m, prompts, 16, checked(head, 3, far), warm, Coins(2))
     assert len(far) > 30 and max(far) < 1e-9
     assert generate(m, PROMPTS, 16, head.drafter(3))[0] == [oracle(m, p, 16) for p in PROMPTS]
 
@@ -424,17 +383,8 @@ def test_recycling_reads_the_final_state(models):
 
 def test_small_heads_learn(tmp_path):
     """A Transfer trained for a few steps on the model's own text says it better than before."""
-    from test_train_heads import story
-
-    from support import corpus
-    tokenizer = corpus.train_tokenizer(story(0).split(corpus.BOUNDARY), 300)
-    m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
-    for b in m.blocks:
-        b.attn.wo *= 0.05
-    m.head *= 4
-    m.head[12:] = 0
-    a = SimpleNamespace(model=tmp_path, quick=True, minutes=None)
-    flags, text = sweep.prepare(a, m, tokenizer, 2)
+    a, m = SimpleNamespace(model=tmp_path, quick=True, minutes=None), foreseeable()
+    flags, text = sweep.prepare(a, m, story_tokenizer(), 2)
     assert flags.minutes == 0.05 and flags.context == 64 and len(text.valid) == 1
     flags.minutes, flags.tokens, flags.lr, flags.warmup = None, 25 * 128, 0.01, 3
     head = Transfer(m, 3, 2)
@@ -511,10 +461,3 @@ def test_without_heads_the_rest_is_measured(call, tmp_path):
     assert (status, err) == (0, "")
     assert "No trained heads beside these weights: python train_heads.py KIND" in out
     assert "Without training" in out and "**Trees**" not in out and "**Hidden Transfer" in out
-
-
-@pytest.mark.parametrize("argv, words", [(["--minutes", "0"], "--minutes must be positive"),
-                                         (["--heads", "nowhere"], "nowhere: no trained heads")])
-def test_bad_flags_are_one_line(call, argv, words):
-    status, out, err = call("heads", "--model", DRAFT, *argv)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and words in err

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LIVELY, LLAMA, each_family, make
+from tiny import LIVELY, LLAMA, each_family, make, warm
 
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from sampling import to_probs
@@ -56,19 +56,6 @@ def test_a_short_head_of_all_tokens_is_the_whole_one(models, family):
     assert torch.allclose(everything.unembed(x), m.unembed(x), rtol=0, atol=1e-12) and everything.share == 1
 
 
-@each_family
-@each_draft
-def test_a_teacher_scores_what_the_loop_drafts_with_a_short_head(models, family, name):
-    m, probs = models[family], lambda logits: to_probs(logits, 1.3, top_p=0.95)
-    short, teacher = ShortHead(m, SOME), Teacher(m, IDS, probs)
-    r = first_rounds(m, DRAFTS[name], probs, short)
-    assert r.draft.reuse is not None, "the stand-in shares the target's cache"
-    assert set(r.draft.tokens.flatten().tolist()) <= set(SOME)
-    assert (teacher.draft(DRAFTS[name], short)[0] - r.draft.q[:, 0]).abs().max() < 1e-12
-    want = torch.minimum(r.p[:, 0], r.draft.q[:, 0]).sum(-1)
-    assert (teacher.acceptance(DRAFTS[name], short) - want).abs().max() < 1e-12
-
-
 @pytest.mark.parametrize("ids", [[], [1, 2, 1], [-1, 2], [3, 17]])
 def test_a_draft_vocabulary_is_of_different_tokens_that_exist(models, ids):
     with pytest.raises(ValueError, match="a draft vocabulary needs different token ids from 0 to 16"):
@@ -86,17 +73,19 @@ def test_greedy_acceptance_is_whether_the_loop_accepts(models, family, name):
     assert got.tolist() == first_rounds(m, DRAFTS[name]).accepted.tolist()
 
 
+@pytest.mark.parametrize("ids", [None, SOME], ids=["whole", "short"])
 @each_family
 @each_draft
-def test_acceptance_is_the_overlap_of_the_loops_distributions(models, family, name):
+def test_acceptance_is_the_overlap_of_the_loops_distributions(models, family, name, ids):
     m, probs = models[family], lambda logits: to_probs(logits, 1.3, top_p=0.95)
-    r = first_rounds(m, DRAFTS[name], probs)
-    want = torch.minimum(r.p[:, 0], r.draft.q[:, 0]).sum(-1)
-    got = Teacher(m, IDS, probs).acceptance(DRAFTS[name])
-    assert (got - want).abs().max() < 1e-12 and 0 < float(got.min()) < float(got.max()) <= 1 + 1e-12
-    teacher = Teacher(m, IDS, probs)
+    teacher, short = Teacher(m, IDS, probs), ids and ShortHead(m, ids)
+    r, got = first_rounds(m, DRAFTS[name], probs, short), teacher.acceptance(DRAFTS[name], short)
+    assert (got - torch.minimum(r.p[:, 0], r.draft.q[:, 0]).sum(-1)).abs().max() < 1e-12
     assert (teacher.p[0] - r.p[:, 0]).abs().max() < 1e-12
-    assert (teacher.draft(DRAFTS[name])[0] - r.draft.q[:, 0]).abs().max() < 1e-12
+    assert (teacher.draft(DRAFTS[name], short)[0] - r.draft.q[:, 0]).abs().max() < 1e-12
+    assert 0 <= float(got.min()) < float(got.max()) <= 1 + 1e-12
+    assert r.draft.reuse is not None, "the stand-in shares the target's cache"
+    assert set(r.draft.tokens.flatten().tolist()) <= set(ids or range(17))
 
 
 @each_family
@@ -112,22 +101,22 @@ def test_acceptances_differ_between_drafts_and_places(models, family):
 @each_draft
 def test_what_is_shared_need_not_be_computed(models, family, name):
     """The whole draft, run again from the embeddings on, gives the same."""
-    m, probs = models[family], lambda logits: to_probs(logits, 1.0)
-    teacher, T = Teacher(m, IDS, probs), len(IDS)
+    m = models[family]
+    teacher, T = Teacher(m, IDS, warm), len(IDS)
     own = torch.eye(T, dtype=torch.bool)
     with torch.inference_mode():
         cache = teacher.cache.fork()
         x = m.run(teacher.states[0], slice(0, T), cache, DRAFTS[name], slice(T, 2 * T), own)
-        assert (teacher.draft(DRAFTS[name]) - probs(m.unembed(x))).abs().max() < 1e-12
+        assert (teacher.draft(DRAFTS[name]) - warm(m.unembed(x))).abs().max() < 1e-12
 
 
 @each_family
 def test_one_teacher_scores_many_drafts(models, family):
     """Nothing of one draft is left for the next."""
-    m, probs = models[family], lambda logits: to_probs(logits, 1.0)
-    teacher = Teacher(m, IDS, probs)
+    m = models[family]
+    teacher = Teacher(m, IDS, warm)
     for name in [*DRAFTS, *reversed(DRAFTS)]:
-        alone = Teacher(m, IDS, probs).acceptance(DRAFTS[name])
+        alone = Teacher(m, IDS, warm).acceptance(DRAFTS[name])
         assert torch.equal(teacher.acceptance(DRAFTS[name]), alone)
     assert len(teacher.states) == 13 and torch.equal(teacher.states[0], m.embed(torch.tensor([IDS])))
 
@@ -153,7 +142,7 @@ def test_texts_of_one_token_and_of_the_whole_context(models, family):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_acceptances_are_float64_whatever_the_weights(dtype):
     m = make(LLAMA).to(dtype)
-    got = Teacher(m, IDS, lambda logits: to_probs(logits, 1.0)).acceptance(DRAFTS["exit 4"])
+    got = Teacher(m, IDS, warm).acceptance(DRAFTS["exit 4"])
     assert got.dtype == torch.float64 and got.device.type == "cpu" and got.shape == (len(IDS),)
 
 

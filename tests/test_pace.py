@@ -1,17 +1,18 @@
 """Pace never changes the text, never loses more than it may, and chooses what promises most."""
 import math
 import random
+from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
 import expected
+import promises
 import pytest
 import torch
 from matplotlib import image
-from test_control import Foretold, Poisoned
+from test_control import Foretold
 from test_heads import wild
-from test_speculative import TINY, TINY_GEMMA, TOP_P, assert_same_law, target_law
-from tiny import LIVELY, LLAMA, PROMPTS, devices, each_family, law, make, make_round, oracle
+from tiny import LIVELY, LLAMA, PROMPTS, TINY, TINY_GEMMA, each_family, make, make_round, oracle, warm
 
 from benchmarks import dynamic as bench_dynamic
 from benchmarks.drafters import Method, metered
@@ -19,7 +20,6 @@ from benchmarks.shared import SETS, prompt_ids
 from control import MOST, Costs, plan, weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from methods import pace as module
-from methods.drafting import ExitDraft
 from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer, shorter
 from methods.pace import STAKE, TAIL, Memory, Pace, Skill, Way, candidates, head_draft, self_draft
 from sampling import Coins, to_probs
@@ -52,56 +52,18 @@ def with_heads(m, costs=CHEAP):
 
 PACES = {"by weights": Pace, "cheap": everything, "heads": with_heads,
          "two": lambda m: Pace(m, [self_draft("exit 3", m, early_exit(6, 3), CHEAP)], CHEAP, most=3)}
-each_pace = pytest.mark.parametrize("name", PACES)
-
-
-# --- nothing changes the text
-
-
-@devices
-@each_family
-@each_pace
-def test_greedy_identity(family, name, device):
-    m, count = make(LIVELY[family], device=device), 20 if device == "cpu" else 8
-    for prompts in (PROMPTS, LOOP)[: 1 + (device == "cpu")]:
-        drafter, out = PACES[name](m), [[] for _ in prompts]
-        for _, r in rounds(m, prompts, count, drafter):
-            assert drafter.purse > -1e-9
-            for row, new in zip(out, r.new, strict=True):
-                row += new
-        assert out == [oracle(m, p, count) for p in prompts]
-    assert set(drafter.chosen) - {"nothing"}, "it drafted nothing"
+test_greedy_identity = promises.greedy_identity(PACES)
+test_rows_equal_solo_runs = promises.rows_equal_solo_runs(PACES, ["cheap"])
+test_poison = promises.poison(PACES, ["cheap", "heads"], 14)
+test_short_answers = promises.short_answers(PACES, ["cheap"])
 
 
 @each_family
-def test_rows_equal_solo_runs_and_short_answers_are_short(models, family):
+@pytest.mark.parametrize("name", PACES)
+def test_texts_that_repeat_themselves_stay_as_they_are(models, family, name):
     m = models[family]
-    for prompt in (*PROMPTS[:2], LOOP[0]):
-        for count in (0, 1, 2, 12):
-            assert generate(m, [prompt], count, everything(m))[0] == [oracle(m, prompt, count)]
-
-
-class PoisonedAdapters(Poisoned):
-    """Fills also what the adapters have not read yet."""
-
-    def observe(self, state, r):
-        super().observe(state, r)
-        for adapter in (way.drafter for way in self.drafters[0].ways if isinstance(way.drafter, ExitDraft)):
-            for b, held in enumerate(adapter.held):
-                dead = held - sum(map(len, adapter.noted[b]))
-                adapter.cache.k[:, b, :, dead:] = adapter.cache.v[:, b, :, dead:] = 1e4
-
-
-@each_family
-@pytest.mark.parametrize("begin", [everything, with_heads])
-def test_dead_slots_are_never_read(models, family, begin):
-    m = models[family]
-    runs = [[(r.new, r.accepted.tolist(), r.proposed.tolist()) for _, r in rounds(m, PROMPTS, 14, drafter)]
-            for drafter in (begin(m), PoisonedAdapters(begin(m)))]
-    assert runs[0] == runs[1]
-
-
-LAWS = {"llama": TINY, "gemma2": TINY_GEMMA}
+    for prompts in (LOOP, LOOP[:1]):
+        assert promises.write(m, PACES[name](m), 20, prompts) == [oracle(m, p, 20) for p in prompts]
 
 
 def tiny_heads(m):
@@ -116,27 +78,10 @@ def tiny_pace(m):
     return Pace(m, ways, costs, most=2, risk=0.9)
 
 
-@pytest.mark.parametrize("begin", [tiny_pace, tiny_heads])
-@pytest.mark.parametrize("family", LAWS)
-def test_exact_law(family, begin):
-    m, probs, drafted = make(LAWS[family], 3), lambda x: to_probs(x, **TOP_P), set()
-
-    def run(coins):
-        out = []
-        for _, r in rounds(m, [[1, 2, 1]], 3, begin(m), probs, coins):
-            out += r.new[0]
-            drafted.add(int(r.proposed))
-        return tuple(out)
-
-    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, 3))
-    assert len(drafted) > 1, "the case should have drafts of several lengths"
-
-
-def test_exact_law_of_a_ragged_batch():
-    m, probs, prompts = make(TINY, 3), lambda x: to_probs(x, 1.5, top_p=0.7), [[1, 2, 1], [2]]
-    got = law(lambda coins: tuple(map(tuple, generate(m, prompts, 2, tiny_pace(m), probs, coins)[0])))
-    alone = [target_law(m, p, probs, 2) for p in prompts]
-    assert_same_law(got, {(a, b): u * v for a, u in alone[0].items() for b, v in alone[1].items()})
+LAWS = {"llama": (TINY, tiny_pace), "gemma2": (TINY_GEMMA, tiny_pace),
+        "llama, heads": (TINY, tiny_heads), "gemma2, heads": (TINY_GEMMA, tiny_heads)}
+test_exact_law = promises.exact_law(LAWS)
+test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["llama"])
 
 
 @pytest.mark.parametrize("begin", [everything, with_heads])
@@ -159,17 +104,12 @@ def long():
     return m, PROMPTS[0] + generate(m, PROMPTS[:1], 200)[0][0]
 
 
-class Liar(Foretold):
-    """Knows the answer for its first `honest` tokens, and then says something else."""
+EVEN = Costs((1.0,) * 12, 1.0)
 
-    def __init__(self, text, honest):
-        super().__init__([text], [True], 0)
-        honest_say = self.say
 
-        def say(state):
-            rows = honest_say(state)
-            return rows if len(state.known[0]) < honest else [[(t + 1) % 17 for t in row] for row in rows]
-        self.say = say
+def foretold(name, price, texts, good):
+    """The way of a draft that knows the texts where they are good."""
+    return Way(name, Foretold(texts, good), lambda n: price, stops=False)
 
 
 def spent(drafter, r, price, costs):
@@ -185,7 +125,7 @@ def test_a_useless_way_costs_risk_and_one_per_cent_at_most(long, price, honest):
     m, text = long
     for blocks in (((1, 1.0),), ((1, 1.0), (17, 3.0))):
         costs = Costs((1.0,) * 12, 1.0, blocks)
-        way = Way("liar", Liar(text, honest), lambda n: price, stops=False)
+        way = foretold("liar", price, [text], [lambda n: n < honest])
         drafter, won = Pace(m, [way], costs, risk=0.01), 0.0
         taken, tokens, tried = 0.0, 0, 0
         for _, r in rounds(m, PROMPTS[:1], 200, drafter):
@@ -228,13 +168,12 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
 def test_a_row_that_wins_does_not_make_the_others_wait(long):
     """Of two rows one knows the answer. What it wins is no time won for the other, and so none is spent."""
     m, text = long
-    costs = Costs((1.0,) * 12, 1.0)
     for good in ([True, False], [False, True], [True, True]):
-        way = Way("known", Foretold([text, text], good, 0), lambda n: 0.3, stops=False)
-        drafter, taken = Pace(m, [way], costs), 0.0
+        way = foretold("known", 0.3, [text, text], good)
+        drafter, taken = Pace(m, [way], EVEN), 0.0
         for _, r in rounds(m, [PROMPTS[0]] * 2, 200, drafter):
             drafted = drafter.way is way
-            taken += spent(drafter, r, 0.3 * drafted, costs)
+            taken += spent(drafter, r, 0.3 * drafted, EVEN)
             assert drafter.purse > -1e-9
         if all(good):
             assert taken < 120, "both rows win"
@@ -249,7 +188,8 @@ def test_costs_that_grow_with_the_text_are_booked_as_they_grow(long, honest):
     m, text = long
     costs = Costs((1.0,) * 12, 1.0, ((1, 1.0), (17, 1.5)), slot=0.02)
     whole, own = costs.pricing(range(12)), costs.pricing(range(4))
-    way = Way("liar", Liar(text, honest), lambda n: own(n) / whole(n), stops=False)
+    way = foretold("liar", 0.0, [text], [lambda n: n < honest])
+    way.price = lambda n: own(n) / whole(n)
     drafter, taken, plain = Pace(m, [way], costs), 0.0, 0.0
     for state, r in rounds(m, PROMPTS[:1], 200, drafter):
         K, n = r.draft.tokens.shape[1], len(state.known[0]) - len(r.new[0])
@@ -265,20 +205,16 @@ def test_a_way_that_can_never_be_paid_for_does_not_stop_the_others(long):
     """One that becomes good late is tried again, though another one is known less."""
     m, text = long
     for first in (False, True):
-        late = Liar(text, 999)
-        tell = late.say
-        late.say = lambda state, tell=tell: [[t if len(state.known[0]) > 60 else (t + 1) % 17 for t in row]
-                                             for row in tell(state)]
-        ways = [Way("dear", Liar(text, 0), lambda n: 3.0, stops=False),
-                Way("late", late, lambda n: 0.6, stops=False)]      # not worth it at .5
-        drafter = Pace(m, ways[::-1] if first else ways, Costs((1.0,) * 12, 1.0), risk=0.05)
+        ways = [foretold("dear", 3.0, [text], [False]),
+                foretold("late", 0.6, [text], [lambda n: n > 60])]      # not worth it at .5
+        drafter = Pace(m, ways[::-1] if first else ways, EVEN, risk=0.05)
         drafter.lookup.found = lambda state: [[]]
         assert generate(m, PROMPTS[:1], 200, drafter)[1] < 150 and "dear" not in drafter.chosen
 
 
 def test_a_perfect_way_is_drawn_out(long):
     m, text = long
-    drafter = Pace(m, [Way("sure", Liar(text, 999), lambda n: 0.1, stops=False)], Costs((1.0,) * 12, 1.0))
+    drafter = Pace(m, [foretold("sure", 0.1, [text], [True])], EVEN)
     lengths = [int(r.proposed) for _, r in rounds(m, PROMPTS[:1], 200, drafter)]
     assert max(lengths) == 16 and len(lengths) < 30
 
@@ -286,12 +222,9 @@ def test_a_perfect_way_is_drawn_out(long):
 def test_it_changes_to_what_is_better_and_back(long):
     """Two ways, each right where the other one is wrong; and what was learnt outlives the run."""
     m, text = long
-    first, second = Liar(text, 100), Liar(text, 999)
-    late = second.say
-    second.say = lambda state: (late(state) if len(state.known[0]) > 100 else
-                                [[(t + 1) % 17 for t in row] for row in late(state)])
-    ways = [Way("early", first, lambda n: 0.2, stops=False), Way("late", second, lambda n: 0.2, stops=False)]
-    drafter, used = Pace(m, ways, Costs((1.0,) * 12, 1.0), risk=0.1), []
+    ways = [foretold("early", 0.2, [text], [lambda n: n < 100]),
+            foretold("late", 0.2, [text], [lambda n: n > 100])]
+    drafter, used = Pace(m, ways, EVEN, risk=0.1), []
     for state, r in rounds(m, PROMPTS[:1], 200, drafter):
         if int(r.accepted) > 1:
             used.append((drafter.way.name, len(state.known[0])))
@@ -306,7 +239,7 @@ def test_it_changes_to_what_is_better_and_back(long):
 
 
 @each_family
-@pytest.mark.parametrize("probs", [to_probs, lambda x: to_probs(x, 1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("probs", [to_probs, warm], ids=["greedy", "sampled"])
 def test_a_trace_tells_of_every_exit(models, monkeypatch, family, probs):
     """Whatever drafts: the counts are what `Teacher` finds, which drafts at each place."""
     m = models[family]
@@ -335,7 +268,7 @@ def test_skills_fade_and_believe_the_draft_at_first():
     assert (skill.all.hits, skill.all.misses) == (1.75, 1.25) and skill.known() == 3
     assert skill.by_tenths()[9] == pytest.approx((1.75 + 1.9) / 4)
     assert skill.by_tenths()[0] == pytest.approx(0.1 / 3)
-    twin = skill.copy()
+    twin = deepcopy(skill)
     twin.fade(0.5)
     assert (twin.all.hits, twin.tenths[9].hits, skill.all.hits) == (0.875, 0.875, 1.75)
 
@@ -472,8 +405,7 @@ def test_experiments_are_saved_for(long):
     """A way that is never good, at .5 a token: tried at first, and then once in .5 / risk rounds."""
     m, text = long
     for risk, least, most in ((0.01, 2, 6), (0.05, 10, 24), (0.0, 1, 2)):
-        way = Way("liar", Liar(text, 0), lambda n: 0.5, stops=False)
-        drafter = Pace(m, [way], Costs((1.0,) * 12, 1.0), risk=risk)
+        drafter = Pace(m, [foretold("liar", 0.5, [text], [False])], EVEN, risk=risk)
         tried = [r.draft.tokens.shape[1] for _, r in rounds(m, PROMPTS[:1], 200, drafter)
                  if drafter.way.name == "liar" and not drafter.tail]
         assert least <= len(tried) <= most and 0.5 * sum(tried) <= STAKE + 200 * risk
@@ -556,7 +488,7 @@ def test_a_head_with_a_draft_vocabulary_drafts_nothing_else(models):
     for head in some_heads(m):
         for used in (shorter(head, ids), head):
             wide = used is head or head.shape.get("own_head", False)
-            for _, r in rounds(m, PROMPTS[:1], 6, used.drafter(1), lambda x: to_probs(x, 1.0), Coins(1)):
+            for _, r in rounds(m, PROMPTS[:1], 6, used.drafter(1), warm, Coins(1)):
                 if r.draft.tokens.shape[1]:
                     assert (r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids)) != wide
 
@@ -571,9 +503,9 @@ def test_a_head_is_not_asked_for_more_tokens_than_it_has_steps(models):
 
 def test_rows_that_have_to_ride_along_get_a_round_for_it(models):
     """A transfer that is tried out drafts in the round after the one in which its rows rode along."""
-    m, costs = models["llama"], Costs((1.0,) * 12, 1.0)
-    way = head_draft(wild(Transfer(m, 3, 2)), costs)
-    drafter, seen = Pace(m, [way], costs, risk=0.0), []
+    m = models["llama"]
+    way = head_draft(wild(Transfer(m, 3, 2)), EVEN)
+    drafter, seen = Pace(m, [way], EVEN, risk=0.0), []
     drafter.past.skills[0].all.misses, drafter.purse = 4.0, 3.0     # it promises nothing, so it is tried out
     for _, r in rounds(m, PROMPTS[:1], 12, drafter):
         seen.append((drafter.way is way, int(r.proposed[0]), "extra" in r.trace))
@@ -605,10 +537,10 @@ def test_only_the_target_itself_can_teach(models):
 
 def test_a_way_that_is_refused_gets_fewer_tokens_than_the_purse_holds(models):
     """At the start one pass may be lost: four tokens of .25, not sixteen."""
-    drafter = Pace(models["llama"], [Way("sure", SelfDraft(models["llama"], range(2), 0), lambda n: 0.25)],
-                   Costs((1.0,) * 12, 1.0))
+    m = models["llama"]
+    drafter = Pace(m, [Way("sure", SelfDraft(m, range(2), 0), lambda n: 0.25)], EVEN)
     drafter.past.skills[0].all.hits = 100.0
-    _, r = next(rounds(models["llama"], PROMPTS[:1], 40, drafter))
+    _, r = next(rounds(m, PROMPTS[:1], 40, drafter))
     assert 1 <= r.draft.tokens.shape[1] <= 4 and drafter.lengths == [4]
 
 

@@ -14,7 +14,7 @@ import expected
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import FAMILIES, PROMPTS, make
+from tiny import LIVELY, LLAMA, PROMPTS, make
 
 import checkpoint
 import generate as command
@@ -27,8 +27,7 @@ from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Then, generate
 
 ROOT = Path(__file__).parent.parent
-SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in FAMILIES.items()}
-SHAPES["gemma2"] = replace(SHAPES["gemma2"], embed_scale=0.7)   # else it repeats itself
+SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in LIVELY.items()}
 SOME = [4, 9, 0, 2, 16, 3]
 DRAFTERS = {  # (target, small model) -> drafter
     "plain": lambda m, small: None,
@@ -147,33 +146,27 @@ def folders(tmp_path_factory):
     for family, c in SHAPES.items():
         checkpoint.save(make(c), folder / family, expected.byte_tokenizer())
     tokenizer = expected.byte_tokenizer()
-    checkpoint.save(make(replace(FAMILIES["llama"], n_layers=2), 5), folder / "small", tokenizer)
+    checkpoint.save(make(replace(LLAMA, n_layers=2), 5), folder / "small", tokenizer)
     words = replace(SHAPES["llama"], vocab_size=tokenizer.get_vocab_size())
     checkpoint.save(make(words), folder / "words", tokenizer)
     return folder
-
-
-def tiny_jobs(folders):
-    return [(folders / family, folders / "small", PROMPTS, None, list(DRAFTERS), 7) for family in SHAPES]
-
-
-def shipped_jobs():
-    prompts = [[1, 5, 300, 2000, 9, 4, 4, 7], [3, 8]]
-    return [(ROOT / "weights" / name, ROOT / "weights" / "stories-draft", prompts, torch.float32,
-             ["exit", "model"], 8) for name in ("stories-llama", "stories-gemma2")]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_processes_write_the_text_of_one(folders, tmp_path, world):
     """Greedy and sampled, with as many passes; a copy in few bits is one of other slices, and so another
     draft."""
-    want = assert_same_texts(tiny_jobs(folders), world, tmp_path)
+    want = assert_same_texts([(folders / family, folders / "small", PROMPTS, None, list(DRAFTERS), 7)
+                              for family in SHAPES], world, tmp_path)
     passes = {name: rows[0][1] for name, rows in want[0].items()}
     assert passes["plain"] == 7 and len(set(passes.values())) > 2, "the drafts differ"
 
 
 def test_two_processes_write_the_text_of_one_on_the_shipped_models(tmp_path):
-    assert_same_texts(shipped_jobs(), 2, tmp_path)
+    prompts, weights = [[1, 5, 300, 2000, 9, 4, 4, 7], [3, 8]], ROOT / "weights"
+    names, small = ["exit", "model"], weights / "stories-draft"
+    assert_same_texts([(weights / name, small, prompts, torch.float32, names, 8)
+                       for name in ("stories-llama", "stories-gemma2")], 2, tmp_path)
 
 
 def assert_same_texts(jobs, world, folder):

@@ -14,9 +14,8 @@ from benchmarks import gguf, peers
 from model import frequencies, rope, rotate
 from speculative import generate
 
-LLAMA3 = {key: value for key, value in expected.LLAMA3.items() if key != "rope_theta"}
 CONFIGS = {"llama": LLAMA, "tied": replace(LLAMA, tied=True, n_kv_heads=4),
-           "llama3": replace(LLAMA, head_dim=12, rope_theta=500.0, rope_scaling=LLAMA3)}
+           "llama3": replace(LLAMA, head_dim=12, rope_theta=500.0, rope_scaling=expected.SCALING)}
 TORCH = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 
 

@@ -10,23 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import command
 
 from checkpoint import encode, read_config, read_tokenizer
 from porting import check, make
 from porting.library_port import Watch, answer, cut_margin, edge_margin, load, tree_margin
 from porting.wrong_ports import MISTAKES, answers, wrong_port
 
-torch.set_num_threads(1)  # these models are too small to share
 PORTING = Path(__file__).parent.parent / "porting"
 CORE, STORIES = check.read_cases(check.TRACES), check.read_cases(check.STORIES)
 ALL = CORE | STORIES
-NUMPY = [sys.executable, str(PORTING / "numpy_port.py")]
-
-
-def replay(number, dtype):
-    request, expect = ALL[number]
-    got, margin = answer(request, dtype)
-    return request, expect, json.loads(json.dumps(got)), margin
+NUMPY = [sys.executable, PORTING / "numpy_port.py"]
+call = command(check.main)
 
 
 # --- the traces
@@ -34,23 +29,18 @@ def replay(number, dtype):
 
 @pytest.mark.parametrize("step", range(1, 10))
 def test_the_library_says_what_the_traces_say_and_nothing_hangs_on_rounding(step):
+    """And the tolerances leave room for a port that computes in float32."""
     numbers = [n for n, (request, _) in ALL.items() if request["step"] == step]
     assert len(numbers) >= 3
     for number in numbers:
-        request, expect, got, margin = replay(number, torch.float64)
-        wrong = check.differ(expect["answer"], got, 1e-6, [])
+        request, expect = ALL[number]
+        got, margin = answer(request)
+        wrong = check.differ(expect["answer"], json.loads(json.dumps(got)), 1e-6, [])
         assert not wrong, f"case {number}: {wrong}. If that is meant, make the traces anew: porting/make.py"
         assert margin >= make.MARGIN or make.is_exact(request), f"case {number}: a decision within rounding"
         assert expect["margin"] == (None if margin == math.inf else pytest.approx(margin, abs=1e-6))
-
-
-@pytest.mark.parametrize("step", range(1, 10))
-def test_in_float32_the_library_passes(step):
-    """The tolerances leave room for a port that computes in float32."""
-    for number, (request, _) in ALL.items():
-        if request["step"] == step:
-            _, expect, got, _ = replay(number, torch.float32)
-            assert not check.differ(expect["answer"], got, expect["tolerance"] / 2, []), number
+        got = json.loads(json.dumps(answer(request, torch.float32)[0]))
+        assert not check.differ(expect["answer"], got, expect["tolerance"] / 2, []), number
 
 
 def test_make_makes_these_very_cases():
@@ -107,27 +97,19 @@ def test_every_tensor_has_its_fingerprint():
             found += '"sum"' in line and '"magnitudes"' in line and '"values"' in line
             assert '"sum"' in line
     assert found > 60
-    x = [0.5, -2.0, 1.0, 4.0, 3.0, -1.0]
-    assert check.fingerprint(x) == {"sum": 5.5, "magnitudes": 11.5, "values": [0.5, -2.0, 1.0, 4.0, -1.0][:2]
-                                    + [1.0, 4.0, -1.0]}
 
 
 def test_the_rounds_show_what_the_issue_of_speculation_is():
-    """Sampling, a ragged batch, the end of text inside a draft, the context limit, gamma 0, a tree, a window
-    shorter than the text: each stands in some case, and shows itself there."""
+    """Sampling, a ragged batch, the context limit, gamma 0: each stands in some case, and shows itself there.
+    Of the others make.py says what they must show."""
     rounds = {n: (r, e["answer"]["rounds"]) for n, (r, e) in ALL.items() if r["op"] == "rounds"}
     kinds = {(r["drafter"]["kind"], r["sampling"]["temperature"] > 0) for r, _ in rounds.values()}
     assert kinds == {("none", False), ("sublayers", False), ("sublayers", True), ("ngram", False),
                      ("ngram", True)}
     assert {len(r["prompts"]) for r, _ in rounds.values()} >= {1, 2, 3}
-    last = rounds[911][1][-1]
-    assert last["new"][0][-1] in rounds[911][0]["eos"] and len(last["new"][0]) < len(last["draft"][0])
     request, lines = rounds[912]
     assert len(request["prompts"][0]) + sum(len(r["new"][0]) for r in lines) == make.SHAPE.max_len
     assert all(not draft for r in rounds[907][1] for draft in r["draft"])
-    assert any(r["parents"][0] != list(range(len(r["draft"][0]))) for r in rounds[981][1])
-    assert all(make.mixed(dict(rounds=lines)) for n, (_, lines) in rounds.items()
-               if n in (903, 905, 908, 909, 910, 912, 913))
 
 
 # --- margins
@@ -187,23 +169,18 @@ def test_only_what_cannot_be_rounded_is_exact():
 # --- ports
 
 
-def run(capsys, *argv):
-    status = check.main([str(a) for a in argv])
-    return status, capsys.readouterr().out
-
-
-def test_the_numpy_port_passes(capsys):
-    status, out = run(capsys, "--core", *NUMPY)
+def test_the_numpy_port_passes(call):
+    status, out, _ = call("--core", *NUMPY)
     core = sum(not request["trees"] for request, _ in CORE.values()) + 1
     assert status == 0 and f"{core} of {core} cases pass (traces version 1;" in out and "999 ok" in out
-    status, out = run(capsys, "--stories", *NUMPY)
+    status, out, _ = call("--stories", *NUMPY)
     assert status == 0 and "3 of 3 cases pass" in out
 
 
-def test_with_trees_the_numpy_port_passes_those_too(capsys):
+def test_with_trees_the_numpy_port_passes_those_too(call):
     trees = [n for n, (request, _) in CORE.items() if request["trees"]]
     flags = [flag for n in trees for flag in ("--case", n)]
-    status, out = run(capsys, *flags, sys.executable, PORTING / "numpy_trees.py")
+    status, out, _ = call(*flags, sys.executable, PORTING / "numpy_trees.py")
     assert status == 0 and len(trees) == 8 and "8 of 8 cases pass" in out
 
 
@@ -283,9 +260,10 @@ def test_the_lowest_case_that_differs_is_shown():
     assert check.first_difference(cases, dict.fromkeys(cases), {}) is None
 
 
-def test_the_first_answer_to_a_case_counts(capsys, tmp_path):
+def test_the_first_answer_to_a_case_counts(call, tmp_path):
     port = script(tmp_path, "print('\\n'.join(json.dumps({'case': 811, 'token': t}) for t in (0, 1)))")
-    assert check.main(["--case", "811", str(port)]) == 1 and "811 NO" in capsys.readouterr().out
+    status, out, _ = call("--case", 811, port)
+    assert status == 1 and "811 NO" in out
 
 
 def test_a_port_with_another_mistake_hears_the_usual_ones():
@@ -296,13 +274,13 @@ def test_a_port_with_another_mistake_hears_the_usual_ones():
     assert "x[0, 0]: expected" in said and "numbers differ)" in said
 
 
-def test_a_port_that_does_not_use_the_weights_it_is_given_is_refused(capsys, tmp_path):
+def test_a_port_that_does_not_use_the_weights_it_is_given_is_refused(call, tmp_path):
     """It passes every case, and only the one with other weights, made on the spot, tells."""
     fixed = wrong_port('open(f"{folder}/model.safetensors", "rb")',
                        f'open({str(check.TRACES)!r} + "/llama/model.safetensors", "rb")')
     port = tmp_path / "port.py"
     port.write_text(fixed, encoding="utf-8")
-    status, out = run(capsys, "--case", 903, "--case", 999, sys.executable, port)
+    status, out, _ = call("--case", 903, "--case", 999, sys.executable, port)
     assert status == 1 and "903 ok   999 NO" in out and "somewhere else than the weights" in out
 
 
@@ -334,9 +312,9 @@ def script(folder, body):
     ("print('{\"case\": 301, \"y\": -nan}')", "is no answer (nan and inf are not JSON): '{"),
     ("pass", "0 of 2 cases pass"),
 ])
-def test_a_port_that_gives_no_answer(capsys, tmp_path, body, words):
+def test_a_port_that_gives_no_answer(call, tmp_path, body, words):
     seconds = 1 if "sleep" in body else 60
-    status, out = run(capsys, "--seconds", seconds, "--case", 301, "--case", 302, script(tmp_path, body))
+    status, out, _ = call("--seconds", seconds, "--case", 301, "--case", 302, script(tmp_path, body))
     assert status == 1 and words in out and "301 --   302 --" in out
 
 
@@ -375,21 +353,17 @@ def test_whole_numbers_must_be_the_same_and_others_may_be_rounded():
     assert ok(want, want) and not ok(want, want | {"values": [0.0] * 5})
 
 
-def test_which_cases_are_asked_for(capsys, tmp_path, monkeypatch):
+def test_which_cases_are_asked_for(call, capsys, tmp_path, monkeypatch):
     port = script(tmp_path, "print(json.dumps({'case': case['case'], 'todo': True}))")
-    status, out = run(capsys, "--to", 3, port)
+    status, out, _ = call("--to", 3, port)
     assert status == 1 and "0 of 10 cases pass" in out and "304 --" in out and "401" not in out
-    _, out = run(capsys, "--core", port)
+    _, out, _ = call("--core", port)
     assert "481" not in out and "991" not in out and "999 --" in out
-    assert check.main(["--case", "12345", str(port)]) == 2
-    assert "there is no such case" in capsys.readouterr().err
-    assert check.main(["--case", "301", str(tmp_path / "nothing")]) == 2
-    assert "nothing: cannot be run (No such file or directory)" in capsys.readouterr().err
-    assert check.main(["--case", "301", "no_port"]) == 2 and "mean" not in capsys.readouterr().err
+    call.refuses(["--case", 12345, port], tmp_path, "there is no such case")
+    call.refuses(["--case", 301, "no_port"], tmp_path, "no_port: cannot be run (No such file or directory)\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    assert check.main(["--case", "301", "port"]) == 2
-    assert "did you mean ./port?" in capsys.readouterr().err
+    call.refuses(["--case", 301, "port"], tmp_path, "did you mean ./port?")
     assert check.parse(["--to", "1", "./port", "--to", "2", "--big"]).to == 1
     said = capsys.readouterr().err
     assert "--to stands after the port" in said and "--big" not in said
@@ -421,18 +395,5 @@ def test_the_page_names_only_what_is_there():
     page = (PORTING / "README.md").read_text(encoding="utf-8")
     for name in re.findall(r"`([\w/]+\.(?:py|jsonl))`", page):
         assert any((folder / name).is_file() for folder in (PORTING, PORTING.parent)), name
-    for command in re.findall(r"^python porting/check.py (.*?)(?:  |$)", page, re.M):
-        check.parse(command.split("#")[0].split())
-
-
-@pytest.mark.parametrize("name", [p.name for p in sorted(PORTING.glob("*.py"))])
-def test_no_function_is_long(name):
-    """The page promises functions of at most 20 lines to those who read the ports."""
-    tree = ast.parse((PORTING / name).read_text(encoding="utf-8"))
-    found = {f.name: f.end_lineno - f.lineno + 1 for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)}
-    assert max(found.values(), default=0) <= (20 if name.startswith("numpy") else 40)
-
-
-def test_the_library_does_not_know_of_its_ports():
-    for path in PORTING.parent.glob("*.py"):
-        assert not re.search(r"^\s*(from|import) porting", path.read_text(encoding="utf-8"), re.M), path.name
+    for line in re.findall(r"^python porting/check.py (.*?)(?:  |$)", page, re.M):
+        check.parse(line.split("#")[0].split())

@@ -4,12 +4,13 @@ import json
 from dataclasses import replace
 
 import expected
+import promises
 import pytest
 import torch
 import torch.nn.functional as F
 from paper_gpu import PaperGPU
-from test_speculative import DRAFTERS, TINY, TINY_GEMMA, TOP_P, assert_same_law, target_law
-from tiny import DEVICES, FAMILIES, PROMPTS, law, make, oracle
+from test_speculative import DRAFTERS
+from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, devices, each_family, make, oracle, warm
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,19 +18,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import bench
 import checkpoint
-import search
 from benchmarks import quant as bench_quant
 from control import weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, keep
 from machine import quant
 from machine.quant import BLOCK, KINDS, NF4, Int8, byte_costs, codebook, quantise, size
 from methods.trees import Siblings
-from sampling import Coins, to_probs
+from sampling import Coins
 from speculative import ModelDraft, NGram, Then, generate, rounds
 
 kinds = pytest.mark.parametrize("kind", KINDS)
-families = pytest.mark.parametrize("family", FAMILIES)
-devices = pytest.mark.parametrize("device", DEVICES)
 
 PUBLISHED = [  # Dettmers et al. 2023, QLoRA, appendix E
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -171,7 +169,7 @@ def test_a_quantised_model_is_not_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@families
+@each_family
 @kinds
 def test_a_quantised_model_is_the_model_of_its_matrices(kind, family):
     """In `run`, for any sub-layers, and in `Teacher`."""
@@ -182,7 +180,7 @@ def test_a_quantised_model_is_the_model_of_its_matrices(kind, family):
     for subs in (None, range(6), [0, 3, 4, 11]):
         a, b = (x.run(x.embed(ids), slice(0, 8), sublayers=subs) for x in (t, other))
         assert torch.equal(a, b)
-    a, b = (Teacher(x, PROMPTS[0], lambda logits: to_probs(logits, 1.0)) for x in (t, other))
+    a, b = (Teacher(x, PROMPTS[0], warm) for x in (t, other))
     assert torch.equal(a.acceptance([0, 1, 4, 7]), b.acceptance([0, 1, 4, 7]))
     assert a.acceptance(range(12)).tolist() == pytest.approx([1.0] * 8)
 
@@ -222,34 +220,27 @@ def targets():
     return {family: (m, [oracle(dense(m), p, 10) for p in PROMPTS]) for family, m in made.items()}
 
 
-@families
+@each_family
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_identity_of_a_quantised_target(targets, name, family):
     m, want = targets[family]
     assert generate(m, PROMPTS, 10, DRAFTERS[name](m))[0] == want
 
 
-COPIES = {  # (a model, its copy in few bits) -> a drafter
-    "all": lambda m, t: ModelDraft(t, 3),
-    "exit": lambda m, t: ModelDraft(t, 3, range(8)),
-    "skip": lambda m, t: ModelDraft(t, 3, keep(6, attn=[1, 4], mlp=[2])),
-    "exit of a stranger": lambda m, t: SelfDraft(t, range(8), 3),
-    "short head": lambda m, t: ModelDraft(ShortHead(t, [4, 9, 0, 2, 16, 3]), 3),
-    "then n-gram": lambda m, t: Then(ModelDraft(t, 3), NGram(3, 1)),
-    "siblings": lambda m, t: Siblings(ModelDraft(t, 3), (1, 1)),
-}
+COPIES = {  # drafters that have a copy of their model in few bits
+    "all": lambda m: ModelDraft(quantise(m), 3),
+    "exit": lambda m: ModelDraft(quantise(m), 3, range(8)),
+    "skip": lambda m: ModelDraft(quantise(m, "nf4"), 3, keep(6, attn=[1, 4], mlp=[2])),
+    "exit of a stranger": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
+    "short head": lambda m: ModelDraft(ShortHead(quantise(m, "nf4"), [4, 9, 0, 2, 16, 3]), 3),
+    "then n-gram": lambda m: Then(ModelDraft(quantise(m, "nf4"), 3), NGram(3, 1)),
+    "siblings": lambda m: Siblings(ModelDraft(quantise(m), 3), (1, 1))}
 
 
-@families
-@pytest.mark.parametrize("name, device", [*((name, "cpu") for name in COPIES), ("all", "cuda"),
-                                          ("skip", "cuda")])
-def test_greedy_identity_with_a_quantised_copy(name, family, device):
-    m = make(FAMILIES[family], device=device)
-    want, kind = generate(m, PROMPTS, 8)[0], "nf4" if family == "llama" else "int8"
-    assert generate(m, PROMPTS, 8, COPIES[name](m, quantise(m, kind)))[0] == want
+test_greedy_identity_with_a_copy = promises.greedy_identity(COPIES)
 
 
-@families
+@each_family
 def test_a_copy_is_a_good_draft_and_the_more_bits_the_better(family):
     m = make(FAMILIES[family])
     passes = [generate(m, PROMPTS, 24, ModelDraft(draft, 3))[1] for draft in (
@@ -271,19 +262,7 @@ def test_exact_law(name):
     c, kind, build = LAWS[name]
     m = make(c, 3)
     target, drafter = build(m, quantise(m, kind))
-    probs = lambda logits: to_probs(logits, **TOP_P)  # noqa: E731
-    got = law(lambda coins: tuple(generate(target, [[1, 2, 1]], 2, drafter, probs, coins)[0][0]))
-    assert_same_law(got, target_law(dense(target), [1, 2, 1], probs, 2))
-
-
-def test_the_search_runs_on_a_quantised_model():
-    tokenizer = expected.byte_tokenizer()
-    t = quantise(make(replace(FAMILIES["llama"], vocab_size=tokenizer.get_vocab_size())).float(), "nf4")
-    calibration, costs, subs = search.Calibration(t, tokenizer, ["once upon"], 9), byte_costs(t), [0, 1, 2, 5]
-    want = Teacher(dense(t), calibration.ids[0]).acceptance(subs)
-    assert torch.equal(calibration.acceptance(subs)[0], want)
-    assert search.speedup(calibration, costs, subs).alpha == float(want.mean())
-    assert search.tokens_per_second(calibration, costs, subs, prompt=4, new=4).value > 0
+    promises.assert_exact(target, lambda _: drafter, count=2, room=2)
 
 
 # --- on the GPU of paper, and loading
@@ -291,7 +270,7 @@ def test_the_search_runs_on_a_quantised_model():
 
 @kinds
 def test_on_a_gpu_all_of_it_is_there_and_nothing_waits(kind):
-    m, probs = make(FAMILIES["gemma2"]).float(), lambda logits: to_probs(logits, 1.0)
+    m = make(FAMILIES["gemma2"]).float()
     with PaperGPU() as gpu:
         m = m.to("cuda")
         gpu.waits.clear()
@@ -305,7 +284,7 @@ def test_on_a_gpu_all_of_it_is_there_and_nothing_waits(kind):
         with pytest.raises(RuntimeError, match="must be on one device"):
             F.linear(x[..., :32], moved.blocks[0].mlp.gate_up)
         gpu.waits.clear()
-        for state, _ in rounds(m, PROMPTS, 8, ModelDraft(t, 2), probs, Coins(0)):
+        for state, _ in rounds(m, PROMPTS, 8, ModelDraft(t, 2), warm, Coins(0)):
             assert state.cache.k.is_cuda
         assert {wait.split(":")[0] for wait in gpu.waits} == {"speculative.py"}
 
@@ -327,8 +306,9 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind, family", [("int8", "gemma2"), ("nf4", "llama")])
-def test_loading_takes_no_more_than_the_quantised_model_and_one_matrix(tmp_path, kind, family, monkeypatch):
-    """Here 64 rows would be a quarter of a matrix; of a large model they are very little."""
+def test_loading_a_quantised_model_takes_little(tmp_path, kind, family, monkeypatch):
+    """No more than the quantised model and one matrix. Here 64 rows would be a quarter of a matrix; of a
+    large model they are very little."""
     monkeypatch.setattr(quant, "ROWS", 8)
     c = replace(FAMILIES[family], n_layers=3, dim=256, hidden_dim=1024)
     m = make(c).bfloat16()
@@ -345,25 +325,25 @@ def test_loading_takes_no_more_than_the_quantised_model_and_one_matrix(tmp_path,
 # --- the benchmark
 
 
-@families
+@each_family
 def test_the_acceptance_of_a_copy_is_that_of_its_first_drafts(family):
     """Of the target's own exit it is the Teacher's; of a copy, what a pass over the text says."""
-    m, probs = make(FAMILIES[family]), lambda logits: to_probs(logits, 1.0)
-    t, teacher = quantise(m, "nf4"), Teacher(m, PROMPTS[0], probs)
+    m = make(FAMILIES[family])
+    t, teacher = quantise(m, "nf4"), Teacher(m, PROMPTS[0], warm)
     assert bench_quant.acceptance(teacher, m, range(8)).tolist() == pytest.approx(
         teacher.acceptance(range(8)).tolist())
-    p, q = (probs(x(torch.tensor([PROMPTS[0]])))[0] for x in (m, dense(t)))
+    p, q = (warm(x(torch.tensor([PROMPTS[0]])))[0] for x in (m, dense(t)))
     assert bench_quant.acceptance(teacher, t, range(12)).tolist() == pytest.approx(
         torch.minimum(p, q).sum(-1).tolist())
 
 
-@families
+@each_family
 def test_the_acceptance_of_an_assistant_of_another_size(family):
     """It reads the text by its own embeddings."""
-    probs, text = (lambda logits: to_probs(logits, 1.0)), torch.tensor([PROMPTS[0]])
+    text = torch.tensor([PROMPTS[0]])
     m, small = make(FAMILIES[family]), make(replace(FAMILIES[family], dim=24, n_layers=2))
-    assert bench_quant.acceptance(Teacher(m, PROMPTS[0], probs), small, range(4)).tolist() == pytest.approx(
-        torch.minimum(probs(m(text)), probs(small(text)))[0].sum(-1).tolist())
+    assert bench_quant.acceptance(Teacher(m, PROMPTS[0], warm), small, range(4)).tolist() == pytest.approx(
+        torch.minimum(warm(m(text)), warm(small(text)))[0].sum(-1).tolist())
 
 
 def test_bytes_on_paper():

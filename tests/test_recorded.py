@@ -5,18 +5,16 @@ import re
 from contextlib import contextmanager
 from functools import partial
 
+import promises
 import pytest
 import torch
 from paper_gpu import PaperGPU
-from test_speculative import (  # noqa: F401  the tests of the loop, on the models below
+from test_speculative import (  # noqa: F401  a test of the loop, on the models below
     DRAFTERS,
-    each_drafter,
-    each_family,
-    test_poison,
+    RESTLESS,
     test_what_is_shared_is_handed_over_and_not_run_again,
-    truth,
 )
-from tiny import FAMILIES, LLAMA, PROMPTS, make
+from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, each_family, make
 
 from kvcache import KVCache
 from layerskip import SelfDraft
@@ -39,25 +37,21 @@ on_paper = partial(Recorded, how="paper", widths=(1, 2, 4, 8), reach=16, say=wro
 
 @pytest.fixture(scope="module")
 def models():
-    return {family: on_paper(make(c)) for family, c in FAMILIES.items()}
+    return {family: on_paper(make(c)) for family, c in LIVELY.items()}
 
 
 # --- texts
 
 
+test_poison = promises.poison(RESTLESS)
+test_single_rows = promises.rows_equal_solo_runs(DRAFTERS, ["exit", "skip", "model, stopped"])
+
+
 @each_family
-@each_drafter
-def test_batches(models, truth, family, name):  # noqa: F811
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_batches(models, truth, family, name):
     m = models[family]
     assert generate(m, PROMPTS, 24, DRAFTERS[name](m))[0] == [row[:24] for row in truth[family]]
-
-
-@each_family
-@pytest.mark.parametrize("name", ["exit", "skip", "model, stopped"])
-def test_single_rows_and_one_width(models, truth, family, name):  # noqa: F811
-    m = on_paper(models[family].model, widths=(8,))
-    for prompt, want in zip(PROMPTS, truth[family], strict=True):
-        assert generate(m, [prompt], 24, DRAFTERS[name](m))[0] == [want[:24]]
 
 
 def test_batches_of_several_sizes(models):
@@ -76,7 +70,7 @@ def test_sampled_texts_are_those_of_eager_passes(models, family):
 
 
 @each_family
-def test_a_used_cache_needs_no_cleaning_and_keeps_its_recordings(models, truth, family):  # noqa: F811
+def test_a_used_cache_needs_no_cleaning_and_keeps_its_recordings(models, truth, family):
     m, cache, made = on_paper(models[family].model), None, []
     for _ in range(3):
         for state, _ in rounds(m, PROMPTS, 24, SelfDraft(m, range(8), 4), cache=cache):
@@ -101,7 +95,7 @@ def test_a_cache_of_another_size_is_refused(models, size):
 @pytest.mark.parametrize("as_slice", [True, False])
 @pytest.mark.parametrize("widths", [(1, 2, 4, 8), (7,)])
 @torch.inference_mode()
-def test_a_replayed_block_is_the_eager_one_up_to_the_last_slot(models, family, as_slice, widths):
+def test_a_replayed_block_is_the_eager_one(models, family, as_slice, widths):
     """Padding neither changes what is computed nor reaches a slot that is known, also where the block ends
     with the cache or with the reach of its recording."""
     eager, S = models[family].model, 17
@@ -192,7 +186,7 @@ def test_what_has_a_trace_or_a_tree_or_is_wide_runs_eagerly(models):
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("how", ["compile", "paper"])
 @pytest.mark.parametrize("slots", [30, 200, 203])
-def test_sliding_layers_read_little_and_no_more_is_recorded(models, slots, how, width):
+def test_sliding_layers_read_little(models, slots, how, width):
     """One row passes all places of its cache. It needs no more recordings than if lengths doubled, and what
     the block of its last place sees is what its recordings hold, in the window of 5, too."""
     m, W = models["gemma2"].model, 5
@@ -235,20 +229,17 @@ class Rounded(recorded.Tape):
 
 class Careless(recorded.Tape):
     """Right, but it writes a wrong key."""
+    key = 3.0
 
     def replay(self):
         super().replay()
         if self.fixed:
-            self.fixed[3][0, 0, 2] = 3.0
+            self.fixed[3][0, 0, 2] = self.key
 
 
 class Blank(Careless):
     """Writes no number at all."""
-
-    def replay(self):
-        super().replay()
-        if self.fixed:
-            self.fixed[3][0, 0, 2] = math.nan
+    key = math.nan
 
 
 class Broken(recorded.Tape):
@@ -261,7 +252,8 @@ class Broken(recorded.Tape):
     (Careless, r"sub-layers, batch 1, blocks of 4: recording refused, as it is off by \d"),
     (Blank, r"sub-layers, batch 1, blocks of 4: recording refused, as it is off by"),
     (Broken, r"sub-layers, batch 1, blocks of 4: not recorded, because of RuntimeError: this pass cannot$")])
-def test_a_wrong_recording_is_refused_by_name_and_no_text_is_wrong(models, monkeypatch, tape, message):
+def test_a_wrong_recording_is_refused(models, monkeypatch, tape, message):
+    """By name, and no text is wrong."""
     m, said = models["llama"].model, []
     monkeypatch.setattr(recorded, "Tape", tape)
     fast = on_paper(m, widths=(4,), say=said.append)

@@ -7,14 +7,13 @@ from itertools import islice
 
 import pytest
 import torch
-from tiny import DEVICES, GEMMA, LLAMA, PROMPTS, make
+from tiny import GEMMA, LLAMA, PROMPTS, Fixed, devices, make, warm
 
 from layerskip import SelfDraft
 from sampling import Coins, to_probs, uniforms
 from speculative import ModelDraft, NGram, Rule, Then, generate
 
 ALMOST_ONE = 1 - 2**-53    # the largest uniform there is
-devices = pytest.mark.parametrize("device", DEVICES)
 halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
@@ -27,15 +26,7 @@ def near(got, *want):
     return torch.allclose(got, torch.tensor(want, dtype=got.dtype), rtol=1e-12, atol=1e-15)
 
 
-# --- one setting at a time
-
-
-def test_temperature_by_hand():
-    p = from_p(0.5, 0.25, 0.125, 0.125)
-    assert near(to_probs(p, 1.0), 0.5, 0.25, 0.125, 0.125)
-    assert near(to_probs(p, 0.5), 16 / 22, 4 / 22, 1 / 22, 1 / 22), "T = 1/2 squares the probabilities"
-    roots = [math.sqrt(x) for x in (0.5, 0.25, 0.125, 0.125)]
-    assert near(to_probs(p, 2.0), *(x / sum(roots) for x in roots)), "T = 2 takes their roots"
+# --- one setting at a time; what each does, by hand: test_by_hand.py::test_probabilities
 
 
 @devices
@@ -63,6 +54,7 @@ def test_a_tiny_temperature_is_no_nan(temperature, settings):
     logits = torch.tensor([60000.0, -60000.0, 59999.0, 60000.01])
     assert to_probs(logits, temperature, **settings).tolist() == [0, 0, 0, 1]
     assert to_probs(torch.tensor([1.0, 3.0, 3.0]), temperature, **settings).sum() == 1
+    assert to_probs(torch.tensor([1e9, 2e9]), temperature, **settings).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -82,22 +74,6 @@ def test_top_k_beyond_the_vocabulary_keeps_all():
         assert near(to_probs(p, 1.0, top_k=k), 0.5, 0.25, 0.125, 0.125)
 
 
-def test_top_p_keeps_the_token_that_crosses():
-    p = from_p(0.125, 0.5, 0.125, 0.25)
-    assert near(to_probs(p, 1.0, top_p=1e-9), 0, 1, 0, 0), "at least one token stays"
-    assert near(to_probs(p, 1.0, top_p=0.4), 0, 1, 0, 0)
-    assert near(to_probs(p, 1.0, top_p=0.6), 0, 2 / 3, 0, 1 / 3), "the token that crosses top_p stays"
-    assert near(to_probs(p, 1.0, top_p=0.8), 1 / 7, 4 / 7, 0, 2 / 7), "of two tied, the lower id stays"
-    assert near(to_probs(p, 1.0, top_p=0.9), 0.125, 0.5, 0.125, 0.25)
-
-
-def test_top_p_stops_where_it_is_reached():
-    """Four equal logits: their running sum, .25, .5, .75, is exact."""
-    for kept in (1, 2, 3):
-        p = to_probs(torch.zeros(4), 1.0, top_p=kept / 4)
-        assert p.count_nonzero() == kept, "the smallest set whose mass *reaches* top_p: >=, not >"
-
-
 @halves
 def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
     """The running sum of 50,000 rounded numbers reaches 1 before its end."""
@@ -108,36 +84,7 @@ def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
     assert torch.equal(to_probs(logits, 1.0, top_k=49_999, top_p=1.0), to_probs(logits, 1.0, top_k=49_999))
 
 
-def test_min_p_by_hand():
-    p = from_p(0.125, 0.5, 0.125, 0.25)
-    assert near(to_probs(p, 1.0, min_p=0.2), 0.125, 0.5, 0.125, 0.25), "the bound is min_p * max p, not min_p"
-    assert near(to_probs(p, 1.0, min_p=0.4), 0, 2 / 3, 0, 1 / 3)
-    assert near(to_probs(p, 1.0, min_p=0.6), 0, 1, 0, 0)
-    assert near(to_probs(torch.zeros(4), 1.0, min_p=1.0), 0.25, 0.25, 0.25, 0.25), "the most likely ones stay"
-
-
-# --- the order: temperature, top-k, top-p, min-p; each case comes out differently in the wrong order
-
-
-def test_temperature_comes_before_top_p():
-    got = to_probs(from_p(0.4, 0.3, 0.2, 0.1), 0.5, top_p=0.5)
-    assert near(got, 1, 0, 0, 0), "squared, the first token alone has .53; unsquared it would take two"
-
-
-def test_temperature_comes_before_min_p():
-    got = to_probs(from_p(0.64, 0.32, 0.04), 2.0, min_p=0.6)
-    a, b = 0.8, math.sqrt(0.32)
-    assert near(got, a / (a + b), b / (a + b), 0), "of the roots, the second is .71 of the first; it was .5"
-
-
-def test_top_k_comes_before_top_p():
-    got = to_probs(from_p(0.4, 0.3, 0.2, 0.1), 1.0, top_k=2, top_p=0.5)
-    assert near(got, 1, 0, 0, 0), "among two, the first has 4/7, which is enough; among four it would not be"
-
-
-def test_top_p_comes_before_min_p():
-    got = to_probs(from_p(0.5, 0.3, 0.15, 0.05), 1.0, top_p=0.6, min_p=0.4)
-    assert near(got, 0.625, 0.375, 0, 0), "min-p first would leave two, of which the first has .625 >= .6"
+# --- all settings together
 
 
 SETTINGS = [dict(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.3, 1.0, 1.7) for k in (None, 5, 40)
@@ -190,18 +137,6 @@ def test_a_setting_out_of_range_is_named(name, values):
 
 
 # --- coins
-
-
-class Fixed(Coins):
-    """Coins whose uniforms are known."""
-
-    def __init__(self, *uniforms):
-        self.uniforms = torch.tensor(uniforms, dtype=torch.float64)
-
-    def take(self, count, device):
-        taken, self.uniforms = self.uniforms[:count], self.uniforms[count:]
-        assert len(taken) == count
-        return taken.to(device)
 
 
 @devices
@@ -260,18 +195,6 @@ def test_flips_by_hand():
     prob = torch.tensor([0.25, 0.2501, 0.25, ALMOST_ONE], dtype=torch.float64)
     got = Fixed(0.25, 0.25, 0.2499, ALMOST_ONE).flip(prob)
     assert got.tolist() == [False, True, True, False], "true iff u < prob"
-
-
-def test_choices_by_hand():
-    """Weights .1, 0, .2 sum to .3: up to u = 1/3 it is the first token, above it the third."""
-    weights = torch.tensor([[0.1, 0.0, 0.2]], dtype=torch.float64)
-    for u, want in ((0.0, 0), (0.333, 0), (0.334, 2), (0.999, 2), (ALMOST_ONE, 2)):
-        assert Fixed(u).choose(weights).tolist() == [want], f"u = {u}"
-
-
-def test_choices_run_over_rising_ids_not_falling_weights():
-    got = Fixed(0.05, 0.15, 0.35, 0.95).choose(torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(4, 4))
-    assert got.tolist() == [0, 1, 2, 3]
 
 
 def test_a_long_tail_of_small_weights_is_not_lost():
@@ -336,13 +259,11 @@ class Ledger(Coins):
         return super().choose(weights)
 
 
-def warm(logits):
-    return to_probs(logits, 1.0)
-
-
-def test_a_plain_round_spends_one_choice_a_row():
+@pytest.mark.parametrize("probs", [to_probs, warm], ids=["greedy", "sampled"])
+def test_a_plain_round_spends_one_choice_a_row(probs):
+    """One code path: a one-hot is a distribution like any other, and no setting changes the order."""
     coins = Ledger()
-    generate(make(LLAMA), PROMPTS, 5, probs=warm, coins=coins)
+    generate(make(LLAMA), PROMPTS, 5, probs=probs, coins=coins)
     assert coins.spent == [("choose", 4)] * 5 and coins.uniforms == 20
 
 
@@ -370,13 +291,6 @@ def test_certain_drafts_spend_flips_and_one_choice():
     assert coins.spent[:2] == [("flip", 1, 2), ("choose", 1)]
 
 
-def test_greedy_decoding_spends_them_too():
-    """One code path: a one-hot is a distribution like any other, and no setting changes the order."""
-    coins = Ledger()
-    generate(make(LLAMA), PROMPTS, 3, coins=coins)
-    assert coins.spent == [("choose", 4)] * 3
-
-
 ORDERS = {1: "f9ee7d76"}  # of each version the hash of what is spent on what; a new order needs a new version
 
 
@@ -395,8 +309,3 @@ def test_the_order_of_spending_has_a_version():
             spent += [coins.spent, coins.uniforms]
     got = hashlib.sha256(repr(spent).encode()).hexdigest()[:8]
     assert got == ORDERS.get(Coins.version), f"the order is another one ({got}): raise Coins.version"
-
-
-def test_huge_logits_at_a_tiny_temperature():
-    assert to_probs(torch.tensor([1e9, 2e9]), 1e-30).tolist() == [0, 1]
-    assert to_probs(torch.tensor([1e9, 2e9]), 1e-30, top_k=2).tolist() == [0, 1]

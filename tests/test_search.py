@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,15 @@ import expected
 import pytest
 import torch
 from matplotlib import image
-from tiny import FAMILIES, LLAMA, full_disk, make, tree
+from resumed import (  # noqa: F401  promises of each command that can be interrupted
+    Run,
+    test_a_folder_of_other_files_is_refused,
+    test_a_full_disk_loses_the_running_step_only,
+    test_ctrl_c_loses_the_running_step_only,
+    test_resume_without_a_run_starts_one,
+    test_two_processes_do_not_write_in_one_folder,
+)
+from tiny import FAMILIES, LLAMA, argv_of, command, make, tree, wide
 
 import checkpoint
 import generate
@@ -28,13 +35,13 @@ from layerskip import ShortHead, keep
 from sampling import to_probs
 from search import Calibration, Space, Trial, matchness, speedup, tokens_per_second
 from support import cli, corpus, plots
-from support.files import LOCK, lock
+from support.files import LOCK
 
 END = corpus.BOUNDARY
 TEXT = END.join(["Once upon a time there was a girl", "She saw a ball and took it", "They went home"])
+TEXTS = ["Once upon a time", "She saw", "x", "never read"]
 FAST = {"trials": 6, "tokens": 32, "device": "cpu"}
-DRAWN = []  # what the one picture shows that is really drawn
-wide = partial(torch.tensor, dtype=torch.float64)
+draw = plots.search
 
 
 def files(folder):
@@ -54,8 +61,7 @@ def everything(n):
 def scored(request):
     """(model, calibration, costs) of a tiny model and three documents, the last one a single token long."""
     model = make(replace(FAMILIES[request.param], vocab_size=64, n_layers=3))
-    texts = ["Once upon a time", "She saw", "x", "never read"]
-    return model, Calibration(model, expected.byte_tokenizer(), texts, 24), weight_costs(model.c)
+    return model, Calibration(model, expected.byte_tokenizer(), TEXTS, 24), weight_costs(model.c)
 
 
 def states(model, ids, sublayers, upto):
@@ -105,14 +111,16 @@ def test_a_calibration_begins_each_document_as_the_model_wants_it(scored):
     assert [row[0] for row in ids] == [0, 0] and list(map(len, ids)) == [4, 1]
 
 
-def test_the_speedup_is_the_best_of_the_formula_by_hand(scored):
-    model, calibration, costs = scored
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.8}], ids=["greedy", "sampled"])
+def test_the_speedup_is_the_best_of_the_formula_by_hand(scored, settings):
+    (model, _, costs), probs = scored, partial(to_probs, **settings)
+    calibration = Calibration(model, expected.byte_tokenizer(), TEXTS, 24, probs)
     sizes = [sum(p.numel() for p in part.parameters()) for b in model.blocks for part in (b.attn, b.mlp)]
     for subs in SETS:
         t = speedup(calibration, costs, list(subs))
         series = []
         for ids in calibration.ids:
-            p, q = to_probs(logits(model, ids, range(6))), to_probs(logits(model, ids, subs))
+            p, q = probs(logits(model, ids, range(6))), probs(logits(model, ids, subs))
             series.append(torch.minimum(p, q).sum(-1).tolist())
         head = model.c.vocab_size * model.c.dim
         c = (sum(sizes[i] for i in subs) + head) / (sum(sizes) + head)
@@ -130,7 +138,7 @@ def test_where_nothing_is_skipped_every_draft_is_accepted_and_nothing_is_gained(
     assert speedup(calibration, costs, range(6)) == Trial(1.0, 1.0, 1.0, 1, 1.0)
 
 
-def test_the_best_gamma_is_found_where_none_gains():
+def test_the_best_gamma_where_none_gains():
     """Many documents of one token, all refused, and a long one: a single draft is worse than two."""
     series = [wide([0.0])] * 99 + [wide([0.5] * 16)]
     scored = SimpleNamespace(acceptance=lambda subs: series, share=1.0)
@@ -163,8 +171,7 @@ def test_a_draft_that_overflows_is_a_draft_that_is_refused(scored):
 def test_matchness_is_how_often_the_best_tokens_agree(scored):
     """Also where the draft is for sampling, and alpha is something else."""
     model, _, costs = scored
-    texts, warm = ["Once upon a time", "She saw", "x"], partial(to_probs, temperature=0.7)
-    calibration = Calibration(model, expected.byte_tokenizer(), texts, 24, warm)
+    calibration = Calibration(model, expected.byte_tokenizer(), TEXTS, 24, partial(to_probs, temperature=0.7))
     for subs in SETS:
         hits = []
         for ids in calibration.ids:
@@ -173,15 +180,6 @@ def test_matchness_is_how_often_the_best_tokens_agree(scored):
         t, by_speed = matchness(calibration, costs, list(subs)), speedup(calibration, costs, list(subs))
         assert t.value == pytest.approx(sum(hits) / 24) and replace(t, value=by_speed.value) == by_speed
         assert len(subs) < 6 or t.value == 1
-
-
-def test_temperature_and_top_p_reach_target_and_draft(scored):
-    model, _, costs = scored
-    probs = partial(to_probs, temperature=0.7, top_p=0.8)
-    warm = Calibration(model, expected.byte_tokenizer(), ["Once upon a time"], 16, probs)
-    p, q = (probs(logits(model, warm.ids[0], subs)) for subs in (range(6), [0, 1, 4]))
-    want = float(torch.minimum(p, q).sum(-1).mean())
-    assert 0.01 < want < 0.99 and speedup(warm, costs, [0, 1, 4]).alpha == pytest.approx(want, rel=1e-9)
 
 
 def test_a_trial_runs_only_the_sublayers_after_the_first_gap(scored, monkeypatch):
@@ -200,9 +198,6 @@ def test_a_trial_runs_only_the_sublayers_after_the_first_gap(scored, monkeypatch
         calls.clear()
         speedup(calibration, costs, list(subs))
         assert calls == [rest, rest]
-        calls.clear()
-        matchness(calibration, costs, list(subs))
-        assert calls == [rest] * 4
 
 
 def test_tokens_per_second_decodes_with_the_draft(scored, monkeypatch):
@@ -322,7 +317,7 @@ def test_it_finds_the_last_sets_where_chance_does_not(first, monkeypatch):
     assert sorted(sets(run(Space(3, (0, 1, 2, 3)), planted(4, 0), 100))) == everything(4)
 
 
-def test_equal_values_and_values_of_minus_infinity_break_nothing():
+def test_values_of_minus_infinity_break_nothing():
     for values in (lambda z: 1.0, lambda z: -math.inf, lambda z: -math.inf if z[0] else float(sum(z))):
         entries = run(Space(4, tuple(range(8))), values, 24)
         assert len(set(sets(entries))) == 24
@@ -338,7 +333,8 @@ def test_values_that_are_not_finite_count_as_the_worst():
     assert search.observed(Space(2, (0, 3)), entries[1:2])[1].tolist() == [0]
 
 
-def test_a_trial_depends_on_the_seed_and_the_trials_before_it_only():
+def test_a_trial_follows_from_seed_and_trials():
+    """From the seed and the trials before it, and from nothing else."""
     values, space = planted(8, 0), Space(4, tuple(range(8)))
     whole = run(space, values, 18)
     assert [e["trial"] for e in whole] == list(range(18))
@@ -409,33 +405,23 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def flags(made, tmp_path):
-    """A command line: FAST, changed; a flag that is None is left out, True stands alone."""
+    """A command line: FAST, changed."""
     def line(out="out", **changes):
         given = {"model": made / "model", "text": made / "text.txt", "out": tmp_path / out, **FAST}
-        given |= {name.replace("_", "-"): value for name, value in changes.items()}
-        return [word for name, value in given.items() if value is not None
-                for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
+        return argv_of(given | changes)
     return line
 
 
-@pytest.fixture
-def call(capsys):
-    def main(argv):
-        status = search.main(argv)
-        return status, *capsys.readouterr()
-    return main
+call = command(search.main)
 
 
 @pytest.fixture(scope="module")
 def product(made, tmp_path_factory):
     """The folder and the flags of a run of 17 trials, seven of them by the process."""
     out = tmp_path_factory.mktemp("product") / "out"
-    argv = ["--model", made / "model", "--text", made / "text.txt", "--out", out, "--tokens", 64, "--protect",
-            0, "--temperature", 0.8, "--top-p", 0.9, "--device", "cpu", "--trials", 17]
-    argv, draw = list(map(str, argv)), plots.search
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(plots, "search", lambda *args: (DRAWN.append(repr(args[:-1])), draw(*args)))
-        assert search.main(argv) == 0
+    argv = argv_of({"model": made / "model", "text": made / "text.txt", "out": out, "tokens": 64,
+                    "protect": 0, "temperature": 0.8, "top_p": 0.9, "device": "cpu", "trials": 17})
+    assert search.main(argv) == 0
     return out, argv
 
 
@@ -449,6 +435,17 @@ def log(out):
     """(header, trials)"""
     head, *entries = map(json.loads, (out / "trials.jsonl").read_text().splitlines())
     return head, entries
+
+
+@pytest.fixture(name="run")
+def short_run(call, flags, monkeypatch):
+    """For the promises of resumed.py."""
+    def before_step(f):
+        monkeypatch.setitem(search.OBJECTIVES, "speedup", lambda *args: (f(), speedup(*args))[1])
+
+    def same_end(a, b):
+        assert files(a) == files(b)
+    return Run(call, flags, before_step, lambda out: len(log(out)[1]), same_end, search.LOG)
 
 
 def test_a_run_leaves_a_log_what_it_found_and_a_picture(product):
@@ -503,14 +500,6 @@ def test_of_equal_trials_the_front_keeps_one():
     assert [e["trial"] for e in search.front(trials)] == [6, 1, 5]
 
 
-def test_generate_takes_what_is_found(product, made, capsys):
-    argv = ["Once upon", "--model", str(made / "model"), "--max-new", "8", "--device", "cpu", "--json"]
-    assert generate.main([*argv, "--skip", str(product[0] / "skip.json")]) == 0
-    drafted = json.loads(capsys.readouterr().out)
-    assert drafted["draft"] == "skip" and generate.main([*argv, "--draft", "none"]) == 0
-    assert drafted["outputs"] == json.loads(capsys.readouterr().out)["outputs"]
-
-
 def test_a_draft_vocabulary_is_of_the_most_frequent_tokens(made):
     _, tokenizer = checkpoint.load(made / "model")
     c = SimpleNamespace(eos=(7, 9))
@@ -524,7 +513,7 @@ def test_a_draft_vocabulary_is_of_the_most_frequent_tokens(made):
 
 def test_sets_are_scored_with_the_draft_vocabulary(call, flags, made, tmp_path, capsys):
     argv = flags(draft_vocab=8, trials=12)
-    status, printed, _ = call(argv)
+    status, printed, _ = call(*argv)
     assert status == 0 and "vocab.json: 8 of 64 tokens, which are " in printed
     vocab, (_, entries) = json.loads((tmp_path / "out" / "vocab.json").read_text()), log(tmp_path / "out")
     model, tokenizer = checkpoint.load(made / "model", "cpu", torch.float32)
@@ -540,7 +529,7 @@ def test_sets_are_scored_with_the_draft_vocabulary(call, flags, made, tmp_path, 
         assert objective(calibration, costs, range(4)).cost == costs.step(range(4), 8 / 64)
     path = tmp_path / "out" / "vocab.json"
     path.unlink()  # as if killed before it was written
-    assert call([*argv, "--resume"])[0] == 0 and json.loads(path.read_text()) == vocab
+    assert call(*argv, "--resume")[0] == 0 and json.loads(path.read_text()) == vocab
     draft = ["--skip", str(tmp_path / "out" / "skip.json"), "--draft-vocab", str(path)]
     argv = ["Once upon", "--model", str(made / "model"), "--max-new", "8", "--device", "cpu", "--json"]
     for way in (draft, ["--draft", "none"]):
@@ -550,7 +539,7 @@ def test_sets_are_scored_with_the_draft_vocabulary(call, flags, made, tmp_path, 
 
 
 def test_what_is_printed(call, flags, tmp_path):
-    status, out, err = call(flags())
+    status, out, err = call(*flags())
     found = json.loads((tmp_path / "out" / "skip.json").read_text())
     assert status == 0 and out.count("\n") == 1
     skips = 6 - len(found["sublayers"])
@@ -561,7 +550,7 @@ def test_what_is_printed(call, flags, tmp_path):
 
 
 def test_other_objectives_rank_by_their_own_value(call, flags, tmp_path):
-    assert call(flags(objective="matchness", min_skips=1, trials=12))[0] == 0
+    assert call(*flags(objective="matchness", min_skips=1, trials=12))[0] == 0
     found, (_, entries) = json.loads((tmp_path / "out" / "skip.json").read_text()), log(tmp_path / "out")
     best = max(entries, key=lambda e: e["value"])
     assert max(entries, key=lambda e: e["speedup"]) != best and best["value"] > best["speedup"] * 0.5
@@ -571,7 +560,7 @@ def test_other_objectives_rank_by_their_own_value(call, flags, tmp_path):
 
 
 def test_costs_from_a_file(call, flags, made, tmp_path):
-    assert call(flags(costs=made / "costs.json"))[0] == 0
+    assert call(*flags(costs=made / "costs.json"))[0] == 0
     head, entries = log(tmp_path / "out")
     assert head["costs"] == [1, 2.5, 1, 2, 0, 2, 1.5, 1, 1.0]
     for e in entries:
@@ -581,24 +570,24 @@ def test_costs_from_a_file(call, flags, made, tmp_path):
 
 def test_bounds_and_protected_sublayers_by_flags(call, flags, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "FIRST", 100)
-    assert call(flags(protect="5, 2", min_skips=2, max_skips=3, trials=15))[0] == 0
+    assert call(*flags(protect="5, 2", min_skips=2, max_skips=3, trials=15))[0] == 0
     head, entries = log(tmp_path / "out")
     assert head["free"] == [0, 1, 3, 4] and len(entries) == 10, "that many sets there are"
     assert {e["bits"].count("1") for e in entries} == {2, 3}
-    assert call(flags("all", protect="", trials=70))[0] == 0
+    assert call(*flags("all", protect="", trials=70))[0] == 0
     entries = log(tmp_path / "all")[1]
     assert len(entries) == 63, "something must stay"
-    assert call(flags("few", max_skips=1, trials=70))[0] == 0 and len(log(tmp_path / "few")[1]) == 5
+    assert call(*flags("few", max_skips=1, trials=70))[0] == 0 and len(log(tmp_path / "few")[1]) == 5
 
 
 @pytest.mark.parametrize("protect, kinds", [("1,3,5", 1), ("0,2,4", 2), ("0", 2)])
 def test_a_log_of_attentions_or_mlps_only_is_read_again(protect, kinds, call, flags, tmp_path, monkeypatch):
     """A process over attentions has a parameter less."""
     monkeypatch.setattr(search, "FIRST", 2)
-    assert call(flags(protect=protect, trials=4))[0] == 0
+    assert call(*flags(protect=protect, trials=4))[0] == 0
     assert [len(e["theta"]) for e in log(tmp_path / "out")[1][2:]] == [kinds + 2] * 2
-    assert call(flags(protect=protect, trials=6, resume=True))[0] == 0
-    assert call(flags("whole", protect=protect, trials=6))[0] == 0
+    assert call(*flags(protect=protect, trials=6, resume=True))[0] == 0
+    assert call(*flags("whole", protect=protect, trials=6))[0] == 0
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
@@ -607,14 +596,14 @@ def test_jsonl_is_the_same_text(call, flags, made, tmp_path):
     odd.write_text(json.dumps({"text": "a\u2028b"}, ensure_ascii=False) + "\n\n" + '{"text": "c"}\n')
     assert search.read_documents(odd) == ["a\u2028b", "c"]
     assert search.read_documents(made / "text.jsonl") == TEXT.split(END)
-    assert call(flags())[0] == call(flags("b", text=made / "text.jsonl"))[0] == 0
+    assert call(*flags())[0] == call(*flags("b", text=made / "text.jsonl"))[0] == 0
     assert files(tmp_path / "out") == files(tmp_path / "b")
 
 
 @pytest.mark.parametrize("objective", ["speedup", "matchness"])
 def test_documents_of_a_single_token(objective, call, flags, tmp_path):
     (tmp_path / "short.txt").write_text(END.join("abcdefgh" * 2))
-    assert call(flags(text=tmp_path / "short.txt", objective=objective, trials=2))[0] == 0
+    assert call(*flags(text=tmp_path / "short.txt", objective=objective, trials=2))[0] == 0
     assert [e["gamma"] for e in log(tmp_path / "out")[1]] == [1, 1], "no document holds two drafts"
 
 
@@ -632,7 +621,7 @@ def test_a_line_is_on_the_disk_before_the_next_trial_begins(call, flags, tmp_pat
         seen.append(raw.count(b"\n"))
         return speedup(*args)
     monkeypatch.setitem(search.OBJECTIVES, "speedup", watching)
-    assert call(flags())[0] == 0 and seen == [1, 2, 3, 4, 5, 6]
+    assert call(*flags())[0] == 0 and seen == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_log_is_the_beginning_of_a_longer_one(product, call, tmp_path):
@@ -640,148 +629,42 @@ def test_a_log_is_the_beginning_of_a_longer_one(product, call, tmp_path):
     out, argv = product
     argv = [str(tmp_path / "out") if word == str(out) else word for word in argv]
     for trials in (7, 12, 17):
-        assert call([*argv[:-1], str(trials), "--resume"])[0] == 0
+        assert call(*argv[:-1], trials, "--resume")[0] == 0
         raw = (tmp_path / "out" / "trials.jsonl").read_bytes()
         assert (out / "trials.jsonl").read_bytes().startswith(raw) and raw.count(b"\n") == 1 + trials
     assert files(tmp_path / "out") | {"search.png": files(out)["search.png"]} == files(out)
 
 
-def test_a_run_that_has_ended_only_writes_its_files_again(product, call, monkeypatch, tmp_path):
-    out = shutil.copytree(product[0], tmp_path / "out")
-    argv = [str(out) if word == str(product[0]) else word for word in product[1]]
-    before = tree(out) | {str(out / "search.png"): DRAWN[0].encode()}
-    monkeypatch.setattr(plots, "search", lambda *args: Path(args[-1]).write_text(repr(args[:-1])))
+def test_a_run_that_has_ended_only_writes_its_files_again(product, call, monkeypatch):
+    """Also where fewer trials are asked for: none is taken back."""
+    out, argv = product
+    before = tree(out)
+    monkeypatch.setattr(plots, "search", draw)
     monkeypatch.setitem(search.OBJECTIVES, "speedup", lambda *args: pytest.fail("nothing is left to try"))
-    for name in ("skip.json", "front.json", "search.png"):
-        (out / name).write_bytes(b"damaged")
-    (out / "skip.json.part").write_bytes(b"was being written")
-    status, printed, err = call([*argv, "--resume"])
-    assert (status, err) == (0, "") and printed.startswith(str(out)) and tree(out) == before
-    assert call([*argv[:-1], "3", "--resume"])[0] == 0 and tree(out) == before, "no trial is taken back"
+    for trials in (17, 3):
+        for name in ("skip.json", "front.json", "search.png", "skip.json.part"):
+            (out / name).write_bytes(b"damaged")
+        status, printed, err = call(*argv[:-1], trials, "--resume")
+        assert (status, err) == (0, "") and printed.startswith(str(out)) and tree(out) == before
 
 
 def test_a_run_killed_at_any_byte_comes_to_the_same_end(call, flags, tmp_path, monkeypatch):
-    """Its log cut at each byte of the header and of the last two lines, and at every seventh between."""
+    """Of its log, cut at each byte, all whole lines are read; and from some of them it goes on to its end."""
     monkeypatch.setattr(search, "FIRST", 3)
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    assert call(flags(trials=5))[0] == 0
-    want, file = tree(tmp_path), tmp_path / "out" / "trials.jsonl"
-    raw = file.read_bytes()
-    ends = [i + 1 for i, byte in enumerate(raw) if byte == ord("\n")]
-    assert len(ends) == 6 and log(tmp_path / "out")[1][3]["theta"] is not None
-    monkeypatch.setattr(search, "finish", lambda space, entries, out: entries[0])   # tested by the run before
-    known = {}
-
-    def remember(where, name, key):
-        """What is deterministic need not be done a thousand times."""
-        honest = where[name] if isinstance(where, dict) else getattr(where, name)
-
-        def once(*args):
-            if (name, key(*args)) not in known:
-                known[name, key(*args)] = honest(*args)
-            return known[name, key(*args)]
-        (monkeypatch.setitem if isinstance(where, dict) else monkeypatch.setattr)(where, name, once)
-    remember(checkpoint, "load", lambda *args: None)
-    remember(search, "header", lambda *args: None)
-    remember(search, "Calibration", lambda *args: None)
-    remember(search.OBJECTIVES, "speedup", lambda calibration, costs, sublayers: str(sublayers))
-    remember(search, "propose", lambda space, zs, ys, *rest: str((zs.tolist(), ys.tolist(), *rest)))
-    one, five = flags(trials=1, resume=True), flags(trials=5, resume=True)
-    for cut in range(ends[0] + 1):
+    assert call(*flags("whole"))[0] == call(*flags(trials=1))[0] == 0
+    file, raw = tmp_path / "out" / "trials.jsonl", (tmp_path / "whole" / "trials.jsonl").read_bytes()
+    head, entries = log(tmp_path / "whole")
+    ends = [0, *itertools.accumulate(map(len, raw.splitlines(True)))]
+    for cut in range(len(raw) + 1):
         file.write_bytes(raw[:cut])
-        assert search.main(one) == 0 and file.read_bytes() == raw[: ends[1]], cut
-    for cut in [*range(ends[0] + 1, ends[3], 7), *range(ends[3], len(raw) + 1)]:
+        lines = raw[:cut].count(b"\n")
+        assert search.read_log(file, head) == (entries[: max(0, lines - 1)], ends[lines]), cut
+    for cut in (0, 1, ends[1] - 1, ends[1], ends[1] + 1, ends[4] - 1, ends[4], ends[6] - 9):
         file.write_bytes(raw[:cut])
-        assert search.main(five) == 0 and file.read_bytes() == raw, cut
-    assert sum(name == "propose" for name, _ in known) == 5 and tree(tmp_path) == want
-
-
-def test_an_exception_loses_the_running_trial_only(call, flags, tmp_path, monkeypatch):
-    assert call(flags("whole"))[0] == 0
-    for stop in (0, 1, 4):
-        left = [stop]
-
-        def failing(*args, left=left):
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            return speedup(*args)
-        with monkeypatch.context() as m:
-            m.setitem(search.OBJECTIVES, "speedup", failing)
-            status, out, err = call(flags(f"cut{stop}"))
-        assert status == 130 and out == "" and "Traceback" not in err
-        assert len(log(tmp_path / f"cut{stop}")[1]) == stop
-        assert call(flags(f"cut{stop}", resume=True))[0] == 0
-        assert files(tmp_path / f"cut{stop}") == files(tmp_path / "whole")
-
-
-def test_a_full_disk_loses_the_running_trial_only(call, flags, tmp_path):
-    assert call(flags("whole"))[0] == 0
-    raw = (tmp_path / "whole" / "trials.jsonl").read_bytes()
-    room = len(b"".join(raw.splitlines(True)[:4])) + 100                        # within the fourth trial
-    with full_disk(room):
-        status, _, err = call(flags())
-    assert status == 2 and "Traceback" not in err
-    assert err.splitlines()[-1].startswith("search.py: ") and "too large" in err
-    assert list(files(tmp_path / "out")) == ["trials.jsonl"]
-    left = files(tmp_path / "out")["trials.jsonl"]
-    assert raw.startswith(left) and left.count(b"\n") == 4
-    assert call(flags(resume=True))[0] == 0
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-
-
-def test_resume_without_a_run_starts_one(call, flags, tmp_path):
-    for out in ("empty", "killed"):
-        (tmp_path / out).mkdir()
-    (tmp_path / "killed" / LOCK).touch()  # before it wrote anything
-    for out, resume in (("a", None), ("not/there", True), ("empty", True), ("killed", None)):
-        assert call(flags(out, resume=resume))[0] == 0
-        assert files(tmp_path / out) == files(tmp_path / "a")
-
-
-def test_two_processes_do_not_search_in_one_folder(call, flags, tmp_path, monkeypatch):
-    """The second is refused, whatever it asks for, and the first ends as if it had been alone."""
-    assert call(flags("whole"))[0] == 0
-    seen = []
-
-    def second(*args):
-        if not seen:
-            before = tree(tmp_path)
-            seen.append(search.main(flags(resume=True, trials=9)))
-            assert tree(tmp_path) == before
-        return speedup(*args)
-    monkeypatch.setitem(search.OBJECTIVES, "speedup", second)
-    status, _, err = call(flags())
-    assert status == 0 and seen == [2]
-    assert err.count(f"search.py: {tmp_path / 'out'}: another process is writing here") == 1
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
-    with lock(tmp_path / "out"):
-        refused(call, flags(resume=True), tmp_path, "another process")
-    assert call(flags(resume=True))[0] == 0, "no lock outlives its owner"
+        assert call(*flags(resume=True))[0] == 0 and files(tmp_path / "out") == files(tmp_path / "whole"), cut
 
 
 # --- what is refused
-
-
-def refused(call, argv, folder, *words):
-    """One line, status 2, and nothing has changed."""
-    before = tree(folder)
-    status, out, err = call(argv)
-    assert status == 2 and out == "" and err.count("\n") == 1 and err.startswith("search.py: "), err
-    assert all(word in err for word in words), err
-    assert tree(folder) == before
-
-
-def test_a_folder_that_holds_something_is_not_written_to(call, flags, tmp_path):
-    assert call(flags())[0] == 0
-    refused(call, flags(), tmp_path, "is not empty", "--resume")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "diary.txt").write_text("dear")
-    refused(call, flags("mine"), tmp_path, "is not empty")
-    refused(call, flags("mine", resume=True), tmp_path, "holds no trials.jsonl")
-    (tmp_path / "file").write_text("dear")
-    refused(call, flags("file"), tmp_path, "file")
-    refused(call, flags("file/below"), tmp_path, "below")
 
 
 @pytest.mark.parametrize("change, word", [
@@ -791,14 +674,14 @@ def test_a_folder_that_holds_something_is_not_written_to(call, flags, tmp_path):
     ({"max_skips": 2}, "max_skips"), ({"objective": "matchness"}, "objective"),
     ({"dtype": "bfloat16"}, "model")], ids=str)
 def test_another_setting_is_no_resumption(change, word, call, flags, made, tmp_path):
-    assert call(flags(trials=2))[0] == 0
+    assert call(*flags(trials=2))[0] == 0
     change = {name: made / v if name in ("model", "text", "costs") else v for name, v in change.items()}
-    refused(call, flags(trials=9, resume=True, **change), tmp_path,
+    call.refuses(flags(trials=9, resume=True, **change), tmp_path,
             f"trials.jsonl, line 1: this run had another {word}: ")
-    assert call(flags(trials=3, resume=True))[0] == 0
+    assert call(*flags(trials=3, resume=True))[0] == 0
 
 
-def test_the_first_line_names_every_weight_every_text_and_the_tokenizer(flags):
+def test_the_first_line_names_weights_and_texts(flags):
     a, model, tokenizer = search.parse(flags()), make(LLAMA), expected.byte_tokenizer()
 
     def head(model=model, tokenizer=tokenizer, texts=("a", "b")):
@@ -835,7 +718,7 @@ DAMAGE = [  # (line, what it becomes: text, or changes of its object, what the r
 
 
 def test_a_damaged_log_is_refused_and_left_as_it_is(call, flags, tmp_path, monkeypatch):
-    assert call(flags(trials=3))[0] == 0
+    assert call(*flags(trials=3))[0] == 0
     loaded = checkpoint.load(flags()[1], "cpu", torch.float32)
     monkeypatch.setattr(checkpoint, "load", lambda *args: loaded)
     file = tmp_path / "out" / "trials.jsonl"
@@ -844,37 +727,34 @@ def test_a_damaged_log_is_refused_and_left_as_it_is(call, flags, tmp_path, monke
         line = change.encode("latin-1") if isinstance(change, str) else json.dumps(
             json.loads(lines[number - 1]) | change).encode()
         file.write_bytes(b"\n".join([*lines[: number - 1], line, *lines[number:]]) + b"\n")
-        refused(call, flags(resume=True), tmp_path, f"trials.jsonl, line {number}: ", word)
+        call.refuses(flags(resume=True), tmp_path, f"trials.jsonl, line {number}: ", word)
     for key in json.loads(lines[2]):
         short = {name: value for name, value in json.loads(lines[2]).items() if name != key}
         file.write_bytes(b"\n".join([lines[0], lines[1], json.dumps(short).encode()]) + b"\n")
-        refused(call, flags(resume=True), tmp_path, "line 3: not trial 1")
+        call.refuses(flags(resume=True), tmp_path, "line 3: not trial 1")
     for gone in range(3):
         file.write_bytes(b"\n".join(lines[:gone] + lines[gone + 1 :]) + b"\n")
-        refused(call, flags(resume=True), tmp_path, f"line {gone + 1}: not ")
+        call.refuses(flags(resume=True), tmp_path, f"line {gone + 1}: not ")
     file.write_bytes(b"all my poems, on a single line")
-    refused(call, flags(resume=True), tmp_path, "line 1: not the beginning of this run")
+    call.refuses(flags(resume=True), tmp_path, "line 1: not the beginning of this run")
     file.write_bytes(b"\n".join(lines) + b"\n")
-    assert call(flags(resume=True))[0] == 0
+    assert call(*flags(resume=True))[0] == 0
 
 
 @pytest.mark.parametrize("change, word", [
     ({"model": "nowhere"}, "nowhere"), ({"text": "nowhere.txt"}, "nowhere.txt: no such file"),
     ({"text": "nowhere.jsonl"}, "nowhere.jsonl: no such file"), ({"text": "model"}, "model: no such file"),
-    ({"costs": "nowhere.json"}, "nowhere.json"), ({"model": None}, "--model"), ({"text": None}, "--text"),
-    ({"trials": 0}, "--trials"), ({"trials": "x"}, "--trials"), ({"tokens": 0}, "--tokens"),
-    ({"tokens": 15}, "--tokens"), ({"temperature": "nan"}, "temperature"), ({"top_p": 0}, "top_p"),
-    ({"temperature": -1}, "temperature"), ({"temperature": "inf"}, "temperature"), ({"top_p": 1.5}, "top_p"),
-    ({"top_p": "nan"}, "top_p"), ({"protect": "a"}, "--protect"), ({"protect": "0,1.5"}, "--protect"),
+    ({"costs": "nowhere.json"}, "nowhere.json"), ({"text": None}, "--text"), ({"other": 1}, "--other"),
+    ({"trials": 0}, "--trials"), ({"trials": "x"}, "--trials"), ({"tokens": 15}, "--tokens"),
+    ({"temperature": "nan"}, "temperature"), ({"top_p": 0}, "top_p"), ({"protect": "a"}, "--protect"),
     ({"protect": "6"}, "from 0 to 5"), ({"protect": "-1"}, "from 0 to 5"),
     ({"protect": "0,1,2,3,4,5"}, "0 sub-layers to choose"), ({"min_skips": -1}, "--min-skips -1"),
-    ({"min_skips": 3, "max_skips": 2}, "--min-skips 3"), ({"min_skips": 5}, "--min-skips 5"),
-    ({"min_skips": 9, "max_skips": 9}, "--min-skips 9"), ({"min_skips": 6, "protect": ""}, "--min-skips 6"),
-    ({"max_skips": -1}, "--max-skips -1"), ({"objective": "luck"}, "--objective"),
-    ({"dtype": "int8"}, "--dtype"), ({"device": "tpu"}, "tpu"), ({"other": 1}, "--other")], ids=str)
+    ({"min_skips": 3, "max_skips": 2}, "--min-skips 3"), ({"min_skips": 9, "max_skips": 9}, "--min-skips 9"),
+    ({"min_skips": 6, "protect": ""}, "--min-skips 6"), ({"max_skips": -1}, "--max-skips -1"),
+    ({"objective": "luck"}, "--objective"), ({"device": "tpu"}, "tpu")], ids=str)
 def test_bad_input_is_one_line(change, word, call, flags, made, tmp_path):
     paths = {name: made / change[name] for name in ("model", "text", "costs") if change.get(name)}
-    refused(call, flags(**change | paths), tmp_path, word)
+    call.refuses(flags(**change | paths), tmp_path, word)
 
 
 def test_damaged_costs_are_refused(call, flags, tmp_path):
@@ -884,28 +764,26 @@ def test_damaged_costs_are_refused(call, flags, tmp_path):
     for content in [[], {}, {"sublayers": good}, {"head": 1}, *({"sublayers": t, "head": 1} for t in tables),
                     *({"sublayers": good, "head": bad} for bad in (-1, math.nan, math.inf, "1", None))]:
         file.write_text(json.dumps(content))
-        refused(call, flags(costs=file), tmp_path, "costs.json: expected")
+        call.refuses(flags(costs=file), tmp_path, "costs.json: expected")
     for blocks in ([], 3, None, [1], [[1]], [[2, 1.0]], [[1, 1.0], [1, 2.0]], [[1, 1.0], [4, 2.0], [3, 2.0]],
                    [[1, 1.0], [2, math.nan]], [[1, 1.0], [2, -1]], [[1, 1.0], ["2", 1.0]], [[1, "1"]]):
         file.write_text(json.dumps({"sublayers": good, "head": 1, "blocks": blocks}))
-        refused(call, flags(costs=file), tmp_path, 'costs.json: expected pairs under "blocks"')
+        call.refuses(flags(costs=file), tmp_path, 'costs.json: expected pairs under "blocks"')
     for more in ({"slot": -1}, {"slot": "1"}, {"at": -1}, {"at": 1.5}, {"at": True}):
         file.write_text(json.dumps({"sublayers": good, "head": 1, **more}))
-        refused(call, flags(costs=file), tmp_path, 'costs.json: expected a cost under "slot"')
+        call.refuses(flags(costs=file), tmp_path, 'costs.json: expected a cost under "slot"')
     file.write_text("{")
-    refused(call, flags(costs=file), tmp_path, "costs.json: not readable as JSON")
+    call.refuses(flags(costs=file), tmp_path, "costs.json: not readable as JSON")
 
 
 @pytest.mark.parametrize("name, content, word", [
     ("a.txt", "", "no text in it"), ("a.txt", END * 3 + "\n", "no text in it"),
     ("a.jsonl", "", "no text in it"), ("a.jsonl", "\n \n", "no text in it"),
-    ("a.jsonl", '{"text": "a"}\n{"prompt": "b"}\n', "line 2: expected"),
-    ("a.jsonl", '{"text": ""}', "line 1: expected"), ("a.jsonl", '{"text": 1}', "line 1: expected"),
-    ("a.jsonl", "\n[]", "line 2: expected"), ("a.jsonl", "once", "line 1: expected"),
+    ("a.jsonl", '{"text": "a"}\n\n{"prompt": "b"}\n', "line 3: expected"),
     ("a.jsonl", '{"text": "\\ud800"}', "surrogates"), ("a.txt", "\xff", "not readable as UTF-8")], ids=repr)
 def test_text_that_cannot_be_read_is_refused(name, content, word, call, flags, tmp_path):
     (tmp_path / name).write_bytes(content.encode("latin-1"))
-    refused(call, flags(text=tmp_path / name), tmp_path, word)
+    call.refuses(flags(text=tmp_path / name), tmp_path, word)
 
 
 # --- the bench
@@ -913,14 +791,26 @@ def test_text_that_cannot_be_read_is_refused(name, content, word, call, flags, t
 
 @pytest.fixture(scope="module")
 def bench(scored):
-    model, calibration, costs = scored
-    return model, calibration, costs, Space(3, (1, 2, 4))
+    return *scored, Space(3, (1, 2, 4))
 
 
-def test_bits_count_from_the_lowest():
-    assert bench_search.bits(6, 4) == [0, 1, 1, 0] and len(bench_search.bits(1)) == 12
-    assert bench_search.middle(12) == Space(12, tuple(range(6, 18)))
-    assert [bench_search.middle(7).skippable[0], bench_search.middle(7).skippable[-1]] == [0, 11]
+def test_bands_cover_every_block_but_the_first_once():
+    space = bench_search.bands(24)
+    assert space.bands[:6] == ((2,), (3,), (4,), (5,), (6, 8), (7, 9)) and len(space.bands) == 12
+    assert space.bands[-2] == tuple(range(28, 48, 2)) and space.skippable[-2:] == (28, 29)
+    assert space.groups().tolist() == [0, 1] * 6
+    for n_layers in (2, 3, 7, 10, 12, 24, 80):
+        space = bench_search.bands(n_layers)
+        assert sorted(sub for band in space.bands for sub in band) == list(range(2, 2 * n_layers))
+        assert len(space.bands) == min(12, 2 * n_layers - 2)
+        assert space.sublayers([1] * len(space.bands)) == [0, 1]
+    assert len(bench_search.bands(24, 3).bands) == 6
+
+
+def test_a_bit_skips_its_whole_band():
+    space = bench_search.bands(24)
+    z = [0] * 4 + [1] + [0] * 6 + [1]
+    assert set(range(48)) - set(space.sublayers(z)) == {6, 8, *range(29, 48, 2)}
 
 
 def test_every_set_is_what_a_trial_says_of_it(bench):
@@ -1017,15 +907,12 @@ def test_methods_against_the_truth(bench, monkeypatch, tmp_path):
     _, calibration, costs, space = bench
     monkeypatch.setattr(bench_search, "SEEDS", 2)
     monkeypatch.setattr(bench_search, "BUDGETS", (2, 8))
-    monkeypatch.setattr(bench_search, "installed", lambda name: False)
+    monkeypatch.setattr(bench_search, "find_spec", lambda name: None)
     land, ticks = bench_search.enumerate_sets(space, calibration, costs), []
-    curves = bench_search.regrets(space, land, calibration, SimpleNamespace(update=lambda: ticks.append(1)))
-    assert list(curves) == ["Gaussian process", "local search", "random", "CLaSp"] and len(ticks) == 6
-    for name in list(curves)[:3]:
-        assert [run[-1] for run in curves[name]] == [float(land["speedup"].max())] * 2
-    order = bench_search.clasp(calibration, space)
-    worth = [speedup(calibration, costs, space.sublayers(z)).speedup for z in order]
-    assert curves["CLaSp"] == [[max(worth[: i + 1]) for i in range(8)]]
+    curves = bench_search.regrets(space, land, SimpleNamespace(update=lambda: ticks.append(1)))
+    assert list(curves) == ["Gaussian process", "local search", "random"] and len(ticks) == 6
+    for runs in curves.values():
+        assert [run[-1] for run in runs] == [float(land["speedup"].max())] * 2
     plots.regrets(curves, float(land["speedup"].max()), "eight sets", tmp_path / "regrets.png")
     assert image.imread(tmp_path / "regrets.png").shape[2] == 4
 
@@ -1033,18 +920,20 @@ def test_methods_against_the_truth(bench, monkeypatch, tmp_path):
 def test_the_table_of_regrets_by_hand(monkeypatch):
     monkeypatch.setattr(bench_search, "SEEDS", 2)
     ours = [[1.0] * 24 + [1.995] * 30 + [2.0] * 46, [1.5] * 30 + [2.0] * 70]
-    curves = {"Gaussian process": ours, "random": [[1.0] * 100, [1.9] * 100], "CLaSp": [[1.8] * 100]}
+    curves = {"Gaussian process": ours, "random": [[1.0] * 100, [1.9] * 100]}
     row = {"sublayers": [0, 1], "alpha": 0.5, "c": 0.25, "gamma": 2, "predicted": 1.5, "measured": 1.25}
     every = {"sets": {"best": row}, "trials": 3, "trials_per_second": 2.0, "share_in_process": 0.5}
-    data = {"optimum": 2.0, "curves": curves, "correlation": {"speedup": 0.5}, "everything": every,
+    data = {"optimum": 2.0, "optimum_set": [0, 3], "curves": curves, "correlation": {"speedup": 0.5},
+            "everything": every,
             "transfer": {name: dict.fromkeys(bench_search.SETS, 1.125) for name in bench_search.SETS}}
-    land = {"speedup": torch.ones(3).numpy()}
+    land = {"speedup": torch.ones(3).numpy(), "c": torch.ones(3).numpy()}
     text = bench_search.markdown(SimpleNamespace(model="m", machine="here"), land, data)
     rows = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
             for line in text.splitlines() if line.startswith("|")}
     assert rows["Gaussian process"] == ["0.2525", "0.0025", "0.0000", "0%", "50%", "100%", "28",
                                         "2 : 0, p = 0.2"]
-    assert rows["random"][-1] == rows["CLaSp"][-1] == "" and rows["random"][6] == "never"
+    assert rows["random"][-1] == "" and rows["random"][6] == "never"
+    assert text.startswith("m; all 3 sets of groups of sub-layers: the best, which keeps 0 3, promises 2.0")
     assert rows["best"] == ["0 1", "0.500", "0.250", "2", "1.50", "1.25"]
 
 

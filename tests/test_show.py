@@ -54,11 +54,6 @@ def test_origins(new, accepted, proposed, expected):
     assert origins(make_round([new], [accepted], [proposed])) == expected
 
 
-def test_origins_of_every_row_of_a_batch():
-    r = make_round([[1, 2, 3], [4], [], [5]], [2, 0, 0, 0], [2, 2, 0, 0])
-    assert [origins(r, b) for b in range(4)] == [["accepted"] * 2 + ["bonus"], ["correction"], [], ["plain"]]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("make_drafter", DRAFTERS)
 def test_origins_of_real_runs(family, make_drafter):
@@ -330,11 +325,6 @@ def test_html_of_a_round(certain):
         ["2", "0", "0.125", quarter, "dead"],
         ["2", "new: "],
     ]
-
-
-def test_html_of_a_round_after_an_end_of_text_nothing_is_refused():
-    r = make_round([[4, 5]], [2], [2], [[4, 5, 6]])
-    assert [row[-1] for row in cells(show.round_html(r))[1:4]] == ["accepted", "accepted", "dead"]
 
 
 def test_html_of_a_plain_round_and_of_texts():

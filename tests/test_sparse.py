@@ -2,21 +2,19 @@
 import itertools
 from dataclasses import replace
 
+import promises
 import pytest
-from paper_gpu import PaperGPU
-from test_heads import Turns, assert_exact
-from test_speculative import SOME, TINY, TINY_GEMMA, Says, Unsure
-from tiny import LIVELY, LLAMA, PROMPTS, devices, each_family, make, oracle
+from test_heads import Turns
+from test_speculative import SOME
+from tiny import LIVELY, LLAMA, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, devices, each_family, make, warm
 
 from control import Costs, expected_tokens, weight_costs
 from layerskip import SelfDraft, ShortHead, early_exit, keep
-from machine.quant import quantise
-from machine.recorded import Recorded
 from methods.sparse import SparseDraft, promise, step_cost, unread
 from methods.trees import Siblings
 from model import Config
-from sampling import Coins, to_probs
-from speculative import NGram, Rule, Then, generate, rounds
+from sampling import Coins
+from speculative import NGram, Then, generate, rounds
 
 LLAMA_8B = Config(128_256, 4096, 32, 32, 8, 128, 14_336)
 DRAFTERS = {
@@ -31,31 +29,13 @@ DRAFTERS = {
     "in turns": lambda m: Turns(SparseDraft(m, 3, 1, 3), SelfDraft(m, range(8), 3), NGram(3, 1)),
     "long": lambda m: SparseDraft(m, 12, 2, 4),
 }
-each_drafter = pytest.mark.parametrize("name", DRAFTERS)
-
-
-# --- the text does not change
-
-
-@devices
-@each_family
-@each_drafter
-def test_greedy_identity(truth, family, name, device):
-    m, count = make(LIVELY[family], device=device), 20 if device == "cpu" else 6
-    assert generate(m, PROMPTS, count, DRAFTERS[name](m))[0] == [row[:count] for row in truth[family]]
-
-
-@pytest.mark.parametrize("name", ["sparse", "skip", "siblings", "in turns"])
-def test_rows_equal_solo_runs(models, truth, name):
-    m = models["gemma2"]
-    for prompt, want in zip(PROMPTS, truth["gemma2"], strict=True):
-        assert generate(m, [prompt], 12, DRAFTERS[name](m))[0] == [want[:12]]
-
-
-def test_it_drafts_for_stand_ins_too(models):
-    """For a model whose passes are recorded, and for one in few bits."""
-    for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):
-        assert generate(m, PROMPTS, 12, DRAFTERS["sparse"](m))[0] == generate(m, PROMPTS, 12)[0]
+test_greedy_identity = promises.greedy_identity(DRAFTERS)
+test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
+test_it_drafts_for_stand_ins_too = promises.stand_ins(DRAFTERS, ["sparse"])
+test_poison = promises.poison(DRAFTERS)
+test_context_limit = promises.context_limit(DRAFTERS, ["long"])
+test_end_of_text = promises.end_of_text(DRAFTERS, ["sparse"], range(0, 12, 3))
+test_one_wait_a_round = promises.one_wait_a_round(DRAFTERS, ["sparse"])
 
 
 LAWS = {
@@ -66,34 +46,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("name", LAWS)
-def test_exact_law(name):
-    c, make_drafter = LAWS[name]
-    m = make(c, 3)
-    assert_exact(m, make_drafter(m))
-
-
-@each_family
-def test_poison(models, truth, family):
-    """Nothing after the last known token is ever read: fill it with garbage after each round."""
-    class Poisoned(SparseDraft):
-        def observe(self, state, r):
-            for b, text in enumerate(state.known):
-                n = len(text)
-                state.cache.k[:, b, :, n - 1 :] = state.cache.v[:, b, :, n - 1 :] = 1e4
-                state.tokens[b, n:] = 16
-            self.rule = Rule(sum(map(len, state.known)) % 6)
-
-    m, counts = models[family], []
-    for kind in (Poisoned, SparseDraft):
-        drafter, run = kind(m, 4, 2, 3), []
-        for state, r in rounds(m, PROMPTS, 24, drafter):
-            run.append((r.new, r.draft.tokens.tolist()))
-            drafter.rule = Rule(sum(map(len, state.known)) % 6)
-        counts.append(run)
-        assert [t[len(p) :] for t, p in zip(state.known, PROMPTS, strict=True)] == [
-            row[:24] for row in truth[family]]
-    assert counts[0] == counts[1], "a draft read a dead slot"
+test_exact_law = promises.exact_law(LAWS, count=2)
 
 
 @each_family
@@ -106,32 +59,6 @@ def test_the_verifying_pass_writes_all_keys_and_values_anew(models, family):
             n = len(text) - 1
             assert (state.cache.k[:, b, :, :n] - fresh.cache.k[:, 0, :, :n]).abs().max() < 1e-9
             assert (state.cache.v[:, b, :, :n] - fresh.cache.v[:, 0, :, :n]).abs().max() < 1e-9
-
-
-@pytest.mark.parametrize("family, rows", [("llama", 1), ("gemma2", 4)])
-def test_one_wait_a_round(family, rows):
-    """And the text of the CPU, with a seed."""
-    warm, texts = (lambda x: to_probs(x, temperature=0.8, top_p=0.95)), {}
-    with PaperGPU() as gpu:
-        for device in ("cpu", "cuda"):
-            m, texts[device], waits = make(LIVELY[family], device=device), [], []
-            for _, r in rounds(m, PROMPTS[:rows], 9, SparseDraft(m, 3, 1, 3), warm, Coins(3)):
-                texts[device].append(r.new)
-                waits, gpu.waits = gpu.waits, []
-                if device == "cuda" and len(texts["cuda"]) > 1:     # not the sending of the prompts
-                    assert len(waits) == 1, waits
-    assert texts["cuda"] == texts["cpu"]
-
-
-@each_family
-def test_context_limit_and_end_of_text(family):
-    m = make(replace(LIVELY[family], max_len=20))
-    want = [oracle(m, p, 20 - len(p)) for p in PROMPTS]
-    assert generate(m, PROMPTS, 99, DRAFTERS["long"](m))[0] == want
-    assert generate(m, PROMPTS[:1], 99, DRAFTERS["long"](m))[0] == want[:1]
-    eos = {want[0][3], want[1][0]}
-    cut = [row[: next((j + 1 for j, t in enumerate(row[:12]) if t in eos), 12)] for row in want]
-    assert generate(m, PROMPTS, 12, DRAFTERS["sparse"](m), eos=eos)[0] == cut
 
 
 # --- what it reads
@@ -149,8 +76,7 @@ def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(family, device,
     drafter.begin(state, {})
 
     def drafted():
-        return drafter.propose(replace(state, cache=state.cache.fork(), coins=Coins(0),
-                                       probs=lambda x: to_probs(x, 1.0))).q
+        return drafter.propose(replace(state, cache=state.cache.fork(), coins=Coins(0), probs=warm)).q
 
     want = drafted()
     for j in range(max(map(len, state.known)) - 1):
@@ -165,7 +91,7 @@ def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(family, device,
 @each_family
 def test_a_token_that_reads_only_itself_says_what_it_says_alone(models, family):
     m = models[family]
-    for _, r in rounds(m, PROMPTS, 12, SparseDraft(m, 3, 0, 1), lambda x: to_probs(x, 1.0), Coins(1)):
+    for _, r in rounds(m, PROMPTS, 12, SparseDraft(m, 3, 0, 1), warm, Coins(1)):
         for k in range(1, r.draft.tokens.shape[1]):
             alone = m(r.draft.tokens[:, k - 1 : k]).softmax(-1)
             assert (r.draft.q[:, k] - alone[:, 0]).abs().max() < 1e-9
@@ -190,7 +116,7 @@ def test_the_fewer_tokens_it_reads_the_less_is_accepted(models):
 @each_family
 def test_exits_and_skips_are_heeded(models, family):
     """With a window that hides nothing such a draft is that of SelfDraft."""
-    m, warm = models[family], lambda x: to_probs(x, 1.0)
+    m = models[family]
     for subs in (early_exit(6, 4), keep(6, [1, 4], [2])):
         _, a = next(rounds(m, PROMPTS, 20, SparseDraft(m, 3, 0, 64, subs), warm, Coins(2)))
         _, b = next(rounds(m, PROMPTS, 20, SelfDraft(m, subs, 3), warm, Coins(2)))

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from matplotlib import image
-from safetensors import safe_open
-from test_train import Killed, story
-from tiny import GEMMA, LLAMA, PROMPTS, make, tree
+from test_train import same_end, state
+from tiny import GEMMA, LLAMA, PROMPTS, argv_of, command, foreseeable, make, story, story_tokenizer
 
 import checkpoint
 import generate
@@ -29,31 +28,21 @@ KINDS = {"kangaroo": ["--exit-layer", "2"], "exit_block": ["--exit-layer", "2"],
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a model whose text can be foreseen: there are few tokens, and attention is weak, so that
-    one tells the next."""
     out = tmp_path_factory.mktemp("tame") / "model"
-    tokenizer = corpus.train_tokenizer(story(0).split(corpus.BOUNDARY), 300)
-    m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
-    for b in m.blocks:
-        b.attn.wo *= 0.05
-    m.head *= 4
-    m.head[12:] = 0
-    checkpoint.save(m, out, tokenizer)
+    checkpoint.save(foreseeable(), out, story_tokenizer())
     return out
 
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
     out = tmp_path_factory.mktemp("gemma") / "model"
-    tokenizer = corpus.train_tokenizer(story(0).split(corpus.BOUNDARY), 300)
     m = make(replace(GEMMA, vocab_size=300, norm_eps=1e-6, bos=0, eos=(0,))).float()
-    checkpoint.save(m, out, tokenizer)
+    checkpoint.save(m, out, story_tokenizer())
     return out
 
 
 def line(kind, folder, out, given=SHORT, *more):
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    return [kind, "--model", str(folder), "--out", str(out), *words, *KINDS[kind], *more]
+    return [kind, *argv_of({"model": folder, "out": out, **given}), *KINDS[kind], *more]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -64,32 +53,22 @@ def product(request, folder):
     return request.param, out
 
 
-@pytest.fixture
-def call(capsys):
-    def run(argv):
-        status = train_heads.main(argv)
-        return status, *capsys.readouterr()
-    return run
-
-
-def facts(out):
-    with safe_open(out / train.STATE, framework="pt") as file:
-        return json.loads(file.metadata()["run"])
+call = command(train_heads.main)
 
 
 def test_training_learns(product, folder):
     """Held-out text: every step of the head agrees with the model far more often than before, and the heads
     as loaded are worth what the card says."""
     kind, out = product
-    evals = [next(iter(e["files"].values())) for e in facts(out)["evals"]]
+    facts, tensors = state(out)
+    evals = [next(iter(e["files"].values())) for e in facts["evals"]]
     before, after = evals[0], evals[-1]
     for old, new in zip(before["agreement"], after["agreement"], strict=True):
         assert new > 0.3 and new > old + 0.1, f"{kind}: {before['agreement']} -> {after['agreement']}"
     assert all(new < 0.7 * old for old, new in zip(before["loss"], after["loss"], strict=True))
     model, _ = checkpoint.load(folder, "cpu", torch.float32)
     head, ranks = heads.load(out, model)
-    with safe_open(out / train.STATE, framework="pt") as file:
-        held_out = file.get_tensor("text.valid")
+    held_out = tensors["text.valid"]
     table = train_heads.evaluate(head, held_out, 24, 4 * train_heads.MEASURED)
     assert table["ranks"] == pytest.approx(ranks) and sum(ranks) <= 1 and ranks[0] == max(ranks)
     assert sum(table["agreement"]) / len(table["agreement"]) == pytest.approx(ranks[0])
@@ -157,20 +136,15 @@ def test_losses_by_hand():
     m = make(replace(LLAMA, vocab_size=5)).requires_grad_(True)
     head, tokens = heads.Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5
     found, besides = train_heads.losses(head, tokens)
-    p = m(tokens).softmax(-1).detach()
-    q = heads.Medusa(m, 2).after(final(m, tokens), 1).softmax(-1).detach()
+    p, trace = m(tokens).softmax(-1).detach(), {11: None}
+    m.run(m.embed(tokens), slice(0, tokens.shape[1]), trace=trace)
+    q = heads.Medusa(m, 2).after(trace[11], 1).softmax(-1).detach()
     want = [float(p[0, n + 2, v] * (p[0, n + 2, v] / q[0, n, v]).log()) for n in range(6) for v in range(5)]
     assert float(found[1].detach()) == pytest.approx(sum(want) / 6, rel=1e-5)
     assert len(found) == 2 and besides == 0
     sum(found).backward()
     assert head.weights.inner.grad.abs().sum() > 0
     assert m.blocks[0].attn.wqkv.grad is None, "the target is a label: no gradient flows into it"
-
-
-def final(m, tokens):
-    trace = {11: None}
-    m.run(m.embed(tokens), slice(0, tokens.shape[1]), trace=trace)
-    return trace[11]
 
 
 # --- interruptions
@@ -181,27 +155,16 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(kind, folder, tmp_pa
     """Bit by bit, also where the text is what the model wrote: it is not written again."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train_heads.main(line(kind, folder, whole)) == 0
-    save, count = train.Run.save, [0]
-
-    def dying(run):
-        save(run)
-        count[0] += 1
-        if count[0] == 3:
-            raise Killed
-
-    with monkeypatch.context() as m:
-        m.setattr(train.Run, "save", dying)
-        with pytest.raises(Killed):
-            train_heads.main(line(kind, folder, parts, SHORT | {"every": 1e-9}))
-    assert 0 < facts(parts)["step"] < facts(whole)["step"]
+    run = train.open_run(train_heads.parse(line(kind, folder, parts)), train_heads.fresh_run)
+    for _ in range(3):
+        run.train_step()
+    run.save()
+    run.train_step()    # this one is lost
+    run.lock.close()
     monkeypatch.setattr(train_heads, "write_text", None)
     assert train_heads.main(line(kind, folder, parts, SHORT, "--resume")) == 0
     assert (whole / heads.FILE).read_bytes() == (parts / heads.FILE).read_bytes()
-    (a, b), keys = ((facts(whole), facts(parts)), ("step", "losses", "settings"))
-    assert all(a[key] == b[key] for key in keys)
-    with safe_open(whole / train.STATE, framework="pt") as f, safe_open(parts / train.STATE, "pt") as g:
-        assert set(f.keys()) == set(g.keys())
-        assert all(torch.equal(f.get_tensor(key), g.get_tensor(key)) for key in f.keys())
+    same_end(whole, parts)
 
 
 # --- the text of files
@@ -212,12 +175,12 @@ def test_data_of_files(folder, tmp_path, call):
     a.write_text(story(1, 12))
     b.write_text(story(2, 12))
     out = tmp_path / "out"
-    status, _, err = call(line("medusa", folder, out, SHORT, "--data", f"{a}=3", str(b)))
+    argv = line("medusa", folder, out, SHORT, "--data", f"{a}=3", str(b))
+    status, _, err = call(*argv)
     assert status == 0, err
-    assert set(facts(out)["evals"][-1]["files"]) == {"a.txt", "b.txt"}
+    assert set(state(out)[0]["evals"][-1]["files"]) == {"a.txt", "b.txt"}
     model, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
-    text = train_heads.read_text(train_heads.parse(line("medusa", folder, out, SHORT, "--data", f"{a}=3",
-                                                        str(b))), model, tokenizer)
+    text = train_heads.read_text(train_heads.parse(argv), model, tokenizer)
     assert text.weights == [3.0, 1.0] and text.train["a.txt"][0] == 0
     want = [t for d in corpus.read_documents(a) for t in checkpoint.encode(tokenizer, d, 0)]
     assert text.train["a.txt"].tolist() + text.valid["a.txt"].tolist() == want
@@ -243,34 +206,27 @@ def test_data_of_files(folder, tmp_path, call):
     (["--nonsense"], "unrecognized arguments: --nonsense; see --help"),
 ])
 def test_bad_input_is_one_line_and_status_2(folder, tmp_path, call, more, message):
-    before = tree(tmp_path)
-    argv = line("medusa", folder, tmp_path / "out")[:-2] + more
-    status, out, err = call(argv)
-    assert status == 2 and out == "" and message in err.splitlines()[-1]
-    assert err.splitlines()[-1].startswith("train_heads.py: ") and tree(tmp_path) == before
+    call.refuses(line("medusa", folder, tmp_path / "out")[:-2] + more, tmp_path, message)
 
 
 def test_other_runs_and_other_models_are_refused(product, folder, gemma, tmp_path, call):
     kind, out = product
-    before = tree(out)
-    status, _, err = call(line(kind, folder, out, FLAGS))
-    assert status == 2 and "holds a run already: continue with --resume" in err
-    status, _, err = call(line(kind, folder, out, FLAGS | {"lr": 0.5}, "--resume"))
-    assert status == 2 and "holds a run with another lr (0.01, now 0.5)" in err
-    status, _, err = call(line(kind, gemma, out, FLAGS, "--resume"))
-    assert status == 2 and "holds a run with another" in err
-    assert tree(out) == before
+    for argv, message in (
+            (line(kind, folder, out, FLAGS), "holds a run already: continue with --resume"),
+            (line(kind, folder, out, FLAGS | {"lr": 0.5}, "--resume"),
+             "holds a run with another lr (0.01, now 0.5)"),
+            (line(kind, gemma, out, FLAGS, "--resume"), "holds a run with another")):
+        call.refuses(argv, out, message)
     (tmp_path / "file").write_text("")
-    status, _, err = call(line(kind, folder, tmp_path, FLAGS))
-    assert status == 2 and "is not empty and holds no checkpoint.safetensors" in err
+    call.refuses(line(kind, folder, tmp_path, FLAGS), tmp_path,
+                 "is not empty and holds no checkpoint.safetensors")
 
 
 def test_a_model_without_a_first_id_needs_data(tmp_path, call):
     model = tmp_path / "model"
-    tokenizer = corpus.train_tokenizer(story(0).split(corpus.BOUNDARY), 300)
-    checkpoint.save(make(replace(LLAMA, vocab_size=300)).float(), model, tokenizer)
-    status, _, err = call(line("medusa", model, tmp_path / "out"))
-    assert status == 2 and "no begin-of-text id to start a text with: give text with --data" in err
+    checkpoint.save(make(replace(LLAMA, vocab_size=300)).float(), model, story_tokenizer())
+    call.refuses(line("medusa", model, tmp_path / "out"), tmp_path,
+                 "no begin-of-text id to start a text with: give text with --data")
 
 
 # --- generate.py

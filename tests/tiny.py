@@ -1,16 +1,20 @@
-"""What the tests share: tiny random models of both families in float64, ragged prompts, an oracle, and the
-enumerator of every outcome of the production loop."""
+"""What the tests share: tiny random models of both families in float64, ragged prompts, an oracle, the
+enumerator of every outcome of the production loop, and rules and coins that do as they are told."""
 
+import json
+import random
 import resource
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from model import Config, Transformer
-from sampling import Coins
-from speculative import Draft, Round
+from sampling import Coins, to_probs
+from speculative import Draft, Round, Rule
+from support.corpus import BOUNDARY, train_tokenizer
 
 torch.set_num_threads(1)  # these models are too small to share
 DEVICES = ["cpu", "cuda"]  # conftest.py: of paper, where there is none
@@ -21,6 +25,10 @@ GEMMA = replace(LLAMA, head_dim=16, tied=True, act="gelu", norm_offset=1.0, embe
                 post_norm=True, query_scale=24**-0.5, attn_softcap=50.0, final_softcap=30.0, window=5)
 FAMILIES = {"llama": LLAMA, "gemma2": GEMMA}
 LIVELY = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # else Gemma repeats itself
+TINY = Config(vocab_size=3, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24,
+              max_len=32)
+TINY_GEMMA = replace(TINY, tied=True, act="gelu", norm_offset=1.0, embed_scale=4.0, post_norm=True,
+                     query_scale=0.3, attn_softcap=5.0, final_softcap=3.0, window=2)    # for exact laws
 each_family = pytest.mark.parametrize("family", FAMILIES)
 devices = pytest.mark.parametrize("device", DEVICES)
 PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]  # one of them a single token
@@ -37,6 +45,11 @@ def make(c, seed=0, device="cpu"):
     return m.requires_grad_(False).eval().to(device)
 
 
+def small(m, seed=5):
+    """A draft model for m."""
+    return make(replace(m.c, n_layers=2), seed, m.tok.device)
+
+
 @torch.no_grad()
 def oracle(m, prompt, count):
     """Greedy decoding in four lines, without a cache: shares no code with the loop."""
@@ -44,6 +57,48 @@ def oracle(m, prompt, count):
     for _ in range(count):
         ids.append(int(m(torch.tensor([ids], device=m.tok.device))[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def read(m, ids, taps=(), cache=None, sublayers=None):
+    """One pass over a text: its states (1, T, dim), and those after each of these sub-layers."""
+    x, trace = m.embed(torch.tensor([ids], device=m.tok.device)), dict.fromkeys(taps)
+    return m.run(x, slice(0, len(ids)), cache, sublayers, trace=trace), trace
+
+
+def warm(logits):
+    return to_probs(logits, 1.0)
+
+
+def wide(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+class Says(Rule):
+    """gamma as given: a number, a list of one for each row, or a function of the state; and a stop rule."""
+
+    def __init__(self, gamma, stop=None):
+        super().__init__(0)
+        self.gamma = gamma if callable(gamma) else lambda state: gamma
+        self.stop = stop
+
+
+class Unsure(Rule):
+    """End a row where the most likely token has less than .6."""
+
+    def stop(self, k, logits, token):
+        return logits.softmax(-1).amax(-1) < 0.6
+
+
+class Fixed(Coins):
+    """Coins whose uniforms are known."""
+
+    def __init__(self, *uniforms):
+        self.uniforms = wide(uniforms)
+
+    def take(self, count, device):
+        taken, self.uniforms = self.uniforms[:count], self.uniforms[count:]
+        assert len(taken) == count
+        return taken.to(device)
 
 
 class Branch(Coins):
@@ -87,6 +142,19 @@ def law(run, branch=Branch):
         path[-1] += 1
 
 
+def plant(parents, law_at, coins):
+    """A tree whose siblings are drawn without replacement from law_at(tokens on the way to them). Returns its
+    tokens, what each was drawn from, and the way to each node."""
+    tokens, q, way = [], [], [()]
+    for k, parent in enumerate(parents):
+        left = law_at(way[parent]).clone()
+        left[[tokens[other] for other in range(k) if parents[other] == parent]] = 0
+        q.append(left / left.sum())
+        tokens.append(int(coins.choose(q[-1])))
+        way.append((*way[parent], tokens[-1]))
+    return tokens, q, way
+
+
 def tree(folder):
     """All that a folder holds, to see that nothing was changed."""
     return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
@@ -111,3 +179,71 @@ def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
     accepted, proposed = torch.tensor(accepted), torch.tensor(proposed)
     sure = [[1 / vocab] * len(row) for row in new]
     return Round(Draft(tokens, q, proposed), p.log(), p, accepted, proposed, new, sure, {})
+
+
+class Command:
+    """A command's `main`, called within a test."""
+
+    def __init__(self, main, capsys):
+        self.main, self.capsys = main, capsys
+
+    def __call__(self, *argv):
+        """(status, standard output, standard error)"""
+        return self.main([str(word) for word in argv]), *self.capsys.readouterr()
+
+    def refuses(self, argv, folder, *words):
+        """Status 2, and one line that names program and cause; and the folder is as it was."""
+        before = tree(folder)
+        status, out, err = self(*argv)
+        assert (status, out) == (2, "") and err.count("\n") == 1 and err.endswith("\n"), (status, out, err)
+        program = self.main.__module__.split(".")[-1]
+        assert err.startswith(f"{program}.py: ") and all(str(word) in err for word in words), err
+        assert tree(folder) == before, "something was written or lost"
+
+
+def command(main):
+    """A fixture that gives this Command."""
+    return pytest.fixture(lambda capsys: Command(main, capsys))
+
+
+def argv_of(given):
+    """The command line of {flag: value}; None leaves a flag out, True stands alone, a list is many words."""
+    line = []
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [] if value is True else [value]
+        line += [f"--{name.replace('_', '-')}", *map(str, values)] if value is not None else []
+    return line
+
+
+def story(seed, count=60):
+    """Documents of few words."""
+    draw, words = random.Random(seed), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
+    sentences = (" ".join(draw.choice(part.split()) for part in words) + "." for _ in range(6 * count))
+    return BOUNDARY.join(" ".join(next(sentences) for _ in range(6)) for _ in range(count))
+
+
+def story_tokenizer():
+    return train_tokenizer(story(0).split(BOUNDARY), 300)
+
+
+def foreseeable():
+    """A model whose text can be foreseen: there are few tokens, and attention is weak, so that one tells the
+    next."""
+    m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
+    for b in m.blocks:
+        b.attn.wo *= 0.05
+    m.head *= 4
+    m.head[12:] = 0
+    return m
+
+
+def shard(folder, count):
+    """Spread a checkpoint's weights over several files, with an index, as large models come. Its path."""
+    tensors = load_file(folder / "model.safetensors")
+    where = {key: f"model-{i % count + 1:05}-of-{count:05}.safetensors" for i, key in enumerate(tensors)}
+    for file in sorted(set(where.values())):
+        save_file({key: t.clone() for key, t in tensors.items() if where[key] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+    (folder / "model.safetensors").unlink()
+    return index

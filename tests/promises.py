@@ -1,0 +1,282 @@
+"""What every drafter keeps, whatever it drafts. Each promise is tested here once, and a file of tests puts
+its own drafters to it, {name: model -> drafter}: `test_poison = promises.poison(DRAFTERS)`. Or some `names`.
+
+The one thing to remember: whether a drafter drafts *well* no text can show. That is for the other tests.
+"""
+from dataclasses import replace
+
+import pytest
+import torch
+from paper_gpu import PaperGPU
+from teach import equal
+from tiny import DEVICES, LIVELY, PROMPTS, TINY, each_family, law, make, warm
+
+from machine.quant import quantise
+from machine.recorded import Recorded
+from methods.drafting import ExitDraft, ProphetDraft
+from sampling import Coins, to_probs
+from speculative import ModelDraft, Wrapper, generate, rounds
+
+TOP_P = dict(temperature=2.0, top_p=0.9)
+
+
+def write(m, drafter, count, prompts=PROMPTS, eos=()):
+    """What is written; no draft may be longer than the room that is left."""
+    out, drafted = [[] for _ in prompts], 0
+    room = [min(count, m.c.max_len - len(p)) for p in prompts]
+    for state, r in rounds(m, prompts, count, drafter, eos=eos):
+        assert r.draft.tokens.shape[1] <= max(room) - 1
+        assert all(k <= max(0, left - 1) for k, left in zip(r.proposed.tolist(), room, strict=True))
+        for row, new in zip(out, r.new, strict=True):
+            row += new
+        room, drafted = list(state.left_cpu), drafted + int(r.proposed.sum())
+    assert drafted or drafter is None or count < 20, "it drafted nothing"
+    return out
+
+
+def cut(rows, eos, count):
+    """The first `count` tokens of each row, or up to its first token in eos."""
+    return [row[: next((i + 1 for i, t in enumerate(row[:count]) if t in eos), count)] for row in rows]
+
+
+class Watched(Wrapper):
+    """Shows each draft, and the state in which it was drafted, to `look`."""
+
+    def __init__(self, drafter, look):
+        super().__init__(drafter)
+        self.look = look
+
+    def propose(self, state):
+        draft = super().propose(state)
+        self.look(state, draft)
+        return draft
+
+
+def compared(drafter, by_hand, far):
+    """The drafter. How far each q is from by_hand(a row's text, the tokens of its draft), (K, V), is put into
+    `far`; None: nobody can say."""
+    def look(state, draft):
+        for b, text in enumerate(state.known):
+            K = draft.tokens.shape[1] if draft.length is None else int(draft.length[b])
+            K = min(K, state.left_cpu[b] - 1)
+            want = by_hand(text, draft.tokens[b, :K].tolist()) if K > 0 else None
+            if want is not None:
+                far.extend((draft.q[b, :K] - want).abs().amax(-1).tolist())
+    return Watched(drafter, look)
+
+
+def reader(model, rule, far):
+    """A draft model, compared with what it says of the whole text without a cache."""
+    def by_hand(text, tokens):
+        ids = torch.tensor([text + tokens], device=model.tok.device)
+        return model(ids)[0, len(text) - 1 : -1].softmax(-1)
+    return compared(ModelDraft(model, rule), by_hand, far)
+
+
+# --- greedy texts are those of plain decoding
+
+
+def greedy_identity(drafters, names=None, on=DEVICES):
+    """In a ragged batch."""
+    @pytest.mark.parametrize("device", on)
+    @each_family
+    @pytest.mark.parametrize("name", names or drafters)
+    def test(truth, family, name, device):
+        m, count = make(LIVELY[family], device=device), 30 if device == "cpu" else 8
+        assert write(m, drafters[name](m), count) == [row[:count] for row in truth[family]]
+    return test
+
+
+def rows_equal_solo_runs(drafters, names=None):
+    @each_family
+    @pytest.mark.parametrize("name", names or drafters)
+    def test(models, truth, family, name):
+        for prompt, want in zip(PROMPTS, truth[family], strict=True):
+            assert write(models[family], drafters[name](models[family]), 12, [prompt]) == [want[:12]]
+    return test
+
+
+def end_of_text(drafters, names=None, places=range(12)):
+    """Tokens of the answer are end-of-text ids in turn, alone and with a second one, so that they fall on
+    every place of a draft; each row ends after its own first one."""
+    @pytest.mark.parametrize("name", names or drafters)
+    @each_family
+    def test(models, truth, family, name):
+        m, rows = models[family], truth[family]
+        for i in places if m.tok.device.type == "cpu" else places[::4]:
+            for eos in ({rows[0][i]}, {rows[0][i], rows[1][0]}):
+                assert write(m, drafters[name](m), 12, eos=eos) == cut(rows, eos, 12)
+    return test
+
+
+def context_limit(drafters, names=None):
+    """Rows reach the limit one by one, the last of them inside a draft; end-of-text on the very last slot
+    counts."""
+    @pytest.mark.parametrize("name", names or drafters)
+    @each_family
+    def test(truth, family, name):
+        m = make(replace(LIVELY[family], max_len=20))
+        want = [row[: 20 - len(p)] for row, p in zip(truth[family], PROMPTS, strict=True)]
+        assert write(m, drafters[name](m), 99) == want
+        for eos in (set(), {want[0][-1]} - set(want[0][:-1])):
+            assert write(m, drafters[name](m), 99, PROMPTS[:1], eos) == want[:1]
+    return test
+
+
+def short_answers(drafters, names=None):
+    """They end inside the first draft, or just after it."""
+    @pytest.mark.parametrize("name", names or drafters)
+    def test(models, truth, name):
+        m = models["llama"]
+        for n in range(9):
+            assert write(m, drafters[name](m), n) == [row[:n] for row in truth["llama"]]
+    return test
+
+
+class Poisoned(Wrapper):
+    """Fills all that nobody may read with large finite garbage after each round: the slots after the last
+    known token, in the tokens, the target's cache and the drafters' own."""
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        for b, text in enumerate(state.known):
+            state.tokens[b, len(text) :] = 16
+            spoil(state.cache, b, len(text) - 1)
+            for part in inside(self):
+                if isinstance(part, ExitDraft):     # what it has only noted it still has to read
+                    spoil(part.cache, b, part.held[b] - sum(map(len, part.noted[b])))
+                elif isinstance(part, ModelDraft):
+                    spoil(part.cache, b, part.held[b])
+                elif isinstance(part, ProphetDraft):
+                    spoil(part.cache, b, 0)         # it starts anew in each round
+
+
+def spoil(cache, row, start):
+    cache.k[:, row, :, start:] = cache.v[:, row, :, start:] = 1e4
+
+
+def inside(drafter):
+    """The drafters that a wrapper hands everything on to, and theirs."""
+    for part in getattr(drafter, "drafters", ()):
+        yield from (part, *inside(part))
+
+
+def poison(drafters, names=None, count=24):
+    """Nothing after the last known token is ever read: the text might not show it, but the drafts do."""
+    @each_family
+    @pytest.mark.parametrize("name", names or drafters)
+    def test(models, truth, family, name):
+        m, runs = models[family], []
+        for drafter in (drafters[name](m), Poisoned(drafters[name](m))):
+            runs.append([])
+            for _, r in rounds(m, PROMPTS, count, drafter):
+                proposed = r.proposed.tolist()
+                drafted = [row[:k] for row, k in zip(r.draft.tokens.tolist(), proposed, strict=True)]
+                runs[-1].append((r.new, r.accepted.tolist(), proposed, drafted))
+            for b, want in enumerate(truth[family]):
+                assert sum((new[b] for new, *_ in runs[-1]), []) == want[:count]
+        assert runs[0] == runs[1], "a draft read a slot that holds nothing"
+    return test
+
+
+def stand_ins(drafters, names=None):
+    """Of a model whose passes are recorded, and of one in few bits."""
+    @pytest.mark.parametrize("name", names or drafters)
+    def test(models, name):
+        for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):
+            assert write(m, drafters[name](m), 12) == write(m, None, 12)
+    return test
+
+
+# --- drafts are what they should be, which no text can show
+
+
+def right_drafts(drafters):
+    """drafters: {name: (model, far) -> one that is `compared`}"""
+    @each_family
+    @pytest.mark.parametrize("name", drafters)
+    def test(models, family, name):
+        m, far = models[family], []
+        drafter = drafters[name](m, far)
+        for prompts in (PROMPTS, PROMPTS[:1]):
+            generate(m, prompts, 24, drafter, warm, Coins(2))
+        assert len(far) > 10 and max(far) < 1e-9
+    return test
+
+
+# --- the exact law: every outcome of the production loop, enumerated
+
+
+def target_law(m, prompt, probs, count):
+    """{answer: probability} by multiplying the target's own conditionals, without loop or cache."""
+    out = {(): 1.0}
+    for _ in range(count):
+        out = {(*ids, t): w * float(p) for ids, w in out.items()
+               for t, p in enumerate(probs(m(torch.tensor([[*prompt, *ids]]))[0, -1])) if p > 0}
+    return out
+
+
+def assert_same_law(got, want):
+    assert equal(got, want)
+    assert len(want) > 4, "a law of so few outcomes proves little"
+
+
+def assert_exact(m, build, settings=TOP_P, count=3, room=3):
+    """The first `count` of `room` tokens, after however many rounds, have the law of the model's own. Each
+    outcome is that of a drafter that has learnt nothing yet."""
+    probs, seen = lambda x: to_probs(x, **settings), set()
+
+    def run(coins):
+        out = []
+        for _, r in rounds(m, [[1, 2, 1]], room, build(m), probs, coins):
+            out += r.new[0]
+            seen.add((int(r.accepted), int(r.proposed)))
+            if len(out) >= count:
+                return tuple(out[:count])
+
+    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, count))
+    assert len(seen) > 1 or build(m) is None, "the case should have drafts with several ends"
+
+
+def exact_law(laws, names=None, count=3, room=3):
+    """laws: {name: (config, model -> drafter, settings if not TOP_P)}"""
+    @pytest.mark.parametrize("name", names or laws)
+    def test(name):
+        c, build, *settings = laws[name]
+        assert_exact(make(c, 3), build, *settings or [TOP_P], count, room)
+    return test
+
+
+def exact_law_of_a_ragged_batch(laws, names):
+    """The rows share their coins and nothing else."""
+    @pytest.mark.parametrize("name", names)
+    def test(name):
+        m, build, prompts = make(TINY, 3), laws[name][1], [[1, 2, 1], [2]]
+        probs = lambda x: to_probs(x, 1.5, top_p=0.7)  # noqa: E731
+        got = law(lambda coins: tuple(map(tuple, generate(m, prompts, 2, build(m), probs, coins)[0])))
+        alone = [target_law(m, p, probs, 2) for p in prompts]
+        assert_same_law(got, {(a, b): u * v for a, u in alone[0].items() for b, v in alone[1].items()})
+    return test
+
+
+# --- on a GPU of paper
+
+
+def one_wait_a_round(drafters, names=None, extra=()):
+    """And the text of the CPU, with a seed. Some drafters wait `extra` times more, {name: how often}."""
+    @pytest.mark.parametrize("name", names or drafters)
+    @pytest.mark.parametrize("family, rows", [("llama", 1), ("gemma2", 4)])
+    def test(family, rows, name):
+        probs, texts = (lambda x: to_probs(x, temperature=0.8, top_p=0.95)), {}
+        most = 1 + dict(extra).get(name, 0)
+        with PaperGPU() as gpu:
+            for device in ("cpu", "cuda"):
+                m = make(LIVELY[family], device=device)
+                drafter, texts[device] = drafters[name](m), []
+                for _, r in rounds(m, PROMPTS[:rows], 9, drafter, probs, Coins(3)):
+                    texts[device].append(r.new)
+                    waits, gpu.waits = gpu.waits, []
+                    if device == "cuda" and len(texts["cuda"]) > 1:     # not the sending of the prompts
+                        assert 1 <= len(waits) <= most, waits
+        assert texts["cuda"] == texts["cpu"]
+    return test

@@ -1,0 +1,86 @@
+"""What keeps the text the target's: guesses are tested, and the next token is drawn from what they leave.
+p is the target's distribution, q the draft's.
+
+The one thing to remember: a position without a proposal has q = 0, so that max(p - q, 0) = p. Bonus token,
+ragged draft lengths and plain decoding are one formula.
+"""
+import torch
+
+
+def verify(p, q, tokens, coins, length=None):
+    """Speculative sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Theorem 1).
+
+    p (B, K+1, V), q (B, K, V) or None for copied proposals, tokens (B, K), length (B,) or None for K
+    everywhere. Returns how many were accepted (B,) and the token after them (B,).
+
+    The text is distributed as if p had been sampled: token t leaves as an accepted draft with probability
+    q(t) min(1, p(t) / q(t)) = min(p(t), q(t)), and as a replacement with max(p(t) - q(t), 0), because the sum
+    of max(p - q, 0), by which the weights of a replacement are divided, is the chance of a refusal. Together
+    that is p(t).
+
+    >>> from sampling import Coins
+    >>> p = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])        # of the first token, and of the one after it
+    >>> q = torch.tensor([[[0.5, 0.5]]])
+    >>> accepted, token = verify(p, q, torch.tensor([[0]]), Coins(0))   # .9 / .5 > 1: surely accepted
+    >>> accepted.tolist(), token.tolist()                   # and a bonus token drawn from (.2, .8)
+    ([1], [1])
+    """
+    B, K = tokens.shape
+    if q is not None and q.shape[-1] != p.shape[-1]:
+        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]}, the target of {p.shape[-1]}")
+    if K == 0:  # nothing was proposed anywhere: q = 0
+        return torch.zeros(B, dtype=torch.long, device=p.device), coins.choose(p[:, 0])
+    if length is None:
+        length = torch.full((B,), K, device=p.device)
+    drafted, row = tokens[..., None], torch.arange(B, device=p.device)          # (B, K, 1)
+    p_drafted = p[:, :K].gather(2, drafted)[..., 0]                             # (B, K)
+    q_drafted = 1.0 if q is None else q.gather(2, drafted)[..., 0]
+    # Accept draft k with probability min(1, p / q). All K are tested at once; `cumprod` ends at the first
+    # refusal, and what was tested after it does not count.
+    passed = coins.flip(p_drafted / q_drafted) & (torch.arange(K, device=p.device) < length[:, None])
+    accepted = passed.cumprod(1).sum(1)                                         # (B,)
+
+    # The next token comes from max(p - q, 0) where a draft was refused, and from p where none was: q = 0.
+    at, refused = accepted.clamp(max=K - 1), (accepted < length)[:, None]
+    p = p[row, accepted]                                                        # (B, V)
+    q = torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None else q[row, at]
+    residual = (p - q * refused).clamp_(min=0)
+    # trap: where p = q up to rounding a refusal can leave nothing; then p itself is right
+    return accepted, coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))
+
+
+def verify_tree(p, tokens, parents, coins, q=None, length=None):
+    """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may propose
+    several tokens for the same place.
+
+    p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and length (B,)
+    are those of a Draft. q (B, K, V): what each token was drawn from, which for a later sibling may depend on
+    those before it; None for copied proposals. Returns the last accepted node (B,), 0 where none was, and
+    the token after it (B,).
+
+    Siblings are tried one after the other. Where the first is refused, max(p - q, 0), scaled to sum to 1, is
+    what the token has yet to be drawn from, and so it takes p's place when the second is tried, and so on. An
+    accepted token is where the next family hangs. Coins are spent as by `verify`: one flip for each of the K
+    tokens of every row, tried or not, then one choice for every row.
+
+    >>> from sampling import Coins
+    >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
+    >>> node, token = verify_tree(p, torch.tensor([[2, 0]]), torch.tensor([[0, 0]]), Coins(0))
+    >>> node.tolist(), token.tolist()                       # p never says 2, but its sister 0, and then 1
+    ([2], [1])
+    """
+    B, K = tokens.shape
+    length = torch.full((B,), K, device=p.device) if length is None else length
+    row, live = torch.arange(B, device=p.device), torch.arange(K, device=p.device) < length[:, None]
+    parents, rest, chance = parents.expand(B, K), p.clone(), [p[:, :0, 0]]      # (B, 0): K may be 0
+    for k in range(K):      # rest: what the token after a node is drawn from, if its children up to k fail
+        token, left = tokens[:, k, None], rest[row, parents[:, k]]              # (B, 1), (B, V)
+        drawn = torch.zeros_like(left).scatter_(1, token, 1.0) if q is None else q[:, k]
+        chance.append(left.gather(1, token) / drawn.gather(1, token))           # (B, 1)
+        less = (left - drawn).clamp_(min=0)
+        mass = less.sum(-1, keepdim=True)               # trap: 0 where p = q up to rounding, as in `verify`
+        rest[row, parents[:, k]] = torch.where(live[:, k, None] & (mass > 0), less / mass, left)
+    passed, node = coins.flip(torch.cat(chance, 1)) & live, torch.zeros_like(row)
+    for k in range(K):      # the walk: from node to accepted child, the first of those that passed
+        node = torch.where(passed[:, k] & (parents[:, k] == node), k + 1, node)
+    return node, coins.choose(rest[row, node])
