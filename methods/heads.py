@@ -56,11 +56,11 @@ def own_weights(model, **tensors):
     return nn.ParameterDict([(name, t.to(model.tok)) for name, t in tensors.items()])
 
 
-def graft(model, n_layers):
+def graft(model, n_layers, hidden_dim=None):
     """A Transformer of n_layers blocks of its own that shares embedding, final norm and head with the model.
     Its blocks are new, and all that would change x starts at zero. They see the whole text: of Gemma's
     windows they have none."""
-    c = replace(model.c, n_layers=n_layers, window=None)
+    c = replace(model.c, n_layers=n_layers, hidden_dim=hidden_dim or model.c.hidden_dim, window=None)
     own = Transformer(replace(c, vocab_size=1))
     own.c, own.tok, own.norm, own.head, own.scale = c, model.tok, model.norm, model.head, model.scale
     fill(own.blocks, c, 0)
@@ -268,12 +268,14 @@ class Transfer(Head):
 
 class Prophet(Head):
     """A decoder of one or two blocks that reads the final state of the last token read, the next token, which
-    the target chose by it, and its own drafts (lucidrains' "prophet transformer")."""
+    the target chose by it, and its own drafts (lucidrains' "prophet transformer"). Its MLPs are half as wide
+    as the model's, as it runs once for every token that it drafts."""
     kind, draft = "prophet", ProphetDraft
 
     def __init__(self, model, blocks):
         check_count("blocks", blocks)
-        self.model, self.shape, self.own = model, {"blocks": blocks}, graft(model, blocks)
+        self.model, self.shape = model, {"blocks": blocks}
+        self.own = graft(model, blocks, max(1, model.c.hidden_dim // 2))
         self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks
 
     def predict(self, tokens, trace, cache):

@@ -913,6 +913,12 @@ def test_methods_against_the_truth(bench, monkeypatch, tmp_path):
     assert list(curves) == ["Gaussian process", "local search", "random"] and len(ticks) == 6
     for runs in curves.values():
         assert [run[-1] for run in runs] == [float(land["speedup"].max())] * 2
+    for seed, run in enumerate(curves["random"]):  # the first sets that it draws, asked for one by one
+        g, seen = torch.Generator().manual_seed(seed), {}
+        while len(seen) < 3:
+            z = tuple(space.random(g).int().tolist())
+            seen.setdefault(z, speedup(calibration, costs, space.sublayers(z)).speedup)
+        assert run[:3] == pytest.approx([max([*seen.values()][: i + 1]) for i in range(3)])
     plots.regrets(curves, float(land["speedup"].max()), "eight sets", tmp_path / "regrets.png")
     assert image.imread(tmp_path / "regrets.png").shape[2] == 4
 
