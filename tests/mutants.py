@@ -927,6 +927,8 @@ ROWS["methods/heads.py"] = [
     ("tokens[:, 1:].unfold(1, AHEAD, 1)", "tokens[:, :-1].unfold(1, AHEAD, 1)",
      "a prophet learns from a text that lags by one",
      "test_drafts_are_what_training_sees[prophet-alone-llama]"),
+    ("max(1, model.c.hidden_dim // 2)", "None",
+     "a prophet is as wide as its model", "test_the_mlps_of_a_prophet_are_half_as_wide"),
     ("    with torch.no_grad():\n        cache = KV", "    with torch.enable_grad():\n        cache = KV",
      "the target is kept for gradients, too", "test_the_models_pass_has_no_gradients"),
     ("(b.attn_post.weight, b.mlp_post.weight) if c.post_norm else (b.attn.wo, b.mlp.down)",
