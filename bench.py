@@ -24,7 +24,7 @@ import torch
 
 import checkpoint
 from benchmarks import beyond, check, costs, counts, drafters, dynamic, heads, plain, quant, search
-from benchmarks.shared import WEIGHTS
+from benchmarks.shared import SETS, WEIGHTS
 from support import cli
 from support.files import replacing
 
@@ -55,6 +55,10 @@ def parse(argv):
                    "is there)")
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
+    p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS, help="self: only these of "
+                   f"{', '.join(SETS)}")
+    p.add_argument("--only", nargs="+", metavar="WORD", help="self: only plain decoding, and ways to draft "
+                   "with one of these words in their names")
     p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
                    "several (default: those beside the weights)")
     p.add_argument("--minutes", type=float, metavar="X", help="heads: how long all of its own small heads "

@@ -409,7 +409,11 @@ def column(a, bench, skip, vocab, everything, title, bar):
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
     methods = own_methods(L, exits[:3], skip, cost, everything, vocab)
-    return bench.table(methods | their_methods(a, bench, exits[0][0]), texts, title, bar)
+    methods |= their_methods(a, bench, exits[0][0])
+    if a.only:
+        methods = {name: m for name, m in methods.items()
+                   if name == "plain" or any(word in name for word in a.only)}
+    return bench.table(methods, texts, title, bar)
 
 
 def run(a):
@@ -422,6 +426,7 @@ def run(a):
     skip = beside(a, "skip", a.skip, read_skip, c.n_layers)      # search.py wrote both
     vocab = beside(a, "vocab", a.draft_vocab, read_vocab, c.vocab_size)
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]
+    tasks = [task for task in tasks if not a.prompts or task[0] in a.prompts]
     results, notes = {}, []
     with tqdm(disable=None) as bar:
         for name, flags in tasks[:1] if a.quick else tasks:

@@ -208,7 +208,8 @@ def measure(folder, dtype, device, a, bar):
     others = {name: partial(write, prompt, a.new) for name, write in peers.find_peers(pair.ours).items()}
     if a.fast:
         others["ours, recorded"] = recorded(pair.ours, prompt, a.new)
-        others["transformers, compiled"] = peers.Static(pair.theirs, len(prompt) + a.new).write
+        static = peers.Static(pair.theirs, len(prompt) + a.new)
+        others["transformers, compiled"] = partial(static.write, prompt, a.new)
     ours, theirs = (run()[0] for run in both.values())
     r = {"same tokens": agree(ours, theirs)}
     r["peers"] = {name: agree(ours, run()) for name, run in others.items()}
@@ -275,16 +276,17 @@ def details(results):
 
 
 def run(a):
-    stories, a.repeats, cpu = WEIGHTS / "stories-llama", a.repeats or 5, a.device == "cpu"
-    _, tokenizer = checkpoint.load(stories, "cpu")
+    a.repeats, cpu = a.repeats or 5, a.device == "cpu"
+    _, tokenizer = checkpoint.load(WEIGHTS / "stories-llama", "cpu")
     a.prompt = checkpoint.encode(tokenizer, TEXT * 4, 0)
-    shapes = {"stories-llama": None, "110M shape": SHAPE_110M} if cpu else {"1B shape": LLAMA}
+    shapes = {"stories-llama": None, "stories-gemma2": None, "110M shape": SHAPE_110M}  # None: in weights/
+    shapes = shapes if cpu else {"1B shape": LLAMA}
     dtypes = (torch.bfloat16, torch.float32) if cpu else (torch.bfloat16,)
     results, bar = {}, tqdm(total=6 * len(shapes) * len(dtypes), disable=None)
     with bar, tempfile.TemporaryDirectory() as made:
         for name, c in shapes.items():
             for dtype in dtypes:
-                folder = Path(made) if c else stories
+                folder = Path(made) if c else WEIGHTS / name
                 if c:
                     checkpoint.save(random_model(c, dtype), folder, tokenizer)
                 results[f"{name}, {str(dtype)[6:]}"] = measure(folder, dtype, a.device, a, bar)

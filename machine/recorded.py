@@ -301,7 +301,8 @@ class Recorded:
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
             return refused
         off = [float(distance(a, b)) for a, b in zip([got, *fixed[3:]], [want, *kept[3:]], strict=True)]
-        if all(d <= TOLERANCE[want.dtype] for d in off):    # trap: of NaN and a number, `max` can take either
+        most = tolerance(want.dtype, len(sublayers or ()))
+        if all(d <= most for d in off):     # trap: of NaN and a number, `max` can take either
             return tape
         for t, before in zip(fixed, kept, strict=True):
             t.copy_(before)
@@ -325,6 +326,13 @@ class Recorded:
         facts = torch.__version__, machine(torch.device("cpu")), self.c, weights, key, self.exact
         sources = (Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__]))
         return self.folder / f"{hashlib.sha256(repr(facts).encode() + b''.join(sources)).hexdigest()}.pt2"
+
+
+def tolerance(dtype, n_sublayers):
+    """How far, relative to the greatest number, a recording may lie off the eager pass. What half types round
+    away adds up with the depth as a random walk does."""
+    half = dtype in (torch.float16, torch.bfloat16)
+    return TOLERANCE[dtype] * (max(1.0, n_sublayers / 16) ** 0.5 if half else 1.0)
 
 
 def find_compiler():

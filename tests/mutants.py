@@ -1624,6 +1624,10 @@ ROWS["benchmarks/drafters.py"] = [
      "the meter stays on the model", "test_metering_changes_nothing_and_removes_itself"),
     ("SelfDraft(drafting, sublayers, rule)", "SelfDraft(drafting, sublayers, new_rule())",
      "a rule knows nothing of the prompt before", "test_what_a_rule_learns_lasts_from_prompt_to_prompt"),
+    ('or any(word in name for word in a.only)', 'or all(word in name for word in a.only)',
+     "only what has all the words is run", "test_a_part_of_the_benchmark"),
+    ("if not a.prompts or task[0] in a.prompts", "if True",
+     "all kinds of text, whatever is asked for", "test_a_part_of_the_benchmark"),
     ('texts[name] != texts["plain"]:', 'len(texts[name]) != len(texts["plain"]):',
      "only the lengths of two texts are compared",
      "test_a_method_that_writes_another_text_stops_the_benchmark"),
@@ -2265,6 +2269,15 @@ ROWS["support/card.py"] = [
 ]
 
 ROWS["machine/recorded.py"] = [
+    ("if half else 1.0)", "if True else 1.0)",
+     "a deep recording in float32 may lie further off",
+     "test_half_types_lie_further_off_the_deeper_a_pass_is"),
+    ("max(1.0, n_sublayers / 16) ** 0.5", "max(1.0, n_sublayers / 16)",
+     "rounding errors add up as if all had one sign",
+     "test_half_types_lie_further_off_the_deeper_a_pass_is"),
+    ("max(1.0, n_sublayers / 16)", "(n_sublayers / 16)",
+     "a short recording must be exact",
+     "test_half_types_lie_further_off_the_deeper_a_pass_is"),
     ("        return self.output.clone()", "        return self.output",
      "what a tape returns is not cloned", "test_batches[exit-llama]"),
     ("            mine.copy_(x)", "            mine.clone()",

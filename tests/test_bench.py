@@ -376,6 +376,16 @@ def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     assert all(r["by_weights"] > 0 for name, r in rows.items() if not name.startswith("transformers"))
 
 
+def test_a_part_of_the_benchmark(call):
+    status, out, err = call("self", "--model", DRAFT, "--quick", "--new", "8", "--json", "--prompts", "maths",
+                            "--only", "n-gram", "early")
+    results = json.loads(out)["results"]
+    assert (status, err) == (0, "") and list(results) == ["maths, greedy"]
+    rows = set(results["maths, greedy"])
+    assert {"plain", "n-gram", "n-gram tail", "transformers, assistant_early_exit"} <= rows
+    assert all("n-gram" in name or "early" in name for name in rows - {"plain"})
+
+
 def test_recorded_passes_are_recorded_before_they_are_timed(models):
     m = models["llama"]
     fast, small = (Recorded(model, "paper") for model in (m, make(LLAMA, 7)))

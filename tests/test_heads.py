@@ -319,7 +319,8 @@ def test_an_adapter_sees_the_whole_text():
 
 def test_the_mlps_of_a_prophet_are_half_as_wide(models):
     m = models["gemma2"]
-    assert {b.mlp.down.shape[1] for b in Prophet(m, 2).own.blocks} == {m.c.hidden_dim // 2} and ExitBlock(m, 1).own.c.hidden_dim == m.c.hidden_dim
+    assert {b.mlp.down.shape[1] for b in Prophet(m, 2).own.blocks} == {m.c.hidden_dim // 2}
+    assert ExitBlock(m, 1).own.c.hidden_dim == m.c.hidden_dim
 
 
 # --- a second row

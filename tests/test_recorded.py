@@ -263,6 +263,14 @@ def test_a_wrong_recording_is_refused(models, monkeypatch, tape, message):
     assert len(said) < 40 and all("\n" not in line for line in said)
 
 
+@pytest.mark.parametrize("dtype, n_sublayers, most", [
+    (torch.float64, 64, 1e-12), (torch.float32, 64, 1e-5), (torch.float16, 64, 2e-2),
+    (torch.bfloat16, 64, 0.12),
+    (torch.bfloat16, 16, 6e-2), (torch.bfloat16, 4, 6e-2), (torch.bfloat16, 0, 6e-2)])
+def test_half_types_lie_further_off_the_deeper_a_pass_is(dtype, n_sublayers, most):
+    assert recorded.tolerance(dtype, n_sublayers) == pytest.approx(most)
+
+
 # --- CUDA, on paper
 
 
