@@ -185,7 +185,7 @@ def cells(text):
 def test_our_figures_in_the_table_of_papers_stand_in_the_benchmarks():
     rows = [row.split("|") for row in README[README.index("| paper |") :].splitlines()[2:] if row]
     assert len(rows) >= 9 and all(len(row) == 6 for row in rows)
-    known = {figure for cell in cells(BENCHMARKS) for figure in cell.split(" (")}   # by the clock (by weights)
+    known = {figure for cell in cells(BENCHMARKS) for figure in cell.split(" (")}   # clock (weights)
     known |= set(re.findall(r"-\.\d\d", BENCHMARKS))
     for _, paper, files, ours, published, _ in rows:
         figures = re.findall(r"-?\d*\.\d\d", ours)
