@@ -41,8 +41,7 @@ def parse(argv):
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 3, "
-                   "dynamic 1: 31 methods write 128 tokens after each of 32 prompts, at two temperatures, "
-                   "which takes half an hour for a model of 24 small blocks on two cores)")
+                   "dynamic 1: 31 methods write 128 tokens after each of 32 prompts, at two temperatures)")
     p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes; self: all of it")
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
@@ -51,18 +50,16 @@ def parse(argv):
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, heads: this skip set, a3,m4 or "
                    "a skip.json (the last three: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
-                   "the most frequent first (self, dynamic: by default vocab.json beside the weights, if it "
-                   "is there)")
+                   "the most frequent first (self, dynamic: by default vocab.json beside the weights)")
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
-    p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS, help="self: only these of "
-                   f"{', '.join(SETS)}")
+    p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS,
+                   help=f"self: only these of {', '.join(SETS)}")
     p.add_argument("--only", nargs="+", metavar="WORD", help="self: only plain decoding, and ways to draft "
                    "with one of these words in their names")
     p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
                    "several (default: those beside the weights)")
-    p.add_argument("--minutes", type=float, metavar="X", help="heads: how long all of its own small heads "
-                   "train together (default: 8)")
+    p.add_argument("--minutes", type=float, metavar="X", help="heads: for its own small heads (default: 8)")
     p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
     p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")

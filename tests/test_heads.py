@@ -262,10 +262,10 @@ def test_the_second_most_likely_hides_in_the_tree(models, truth):
 GOLDEN = {
     "llama": {"kangaroo": [199, 88, 20], "exit block": [219, 81, 22], "m2r2": [187, 93, 17],
               "medusa": [402, 18, 38], "tree": [444, 29, 34],
-              "prophet": [429, 9, 40], "transfer": [406, 13, 39]},
+              "prophet": [422, 13, 40], "transfer": [406, 13, 39]},
     "gemma2": {"kangaroo": [250, 73, 25], "exit block": [237, 79, 23], "m2r2": [244, 76, 26],
                "medusa": [351, 38, 32], "tree": [373, 48, 30],
-               "prophet": [417, 13, 38], "transfer": [390, 20, 38]},
+               "prophet": [402, 18, 37], "transfer": [390, 20, 38]},
 }
 
 
