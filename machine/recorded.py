@@ -148,9 +148,11 @@ def write_program(path, model, f, inputs, fixed, exact):
                 # trap: with it masked grouped attention is taken for another pattern and comes out wrong
                 "pattern_matcher": False}
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        # trap: while all of a text lies in the window, the program would be one that reads all of any text
+        # trap: lengths that are equal here are one number to the program ever after. So sliding layers
+        # (fixed[2]) read less than the others, and the caches (fixed[3:]) are longer than what is read
+        caches = (F.pad(t, (0, 0, 0, 1)) for t in fixed[3:])
         examples = tuple(torch.zeros(t.shape, dtype=t.dtype)
-                         for t in (*inputs, *fixed[:2], *(t[1:] for t in fixed[2:3]), *fixed[3:]))
+                         for t in (*inputs, *fixed[:2], *(t[1:] for t in fixed[2:3]), *caches))
         program = torch.export.export(Program(model, f), examples, strict=False,
                                       dynamic_shapes={"inputs": tuple(shapes)})
         with tempfile.TemporaryDirectory() as folder, replacing(path) as temporary:

@@ -89,6 +89,24 @@ def test_one_program_reads_any_window(folder):
     assert len(said) == 1 and "compiling" in said[0] and any(fast.tapes[fast].values())
 
 
+@torch.inference_mode()
+def test_one_program_reads_a_part_of_any_cache(folder):
+    """It is written where all of a cache of 16 slots is read."""
+    model, said = make(replace(LLAMA, n_layers=1)), []
+    fast = Recorded(model, widths=(1,), folder=folder / "part", say=said.append)
+    states = torch.randn(32, 1, 1, 32).double()
+    short, *caches = [KVCache(LLAMA, 1, slots, torch.float64) for slots in (16, 40, 40)]
+    for t in (caches[0].k, caches[0].v, caches[1].k, caches[1].v):  # what lies in a wrong place is not 0
+        t.copy_(torch.ones_like(t).cumsum(-2))
+    for x in states[:2]:
+        fast.run(x, slice(1, 2), short, [0])
+    for at, x in enumerate(states):
+        got, want = (m.run(x, slice(at, at + 1), cache, [0])
+                     for m, cache in zip((fast, model), caches, strict=True))
+        assert (got - want).abs().max() < 1e-9, at
+    assert len(said) == 1 and "compiling" in said[0] and any(fast.tapes[fast].values())
+
+
 def test_a_damaged_program_is_not_run(programs, model, tmp_path):
     said = []
     fast = Recorded(model, widths=(4,), exact=True, folder=tmp_path, say=said.append)
