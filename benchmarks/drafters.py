@@ -331,7 +331,7 @@ def speed(s):
 
 def row(m, plain, texts):
     """What is reported of a method, as a dict. The ratio, and what is predicted, is a geometric mean over the
-    prompts, so that the quotient of two rows is a paired ratio, too."""
+    prompts, so that the quotient of two rows is a paired ratio, too; c and block are of all prompts."""
     samples = [s for runs in m.samples.values() for s in runs]
     rates = [speed(s) for s in samples]
     paired = [statistics.median(map(speed, runs)) / statistics.median(map(speed, plain.samples[i]))
@@ -344,6 +344,14 @@ def row(m, plain, texts):
     return r if m.ask else r | drafting(m, samples, plain, texts)
 
 
+def taken(samples, plain):
+    """(what a drafted token takes, what a round takes beside its drafts), relative to a plain round."""
+    one = sum(s.decode for s in plain) / sum(s.passes for s in plain)
+    drafts, proposed = sum(s.split["draft"] for s in samples), sum(s.proposed for s in samples)
+    rest = sum(sum(s.split.values()) for s in samples) - drafts
+    return drafts / proposed / one, rest / sum(s.passes for s in samples) / one
+
+
 def drafting(m, samples, plain, texts):
     """The part of `row` that only our own methods have."""
     passes, proposed = sum(s.passes for s in samples), sum(s.proposed for s in samples)
@@ -353,18 +361,16 @@ def drafting(m, samples, plain, texts):
          "by_weights": m.tokens_written / m.weights_read,
          "split": {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}}
     if proposed:
-        single = [s for runs in plain.samples.values() for s in runs]
-        one = sum(s.decode for s in single) / sum(s.passes for s in single)
-        drafts = sum(s.split["draft"] for s in samples)
-        r["c"], r["block"] = drafts / proposed / one, (whole - drafts) / passes / one
+        r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))
     if m.sublayers:
         series = [t.acceptance(m.sublayers, m.vocab and ShortHead(t.model, m.vocab))[unscored:]
                   for t, unscored in texts]
         r["alpha"] = float(torch.cat(series).mean())
-        long = [a for a in series if m.gamma and len(a) >= m.gamma]
-        if long:  # else nothing is predicted, but what was measured is not lost
-            r["predicted"] = statistics.geometric_mean(
-                expected_speedup(a, m.gamma, r["c"], r["block"]) for a in long)
+        promised = [expected_speedup(a, m.gamma, *taken(runs, plain.samples[i]))
+                    for a, (i, runs) in zip(series, m.samples.items(), strict=True)
+                    if m.gamma and len(a) >= m.gamma and runs[0].proposed]
+        if promised:  # else nothing is predicted, but what was measured is not lost
+            r["predicted"] = statistics.geometric_mean(promised)
     return r
 
 

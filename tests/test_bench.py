@@ -329,7 +329,8 @@ def test_a_row_by_hand():
     assert got == pytest.approx({
         "tokens_per_second": 8, "spread": 1, "ratio": math.prod(ratios) ** (1 / 3), "prefill": 0.5,
         "tau": 2, "acceptance": 0.5, "by_weights": 24 / 9, "alpha": 4.5 / 6, "c": c,
-        "block": 2.5 / 24 / (10 / 48), "predicted": math.sqrt((1 + 0.5 + 0.5) * 3) / (2 * c + 0.5)})
+        "block": 2.5 / 24 / (10 / 48),      # c and block of the prompts alone: 1/6 and 1/3, 1/4 and 1/2
+        "predicted": math.sqrt((1 + 0.5 + 0.5) / (2 / 6 + 1 / 3) * 3 / (2 / 4 + 1 / 2))})
     ruled = Method(sublayers=[0, 1], samples=fixed.samples, weights_read=1.0, tokens_written=1)
     assert set(got) - set(drafters.row(ruled, plain, texts)) == {"predicted"}
     longer = Method(sublayers=[0, 1], gamma=4, samples=fixed.samples, weights_read=1.0, tokens_written=1)
