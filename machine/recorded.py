@@ -30,6 +30,7 @@ from support.cli import machine
 from support.files import cache_folder, replacing
 
 KEEP = 64  # recordings; of more, the oldest is forgotten
+FEW = 8    # rows of a batch and a block together, for which a product is faster as sums
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
@@ -139,6 +140,15 @@ class Compiled:
         return self.run([*inputs, *fixed])[0]
 
 
+def product(x, w, bias=None):
+    """`F.linear` of few rows x (..., dim), written as sums: so Inductor makes loops of it that read each
+    weight once, where the library's matrix product takes two to three times as long."""
+    wide = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
+    wide = wide.as_strided(wide.shape, wide.stride())   # trap: else each row is made anew for every output
+    sums = torch.stack([(row * w.to(wide.dtype)).sum(-1) for row in wide])
+    return sums.to(x.dtype).view(*x.shape[:-1], -1)
+
+
 def write_program(path, model, f, inputs, fixed, exact):
     """Compile f for inputs of these shapes, and for any number of slots, into the file `path`."""
     varies = torch.export.Dim.DYNAMIC
@@ -155,6 +165,8 @@ def write_program(path, model, f, inputs, fixed, exact):
                          for t in (*inputs, *fixed[:2], *(t[1:] for t in fixed[2:3]), *caches))
         program = torch.export.export(Program(model, f), examples, strict=False,
                                       dynamic_shapes={"inputs": tuple(shapes)})
+        if inputs[0].shape[:-1].numel() <= FEW:
+            program = program.run_decompositions({torch.ops.aten.linear.default: product})
         with tempfile.TemporaryDirectory() as folder, replacing(path) as temporary:
             made = torch._inductor.aoti_compile_and_package(
                 program, package_path=os.path.join(folder, "made.pt2"), inductor_configs=settings)
