@@ -361,4 +361,4 @@ def refused(inputs, fixed):
 
 def pad(x, rows):
     """x (B, T, dim) with so many dead rows after it."""
-    return F.pad(x, (0, 0, 0, rows)).contiguous()
+    return (F.pad(x, (0, 0, 0, rows)) if rows else x).contiguous()

@@ -14,9 +14,9 @@ computed anyway. The model does not change, and neither does its text.
                  and its own drafts                 one
 
 All of them use the model's own embedding, final norm and output head. `own` is a Transformer of a block or
-two that shares these with the model, and its blocks start as updates by zero: so Kangaroo and ExitBlock start
-as a bare early exit. Each kind has `weights` (all that is trained), `shape` (what its constructor takes, but
-the model), `taps` (the states it reads), `predict` (its logits for a whole text, for training) and `drafter`.
+two that shares these with the model, and its blocks start as copies of the model's: so an ExitBlock starts as
+the exit after it. Each kind has `weights` (all that is trained), `shape` (what its constructor takes, but the
+model), `taps` (the states it reads), `predict` (its logits for a whole text, for training) and `drafter`.
 """
 import copy
 import hashlib
@@ -36,7 +36,7 @@ from kvcache import Beside, KVCache
 from layerskip import ShortHead, StandIn, early_exit
 from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, TransferDraft, TwoRowDraft, unit
 from methods.trees import Siblings, widths_of
-from model import Transformer, fill
+from model import Transformer
 from speculative import ahead
 from support.files import replacing
 
@@ -56,19 +56,19 @@ def own_weights(model, **tensors):
     return nn.ParameterDict([(name, t.to(model.tok)) for name, t in tensors.items()])
 
 
-def graft(model, n_layers, hidden_dim=None):
-    """A Transformer of n_layers blocks of its own that shares embedding, final norm and head with the model.
-    Its blocks are new, and all that would change x starts at zero. They see the whole text: of Gemma's
-    windows they have none."""
-    c = replace(model.c, n_layers=n_layers, hidden_dim=hidden_dim or model.c.hidden_dim, window=None)
-    own = Transformer(replace(c, vocab_size=1))
+def graft(model, first, count, hidden_dim=None):
+    """A Transformer that shares embedding, final norm and head with the model, and has `count` blocks of its
+    own. They start as copies of the model's from block `first` on, with the first hidden_dim units of their
+    MLPs. They see the whole text: of Gemma's windows they have none."""
+    last, units = model.c.n_layers - 1, hidden_dim or model.c.hidden_dim
+    c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
+    own = Transformer(replace(c, vocab_size=1)).to(model.tok.device, model.tok.dtype)
     own.c, own.tok, own.norm, own.head, own.scale = c, model.tok, model.norm, model.head, model.scale
-    fill(own.blocks, c, 0)
-    for b in own.blocks:
-        # trap: a post-norm makes an update of any size one of size 1, so there it is the norm that must be 0
-        for last in (b.attn_post.weight, b.mlp_post.weight) if c.post_norm else (b.attn.wo, b.mlp.down):
-            last.data.fill_(-c.norm_offset if c.post_norm else 0.0)
-    own.blocks.to(model.tok.device, model.tok.dtype)
+    for i, mine in enumerate(own.blocks, first):
+        like = model.blocks[min(i, last)]
+        some = {"mlp.gate_up": like.mlp.gate_up.unflatten(0, (2, -1))[:, :units].flatten(0, 1),
+                "mlp.down": like.mlp.down[:, :units]}
+        mine.load_state_dict(like.state_dict() | some)
     return own
 
 
@@ -93,7 +93,7 @@ class ExitBlock(Head):
 
     def __init__(self, model, exit_layer):
         self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
-        self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, 1)
+        self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, exit_layer, 1)
         self.weights = self.own.blocks
 
     def predict(self, tokens, trace, cache):
@@ -275,7 +275,7 @@ class Prophet(Head):
     def __init__(self, model, blocks):
         check_count("blocks", blocks)
         self.model, self.shape = model, {"blocks": blocks}
-        self.own = graft(model, blocks, max(1, model.c.hidden_dim // 2))
+        self.own = graft(model, 0, blocks, max(1, model.c.hidden_dim // 2))
         self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks
 
     def predict(self, tokens, trace, cache):

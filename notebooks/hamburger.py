@@ -33,7 +33,7 @@ class Hamburger(nn.Module):
         super().__init__()
         self.most, self.heads, dim, L = most, heads, model.c.dim, model.c.n_layers
         self.trunk = copy.deepcopy(model).requires_grad_(True)
-        self.micro = graft(self.trunk, blocks)          # shares its embedding, final norm and head
+        self.micro = graft(self.trunk, 0, blocks)       # shares its embedding, final norm and head
         self.taps = [2 * max(1, round(L * i / 4)) - 1 for i in (1, 2, 3, 4)]    # the last one: final states
         g = torch.Generator().manual_seed(0)
 

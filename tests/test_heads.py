@@ -31,6 +31,17 @@ def wild(head, size=0.3):
     return head
 
 
+def still(head):
+    """The same head with blocks that change nothing, so that an adapter is the bare exit."""
+    c = head.model.c
+    for b in head.own.blocks:
+        for part, post, last in ("attn", "attn_post", "wo"), ("mlp", "mlp_post", "down"):
+            if hasattr(b, part):    # behind a post-norm an update of any size is one of size 1
+                zero = getattr(b, post).weight if c.post_norm else getattr(getattr(b, part), last)
+                zero.data.fill_(-c.norm_offset if c.post_norm else 0.0)
+    return head
+
+
 def foreseeing(head, gamma):
     wild(head)
     return head.drafter(Foreseen(head.foresee, 0.5, gamma))
@@ -181,15 +192,19 @@ def test_a_head_goes_on_after_a_tail(models, name):
 
 
 @each_family
-def test_at_the_start_an_adapter_is_the_bare_exit(models, family):
-    """And, after the last block, the model itself: accepted to its end."""
+def test_a_head_starts_as_a_part_of_the_model(models, family):
+    """An adapter that changes nothing is the bare exit, and after the last block the model itself, accepted
+    to its end. But it starts as a copy of what follows the exit."""
     m = models[family]
-    for head in (Kangaroo(m, 2), ExitBlock(m, 2), M2R2(m, 2), wild(M2R2(m, 2, rank=0))):
+    heads_and_drafts = [(still(Kangaroo(m, 2)), range(4)), (still(ExitBlock(m, 2)), range(4)),
+                        (M2R2(m, 2), range(4)), (wild(M2R2(m, 2, rank=0)), range(4)),
+                        (Kangaroo(m, 1), range(3)), (ExitBlock(m, 1), range(4))]
+    for head, subs in heads_and_drafts:
         runs = [[(r.new, r.accepted.tolist()) for _, r in rounds(m, PROMPTS, 20, drafter)]
-                for drafter in (head.drafter(3), SelfDraft(m, range(4), 3))]
+                for drafter in (head.drafter(3), SelfDraft(m, subs, 3))]
         assert runs[0] == runs[1]
-    for kind in (Kangaroo, ExitBlock, M2R2):
-        assert generate(m, PROMPTS, 24, kind(m, 6).drafter(3))[1] == 6
+    for head in (still(Kangaroo(m, 6)), still(ExitBlock(m, 6)), M2R2(m, 6)):
+        assert generate(m, PROMPTS, 24, head.drafter(3))[1] == 6
     tokens, (_, trace) = torch.tensor([PROMPTS[0]]), read(m, PROMPTS[0], [11])
     for k, said in Medusa(m, 2).predict(tokens, trace, None):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-3, "a head starts as the model's own"
@@ -288,7 +303,7 @@ def test_golden_acceptance_counts(models, family):
 def test_judged_compares_the_same_tokens(models):
     """Training's pairs: a head that says what the model will say is told that it is right."""
     m, tokens = models["llama"], torch.tensor([PROMPTS[0], PROMPTS[3]])
-    for said, target in heads.judged(Kangaroo(m, 6), tokens):
+    for said, target in heads.judged(still(Kangaroo(m, 6)), tokens):
         assert said.shape == (2, 8, 17) and (said - target).abs().max() < 1e-9 and not target.requires_grad
     head, truth = Medusa(m, 3), m(tokens)
     head.after = lambda x, k: truth[:, k + 1 :]
@@ -319,7 +334,12 @@ def test_an_adapter_sees_the_whole_text():
 
 def test_the_mlps_of_a_prophet_are_half_as_wide(models):
     m = models["gemma2"]
-    assert {b.mlp.down.shape[1] for b in Prophet(m, 2).own.blocks} == {m.c.hidden_dim // 2}
+    own, half = Prophet(m, 2).own, m.c.hidden_dim // 2
+    assert {b.mlp.down.shape[1] for b in own.blocks} == {half}
+    x = torch.randn(1, 3, m.c.dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gate, up = (w @ x[0].T for w in m.blocks[1].mlp.gate_up.chunk(2))
+    some = m.blocks[1].mlp.act(gate[:half]) * up[:half]
+    assert torch.allclose(own.blocks[1].mlp(x)[0].T, m.blocks[1].mlp.down[:, :half] @ some), "the same units"
     assert ExitBlock(m, 1).own.c.hidden_dim == m.c.hidden_dim
 
 

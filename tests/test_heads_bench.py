@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matplotlib import image
-from test_heads import checked, wild
+from test_heads import checked, still, wild
 from test_trees import optimum as optimum_of_trees
 from tiny import PROMPTS, command, each_family, foreseeable, law, oracle, story_tokenizer, warm
 
@@ -310,14 +310,14 @@ def test_a_text_too_short_is_left_out(models):
 
 
 def test_an_exit_along_a_text_is_the_teacher(models):
-    """An adapter that is still the bare exit."""
+    """An adapter that changes nothing."""
     m = models["gemma2"]
     text = PROMPTS[0] + oracle(m, PROMPTS[0], 20)
     teacher = Teacher(m, text, warm)
     way = bare(m, range(4), 3, [(teacher, 7)])
     a = teacher.acceptance(range(4))[7:]
     assert torch.equal(way.series[0][:, :, 0], a.unfold(0, 3, 1)) and way.levels == 3
-    A = along(Kangaroo(m, 2), text, 7, to_probs, Coins(0))[:, :, 0]
+    A = along(still(Kangaroo(m, 2)), text, 7, to_probs, Coins(0))[:, :, 0]
     greedy = Teacher(m, text).acceptance(range(4))[7:]
     assert torch.equal(A, greedy.unfold(0, measured.LEVELS, 1))
 
@@ -368,7 +368,7 @@ def test_recycled_drafts_are_what_training_sees(models, family):
 
 
 def test_recycling_reads_the_final_state(models):
-    """With a matrix of zeros, as it starts, it is the bare exit; with another one it is not."""
+    """With a matrix of zeros, as it starts, it is the extra block alone; with another one it is not."""
     m = models["llama"]
     head = sweep.Recycled(m, 2)
     before = [r.draft.tokens.tolist() for _, r in rounds(m, PROMPTS, 9, head.drafter(2))]
@@ -395,7 +395,7 @@ def test_small_heads_learn(tmp_path):
     assert after[0] > before[0] + 0.2, (before, after)
     flags.minutes, flags.tokens = 1e-9, 1e12
     assert sweep.train(head, flags, text)["overlap"] != after, "a step, and the time is over"
-    tau, positions = sweep.drafted(m, [[0, 3], [0, 5]], 12, lambda: Kangaroo(m, 6).drafter(3))
+    tau, positions = sweep.drafted(m, [[0, 3], [0, 5]], 12, lambda: still(Kangaroo(m, 6)).drafter(3))
     assert tau == 4 and positions == [1, 1, 1], "after the last block all is accepted"
 
 

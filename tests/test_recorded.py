@@ -316,3 +316,15 @@ def test_replays_wait_for_nothing():
         gpu.waits, fast.frozen = [], True
         assert generate(fast, PROMPTS, 20)[0] == written(state)
         assert all(wait.startswith("speculative.py") for wait in gpu.waits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_product_as_sums_is_the_product(dtype):
+    """Of half types it is rounded once, at the end."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=g).to(dtype) for shape in ((2, 3, 40), (7, 40)))
+    want, got = torch.nn.functional.linear(x.double(), w.double()), recorded.product(x, w)
+    assert got.dtype == dtype and got.shape == (2, 3, 7)
+    if dtype == torch.bfloat16:
+        assert torch.equal(got, want.to(dtype))
+    assert (got - want).abs().max() < {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
