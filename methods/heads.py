@@ -22,6 +22,7 @@ import copy
 import hashlib
 import json
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -66,9 +67,12 @@ def graft(model, first, count, hidden_dim=None):
     own.c, own.tok, own.norm, own.head, own.scale = c, model.tok, model.norm, model.head, model.scale
     for i, mine in enumerate(own.blocks, first):
         like = model.blocks[min(i, last)]
-        some = {"mlp.gate_up": like.mlp.gate_up.unflatten(0, (2, -1))[:, :units].flatten(0, 1),
-                "mlp.down": like.mlp.down[:, :units]}
-        mine.load_state_dict(like.state_dict() | some)
+        for name, p in mine.named_parameters():
+            w = attrgetter(name)(like)
+            w = w if isinstance(w, torch.Tensor) else w.full(p.dtype)           # in few bits
+            if name == "mlp.gate_up":
+                w = w.unflatten(0, (2, -1))[:, :units].flatten(0, 1)
+            p.data.copy_(w[:, :units] if name == "mlp.down" else w)
     return own
 
 

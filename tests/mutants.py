@@ -933,7 +933,7 @@ ROWS["methods/heads.py"] = [
      "the target is kept for gradients, too", "test_the_models_pass_has_no_gradients"),
     ("model.blocks[min(i, last)]", "model.blocks[0]",
      "every adapter starts as the first block", "test_a_head_starts_as_a_part_of_the_model[llama]"),
-    ("like.mlp.gate_up.unflatten(0, (2, -1))[:, :units].flatten(0, 1)", "like.mlp.gate_up[: 2 * units]",
+    ("w = w.unflatten(0, (2, -1))[:, :units].flatten(0, 1)", "w = w[: 2 * units]",
      "gates are taken for what they gate", "test_the_mlps_of_a_prophet_are_half_as_wide"),
     ("window=None", "window=1",
      "the adapter sees no text", "test_an_adapter_sees_the_whole_text"),

@@ -70,7 +70,7 @@ def test_training_learns(product, folder):
     head, ranks = heads.load(out, model)
     held_out = tensors["text.valid"]
     table = train_heads.evaluate(head, held_out, 24, 4 * train_heads.MEASURED)
-    assert table["ranks"] == pytest.approx(ranks) and sum(ranks) <= 1 and ranks[0] == max(ranks)
+    assert table["ranks"] == pytest.approx(ranks) and sum(ranks) < 1 + 1e-9 and ranks[0] == max(ranks)
     assert sum(table["agreement"]) / len(table["agreement"]) == pytest.approx(ranks[0])
     card = (out / "README.md").read_text()
     for name in ("loss", "agreement", "top 5", "overlap"):
