@@ -1,4 +1,4 @@
-"""Training heads on a frozen model: Kangaroo, an exit block, M2R2, Medusa, Hidden Transfer or a prophet.
+"""Training heads on a frozen model: Kangaroo, an exit block, EAGLE, M2R2, Medusa, Hidden Transfer, a prophet.
 
     python train_heads.py medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
 
@@ -22,9 +22,9 @@ from speculative import rounds
 from support import card, cli, corpus, plots
 from support.files import replacing, write_file
 
-SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "m2r2": ["exit_layer", "rank", "align"],
-         "medusa": ["heads", "own_head"], "transfer": ["inject_layer", "steps"],
-         "prophet": ["blocks"]}  # the flags of each kind
+SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": [],
+         "m2r2": ["exit_layer", "rank", "align"], "medusa": ["heads", "own_head"],
+         "transfer": ["inject_layer", "steps"], "prophet": ["blocks"]}  # the flags of each kind
 MEASURED = 4096     # tokens of held-out text
 OWN = "own text"    # the name of what the model writes itself
 ROWS = 32           # texts that it writes at a time

@@ -80,10 +80,10 @@ def along(head, ids, unscored, probs, coins):
     for said, target in judged(head, torch.tensor([ids], device=head.model.tok.device)):
         parts = zip(probs(target[0]).split(64), said[0].split(64), strict=True)
         found.append(torch.cat([family(p, logits, probs, coins) for p, logits in parts]))
-    if "exit_layer" in head.shape:
-        return found[0].unfold(0, K, 1).transpose(1, 2)[unscored:]
-    N = min(map(len, found))                    # row n is of a draft after the token at place n + 1
-    return torch.stack([each[:N] for each in found[:K]], 1)[max(0, unscored - 1) :]
+    found += [found[-1][k:] for k in range(1, 1 + K - len(found))]
+    N = min(map(len, found[:K]))
+    late = "exit_layer" not in head.shape       # row n is of a draft after the token at place n + 1, not n
+    return torch.stack([each[:N] for each in found[:K]], 1)[max(0, unscored - late) :]
 
 
 def followed(series, parents):

@@ -6,92 +6,17 @@ train_heads.py makes; but they differ in one thing only, and so they can be comp
 """
 import time
 
-import torch
-import torch.nn.functional as F
-from torch import nn
 from tqdm import tqdm
 
 import train_heads
 from benchmarks.shared import Noting, by_position, load, prompt_ids, steps, table
-from kvcache import Beside, KVCache
 from layerskip import SelfDraft, early_exit
 from methods import heads
-from methods.drafting import ExitDraft, pick, unit
-from methods.heads import AHEAD, ExitBlock, Prophet, Transfer
-from speculative import ahead, rounds
+from methods.heads import AHEAD, Eagle, ExitBlock, Prophet, Transfer
+from speculative import rounds
 from support import corpus
 
 STEPS = 3   # of a Transfer
-
-
-# --- recycling
-
-
-class Recycled(ExitBlock):
-    """An exit block that also reads the final state of the last token that the target has read: lucidrains'
-    "recycling". There it is added to the input of the trunk, so that draft and target no longer share any
-    state; here the block alone reads it, and the trunk is untouched."""
-    kind = "recycled"
-
-    def __init__(self, model, exit_layer):
-        super().__init__(model, exit_layer)
-        self.taps = [*self.taps, 2 * model.c.n_layers - 1]
-        self.weights = nn.Module()
-        self.weights.blocks = self.own.blocks
-        self.weights.matrix = nn.Parameter(torch.zeros_like(model.tok[:1]).repeat(model.c.dim, 1))
-
-    def carry(self, final):
-        """What a final state adds to the block's input."""
-        return F.linear(unit(final), self.weights.matrix)
-
-    def predict(self, tokens, trace, cache):
-        """As those of `Transfer`: drafts that begin at node j read the exit's states of the tokens to come,
-        and all of them the same final state, that of the token before j."""
-        (B, T), M, at = tokens.shape, AHEAD - 1, torch.arange(tokens.shape[1], device=tokens.device)
-        exits, carried = (trace[tap] for tap in self.taps)
-        carried = F.pad(self.carry(carried), (0, 0, 1, 0))[:, :-1]              # (B, T, dim), 0 for the first
-        after = at[:, None] + 1 + torch.arange(M, device=tokens.device)         # (T, M)
-        rows = exits[:, after.clamp(max=T - 1)] + carried[:, :, None]           # (B, T, M, dim)
-        seen = torch.ones(1, T, T, dtype=torch.bool, device=tokens.device).tril()
-        seen = torch.cat([F.pad(seen, (0, T * M)), ahead(seen, M)], 1)          # (1, T+T*M, T+T*M)
-        nothing, slots = KVCache(self.own.c, B, 0, self.own.attention_dtype(), tokens.device), T + T * M
-        x = self.own.run(torch.cat([exits + carried, rows.flatten(1, 2)], 1),
-                         torch.cat([at, after.flatten()])[None], Beside(nothing, 0, 0), self.sublayers,
-                         torch.arange(slots, device=tokens.device)[None], seen, span=slice(0, slots))
-        yield 1, self.own.unembed(x[:, 1:T])
-        x = x[:, T:].unflatten(1, (T, M))                                       # (B, T, M, dim)
-        for m in range(1, M + 1):
-            yield m + 1, self.own.unembed(x[:, 1 : T - m, m - 1])
-
-    def drafter(self, rule):
-        return RecycledDraft(self, rule)
-
-
-class RecycledDraft(ExitDraft):
-    """As `ExitDraft`: after each round the block reads what was verified once more, now with the final state
-    of the token before each."""
-
-    def begin(self, state, trace):
-        super().begin(state, trace)
-        exits, final = (trace[tap] for tap in self.taps)
-        carried = F.pad(self.head.carry(final), (0, 0, 1, 0))                   # (B, T+1, dim)
-        self.read(exits + carried[:, :-1], slice(0, exits.shape[1]), None)
-        self.carried = pick(carried, state.n - 1)[:, None]                      # (B, 1, dim)
-
-    def logits(self, state, x, k):
-        return super().logits(state, x + self.carried, k)
-
-    def observe(self, state, r):
-        SelfDraft.observe(self, state, r)
-        exits, final = (r.trace[tap] for tap in self.taps)
-        carried = torch.cat([self.carried, self.head.carry(final)], 1)          # (B, K+2, dim)
-        new, T = [len(row) for row in r.new], exits.shape[1]    # n has grown: the block stands before it
-        if len(new) == 1:
-            block = state.at(-new[0], T - new[0])
-        else:
-            block = state.after(torch.arange(-1, T - 1, device=state.n.device) - state.send(new)[:, None])
-        self.read(exits + carried[:, :-1], block, state.span(-max(new), T - min(new)))
-        self.carried = pick(carried, state.send([len(row) for row in r.new]))[:, None]
 
 
 # --- training
@@ -142,7 +67,7 @@ def run(a, tokenizer):
         return ["No small heads: this model has no begin-of-text id to start a text of its own with.", ""], {}
     layers = sorted({L * quarter // 4 for quarter in range(5)})
     named = {f"transfer from {t}": Transfer(model, t, STEPS) for t in layers}
-    named |= {"extra block": ExitBlock(model, E), "recycling": Recycled(model, E),
+    named |= {"extra block": ExitBlock(model, E), "recycling (eagle)": Eagle(model),
               "prophet": Prophet(model, 1)}
     flags, text = prepare(a, model, tokenizer, len(named))
     prompts, found = prompt_ids("stories", tokenizer, model.c)[: 2 if a.quick else 8], {}

@@ -1,10 +1,11 @@
-"""Drafting with a trained head: five drafters for the kinds of heads in methods/heads.py.
+"""Drafting with a trained head: six drafters for the kinds of heads in methods/heads.py.
 
 The one thing to remember: a head drafts from states that the target computed anyway. They come as `taps` of
 the prompt and of every round, so that a head knows the text also where another drafter drafted.
 
     drafter        heads                  drafts from                               its draft
     ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
+    EagleDraft     Eagle                  each token, the final state before it     a chain
     TwoRowDraft    M2R2                   a second row, beside each token's         a chain
     MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
     TransferDraft  Transfer               rows that rode along with that token      a chain or a tree
@@ -41,17 +42,12 @@ def check_target(head, state):
         raise ValueError("a head drafts only for the model that it was made for")
 
 
-class ExitDraft(SelfDraft):
-    """Early exit with an adapter between the exit and the model's head (Kangaroo, arXiv 2404.18911). The
-    paper's second early exit is a rule: `control.Confidence(0.6)`.
-
-    The adapter has a cache of its own, which holds the text before D and, while it drafts, its own drafts. In
+class Reader(Drafter):
+    """A drafter with a block of its own, whose cache holds the text and, while it drafts, its own drafts. In
     rounds in which others draft it only notes the states of what was written, and reads all of them at once
-    before it drafts again: `unread` says how many. What it wrote of refused drafts is overwritten or dead.
-    """
+    before it drafts again: `unread` says how many. What it wrote of refused drafts is overwritten or dead."""
 
-    def __init__(self, head, rule):
-        super().__init__(head.model, early_exit(head.model.c.n_layers, head.shape["exit_layer"]), rule)
+    def hold(self, head):
         self.head, self.own, self.taps = head, head.own, head.taps
         self.noted, self.unread = [], 0
 
@@ -61,31 +57,8 @@ class ExitDraft(SelfDraft):
         self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), state.n.device)
         self.noted, self.unread = [[] for _ in state.known], 0      # of each row some (T, dim)
         self.held = [len(text) - 1 for text in state.known]         # how many tokens are read or noted
-        for i, x in enumerate(trace[self.taps[0]].split(256, 1)):
-            self.read(x, slice(256 * i, 256 * i + x.shape[1]), None)
-
-    def read(self, x, at, span):
-        """Write the keys and values of x (B, T, dim): the adapter's attention alone needs them."""
-        self.own.run(x, at, self.cache, [0], span=span)
-
-    def read_noted(self, state):
-        """The states of the last tokens before D of each row. A row with fewer of them than another one reads
-        dead states after its own, into slots that are overwritten before anybody reads them."""
-        x = pad_sequence([torch.cat(states) for states in self.noted], batch_first=True)    # (B, T, dim)
-        more = [sum(map(len, states)) for states in self.noted]
-        if len(more) == 1:
-            at = state.at(-more[0], 0)
-        else:
-            steps = torch.arange(-1, x.shape[1] - 1, device=state.n.device)                 # (T,)
-            at = state.after(steps - state.send(more)[:, None])                             # (B, T)
-        self.read(x, at, state.span(-max(more), x.shape[1] - min(more)))
-        self.noted, self.unread = [[] for _ in more], 0
-
-    def logits(self, state, x, k):
-        if self.unread:
-            self.read_noted(state)
-        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, span=state.span(k, k + 1))
-        return self.own.unembed(x)
+        for i, x in enumerate(self.inputs(state, trace).split(256, 1)):
+            self.own.run(x, slice(256 * i, 256 * i + x.shape[1]), self.cache, [0])
 
     def observe(self, state, r):
         super().observe(state, r)
@@ -95,6 +68,73 @@ class ExitDraft(SelfDraft):
             self.noted[b].append(x[self.held[b] - first : len(new)])
             self.held[b] = len(text) - 1
         self.unread = max(sum(map(len, states)) for states in self.noted)
+
+    def take_noted(self, state, last):
+        """(x, at, span, more): the noted states (B, T, dim), where the run stands whose last one belongs at
+        offset `last` from D, and how many states each row has. A row with fewer of them than another one gets
+        dead states after its own, for slots that are overwritten before anybody reads them."""
+        x = pad_sequence([torch.cat(states) for states in self.noted], batch_first=True)    # (B, T, dim)
+        more = [sum(map(len, states)) for states in self.noted]
+        self.noted, self.unread = [[] for _ in more], 0
+        if len(more) == 1:
+            return x, state.at(last + 1 - more[0], last + 1), None, more
+        steps = torch.arange(last, last + x.shape[1], device=state.n.device)                # (T,)
+        at = state.after(steps - state.send(more)[:, None])                                 # (B, T)
+        return x, at, state.span(last + 1 - max(more), last + 1 + x.shape[1] - min(more)), more
+
+
+class ExitDraft(Reader, SelfDraft):
+    """Early exit with an adapter between the exit and the model's head (Kangaroo, arXiv 2404.18911). The
+    paper's second early exit is a rule: `control.Confidence(0.6)`. The adapter's cache holds the states after
+    the exit of the text before D."""
+
+    def __init__(self, head, rule):
+        super().__init__(head.model, early_exit(head.model.c.n_layers, head.shape["exit_layer"]), rule)
+        self.hold(head)
+
+    def inputs(self, state, trace):
+        return trace[self.taps[0]]
+
+    def logits(self, state, x, k):
+        if self.unread:     # keys and values alone are needed: the adapter's attention
+            noted, at, span, _ = self.take_noted(state, -1)
+            self.own.run(noted, at, self.cache, [0], span=span)
+        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, span=state.span(k, k + 1))
+        return self.own.unembed(x)
+
+
+class EagleDraft(Reader):
+    """A block that reads a token and the final state of the one before; of a drafted one, what it said itself
+    (EAGLE, arXiv 2401.15077). D is read last, with all that was written since the last draft.
+
+    What is noted of a token is the final state, which the block reads with the token after."""
+
+    def __init__(self, head, rule):
+        super().__init__(rule)
+        self.hold(head)
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        final = F.pad(trace[self.taps[0]], (0, 0, 1, 0))                        # (B, T+1, dim)
+        self.noted = [[x[len(text) - 1 : len(text)]] for x, text in zip(final, state.known, strict=True)]
+        self.unread = 1
+
+    def inputs(self, state, trace):
+        final = trace[self.taps[0]]
+        return self.head.join(state.tokens[:, : final.shape[1]], F.pad(final, (0, 0, 1, -1)))
+
+    def propose(self, state):
+        def step(token, k):
+            if k > 0:
+                x, at, span = self.said, state.at(k), state.span(k, k + 1)
+            else:
+                x, at, span, more = self.take_noted(state, 0)
+                token = state.read(at)
+            x = self.own.run(self.head.join(token, x), at, self.cache, span=span)
+            self.said = x[:, -1:] if k > 0 or len(more) == 1 else pick(x, state.send(more) - 1)[:, None]
+            return self.own.unembed(self.said)                                  # (B, 1, V)
+
+        return Draft(*chain(state, step, self.rule))
 
 
 class TwoRowDraft(SelfDraft):

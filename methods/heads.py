@@ -6,6 +6,8 @@ computed anyway. The model does not change, and neither does its text.
     kind         reads                              says                               its own weights
     Kangaroo     the state after block E            the next token                     an attention
     ExitBlock    the state after block E            the next token                     a block
+    Eagle        the token, the final state         the next token                     a block, a matrix
+                 before it
     M2R2         the token, from block 1 to E       the next token                     low-rank matrices
     Medusa       the final state                    by head k, from 1 on, the token    a matrix for each head
                                                     k places after the next
@@ -35,7 +37,8 @@ import checkpoint
 from control import weight_costs
 from kvcache import Beside, KVCache
 from layerskip import ShortHead, StandIn, early_exit
-from methods.drafting import ExitDraft, MedusaDraft, ProphetDraft, TransferDraft, TwoRowDraft, unit
+from methods import drafting
+from methods.drafting import unit
 from methods.trees import Siblings, widths_of
 from model import Transformer
 from speculative import ahead
@@ -78,8 +81,9 @@ def graft(model, first, count, hidden_dim=None):
 
 class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; branches: whether the
-    trees of that may branch anywhere, or else only first children have children."""
-    branches = False
+    trees of that may branch anywhere, or else only first children have children; reads: whether a drafted
+    token reads the keys and values of the whole text."""
+    branches = reads = False
 
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
@@ -93,7 +97,7 @@ class Head:
 class ExitBlock(Head):
     """An exit with a block of its own, which reads a copy of the state, so that the trunk is untouched
     (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
-    kind, draft, sublayers = "exit_block", ExitDraft, [0, 1]
+    kind, draft, reads, sublayers = "exit_block", drafting.ExitDraft, True, [0, 1]
 
     def __init__(self, model, exit_layer):
         self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
@@ -115,6 +119,43 @@ class Kangaroo(ExitBlock):
         del block.mlp, block.mlp_norm, block.mlp_post
 
 
+class Eagle(Head):
+    """EAGLE (arXiv 2401.15077, section 4.1): a block that reads of each token its embedding and the final
+    state of the token before, which the target chose it by; of a drafted token what the block itself said in
+    that state's place. The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state
+    alone and starts at zero.
+
+    It learns the first token of a draft, and the second, which reads what the block said (HASS, arXiv
+    2408.15766); those after it are drafted as the second is.
+    """
+    kind, draft, reads = "eagle", drafting.EagleDraft, True
+
+    def __init__(self, model):
+        self.model, self.shape, self.own = model, {}, graft(model, 0, 1)
+        self.taps, self.weights = [2 * model.c.n_layers - 1], nn.Module()
+        self.weights.blocks = self.own.blocks
+        self.weights.matrix = nn.Parameter(torch.zeros_like(model.tok[:1]).repeat(model.c.dim, 1))
+
+    def join(self, tokens, before):
+        """The block's input for tokens (B, T) and the states (B, T, dim) of those before them."""
+        return self.own.embed(tokens) + F.linear(unit(before), self.weights.matrix)
+
+    def predict(self, tokens, trace, cache):
+        T, at = tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)[None]
+        late = lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1]     # noqa: E731 (what belongs to the token before)
+        first = self.join(tokens, late(trace[self.taps[0]]))
+        with torch.no_grad():
+            said = self.own.run(first, slice(0, T))
+        seen = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
+        alone = torch.eye(T, dtype=torch.bool, device=tokens.device)
+        tree = torch.cat([F.pad(seen, (0, T)), torch.cat([seen & ~alone, alone], 1)])[None]     # (1, 2T, 2T)
+        x = self.own.run(torch.cat([first, self.join(tokens, late(said))], 1), torch.cat([at, at], 1),
+                         Beside(cache, 0, 0), slots=torch.cat([at, T + at], 1), tree=tree,
+                         span=slice(0, 2 * T))
+        yield 1, self.own.unembed(x[:, 1:T])
+        yield 2, self.own.unembed(x[:, T + 2 :])
+
+
 class M2R2(Head, StandIn):
     """Accelerated residuals (M2R2, arXiv 2502.02040). This is a reconstruction: no code is public, and where
     the adapters stand and what they are trained on are our reading of the paper's idea.
@@ -130,7 +171,7 @@ class M2R2(Head, StandIn):
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
     Of the paper's loading of experts ahead of time there is nothing here: Llama and Gemma-2 are dense.
     """
-    kind, draft = "m2r2", TwoRowDraft
+    kind, draft, reads = "m2r2", drafting.TwoRowDraft, True
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
@@ -202,7 +243,7 @@ class Medusa(Head):
     own_head: each head has a copy of the output head that is trained, too, as in the paper. That is a matrix
     (V, dim) for each of them, which in large vocabularies is many times as large as W_k.
     """
-    kind, draft, branches = "medusa", MedusaDraft, True
+    kind, draft, branches = "medusa", drafting.MedusaDraft, True
 
     def __init__(self, model, heads, own_head=False):
         check_count("heads", heads)
@@ -236,7 +277,7 @@ class Transfer(Head):
     t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
     head without its residual block. The pseudo states start as copies.
     """
-    kind, draft, branches = "transfer", TransferDraft, True
+    kind, draft, branches = "transfer", drafting.TransferDraft, True
 
     def __init__(self, model, inject_layer, steps):
         check_count("steps", steps)
@@ -274,7 +315,7 @@ class Prophet(Head):
     """A decoder of one or two blocks that reads the final state of the last token read, the next token, which
     the target chose by it, and its own drafts (lucidrains' "prophet transformer"). Its MLPs are half as wide
     as the model's, as it runs once for every token that it drafts."""
-    kind, draft = "prophet", ProphetDraft
+    kind, draft = "prophet", drafting.ProphetDraft
 
     def __init__(self, model, blocks):
         check_count("blocks", blocks)
@@ -292,7 +333,7 @@ class Prophet(Head):
             yield k, self.own.unembed(x[:, :, k])
 
 
-KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, M2R2, Medusa, Transfer, Prophet)}
+KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, M2R2, Medusa, Transfer, Prophet)}
 
 
 def judged(head, tokens):
@@ -327,7 +368,7 @@ def pricing(head, costs, share=1.0):
     own = rate * count(head) / getattr(head, "steps", 1)
     exit_layer = head.shape.get("exit_layer", 0)
     part = costs.pricing(range(2 * exit_layer), 0.0 if own_head else share)
-    whole, slot = costs.pricing(range(2 * c.n_layers)), costs.slot * (exit_layer > 0)
+    whole, slot = costs.pricing(range(2 * c.n_layers)), costs.slot * head.reads
     return lambda n: (part(n) + own + slot * (n - costs.at)) / whole(n)     # an adapter reads the text, too
 
 

@@ -76,8 +76,9 @@ def head_draft(head, costs, vocab=None):
         adapters = pricing(head, costs, 0.0)(costs.at) - trunk(costs.at) / whole(costs.at)
         way.once = lambda: adapters
     if hasattr(way.drafter, "unread"):
-        adapter = costs.sublayers[0] / costs.whole          # an attention, with which it reads what it missed
-        way.once = lambda: adapter * costs.block(max(1, way.drafter.unread))
+        apart = "exit_layer" in head.shape  # an attention reads what it missed; an eagle's block, with D
+        own = sum(costs.sublayers[: 1 if apart else 2]) / costs.whole
+        way.once = lambda: own * (costs.block(max(1, way.drafter.unread)) - (not apart))
     if "inject_layer" in head.shape:
         way.rides = sum(costs.sublayers[2 * head.shape["inject_layer"] :]) / costs.whole, head.steps
         spread, part = head.steps * pricing(head, costs, 0.0)(costs.at), costs.pricing((), share)

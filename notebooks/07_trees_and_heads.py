@@ -364,17 +364,17 @@ figure
 # ## What each head sees
 #
 # An early exit drafts token by token. A trained head can do better, since it may read states that the target
-# has computed anyway. The library has five kinds, and they differ in what they read. Below, a column is a
-# token and a row is a height in the model; D is the last known token, which nobody has run yet. Blue: states
-# that exist before the draft; a square is what the head reads. Red: what the drafting itself must run.
-# Dotted: what begins with that state. Arrows: who says which token.
+# has computed anyway. Six kinds of the library are drawn here, and they differ in what they read. Below, a
+# column is a token and a row is a height in the model; D is the last known token, which nobody has run yet.
+# Blue: states that exist before the draft; a square is what the head reads. Red: what the drafting itself
+# must run. Dotted: what begins with that state. Arrows: who says which token.
 
 # %%
-from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 
 E, T = max(1, L // 3), L // 2
-all_kinds = [Kangaroo(model, E), ExitBlock(model, E), Medusa(model, 3), Transfer(model, T, 3),
-             Prophet(model, 1)]
+all_kinds = [Kangaroo(model, E), ExitBlock(model, E), Eagle(model), Medusa(model, 3),
+             Transfer(model, T, 3), Prophet(model, 1)]
 
 
 def runs(head):
@@ -383,7 +383,7 @@ def runs(head):
         return [(1 + k, 0, E) for k in range(3)]                # the trunk up to the exit, for each token
     if head.kind == "transfer":
         return [(1 + k, T, L) for k in range(3)]                # the rows ride along in the verifying pass
-    return [(1 + k, 0, 1) for k in range(3)] if head.kind == "prophet" else []
+    return [(1 + k, 0, 1) for k in range(3)] if head.kind in ("eagle", "prophet") else []
 
 # %%
 def sees(side, head):
@@ -392,17 +392,18 @@ def sees(side, head):
     side.bar([-2, -1, 0], L, 0.7, color="#dce9f2")
     for column, low, high in runs(head):
         side.bar(column, high - low, 0.7, bottom=low, color="#f2d0b8")
-    for column in range(-2, 4) if exits else [0]:
+    for column in range(-2, 4) if exits else range(-2, 1) if head.kind == "eagle" else [0]:
         side.plot(column, top, "s", color=plots.HUES[0], ms=8)
-    feeds = {"transfer": [(1 + k, top) for k in range(3)], "prophet": [(1, 1)]}
+    feeds = {"transfer": [(1 + k, top) for k in range(3)], "prophet": [(1, 1)], "eagle": [(1, 0)]}
     for column, height in feeds.get(head.kind, []):
         side.plot([0, column], [top, height], color="#808080", ls=":")
     for k in range(3):
-        start = {"medusa": (0, L), "transfer": (1 + k, L), "prophet": (1 + k, 1)}.get(head.kind, (1 + k, top))
+        start = {"medusa": (0, L), "transfer": (1 + k, L), "prophet": (1 + k, 1),
+                 "eagle": (1 + k, 1)}.get(head.kind, (1 + k, top))
         side.annotate("", (2 + k, L * 1.12), start, arrowprops=dict(arrowstyle="->", color=plots.HUES[1]))
 
 # %%
-figure, (sides,) = plots.axes(1, 5, width=3.0, height=3.6)
+figure, (sides,) = plots.axes(1, 6, width=2.6, height=3.6)
 for side, head in zip(sides, all_kinds, strict=True):
     sees(side, head)
     side.set_xticks(range(-2, 5), ["", "", "read", "D", "+1", "+2", "+3"], fontsize=8)
@@ -415,6 +416,8 @@ figure
 #   [speculative-decoding](https://github.com/lucidrains/speculative-decoding)) put a piece of their own
 #   between an early exit and the model's head. They read each token, their own drafts, too: so the trunk up
 #   to the exit must run for each of them.
+# - **EAGLE** (arXiv 2401.15077) needs no trunk: one block reads each token together with the final state of
+#   the token before it. After D there are no final states yet, and it reads what it said itself.
 # - **Medusa** (arXiv 2401.10774) reads the final state of the last token read, and nothing else. It says
 #   three tokens at once: cheap, but its second head does not know what the first one has said.
 # - **Hidden Transfer** (arXiv 2404.12022) makes *pseudo states* of the tokens to come, in the middle of the

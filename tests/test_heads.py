@@ -16,7 +16,7 @@ from control import Confidence, Foreseen
 from kvcache import KVCache
 from layerskip import SelfDraft, keep
 from methods import heads
-from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import M2R2, Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import Siblings
 from sampling import Coins
 from speculative import Draft, Drafter, ModelDraft, NGram, Then, Wrapper, ahead, ancestors, generate, rounds
@@ -65,6 +65,9 @@ DRAFTERS = {
     "kangaroo, confident": lambda m: wild(Kangaroo(m, 2)).drafter(Confidence(0.4, 6)),
     "kangaroo, siblings": lambda m: Siblings(wild(Kangaroo(m, 4)).drafter(3), [3, 1]),
     "exit block": lambda m: wild(ExitBlock(m, 3)).drafter(4),
+    "eagle": lambda m: wild(Eagle(m)).drafter(4),
+    "eagle, stopped": lambda m: wild(Eagle(m)).drafter(Unsure(5)),
+    "eagle, siblings": lambda m: Siblings(wild(Eagle(m)).drafter(3), [3, 1]),
     "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
     "m2r2, stopped": lambda m: foreseeing(M2R2(m, 4), 5),
     "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
@@ -88,20 +91,20 @@ DRAFTERS = {
     "in turns": lambda m: Turns(
         wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, keep(6, [3], [4]), 2), wild(Medusa(m, 3)).drafter(3),
         NGram(3, 1), wild(Prophet(m, 1)).drafter(2), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
-        wild(M2R2(m, 4)).drafter(2), wild(Transfer(m, 2, 2)).drafter(2)),
+        wild(M2R2(m, 4)).drafter(2), wild(Eagle(m)).drafter(3), wild(Transfer(m, 2, 2)).drafter(2)),
 }
 
 
 test_greedy_identity = promises.greedy_identity(DRAFTERS)
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
 test_a_head_drafts_for_stand_ins_too = promises.stand_ins(DRAFTERS, ["kangaroo", "m2r2"])
-ENDS = ["kangaroo", "m2r2", "medusa, tree", "medusa, uneven tree", "prophet", "in turns"]
+ENDS = ["kangaroo", "m2r2", "medusa, tree", "medusa, uneven tree", "prophet", "eagle", "in turns"]
 test_context_limit = promises.context_limit(DRAFTERS, ENDS)
 test_end_of_text = promises.end_of_text(DRAFTERS, ENDS, range(0, 12, 3))
 test_short_answers = promises.short_answers(DRAFTERS, ENDS)
 test_one_wait_a_round = promises.one_wait_a_round(
     DRAFTERS, ["kangaroo", "kangaroo, siblings", "m2r2", "m2r2, stopped", "medusa", "medusa, stopped",
-               "medusa, tree", "transfer", "transfer, tree", "prophet", "in turns"],
+               "medusa, tree", "transfer", "transfer, tree", "prophet", "eagle", "in turns"],
     extra={"m2r2, stopped": 5, "medusa, stopped": 5})   # a rule that stops waits for each token
 
 
@@ -112,6 +115,9 @@ LAWS = {
     "gemma2 kangaroo": (TINY_GEMMA, lambda m: wild(Kangaroo(m, 1)).drafter(2)),
     "exit block": (TINY, lambda m: wild(ExitBlock(m, 2)).drafter(2)),
     "gemma2 exit block": (TINY_GEMMA, lambda m: wild(ExitBlock(m, 1)).drafter(2)),
+    "eagle": (TINY, lambda m: wild(Eagle(m)).drafter(2)),
+    "eagle, stopped": (TINY, lambda m: wild(Eagle(m)).drafter(Unsure(2))),
+    "gemma2 eagle": (TINY_GEMMA, lambda m: wild(Eagle(m)).drafter(2)),
     "m2r2": (TINY, lambda m: wild(M2R2(m, 2, 3)).drafter(2)),
     "m2r2, stopped": (TINY, lambda m: foreseeing(M2R2(m, 1, 2), 2)),
     "gemma2 m2r2": (TINY_GEMMA, lambda m: wild(M2R2(m, 2, 2)).drafter(2)),
@@ -138,6 +144,8 @@ def checked(head, rule, far):
             return None
         cache = KVCache(m.c, 1, len(ids), torch.float64)
         with torch.no_grad():
+            if isinstance(head, Eagle):
+                return by_steps(head, text, tokens)
             laws = dict(head.predict(torch.tensor([ids]), read(m, ids, head.taps, cache)[1], cache))
         # an exit says the same wherever a draft began
         said = [laws[0][0, last + k] if 0 in laws else laws[k + 1][0, last - 1] for k in range(len(tokens))]
@@ -145,8 +153,20 @@ def checked(head, rule, far):
     return compared(head.drafter(rule), by_hand, far)
 
 
+def by_steps(head, text, tokens):
+    """q (K, V) of an Eagle's draft, by hand: the whole text again for each token."""
+    (last,) = read(head.model, text[:-1], head.taps)[1].values()
+    before = torch.cat([torch.zeros(1, 1, head.model.c.dim), last], 1)
+    q = []
+    for k in range(len(tokens)):
+        said = head.own.run(head.join(torch.tensor([[*text, *tokens[:k]]]), before), slice(0, len(text) + k))
+        q.append(head.own.unembed(said)[0, -1].softmax(-1))
+        before = torch.cat([before, said[:, -1:]], 1)
+    return torch.stack(q)
+
+
 HEADS = {
-    "kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
+    "kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3), "eagle": Eagle,
     "m2r2": lambda m: M2R2(m, 3, 4), "m2r2 of all blocks": lambda m: M2R2(m, 6, 2),
     "medusa": lambda m: Medusa(m, 4), "own head": lambda m: Medusa(m, 3, own_head=True),
     "transfer": lambda m: Transfer(m, 3, 3), "from the embedding": lambda m: Transfer(m, 0, 3),
@@ -180,7 +200,7 @@ test_drafts_are_what_training_sees = promises.right_drafts({
     for name in HEADS for way, draft in (("alone", alone), ("in turns", in_turns))})
 
 
-@pytest.mark.parametrize("name", ["kangaroo", "m2r2", "medusa", "transfer", "prophet"])
+@pytest.mark.parametrize("name", ["kangaroo", "eagle", "m2r2", "medusa", "transfer", "prophet"])
 def test_a_head_goes_on_after_a_tail(models, name):
     """`Then` tells a head of its own part only; its next draft must start after what was accepted of the
     tail, here a model that is always right."""
@@ -210,6 +230,21 @@ def test_a_head_starts_as_a_part_of_the_model(models, family):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-3, "a head starts as the model's own"
     for k, said in Transfer(m, 6, 2).predict(tokens, trace, KVCache(m.c, 1, 8, torch.float64)):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-9, "a pseudo state starts as a copy"
+
+
+@torch.no_grad()
+@each_family
+def test_an_eagle_learns_the_first_token_of_a_draft_and_the_second(models, family):
+    """After each token of a text: what it says there while it drafts."""
+    m = models[family]
+    head, text = wild(Eagle(m)), PROMPTS[0]
+    cache = KVCache(m.c, 1, len(text), torch.float64)
+    laws = dict(head.predict(torch.tensor([text]), read(m, text, head.taps, cache)[1], cache))
+    assert [k for k in laws] == [1, 2]
+    for n in range(2, len(text)):
+        q = by_steps(head, text[:n], text[n:])
+        for k in range(min(2, len(q))):
+            assert (laws[k + 1][0, n - 2].softmax(-1) - q[k]).abs().max() < 1e-9
 
 
 def test_a_prompt_of_one_token_drafts_from_its_own_state(models):
@@ -276,10 +311,10 @@ def test_the_second_most_likely_hides_in_the_tree(models, truth):
 
 GOLDEN = {
     "llama": {"kangaroo": [199, 88, 20], "exit block": [219, 81, 22], "m2r2": [187, 93, 17],
-              "medusa": [402, 18, 38], "tree": [444, 29, 34],
+              "eagle": [429, 9, 38], "medusa": [402, 18, 38], "tree": [444, 29, 34],
               "prophet": [422, 13, 40], "transfer": [406, 13, 39]},
     "gemma2": {"kangaroo": [250, 73, 25], "exit block": [237, 79, 23], "m2r2": [244, 76, 26],
-               "medusa": [351, 38, 32], "tree": [373, 48, 30],
+               "eagle": [384, 28, 37], "medusa": [351, 38, 32], "tree": [373, 48, 30],
                "prophet": [402, 18, 37], "transfer": [390, 20, 38]},
 }
 
@@ -290,7 +325,7 @@ def test_golden_acceptance_counts(models, family):
     m = models[family]
     drafters = {
         "kangaroo": wild(Kangaroo(m, 5)).drafter(3), "exit block": wild(ExitBlock(m, 5)).drafter(3),
-        "m2r2": wild(M2R2(m, 5), 0.1).drafter(3),
+        "m2r2": wild(M2R2(m, 5), 0.1).drafter(3), "eagle": wild(Eagle(m), 0.1).drafter(3),
         "medusa": wild(Medusa(m, 3), 0.1).drafter(3), "tree": wild(Medusa(m, 4), 0.1).drafter(4, GROVE),
         "prophet": wild(Prophet(m, 1), 0.1).drafter(3), "transfer": wild(Transfer(m, 4, 3), 0.1).drafter(3),
     }

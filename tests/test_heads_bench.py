@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from matplotlib import image
-from test_heads import checked, still, wild
+from test_heads import still, wild
 from test_trees import optimum as optimum_of_trees
 from tiny import PROMPTS, command, each_family, foreseeable, law, oracle, story_tokenizer, warm
 
@@ -23,7 +23,7 @@ from benchmarks.shared import WEIGHTS
 from control import expected_tokens
 from layerskip import Teacher
 from methods import heads
-from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import tree_tokens
 from sampling import Coins, to_probs
 from speculative import generate, rounds
@@ -352,32 +352,6 @@ def test_what_a_head_is_worth_by_hand():
     assert measured.widen({"tau": 3.0}, way, m, plain)["sequoia"] == 1.75
 
 
-# --- recycling
-
-
-@each_family
-def test_recycled_drafts_are_what_training_sees(models, family):
-    """And the text is plain decoding's, for ragged rows, too."""
-    m, far = models[family], []
-    head = wild(sweep.Recycled(m, 2))
-    head.weights.matrix.data.mul_(5)
-    for prompts in (PROMPTS, PROMPTS[:1]):
-        generate(m, prompts, 16, checked(head, 3, far), warm, Coins(2))
-    assert len(far) > 30 and max(far) < 1e-9
-    assert generate(m, PROMPTS, 16, head.drafter(3))[0] == [oracle(m, p, 16) for p in PROMPTS]
-
-
-def test_recycling_reads_the_final_state(models):
-    """With a matrix of zeros, as it starts, it is the extra block alone; with another one it is not."""
-    m = models["llama"]
-    head = sweep.Recycled(m, 2)
-    before = [r.draft.tokens.tolist() for _, r in rounds(m, PROMPTS, 9, head.drafter(2))]
-    bare = [r.draft.tokens.tolist() for _, r in rounds(m, PROMPTS, 9, ExitBlock(m, 2).drafter(2))]
-    assert before == bare
-    wild(head)
-    assert before != [r.draft.tokens.tolist() for _, r in rounds(m, PROMPTS, 9, head.drafter(2))]
-
-
 # --- small heads, and the whole
 
 
@@ -452,7 +426,7 @@ def test_the_whole_benchmark(call, folder, tmp_path):
     assert list(data["sweep"]["transfer"]) == ["0", "1", "2"], "two blocks: their quarters coincide"
     assert [r["rows"] for r in data["sweep"]["transfer"].values()] == [3, 1.5, 0]
     assert all(r["trained"] >= 128 for r in data["sweep"]["transfer"].values()), "at least one step each"
-    assert list(data["sweep"]["lucidrains"]) == ["exit 1", "extra block", "recycling", "prophet"]
+    assert list(data["sweep"]["lucidrains"]) == ["exit 1", "extra block", "recycling (eagle)", "prophet"]
     assert data["rules"]["chi_square"]["typical"] < 1e-6
 
 

@@ -20,7 +20,7 @@ from benchmarks.shared import SETS, prompt_ids
 from control import MOST, Costs, plan, weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
 from methods import pace as module
-from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer, shorter
+from methods.heads import M2R2, Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer, shorter
 from methods.pace import STAKE, TAIL, Memory, Pace, Skill, Way, candidates, head_draft, self_draft
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, Wrapper, generate, rounds
@@ -457,13 +457,14 @@ def test_trained_heads_and_their_prices(models, family):
 
     def own(head):
         return 2.0 * sum(p.numel() for p in head.weights.parameters())
-    for head, E in ((kangaroo, 2), (block, 1)):
+    for head, E, missed in ((kangaroo, 2, costs.sublayers[0] * 1.25), (block, 1, costs.sublayers[0] * 1.25),
+                            (Eagle(m), 0, sum(costs.sublayers[:2]) * 0.25)):    # an eagle reads them with D
         way = head_draft(head, costs, ids)
         want = costs.price(range(2 * E), 3 / 17, 50) + own(head) + 3.0 * 40
         assert way.price(50) == pytest.approx(want / whole)
         assert way.shared == sum(costs.sublayers[: 2 * E]) / costs.whole and way.rides == (0.0, 0)
         way.drafter.unread = 5
-        assert way.once() == pytest.approx(costs.sublayers[0] / costs.whole * 1.25)
+        assert way.once() == pytest.approx(missed / costs.whole)
     for head, steps in ((medusa, 3), (prophet, MOST)):
         way = head_draft(head, costs)
         each = own(head) / (3 if steps == 3 else 1)

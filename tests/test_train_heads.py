@@ -23,7 +23,7 @@ FLAGS = {"context": 24, "batch": 8, "tokens": 2e4, "text": 4000, "lr": 0.01, "wa
 SHORT = FLAGS | {"tokens": 960, "text": 500, "batch": 4}    # ten steps
 KINDS = {"kangaroo": ["--exit-layer", "2"], "exit_block": ["--exit-layer", "2"],
          "m2r2": ["--exit-layer", "2"], "medusa": ["--heads", "2"],
-         "transfer": ["--inject-layer", "3", "--steps", "2"], "prophet": []}
+         "transfer": ["--inject-layer", "3", "--steps", "2"], "prophet": [], "eagle": []}
 
 
 @pytest.fixture(scope="module")
