@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from tqdm import tqdm
 
 import train_heads
@@ -52,6 +53,23 @@ def folders(a):
 def farthest(head):
     """How many tokens it may draft."""
     return {"prophet": AHEAD}.get(head.kind, getattr(head, "steps", MOST))
+
+
+class Exit(heads.Head):
+    """A bare early exit, measured as a head that has no weights of its own."""
+    kind, reads = "exit", True
+
+    def __init__(self, model, exit_layer):
+        self.subs = early_exit(model.c.n_layers, exit_layer)
+        self.model, self.shape, self.weights = model, {"exit_layer": exit_layer}, nn.Module()
+        self.taps = self.subs[-1:]
+
+    @staticmethod
+    def draft(head, rule):
+        return SelfDraft(head.model, head.subs, rule)
+
+    def predict(self, tokens, trace, cache):
+        yield 0, self.model.unembed(trace[self.taps[0]])
 
 
 # --- what its drafts are worth along a text
@@ -141,8 +159,8 @@ class Way:
         return Method(start, gamma=self.levels)
 
 
-def bare(model, subs, gamma, texts):
-    """The Way of a draft that is some of the model's own sub-layers: nothing was trained."""
+def skipping(model, subs, gamma, texts):
+    """The Way of a skip set."""
     series = [t.acceptance(subs)[unscored:] for t, unscored in texts]
     series = [a.unfold(0, gamma, 1)[..., None] for a in series if len(a) >= gamma]      # (N, gamma, 1)
     cost = weight_costs(model.c).step(subs)
@@ -150,14 +168,16 @@ def bare(model, subs, gamma, texts):
 
 
 def head_ways(name, loaded, series, cost, sizes):
-    """{name: Way} of one head: the chain of the gamma that promises most, and for each of `sizes` the best
-    tree of so many nodes, where these are free and a level costs `cost`. loaded: {dtype: head}."""
+    """{name: Way} of one head, or of an Exit: the chain of the gamma that promises most, and for each of
+    `sizes` the best tree of so many nodes, where these are free and a level costs `cost`. loaded: {dtype:
+    head}."""
     head, K = next(iter(loaded.values())), series[0].shape[1]
     gamma = max(range(1, K + 1), key=lambda g: followed(series, range(g)) / (1 + g * cost))
     ranks = torch.cat([A.flatten(0, 1) for A in series]).mean(0).tolist()
 
     def way(parents, shape=None):
-        made = Way(None, list(parents), heads.step_cost(head), series, shape and ranks, name)
+        made = Way(None, list(parents), heads.step_cost(head), series, shape and ranks,
+                   name if heads.count(head) else None)
         made.make = lambda m: loaded[m.tok.dtype].drafter(made.levels, shape)
         return made
 
@@ -176,25 +196,22 @@ def ways_of(bench, found, skip, sizes):
     it, and as ids). found: {name: {dtype: head}}."""
     model, L = bench.model, bench.model.c.n_layers
     texts, cost, best = pilot(bench, L)
+    depths = {loaded[model.tok.dtype].shape.get("exit_layer", best[0][0]) for loaded in found.values()}
+    measured = {f"exit {e}": {m.tok.dtype: Exit(m, e) for m, _ in bench.models.values()}
+                for e in sorted(depths | {best[0][0]})} | found
     makers = {name: lambda m, small, h=h: h[m.tok.dtype].drafter(min(GAMMA, farthest(h[m.tok.dtype])))
-              for name, h in found.items()}
+              for name, h in measured.items()}
     seconds, written = in_the_loop(bench, makers | {"plain": lambda m, small: Drafter()})
-    ways, depths = {}, {best[0]}
-    for name, loaded in found.items():
+    ways = {"skip set, gamma 2": skipping(model, skip, 2, texts)} if skip else {}
+    for name, loaded in measured.items():
         head = loaded[model.tok.dtype]
         each = max(0.0, seconds[name] / seconds["plain"] - 1) / min(GAMMA, farthest(head))
         series = [along(head, ids, unscored, bench.probs, Coins(i))
                   for i, (ids, (_, unscored)) in enumerate(zip(written, texts, strict=True))]
-        made = head_ways(name, loaded, series, each, sizes)
-        ways |= made
-        if "exit_layer" in head.shape:
-            depths.add((head.shape["exit_layer"], next(iter(made.values())).levels))
-    free = {f"exit {e}, gamma {g}": bare(model, early_exit(L, e), g, texts) for e, g in sorted(depths)}
-    if skip:
-        free["skip set, gamma 2"] = bare(model, skip, 2, texts)
+        ways |= head_ways(name, loaded, series, each, sizes)
     ruled = own_methods(L, best, None, cost, False)
     ruled = {name: ruled[name] for name in ("do no harm", "do no harm, n-gram tail")}
-    return free | ways, ruled, texts, written
+    return ways, ruled, texts, written
 
 
 def widen(r, way, m, plain):

@@ -18,9 +18,9 @@ import checkpoint
 from benchmarks import heads as measured
 from benchmarks import rules, sweep
 from benchmarks.drafters import Method, Sample
-from benchmarks.heads import Way, along, bare, family, followed, head_ways
+from benchmarks.heads import Exit, Way, along, family, followed, head_ways, skipping
 from benchmarks.shared import WEIGHTS
-from control import expected_tokens
+from control import expected_tokens, weight_costs
 from layerskip import Teacher
 from methods import heads
 from methods.heads import Kangaroo, Medusa, Prophet, Transfer
@@ -314,12 +314,25 @@ def test_an_exit_along_a_text_is_the_teacher(models):
     m = models["gemma2"]
     text = PROMPTS[0] + oracle(m, PROMPTS[0], 20)
     teacher = Teacher(m, text, warm)
-    way = bare(m, range(4), 3, [(teacher, 7)])
+    way = skipping(m, range(4), 3, [(teacher, 7)])
     a = teacher.acceptance(range(4))[7:]
     assert torch.equal(way.series[0][:, :, 0], a.unfold(0, 3, 1)) and way.levels == 3
-    A = along(still(Kangaroo(m, 2)), text, 7, to_probs, Coins(0))[:, :, 0]
     greedy = Teacher(m, text).acceptance(range(4))[7:]
-    assert torch.equal(A, greedy.unfold(0, measured.LEVELS, 1))
+    for head in (still(Kangaroo(m, 2)), Exit(m, 2)):
+        A = along(head, text, 7, to_probs, Coins(0))[:, :, 0]
+        assert torch.equal(A, greedy.unfold(0, measured.LEVELS, 1))
+
+
+def test_a_bare_exit_is_measured_as_a_head_is(models):
+    """Chains and trees; but it is none, and costs what a self-draft costs."""
+    m = models["gemma2"]
+    bare, A = Exit(m, 2), torch.full((9, 4, heads.RANKS), 0.2, dtype=torch.float64)
+    assert heads.step_cost(bare) == pytest.approx(weight_costs(m.c).step(range(4)))
+    ways = head_ways("exit 2", {torch.float64: bare}, [A], 0.1, (6,))
+    assert list(ways) == ["exit 2, gamma 1", "exit 2, tree of 6"]
+    for way in ways.values():
+        assert way.head is None
+        assert generate(m, PROMPTS, 8, way.make(m))[0] == [oracle(m, p, 8) for p in PROMPTS]
 
 
 def test_the_ways_of_a_head(models):
@@ -414,7 +427,8 @@ def test_the_whole_benchmark(call, folder, tmp_path):
         heads_of = {name: r for name, r in rows.items() if r.get("head")}
         assert {r["head"] for r in heads_of.values()} == kinds and len(heads_of) == 8
         assert rows["plain"]["ratio"] == 1 and rows["plain"]["tau"] == 1
-        assert "do no harm, n-gram tail" in rows and any(name.startswith("exit 1, gamma") for name in rows)
+        assert {"do no harm, n-gram tail", "exit 1, tree of 8"} <= {*rows}
+        assert any(name.startswith("exit 1, gamma") for name in rows)
         for name, r in heads_of.items():
             assert 1 <= r["tau"] and 1 <= r["tau_predicted"] and r["predicted"] > 0 and r["by_weights"] > 0
             assert ("sequoia" in r) == ("tree of 8" in name)
@@ -434,4 +448,4 @@ def test_without_heads_the_rest_is_measured(call, tmp_path):
     status, out, err = call("heads", "--model", DRAFT, "--quick", "--new", "8", "--minutes", "0.01")
     assert (status, err) == (0, "")
     assert "No trained heads beside these weights: python train_heads.py KIND" in out
-    assert "Without training" in out and "**Trees**" not in out and "**Hidden Transfer" in out
+    assert "Without training" in out and "tree of 8 is the fastest" in out and "**Hidden Transfer" in out
