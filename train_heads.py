@@ -139,11 +139,12 @@ def read_text(a, model, tokenizer):
 # --- training
 
 
-def losses(head, batch):
+def losses(head, batch, memory=None):
     """How far the head's distributions lie from the model's, in nats: KL(p || q) of each step of the head,
-    averaged over the texts (B, T); and what else counts, a number, which only M2R2 has."""
+    averaged over the texts (B, T); and what else counts, a number, which only M2R2 has. memory: see
+    `heads.judged`."""
     found, besides = [], 0.0
-    for said, target in heads.judged(head, batch):
+    for said, target in heads.judged(head, batch, memory):
         logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)       # (B, N, V)
         found.append((logp.exp() * (logp - logq)).sum(-1).mean())
         if isinstance(head, M2R2):
@@ -184,14 +185,15 @@ class Run(train.Run):
         self.trained = self.head.weights
         self.optimisers = [torch.optim.AdamW(self.trained.parameters(), lr=a.lr, betas=(0.9, 0.95),
                                              weight_decay=0.0)]
-        self.rates = [a.lr]
+        self.rates, self.memory = [a.lr], {}
         self.start()
         self.settings |= {"model": heads.fingerprint(model)}
 
     def train_step(self):
         a, progress = self.a, self.progress()
-        batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1).long().to(self.device)
-        found, besides = losses(self.head, batch)
+        # the same windows come again and again, so that the model reads each of them once only
+        batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1, grid=a.context)
+        found, besides = losses(self.head, batch.long().to(self.device), self.memory)
         weights = [0.8 ** k for k in range(len(found))]     # later steps count less (Medusa, section 2.2.1)
         loss = sum(w * step for w, step in zip(weights, found, strict=True)) / sum(weights)
         self.update(loss + besides, progress)

@@ -46,6 +46,7 @@ from support.files import replacing
 
 FILE = "heads.safetensors"
 RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape of a tree
+MEMORY = 2**31  # bytes of states that training keeps
 AHEAD = 4   # tokens that a prophet learns to say from one state
 
 
@@ -82,8 +83,8 @@ def graft(model, first, count, hidden_dim=None):
 class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; branches: whether the
     trees of that may branch anywhere, or else only first children have children; reads: whether a drafted
-    token reads the keys and values of the whole text."""
-    branches = reads = False
+    token reads the keys and values of the whole text; reads_cache: whether these are the model's own."""
+    branches = reads = reads_cache = False
 
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
@@ -149,8 +150,9 @@ class Eagle(Head):
         seen = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
         alone = torch.eye(T, dtype=torch.bool, device=tokens.device)
         tree = torch.cat([F.pad(seen, (0, T)), torch.cat([seen & ~alone, alone], 1)])[None]     # (1, 2T, 2T)
+        nothing = KVCache(self.own.c, len(tokens), 0, self.own.attention_dtype(), tokens.device)
         x = self.own.run(torch.cat([first, self.join(tokens, late(said))], 1), torch.cat([at, at], 1),
-                         Beside(cache, 0, 0), slots=torch.cat([at, T + at], 1), tree=tree,
+                         Beside(nothing, 0, 0), slots=torch.cat([at, T + at], 1), tree=tree,
                          span=slice(0, 2 * T))
         yield 1, self.own.unembed(x[:, 1:T])
         yield 2, self.own.unembed(x[:, T + 2 :])
@@ -171,7 +173,7 @@ class M2R2(Head, StandIn):
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
     Of the paper's loading of experts ahead of time there is nothing here: Llama and Gemma-2 are dense.
     """
-    kind, draft, reads = "m2r2", drafting.TwoRowDraft, True
+    kind, draft, reads, reads_cache = "m2r2", drafting.TwoRowDraft, True, True
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
@@ -277,7 +279,7 @@ class Transfer(Head):
     t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
     head without its residual block. The pseudo states start as copies.
     """
-    kind, draft, branches = "transfer", drafting.TransferDraft, True
+    kind, draft, branches, reads_cache = "transfer", drafting.TransferDraft, True, True
 
     def __init__(self, model, inject_layer, steps):
         check_count("steps", steps)
@@ -336,16 +338,39 @@ class Prophet(Head):
 KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, M2R2, Medusa, Transfer, Prophet)}
 
 
-def judged(head, tokens):
+def judged(head, tokens, memory=None):
     """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
-    (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them."""
-    model, trace, (B, T) = head.model, dict.fromkeys(head.taps), tokens.shape
+    (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them.
+
+    memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text that comes
+    again costs no pass. A head that reads the model's keys and values has no use for it."""
+    model, T = head.model, tokens.shape[1]
+    taps = sorted({*head.taps, 2 * model.c.n_layers - 1})
+
+    def read(rows):     # (len(taps), len(rows), T, dim), and the cache
+        cache = KVCache(model.c, len(rows), T, model.attention_dtype(), tokens.device)
+        trace = dict.fromkeys(taps)
+        model.run(model.embed(rows), slice(0, T), cache, trace=trace)
+        return torch.stack(list(trace.values())), cache
+
     with torch.no_grad():
-        cache = KVCache(model.c, B, T, model.attention_dtype(), tokens.device)
-        x = model.run(model.embed(tokens), slice(0, T), cache, trace=trace)
-        target = model.unembed(x)                                               # (B, T, V)
+        if memory is None or head.reads_cache:
+            states, cache = read(tokens)
+        else:
+            states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
+        trace = dict(zip(taps, states, strict=True))
+        target = model.unembed(states[-1])                                      # (B, T, V)
     for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
         yield said, target[:, k : k + said.shape[1]]
+
+
+def remembered(memory, row, read):
+    """The states of one text (1, T), read alone, so that they do not depend on what is read beside it."""
+    key = row.cpu().numpy().tobytes()
+    states = memory[key] if key in memory else read(row)[0]
+    if states.nbytes * (1 + len(memory)) <= MEMORY:
+        memory[key] = states
+    return states
 
 
 def count(head):

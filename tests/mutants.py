@@ -935,6 +935,14 @@ ROWS["methods/heads.py"] = [
     ("x[:, T + 2 :]", "x[:, 2:T]",
      "an eagle never learns to draft after its drafts",
      "test_an_eagle_learns_the_first_token_of_a_draft_and_the_second[gemma2]"),
+    ("torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None", "read(tokens)",
+     "nothing is remembered", "test_a_text_that_comes_again_costs_no_pass[kangaroo]"),
+    ("key = row.cpu().numpy().tobytes()", "key = len(row)",
+     "all texts are the first one", "test_a_text_that_comes_again_costs_no_pass[eagle]"),
+    ("states.nbytes * (1 + len(memory)) <= MEMORY", "states.nbytes",
+     "memory grows without a limit", "test_a_text_that_comes_again_costs_no_pass[medusa]"),
+    ("memory is None or head.reads_cache", "memory is None",
+     "what reads the cache finds none", "test_a_text_that_comes_again_costs_no_pass[transfer]"),
     ("target[:, k : k + said.shape[1]]", "target[:, max(0, k - 1) :][:, : said.shape[1]]",
      "label shifted by one in training", "test_judged_compares_the_same_tokens"),
     ("yield k, self.after(x[:, :-k], k - 1)", "yield k, self.after(x[:, k:], k - 1)",
@@ -944,7 +952,7 @@ ROWS["methods/heads.py"] = [
      "test_drafts_are_what_training_sees[prophet-alone-llama]"),
     ("max(1, model.c.hidden_dim // 2)", "None",
      "a prophet is as wide as its model", "test_the_mlps_of_a_prophet_are_half_as_wide"),
-    ("    with torch.no_grad():\n        cache = KV", "    with torch.enable_grad():\n        cache = KV",
+    ("    with torch.no_grad():\n        if memory", "    with torch.enable_grad():\n        if memory",
      "the target is kept for gradients, too", "test_the_models_pass_has_no_gradients"),
     ("model.blocks[min(i, last)]", "model.blocks[0]",
      "every adapter starts as the first block", "test_a_head_starts_as_a_part_of_the_model[llama]"),
@@ -2196,6 +2204,7 @@ ROWS["train.py"] = [
 ]
 
 ROWS["support/corpus.py"] = [
+    ("// grid * grid", "", "windows never come again", "test_windows_of_a_grid_begin_at_its_multiples"),
     ("ByteLevel(add_prefix_space=False)", "ByteLevel(add_prefix_space=True)",
      "a space that nobody wrote", "test_any_text_comes_back_as_it_was"),
     ("initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())", "initial_alphabet=[]",

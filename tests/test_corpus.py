@@ -196,6 +196,12 @@ def test_windows_are_whole_and_lie_within_one_file():
     assert {39, 1019} <= set(seen[:, -1].tolist()), "the last token of a file is never trained"
 
 
+def test_windows_of_a_grid_begin_at_its_multiples():
+    c = counting()
+    seen = torch.cat([c.batch(0, step, 32, 8, grid=9) for step in range(20)])
+    assert {*seen[:, 0].tolist()} == {0, 9, 18, 27, 1000, 1009} and bool((seen.diff(dim=1) == 1).all())
+
+
 def test_a_file_of_one_window_is_always_that_window():
     assert counting([1.0], [9]).batch(0, 0, 3, 8).tolist() == [list(range(9))] * 3
 

@@ -350,6 +350,39 @@ def test_judged_compares_the_same_tokens(models):
         assert said.shape == (2, 4, 17) and torch.equal(target, truth[:, k : k + 4])
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch, name):
+    """And gives the very same pairs, whatever is read beside it. A head that reads the cache has none."""
+    m, memory, passes, run = models["gemma2"], {}, [], models["gemma2"].run
+    head = wild(HEADS[name](m))
+    texts = torch.tensor([PROMPTS[0], PROMPTS[3], PROMPTS[0][::-1]])
+
+    def pairs(rows):
+        passes.clear()
+        found = [(said.detach(), target) for said, target in heads.judged(head, texts[rows], memory)]
+        return found, len(passes)
+
+    def watched(x, positions, cache, *args, **kwargs):
+        passes.extend([0] * (not args and "span" not in kwargs))    # of the whole model
+        return run(x, positions, cache, *args, **kwargs)
+
+    monkeypatch.setattr(m, "run", watched)
+    want = {b: pairs([b])[0] for b in range(3)}
+    memory.clear()
+    for rows, count in ([0, 1], 2), ([1, 0], 0), ([2, 0, 1], 1):
+        found, passed = pairs(rows)
+        assert passed == (1 if head.reads_cache else count) and bool(memory) != head.reads_cache
+        for k, (said, target) in enumerate(found):
+            for i, b in enumerate(rows):
+                assert (said[i] - want[b][k][0][0]).abs().max() < 1e-9
+                assert (target[i] - want[b][k][1][0]).abs().max() < 1e-9
+    memory.clear()
+    monkeypatch.setattr(heads, "MEMORY", 2 * 8 * 32 * 8 * len({*head.taps, 11}))    # of two texts
+    pairs([0, 1, 2])
+    assert len(memory) == (0 if head.reads_cache else 2)
+    assert pairs([0, 1, 2])[1] == 1
+
+
 def test_the_models_pass_has_no_gradients():
     m = make(LIVELY["llama"]).requires_grad_(True)
     for said, target in heads.judged(Medusa(m, 2), torch.tensor([PROMPTS[0]])):
