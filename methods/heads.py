@@ -121,10 +121,10 @@ class Kangaroo(ExitBlock):
 
 
 class Eagle(Head):
-    """EAGLE (arXiv 2401.15077, section 4.1): a block that reads of each token its embedding and the final
-    state of the token before, which the target chose it by; of a drafted token what the block itself said in
-    that state's place. The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state
-    alone and starts at zero.
+    """EAGLE (arXiv 2401.15077): a block that reads of each token its embedding and the final state of the
+    token before, by which the target chose it; of drafted tokens, in that state's place, what it said itself.
+    The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state alone and starts at
+    zero.
 
     It learns the first token of a draft, and the second, which reads what the block said (HASS, arXiv
     2408.15766); those after it are drafted as the second is.
