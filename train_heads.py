@@ -27,6 +27,7 @@ SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": [],
          "transfer": ["inject_layer", "steps"], "prophet": ["blocks"]}  # the flags of each kind
 MEASURED = 4096     # tokens of held-out text
 OWN = "own text"    # the name of what the model writes itself
+OWN_TEXT = 1.5e5    # tokens of it
 ROWS = 32           # texts that it writes at a time
 
 
@@ -58,7 +59,9 @@ def parse(argv):
     text = p.add_argument_group("text")
     text.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
                       f"{corpus.BOUNDARY}, drawn W times as often (default: what the model itself writes)")
-    text.add_argument("--text", type=float, default=1.5e5, metavar="N", help="how many tokens it writes")
+    text.add_argument("--text", type=float, metavar="N", help="how many tokens it writes (default: "
+                      f"{OWN_TEXT:g}), or takes from the beginnings of the files of --data, by weight "
+                      "(default: all)")
     steps = p.add_argument_group("optimisation")
     for flag, default, what in (
             ("tokens", 6e5, "how many to train on"), ("lr", 2e-3, "of AdamW"),
@@ -82,7 +85,7 @@ def check_flags(a):
             if not low <= getattr(a, name) <= high:
                 raise ValueError(f"--{name} must lie within {low} and {high}, got {getattr(a, name)}")
     for name in ("tokens", "text", "lr", "clip", "every"):
-        if not 0 < getattr(a, name) < 1e30:
+        if getattr(a, name) is not None and not 0 < getattr(a, name) < 1e30:
             raise ValueError(f"--{name} must be positive and below 1e30, got {getattr(a, name)}")
     if a.rank is not None and a.rank < 1:
         raise ValueError(f"--rank must be at least 1, or nothing is trained, got {a.rank}")
@@ -132,6 +135,10 @@ def read_text(a, model, tokenizer):
     documents, weights = corpus.read_weighted(a.data)
     ids = {name: [t for text in texts for t in checkpoint.encode(tokenizer, text, model.c.bos)]
            for name, texts in documents.items()}
+    if a.text:      # then each file's size is its weight
+        cuts = [int(a.text * w / sum(weights)) for w in weights]
+        ids = {name: row[:cut] for (name, row), cut in zip(ids.items(), cuts, strict=True)}
+        weights = [1.0] * len(weights)
     streams = {name: torch.tensor(row, dtype=torch.int32) for name, row in ids.items()}
     return corpus.split(streams, {}, weights, tokenizer, a.context)
 
@@ -224,7 +231,7 @@ def fresh_run(a, device, tokenizer, file):
     if a.data:
         text = read_text(a, model, tokenizer)
     elif file is None:
-        written = write_text(model, a.text, a.seed, a.context)
+        written = write_text(model, a.text or OWN_TEXT, a.seed, a.context)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
     else:
         with checkpoint.guarded(f"{a.out}: not a checkpoint of this program, or damaged"):

@@ -2468,6 +2468,13 @@ ROWS["exercises/tasks.py"] = [
      "test_fifteen_exercises_in_five_sittings_of_three_and_a_small_one"),
 ]
 
+ROWS["train_heads.py"] = [
+    ("int(a.text * w / sum(weights))", "int(a.text)",
+     "of each file as much as of all", "test_train_heads.py::test_data_of_files"),
+    ("weights = [1.0] * len(weights)", "pass",
+     "files are weighed twice", "test_train_heads.py::test_data_of_files"),
+]
+
 ROWS["tests/teach.py"] = [
     ("if not equal(got, want):", "if False:", "any distribution will do",
      "test_what_is_told_of_a_wrong_distribution"),

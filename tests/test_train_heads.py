@@ -175,7 +175,8 @@ def test_data_of_files(folder, tmp_path, call):
     a.write_text(story(1, 12))
     b.write_text(story(2, 12))
     out = tmp_path / "out"
-    argv = line("medusa", folder, out, SHORT, "--data", f"{a}=3", str(b))
+    given = {name: value for name, value in SHORT.items() if name != "text"}
+    argv = line("medusa", folder, out, given, "--data", f"{a}=3", str(b))
     status, _, err = call(*argv)
     assert status == 0, err
     assert set(state(out)[0]["evals"][-1]["files"]) == {"a.txt", "b.txt"}
@@ -184,6 +185,10 @@ def test_data_of_files(folder, tmp_path, call):
     assert text.weights == [3.0, 1.0] and text.train["a.txt"][0] == 0
     want = [t for d in corpus.read_documents(a) for t in checkpoint.encode(tokenizer, d, 0)]
     assert text.train["a.txt"].tolist() + text.valid["a.txt"].tolist() == want
+    part = train_heads.read_text(train_heads.parse([*argv, "--text", "400"]), model, tokenizer)
+    assert part.weights == [1.0, 1.0], "the files' sizes are their weights now"
+    assert part.train["a.txt"].tolist() + part.valid["a.txt"].tolist() == want[:300]
+    assert len(part.train["b.txt"]) + len(part.valid["b.txt"]) == 100
 
 
 # --- what is refused
