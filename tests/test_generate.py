@@ -287,7 +287,8 @@ def test_trained_heads_beside_the_weights_are_candidates(tmp_path, capsys):
     """Those of other weights are left out, and so are all where passes are to be replayed."""
     model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
     for file in STORIES.iterdir():
-        (tmp_path / file.name).symlink_to(file)
+        if file.name != "heads":
+            (tmp_path / file.name).symlink_to(file)
     for kind in ("kangaroo", "prophet", "medusa"):
         (tmp_path / "heads" / kind).mkdir(parents=True)
     heads.save(heads.Kangaroo(model, 2), tmp_path / "heads" / "kangaroo")
