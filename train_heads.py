@@ -60,8 +60,7 @@ def parse(argv):
     text.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
                       f"{corpus.BOUNDARY}, drawn W times as often (default: what the model itself writes)")
     text.add_argument("--text", type=float, metavar="N", help="how many tokens it writes (default: "
-                      f"{OWN_TEXT:g}), or takes from the beginnings of the files of --data, by weight "
-                      "(default: all)")
+                      f"{OWN_TEXT:g}), or the beginnings of --data, by weight (default: all)")
     steps = p.add_argument_group("optimisation")
     for flag, default, what in (
             ("tokens", 6e5, "how many to train on"), ("lr", 2e-3, "of AdamW"),
