@@ -2,11 +2,13 @@
 
     python train_heads.py medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
 
-The one thing to remember: the teacher is the model itself. By default it also writes the text, so that its
-heads learn what it says where they will draft, and nobody needs its training data. What a head is told to say
-is not the text but the model's whole distribution, because acceptance compares the two.
+The one thing to remember: the teacher is the model itself. By default it also writes the text, at a
+low temperature, so that its heads learn what it says where they will draft, and nobody needs its training
+data. What a head is told to say is not the text but the model's whole distribution, because acceptance
+compares the two.
 """
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,8 +40,8 @@ def parse(argv):
     p = cli.Parser(description="Train a head that drafts for a frozen model.", allow_abbrev=False)
     p.add_argument("kind", choices=heads.KINDS)
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
-    p.add_argument("--out", required=True, metavar="DIR", help="for the heads, their card and checkpoint; "
-                   "generate.py looks into heads/KIND in the model's folder")
+    p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks into "
+                   "heads/KIND in the model's folder")
     p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     shape = p.add_argument_group("shape")
     shape.add_argument("--exit-layer", type=int, metavar="E", help="kangaroo, exit_block, m2r2: after which "
@@ -60,7 +62,8 @@ def parse(argv):
     text.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
                       f"{corpus.BOUNDARY}, drawn W times as often (default: what the model itself writes)")
     text.add_argument("--text", type=float, metavar="N", help="how many tokens it writes (default: "
-                      f"{OWN_TEXT:g}), or the beginnings of --data, by weight (default: all)")
+                      f"{OWN_TEXT:g}), or are taken from --data, by weight (default: all)")
+    text.add_argument("--temperature", type=float, default=0.5, metavar="T", help="at which it writes")
     steps = p.add_argument_group("optimisation")
     for flag, default, what in (
             ("tokens", 6e5, "how many to train on"), ("lr", 2e-3, "of AdamW"),
@@ -83,7 +86,7 @@ def check_flags(a):
         for name in names.split():
             if not low <= getattr(a, name) <= high:
                 raise ValueError(f"--{name} must lie within {low} and {high}, got {getattr(a, name)}")
-    for name in ("tokens", "text", "lr", "clip", "every"):
+    for name in ("tokens", "text", "lr", "clip", "every", "temperature"):
         if getattr(a, name) is not None and not 0 < getattr(a, name) < 1e30:
             raise ValueError(f"--{name} must be positive and below 1e30, got {getattr(a, name)}")
     if a.rank is not None and a.rank < 1:
@@ -112,13 +115,13 @@ def build(a, model):
 # --- the text
 
 
-def write_text(model, count, seed, length):
-    """At least `count` tokens of texts that the model draws from its own distribution, one after the other,
-    each from a begin-of-text id to its end or to `length` tokens. (N,) int32."""
+def write_text(model, count, seed, length, temperature=1.0):
+    """At least `count` tokens of texts that the model draws at this temperature, one after the other, each
+    from a begin-of-text id to its end or to `length` tokens. (N,) int32."""
     c, ids, coins = model.c, [], Coins(seed)
     if c.bos is None:
         raise ValueError("this model has no begin-of-text id to start a text with: give text with --data")
-    warm = lambda logits: to_probs(logits, temperature=1.0)  # noqa: E731
+    warm = partial(to_probs, temperature=temperature)
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             begun = rounds(model, [[c.bos]] * ROWS, length - 1, None, warm, coins, c.eos)
@@ -230,7 +233,7 @@ def fresh_run(a, device, tokenizer, file):
     if a.data:
         text = read_text(a, model, tokenizer)
     elif file is None:
-        written = write_text(model, a.text or OWN_TEXT, a.seed, a.context)
+        written = write_text(model, a.text or OWN_TEXT, a.seed, a.context, a.temperature)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
     else:
         with checkpoint.guarded(f"{a.out}: not a checkpoint of this program, or damaged"):

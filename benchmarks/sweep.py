@@ -43,7 +43,7 @@ def prepare(a, model, tokenizer, count):
                                "--warmup", "5"])
     minutes = a.minutes if a.minutes is not None else 0.1 if a.quick else 8.0
     flags.minutes = minutes / count
-    written = train_heads.write_text(model, 600 if a.quick else 5e4, 0, context)
+    written = train_heads.write_text(model, 600 if a.quick else 5e4, 0, context, flags.temperature)
     return flags, corpus.split({train_heads.OWN: written}, {}, [1.0], tokenizer, context)
 
 

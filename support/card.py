@@ -68,7 +68,8 @@ def head_card(run, tables, command):
     facts = {
         "shape": f"{shape}; {count / 1e6:.2f} M weights in bfloat16, beside the model's {like / 1e6:.1f} M, "
         "which are frozen",
-        "data": ", ".join(run.text.train) + f", {sum(map(len, run.text.train.values())):,} tokens",
+        "data": ", ".join(run.text.train) + f" at temperature {a.temperature:g}" * (not a.data)
+        + f", {sum(map(len, run.text.train.values())):,} tokens",
         "recipe": f"{run.step * a.batch * a.context / 1e6:.3g} M tokens, sequences of {a.context}, batch "
         f"{a.batch}; the loss is KL(p || q) with the model's own distribution p, each step's .8 times as "
         "much as that of the one before"

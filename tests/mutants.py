@@ -2473,6 +2473,9 @@ ROWS["train_heads.py"] = [
      "of each file as much as of all", "test_train_heads.py::test_data_of_files"),
     ("weights = [1.0] * len(weights)", "pass",
      "files are weighed twice", "test_train_heads.py::test_data_of_files"),
+    ("partial(to_probs, temperature=temperature)", "partial(to_probs, temperature=1.0)",
+     "a text of its own is always drawn at temperature 1",
+     "test_train_heads.py::test_training_learns[prophet]"),
 ]
 
 ROWS["tests/teach.py"] = [

@@ -19,7 +19,7 @@ from speculative import rounds
 from support import corpus
 
 FLAGS = {"context": 24, "batch": 8, "tokens": 2e4, "text": 4000, "lr": 0.01, "warmup": 3, "every": 1e6,
-         "device": "cpu"}
+         "temperature": 0.9, "device": "cpu"}
 SHORT = FLAGS | {"tokens": 960, "text": 500, "batch": 4}    # ten steps
 KINDS = {"kangaroo": ["--exit-layer", "2"], "exit_block": ["--exit-layer", "2"],
          "m2r2": ["--exit-layer", "2"], "medusa": ["--heads", "2"],
@@ -69,10 +69,13 @@ def test_training_learns(product, folder):
     model, _ = checkpoint.load(folder, "cpu", torch.float32)
     head, ranks = heads.load(out, model)
     held_out = tensors["text.valid"]
+    text = train_heads.write_text(model, FLAGS["text"], 0, FLAGS["context"], FLAGS["temperature"])
+    assert torch.cat([tensors["text.train"], held_out]).equal(text)
     table = train_heads.evaluate(head, held_out, 24, 4 * train_heads.MEASURED)
     assert table["ranks"] == pytest.approx(ranks) and sum(ranks) < 1 + 1e-9 and ranks[0] == max(ranks)
     assert sum(table["agreement"]) / len(table["agreement"]) == pytest.approx(ranks[0])
     card = (out / "README.md").read_text()
+    assert f"| data | own text at temperature 0.9, {len(text) - len(held_out):,} tokens |" in card
     for name in ("loss", "agreement", "top 5", "overlap"):
         cells = " | ".join(f"{v:.2f}" for v in table[name])
         assert f"| {name}, own text | {cells} |" in card
@@ -120,8 +123,9 @@ def test_what_stands_in_the_folder(product, folder):
 def test_text_is_drawn_from_the_model(folder):
     """Whole texts, one after the other, each as long as it may be; and the same with the same seed."""
     model, _ = checkpoint.load(folder, "cpu", torch.float32)
-    ids, twin, other = (train_heads.write_text(model, 600, seed, 24).tolist() for seed in (0, 0, 1))
-    assert ids == twin != other and len(ids) >= 600 and ids[0] == 0
+    ids, twin, other, cold = (train_heads.write_text(model, 600, seed, 24, *given).tolist()
+                              for seed, *given in ((0,), (0,), (1,), (0, 0.2)))
+    assert ids == twin != other and len(ids) >= 600 and ids[0] == 0 and len(set(cold)) < len(set(ids))
     starts = [i for i, t in enumerate(ids) if t == 0]
     assert max(b - a for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)) <= 24
     texts = [ids[a:b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
