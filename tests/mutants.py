@@ -2474,8 +2474,9 @@ ROWS["train_heads.py"] = [
     ("weights = [1.0] * len(weights)", "pass",
      "files are weighed twice", "test_train_heads.py::test_data_of_files"),
     ("partial(to_probs, temperature=temperature)", "partial(to_probs, temperature=1.0)",
-     "a text of its own is always drawn at temperature 1",
-     "test_train_heads.py::test_training_learns[prophet]"),
+     "a text of its own is always drawn at temperature 1", "test_text_is_drawn_from_the_model"),
+    ("a.context, a.temperature)", "a.context)",
+     "--temperature is not heeded", "test_train_heads.py::test_training_learns[prophet]"),
 ]
 
 ROWS["tests/teach.py"] = [
