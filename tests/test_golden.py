@@ -19,6 +19,7 @@ if str(ROOT) not in sys.path:
 import checkpoint  # noqa: E402
 from control import AdaptiveExit, DoNoHarm  # noqa: E402
 from layerskip import SelfDraft, keep  # noqa: E402
+from methods import heads  # noqa: E402
 from methods.trees import Siblings  # noqa: E402
 from speculative import ModelDraft, NGram, Then, rounds  # noqa: E402
 
@@ -44,13 +45,21 @@ def drafters(m, small):
     }
 
 
+def trained(m, folder):
+    """Drafters with the trained heads beside the weights: chains, and trees where several heads say one
+    token."""
+    found = {path.parent.name: heads.load(path.parent, m)[0] for path in sorted(folder.glob("heads/*/heads.*"))}
+    return ({kind: head.drafter(3) for kind, head in found.items()}
+            | {f"{kind}, tree": found[kind].drafter(3, [0, 0, 0, 1, 1, 2, 4]) for kind in ("medusa", "eagle")})
+
+
 def counts(name):
     """{drafter: [proposed, accepted, passes]} of a shipped model in float64, greedy, 48 tokens a text."""
     m, tokenizer = checkpoint.load(ROOT / "weights" / name, "cpu", torch.float64)
     small, _ = checkpoint.load(ROOT / "weights" / "stories-draft", "cpu", torch.float64)
     prompts = [checkpoint.encode(tokenizer, text, m.c.bos) for text in [*TEXTS, *[LONG] * bool(m.c.window)]]
     found = {}
-    for made, drafter in drafters(m, small).items():
+    for made, drafter in (drafters(m, small) | trained(m, ROOT / "weights" / name)).items():
         run = [r for _, r in rounds(m, prompts, 48, drafter)]
         found[made] = [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run),
                        len(run)]
