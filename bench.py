@@ -26,7 +26,7 @@ import checkpoint
 from benchmarks import beyond, check, costs, counts, drafters, dynamic, heads, plain, quant, search
 from benchmarks.shared import SETS, WEIGHTS
 from support import cli
-from support.files import replacing
+from support.files import replacing, write_file
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
@@ -81,10 +81,8 @@ def run(argv):
     data = {"what": a.what, "machine": a.machine, "torch": torch.__version__, "dtype": a.dtype, **data}
     print(json.dumps(data) if a.json else text)
     if a.out:
-        with replacing(Path(f"{a.out}.md")) as path:
-            path.write_text(text + "\n", encoding="utf-8")
-        with replacing(Path(f"{a.out}.json")) as path:
-            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        write_file(Path(f"{a.out}.md"), text + "\n")
+        write_file(Path(f"{a.out}.json"), json.dumps(data, indent=1) + "\n")
         if draw:
             with replacing(Path(f"{a.out}.png")) as path:
                 draw(path)

@@ -226,9 +226,7 @@ class Run(train.Run):
 
 def fresh_run(a, device, tokenizer, file):
     """As `train.fresh_run`. The text that the model wrote is read from the checkpoint, where there is one."""
-    model, _ = checkpoint.load(a.model, device, torch.float32)
-    if a.context > model.c.max_len:
-        raise ValueError(f"--context {a.context} exceeds the model's context of {model.c.max_len}")
+    model, _ = train.long_enough(a, a.model, device)
     build(a, model)     # a wrong shape is refused before minutes of writing
     if a.data:
         text = read_text(a, model, tokenizer)

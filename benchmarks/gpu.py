@@ -28,7 +28,7 @@ from kvcache import KVCache
 from layerskip import SelfDraft, early_exit
 from speculative import NGram, generate, prefill
 from support import cli
-from support.files import read_json, replacing
+from support.files import read_json, write_file
 
 NAMES = "Llama 3.2 1B", "Llama 3.1 8B", "Gemma-2 2B", "Gemma-2 9B"
 SMALL = dict(vocab_size=64, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
@@ -320,8 +320,7 @@ def run(argv):
             print(f"{name}: failed")
             failed += 1
             continue
-        with replacing(Path(a.out)) as path:
-            path.write_text(json.dumps(head | {"parts": bench.found}, indent=1) + "\n", encoding="utf-8")
+        write_file(Path(a.out), json.dumps(head | {"parts": bench.found}, indent=1) + "\n")
         show(name, bench.found[name])
     return int(failed > 0)
 

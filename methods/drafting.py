@@ -37,9 +37,9 @@ def pick(x, at):
     return x[torch.arange(len(at), device=at.device), at]
 
 
-def check_target(head, state):
-    if head.model.blocks is not state.model.blocks:
-        raise ValueError("a head drafts only for the model that it was made for")
+def same_model(model, state):
+    if model.blocks is not state.model.blocks:
+        raise ValueError("this drafter reads the target's own states: give it the model that decodes")
 
 
 class Reader(Drafter):
@@ -52,7 +52,7 @@ class Reader(Drafter):
         self.noted, self.unread = [], 0
 
     def begin(self, state, trace):
-        check_target(self.head, state)
+        same_model(self.head.model, state)
         super().begin(state, trace)
         self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), state.n.device)
         self.noted, self.unread = [[] for _ in state.known], 0      # of each row some (T, dim)
@@ -145,7 +145,7 @@ class TwoRowDraft(SelfDraft):
         super().__init__(head, early_exit(head.c.n_layers, head.shape["exit_layer"]), rule)
 
     def begin(self, state, trace):
-        check_target(self.model, state)
+        same_model(self.model.model, state)
         super().begin(state, trace)
 
     def logits(self, state, x, k):
@@ -160,7 +160,7 @@ class LastState(Drafter):
         self.head, self.taps = head, head.taps
 
     def begin(self, state, trace):
-        check_target(self.head, state)
+        same_model(self.head.model, state)
         super().begin(state, trace)
         # a prompt of one token has no token read before D: its first draft is a guess from D's own state
         self.last = self.find(trace, (state.n - 2).clamp(min=0))

@@ -14,7 +14,7 @@ from control import Confidence, expected_speedup, plan, weight_costs
 from gaussian import GaussianProcess, expected_improvement
 from kvcache import Beside
 from layerskip import SelfDraft, check_sublayers, early_exit
-from methods.drafting import pick
+from methods.drafting import pick, same_model
 from methods.trees import Siblings
 from sampling import raw_probs
 from speculative import Wrapper
@@ -43,11 +43,6 @@ def last_places(state, trace, count):
     at = state.n[:, None] + torch.arange(-count, 0, device=state.n.device)      # (B, count)
     row = torch.arange(len(at), device=at.device)[:, None]
     return {tap: x[row, at.clamp(min=0)] for tap, x in trace.items()}, at >= 0
-
-
-def same_model(model, state):
-    if model.blocks is not state.model.blocks:
-        raise ValueError("this drafter learns from the target's own states: give it the model that decodes")
 
 
 # --- SWIFT

@@ -21,7 +21,8 @@ import torch
 
 from control import MOST, Beta, weight_costs
 from layerskip import SelfDraft, ShortHead, early_exit, shared_prefix
-from methods.dynamic import last_places, overlaps, same_model
+from methods.drafting import same_model
+from methods.dynamic import last_places, overlaps
 from methods.heads import pricing, shorter
 from sampling import raw_probs
 from speculative import Drafter, NGram, Rule, Then, Wrapper

@@ -16,6 +16,7 @@ bits.
 import torch
 
 from control import best_gamma, expected_speedup
+from methods.drafting import same_model
 from speculative import Draft, Drafter, chain
 
 
@@ -47,8 +48,7 @@ class SparseDraft(Drafter):
         self.model, self.sinks, self.window, self.sublayers = model, sinks, window, sublayers
 
     def begin(self, state, trace):
-        if self.model.blocks is not state.model.blocks:
-            raise ValueError("a sparse draft reads the target's cache: it drafts only for its own model")
+        same_model(self.model, state)
         super().begin(state, trace)
 
     def propose(self, state):

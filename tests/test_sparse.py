@@ -131,7 +131,7 @@ def test_what_makes_no_sense_is_refused(models, sinks, window):
 
 
 def test_another_model_is_refused(models):
-    with pytest.raises(ValueError, match="it drafts only for its own model"):
+    with pytest.raises(ValueError, match="give it the model that decodes"):
         generate(models["llama"], PROMPTS, 9, SparseDraft(make(LLAMA, 9), 3))
 
 
