@@ -3,8 +3,8 @@
 The one thing to remember: drafting gains only where alpha exceeds c. Alpha is how often the first token of a
 draft is accepted, and c is the cost of a drafted step relative to a pass of the target.
 
-A rule says how far a drafter drafts, and none can change the text. Confidences come from the raw softmax, and
-so they mean something at temperature 0, too.
+A rule says how far a drafter drafts, and none can change what the text is drawn from. Confidences come from
+the raw softmax, and so they mean something at temperature 0, too.
 """
 import random
 import statistics
@@ -19,7 +19,7 @@ from kvcache import KVCache
 from sampling import raw_probs
 from speculative import Rule
 
-MOST = 16  # drafts longer than this are not considered
+MOST = 16  # drafts longer than this are not weighed; a rule with a published limit may go further
 WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1  # of the blocks that are measured
 
 
@@ -264,8 +264,8 @@ class AnnealedConfidence(Confidence):
 
 class Thompson(Rule):
     """Go on after each token with a probability drawn from a Beta distribution of what became of all drafts
-    so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform prior is ours). No token
-    has a say, so the length is drawn ahead; its random numbers are its own, and the text's stay as they are.
+    so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform prior is ours). It
+    ignores the tokens, so the length is drawn ahead, with random numbers of its own.
     """
 
     def __init__(self, gamma=MOST, seed=0):

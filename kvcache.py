@@ -1,5 +1,5 @@
-"""A KV cache that stores no fill level: slot = position, and a block of tokens sees the slots before its own
-first slot, and itself.
+"""A KV cache that stores no fill level: slot = position in a text, and a block of tokens sees the slots
+before its own first slot, and itself.
 
 The one thing to remember: rolling back is starting the next block earlier.
 

@@ -104,8 +104,8 @@ class SelfDraft(Drafter):
     For two drafts d1, d2 after the last known token D:
 
         block          D      d1     d2
-        before a gap   kept   kept   run last: nobody drafts from d2, but it must be verified
-        after a gap    rough  rough  -          the verifier begins here, and runs all three
+        before the gap kept   kept   run last: nobody drafts from d2, but it must be verified
+        after the gap  rough  rough  -          the verifier begins here, and runs all three
 
     Drafts write into the target's cache. Before the first gap they write what the verifier would. After it a
     draft reads exact old keys and its own rough new ones; the verification of this very round overwrites the
@@ -167,7 +167,7 @@ class Teacher:
         slot      0 1 2 3 | 4 5 6 7
         query 2   x x . . | . . x .     the target's keys before position 2, and the draft's own key of it
 
-    Raises ValueError for a text that is empty or longer than the context.
+    Raises ValueError for a text that is empty or longer than the context, and for ids beyond the vocabulary.
     """
 
     @torch.inference_mode()
@@ -176,7 +176,8 @@ class Teacher:
         if not 0 < T <= c.max_len:
             raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to {c.max_len}")
         if not 0 <= min(ids) <= max(ids) < c.vocab_size:
-            raise ValueError(f"the text holds token id {max(ids)}, but ids run from 0 to {c.vocab_size - 1}")
+            bad = next(t for t in ids if not 0 <= t < c.vocab_size)
+            raise ValueError(f"the text holds token id {bad}, but ids run from 0 to {c.vocab_size - 1}")
         self.model, self.probs = model, probs
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
         self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SPARE = 8  # slots beyond the context limit: a row near its limit may write drafts there that nobody will use
+SPARE = 8  # slots after the longest text: a row near its limit may write drafts there that nobody will use
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Config:
     max_len: int = 2048                # context: prompt and answer together
     bos: int | None = None             # begin-of-text id, put before every prompt
     eos: tuple[int, ...] = ()          # any of these ends an answer
-    # --- Gemma-2; each field but `window` is read on exactly one line below
+    # --- Gemma-2
     act: str = "silu"                  # "silu" (SwiGLU) | "gelu" (GeGLU, tanh approximation)
     norm_offset: float = 0.0           # 1.0: RMSNorm multiplies by (1 + w)
     embed_scale: float = 1.0           # sqrt(dim): embeddings are scaled up

@@ -1,6 +1,6 @@
 """Logits -> distribution -> token. One `to_probs` serves target, draft and plain decoding.
 
-The one thing to remember: every random decision of the library is a flip or a choice, and both spend uniforms
+The one thing to remember: every random decision about a text is a flip or a choice, and both spend uniforms
 of a `Coins` object. Replace it and a run can be replayed, or every outcome of it enumerated.
 """
 import torch

@@ -129,8 +129,8 @@ class Round:
 
 class Rule:
     """How far to draft. `gamma` is asked before each draft; `stop`, if a rule has one, after each drawn
-    token, see `chain`; `learn` is told what became of it. No rule can change the text. This one always asks
-    for the same number of tokens."""
+    token, see `chain`; `learn` is told what became of it. No rule can change what the text is drawn from.
+    This one always asks for the same number of tokens."""
     stop = None
 
     def __init__(self, gamma):
@@ -463,7 +463,7 @@ def collect(steps, rows):
     return outputs, passes
 
 
-# --- two drafters that need nothing from the target; layerskip.py has the one that does
+# --- two drafters that need nothing from the target
 
 
 class NGram(Drafter):
@@ -575,8 +575,8 @@ class ModelDraft(Drafter):
 
 
 class Then(Wrapper):
-    """b goes on where a ends: `Then(SelfDraft(...), NGram(...))` looks up in the text what followed the last
-    time it went like the draft (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them so).
+    """b goes on where a ends: `Then(SelfDraft(...), NGram(...))` looks up what followed the draft's last
+    tokens earlier in the text (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them so).
 
     b should not be a `SelfDraft`: it would read the target's cache, which holds nothing yet for a's tokens.
     Where b adds tokens, a's `reuse` is lost, because nobody has computed those states for b's tokens.

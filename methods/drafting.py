@@ -153,7 +153,7 @@ class TwoRowDraft(SelfDraft):
 
 
 class LastState(Drafter):
-    """Keeps what is known of the last token read, its final state, for the three drafters below."""
+    """Keeps what is known of the last token read: its final state, or the rows that rode along with it."""
 
     def __init__(self, head, rule):
         super().__init__(rule)

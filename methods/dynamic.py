@@ -6,7 +6,7 @@ sub-layers between any two rounds. What it learns from is nearly free: the state
 compute anyway, and the text that is already written.
 
 All three draft with the target's own sub-layers. In a batch the rows share one choice, since they share each
-pass. The constants are the published ones; each docstring names the faults that are mended here.
+pass. The constants are the published ones; the docstrings name the faults that are mended here.
 """
 import torch
 
@@ -54,15 +54,16 @@ class SWIFT(Wrapper):
     Each candidate, a random set of the published size and every 25th time one that the Gaussian process
     promises most of, is scored in one pass by its *matchness*: how often its likeliest token is the next one
     of the window, the first `window` tokens that this text wrote. A better set takes the incumbent's place.
-    The search (the "optimisation phase") ends at a score above `enough`, after `patience` candidates in a row
-    that were no better, or after `most` in all; then nothing but drafting is left (the "acceleration phase").
+    The search (the "optimisation phase") ends at a score above `enough`, after more than `patience`
+    candidates in a row that were no better, or after `most` in all; then nothing but drafting is left (the
+    "acceleration phase").
 
     Mended. Theirs never scores the set that it starts with, nor the incumbent again when a new text begins:
-    here it is scored on the same window, before any candidate. Their process is told a point of the box
-    [0, 1]^n other than the set that was scored, with the upper bound mean + 2.5 deviations to maximise: here
-    it sees sets, and `kappa` asks for such a bound instead of the expected improvement. They copy the whole
-    cache for every draft and every score; and they draw the bonus token from the unprocessed distribution.
-    Their places have 3 to 10 guesses, by confidence; here all have 1 + len(widths).
+    here it is scored before any candidate. They tell the process a point of the box [0, 1]^n that is not the
+    set that was scored, and maximise mean + 2.5 deviations: here it sees sets, and `kappa` asks for such a
+    bound instead of the expected improvement. They copy the whole cache for every draft and every score; and
+    they draw the bonus token from the unprocessed distribution. Their places have 3 to 10 guesses, by
+    confidence; here all have 1 + len(widths).
     """
 
     def __init__(self, model, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000, every=25,
@@ -130,6 +131,7 @@ class SWIFT(Wrapper):
     def score(self, state, gone, rows):
         """The matchness of a set, over the rows that have written a window, and a note of it."""
         at = state.send([[n - 1 + k for k in range(self.window)] for n in self.start])      # (B, W)
+        at = at.clamp(max=state.tokens.shape[1] - 2)    # a row near the end of the context has no such window
         x = aside(self.model, state.cache, self.model.embed(state.read(at)), at, self.kept(gone))
         hits = self.model.unembed(x).argmax(-1) == state.read(at + 1)
         score = float(hits[state.send(rows)].double().mean())
@@ -219,20 +221,20 @@ class CLaSp(SelfDraft):
 
 
 class DEL(SelfDraft):
-    """Leave after the block, and draft as far, as promises the most tokens for each layer that is run (DEL,
-    arXiv 2504.05598).
+    """Leave after the block that promises the most tokens for the layers that are run, and stop where it is
+    unsure (DEL, arXiv 2504.05598).
 
     What exit l would have drafted at each place of the last round is known without drafting: its *shadow
     token*, from the states that drafting and verifying left behind. Its acceptances and their complements are
     counted, and so is how sure it was of both; old counts fade by `omega` a round. The exit of the best
-    expected speed drafts, up to `gamma` tokens, and stops after a token less sure than tau, the mean of how
-    sure it was where it would have been accepted and where it would not.
+    expected speed drafts, up to `gamma` tokens, and stops after a token less sure than a threshold, the mean
+    of how sure it was where it would have been accepted and where it would not.
 
     Mended. Theirs counts layers: here `costs` know the head's share. Theirs drafts a token even where the
     best is not to draft. Counts start from a uniform prior, a hit at confidence 1 and a miss at 0, where
-    theirs has tau = NaN until both were seen. When sampling, a shadow counts as the sum of min(p, q), not as
-    a match of the likeliest tokens. And shadows are not free, each costs a row of the head: score fewer exits
-    (`exits`), or only every `every`th round. The rule "FS", their baseline, is `control.Schedule`.
+    their threshold is NaN until both were seen. When sampling, a shadow counts as the sum of min(p, q), not
+    as a match of the likeliest tokens. And shadows are not free, each costs a row of the head: score fewer
+    exits (`exits`), or only every `every`th round. The rule "FS", their baseline, is `control.Schedule`.
     """
 
     def __init__(self, model, exits=None, costs=None, omega=0.95, gamma=18, every=1, window=32):

@@ -81,9 +81,9 @@ def graft(model, first, count, hidden_dim=None):
 
 
 class Head:
-    """What all kinds share. draft: the class of its drafter, in methods/drafting.py; branches: whether the
-    trees of that may branch anywhere, or else only first children have children; reads: whether a drafted
-    token reads the keys and values of the whole text; reads_cache: whether these are the model's own."""
+    """What all kinds share. draft: the class of its drafter, in methods/drafting.py; branches: whether any
+    node of its trees may have children, or else only first children; reads: whether a drafted token reads the
+    keys and values of the whole text; reads_cache: whether these are the model's own."""
     branches = reads = reads_cache = False
 
     def drafter(self, rule, shape=None):
@@ -163,13 +163,13 @@ class M2R2(Head, StandIn):
     the adapters stand and what they are trained on are our reading of the paper's idea.
 
     Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
-    and an adapter of rank r for each block: f <- block(f) + up down f. It is trained to be after block i
-    where the ordinary row is after block i L / E, and so at the exit where that one is at the end. It reads
-    the ordinary keys and values of the tokens before it and its own, and writes none, so that the cache stays
-    the target's. Both rows are in one pass, which reads each weight once. Without adapters, rank 0, the
-    second row is the first: a bare early exit.
+    and an adapter of rank r for each block: f <- block(f) + up down unit(f). After block i it should equal
+    the ordinary row after block i L / E, and so at the exit the final one. It reads the ordinary keys and
+    values of the tokens before it and its own, and writes none, so that the cache stays the target's. Both
+    rows are in one pass, which reads each weight once. Without adapters, rank 0, the second row is the first:
+    a bare early exit.
 
-    rank: None for the one with as many weights as Kangaroo's adapter. align: what the distance from those
+    rank: None for as many weights as Kangaroo's adapter has. align: what the distance from those
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
     Of the paper's loading of experts ahead of time there is nothing here: Llama and Gemma-2 are dense.
     """
@@ -257,8 +257,8 @@ class Medusa(Head):
             self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
 
     def after(self, x, k):
-        """What head k, from 0 on, says after final states x (B, T, dim): raw logits (B, T, V) of the token k
-        places after the next."""
+        """What head k, from 0 on, says after final states x (B, T, dim): raw logits (B, T, V) of the token
+        k + 1 places after the next."""
         x = unit(x)
         x = x + F.silu(F.linear(x, self.weights.inner[k]))
         if self.shape["own_head"]:

@@ -2,7 +2,8 @@
 
 The one thing to remember: a round buys tokens for time. The prices are known beforehand, so whatever an
 experiment can lose is known, too, and no more is risked than was saved for it. Hence the promise that no
-published system makes: by its prices never slower than plain decoding by more than `risk`, whatever drafts.
+published system makes: by its prices never slower than plain decoding by more than `risk`, and the STAKE of
+one pass, whatever drafts.
 
     nothing         costs 1 pass and writes 1 token: what all else is measured by
     an exit         a trace of the target tells what it would have drafted, also while others draft
@@ -147,8 +148,8 @@ class Pace(Wrapper):
 
     In a batch the rows share each pass, and so the way, which is that of the most tokens over all rows. What
     each row knows is its own, and so are how far it drafts and where it stops. The promise holds for the row
-    that is least far: plain decoding would be there after as many passes as that row has tokens. What a fast
-    row wins is not lent to a slow one, which everybody would have to wait for.
+    with the fewest new tokens, for each of which plain decoding needs a pass. What a fast row wins does not
+    pay for a slow one.
 
     The promise is kept over the life of a Pace: what was won on one text may be lost on the next one. Not in
     the prices, and so not in the promise: the reading of the prompt, and the time of its own thinking.
@@ -291,7 +292,7 @@ class Pace(Wrapper):
 
     def takes(self, way, price, once, rounds):
         """[what a round takes], relative to a pass over one token at its beginning, for (how many tokens it
-        drafts, how many it verifies, whether a tail makes be read again what the draft had read)."""
+        drafts, how many it verifies, whether a tail forces a second reading of the draft)."""
         check, shared, slope = self.checking(way), way.shared, self.slope   # the text grows while it drafts
         return [(once + drafted * price + shared * lost + check(T)) * (1 + slope * (T - 1))
                 for drafted, T, lost in rounds]

@@ -8,10 +8,9 @@ and a draft that reads its first few and its last few tokens leaves nearly all o
     the model reads           x  x  x  x  x  x  x  x  x    for the token at slot 8;
     2 sinks, a window of 3    x  x  .  .  .  .  x  x  x    its draft leaves out four of them
 
-A model heeds its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones. To
-draft so with all of its weights began with TriForce (arXiv 2404.11912); newer are Vegas (arXiv 2602.07223)
-and SparseSpec-L (arXiv 2607.27735); QuantSpec (arXiv 2502.10424) drafts with keys, values and weights in 4
-bits.
+A model heeds its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones.
+TriForce (arXiv 2404.11912) first drafted so with all weights; newer are Vegas (arXiv 2602.07223) and
+SparseSpec-L (arXiv 2607.27735); QuantSpec (arXiv 2502.10424) drafts with keys, values and weights in 4 bits.
 """
 import torch
 
@@ -21,7 +20,7 @@ from speculative import Draft, Drafter, chain
 
 
 def sparse(at, end, sinks, window):
-    """Which of the slots 0 .. end-1 does a token at `at` (B, 1) read that reads few? (B, end) bool
+    """Which of the slots 0 .. end-1 does a sparse token at `at` (B, 1) read? (B, end) bool
 
     >>> sparse(torch.tensor([[8]]), 9, sinks=2, window=3).int().tolist()
     [[1, 1, 0, 0, 0, 0, 1, 1, 1]]
@@ -36,8 +35,8 @@ class SparseDraft(Drafter):
 
     It drafts into the target's cache. What it writes there is rough, since other states make other keys and
     values, and so it hands nothing over: the verifying pass runs the whole block anew, and overwrites it. The
-    mask hides keys and does not skip them: here no time is saved, only a kernel that gathers saves it. Raises
-    ValueError for fewer than no sinks, for an empty window, and for a target that is not its model.
+    mask hides keys and does not skip them: only a kernel that gathers would save time. Raises ValueError for
+    negative sinks, for an empty window, and for a target that is not its model.
     """
 
     def __init__(self, model, rule, sinks=4, window=64, sublayers=None):

@@ -114,8 +114,9 @@ class Siblings(Wrapper):
     widths_of(best_tree(..., branches=False))`.
 
     For the drafter nothing changes: nobody drafts from a sibling, and what it learns of is a chain. In a
-    batch only the rows with the longest chain have siblings, and near the end of an answer the last ones go.
-    A drafter that draws nothing, such as an n-gram, gets none. Raises ValueError for widths that rise.
+    batch only the rows with the longest chain have siblings, and near the end of an answer the last ones are
+    left out. A drafter that draws nothing, such as an n-gram, gets none. Raises ValueError for widths that
+    rise.
     """
 
     def __init__(self, drafter, widths):

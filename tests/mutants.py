@@ -1053,6 +1053,8 @@ ROWS["methods/dynamic.py"] = [
     ("raw_probs(logits).amax(-1).double()", "probs(logits).amax(-1).double()",
      "at temperature 0 every draft is sure", "test_overlaps_by_hand"),
     # SWIFT
+    ("        at = at.clamp(max=state.tokens.shape[1] - 2)", "",
+     "a window reaches beyond the context", "test_a_row_at_the_end_of_the_context_has_no_window"),
     ("range(2, 2 * model.c.n_layers - 2)", "range(2 * model.c.n_layers)",
      "the first and the last block may go", "test_swift_has_the_constants_of_its_code"),
     ("            self.best = self.score(state, self.gone, rows)\n            return",

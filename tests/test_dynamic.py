@@ -207,6 +207,13 @@ def test_a_window_counts_only_where_it_is_whole(models):
     assert swift.asked
 
 
+def test_a_row_at_the_end_of_the_context_has_no_window(models):
+    m = models["llama"]
+    ids = [PROMPTS[0][:4], (PROMPTS[1] * 40)[: m.c.max_len - 3]]
+    swift = SWIFT(m, window=8)
+    assert generate(m, ids, 20, swift)[0] == generate(m, ids, 20)[0] and swift.tried > 0
+
+
 @pytest.mark.parametrize("flags, tries", [({"patience": 4}, 5), ({"most": 6}, 6), ({"enough": 0.3}, 0)])
 def test_the_search_ends(models, flags, tries):
     """After too many candidates that are no better, after so many in all, or when the set is good enough."""

@@ -156,7 +156,7 @@ def test_texts_that_are_empty_or_too_long_are_refused(models, count):
 
 @pytest.mark.parametrize("bad", [17, -1])
 def test_ids_that_the_model_does_not_have_are_refused(models, bad):
-    with pytest.raises(ValueError, match="ids run from 0 to 16"):
+    with pytest.raises(ValueError, match=f"holds token id {bad}, but ids run from 0 to 16"):
         Teacher(models["llama"], [1, bad, 2])
 
 
