@@ -51,7 +51,7 @@ def parse(argv):
     shape.add_argument("--align", type=float, metavar="W", help="m2r2: what the distance from the states "
                        "further up counts, beside the distributions (default: 0.1)")
     shape.add_argument("--heads", type=int, metavar="N", help="medusa: how many (default: 3)")
-    shape.add_argument("--own-head", action="store_true", default=None, help="medusa: an output head for each")
+    shape.add_argument("--own-head", action="store_true", default=None, help="medusa: one output head each")
     shape.add_argument("--inject-layer", type=int, metavar="T", help="transfer: after which block rows of "
                        "future tokens begin (default: half of them)")
     shape.add_argument("--steps", type=int, metavar="N", help="transfer: how many rows for each token "
