@@ -22,7 +22,6 @@ from methods.heads import count
 from model import SPARE
 from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, rounds
-from support import plots
 from support.cli import read_skip, read_vocab
 from support.stats import Timed, parting
 
@@ -443,5 +442,4 @@ def run(a):
             notes += seen
     data = {"results": results, "divergences": notes, "new": a.new, "repeats": a.repeats,
             "model": str(a.model)}
-    draw = partial(plots.methods, results, f"{a.model}, {a.dtype}; {a.machine}")
-    return markdown(a, results, notes), data, draw
+    return markdown(a, results, notes), data, None

@@ -25,7 +25,6 @@ from layerskip import SelfDraft, early_exit
 from machine.recorded import Recorded
 from model import SPARE, Config
 from speculative import generate, prefill, rounds
-from support import plots
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
                     hidden_dim=2048, max_len=1024)
@@ -290,5 +289,4 @@ def run(a):
                 if c:
                     checkpoint.save(random_model(c, dtype), folder, tokenizer)
                 results[f"{name}, {str(dtype)[6:]}"] = measure(folder, dtype, a.device, a, bar)
-    draw = None if a.quick else partial(plots.plain, results, f"plain decoding on {a.device}: {a.machine}")
-    return markdown(results, a), {"results": results}, draw
+    return markdown(results, a), {"results": results}, None

@@ -90,52 +90,6 @@ def heads(losses, block, evals, path):
     figure.savefig(path, dpi=120, format="png")
 
 
-def plain(results, title, path):
-    """Left, speed relative to transformers, and its bound; right, what a block of T tokens costs. results:
-    for each model and dtype the medians that `benchmarks.plain.measure` returns."""
-    figure, ((left, right),) = axes(1, 2)
-    names = list(results)
-    ratios = [r["decode"]["transformers"] / r["decode"]["ours"] for r in results.values()]
-    bounds = [q / r["bound"] - q for q, r in zip(ratios, results.values(), strict=True)]
-    left.barh(names, ratios, color=HUES[0], height=0.5)
-    left.barh(names, bounds, left=ratios, color=HUES[0], alpha=0.2, height=0.5)
-    left.axvline(1, color=HUES[1])
-    left.set(xlabel="speed relative to transformers\n(pale: up to the bound, matrix products alone)")
-    left.invert_yaxis()
-    for (name, r), mark in zip(results.items(), "osD^v<", strict=False):
-        blocks = list(r["blocks"])
-        right.plot(blocks, [s / r["blocks"][1] for s in r["blocks"].values()], marker=mark, label=name)
-    right.plot(blocks, blocks, color=HUES[-1], linestyle=":", label="one by one")
-    right.set(xscale="log", yscale="log", xlabel="tokens in the block", ylabel="cost relative to one token")
-    right.set_xticks(blocks, blocks)
-    right.set_yticks((1, 2, 4, 8, 16), (1, 2, 4, 8, 16))
-    right.minorticks_off()
-    right.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=150, format="png")
-
-
-def methods(results, title, path):
-    """The speed of each method relative to plain decoding, one panel for each set of prompts. results: {set:
-    {method: {"ratio", "predicted"}}}."""
-    rows = max(len(r) for r in results.values())
-    figure, grid = axes(1, len(results), width=3.6, height=0.24 * rows + 1)
-    for side, (name, found) in zip(grid[0], results.items(), strict=True):
-        names = [n for n in found if n != "plain"]
-        hues = [HUES[-1] if n.startswith("transformers") else HUES[0] for n in names]
-        side.barh(names, [found[n]["ratio"] for n in names], color=hues, height=0.6)
-        for y, n in enumerate(names):
-            if "predicted" in found[n]:
-                side.plot([found[n]["predicted"]], [y], marker="|", markersize=9, color=HUES[1])
-        side.axvline(1, color="#404040", lw=0.8)
-        side.invert_yaxis()
-        side.set_title(name, fontsize=9)
-        side.tick_params(labelsize=8)
-        side.set_xlabel("times plain decoding", fontsize=9)
-    figure.suptitle(f"{title}; the marks: what the formula says", fontsize=9)
-    figure.savefig(path, dpi=110, format="png")
-
-
 def draw_choices(side, prompts, kinds, hues):
     """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is; hues:
     {way: its colour}."""
