@@ -365,7 +365,6 @@ def test_the_whole_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     (folder / "vocab.json").write_text(json.dumps({"ids": list(range(1024))}))
     status, out, err = call("self", "--model", folder, "--quick", "--new", "8", "--out", tmp_path / "made")
     assert (status, err) == (0, "") and (tmp_path / "made.md").read_text() == out
-    assert (tmp_path / "made.png").stat().st_size > 10_000
     results = json.loads((tmp_path / "made.json").read_text())["results"]
     assert list(results) == ["stories, greedy"]
     rows = results["stories, greedy"]

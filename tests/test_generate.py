@@ -200,7 +200,8 @@ def test_drafting_by_itself(call, drafter, stories, tmp_path):
     assert r["outputs"] == plain["outputs"] and r["costs"] == flags[1]
     pace = drafter(*flags, "--draft", "auto", "--draft-vocab", tmp_path / "vocab.json")
     assert pace.costs.blocks == ((1, 1.0), (17, 4.0)) and (pace.costs.slot, pace.costs.at) == (0.5, 64)
-    assert pace.most == 5 and len(pace.ways[-1].drafter.sublayers) == 2 * L - 2
+    ways = {way.name: way.drafter for way in pace.ways}
+    assert pace.most == 5 and len(ways["skip set"].sublayers) == 2 * L - 2
     assert pace.ways[0].drafter.model.share == 1024 / 4096 and pace.ways[0].name.startswith("exit")
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
     pace = drafter("--draft", "auto", "--model", tmp_path)

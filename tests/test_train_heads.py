@@ -206,7 +206,7 @@ def test_data_of_files(folder, tmp_path, call):
     (["--align", "-1"], "--align must lie within 0 and 1e30, got -1.0"),
     (["--heads", "0"], "heads must be at least 1, got 0"),
     (["--heads", "24"], "--context 24 is too short for 24 steps"),
-    (["--context", "65"], "--context 65 exceeds the context of .*: 64"),
+    (["--context", "65"], "--context 65 exceeds the context of"),
     (["--context", "4"], "--context must lie within 5 and"),
     (["--lr", "0"], "--lr must be positive"),
     (["--decay", "2"], "--decay must lie within 0 and 1, got 2"),
