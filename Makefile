@@ -61,11 +61,12 @@ benchmarks: $(VENV)/dev
 	$(PY) bench.py counts --out results/counts
 	$(PY) bench.py plain --fast --out results/plain
 	$(PY) bench.py quant --new 64 --repeats 1 --out results/quant
-	for m in $(MODELS); do for what in self heads dynamic; do \
-	  $(PY) bench.py $$what --model weights/$$m --out results/$$m-$$what || exit 1; done; done
+	for m in $(MODELS); do for what in self "heads --new 64 --repeats 1" dynamic; do \
+	  $(PY) bench.py $$what --model weights/$$m --out results/$$m-$${what%% *} || exit 1; done; done
+	cp results/stories-llama-heads.png notebooks/heads.png
 	$(PY) train_heads.py kangaroo --model weights/stories-plain --exit-layer 2 --tokens 6e5 --out results/plain/kangaroo
 	$(PY) train_heads.py eagle --model weights/stories-plain --tokens 6e5 --out results/plain/eagle
-	$(PY) bench.py heads --model weights/stories-plain --heads results/plain --out results/stories-plain-heads
+	$(PY) bench.py heads --new 64 --repeats 1 --model weights/stories-plain --heads results/plain --out results/stories-plain-heads
 	$(PY) bench.py dynamic --model weights/stories-plain --out results/stories-plain-dynamic
 	$(PY) bench.py beyond --twin weights/stories-plain --out notebooks/beyond
 	$(MAKE) notebooks picture

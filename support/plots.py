@@ -131,18 +131,21 @@ def drafted(results, small, title, path):
     text, rows = next(iter(results.items()))
     chains = {name: r["positions"] for name, r in rows.items() if r.get("positions") and "sequoia" not in r}
     draw_positions(where, chains, f"{text}: drafts")
-    trees = {}
-    for r in rows.values():
+    trees, order = {}, [name.split(",")[0] for name in chains]     # each draft has one colour
+    for name, r in rows.items():
         if "sequoia" in r:
-            found = trees.setdefault(r["head"], [])
+            found = trees.setdefault(name.split(", tree")[0], [])
             found.append((len(r["parents"]), r["tau"], r["tau_predicted"], r["block"]))
-    for (name, found), hue in zip(trees.items(), HUES * len(trees), strict=False):
+    for name, found in trees.items():
+        hue = HUES[(order + [name]).index(name) % len(HUES)]
         nodes, tau, predicted, block = zip(*sorted(found), strict=True)
-        size.plot(nodes, tau, color=hue, marker="o", label=f"{name}: tau")
+        size.plot(nodes, tau, color=hue, marker="o", label=name)
         size.plot(nodes, predicted, color=hue, marker="x", ls="--", lw=1)
         size.plot(nodes, block, color=hue, marker=".", ls=":", lw=1)
-    size.set(xlabel="nodes of the tree", ylabel="tokens a pass, and passes",
-             title="trees: tau (dashed: predicted), cost of the block (dotted)")
+    for label, mark, dashes in ("tau predicted", "x", "--"), ("cost of the block", ".", ":"):
+        size.plot([], [], color=HUES[-1], marker=mark, ls=dashes, lw=1, label=label)
+    size.set(xlabel="nodes of the tree", ylabel="tokens a pass (tau), and passes", title=f"{text}: trees",
+             xlim=(0, 1.5 * max(len(r.get("parents", ".")) for r in rows.values())))   # room for a legend
     swept = small.get("transfer", {})
     for step, values in enumerate(zip(*(r["agreement"] for r in swept.values()), strict=True), 1):
         depth.plot([r["rows"] for r in swept.values()], values, color=HUES[step - 1], marker="o",

@@ -34,7 +34,8 @@ def test_example_prints_what_its_comments_say(capsys, monkeypatch):
 
 
 def test_the_readme_is_one_page():
-    assert len(README.splitlines()) <= 172
+    """But for the table of papers, in which each system has a row."""
+    assert len(README[: README.index("| paper |")].splitlines()) <= 162
 
 
 def test_the_example_of_the_formula():
