@@ -313,6 +313,9 @@ def run(a):
     found = {name: {m.tok.dtype: heads.load(folder, m)[0] for m, _ in models.values()}
              for name, folder in where.items()}
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
+    for loaded in found.values():
+        for head in loaded.values():
+            head.reach = LEVELS     # an eagle drafts farther than it learns
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
                     "parameters": sum(p.numel() for p in h.weights.parameters())}
              for name, (h, *_) in ((name, tuple(loaded.values())) for name, loaded in found.items())}

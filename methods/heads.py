@@ -130,6 +130,7 @@ class Eagle(Head):
     2408.15766); those after it are drafted as the second is.
     """
     kind, draft, reads = "eagle", drafting.EagleDraft, True
+    reach = 2   # steps that it learns; more can be judged
 
     def __init__(self, model):
         self.model, self.shape, self.own = model, {}, graft(model, 0, 1)
@@ -142,20 +143,19 @@ class Eagle(Head):
         return self.own.embed(tokens) + F.linear(unit(before), self.weights.matrix)
 
     def predict(self, tokens, trace, cache):
-        T, at = tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)[None]
-        late = lambda x: F.pad(x, (0, 0, 1, 0))[:, :-1]     # noqa: E731 (what belongs to the token before)
-        first = self.join(tokens, late(trace[self.taps[0]]))
-        with torch.no_grad():
-            said = self.own.run(first, slice(0, T))
-        seen = torch.ones(T, T, dtype=torch.bool, device=tokens.device).tril()
-        alone = torch.eye(T, dtype=torch.bool, device=tokens.device)
-        tree = torch.cat([F.pad(seen, (0, T)), torch.cat([seen & ~alone, alone], 1)])[None]     # (1, 2T, 2T)
-        nothing = KVCache(self.own.c, len(tokens), 0, self.own.attention_dtype(), tokens.device)
-        x = self.own.run(torch.cat([first, self.join(tokens, late(said))], 1), torch.cat([at, at], 1),
-                         Beside(nothing, 0, 0), slots=torch.cat([at, T + at], 1), tree=tree,
-                         span=slice(0, 2 * T))
-        yield 1, self.own.unembed(x[:, 1:T])
-        yield 2, self.own.unembed(x[:, T + 2 :])
+        (B, T), device = tokens.shape, tokens.device
+        ones = torch.ones(T, T, dtype=torch.bool, device=device)
+        before, inputs, seen = trace[self.taps[0]], [], []
+        for k in range(1, 1 + self.reach):      # the rows of all steps so far: as each token is read in each
+            inputs.append(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1]))
+            drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one row of each step after the first
+            seen = [F.pad(rows, (0, T)) for rows in seen] + [torch.cat([ones.tril(1 - k), *drafted], 1)]
+            nothing = KVCache(self.own.c, B, 0, self.own.attention_dtype(), device)
+            x = self.own.run(torch.cat(inputs, 1), torch.arange(T, device=device).repeat(k)[None],
+                             Beside(nothing, 0, 0), slots=torch.arange(k * T, device=device)[None],
+                             tree=torch.cat(seen)[None], span=slice(0, k * T))[:, -T:]
+            before = x.detach()
+            yield k, self.own.unembed(x[:, k:])
 
 
 class M2R2(Head, StandIn):

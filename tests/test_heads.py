@@ -235,15 +235,17 @@ def test_a_head_starts_as_a_part_of_the_model(models, family):
 @torch.no_grad()
 @each_family
 def test_an_eagle_learns_the_first_token_of_a_draft_and_the_second(models, family):
-    """After each token of a text: what it says there while it drafts."""
+    """After each token of a text: what it says there while it drafts, and later where that is judged."""
     m = models[family]
     head, text = wild(Eagle(m)), PROMPTS[0]
     cache = KVCache(m.c, 1, len(text), torch.float64)
+    assert head.reach == 2
+    head.reach = 4
     laws = dict(head.predict(torch.tensor([text]), read(m, text, head.taps, cache)[1], cache))
-    assert [k for k in laws] == [1, 2]
+    assert [k for k in laws] == [1, 2, 3, 4]
     for n in range(2, len(text)):
         q = by_steps(head, text[:n], text[n:])
-        for k in range(min(2, len(q))):
+        for k in range(min(4, len(q))):
             assert (laws[k + 1][0, n - 2].softmax(-1) - q[k]).abs().max() < 1e-9
 
 
