@@ -415,16 +415,23 @@ class DoNoHarm(Rule):
 
 @dataclass
 class Beta:
-    """An estimate of an acceptance from counts of which old ones fade: (hits + 1) / (hits + misses + 2), the
-    mean of a Beta distribution whose prior is uniform (Laplace's rule of succession)."""
+    """An estimate of an acceptance from counts of which old ones fade: the mean of a Beta distribution. What
+    was known beforehand, `prior`, counts as much as two drafts. At .5 the mean is (hits + 1) / (hits +
+    misses + 2), Laplace's rule of succession."""
     hits: float = 0.0
     misses: float = 0.0
+    prior: float = 0.5
 
     def mean(self):
-        return (self.hits + 1) / (self.hits + self.misses + 2)
+        return (self.hits + 2 * self.prior) / (self.hits + self.misses + 2)
+
+    def high(self):
+        """What it may well be: a standard deviation above the mean."""
+        mean = self.mean()
+        return mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5
 
     def draw(self, generator):
-        return generator.betavariate(self.hits + 1, self.misses + 1)
+        return generator.betavariate(self.hits + 2 * self.prior, self.misses + 2 - 2 * self.prior)
 
     def fade(self, factor):
         self.hits, self.misses = self.hits * factor, self.misses * factor

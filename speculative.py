@@ -468,10 +468,14 @@ def collect(steps, rows):
 
 class NGram(Drafter):
     """Prompt lookup (Saxena 2023): copy what followed the last time the text held its final n tokens. Raises
-    ValueError for a rule that wants to stop between tokens, since all of them are copied at once."""
+    ValueError for a rule that wants to stop between tokens, since all of them are copied at once.
 
-    def __init__(self, rule, n):
+    again: whether a copy that has reached the end of the text goes on with itself (as in LZ77), since a text
+    that repeats two tokens will do so more than once. Prompt lookup itself ends there."""
+
+    def __init__(self, rule, n, again=False):
         super().__init__(rule)
+        self.again = again
         if n < 1:
             raise ValueError(f"n, the number of tokens to look up, must be at least 1, got {n}")
         if self.rule.stop:
@@ -501,7 +505,8 @@ class NGram(Drafter):
         hits = []
         for text, index, most in zip(state.known, self.index, wanted(state, self.rule)[0], strict=True):
             at = index.get(tuple(text[-self.n :]), len(text))
-            hits.append(text[at : at + most])
+            hit = text[at : at + most]
+            hits.append((hit * most)[:most] if self.again else hit)
         return hits
 
     def propose(self, state):

@@ -245,8 +245,9 @@ def finish(run):
     out = Path(run.a.out)
     run.head.weights.bfloat16().float()     # as the file will hold them
     tables = {name: evaluate(run.head, s, run.a.context, 4 * MEASURED) for name, s in run.text.valid.items()}
-    ranks = [sum(r) / len(r) for r in zip(*(table.pop("ranks") for table in tables.values()), strict=True)]
-    heads.save(run.head, out, ranks)
+    ranks = zip(*(table.pop("ranks") for table in tables.values()), strict=True)
+    run.head.ranks = [sum(r) / len(r) for r in ranks]
+    heads.save(run.head, out)
     with replacing(out / "training.png") as path:
         plots.heads(run.losses, run.a.batch * run.a.context, run.evals, path)
     default = vars(parse([run.a.kind, "--model", "x", "--out", "x"]))

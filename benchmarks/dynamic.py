@@ -69,7 +69,7 @@ class Thinking(Wrapper):
         super().__init__(drafter)
         self.seconds, self.alphas, self.chosen = 0.0, [], []
         if isinstance(drafter, Pace):
-            for name in ("choose", "experiment", "prepare", "enough"):
+            for name in ("choose", "prepare", "enough"):
                 setattr(drafter, name, self.timed(getattr(drafter, name)))
 
     def timed(self, act):
@@ -222,7 +222,7 @@ def alphas_of(bench, methods, thoughts):
 
 def column(a, bench, kinds, skip, vocab, costs, bar):
     """One table: {method: row}; what Pace chose; the exits' alphas; where texts parted; what Pace reaches."""
-    thoughts, few = {}, bench.prompts[::TURN]
+    thoughts, few = {}, bench.prompts[::TURN][: len(SETS)]
     methods, names = all_methods(a, bench, skip, vocab, costs, thoughts)
     bar.reset(len(methods) * (len(few) * bench.greedy + 1 + a.repeats * len(bench.prompts)))
     if bench.greedy:

@@ -310,7 +310,7 @@ def run(a):
     a.repeats = a.repeats or (1 if a.quick else 3)
     where, (models, tokenizer) = folders(a), load_both(a)
     model = models[a.dtype][0]
-    found = {name: {m.tok.dtype: heads.load(folder, m)[0] for m, _ in models.values()}
+    found = {name: {m.tok.dtype: heads.load(folder, m) for m, _ in models.values()}
              for name, folder in where.items()}
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     for loaded in found.values():

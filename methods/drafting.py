@@ -163,16 +163,17 @@ class LastState(Drafter):
         same_model(self.head.model, state)
         super().begin(state, trace)
         # a prompt of one token has no token read before D: its first draft is a guess from D's own state
-        self.last = self.find(trace, (state.n - 2).clamp(min=0))
+        self.read = trace, [max(0, len(text) - 2) for text in state.known]
 
     def observe(self, state, r):
         super().observe(state, r)
         # trap: where `Then` goes on, r.accepted counts our own part only
-        self.last = self.find(r.trace, state.send([max(0, len(row) - 1) for row in r.new]))
+        self.read = r.trace, [max(0, len(row) - 1) for row in r.new]
 
-    def find(self, trace, at):
-        """The state at place `at` (B,) of each row. (B, 1, dim)"""
-        return pick(trace[self.taps[0]], at)[:, None]
+    def last(self, state):
+        """The state of each row's last token read. (B, 1, dim)"""
+        trace, at = self.read
+        return pick(trace[self.taps[0]], state.send(at))[:, None]
 
 
 class MedusaDraft(LastState):
@@ -195,10 +196,10 @@ class MedusaDraft(LastState):
                              f"a tree of {levels} levels has no place for gamma {self.rule.most}")
 
     def propose(self, state):
-        said = []
+        said, last = [], self.last(state)
 
         def step(token, k):
-            said.append(self.head.after(self.last, k))
+            said.append(self.head.after(last, k))
             return said[-1]                                                     # (B, 1, V)
 
         tokens, q, length = chain(state, step, self.rule)
@@ -220,12 +221,17 @@ class TransferDraft(MedusaDraft):
         super().__init__(head, rule, shape)
         self.taps = ()
 
-    def find(self, trace, at):
-        """The final states of the rows of the token at place `at` (B,): (B, N, dim), or None."""
-        return pick(trace["extra"], at) if "extra" in trace else None
+    def cold(self):
+        """Whether no rows have ridden along."""
+        return "extra" not in self.read[0]
+
+    def last(self, state):
+        """The final states of the rows of each row's last token read. (B, N, dim)"""
+        trace, at = self.read
+        return pick(trace["extra"], state.send(at))
 
     def propose(self, state):
-        draft = Draft.none(state) if self.last is None else super().propose(state)
+        draft = Draft.none(state) if self.cold() else super().propose(state)
         return replace(draft, extra=(2 * self.head.shape["inject_layer"], self.head.spread))
 
 
@@ -271,12 +277,12 @@ class ProphetDraft(LastState):
         self.cache = KVCache(own.c, B, S, own.attention_dtype(), state.n.device)
 
     def propose(self, state):
-        own = self.head.own
+        own, last = self.head.own, self.last(state)
 
         def step(token, k):     # its slots count from the state, and so all rows stand at the same place
             x, at = own.embed(token), slice(k + 1, k + 2)
             if k == 0:
-                x, at = torch.cat([unit(self.last), x], 1), slice(0, 2)
+                x, at = torch.cat([unit(last), x], 1), slice(0, 2)
             return own.unembed(own.run(x, at, self.cache)[:, -1:])              # (B, 1, V)
 
         return Draft(*chain(state, step, self.rule))

@@ -83,8 +83,10 @@ def graft(model, first, count, hidden_dim=None):
 class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; branches: whether any
     node of its trees may have children, or else only first children; reads: whether a drafted token reads the
-    keys and values of the whole text; reads_cache: whether these are the model's own."""
+    keys and values of the whole text; reads_cache: whether these are the model's own. ranks: how likely the
+    model's greedy token is the head's first, second, ... guess, if that was measured."""
     branches = reads = reads_cache = False
+    ranks = ()
 
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
@@ -423,17 +425,17 @@ def fingerprint(model):
     return h.hexdigest()
 
 
-def save(head, folder, ranks=()):
-    """Write a head in bfloat16. ranks: how likely the model's greedy token is the head's first, second, ...
-    guess, as measured: what `methods.trees.best_tree` needs."""
-    facts = {"kind": head.kind, "shape": head.shape, "weights": fingerprint(head.model), "ranks": list(ranks)}
+def save(head, folder):
+    """Write a head in bfloat16."""
+    facts = {"kind": head.kind, "shape": head.shape, "weights": fingerprint(head.model),
+             "ranks": list(head.ranks)}
     with replacing(Path(folder) / FILE) as path:
         save_file({name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}, path,
                   metadata={"heads": json.dumps(facts)})
 
 
 def load(folder, model):
-    """(head, ranks) as `save` wrote them, for this very model, in its dtype. Raises FileNotFoundError or
+    """The head that `save` wrote, for this very model, in its dtype. Raises FileNotFoundError or
     ValueError, in one line, for a file that is missing or damaged or was made for other weights."""
     path = Path(folder) / FILE
     if not path.is_file():
@@ -447,4 +449,5 @@ def load(folder, model):
     with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
         head = KINDS[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
-        return head, [float(r) for r in facts["ranks"]]
+        head.ranks = [float(r) for r in facts["ranks"]]
+        return head

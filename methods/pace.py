@@ -3,13 +3,13 @@
 The one thing to remember: a round buys tokens for time. The prices are known beforehand, so whatever an
 experiment can lose is known, too, and no more is risked than was saved for it. Hence the promise that no
 published system makes: by its prices never slower than plain decoding by more than `risk`, and the STAKE of
-one pass, whatever drafts.
+two passes, whatever drafts.
 
     nothing         costs 1 pass and writes 1 token: what all else is measured by
     an exit         a trace of the target tells what it would have drafted, also while others draft
     an n-gram       the text itself tells what it would have copied
-    all else        skip sets and trained heads: only their own drafts tell, so each is tried again when its
-                    counts have faded
+    all else        skip sets and trained heads: only their own drafts tell, so each is tried again where it
+                    may well be better than what drafts now (a head's file says what to expect at first)
 
 Prices are relative to a pass of the target over one token, as everywhere, and grow with the text.
 """
@@ -30,11 +30,15 @@ from speculative import Drafter, NGram, Rule, Then, Wrapper
 
 TAIL = 8        # tokens that an n-gram may add
 WINDOW = 32     # the prompt's last places, which tell the first alphas
-STAKE = 1.0     # what may be lost before anything is won, in passes: 1 % of a hundred tokens
-DOUBT = 5.0     # what is known from fewer drafts than that, as they fade, is worth another try
+STAKE = 2.0     # what may be lost before anything is won, in passes: 1 % of two hundred tokens
+FEW = 0.2       # tokens that an n-gram has to add on average, to be weighed
+TRIAL = 3       # tokens that are drafted to try a way out
+HOPE = 5.0      # rounds in which a way that turns out to be better has to win what it takes to find out
+SHADOW = 1.5    # what it takes to score a row of the head, relative to the head: it is compared, too
+TRUST = 0.98    # of what is known of how sure a draft was, after another token
 
 
-@dataclass
+@dataclass(eq=False)
 class Way:
     """A way to draft. price(n): what a drafted token takes after n others, relative to a pass. `self_draft`
     and `head_draft` know all the rest:
@@ -43,7 +47,8 @@ class Way:
     part of a pass that is lost where an n-gram adds to its draft. once(): what it takes now, before its first
     token, to read what it has missed. rides: the part of a pass that N rows run through beside each token of
     the block, and N (Hidden Transfer). most: the longest draft that it can make. stops: False for a drafter
-    that does not ask after each token whether to stop, because it copies."""
+    that does not ask after each token whether to stop, because it copies. alpha: how often its tokens are
+    accepted, as far as that is known beforehand."""
     name: str
     drafter: Drafter
     price: Callable
@@ -53,6 +58,7 @@ class Way:
     rides: tuple = (0.0, 0)
     most: int = MOST
     stops: bool = True
+    alpha: float = 0.5
 
 
 def self_draft(name, model, sublayers, costs):
@@ -69,7 +75,7 @@ def head_draft(head, costs, vocab=None):
     head = shorter(head, vocab) if vocab else head
     share = len(vocab) / head.model.c.vocab_size if vocab else 1.0
     way = Way(head.kind.replace("_", " "), head.drafter(0), pricing(head, costs, share),
-              most=getattr(head, "steps", MOST))
+              most=getattr(head, "steps", MOST), alpha=head.ranks[0] if head.ranks else 0.5)
     if "exit_layer" in head.shape:
         way.shared = sum(costs.sublayers[: 2 * head.shape["exit_layer"]]) / costs.whole
     whole = costs.pricing(range(2 * head.model.c.n_layers))
@@ -99,34 +105,14 @@ def candidates(model, costs, skip=None, vocab=None, heads=()):
             + [head_draft(head, costs, vocab) for head in heads])
 
 
-class Skill:
-    """How often a draft is accepted: in all, and by how sure it was, in tenths. Old counts fade. Before it
-    knows better it takes a draft at its word."""
-
-    def __init__(self):
-        self.all, self.tenths = Beta(), [Beta() for _ in range(10)]
-
-    def fade(self, factor):
-        for beta in (self.all, *self.tenths):
-            beta.fade(factor)
-
-    def add(self, hit, sure):
-        for beta in (self.all, self.tenths[min(9, int(10 * sure))]):
-            beta.add(hit, 1 - hit)
-
-    def known(self):
-        return self.all.hits + self.all.misses
-
-    def by_tenths(self):
-        return [(b.hits + (2 * i + 1) / 10) / (b.hits + b.misses + 2) for i, b in enumerate(self.tenths)]
-
-
 class Memory:
-    """What is known of one text: a Skill for each way; how often an n-gram's tokens are accepted, `copied`;
-    and how many of them follow where it is asked, `followed` (hits: tokens; misses: how often)."""
+    """What is known of one text, as counts that fade: how often drafts are accepted, one of `skills` for each
+    way; how often an n-gram's tokens are, `copied`; and how many of them follow where it is asked, `followed`
+    (hits: tokens; misses: how often)."""
 
     def __init__(self, ways):
-        self.skills, self.copied, self.followed = [Skill() for _ in range(ways)], Beta(), Beta()
+        self.skills = [Beta(prior=way.alpha) for way in ways]
+        self.copied, self.followed = Beta(), Beta()
 
     def fade(self, factor):
         for one in (*self.skills, self.copied, self.followed):
@@ -158,7 +144,7 @@ class Pace(Wrapper):
     def __init__(self, model, ways=None, costs=None, risk=0.01, most=MOST, fade=0.95):
         self.model, self.costs = model, costs or weight_costs(model.c)
         self.ways = candidates(model, self.costs) if ways is None else list(ways)
-        self.lookup = NGram(TAIL, 3)
+        self.lookup = NGram(TAIL, 3, again=True)
         self.nothing = Way("nothing", Drafter(), lambda n: 0.0)
         self.copying = Way("n-gram", self.lookup, lambda n: 0.0, stops=False)
         super().__init__(*(way.drafter for way in self.ways), self.lookup)
@@ -176,7 +162,8 @@ class Pace(Wrapper):
         self.taps = tuple(sorted({*self.needed, *self.own}))
         self.risk, self.most, self.fade = risk, Rule(most).most, fade   # checked like any other length
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
-        self.past, self.purse, self.saved = Memory(len(self.ways)), STAKE, STAKE
+        self.past, self.purse, self.saved, self.due = Memory(self.ways), STAKE, STAKE, 0.0
+        self.trust = [[Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)] for _ in self.ways]
         self.chosen, self.n = {}, 0
         self.start(1)
 
@@ -185,6 +172,9 @@ class Pace(Wrapper):
         self.rows, self.written = [deepcopy(self.past) for _ in range(rows)], [0] * rows
         self.least, self.begun = 0, None
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
+        self.fixed = {(way, tail): [way.shared * tail + self.checking(way)(T + TAIL * tail)
+                                    for T in range(1, self.most + 2)]
+                      for way in (self.nothing, self.copying, *self.ways) for tail in (False, True)}
 
     def begin(self, state, trace):
         same_model(self.model, state)
@@ -211,8 +201,7 @@ class Pace(Wrapper):
     def propose(self, state):
         self.look(state)
         self.found, self.sures = self.lookup.found(state), []
-        self.rate = self.choose(state)
-        self.scores = self.experiment()
+        self.choose(state)
         state.taps = tuple(sorted(self.always | self.own if self.scores else self.always))
         name = self.way.name + ", then n-gram" * self.tail
         self.chosen[name] = self.chosen.get(name, 0) + 1
@@ -228,58 +217,83 @@ class Pace(Wrapper):
 
     def prepare(self, state):
         """What `enough` needs while tokens are drafted."""
-        skills = [row.skills[self.ways.index(self.way)] for row in self.rows]
+        i = self.ways.index(self.way)
         self.check = self.checking(self.way)
-        self.table = state.send([skill.by_tenths() for skill in skills])        # (B, 10)
-        self.mean = state.send([skill.all.mean() for skill in skills])          # (B,)
+        self.table = state.send([beta.mean() for beta in self.trust[i]])        # (11,)
+        self.mean = state.send([row.skills[i].mean() for row in self.rows])     # (B,)
         self.reach = torch.ones_like(self.mean)     # how likely all drafted tokens so far are accepted
 
     def enough(self, k, logits):
         """After k + 1 drafted tokens: does what one more promises fall below its price, in tokens? (B,)"""
-        tenth = (10 * raw_probs(logits).amax(-1)).long().clamp(max=9)           # (B,)
+        tenth = (10 * raw_probs(logits).amax(-1)).int()                         # (B,) 0 to 10
         self.sures.append(tenth)
-        self.reach = self.reach * self.table.gather(1, tenth[:, None])[:, 0]
+        self.reach = self.reach * self.table.index_select(0, tenth)
         more = self.price + self.check(k + 3) - self.check(k + 2)
         return self.reach * self.mean < self.rate * more
 
     def choose(self, state):
-        """Set way, tail and lengths to what promises most: tokens for the time of a pass, which it returns.
-        Where nothing promises more than 1, nothing is drafted."""
-        best, room = 1.0, [max(0, min(self.most, left - 1)) for left in state.left_cpu]
-        self.way, self.tail, self.lengths = self.nothing, False, [0] * len(room)
-        hits = [min(len(hit), more) for hit, more in zip(self.found, room, strict=True)]
-        after, none = [row.tail() for row in self.rows], [0.0] * len(room)
-        options = [(self.copying, False, [row.copied.mean() for row in self.rows], hits)]
-        tails = (False, True) if max(after) > 0.05 else (False,)
-        for i, way in enumerate(self.ways):
-            alphas, rooms = [row.skills[i].all.mean() for row in self.rows], [min(way.most, m) for m in room]
-            options += [(way, tail, alphas, rooms) for tail in tails]
-        for way, tail, alphas, rooms in options:
+        """Set way, tail and lengths to what promises most, `rate` to the tokens that it promises for the time
+        of a pass, and `scores` to whether the exits are to be scored. Where nothing promises more than 1,
+        nothing is drafted. What may well be better than the best is tried out, if there is enough saved."""
+        self.way, self.tail, self.lengths, self.scores = self.nothing, False, [0] * len(self.rows), False
+        self.rate, doubted = 1.0, []
+        left = [max(0, min(self.most, left - 1)) for left in state.left_cpu]
+        for way, tail, beliefs, rooms in self.options(left):
             bill = self.bill(way, tail)
-            most = next((g for g in range(self.most, 0, -1) if (bill[g] - 1) * self.grown <= self.purse), 0)
-            rooms = [min(most, more) for more in rooms]
-            promise, lengths = self.promise(alphas, rooms, bill, after if tail else none)
-            if promise > best:
-                best, self.way, self.tail, self.lengths = promise, way, tail, lengths
-                if way.stops:                   # where `enough` says
-                    self.lengths = [more * (want > 0) for more, want in zip(rooms, lengths, strict=True)]
-        return best
+            most = self.paid(bill)
+            rooms = [min(most, room) for room in rooms]
+            promise, lengths = self.promise([belief.mean() for belief in beliefs], rooms, bill, tail)
+            if promise > self.rate:
+                self.rate = promise
+                self.take(way, tail, lengths, rooms)
+            if self.saved >= self.due and not tail and way is not self.copying:
+                high, lengths = self.promise([belief.high() for belief in beliefs], rooms, bill, tail)
+                doubted.append((high, way, beliefs, lengths))
+        if self.begun:                          # its rows rode along in the last round, and now it drafts
+            self.try_out(self.begun, [min(self.begun.most, more) for more in left])
+        else:
+            self.experiment(sorted(doubted, key=lambda each: -each[0]))
 
-    def promise(self, alphas, rooms, bill, afters):
-        """(tokens for the time of a pass, the best length of each row). afters: the tokens that a tail is
-        expected to add where the draft is accepted whole."""
+    def options(self, left):
+        """(way, tail, what is known of it in each row, how far it may draft there) of all there are."""
+        copied = [row.copied for row in self.rows]
+        yield self.copying, False, copied, list(map(min, map(len, self.found), left))
+        tails = (False, True) if max(row.tail() for row in self.rows) > FEW else (False,)
+        for i, way in enumerate(self.ways):
+            skills = [row.skills[i] for row in self.rows]
+            for tail in tails:
+                yield way, tail, skills, [min(way.most, more) for more in left]
+
+    def paid(self, bill):
+        """The longest draft that the purse can pay for if none of it is accepted."""
+        return next((g for g in range(self.most, 0, -1) if (bill(g) - 1) * self.grown <= self.purse), 0)
+
+    def promise(self, alphas, rooms, bill, tail):
+        """(tokens for the time of a pass, the best length of each row). Where a draft is accepted whole, a
+        tail adds some tokens."""
         lengths, tokens = [], 0.0
-        for b, (alpha, room, after) in enumerate(zip(alphas, rooms, afters, strict=True)):
-            best, length, most, expected, reach = 1.0, 0, 1.0, 1.0, 1.0
+        for b, (alpha, room) in enumerate(zip(alphas, rooms, strict=True)):
+            best, length, most, expected, reach, before = 1.0, 0, 1.0, 1.0, 1.0, 1.0
+            after = self.rows[b].tail() if tail else 0.0
             for g in range(1, room + 1):
                 reach *= alpha
                 expected += reach
-                if (expected + reach * after) / bill[g] > best:
-                    best, length, most = (expected + reach * after) / bill[g], g, expected + reach * after
+                written, taken = expected + reach * after, bill(g)
+                if written > best * taken:
+                    best, length, most = written / taken, g, written
+                elif reach < best * (taken - before):   # nor would any longer one be better
+                    break
+                before = taken
             lengths.append(length)
             tokens += most * (b in self.live)
         longest = max(lengths)
-        return (tokens / len(self.live) / bill[longest] if longest else 1.0), lengths
+        return (tokens / len(self.live) / bill(longest) if longest else 1.0), lengths
+
+    def take(self, way, tail, lengths, rooms):
+        """Draft so. A way that can stop may go on for as long as `enough` says."""
+        self.way, self.tail, self.lengths = way, tail, lengths
+        if way.stops:
+            self.lengths = [room * (want > 0) for room, want in zip(rooms, lengths, strict=True)]
 
     # --- what it takes
 
@@ -290,18 +304,12 @@ class Pace(Wrapper):
             return self.block
         return lambda T: self.block(T) + part * (self.block(T * (1 + rows)) - self.block(T))
 
-    def takes(self, way, price, once, rounds):
-        """[what a round takes], relative to a pass over one token at its beginning, for (how many tokens it
-        drafts, how many it verifies, whether a tail forces a second reading of the draft)."""
-        check, shared, slope = self.checking(way), way.shared, self.slope   # the text grows while it drafts
-        return [(once + drafted * price + shared * lost + check(T)) * (1 + slope * (T - 1))
-                for drafted, T, lost in rounds]
-
     def bill(self, way, tail):
-        """[what a round takes in which it drafts 0, 1, 2, ... tokens, and a tail]"""
-        more = TAIL * tail
-        return self.takes(way, way.price(self.n), way.once(),
-                          [(g, g + 1 + more, tail) for g in range(self.most + 1)])
+        """g -> what a round takes in which g tokens are drafted, and a tail, relative to a pass over one
+        token at its beginning. The text grows while it drafts."""
+        once, price, fixed = way.once(), way.price(self.n), self.fixed[way, tail]
+        more, slope = TAIL * tail, self.slope
+        return lambda g: (once + g * price + fixed[g]) * (1 + slope * (g + more))
 
     def pay(self, r):
         """Book what the round wrote and what it took. The purse is what was won over plain decoding, in
@@ -309,58 +317,58 @@ class Pace(Wrapper):
         T = r.p.shape[1]
         drafted = len(self.sures) or (max(self.pair.drafted) if self.tail else T - 1)
         again = self.tail and T - 1 > drafted
-        (taken,) = self.takes(self.way, self.price, self.once, [(drafted, T, again)])
-        taken += self.scoring_price(T) * self.scores
+        taken = self.once + drafted * self.price + self.way.shared * again + self.checking(self.way)(T)
+        taken = taken * (1 + self.slope * (T - 1)) + self.scoring_price(T) * self.scores
         for b in self.live:
             self.written[b] += len(r.new[b])
         least, before = min(self.written[b] for b in self.live), self.least
         self.purse += ((least - before) * (1 + self.risk) - taken) * self.grown
+        self.saved = min(STAKE, self.saved + (least - before) * self.risk)
         self.least = least
 
     # --- what may be risked
 
     def scoring_price(self, places):
         """What it takes to see what every exit would have drafted at so many places: rows of the head."""
-        return self.costs.head / self.costs.whole * sum(
+        return SHADOW * self.costs.head / self.costs.whole * sum(
             getattr(model, "share", 1.0) * self.block(len(exits) * places)
             for model, exits in self.heads.items())
 
-    def experiment(self):
-        """Spend what was saved on the way that is least known: score the exits in this round (True); or, if
-        nothing tells of it but its own drafts, draft one token with it. Half of the stake is never spent so:
-        it is for drafts that promise a gain."""
-        self.saved = min(STAKE, self.saved + self.risk)
-        if self.begun:                          # its rows rode along in the last round, and now it drafts
-            self.try_out(self.begun)
-            return False
-        known = [min(self.rows[b].skills[i].known() for b in self.live) for i in range(len(self.ways))]
-        doubted = [i for i, much in enumerate(known) if much < DOUBT and self.most]
-        for way in (self.ways[i] for i in sorted(doubted, key=lambda i: known[i])):
-            loss, planned = self.loss(way)
-            if loss * self.rate > STAKE:        # trap: what can never be saved for must not stop all others
+    def experiment(self, doubted):
+        """Spend what was saved on what may well be better than the best: score the exits in this round; or,
+        if nothing tells of it but its own drafts, draft some tokens with it. It must be able to win in HOPE
+        rounds what it loses on average, which is what is saved for. What it loses at worst must be in the
+        purse, as with any draft, but the stake stays there: it is for drafts that promise a gain.
+
+        doubted: [(what may well be promised, way, beliefs, by drafts of these lengths)], the best first. due:
+        what has to be saved until there is anything to think about."""
+        self.due = 0.0
+        for high, way, beliefs, lengths in doubted:
+            few, keep = [min(TRIAL, want) for want in lengths], 0.0
+            if way.leaves:
+                worst = self.scoring_price(max(self.lengths) + 1 + TAIL * self.tail)
+                loss, keep = worst * self.rate, self.bill(self.way, self.tail)(max(self.lengths)) - 1
+            else:
+                bill, K = self.bill(way, False), max(few)
+                worst = bill(K) - 1 + (bill(0) - 1) * cold(way)
+                tokens = sum(belief.mean() ** k for belief in beliefs for k in range(K + 1)) / len(beliefs)
+                loss = (worst + 1) * self.rate - tokens
+            # trap: what can never be saved for, or is not worth it, must not stop all others
+            if way is self.way or high <= self.rate or loss > min(STAKE, HOPE * (high - self.rate)):
                 continue
-            if loss * self.rate > self.saved or loss * self.grown > self.purse - max(planned, STAKE / 2):
-                return False
-            self.saved -= loss * self.rate
-            if way.leaves is None:
-                self.try_out(way)
-            return way.leaves is not None
-        return False
+            if loss > self.saved or worst * self.grown > self.purse - max(STAKE, keep * self.grown):
+                self.due = loss
+            else:
+                self.saved -= loss
+                self.scores = way.leaves is not None
+                if not self.scores:
+                    self.try_out(way, few)
+            return
 
-    def loss(self, way):
-        """(what an experiment with this way can lose, what the draft can lose that was chosen beside it)"""
-        if way.leaves:
-            longest = max(self.lengths)
-            return (self.scoring_price(longest + 1 + TAIL * self.tail),
-                    (self.bill(self.way, self.tail)[longest] - 1) * self.grown)
-        bill = self.bill(way, False)
-        return bill[1] - 1 + (bill[0] - 1 if cold(way) else 0.0), 0.0
-
-    def try_out(self, way):
-        """Draft one token in this way. One whose rows have yet to ride along drafts it in the next round."""
-        self.begun = way if cold(way) else None
-        self.way, self.tail = way, False
-        self.lengths = [int(b in self.live) for b in range(len(self.rows))]
+    def try_out(self, way, lengths):
+        """Draft a few tokens so. A way whose rows have yet to ride along drafts them in the next round."""
+        self.begun, few = way if cold(way) else None, [min(TRIAL, want) for want in lengths]
+        self.take(way, False, few, few)
 
     # --- what became of it
 
@@ -389,20 +397,22 @@ class Pace(Wrapper):
 
     def count(self, r):
         """Count what became of the draft: as far as it was accepted, and the first token that was not."""
-        K, rows = len(self.sures), []
+        way, K = self.ways.index(self.way), len(self.sures)
         if K:
-            both = torch.minimum(r.p[:, :K], r.draft.q[:, :K]).double().sum(-1).clamp(max=1)    # (B, K)
-            rows = torch.cat([both, torch.stack(self.sures, 1).double()], 1).tolist()
+            both = torch.minimum(r.p[:, :K], r.draft.q[:, :K]).sum(-1).clamp(max=1).tolist()    # (B, K)
+            tenths = torch.stack(self.sures, 1).tolist()
         heads = self.pair.drafted if self.pair else r.proposed.tolist()
         for b, (drafted, kept) in enumerate(zip(heads, r.accepted.tolist(), strict=True)):
             for k in range(min(drafted, int(r.proposed[b]), kept + 1)):
                 # a drafter without logits: whether it was accepted is all there is
-                hit, sure = (rows[b][k], rows[b][K + k] / 10 + 0.05) if K else (float(k < kept), 0.5)
-                self.learn(self.ways.index(self.way), b, hit, sure)
+                self.learn(way, b, *((both[b][k], tenths[b][k] / 10) if K else (float(k < kept), 0.5)))
 
     def learn(self, i, b, hit, sure):
-        for memory in (self.past, self.rows[b]):
-            memory.skills[i].add(hit, sure)
+        """A token of way i would be accepted with probability `hit`, and the draft was so sure of it."""
+        tenth = self.trust[i][int(10 * sure)]
+        tenth.fade(TRUST)
+        for beta in (tenth, self.past.skills[i], self.rows[b].skills[i]):
+            beta.add(hit, 1 - hit)
 
     def read(self, r):
         """What would an n-gram have copied? The text tells, whatever drafted."""
@@ -418,11 +428,11 @@ class Pace(Wrapper):
     def beliefs(self):
         """{name: (how often its tokens are accepted, as it is believed now; what one takes, relative to a
         pass)} of each way."""
-        known = {way.name: (skill.all.mean(), way.price(self.n))
+        known = {way.name: (skill.mean(), way.price(self.n))
                  for way, skill in zip(self.ways, self.past.skills, strict=True)}
         return known | {"n-gram": (self.past.copied.mean(), 0.0)}
 
 
 def cold(way):
     """Whether a way drafts only if its rows rode along in the round before, and they did not."""
-    return bool(way.rides[1]) and way.drafter.last is None
+    return bool(way.rides[1]) and way.drafter.cold()

@@ -513,7 +513,7 @@ from methods import heads
 
 found = next((Path(MODEL) / "heads" / kind for kind in ("transfer", "medusa")
               if (Path(MODEL) / "heads" / kind / heads.FILE).is_file()), None)
-head = heads.load(found, model)[0] if found else trained[L // 2]
+head = heads.load(found, model) if found else trained[L // 2]
 levels = min(3, head.steps)
 wide = best_tree([0.5, 0.15, 0.08, 0.05], 8, 0.0, 0.0, levels=levels)
 drafters = {"plain": None, f"{head.kind}, a chain": head.drafter(levels),

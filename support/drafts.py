@@ -178,7 +178,7 @@ def trained_beside(a, model):
     for folder in (Path(a.model) / "heads" / kind for kind in heads.KINDS):
         if (folder / heads.FILE).is_file():
             try:
-                found.append(heads.load(folder, model)[0])
+                found.append(heads.load(folder, model))
             except ValueError as e:
                 print(f"draft: left out, as {e}", file=sys.stderr, flush=True)
     return found
@@ -191,7 +191,7 @@ def trained(a, model):
     if not (folder / heads.FILE).is_file():
         raise FileNotFoundError(f"{folder}: no heads: train them, python train_heads.py {a.draft} --model "
                                 f"{a.model} --out {folder}")
-    head, ranks = heads.load(folder, model)
+    head = heads.load(folder, model)
     if head.kind != a.draft:
         raise ValueError(f"{folder}: these heads are for --draft {head.kind}, not {a.draft}")
     step, most, shape = heads.step_cost(head), getattr(head, "steps", MOST), None
@@ -200,7 +200,7 @@ def trained(a, model):
         a.gamma = min(most, MOST if a.do_no_harm or a.tree else GAMMA[a.draft])
     if a.tree:
         levels = max(1, min(most, a.gamma))
-        shape = best_tree(ranks, a.tree, step, 0.0, head.branches, levels) or [0]
+        shape = best_tree(head.ranks, a.tree, step, 0.0, head.branches, levels) or [0]
         a.gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
     return lambda rule: head.drafter(rule, shape), step
 

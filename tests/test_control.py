@@ -540,6 +540,19 @@ def test_laplace_succession():
     assert (beta.hits, beta.misses, twin.hits, twin.misses) == (1, 0.5, 2, 1)
 
 
+def test_what_is_known_beforehand_counts_as_two_drafts():
+    beta = Beta(prior=0.8)
+    assert beta.mean() == 0.8 and beta.high() == pytest.approx(0.8 + (0.16 / 3) ** 0.5)
+    beta.add(1, 1)
+    assert beta.mean() == pytest.approx(2.6 / 4)
+    generator = random.Random(1)
+    draws = [beta.draw(generator) for _ in range(4000)]
+    mean = sum(draws) / 4000
+    assert mean == pytest.approx(2.6 / 4, abs=0.01)
+    spread = (sum((x - mean) ** 2 for x in draws) / 4000) ** 0.5
+    assert beta.high() - beta.mean() == pytest.approx(spread, abs=0.01), "a standard deviation"
+
+
 # --- a drafter under a rule
 
 

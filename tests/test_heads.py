@@ -601,9 +601,10 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     head = wild(HEADS[name](m))
     for p in head.weights.parameters():
         p.data.copy_(p.bfloat16())
-    heads.save(head, tmp_path, [0.5, 0.25])
-    twin, ranks = heads.load(tmp_path, m)
-    assert ranks == [0.5, 0.25] and twin.shape == head.shape and type(twin) is type(head)
+    head.ranks = [0.5, 0.25]
+    heads.save(head, tmp_path)
+    twin = heads.load(tmp_path, m)
+    assert twin.ranks == [0.5, 0.25] and twin.shape == head.shape and type(twin) is type(head)
     assert [p.name for p in tmp_path.iterdir()] == ["heads.safetensors"]
     pairs = zip(head.weights.named_parameters(), twin.weights.named_parameters(), strict=True)
     assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)

@@ -305,6 +305,14 @@ def test_ngram_copies_the_latest_continuation():
     assert drafts == [[4, 5, 1], [7], [], []]
 
 
+def test_a_copy_may_go_on_with_itself():
+    """As in LZ77: a text that repeats one token, or three, is copied as far as is wanted."""
+    texts = [[7, 7, 7], [5, 1, 2, 3, 1, 2], [1, 2, 3, 9, 8, 1, 2], [6]]
+    _, r = next(rounds(make(LIVELY["llama"]), texts, 9, NGram(5, 2, again=True)))
+    drafts = [row[:n] for row, n in zip(r.draft.tokens.tolist(), r.proposed.tolist(), strict=True)]
+    assert drafts == [[7] * 5, [3, 1, 2, 3, 1], [3, 9, 8, 1, 2], []]
+
+
 def test_a_model_that_has_generated_can_still_be_trained():
     m = make(LIVELY["llama"])
     generate(m, [[1, 2]], 3)

@@ -67,7 +67,8 @@ def test_training_learns(product, folder):
         assert new > 0.3 and new > old + 0.1, f"{kind}: {before['agreement']} -> {after['agreement']}"
     assert all(new < 0.7 * old for old, new in zip(before["loss"], after["loss"], strict=True))
     model, _ = checkpoint.load(folder, "cpu", torch.float32)
-    head, ranks = heads.load(out, model)
+    head = heads.load(out, model)
+    ranks = head.ranks
     held_out = tensors["text.valid"]
     text = train_heads.write_text(model, FLAGS["text"], 0, FLAGS["context"], FLAGS["temperature"])
     assert torch.cat([tensors["text.train"], held_out]).equal(text)
@@ -98,7 +99,7 @@ def test_what_was_trained_is_accepted(product, folder):
     """In the loop, when sampling: far more often than the drafts of the same head before."""
     kind, out = product
     model, _ = checkpoint.load(folder, "cpu", torch.float32)
-    head, _ = heads.load(out, model)
+    head = heads.load(out, model)
     untrained = train_heads.build(train_heads.parse(line(kind, folder, out)), model)
     rates = []
     for h in (untrained, head):
