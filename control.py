@@ -426,9 +426,9 @@ class Beta:
         return (self.hits + 2 * self.prior) / (self.hits + self.misses + 2)
 
     def high(self):
-        """What it may well be: a standard deviation above the mean."""
+        """What it may well be: a standard deviation above the mean, at most 1."""
         mean = self.mean()
-        return mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5
+        return min(1.0, mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5)
 
     def draw(self, generator):
         return generator.betavariate(self.hits + 2 * self.prior, self.misses + 2 - 2 * self.prior)

@@ -247,7 +247,7 @@ def markdown(a, results, kinds):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; batch 1, {len(kinds)} prompts, whose kind changes every "
              f"{1 if a.quick else TURN}, up to {a.new} new tokens each, {a.repeats} interleaved runs; regret "
              "against the best fixed draft, or none, of each prompt; the last columns are ratios by the "
-             f"clock; on every {TURN}th prompt the greedy texts were plain decoding's in float64", ""]
+             "clock; on the first prompt of each kind the greedy texts were plain decoding's in float64", ""]
     for title, (rows, _, alphas, _, reached) in results.items():
         columns = COLUMNS | {kind: f"{{clock[sets][{kind}]:.2f}}" for kind in kinds}
         lines += [f"**{title}**", "", *figures(rows.items(), columns)]

@@ -1,11 +1,10 @@
-"""Pace: before every draft, which way to draft, and how far, promises the most tokens for the time they take?
+"""Pace: before every draft, choose how to draft and how far, so that the time buys the most tokens.
 
-The one thing to remember: a round buys tokens for time. The prices are known beforehand, so whatever an
-experiment can lose is known, too, and no more is risked than was saved for it. Hence the promise that no
-published system makes: by its prices never slower than plain decoding by more than `risk`, and the STAKE of
-two passes, whatever drafts.
+The one thing to remember: the prices are known beforehand, so whatever an experiment can lose is known, too,
+and no more is risked than was saved for it. Hence a promise that we found in no published system: by its
+prices never slower than plain decoding by more than `risk`, and the STAKE of two passes, whatever drafts.
 
-    nothing         costs 1 pass and writes 1 token: what all else is measured by
+    nothing         costs 1 pass and writes 1 token: the unit for everything else
     an exit         a trace of the target tells what it would have drafted, also while others draft
     an n-gram       the text itself tells what it would have copied
     all else        skip sets and trained heads: only their own drafts tell, so each is tried again where it
@@ -28,14 +27,14 @@ from methods.heads import pricing, shorter
 from sampling import raw_probs
 from speculative import Drafter, NGram, Rule, Then, Wrapper
 
-TAIL = 8        # tokens that an n-gram may add
+TAIL = 8        # tokens that an n-gram may add, or copies alone
 WINDOW = 32     # the prompt's last places, which tell the first alphas
 STAKE = 2.0     # what may be lost before anything is won, in passes: 1 % of two hundred tokens
 FEW = 0.2       # tokens that an n-gram has to add on average, to be weighed
 TRIAL = 3       # tokens that are drafted to try a way out
-HOPE = 5.0      # rounds in which a way that turns out to be better has to win what it takes to find out
-SHADOW = 1.5    # what it takes to score a row of the head, relative to the head: it is compared, too
-TRUST = 0.98    # of what is known of how sure a draft was, after another token
+HOPE = 5.0      # an experiment must be able to win back in so many rounds what it loses
+SHADOW = 1.5    # what it takes to score an exit at a place, relative to a row of the head: it is compared
+TRUST = 0.98    # the part of the counts in `trust` that stays after each new token
 
 
 @dataclass(eq=False)
@@ -44,17 +43,17 @@ class Way:
     and `head_draft` know all the rest:
 
     leaves: the block after which an early exit leaves, so that a trace tells what it would draft. shared: the
-    part of a pass that is lost where an n-gram adds to its draft. once(): what it takes now, before its first
-    token, to read what it has missed. rides: the part of a pass that N rows run through beside each token of
-    the block, and N (Hidden Transfer). most: the longest draft that it can make. stops: False for a drafter
-    that does not ask after each token whether to stop, because it copies. alpha: how often its tokens are
-    accepted, as far as that is known beforehand."""
+    part of a pass that is lost where an n-gram adds to its draft. once(block): what a round takes besides its
+    tokens, such as to read what was missed. rides: (part, N): beside each token of the block N more rows run
+    through this part of a pass (Hidden Transfer). most: the longest draft that it can make. stops: False for
+    a drafter that does not ask after each token whether to stop, because it copies. alpha: how often its
+    tokens are accepted, as far as that is known beforehand."""
     name: str
     drafter: Drafter
     price: Callable
     leaves: int | None = None
     shared: float = 0.0
-    once: Callable = lambda: 0.0
+    once: Callable = lambda block: 0.0
     rides: tuple = (0.0, 0)
     most: int = MOST
     stops: bool = True
@@ -82,15 +81,15 @@ def head_draft(head, costs, vocab=None):
     if "rank" in head.shape:        # its second row runs for the last token, too, from which nobody drafts
         trunk = costs.pricing(range(2 * head.shape["exit_layer"]), 0.0)
         adapters = pricing(head, costs, 0.0)(costs.at) - trunk(costs.at) / whole(costs.at)
-        way.once = lambda: adapters
+        way.once = lambda block: adapters
     if hasattr(way.drafter, "unread"):
         apart = "exit_layer" in head.shape  # an attention reads what it missed; an eagle's block, with D
         own = sum(costs.sublayers[: 1 if apart else 2]) / costs.whole
-        way.once = lambda: own * (costs.block(max(1, way.drafter.unread)) - (not apart))
+        way.once = lambda block: own * (block(max(1, way.drafter.unread)) - (not apart))
     if "inject_layer" in head.shape:
         way.rides = sum(costs.sublayers[2 * head.shape["inject_layer"] :]) / costs.whole, head.steps
         spread, part = head.steps * pricing(head, costs, 0.0)(costs.at), costs.pricing((), share)
-        way.once, way.price = lambda: spread, lambda n: part(n) / whole(n)      # one matrix for all its rows
+        way.once, way.price = lambda block: spread, lambda n: part(n) / whole(n)    # one matrix for all rows
     return way
 
 
@@ -107,8 +106,8 @@ def candidates(model, costs, skip=None, vocab=None, heads=()):
 
 class Memory:
     """What is known of one text, as counts that fade: how often drafts are accepted, one of `skills` for each
-    way; how often an n-gram's tokens are, `copied`; and how many of them follow where it is asked, `followed`
-    (hits: tokens; misses: how often)."""
+    way; how often an n-gram's tokens are, `copied`; and how many of them are right (hits) each time that it
+    is asked (misses), `followed`."""
 
     def __init__(self, ways):
         self.skills = [Beta(prior=way.alpha) for way in ways]
@@ -129,16 +128,16 @@ class Pace(Wrapper):
 
     ways: a list of Way, whose drafters get a rule of its own; by default `candidates(model, costs)`. costs: a
     Costs table, by weights unless one is given. risk: what experiments may cost, as a part of plain decoding.
-    most: the longest draft. What is learnt outlives the run; each row starts from it and learns for itself,
-    in `rows`, which fade by `fade` a round. chosen: {name: rounds} over its life.
+    most: the longest draft, to which an n-gram may add. What is learnt outlives the run; each row starts from
+    it and learns for itself, in `rows`, which fade by `fade` a round. trust: how often a draft that was so
+    sure of a token was right, of all rows. chosen: {name: rounds} over its life.
 
-    In a batch the rows share each pass, and so the way, which is that of the most tokens over all rows. What
-    each row knows is its own, and so are how far it drafts and where it stops. The promise holds for the row
-    with the fewest new tokens, for each of which plain decoding needs a pass. What a fast row wins does not
-    pay for a slow one.
-
-    The promise is kept over the life of a Pace: what was won on one text may be lost on the next one. Not in
-    the prices, and so not in the promise: the reading of the prompt, and the time of its own thinking.
+    In a batch the rows share each pass, and so the way, which is that of the most tokens over all rows. The
+    promise holds for the row with the fewest new tokens, for each of which plain decoding needs a pass. What
+    a fast row wins does not pay for a slow one. It is kept over the life of a Pace: what was won on one text
+    may be lost on the next one. Where a batch is ragged, or another one larger, a pass is what it is for the
+    longest row, and for that batch. Not in the prices, and so not in the promise: the reading of the prompt,
+    the time of its own thinking, and what a recorded model loses in rounds that are traced.
     """
 
     def __init__(self, model, ways=None, costs=None, risk=0.01, most=MOST, fade=0.95):
@@ -162,7 +161,7 @@ class Pace(Wrapper):
         self.taps = tuple(sorted({*self.needed, *self.own}))
         self.risk, self.most, self.fade = risk, Rule(most).most, fade   # checked like any other length
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
-        self.past, self.purse, self.saved, self.due = Memory(self.ways), STAKE, STAKE, 0.0
+        self.past, self.purse, self.saved = Memory(self.ways), STAKE, STAKE
         self.trust = [[Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)] for _ in self.ways]
         self.chosen, self.n = {}, 0
         self.start(1)
@@ -170,7 +169,7 @@ class Pace(Wrapper):
     def start(self, rows):
         """For so many rows: nothing is written yet, and what a pass over T tokens of each takes."""
         self.rows, self.written = [deepcopy(self.past) for _ in range(rows)], [0] * rows
-        self.least, self.begun = 0, None
+        self.least, self.begun, self.due = 0, None, 0.0
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
         self.fixed = {(way, tail): [way.shared * tail + self.checking(way)(T + TAIL * tail)
                                     for T in range(1, self.most + 2)]
@@ -184,7 +183,7 @@ class Pace(Wrapper):
         self.look(state)
         head = self.costs.head / self.costs.whole       # of the target itself
         loss = (self.scoring_price(WINDOW) + head * self.block(WINDOW)) * self.grown
-        if self.exits and loss <= self.purse - STAKE / 2:
+        if self.exits and self.most and loss <= self.purse - STAKE / 2:
             self.purse -= loss
             places, true = last_places(state, {tap: trace[tap] for tap in self.own}, WINDOW)
             self.score(state, places, state.probs(self.model.unembed(places[self.last])), true.tolist())
@@ -192,7 +191,8 @@ class Pace(Wrapper):
     # --- what to do now
 
     def look(self, state):
-        """How long the text is now, and by how much a pass has grown: since its beginning, and a token."""
+        """How long the text is, how much dearer a pass is than one after `costs.at` tokens, and how much one
+        token more will add to that."""
         self.live = [b for b, left in enumerate(state.left_cpu) if left > 0]
         self.n = max(map(len, state.known))
         self.grown = self.whole(self.n) / self.costs.whole
@@ -205,7 +205,7 @@ class Pace(Wrapper):
         state.taps = tuple(sorted(self.always | self.own if self.scores else self.always))
         name = self.way.name + ", then n-gram" * self.tail
         self.chosen[name] = self.chosen.get(name, 0) + 1
-        self.price, self.once = self.way.price(self.n), self.way.once()
+        self.price, self.once = self.way.price(self.n), self.way.once(self.block)
         if self.way is self.copying:
             self.lookup.rule.most = max(self.lengths)
         elif self.way is not self.nothing:
@@ -232,9 +232,9 @@ class Pace(Wrapper):
         return self.reach * self.mean < self.rate * more
 
     def choose(self, state):
-        """Set way, tail and lengths to what promises most, `rate` to the tokens that it promises for the time
-        of a pass, and `scores` to whether the exits are to be scored. Where nothing promises more than 1,
-        nothing is drafted. What may well be better than the best is tried out, if there is enough saved."""
+        """Set way, tail and lengths to what promises most; rate: how many tokens it promises for the time of
+        a pass; scores: whether this round also scores the exits. Where nothing promises more than 1, nothing
+        is drafted. What may well be better than the best is tried out, if there is enough saved."""
         self.way, self.tail, self.lengths, self.scores = self.nothing, False, [0] * len(self.rows), False
         self.rate, doubted = 1.0, []
         left = [max(0, min(self.most, left - 1)) for left in state.left_cpu]
@@ -250,8 +250,8 @@ class Pace(Wrapper):
                 high, lengths = self.promise([belief.high() for belief in beliefs], rooms, bill, tail)
                 doubted.append((high, way, beliefs, lengths))
         if self.begun:                          # its rows rode along in the last round, and now it drafts
-            self.try_out(self.begun, [min(self.begun.most, more) for more in left])
-        else:
+            self.try_out(*self.begun)
+        elif self.saved >= self.due:
             self.experiment(sorted(doubted, key=lambda each: -each[0]))
 
     def options(self, left):
@@ -266,14 +266,17 @@ class Pace(Wrapper):
 
     def paid(self, bill):
         """The longest draft that the purse can pay for if none of it is accepted."""
-        return next((g for g in range(self.most, 0, -1) if (bill(g) - 1) * self.grown <= self.purse), 0)
+        paid = 1 + self.purse / self.grown
+        if bill(self.most) <= paid:
+            return self.most
+        return next(g for g in range(self.most) if bill(g + 1) > paid)
 
     def promise(self, alphas, rooms, bill, tail):
         """(tokens for the time of a pass, the best length of each row). Where a draft is accepted whole, a
         tail adds some tokens."""
         lengths, tokens = [], 0.0
         for b, (alpha, room) in enumerate(zip(alphas, rooms, strict=True)):
-            best, length, most, expected, reach, before = 1.0, 0, 1.0, 1.0, 1.0, 1.0
+            best, length, most, expected, reach, before = 1.0, 0, 1.0, 1.0, 1.0, bill(0)
             after = self.rows[b].tail() if tail else 0.0
             for g in range(1, room + 1):
                 reach *= alpha
@@ -281,7 +284,7 @@ class Pace(Wrapper):
                 written, taken = expected + reach * after, bill(g)
                 if written > best * taken:
                     best, length, most = written / taken, g, written
-                elif reach < best * (taken - before):   # nor would any longer one be better
+                elif reach < best * (taken - before):   # nor will a longer one be: each adds less
                     break
                 before = taken
             lengths.append(length)
@@ -307,7 +310,7 @@ class Pace(Wrapper):
     def bill(self, way, tail):
         """g -> what a round takes in which g tokens are drafted, and a tail, relative to a pass over one
         token at its beginning. The text grows while it drafts."""
-        once, price, fixed = way.once(), way.price(self.n), self.fixed[way, tail]
+        once, price, fixed = way.once(self.block), way.price(self.n), self.fixed[way, tail]
         more, slope = TAIL * tail, self.slope
         return lambda g: (once + g * price + fixed[g]) * (1 + slope * (g + more))
 
@@ -316,7 +319,7 @@ class Pace(Wrapper):
         passes over a text that has just begun. It never falls below 0."""
         T = r.p.shape[1]
         drafted = len(self.sures) or (max(self.pair.drafted) if self.tail else T - 1)
-        again = self.tail and T - 1 > drafted
+        again = self.tail and drafted > 0 and r.draft.reuse is None
         taken = self.once + drafted * self.price + self.way.shared * again + self.checking(self.way)(T)
         taken = taken * (1 + self.slope * (T - 1)) + self.scoring_price(T) * self.scores
         for b in self.live:
@@ -336,12 +339,12 @@ class Pace(Wrapper):
 
     def experiment(self, doubted):
         """Spend what was saved on what may well be better than the best: score the exits in this round; or,
-        if nothing tells of it but its own drafts, draft some tokens with it. It must be able to win in HOPE
-        rounds what it loses on average, which is what is saved for. What it loses at worst must be in the
-        purse, as with any draft, but the stake stays there: it is for drafts that promise a gain.
+        if nothing tells of it but its own drafts, draft some tokens with it. If it is better, it must win
+        back its average loss in HOPE rounds, and that is what is saved for. The worst loss must be in the
+        purse, above the stake, which is only for drafts that promise a gain.
 
         doubted: [(what may well be promised, way, beliefs, by drafts of these lengths)], the best first. due:
-        what has to be saved until there is anything to think about."""
+        how much has to be saved before it is worth while to think again."""
         self.due = 0.0
         for high, way, beliefs, lengths in doubted:
             few, keep = [min(TRIAL, want) for want in lengths], 0.0
@@ -349,10 +352,11 @@ class Pace(Wrapper):
                 worst = self.scoring_price(max(self.lengths) + 1 + TAIL * self.tail)
                 loss, keep = worst * self.rate, self.bill(self.way, self.tail)(max(self.lengths)) - 1
             else:
-                bill, K = self.bill(way, False), max(few)
-                worst = bill(K) - 1 + (bill(0) - 1) * cold(way)
-                tokens = sum(belief.mean() ** k for belief in beliefs for k in range(K + 1)) / len(beliefs)
-                loss = (worst + 1) * self.rate - tokens
+                bill, rides = self.bill(way, False), cold(way)
+                time = bill(max(few)) + rides * bill(0)
+                tokens = rides + sum(beliefs[b].mean() ** k for b in self.live
+                                     for k in range(few[b] + 1)) / len(self.live)
+                worst, loss = time - 1 - rides, time * self.rate - tokens
             # trap: what can never be saved for, or is not worth it, must not stop all others
             if way is self.way or high <= self.rate or loss > min(STAKE, HOPE * (high - self.rate)):
                 continue
@@ -366,9 +370,9 @@ class Pace(Wrapper):
             return
 
     def try_out(self, way, lengths):
-        """Draft a few tokens so. A way whose rows have yet to ride along drafts them in the next round."""
-        self.begun, few = way if cold(way) else None, [min(TRIAL, want) for want in lengths]
-        self.take(way, False, few, few)
+        """Draft so, once its rows have ridden along: if need be, this round carries them for the next one."""
+        self.begun = (way, lengths) if cold(way) else None
+        self.take(way, False, lengths, lengths)
 
     # --- what became of it
 
@@ -377,10 +381,10 @@ class Pace(Wrapper):
         for memory in (self.past, *self.rows):
             memory.fade(self.fade)
         self.pay(r)
-        if self.scores and all(r.trace.get(tap) is not None for tap in self.own):
+        if self.scores:
             true = [[k < len(new) for k in range(r.p.shape[1])] for new in r.new]
             self.score(state, r.trace, r.p, true)
-        elif self.way is not self.nothing and self.way is not self.copying:
+        if self.way not in (self.nothing, self.copying) and not (self.scores and self.way.leaves):
             self.count(r)
         self.read(r)
 
@@ -417,12 +421,10 @@ class Pace(Wrapper):
     def read(self, r):
         """What would an n-gram have copied? The text tells, whatever drafted."""
         for b in self.live:
-            pairs = enumerate(zip(self.found[b], r.new[b], strict=False))
-            same = next((k for k, (x, y) in pairs if x != y), None)
-            kept = min(len(self.found[b]), len(r.new[b])) if same is None else same
+            same = [x == y for x, y in zip(self.found[b], r.new[b], strict=False)]
+            kept = [*same, False].index(False)
             for memory in (self.past, self.rows[b]):
-                if self.found[b]:
-                    memory.copied.add(kept, same is not None)
+                memory.copied.add(kept, kept < len(same))
                 memory.followed.add(kept, 1)
 
     def beliefs(self):

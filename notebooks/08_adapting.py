@@ -229,7 +229,9 @@ print(f"the search itself took as long as {len(scores) * costs.step(swift.kept(s
 # $$\frac{1 + \alpha + \dots + \alpha^\gamma}{\gamma c + 1}$$
 #
 # with c from a table of costs, and alpha from the trace for exits, from the text for n-grams, and from
-# their own drafts for all else. A stream of prompts whose kind changes:
+# their own drafts for all else. A way that drafts seldom is hardly known. So Pace also asks how much it *may
+# well* promise, with an alpha one standard deviation above its mean; where that is more than the best has to
+# offer, the way is tried out. A stream of prompts whose kind changes:
 
 # %%
 from benchmarks.dynamic import Thinking, stream
@@ -260,18 +262,18 @@ figure
 # %% [markdown]
 # ## What it may lose
 #
-# An experiment can fail. But its price is known before: a token of a draft costs c, and so many are
-# drafted. Pace has a purse, which begins with one pass in it, the *stake*. Whatever it wins over plain
-# decoding goes in, and each round adds `risk`, 1 % of a pass. No draft is begun whose whole price the purse
-# could not pay, and experiments leave half of the stake there. So the purse never falls below zero, and that
-# *is* the promise: by its table of costs, never slower than plain decoding by more than 1 %, and one pass. By
-# the clock it holds as far as the table is right.
+# A draft can fail. But its price is known before: a token of a draft costs c, and so many are drafted. Pace
+# has a purse, which begins with two passes in it, the *stake*. Whatever it wins over plain decoding goes in,
+# and each token that is written adds `risk`, 1 % of a pass. No draft is begun whose whole price the purse
+# could not pay, and what is only tried out leaves the stake there. So the purse never falls below zero, and
+# that *is* the promise: by its table of costs, never slower than plain decoding by more than 1 %, and two
+# passes. By the clock it holds as far as the table is right.
 #
 # We give it a draft that is worth nothing, and compare with one who drafts two tokens in every round.
 
 # %%
 from layerskip import SelfDraft
-from methods.pace import self_draft
+from methods.pace import STAKE, self_draft
 
 useless = list(range(L, 2 * L))                                 # the second half of the model, alone
 careful = Pace(model, [self_draft("useless", model, useless, costs)], costs)
@@ -286,16 +288,16 @@ for state, r in rounds(model, [prompt], 120, SelfDraft(model, useless, 2)):
 print(f"rounds: {careful.chosen}; the purse was never below {min(purse):.2f}")
 
 # %%
-won = [p - 1 - 0.01 * t for p, t in zip(purse, tokens, strict=True)]
+won = [p - STAKE - 0.01 * t for p, t in zip(purse, tokens, strict=True)]
 figure, ((left, near),) = plots.axes(1, 2, width=5.5, height=3.2)
 for side in (left, near):
     side.plot(tokens, won, color=plots.HUES[0], label="Pace")
-    side.plot([0, 120], [-1, -2.2], color="#404040", ls=":", label="what Pace may lose at most")
+    side.plot([0, 120], [-STAKE, -STAKE - 1.2], color="#404040", ls=":", label="what Pace may lose at most")
     side.set(xlabel="tokens written", ylabel="passes won over plain decoding")
 left.plot(*zip(*stubborn, strict=True), color=plots.HUES[1], ls="--", label="two tokens in every round")
 left.legend(frameon=False, fontsize=8)
 near.set_title("the same, without the stubborn one")
-assert all(w >= -1 - 0.01 * t - 1e-6 for w, t in zip(won, tokens, strict=True))
+assert all(w >= -STAKE - 0.01 * t - 1e-6 for w, t in zip(won, tokens, strict=True))
 figure
 
 # %% [markdown]
