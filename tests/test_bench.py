@@ -297,14 +297,6 @@ def test_a_short_head_is_copied_once(models):
     assert make(models["gemma2"], None).model is not one.model
 
 
-def test_every_method_writes_the_same_text(models):
-    m, small = models["llama"], make(LLAMA, 1)
-    methods = drafters.own_methods(6, [(2, 3), (1, 2)], keep(6, [1], [3]), {2: 0.3, "bad": 0.9}, True,
-                                   [4, 9, 0, 2, 16])
-    assert len(methods) > 23 and {m.gamma for m in methods.values() if m.sublayers} >= {1, 2, 3, 4, 6}
-    bench_of(m, small, new=12).check_texts(methods, BAR)
-
-
 def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0):
     split = {"draft": draft, "verify": decode - draft, "loop": 0.0}
     return Sample([1] * tokens, 0.5, decode, passes, proposed, accepted, split)

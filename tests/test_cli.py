@@ -94,12 +94,6 @@ def test_a_wrong_flag_is_bad_input():
             p.parse_args(argv)
 
 
-def test_help_is_no_error(capsys):
-    with pytest.raises(SystemExit, match="^0$"):
-        cli.main(lambda argv: cli.Parser(prog="train.py", description="Train.").parse_args(argv), ["--help"])
-    assert "Train." in capsys.readouterr().out
-
-
 def test_the_machine_is_named(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert re.fullmatch(r"[^\s:].*, 3 threads", cli.machine(torch.device("cpu")))

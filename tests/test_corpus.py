@@ -54,10 +54,6 @@ def test_every_byte_has_a_token_and_merges_come_after_them():
     assert train_tokenizer(["a"], 4096).get_vocab_size() == 257, "no more merges than the text has"
 
 
-def test_the_same_text_gives_the_same_tokenizer():
-    assert tokenizer().to_str() == tokenizer().to_str()
-
-
 def test_a_prompt_begins_with_one_id_0_and_it_ends_a_text_too():
     t = tokenizer()
     assert t.token_to_id(BOUNDARY) == 0
@@ -153,11 +149,6 @@ def test_files_to_measure_on_leave_the_training_text_alone(tmp_path):
     assert c.tokenizer.to_str() == without.to_str(), "the tokenizer must not have seen what is measured on"
 
 
-def test_a_tokenizer_that_is_given_is_used(tmp_path):
-    t = train_tokenizer([story(5)], 270)
-    assert read(write(tmp_path, a=story(0)), [], 16, 300, t).tokenizer is t
-
-
 def test_the_hash_follows_texts_and_weights(tmp_path):
     a, b = write(tmp_path, a=story(0), b=story(1))
     t = tokenizer()
@@ -200,10 +191,6 @@ def test_windows_of_a_grid_begin_at_its_multiples():
     c = counting()
     seen = torch.cat([c.batch(0, step, 32, 8, grid=9) for step in range(20)])
     assert {*seen[:, 0].tolist()} == {0, 9, 18, 27, 1000, 1009} and bool((seen.diff(dim=1) == 1).all())
-
-
-def test_a_file_of_one_window_is_always_that_window():
-    assert counting([1.0], [9]).batch(0, 0, 3, 8).tolist() == [list(range(9))] * 3
 
 
 def test_files_are_drawn_by_weight_times_size():

@@ -10,7 +10,6 @@ import pytest
 import torch
 from matplotlib import image
 from test_heads import still, wild
-from test_trees import optimum as optimum_of_trees
 from tiny import PROMPTS, command, each_family, foreseeable, law, oracle, story_tokenizer, warm
 
 import bench
@@ -116,9 +115,28 @@ def test_acceptance_is_what_the_coins_do(pair, k):
         assert rho == pytest.approx(1) and kept == pytest.approx(float(torch.minimum(p, q).sum()))
 
 
+def optimum(p, q, count):
+    """The most often that one of `count` drafts, drawn without replacement from q, can be accepted: by
+    min-cut, the least over all sets H of tokens of p(H) + 1 - Pr(all drafts lie in H) (Sun et al. 2023)."""
+    V, least = len(p), 1.0
+
+    def all_inside(H, left, count):
+        if count == 0:
+            return 1.0
+        total = sum(left.values())
+        return sum(w / total * all_inside(H, {u: x for u, x in left.items() if u != t}, count - 1)
+                   for t, w in left.items() if t in H)
+
+    for size in range(V + 1):
+        for H in itertools.combinations(range(V), size):
+            inside = all_inside(H, dict(enumerate(q.tolist())), count)
+            least = min(least, sum(float(p[t]) for t in H) + 1 - inside)
+    return least
+
+
 @each_pair
 def test_the_optimum_is_the_cut(p, q):
-    """Of draws without replacement it is that of test_trees.py, which enumerates otherwise; of independent
+    """Of draws without replacement it is that of `optimum`, which enumerates otherwise; of independent
     ones the sets that matter are those of the tokens with the smallest p / q."""
     for k in (1, 2, 3):
         tokens, _, chance = rules.draws(q, k, True)
@@ -128,7 +146,7 @@ def test_the_optimum_is_the_cut(p, q):
         assert rules.optimum(p, tokens, chance) == pytest.approx(least, abs=1e-12)
         if (q > 0).all():
             tokens, _, chance = rules.draws(q, k, False)
-            assert rules.optimum(p, tokens, chance) == pytest.approx(optimum_of_trees(p, q, k), abs=1e-12)
+            assert rules.optimum(p, tokens, chance) == pytest.approx(optimum(p, q, k), abs=1e-12)
 
 
 @pytest.mark.parametrize("T", [1.0, 0.3])

@@ -49,13 +49,6 @@ def test_a_short_head_knows_its_tokens_and_no_other(models, family):
     assert short.share == 7 / 17 and short.blocks is m.blocks and short.c is m.c
 
 
-@each_family
-def test_a_short_head_of_all_tokens_is_the_whole_one(models, family):
-    m, everything = models[family], ShortHead(models[family], range(17))
-    x = m.embed(torch.tensor([IDS]))
-    assert torch.allclose(everything.unembed(x), m.unembed(x), rtol=0, atol=1e-12) and everything.share == 1
-
-
 @pytest.mark.parametrize("ids", [[], [1, 2, 1], [-1, 2], [3, 17]])
 def test_a_draft_vocabulary_is_of_different_tokens_that_exist(models, ids):
     with pytest.raises(ValueError, match="a draft vocabulary needs different token ids from 0 to 16"):
@@ -119,14 +112,6 @@ def test_one_teacher_scores_many_drafts(models, family):
         alone = Teacher(m, IDS, warm).acceptance(DRAFTS[name])
         assert torch.equal(teacher.acceptance(DRAFTS[name]), alone)
     assert len(teacher.states) == 13 and torch.equal(teacher.states[0], m.embed(torch.tensor([IDS])))
-
-
-@each_family
-@pytest.mark.parametrize("probs", [to_probs, lambda logits: to_probs(logits, 0.8)], ids=["greedy", "sampled"])
-def test_an_empty_skip_set_is_always_accepted(models, family, probs):
-    for subs in (keep(6), range(12), early_exit(6, 6)):
-        got = Teacher(models[family], IDS, probs).acceptance(subs)
-        assert got == pytest.approx(torch.ones(len(IDS)), abs=1e-12)
 
 
 @each_family

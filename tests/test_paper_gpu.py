@@ -3,7 +3,6 @@
 One thing to remember: these tests hold the list of every wait in a run. A new one makes them fail.
 """
 import copy
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,10 +14,9 @@ from paper_gpu import PaperGPU
 from tiny import FAMILIES, LLAMA, PROMPTS, make
 
 import checkpoint
-import search
 import train
 from benchmarks import counts
-from control import AdaptiveExit, Confidence, DoNoHarm, Gate, Schedule, ValueGate, weight_costs
+from control import AdaptiveExit, Confidence, DoNoHarm, Gate, Schedule, ValueGate
 from layerskip import SelfDraft, Teacher, keep
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Rule, State, Then, rounds
@@ -242,15 +240,6 @@ def test_a_text_is_scored_as_on_the_cpu(gpu, family):
         want = Teacher(on_cpu, PROMPTS[0]).acceptance(subs)
         got = Teacher(on_gpu, PROMPTS[0]).acceptance(subs)
         assert torch.equal(got, want) and not got.is_cuda
-
-
-def test_a_trial_of_the_search_finds_what_it_finds_on_the_cpu(gpu):
-    trials = []
-    for device in ("cpu", "cuda"):
-        m = make(replace(LLAMA, vocab_size=64), device=device)
-        seen = search.Calibration(m, expected.byte_tokenizer(), ["Once upon a time", "She saw"], 20)
-        trials.append(search.speedup(seen, weight_costs(m.c), keep(6, attn=[1, 4], mlp=[2])))
-    assert trials[0] == trials[1]
 
 
 @families

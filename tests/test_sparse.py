@@ -154,13 +154,6 @@ def test_what_is_not_read_is_counted(own_window, sublayers):
     assert len(seen) > 5
 
 
-def test_what_is_not_read_of_a_large_model():
-    """Llama-3-8B keeps 128 KiB of keys and values for a token, in 2 bytes each."""
-    costs = weight_costs(LLAMA_8B)
-    assert 2 * unread(costs, 131_072, 4, 512) == 2**17 * (131_072 - 511 - 4)
-    assert unread(costs, 515, 4, 512) == 0 < unread(costs, 516, 4, 512)
-
-
 def test_the_cost_of_a_step_by_hand():
     """By reading 3 + 5 numbers of weights for 1 + 2 sub-layers, the head, and 2 numbers for each token."""
     costs = Costs((3.0, 5.0, 3.0, 5.0), 4.0, slot=2.0)

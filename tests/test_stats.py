@@ -6,13 +6,10 @@ import pytest
 import torch
 from tiny import FAMILIES, LLAMA, PROMPTS, make, make_round
 
-from control import DoNoHarm
 from layerskip import SelfDraft
 from speculative import Draft, Drafter, NGram, generate, rounds
 from support import stats
 from support.stats import Counts, Run, Stopwatch, Timed, limit
-
-DRAFTERS = [lambda m: None, lambda m: SelfDraft(m, range(6), 3), lambda m: NGram(3, 1)]
 
 
 def test_counts_by_hand():
@@ -130,22 +127,6 @@ def test_a_plain_round_is_a_pass_over_a_single_token_and_the_loop():
     assert timed.plain() == 5.25
 
 
-@pytest.mark.parametrize("make_drafter", DRAFTERS)
-def test_timed_changes_nothing(make_drafter):
-    model = make(LLAMA)
-    timed, bare = Timed(make_drafter(model)), make_drafter(model)
-    assert generate(model, PROMPTS, 20, timed) == generate(model, PROMPTS, 20, bare)
-
-
-def test_timed_hands_on_what_the_loop_asks_for():
-    class Tapping(Drafter):
-        taps = 2, 5
-
-    model = make(LLAMA)
-    _, r = next(rounds(model, PROMPTS, 5, Timed(Tapping())))
-    assert list(r.trace) == [2, 5] and next(rounds(model, PROMPTS, 5, Timed()))[1].trace == {}
-
-
 def test_timed_waits_for_the_device(monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
@@ -185,25 +166,6 @@ def test_tokens_and_seconds_are_those_of_the_median_rate(monkeypatch):
     assert asked == ["drafted", "plain"] * 4, "interleaved"
     assert {name: (run.tokens, run.seconds) for name, run in got.items()} == {
         "drafted": (30, 5), "plain": (6, 2)}, "without the warm-up"
-
-
-def test_every_run_has_a_rule_that_has_learnt_nothing():
-    model, made = make(LLAMA), []
-
-    def maker():
-        made.append(SelfDraft(model, range(4), DoNoHarm(0.3)))
-        return made[-1]
-
-    passes = []
-
-    def start(drafter):
-        passes.append(0)
-        for item in rounds(model, PROMPTS[:1], 30, drafter):
-            passes[-1] += 1
-            yield item
-
-    run = stats.compare(start, {"drafted": maker}, 1, 3)["drafted"]
-    assert len({id(drafter.rule) for drafter in made}) == 4 and passes == [run.passes] * 4
 
 
 # --- where two texts part

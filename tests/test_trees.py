@@ -168,44 +168,6 @@ def test_on_chains_it_is_verify_coin_for_coin():
                 assert all(map(torch.equal, got, want)) and coins[0].index == coins[1].index
 
 
-def optimum(p, q, count):
-    """The most often that one of `count` drafts, drawn without replacement from q, can be accepted: by
-    min-cut, the least over all sets H of tokens of p(H) + 1 - Pr(all drafts lie in H) (Sun et al. 2023)."""
-    V, least = len(p), 1.0
-
-    def all_inside(H, left, count):
-        if count == 0:
-            return 1.0
-        total = sum(left.values())
-        return sum(w / total * all_inside(H, {u: x for u, x in left.items() if u != t}, count - 1)
-                   for t, w in left.items() if t in H)
-
-    for size in range(V + 1):
-        for H in itertools.combinations(range(V), size):
-            inside = all_inside(H, dict(enumerate(q.tolist())), count)
-            least = min(least, sum(float(p[t]) for t in H) + 1 - inside)
-    return least
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_no_more_is_accepted_than_can_be(count):
-    for seed in range(3):
-        p, q = random_laws(4, seed=seed), random_laws(4, seed=50 + seed)
-
-        def run(coins, p=p, q=q):
-            tokens, drawn, _ = plant([0] * count, lambda way: q, coins)
-            everywhere, parents = p.expand(1, count + 1, 4), torch.zeros(1, count).long()
-            return int(verify_tree(everywhere, torch.tensor([tokens]), parents, coins,
-                                   torch.stack(drawn)[None])[0]) > 0
-
-        rate, most, chain = law(run).get(True, 0.0), optimum(p, q, count), float(torch.minimum(p, q).sum())
-        assert rate <= most + 1e-12
-        if count == 1:
-            assert rate == pytest.approx(most) == pytest.approx(chain)
-        else:
-            assert rate > chain + 0.02 and rate > most - 0.12, "a sibling gains, and is near the optimum"
-
-
 @pytest.mark.parametrize("shape", [[0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 0, 1, 1], [0, 1, 2],
                                    [0, 0, 0, 2, 4]], ids=str)
 def test_what_a_tree_yields_is_what_the_formula_says(shape):
