@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny import FAMILIES, LLAMA, PROMPTS, make, make_round
 
-from layerskip import SelfDraft
-from speculative import Draft, Drafter, NGram, generate, rounds
+from speculative import Draft, Drafter, generate, rounds
 from support import stats
 from support.stats import Counts, Run, Stopwatch, Timed, limit
 
