@@ -8,6 +8,7 @@ from control import best_gamma, expected_speedup
 
 # hues that the colour-blind tell from one another (Okabe & Ito 2008)
 HUES = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#808080"
+MORE = "#f0e442", "#8c564b", "#b0b000"    # where there are more things to tell apart
 
 
 def axes(rows, columns, width=5.0, height=3.6):
@@ -92,11 +93,12 @@ def heads(losses, block, evals, path):
 
 def draw_choices(side, prompts, kinds, hues):
     """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is; hues:
-    {way: its colour}."""
+    {way: its colour}. What an n-gram goes on with is hatched."""
     below = [0.0] * len(prompts)
     for way, hue in hues.items():
         part = [rounds.get(way, 0) / max(1, sum(rounds.values())) for rounds in prompts]
-        side.bar(range(len(prompts)), part, bottom=below, color=hue, label=way, width=0.9)
+        side.bar(range(len(prompts)), part, bottom=below, color=hue, label=way, width=0.9, edgecolor="white",
+                 lw=0, hatch="////" * (", then" in way))
         below = [a + b for a, b in zip(below, part, strict=True)]
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     side.set_xticks([i - 0.5 for i in starts], [kinds[i] for i in starts], ha="left", fontsize=8)
@@ -105,9 +107,10 @@ def draw_choices(side, prompts, kinds, hues):
 
 
 def hues_of(ways):
-    """{way: its colour}: "nothing" is grey."""
-    others = [way for way in ways if way != "nothing"]
-    return dict(zip(others, HUES[:-1] * len(others), strict=False)) | {"nothing": HUES[-1]}
+    """{way: its colour}, the same for a way with and without an n-gram after it; "nothing" is grey."""
+    bases = dict.fromkeys(way.split(", then")[0] for way in ways if way != "nothing")
+    hues = dict(zip(bases, (*HUES[:-1], *MORE) * len(bases), strict=False))
+    return {way: hues[way.split(", then")[0]] for way in ways if way != "nothing"} | {"nothing": HUES[-1]}
 
 
 def choices(chosen, kinds, title, path):
