@@ -1298,6 +1298,8 @@ ROWS["control.py"] = [
      "what is known beforehand is forgotten", "test_what_is_known_beforehand_counts_as_two_drafts"),
     ("(self.hits + self.misses + 3)) ** 0.5)", "(self.hits + self.misses + 3)))",
      "a variance taken for a deviation", "test_what_is_known_beforehand_counts_as_two_drafts"),
+    ("return min(1.0, mean +", "return max(0.0, mean +",
+     "more than all may well be accepted", "test_what_is_known_beforehand_counts_as_two_drafts"),
     ("self.misses + 2 - 2 * self.prior", "self.misses + 1", "draws know another prior than the mean"),
     ("kind.hits + kind.misses < 0.5 else 0", "False else 0",
      "an unknown class is never tried", "test_value_gate_tries_a_class_that_it_knows_nothing_of"),

@@ -541,6 +541,7 @@ def test_rows_that_have_to_ride_along_get_a_round_for_it(models):
     drafter, seen = Pace(m, [way], EVEN, risk=0.0), []
     way.price, drafter.purse = (lambda n: 0.25), STAKE + 1.2       # it promises nothing, so it is tried out
     drafter.lookup.found = lambda state: [[]]
+    drafter.saved = 0.35        # of which the rows and the draft after them take .347, so it is tried once
     for _, r in rounds(m, PROMPTS[:1], 12, drafter):
         seen.append((drafter.way is way, int(r.proposed[0]), "extra" in r.trace))
     assert seen[0] == (True, 0, True), "one round for the rows, one to draft"
