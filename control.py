@@ -16,8 +16,9 @@ from itertools import pairwise
 import torch
 
 from kvcache import KVCache
-from sampling import raw_probs
+from sampling import Coins, raw_probs, to_probs
 from speculative import Rule
+from verification import verify
 
 MOST = 16  # drafts longer than this are not weighed; a rule with a published limit may go further
 WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1  # of the blocks that are measured
@@ -95,10 +96,11 @@ class Costs:
     slot: float = 0.0            # what each token more that an attention reads adds to it
     at: int = 0                  # after how many tokens `sublayers` holds
     window: int | None = None    # the attentions of even blocks read no more tokens than that
+    call: float = 0.0            # what any step takes besides, such as to choose a token
 
     @property
     def whole(self):
-        return sum(self.sublayers) + self.head
+        return sum(self.sublayers) + self.head + self.call
 
     def price(self, sublayers, share=1.0, n=None):
         """What these sub-layers and a share of the head take for a token after n others; None: after `at`.
@@ -111,7 +113,7 @@ class Costs:
 
     def pricing(self, sublayers, share=1.0):
         """`price` as a function of n, for who asks often: the sums are made once."""
-        fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head
+        fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
         attentions = [i for i in sublayers if i % 2 == 0]
         near = 0 if self.window is None else sum(i % 4 == 0 for i in attentions)
         far, slot, at, window = len(attentions) - near, self.slot, self.at, self.window or 0
@@ -146,7 +148,7 @@ def weight_costs(c):
                  slot=2 * c.n_kv_heads * c.head_dim, window=c.window)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def interleave(actions, repeats):
     """{name: median seconds} of actions, which are run in turn, A B A B, after one warm-up of each: then a
     machine that slows down slows all of them."""
@@ -162,26 +164,32 @@ def interleave(actions, repeats):
 
 
 def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds: each sub-layer alone, and the head, on one token after `at` others; blocks of 1 to 17
-    tokens; and what an attention takes more after 16 times as many."""
+    """Costs in seconds, on one token after `at` others: the head; all else of a drafted step but its
+    sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17 tokens,
+    with their verification; and what an attention takes more after 16 times as many tokens."""
     far, wide = 16 * at, 2 * (model.c.n_layers > 1)     # an attention without a window, if there is one
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
     tokens, here = torch.full((1, MOST + 1), 5, device=model.tok.device), slice(at, at + 1)
-    x = model.embed(tokens[:, :1])
+    x, coins = model.embed(tokens[:, :1]), Coins()
+
+    def step():
+        logits = model.unembed(model.run(model.embed(tokens[:, :1]), here, cache, []))
+        return coins.choose(to_probs(logits, 1.0)), raw_probs(logits)
 
     def read(T):
-        return model.unembed(model.run(model.embed(tokens[:, :T]), slice(at, at + T), cache))
+        logits = model.unembed(model.run(model.embed(tokens[:, :T]), slice(at, at + T), cache))
+        return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
     parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
-    blocks = {f"{T} tokens": partial(read, T) for T in WIDTHS}
-    times = interleave({**parts, "empty": partial(model.run, x, here, cache, []),
+    # trap: after other work a pass takes longer. In plain decoding it comes after another one, so here, too
+    blocks = {(T, which): partial(read, width) for T in WIDTHS for which, width in (("before", 1), ("", T))}
+    times = interleave({**parts, "empty": partial(model.run, x, here, cache, []), "step": step,
                         "head": partial(model.unembed, x), **blocks,
                         "far": partial(model.run, x, slice(far, far + 1), cache, [wide])}, repeats)
-    widths = [times.pop(name) for name in blocks]
-    empty = times.pop("empty")  # what a call takes that runs nothing
-    head, slot = times.pop("head"), max(0.0, times.pop("far") - times[wide]) / (far - at)
-    return Costs(tuple(max(0.0, s - empty) for s in times.values()), head + empty,
-                 tuple((T, s / widths[0]) for T, s in zip(WIDTHS, widths, strict=True)), slot, at,
-                 model.c.window)
+    plain, rest, head = times[1, ""], times["step"], times["head"]
+    alone = [max(0.0, times[i] - times["empty"]) for i in parts]
+    scale = max(0.0, plain - rest) / (sum(alone) or 1.0)
+    return Costs(tuple(scale * s for s in alone), head, tuple((T, times[T, ""] / plain) for T in WIDTHS),
+                 max(0.0, times["far"] - times[wide]) / (far - at), at, model.c.window, max(0.0, rest - head))
 
 
 # --- rules

@@ -8,7 +8,7 @@ data. What a head is told to say is not the text but the model's whole distribut
 compares the two.
 """
 import sys
-from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import torch
@@ -63,6 +63,8 @@ def parse(argv):
     text.add_argument("--text", type=float, metavar="N", help="how many tokens it writes (default: "
                       f"{OWN_TEXT:g}), or are taken from --data, by weight (default: all)")
     text.add_argument("--temperature", type=float, default=0.5, metavar="T", help="at which it writes")
+    text.add_argument("--opening", type=int, default=0, metavar="N", help="of each text it draws the first N "
+                      "tokens at temperature 1 instead: they decide what kind of text it is (default: 0)")
     steps = p.add_argument_group("optimisation")
     for flag, default, what in (
             ("tokens", 6e5, "how many to train on"), ("lr", 2e-3, "of AdamW"),
@@ -81,7 +83,7 @@ def parse(argv):
 def check_flags(a):
     """The same flags. Raises ValueError for numbers that make no sense, and for a flag of another kind."""
     for low, high, names in ((heads.AHEAD + 1, 2**20, "context"), (1, 2**20, "batch"),
-                             (0, 2**40, "seed warmup"), (0, 1, "decay")):
+                             (0, 2**40, "seed warmup opening"), (0, 1, "decay")):
         for name in names.split():
             if not low <= getattr(a, name) <= high:
                 raise ValueError(f"--{name} must lie within {low} and {high}, got {getattr(a, name)}")
@@ -114,16 +116,18 @@ def build(a, model):
 # --- the text
 
 
-def write_text(model, count, seed, length, temperature=1.0):
-    """At least `count` tokens of texts that the model draws at this temperature, one after the other, each
-    from a begin-of-text id to its end or to `length` tokens. (N,) int32."""
+def write_text(model, count, seed, length, temperature=1.0, opening=0):
+    """At least `count` tokens of texts that the model draws at this temperature, but the first `opening` of
+    each at 1, one text after the other, each from a begin-of-text id to its end or to `length` tokens. (N,)
+    int32."""
     c, ids, coins = model.c, [], Coins(seed)
     if c.bos is None:
         raise ValueError("this model has no begin-of-text id to start a text with: give text with --data")
-    warm = partial(to_probs, temperature=temperature)
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
-            begun = rounds(model, [[c.bos]] * ROWS, length - 1, None, warm, coins, c.eos)
+            warmth = chain(repeat(1.0, opening), repeat(temperature))           # one for each round
+            begun = rounds(model, [[c.bos]] * ROWS, length - 1, None,
+                           lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins, c.eos)
             for state, r in begun:  # noqa: B007
                 bar.update(sum(map(len, r.new)))
             for row in state.known:
@@ -230,7 +234,7 @@ def fresh_run(a, device, tokenizer, file):
     if a.data:
         text = read_text(a, model, tokenizer)
     elif file is None:
-        written = write_text(model, a.text or OWN_TEXT, a.seed, a.context, a.temperature)
+        written = write_text(model, a.text or OWN_TEXT, a.seed, a.context, a.temperature, a.opening)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
     else:
         with checkpoint.guarded(f"{a.out}: not a checkpoint of this program, or damaged"):

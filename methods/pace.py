@@ -13,8 +13,7 @@ prices never slower than plain decoding by more than `risk`, and the STAKE of tw
 Prices are relative to a pass of the target over one token, as everywhere, and grow with the text.
 """
 from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -25,7 +24,7 @@ from methods.drafting import same_model
 from methods.dynamic import last_places, overlaps
 from methods.heads import pricing, shorter
 from sampling import raw_probs
-from speculative import Drafter, NGram, Rule, Then, Wrapper
+from speculative import Draft, Drafter, NGram, Rule, Then, Wrapper
 
 TAIL = 8        # tokens that an n-gram may add, or copies alone
 WINDOW = 32     # the prompt's last places, which tell the first alphas
@@ -35,6 +34,8 @@ TRIAL = 3       # tokens that are drafted to try a way out
 HOPE = 5.0      # an experiment must be able to win back in so many rounds what it loses
 SHADOW = 1.5    # what it takes to score an exit at a place, relative to a row of the head: it is compared
 TRUST = 0.98    # the part of the counts in `trust` that stays after each new token
+SLOWER = 0.2    # what outlives a text fades so much slower than what is known of it
+REST = 8        # where nothing promises a gain, rounds until it thinks again, unless the text repeats itself
 
 
 @dataclass(eq=False)
@@ -88,7 +89,8 @@ def head_draft(head, costs, vocab=None):
         way.once = lambda block: own * (block(max(1, way.drafter.unread)) - (not apart))
     if "inject_layer" in head.shape:
         way.rides = sum(costs.sublayers[2 * head.shape["inject_layer"] :]) / costs.whole, head.steps
-        spread, part = head.steps * pricing(head, costs, 0.0)(costs.at), costs.pricing((), share)
+        own = pricing(head, costs, 0.0)(costs.at) - costs.call / costs.whole
+        spread, part = head.steps * own, costs.pricing((), share)
         way.once, way.price = lambda block: spread, lambda n: part(n) / whole(n)    # one matrix for all rows
     return way
 
@@ -109,12 +111,18 @@ class Memory:
     way; how often an n-gram's tokens are, `copied`; and how many of them are right (hits) each time that it
     is asked (misses), `followed`."""
 
-    def __init__(self, ways):
-        self.skills = [Beta(prior=way.alpha) for way in ways]
-        self.copied, self.followed = Beta(), Beta()
+    def __init__(self, alphas, copied=0.5):
+        self.skills = [Beta(prior=alpha) for alpha in alphas]
+        self.copied, self.followed = Beta(prior=copied), Beta()
+
+    def child(self):
+        """Of a new text: what is known here is what is known beforehand there."""
+        young = Memory([skill.mean() for skill in self.skills], self.copied.mean())
+        young.followed = replace(self.followed)
+        return young
 
     def fade(self, factor):
-        for one in (*self.skills, self.copied, self.followed):
+        for one in (*self.skills, self.followed):   # `copied` fades when the text tells of it again: `read`
             one.fade(factor)
 
     def tail(self):
@@ -128,8 +136,9 @@ class Pace(Wrapper):
 
     ways: a list of Way, whose drafters get a rule of its own; by default `candidates(model, costs)`. costs: a
     Costs table, by weights unless one is given. risk: what experiments may cost, as a part of plain decoding.
-    most: the longest draft, to which an n-gram may add. What is learnt outlives the run; each row starts from
-    it and learns for itself, in `rows`, which fade by `fade` a round. trust: how often a draft that was so
+    most: the longest draft, to which an n-gram may add. What is learnt outlives the run, `past`; each row
+    starts from it and learns for itself, in `rows`, which fade by `fade` a round; while it rests, nothing
+    fades. trust: how often a draft that was so
     sure of a token was right, of all rows. chosen: {name: rounds} over its life.
 
     In a batch the rows share each pass, and so the way, which is that of the most tokens over all rows. The
@@ -161,15 +170,16 @@ class Pace(Wrapper):
         self.taps = tuple(sorted({*self.needed, *self.own}))
         self.risk, self.most, self.fade = risk, Rule(most).most, fade   # checked like any other length
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
-        self.past, self.purse, self.saved = Memory(self.ways), STAKE, STAKE
+        self.past, self.purse, self.saved = Memory([way.alpha for way in self.ways]), STAKE, STAKE
         self.trust = [[Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)] for _ in self.ways]
         self.chosen, self.n = {}, 0
         self.start(1)
 
     def start(self, rows):
         """For so many rows: nothing is written yet, and what a pass over T tokens of each takes."""
-        self.rows, self.written = [deepcopy(self.past) for _ in range(rows)], [0] * rows
-        self.least, self.begun, self.due = 0, None, 0.0
+        self.rows, self.written = [self.past.child() for _ in range(rows)], [0] * rows
+        self.least, self.begun, self.due, self.sought = 0, None, 0.0, [True] * rows
+        self.rest, self.rests = 0, False
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
         self.fixed = {(way, tail): [way.shared * tail + self.checking(way)(T + TAIL * tail)
                                     for T in range(1, self.most + 2)]
@@ -178,7 +188,8 @@ class Pace(Wrapper):
     def begin(self, state, trace):
         same_model(self.model, state)
         super().begin(state, trace)
-        self.always = {tap for tap in state.taps if tap not in self.own} | set(self.needed)
+        few = {tap for tap in state.taps if tap not in self.own} | set(self.needed)
+        self.few_taps, self.all_taps = tuple(sorted(few)), tuple(sorted(few | self.own))
         self.start(len(state.known))
         self.look(state)
         head = self.costs.head / self.costs.whole       # of the target itself
@@ -193,16 +204,21 @@ class Pace(Wrapper):
     def look(self, state):
         """How long the text is, how much dearer a pass is than one after `costs.at` tokens, and how much one
         token more will add to that."""
-        self.live = [b for b, left in enumerate(state.left_cpu) if left > 0]
         self.n = max(map(len, state.known))
         self.grown = self.whole(self.n) / self.costs.whole
         self.slope = self.whole(self.n + 1) / self.whole(self.n) - 1
 
     def propose(self, state):
-        self.look(state)
+        self.live = [b for b, left in enumerate(state.left_cpu) if left > 0]
         self.found, self.sures = self.lookup.found(state), []
+        self.rest = 0 if any(self.found) else max(0, self.rest - 1)
+        self.rests = self.rest > 0
+        if self.rests:
+            self.chosen[self.way.name] += 1
+            return Draft.none(state)
+        self.look(state)
         self.choose(state)
-        state.taps = tuple(sorted(self.always | self.own if self.scores else self.always))
+        state.taps = self.all_taps if self.scores else self.few_taps
         name = self.way.name + ", then n-gram" * self.tail
         self.chosen[name] = self.chosen.get(name, 0) + 1
         self.price, self.once = self.way.price(self.n), self.way.once(self.block)
@@ -251,8 +267,10 @@ class Pace(Wrapper):
                 doubted.append((high, way, beliefs, lengths))
         if self.begun:                          # its rows rode along in the last round, and now it drafts
             self.try_out(*self.begun)
-        elif self.saved >= self.due:
+        elif doubted:
             self.experiment(sorted(doubted, key=lambda each: -each[0]))
+        if self.way is self.nothing and not (self.begun or self.scores):
+            self.rest = REST
 
     def options(self, left):
         """(way, tail, what is known of it in each row, how far it may draft there) of all there are."""
@@ -321,7 +339,7 @@ class Pace(Wrapper):
         drafted = len(self.sures) or (max(self.pair.drafted) if self.tail else T - 1)
         again = self.tail and drafted > 0 and r.draft.reuse is None
         taken = self.once + drafted * self.price + self.way.shared * again + self.checking(self.way)(T)
-        taken = taken * (1 + self.slope * (T - 1)) + self.scoring_price(T) * self.scores
+        taken = taken * (1 + self.slope * (T - 1)) + (self.scoring_price(T) if self.scores else 0.0)
         for b in self.live:
             self.written[b] += len(r.new[b])
         least, before = min(self.written[b] for b in self.live), self.least
@@ -378,15 +396,18 @@ class Pace(Wrapper):
 
     def observe(self, state, r):
         super().observe(state, r)
-        for memory in (self.past, *self.rows):
-            memory.fade(self.fade)
+        self.read(r)
+        if self.rests:
+            self.purse, self.saved = self.purse + self.risk * self.grown, min(STAKE, self.saved + self.risk)
+            return
+        for memory, fade in ((self.past, self.fade ** SLOWER), *((row, self.fade) for row in self.rows)):
+            memory.fade(fade)
         self.pay(r)
         if self.scores:
             true = [[k < len(new) for k in range(r.p.shape[1])] for new in r.new]
             self.score(state, r.trace, r.p, true)
         if self.way not in (self.nothing, self.copying) and not (self.scores and self.way.leaves):
             self.count(r)
-        self.read(r)
 
     def score(self, state, trace, p, true):
         """Count what the exits would have drafted at the places where true[b][k]."""
@@ -424,8 +445,12 @@ class Pace(Wrapper):
             same = [x == y for x, y in zip(self.found[b], r.new[b], strict=False)]
             kept = [*same, False].index(False)
             for memory in (self.past, self.rows[b]):
-                memory.copied.add(kept, kept < len(same))
-                memory.followed.add(kept, 1)
+                if same:
+                    memory.copied.fade(self.fade)
+                    memory.copied.add(kept, kept < len(same))
+                if not self.sought[b]:
+                    memory.followed.add(kept, 1)
+            self.sought[b] = len(same) > 0
 
     def beliefs(self):
         """{name: (how often its tokens are accepted, as it is believed now; what one takes, relative to a

@@ -56,9 +56,11 @@ def read_vocab(path, vocab_size):
 
 def read_costs(path, c):
     """The Costs that `bench.py costs --out` wrote for a model of this shape: {"sublayers": [2L numbers],
-    "head": number}, and maybe "blocks": [[T, relative to one token], ...], "slot" and "at"; see Costs."""
+    "head": number}, and maybe "blocks": [[T, relative to one token], ...], "slot", "call" and "at"; see
+    Costs."""
     raw = read_json(Path(path))
-    parts, at, slot = raw.get("sublayers"), raw.get("at", 0), raw.get("slot", 0.0)
+    parts, at, slot, call = (raw.get(key, usual) for key, usual in
+                             (("sublayers", None), ("at", 0), ("slot", 0.0), ("call", 0.0)))
     fine = isinstance(parts, list) and all(map(is_cost, [*parts, raw.get("head")]))
     if not fine or len(parts) != 2 * c.n_layers or sum(parts) <= 0:
         raise ValueError(f'{path}: expected {2 * c.n_layers} costs under "sublayers" and one under "head", '
@@ -70,9 +72,10 @@ def read_costs(path, c):
     if not fine or any(one[0] >= other[0] for one, other in itertools.pairwise(blocks)):
         raise ValueError(f'{path}: expected pairs under "blocks", [tokens, cost relative to one token], of '
                          "rising widths from 1 on")
-    if not is_cost(slot) or type(at) is not int or at < 0:
-        raise ValueError(f'{path}: expected a cost under "slot" and a whole number of tokens under "at"')
-    return Costs(tuple(parts), raw["head"], tuple(map(tuple, blocks)), slot, at, c.window if slot else None)
+    if not (is_cost(slot) and is_cost(call)) or type(at) is not int or at < 0:
+        raise ValueError(f'{path}: expected costs under "slot" and "call", and a number of tokens under "at"')
+    window = c.window if slot else None
+    return Costs(tuple(parts), raw["head"], tuple(map(tuple, blocks)), slot, at, window, call)
 
 
 def is_cost(x):

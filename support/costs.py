@@ -26,7 +26,7 @@ def to_stderr(line):
 def as_data(costs):
     """A Costs table as `support.cli.read_costs` reads it."""
     return {"sublayers": costs.sublayers, "head": costs.head, "blocks": costs.blocks, "slot": costs.slot,
-            "at": costs.at}
+            "at": costs.at, "call": costs.call}
 
 
 def kept_costs(model, folder=None, say=to_stderr):

@@ -94,23 +94,26 @@ def test_metering_changes_nothing_and_removes_itself(models, family):
 
 
 def test_costs_leave_out_the_call_itself(models, monkeypatch):
-    """Here a call takes half a second, each part 1.5 s and its number more; the head includes its call."""
+    """Here a call takes half a second, each part 1.5 s and its number more; the sub-layers, of 84 s together,
+    are scaled to what a pass takes besides the step around them."""
     called = []
 
     def fake(actions, repeats):
         called.extend(action() for action in actions.values())
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
-        blocks = {f"{T} tokens": 2.0 + 0.5 * T for T in WIDTHS}
-        return times | {"empty": 0.5, "head": 2.0, "far": 13.6} | blocks
+        blocks = {(T, which): 99.0 if which else 43.0 + 2 * T for T in WIDTHS for which in ("before", "")}
+        return times | {"empty": 0.5, "step": 3.0, "head": 2.0, "far": 13.6} | blocks
 
     monkeypatch.setattr("control.interleave", fake)
     with torch.no_grad():
         costs = measure_costs(models["llama"], repeats=3)
-    assert costs == Costs(tuple(1.5 + i for i in range(12)), 2.5,
-                          tuple((T, (2 + 0.5 * T) / 2.5) for T in (1, 2, 3, 4, 5, 7, 9, 13, 17)),
-                          slot=pytest.approx((13.6 - 4) / 960), at=64), "4 is the attention of block 1"
-    assert called[0].shape == (1, 1, 32) and called[13].shape == (1, 1, 17)
-    assert [x.shape for x in called[14:23]] == [(1, T, 17) for T in WIDTHS]
+    assert costs == Costs(tuple(0.5 * (1.5 + i) for i in range(12)), 2.0,
+                          tuple((T, (43 + 2 * T) / 45) for T in (1, 2, 3, 4, 5, 7, 9, 13, 17)),
+                          slot=pytest.approx((13.6 - 4) / 960), at=64, call=1.0)    # 4: attention 1
+    assert costs.whole == 45 and costs.step(range(2)) == pytest.approx((0.5 * 4 + 3) / 45)
+    assert called[0].shape == (1, 1, 32) and called[14].shape == (1, 1, 17)
+    assert [x.shape for _, x in called[15:33:2]] == [(1, 1, 17)] * 9, "before each block one of one token"
+    assert [x.shape for _, x in called[16:33:2]] == [(1, T, 17) for T in WIDTHS]
     monkeypatch.setattr("control.interleave", lambda actions, repeats: dict.fromkeys(actions, 1.0))
     assert min(measure_costs(models["llama"]).sublayers) == 0
 

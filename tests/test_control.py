@@ -820,6 +820,8 @@ def test_costs_by_hand():
     assert costs.step(early_exit(2, 1)) == 12 / 30
     assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
     assert costs.step(keep(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
+    called = replace(costs, call=10.0)
+    assert called.step(range(4)) == 1 and called.step([], share=0.25) == (1 + 10) / 40
     assert [costs.block(T) for T in (1, 2, 17, 99)] == [1.0] * 4, "by weights"
     measured = replace(costs, blocks=((1, 1.0), (3, 1.5), (5, 3.5)))
     assert [measured.block(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]

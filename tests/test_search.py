@@ -769,9 +769,10 @@ def test_damaged_costs_are_refused(call, flags, tmp_path):
                    [[1, 1.0], [2, math.nan]], [[1, 1.0], [2, -1]], [[1, 1.0], ["2", 1.0]], [[1, "1"]]):
         file.write_text(json.dumps({"sublayers": good, "head": 1, "blocks": blocks}))
         call.refuses(flags(costs=file), tmp_path, 'costs.json: expected pairs under "blocks"')
-    for more in ({"slot": -1}, {"slot": "1"}, {"at": -1}, {"at": 1.5}, {"at": True}):
+    for more in ({"slot": -1}, {"slot": "1"}, {"call": -1}, {"call": None}, {"at": -1}, {"at": 1.5},
+                 {"at": True}):
         file.write_text(json.dumps({"sublayers": good, "head": 1, **more}))
-        call.refuses(flags(costs=file), tmp_path, 'costs.json: expected a cost under "slot"')
+        call.refuses(flags(costs=file), tmp_path, 'costs.json: expected costs under "slot" and "call"')
     file.write_text("{")
     call.refuses(flags(costs=file), tmp_path, "costs.json: not readable as JSON")
 

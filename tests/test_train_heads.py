@@ -134,6 +134,13 @@ def test_text_is_drawn_from_the_model(folder):
     sure = [model(torch.tensor([text])).softmax(-1)[0, :-1].gather(1, torch.tensor(text[1:])[:, None])
             for text in texts if len(text) > 1]
     assert float(torch.cat(sure).mean()) > 0.2, "not what the model says"
+    # an opening is drawn at temperature 1, whatever comes after it
+    assert train_heads.write_text(model, 600, 0, 24, 0.2, 23).tolist() == ids
+    opened = train_heads.write_text(model, 600, 0, 24, 1e-9, 4).tolist()
+    starts = [at for at, t in enumerate(opened) if t == 0 not in opened[at + 1 : at + 24]]
+    for text in (opened[at : at + 24] for at in starts):
+        assert model(torch.tensor([text])).argmax(-1)[0, 4:-1].tolist() == text[5:]
+    assert len({tuple(opened[at : at + 5]) for at in starts}) > 3
 
 
 def test_losses_by_hand():
