@@ -11,9 +11,6 @@ demo: $(VENV)/run
 	@echo
 	@echo "== in the stored dtype, bfloat16: how fast? (its coarse rounding may decide a near-tie otherwise)"
 	$(PY) generate.py "Once upon a time" --compare
-	@echo
-	@echo "== the same, where a controller chooses what drafts"
-	$(PY) generate.py "Once upon a time" --compare --draft auto
 
 test: $(VENV)/dev
 	$(PY) -m pytest -n auto
@@ -38,8 +35,8 @@ kill: $(VENV)/dev
 	$(PY) tests/kill.py
 
 picture: $(VENV)/run
-	$(PY) generate.py "Once upon a time" --max-new 90 --picture run.png
-	$(PY) generate.py "Once upon a time" --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page run.html
+	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture run.png
+	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page run.html
 
 notebooks: $(VENV)/dev
 	$(PY) notebooks/execute.py

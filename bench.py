@@ -54,7 +54,7 @@ def parse(argv):
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
     p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS,
-                   help=f"self: only these of {', '.join(SETS)}")
+                   help=f"self, heads: only these of {', '.join(SETS)}")
     p.add_argument("--only", nargs="+", metavar="WORD", help="self: only plain decoding, and ways to draft "
                    "with one of these words in their names")
     p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "

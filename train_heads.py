@@ -54,17 +54,15 @@ def parse(argv):
     shape.add_argument("--own-head", action="store_true", default=None, help="medusa: one output head each")
     shape.add_argument("--inject-layer", type=int, metavar="T", help="transfer: after which block rows of "
                        "future tokens begin (default: half of them)")
-    shape.add_argument("--steps", type=int, metavar="N", help="transfer: how many rows for each token "
-                       "(default: 3)")
+    shape.add_argument("--steps", type=int, metavar="N", help="transfer: rows for each token (default: 3)")
     shape.add_argument("--blocks", type=int, metavar="N", help="prophet: how many (default: 1)")
     text = p.add_argument_group("text")
     text.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
-                      f"{corpus.BOUNDARY}, drawn W times as often (default: what the model itself writes)")
+                      f"{corpus.BOUNDARY}, drawn W times as often (default: what the model writes)")
     text.add_argument("--text", type=float, metavar="N", help="how many tokens it writes (default: "
                       f"{OWN_TEXT:g}), or are taken from --data, by weight (default: all)")
     text.add_argument("--temperature", type=float, default=0.5, metavar="T", help="at which it writes")
-    text.add_argument("--opening", type=int, default=0, metavar="N", help="of each text it draws the first N "
-                      "tokens at temperature 1 instead: they decide what kind of text it is (default: 0)")
+    text.add_argument("--opening", type=int, default=0, metavar="N", help="but the first N tokens at 1")
     steps = p.add_argument_group("optimisation")
     for flag, default, what in (
             ("tokens", 6e5, "how many to train on"), ("lr", 2e-3, "of AdamW"),

@@ -13,15 +13,15 @@ from tqdm import tqdm
 
 import train_heads
 from benchmarks import rules, sweep
-from benchmarks.drafters import Bench, Method, in_the_loop, own_methods, pilot
+from benchmarks.drafters import TAIL, Bench, Method, in_the_loop, own_methods, pilot
 from benchmarks.shared import SETS, Noting, beside, by_position, figures, load_both, page, prompt_ids, steps
-from control import MOST, weight_costs
+from control import MOST, DoNoHarm, weight_costs
 from layerskip import SelfDraft, early_exit
 from methods import heads
 from methods.heads import AHEAD, judged
 from methods.trees import best_tree, siblings, tree_tokens
 from sampling import Coins
-from speculative import Draft, Drafter
+from speculative import Draft, Drafter, NGram, Then
 from support import plots
 from support.cli import read_skip
 
@@ -188,12 +188,28 @@ def head_ways(name, loaded, series, cost, sizes):
     return ways
 
 
+def ruled_head(name, loaded, cost):
+    """{name: Method} of a head under the rule that drafts as far as it pays, alone and with an n-gram tail,
+    as the exits have it that need no training. cost: of a drafted token."""
+    def start(tail):
+        rule = DoNoHarm(cost, min(MOST, farthest(next(iter(loaded.values())))))
+
+        def make(m, small):
+            drafter = loaded[m.tok.dtype].drafter(rule)
+            return Then(drafter, NGram(TAIL, 3)) if tail else drafter
+
+        return make
+
+    return {f"{name}, do no harm{', n-gram tail' * tail}": Method(partial(start, tail))
+            for tail in (False, True)}
+
+
 # --- one table
 
 
 def ways_of(bench, found, skip, sizes):
-    """({name: Way}, {name: Method} of rules that need no training, what plain decoding wrote, as `pilot` has
-    it, and as ids). found: {name: {dtype: head}}."""
+    """({name: Way}, {name: Method} of rules, {name of a rule with a head: the head}, what plain decoding
+    wrote, as `pilot` has it, and as ids). found: {name: {dtype: head}}."""
     model, L = bench.model, bench.model.c.n_layers
     texts, cost, best = pilot(bench, L)
     depths = {loaded[model.tok.dtype].shape.get("exit_layer", best[0][0]) for loaded in found.values()}
@@ -202,16 +218,19 @@ def ways_of(bench, found, skip, sizes):
     makers = {name: lambda m, small, h=h: h[m.tok.dtype].drafter(min(GAMMA, farthest(h[m.tok.dtype])))
               for name, h in measured.items()}
     seconds, written = in_the_loop(bench, makers | {"plain": lambda m, small: Drafter()})
-    ways = {"skip set, gamma 2": skipping(model, skip, 2, texts)} if skip else {}
+    ways, ruled, owners = {"skip set, gamma 2": skipping(model, skip, 2, texts)} if skip else {}, {}, {}
     for name, loaded in measured.items():
         head = loaded[model.tok.dtype]
         each = max(0.0, seconds[name] / seconds["plain"] - 1) / min(GAMMA, farthest(head))
         series = [along(head, ids, unscored, bench.probs, Coins(i))
                   for i, (ids, (_, unscored)) in enumerate(zip(written, texts, strict=True))]
         ways |= head_ways(name, loaded, series, each, sizes)
-    ruled = own_methods(L, best, None, cost, False)
-    ruled = {name: ruled[name] for name in ("do no harm", "do no harm, n-gram tail")}
-    return ways, ruled, texts, written
+        if name in found:
+            methods = ruled_head(name, loaded, each)
+            ruled, owners = ruled | methods, owners | dict.fromkeys(methods, name)
+    free = own_methods(L, best, None, cost, False)
+    ruled |= {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
+    return ways, ruled, owners, texts, written
 
 
 def widen(r, way, m, plain):
@@ -231,12 +250,14 @@ def widen(r, way, m, plain):
 
 def column(bench, found, skip, title, sizes, bar):
     """One table: {method: row}, what the heads say of these texts, and where greedy texts parted."""
-    ways, ruled, texts, written = ways_of(bench, found, skip, sizes)
+    ways, ruled, owners, texts, written = ways_of(bench, found, skip, sizes)
     methods = {"plain": Method(gamma=0)}
     methods |= {name: way.method(bench.model) for name, way in ways.items()} | ruled
     rows, parted = bench.table(methods, texts, title, bar)
     for name, way in ways.items():
         widen(rows[name], way, methods[name], methods["plain"])
+    for name, head in owners.items():
+        rows[name]["head"] = head
     said, ids = {}, torch.tensor(sum(written, []))
     for name, loaded in found.items() if bench.greedy else ():
         window = min(256, len(ids), bench.model.c.max_len)
@@ -319,10 +340,10 @@ def run(a):
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
                     "parameters": sum(p.numel() for p in h.weights.parameters())}
              for name, (h, *_) in ((name, tuple(loaded.values())) for name, loaded in found.items())}
-    tasks = [(name, T) for T in (0.0, 0.8) for name in SETS]
+    tasks = [(name, T) for T in (0.0, 0.8) for name in a.prompts or SETS]
     results, said, notes = {}, {}, []
     with tqdm(disable=None) as bar:
-        for name, T in tasks[:: len(SETS)] if a.quick else tasks:
+        for name, T in tasks[:: len(a.prompts or SETS)] if a.quick else tasks:
             prompts, title = prompt_ids(name, tokenizer, model.c), f"{name}, T {T:g}"
             bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {})
             sizes = SIZES if name == "stories" and not a.quick else [NODES]

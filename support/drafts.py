@@ -22,7 +22,6 @@ from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
 from support.costs import kept_costs
 
-DEFAULT = "exit"    # what drafts where no flag says
 LARGE = 64e6    # bytes of blocks from which on costs are measured without being asked
 SMALL = Path(__file__).resolve().parent.parent / "weights" / "stories-draft"
 OWNER = {"window": "sparse", "sinks": "sparse", "costs": "auto", "exit_layer": "exit", "skip": "skip",
@@ -34,7 +33,7 @@ GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, 
 
 def add_flags(group):
     add = group.add_argument
-    add("--draft", choices=GAMMA, help=f"where drafts come from (default: {DEFAULT}); auto: what promises "
+    add("--draft", choices=GAMMA, help="where drafts come from (default: auto); auto: what promises "
         "most, judged anew before every draft; sparse: the model itself, which then reads few tokens of the "
         "text; int8 and nf4: a copy of it in few bits; all three with all of it or what --exit-layer or "
         "--skip leaves; kangaroo and below: trained heads")
@@ -63,7 +62,8 @@ def add_flags(group):
 def check(a):
     """Fill in a.draft. Raises ValueError, in one line, for flags that do not go together."""
     given = [flag for flag in OWNER if getattr(a, flag) is not None]
-    usual = "exit" if a.do_no_harm or a.tail is not None else DEFAULT   # auto does both of itself
+    # auto does no harm and adds tails by itself, and would have many shapes of passes recorded
+    usual = "exit" if a.do_no_harm or a.tail is not None or a.fast else "auto"
     a.draft = a.draft or (OWNER[given[0]] if given else usual)
     wrong = next((flag for flag in given if OWNER[flag] not in (a.draft, *ALSO.get(a.draft, ()))), None)
     if wrong:

@@ -64,7 +64,7 @@ def as_json(call, *argv):
 
 
 def test_text_streams_and_a_summary_follows(call, tmp_path):
-    status, out, err = call("Once upon a time", *SHORT, "--picture", tmp_path / "run.png")
+    status, out, err = call("Once upon a time", *SHORT, "--draft", "exit", "--picture", tmp_path / "run.png")
     assert (status, err) == (0, "") and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     text, summary = out.split("\n", 1)
     assert text == "Once upon a time, there was a little girl named Lily. She loved to"
@@ -74,7 +74,8 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
 
 @pytest.mark.parametrize("flags, draft, gamma", [
     (["--draft", "none"], "none", 0),
-    ([], "exit", 2),
+    ([], "auto", MOST),
+    (["--draft", "exit"], "exit", 2),
     (["--exit-layer", "3", "--gamma", "1"], "exit", 1),
     (["--skip", "a3,m4,a11"], "skip", 3),
     (["--draft", "ngram"], "ngram", 4),
@@ -227,12 +228,9 @@ def test_what_was_chosen_is_told_in_one_line():
 @pytest.mark.parametrize("flags, draft", [
     ([], "auto"), (["--gamma", "3"], "auto"), (["--draft-vocab", "v.json"], "auto"),
     (["--tail", "3"], "exit"), (["--do-no-harm"], "exit"), (["--exit-layer", "2"], "exit"),
-    (["--costs", "c.json"], "auto"), (["--draft", "none"], "none")])
-def test_auto_could_be_the_default(monkeypatch, flags, draft):
-    """All other flags mean what they mean now."""
-    now = generate.parse(["x", *flags]).draft
-    monkeypatch.setattr(drafts, "DEFAULT", "auto")
-    assert generate.parse(["x", *flags]).draft == draft and now in (draft, "exit")
+    (["--fast"], "exit"), (["--costs", "c.json"], "auto"), (["--draft", "none"], "none")])
+def test_what_drafts_where_no_flag_says(flags, draft):
+    assert generate.parse(["x", *flags]).draft == draft
 
 
 def test_nothing_to_write_with_auto(call):

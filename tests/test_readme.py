@@ -195,6 +195,23 @@ def test_our_figures_in_the_table_of_papers_stand_in_the_benchmarks():
         assert not re.search(r"\d", published) or "(" in published, f"{paper}: who says so?"
 
 
+PAPER = r"\d{4}\.\d{5}"
+OTHERS = {"1503.02531", "1909.08053", "2305.07185", "2309.17453"}    # no ways to draft
+
+
+def test_the_table_of_papers_names_every_system_of_the_code():
+    """With a file that says so; and the code names no paper that is not in it."""
+    table = README[README.index("| paper |") :]
+    named = {name: set(re.findall(PAPER, path.read_text(encoding="utf-8"))) for name, path in CODE.items()
+             if not name.startswith("benchmarks.")}
+    assert set.union(*named.values()) - OTHERS <= set(re.findall(PAPER, table))
+    for row in table.splitlines()[2:]:
+        texts = [(ROOT / name).read_text(encoding="utf-8") for name in re.findall(r"`([\w/.]+\.py)`", row)]
+        papers = set(re.findall(rf"abs/({PAPER})", row))
+        first = re.search(r"\w+", row)[0]       # of the oldest ones the code gives the authors
+        assert papers & set(re.findall(PAPER, "".join(texts))) or first in "".join(texts), row
+
+
 def test_the_counts_of_operations_are_those_of_the_code():
     table, _, _ = counts.run(None)
     assert table in BENCHMARKS
