@@ -257,7 +257,7 @@ def column(bench, found, skip, title, sizes, bar):
     for name, way in ways.items():
         widen(rows[name], way, methods[name], methods["plain"])
     for name, head in owners.items():
-        rows[name]["head"] = head
+        rows[name] |= {"head": head, "by_weights": None}        # what a head reads of itself is not metered
     said, ids = {}, torch.tensor(sum(written, []))
     for name, loaded in found.items() if bench.greedy else ():
         window = min(256, len(ids), bench.model.c.max_len)

@@ -231,7 +231,8 @@ print(f"the search itself took as long as {len(scores) * costs.step(swift.kept(s
 # with c from a table of costs, and alpha from the trace for exits, from the text for n-grams, and from
 # their own drafts for all else. A way that drafts seldom is hardly known. So Pace also asks how much it *may
 # well* promise, with an alpha one standard deviation above its mean; where that is more than the best has to
-# offer, the way is tried out. A stream of prompts whose kind changes:
+# offer, the way is tried out. Where nothing promises a gain, Pace rests: it thinks again a few rounds later, or
+# as soon as the text repeats itself. A stream of prompts whose kind changes:
 
 # %%
 from benchmarks.dynamic import Thinking, stream
@@ -302,7 +303,7 @@ figure
 
 # %% [markdown]
 # The blue curve goes down a little at first: Pace tries the draft, and learns that it is useless. From then
-# on it tries it again only as often as `risk` has paid for. (Where the curve rises, an n-gram has copied
+# on it tries it again at most as often as `risk` has paid for. (Where the curve rises, an n-gram has copied
 # something.)
 #
 # ## Questions

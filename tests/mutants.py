@@ -265,6 +265,10 @@ ROWS["benchmarks/heads.py"] = [
      "a level is paid for once", "test_what_a_head_is_worth_by_hand"),
     ('r["tau_predicted"] * seconds(plain) / seconds(m)', 'r["tau_predicted"] * seconds(m) / seconds(plain)',
      "the dearer, the faster", "test_what_a_head_is_worth_by_hand"),
+    ('rows[name] |= {"head": head, "by_weights": None}', 'rows[name] |= {"by_weights": None}',
+     "a trained head under a rule counts as untrained", "test_the_whole_benchmark"),
+    ("DoNoHarm(cost, min(MOST, farthest(next(iter(loaded.values())))))", "DoNoHarm(cost)",
+     "a head is asked for more than it has steps", "test_the_whole_benchmark"),
 ]
 
 ROWS["benchmarks/sweep.py"] = [
