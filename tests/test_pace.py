@@ -448,13 +448,13 @@ def test_it_rests_where_nothing_promises_a_gain(long):
     the same."""
     m, text = long
     drafter, thoughts = Pace(m, [foretold("dear", 2.0, [text], [True])], EVEN, risk=0.125), []
-    drafter.lookup.found = lambda state: [[0] if len(state.known[0]) == 40 else []]
+    drafter.lookup.found = lambda state: [[text[43] ^ 1] if len(state.known[0]) == 43 else []]
     choose = drafter.choose
     drafter.choose = lambda state: (thoughts.append(len(state.known[0])), choose(state))
     drafter.saved = 0.0
     assert generate(m, PROMPTS[:1], 60, drafter)[1] == 60 and drafter.chosen["nothing"] >= 59
     first = len(PROMPTS[0])
-    assert thoughts == [*range(first, 40, REST), 40, *range(41, first + 60, REST)], "it copies once, at 40"
+    assert thoughts == [*range(first, 43, REST), 43, *range(44, first + 60, REST)], "it copies once, at 43"
     lost = drafter.chosen.get("n-gram", 0) * (EVEN.block(2) - 1)
     assert drafter.purse == pytest.approx(STAKE + 60 * 0.125 - lost) and drafter.saved == STAKE
 
