@@ -23,8 +23,9 @@ def run_costs(a):
     model, _ = load(a)
     costs = measure_costs(model, repeats=a.repeats or (20 if a.quick else 100))
     weights = weight_costs(model.c)
-    names = [f"{kind} {i}" for i in range(model.c.n_layers) for kind in ("attention", "MLP")] + ["head"]
-    parts = zip(names, (*costs.sublayers, costs.head), (*weights.sublayers, weights.head), strict=True)
+    names = [f"{kind} {i}" for i in range(model.c.n_layers) for kind in ("attention", "MLP")]
+    parts = zip([*names, "head", "all else"], *((*c.sublayers, c.head, c.call) for c in (costs, weights)),
+                strict=True)
     rows = [[name, f"{1e6 * seconds:.0f}", f"{seconds / costs.whole:.4f}", f"{count / weights.whole:.4f}"]
             for name, seconds, count in parts]
     lines = [f"one token after 64 others, {a.model}, {a.dtype}; {a.machine}; medians", "",

@@ -34,6 +34,7 @@ TRIAL = 3       # tokens that are drafted to try a way out
 HOPE = 5.0      # an experiment must be able to win back in so many rounds what it loses
 SHADOW = 1.5    # what it takes to score an exit at a place, relative to a row of the head: it is compared
 TRUST = 0.98    # the part of the counts in `trust` that stays after each new token
+MARGIN = 0.05   # so much more than plain decoding a draft must promise, as thinking takes time, too
 SLOWER = 0.2    # what outlives a text fades so much slower than what is known of it
 REST = 8        # where nothing promises a gain, rounds until it thinks again, unless the text repeats itself
 
@@ -115,11 +116,11 @@ class Memory:
         self.skills = [Beta(prior=alpha) for alpha in alphas]
         self.copied, self.followed = Beta(prior=copied), Beta()
 
-    def child(self):
-        """Of a new text: what is known here is what is known beforehand there."""
-        young = Memory([skill.mean() for skill in self.skills], self.copied.mean())
-        young.followed = replace(self.followed)
-        return young
+    def fresh(self):
+        """For a new text: nothing is counted yet, and what is known here is known beforehand there."""
+        new = Memory([skill.mean() for skill in self.skills], self.copied.mean())
+        new.followed = replace(self.followed)
+        return new
 
     def fade(self, factor):
         for one in (*self.skills, self.followed):   # `copied` fades when the text tells of it again: `read`
@@ -136,10 +137,10 @@ class Pace(Wrapper):
 
     ways: a list of Way, whose drafters get a rule of its own; by default `candidates(model, costs)`. costs: a
     Costs table, by weights unless one is given. risk: what experiments may cost, as a part of plain decoding.
-    most: the longest draft, to which an n-gram may add. What is learnt outlives the run, `past`; each row
-    starts from it and learns for itself, in `rows`, which fade by `fade` a round; while it rests, nothing
-    fades. trust: how often a draft that was so
-    sure of a token was right, of all rows. chosen: {name: rounds} over its life.
+    most: the longest draft, to which an n-gram may add. What is learnt outlives the run, in `past`; each row
+    starts from it and learns for itself, in `rows`, which fade by `fade` a round, but not while it rests.
+    trust: how often a draft that was so sure of a token was right, of all rows. chosen: {name: rounds} over
+    its life.
 
     In a batch the rows share each pass, and so the way, which is that of the most tokens over all rows. The
     promise holds for the row with the fewest new tokens, for each of which plain decoding needs a pass. What
@@ -177,7 +178,7 @@ class Pace(Wrapper):
 
     def start(self, rows):
         """For so many rows: nothing is written yet, and what a pass over T tokens of each takes."""
-        self.rows, self.written = [self.past.child() for _ in range(rows)], [0] * rows
+        self.rows, self.written = [self.past.fresh() for _ in range(rows)], [0] * rows
         self.least, self.begun, self.due, self.sought = 0, None, 0.0, [True] * rows
         self.rest, self.rests = 0, False
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
@@ -213,7 +214,7 @@ class Pace(Wrapper):
         self.found, self.sures = self.lookup.found(state), []
         self.rest = 0 if any(self.found) else max(0, self.rest - 1)
         self.rests = self.rest > 0
-        if self.rests:
+        if self.rests:      # all is as it was chosen last: nothing
             self.chosen[self.way.name] += 1
             return Draft.none(state)
         self.look(state)
@@ -249,10 +250,10 @@ class Pace(Wrapper):
 
     def choose(self, state):
         """Set way, tail and lengths to what promises most; rate: how many tokens it promises for the time of
-        a pass; scores: whether this round also scores the exits. Where nothing promises more than 1, nothing
-        is drafted. What may well be better than the best is tried out, if there is enough saved."""
+        a pass; scores: whether this round also scores the exits. Where nothing promises MARGIN more than 1,
+        nothing is drafted. What may well be better than the best is tried out, if there is enough saved."""
         self.way, self.tail, self.lengths, self.scores = self.nothing, False, [0] * len(self.rows), False
-        self.rate, doubted = 1.0, []
+        self.rate, doubted = 1 + MARGIN, []
         left = [max(0, min(self.most, left - 1)) for left in state.left_cpu]
         for way, tail, beliefs, rooms in self.options(left):
             bill = self.bill(way, tail)

@@ -18,6 +18,7 @@ from benchmarks.drafters import Method, metered
 from benchmarks.shared import SETS, prompt_ids
 from control import MOST, Beta, Costs, plan, weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
+from methods import pace
 from methods.heads import M2R2, Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer, shorter
 from methods.pace import (
     REST,
@@ -212,8 +213,9 @@ def test_costs_that_grow_with_the_text_are_booked_as_they_grow(long, honest):
     assert whole(208) > 2.5 * whole(8) and drafter.chosen["liar"] > 1
 
 
-def test_a_way_that_can_never_be_paid_for_does_not_stop_the_others(long):
+def test_a_way_that_can_never_be_paid_for_does_not_stop_the_others(long, monkeypatch):
     """One that becomes good late is tried again, though another one may well be better."""
+    monkeypatch.setattr(pace, "MARGIN", 0.0)
     m, text = long
     for first in (False, True):
         dear = replace(foretold("dear", 0.01, [text], [False]), once=lambda block: 3.5, alpha=0.6)
@@ -443,6 +445,17 @@ def test_nothing_is_drafted_where_nothing_pays(models):
     assert not [name for name in drafter.chosen if name.startswith("exit")]
 
 
+def test_a_draft_must_promise_a_little_more_than_plain_decoding(long):
+    """Two texts, in which a draft of one token promises 4 % more, and 6 %."""
+    m, text = long
+    for gain, drafts in ((0.04, False), (0.06, True)):
+        way = replace(foretold("known", 1.5 / (1 + gain) - 1, [text], [True]), alpha=0.5)
+        drafter = Pace(m, [way], EVEN, risk=0.0, most=1)
+        drafter.lookup.found, drafter.saved = lambda state: [[]], 0.0
+        next(rounds(m, PROMPTS[:1], 9, drafter))
+        assert (drafter.way is way) == drafts
+
+
 def test_it_rests_where_nothing_promises_a_gain(long):
     """It thinks again after some rounds, or when the text repeats itself; a plain round earns its risk all
     the same."""
@@ -459,9 +472,10 @@ def test_it_rests_where_nothing_promises_a_gain(long):
     assert drafter.purse == pytest.approx(STAKE + 60 * 0.125 - lost) and drafter.saved == STAKE
 
 
-def test_experiments_are_saved_for(long):
+def test_experiments_are_saved_for(long, monkeypatch):
     """A way that is never good, at .5 a token: tried at most once in .5 / risk rounds, and not for the stake.
     That it is no good is known beforehand in the next text; once it is forgotten, it is tried again."""
+    monkeypatch.setattr(pace, "MARGIN", 0.0)
     m, text = long
     for risk, least, most in ((0.01, 2, 4), (0.05, 3, 20), (0.0, 0, 0)):
         drafter, tried = Pace(m, [foretold("liar", 0.5, [text], [False])], EVEN, risk=risk), []
@@ -569,8 +583,9 @@ def test_a_head_is_not_asked_for_more_tokens_than_it_has_steps(models):
     assert max(lengths) == 2
 
 
-def test_rows_that_have_to_ride_along_get_a_round_for_it(models):
+def test_rows_that_have_to_ride_along_get_a_round_for_it(models, monkeypatch):
     """A transfer that is tried out drafts in the round after the one in which its rows rode along."""
+    monkeypatch.setattr(pace, "MARGIN", 0.0)
     m = models["llama"]
     way = head_draft(wild(Transfer(m, 3, 2)), EVEN)
     drafter, seen = Pace(m, [way], EVEN, risk=0.0), []
