@@ -55,8 +55,8 @@ def parse(argv):
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
     p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS,
                    help=f"self, heads: only these of {', '.join(SETS)}")
-    p.add_argument("--only", nargs="+", metavar="WORD", help="self: only plain decoding, and ways to draft "
-                   "with one of these words in their names")
+    p.add_argument("--only", nargs="+", metavar="WORD", help="self, dynamic: only ways to draft with one of "
+                   "these words in their names, and what they are compared with")
     p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
                    "several (default: those beside the weights)")
     p.add_argument("--minutes", type=float, metavar="X", help="heads: for its own small heads (default: 8)")

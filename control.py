@@ -89,7 +89,8 @@ def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a pass over one token take, in any unit: each of the 2L sub-layers, and the head."""
+    """What the parts of a pass over one token take, in any unit: each of the 2L sub-layers, the head, and all
+    else."""
     sublayers: tuple[float, ...]
     head: float
     blocks: tuple = ((1, 1.0),)  # (T, what a pass over T tokens takes relative to one token), T rising
@@ -121,7 +122,7 @@ class Costs:
 
     def step(self, sublayers, share=1.0, n=None):
         """The cost of a drafted step relative to a pass of the target, the c of the formulas. Both include
-        the head, the draft maybe only a share of it (a draft vocabulary)."""
+        `call` and the head, the draft maybe only a share of it (a draft vocabulary)."""
         return self.price(sublayers, share, n) / self.price(range(len(self.sublayers)), 1.0, n)
 
     def block(self, T):
@@ -188,8 +189,9 @@ def measure_costs(model, at=64, repeats=50):
     plain, rest, head = times[1, ""], times["step"], times["head"]
     alone = [max(0.0, times[i] - times["empty"]) for i in parts]
     scale = max(0.0, plain - rest) / (sum(alone) or 1.0)
+    slot = scale * max(0.0, times["far"] - times[wide]) / (far - at)
     return Costs(tuple(scale * s for s in alone), head, tuple((T, times[T, ""] / plain) for T in WIDTHS),
-                 max(0.0, times["far"] - times[wide]) / (far - at), at, model.c.window, max(0.0, rest - head))
+                 slot, at, model.c.window, max(0.0, rest - head))
 
 
 # --- rules

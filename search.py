@@ -222,7 +222,7 @@ def header(a, model, tokenizer, documents, costs, space):
     settings = {k: v for k, v in vars(a).items() if k not in MAY_CHANGE | {"model", "text", "costs"}}
     text = hashlib.sha256("\0".join(documents).encode() + tokenizer.to_str().encode())
     return {"model": weights.hexdigest(), "text": text.hexdigest(), **settings, "free": list(space.skippable),
-            "costs": [*costs.sublayers, costs.head, *itertools.chain(*costs.blocks)]}
+            "costs": [*costs.sublayers, costs.head, *itertools.chain(*costs.blocks), costs.call]}
 
 
 def as_line(entry):

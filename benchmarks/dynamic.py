@@ -34,6 +34,7 @@ from support.drafts import costs_of, trained_beside
 
 TURN = 4  # prompts of one kind in a row
 GAMMAS = 1, 2, 4
+NEEDED = "plain", "n-gram", "SWIFT", "DEL", "Pace"      # whatever --only says: what is reported compares them
 
 
 def stream(tokenizer, c, each):
@@ -161,7 +162,11 @@ def all_methods(a, bench, skip, vocab, costs, thoughts):
               "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, bench.heads_of(m)), costs)}
     for name, make in makers.items():
         methods[name] = living(make, thoughts.setdefault(name, []))
-    return {"plain": Method(gamma=0)} | methods, names
+    methods = {"plain": Method(gamma=0)} | methods
+    if a.only:
+        methods = {name: m for name, m in methods.items()
+                   if name in NEEDED or any(word in name for word in a.only)}
+    return methods, [name for name in names if name in methods]
 
 
 # --- what is reported
@@ -231,7 +236,7 @@ def column(a, bench, kinds, skip, vocab, costs, bar):
     rows = {name: row(replace(m, sublayers=None, weights_read=1.0), methods["plain"], [])
             for name, m in methods.items()}
     both_ways(rows, methods, names, kinds)
-    for name, lives in thoughts.items():
+    for name, lives in ((name, lives) for name, lives in thoughts.items() if name in methods):
         whole = sum(sum(s.split.values()) for runs in methods[name].samples.values() for s in runs)
         rows[name]["deciding"] = sum(t.seconds for t in lives[-a.repeats :]) / whole
     return (rows, thoughts["Pace"][-1].choices(), alphas_of(bench, methods, thoughts),

@@ -225,7 +225,7 @@ def ways_of(bench, found, skip, sizes):
         series = [along(head, ids, unscored, bench.probs, Coins(i))
                   for i, (ids, (_, unscored)) in enumerate(zip(written, texts, strict=True))]
         ways |= head_ways(name, loaded, series, each, sizes)
-        if name in found:
+        if name in found and "inject_layer" not in head.shape:     # its rows ride along even where it rests
             methods = ruled_head(name, loaded, each)
             ruled, owners = ruled | methods, owners | dict.fromkeys(methods, name)
     free = own_methods(L, best, None, cost, False)

@@ -108,23 +108,33 @@ def candidates(model, costs, skip=None, vocab=None, heads=()):
 
 
 class Memory:
-    """What is known of one text, as counts that fade: how often drafts are accepted, one of `skills` for each
-    way; how often an n-gram's tokens are, `copied`; and how many of them are right (hits) each time that it
-    is asked (misses), `followed`."""
+    """What is known of one text, or of all of them, as counts of which `keep` stays: how often drafts are
+    accepted, one of `skills` for each way; how often an n-gram's tokens are, `copied`; and how many of them
+    are right (hits) each time that it is asked after it had found nothing (misses), `followed`."""
 
-    def __init__(self, alphas, copied=0.5):
-        self.skills = [Beta(prior=alpha) for alpha in alphas]
+    def __init__(self, alphas, keep, copied=0.5):
+        self.skills, self.keep = [Beta(prior=alpha) for alpha in alphas], keep
         self.copied, self.followed = Beta(prior=copied), Beta()
 
-    def fresh(self):
-        """For a new text: nothing is counted yet, and what is known here is known beforehand there."""
-        new = Memory([skill.mean() for skill in self.skills], self.copied.mean())
+    def fresh(self, keep):
+        """For a new text: what is known here is known beforehand there. `followed` goes on as it is."""
+        new = Memory([skill.mean() for skill in self.skills], keep, self.copied.mean())
         new.followed = replace(self.followed)
         return new
 
-    def fade(self, factor):
-        for one in (*self.skills, self.followed):   # `copied` fades when the text tells of it again: `read`
-            one.fade(factor)
+    def fade(self):
+        for skill in self.skills:
+            skill.fade(self.keep)
+
+    def read(self, right, found, sought):
+        """Of an n-gram's `found` tokens so many were right; `sought`: it had found some the time before. Its
+        counts fade here, whenever the text tells of it again."""
+        if found:
+            self.copied.fade(self.keep)
+            self.copied.add(right, right < found)
+        if not sought:
+            self.followed.fade(self.keep)
+            self.followed.add(right, 1)
 
     def tail(self):
         """How many tokens an n-gram is expected to add where a draft was accepted whole."""
@@ -171,14 +181,15 @@ class Pace(Wrapper):
         self.taps = tuple(sorted({*self.needed, *self.own}))
         self.risk, self.most, self.fade = risk, Rule(most).most, fade   # checked like any other length
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
-        self.past, self.purse, self.saved = Memory([way.alpha for way in self.ways]), STAKE, STAKE
+        self.past = Memory([way.alpha for way in self.ways], fade**SLOWER)
+        self.purse = self.saved = STAKE
         self.trust = [[Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)] for _ in self.ways]
         self.chosen, self.n = {}, 0
         self.start(1)
 
     def start(self, rows):
         """For so many rows: nothing is written yet, and what a pass over T tokens of each takes."""
-        self.rows, self.written = [self.past.fresh() for _ in range(rows)], [0] * rows
+        self.rows, self.written = [self.past.fresh(self.fade) for _ in range(rows)], [0] * rows
         self.least, self.begun, self.due, self.sought = 0, None, 0.0, [True] * rows
         self.rest, self.rests = 0, False
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
@@ -364,18 +375,18 @@ class Pace(Wrapper):
 
         doubted: [(what may well be promised, way, beliefs, by drafts of these lengths)], the best first. due:
         how much has to be saved before it is worth while to think again."""
-        self.due = 0.0
+        self.due, rate = 0.0, 1.0 if self.way is self.nothing else self.rate
         for high, way, beliefs, lengths in doubted:
             few, keep = [min(TRIAL, want) for want in lengths], 0.0
             if way.leaves:
                 worst = self.scoring_price(max(self.lengths) + 1 + TAIL * self.tail)
-                loss, keep = worst * self.rate, self.bill(self.way, self.tail)(max(self.lengths)) - 1
+                loss, keep = worst * rate, self.bill(self.way, self.tail)(max(self.lengths)) - 1
             else:
                 bill, rides = self.bill(way, False), cold(way)
                 time = bill(max(few)) + rides * bill(0)
                 tokens = rides + sum(beliefs[b].mean() ** k for b in self.live
                                      for k in range(few[b] + 1)) / len(self.live)
-                worst, loss = time - 1 - rides, time * self.rate - tokens
+                worst, loss = time - 1 - rides, time * rate - tokens
             # trap: what can never be saved for, or is not worth it, must not stop all others
             if way is self.way or high <= self.rate or loss > min(STAKE, HOPE * (high - self.rate)):
                 continue
@@ -401,8 +412,8 @@ class Pace(Wrapper):
         if self.rests:
             self.purse, self.saved = self.purse + self.risk * self.grown, min(STAKE, self.saved + self.risk)
             return
-        for memory, fade in ((self.past, self.fade ** SLOWER), *((row, self.fade) for row in self.rows)):
-            memory.fade(fade)
+        for memory in (self.past, *self.rows):
+            memory.fade()
         self.pay(r)
         if self.scores:
             true = [[k < len(new) for k in range(r.p.shape[1])] for new in r.new]
@@ -446,11 +457,7 @@ class Pace(Wrapper):
             same = [x == y for x, y in zip(self.found[b], r.new[b], strict=False)]
             kept = [*same, False].index(False)
             for memory in (self.past, self.rows[b]):
-                if same:
-                    memory.copied.fade(self.fade)
-                    memory.copied.add(kept, kept < len(same))
-                if not self.sought[b]:
-                    memory.followed.add(kept, 1)
+                memory.read(kept, len(same), self.sought[b])
             self.sought[b] = len(same) > 0
 
     def beliefs(self):

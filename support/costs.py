@@ -16,7 +16,7 @@ from support.files import cache_folder, write_file
 
 SECONDS = 3.0       # that a measurement may take, if so few repeats allow it
 REPEATS = 3, 30     # at least, at most
-PASSES = 20         # so many passes take about as long as one repeat of all that is measured
+PASSES = 30         # so many passes take about as long as one repeat of all that is measured
 
 
 def to_stderr(line):
@@ -59,8 +59,8 @@ def quick(model):
 
 
 def identity(model):
-    """A name for all that costs depend on: the machine with its number of threads, torch, and the shapes and
-    types of the weights; the weights themselves are no matter."""
+    """A name for all that costs depend on: how they are measured, the machine with its number of threads,
+    torch, and the shapes and types of the weights; the weights themselves are no matter."""
     weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
-    facts = torch.__version__, machine(model.tok.device), model.tok.device.type, model.c, weights
+    facts = "rounds", torch.__version__, machine(model.tok.device), model.tok.device.type, model.c, weights
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

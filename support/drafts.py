@@ -52,7 +52,8 @@ def add_flags(group):
     add("--costs", metavar="HOW", help="auto: what the parts of a pass take: weights, by what is read of "
         "them; measured, once on this machine, and then kept; or a file from bench.py costs --out (default: "
         "measured for large models, else weights)")
-    add("--gamma", type=int, metavar="G", help="how many tokens to draft per round; levels of a tree")
+    add("--gamma", type=int, metavar="G",
+        help="how many tokens to draft per round (auto: at most); levels of a tree")
     add("--do-no-harm", action="store_true",
         help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
     add("--tail", type=int, metavar="N",
@@ -83,7 +84,7 @@ def check(a):
         if getattr(a, flag) is not None and a.draft not in heads.KINDS:
             raise ValueError(f"--{flag} goes with trained heads, --draft {trained}, not {a.draft}")
     if a.draft in heads.KINDS and a.draft_vocab is not None:
-        raise ValueError(f"--draft-vocab goes with --draft exit, skip or model, not {a.draft}")
+        raise ValueError(f"--draft-vocab goes with --draft auto, exit, skip or model, not {a.draft}")
     if a.tree is not None and (a.tree < 1 or a.tail is not None):
         raise ValueError("--tree needs at least one token, and no --tail, as it has several ends")
     if a.tail is not None and a.tail < 1:

@@ -109,7 +109,7 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
         costs = measure_costs(models["llama"], repeats=3)
     assert costs == Costs(tuple(0.5 * (1.5 + i) for i in range(12)), 2.0,
                           tuple((T, (43 + 2 * T) / 45) for T in (1, 2, 3, 4, 5, 7, 9, 13, 17)),
-                          slot=pytest.approx((13.6 - 4) / 960), at=64, call=1.0)    # 4: attention 1
+                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), at=64, call=1.0)    # 4: attention 1
     assert costs.whole == 45 and costs.step(range(2)) == pytest.approx((0.5 * 4 + 3) / 45)
     assert called[0].shape == (1, 1, 32) and called[14].shape == (1, 1, 17)
     assert [x.shape for _, x in called[15:33:2]] == [(1, 1, 17)] * 9, "before each block one of one token"

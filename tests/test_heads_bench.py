@@ -443,7 +443,7 @@ def test_the_whole_benchmark(call, folder, tmp_path):
     assert set(data["heads"]) == set(data["said"]["stories, T 0"]) == kinds
     for rows in data["results"].values():
         heads_of = {name: r for name, r in rows.items() if r.get("head")}
-        assert {r["head"] for r in heads_of.values()} == kinds and len(heads_of) == 16
+        assert {r["head"] for r in heads_of.values()} == kinds and len(heads_of) == 14
         assert rows["plain"]["ratio"] == 1 and rows["plain"]["tau"] == 1
         assert {"do no harm, n-gram tail", "exit 1, tree of 8"} <= {*rows}
         assert any(name.startswith("exit 1, gamma") for name in rows)

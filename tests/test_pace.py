@@ -23,6 +23,7 @@ from methods.heads import M2R2, Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Tra
 from methods.pace import (
     REST,
     SHADOW,
+    SLOWER,
     STAKE,
     TAIL,
     TRUST,
@@ -323,12 +324,18 @@ def test_what_an_n_gram_would_have_copied(models):
     drafter.read(make_round([[5, 6, 9], [5, 6], [3], [2]], [0] * 4, [0] * 4))
     counts = [(row.copied.hits, row.copied.misses) for row in (*drafter.rows, drafter.past)]
     assert counts[:4] == [(2, 1), (2, 0), (0, 0), (0, 1)], "2 of 3, 2 of 2 so far, none, 0 of 1"
-    assert counts[4] == (0.5 + 1 + 0, 0.25 + 0 + 1), "each row's fade what was before"
+    slow = 0.5**SLOWER
+    assert counts[4] == pytest.approx((2 * slow * slow + 2 * slow, slow * slow + 1)), "of all, and slowly"
     assert [row.tail() for row in (*drafter.rows, drafter.past)] == [0.0] * 5, "a text has just begun"
     drafter.live, drafter.found = [1, 2], [[], [5, 6], [7, 8, 9], []]
     drafter.read(make_round([[5, 6, 9], [1], [7, 8, 1], [2]], [0] * 4, [0] * 4))
     assert (drafter.rows[0].copied.hits, drafter.rows[1].copied.hits) == (2, 1), "only the live rows learn"
     assert [row.tail() for row in (*drafter.rows, drafter.past)] == [0, 0, 2 / 2, 0, 2 / 2]
+    drafter.rests = True            # a rest fades nothing but what it tells of
+    drafter.live, drafter.found = [1], [[], [], [], []]
+    for _ in range(50):
+        drafter.read(make_round([[5], [1], [7], [2]], [0] * 4, [0] * 4))
+    assert drafter.rows[1].followed.misses == pytest.approx(2.0) and drafter.rows[1].copied.hits == 1
 
 
 def test_outcomes_are_counted_by_hand(models):
@@ -344,7 +351,7 @@ def test_outcomes_are_counted_by_hand(models):
     drafter.count(r)
     both = [(row.skills[0].hits, row.skills[0].misses) for row in drafter.rows]
     assert both == [(1, 1), (2, 0)] and drafter.trust[0][5].hits > 2.5
-    drafter.past, drafter.trust = Memory([0.5]), [[Beta() for _ in range(11)]]
+    drafter.past, drafter.trust = Memory([0.5], 0.99), [[Beta() for _ in range(11)]]
     drafter.start(2)
     drafter.sures = [torch.tensor([9, 0]), torch.tensor([9, 1]), torch.tensor([3, 3])]
     r.p[:] = torch.tensor([0.25] + [0.75 / 8] * 8)
@@ -482,7 +489,7 @@ def test_experiments_are_saved_for(long, monkeypatch):
         drafter.lookup.found = lambda state: [[]]
         for told in (False, True, False):
             if not told:
-                drafter.past.fade(0.0)
+                drafter.past = Memory([0.5], 0.99)
             sizes = [r.draft.tokens.shape[1] for _, r in rounds(m, PROMPTS[:1], 200, drafter)
                      if drafter.way.name == "liar" and not drafter.tail]
             tried += sizes
@@ -646,7 +653,7 @@ def test_the_stream_changes_its_kind():
 def test_the_stream_on_a_tiny_model(models, tmp_path):
     """Every method writes the same text; regret, choices and alphas are what they are called."""
     m, a = models["llama"], SimpleNamespace(new=6, dtype="float64", repeats=1, quick=False, model="tiny",
-                                            machine="here")
+                                            machine="here", only=None)
     heads = [wild(Kangaroo(m, 2)), wild(Medusa(m, 3)), wild(Transfer(m, 3, 2))]
     bench = bench_dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, {"float64": heads})
     bar = SimpleNamespace(update=lambda: None, reset=lambda n: None, set_postfix_str=lambda *a, **b: None)
@@ -680,6 +687,9 @@ def test_the_stream_on_a_tiny_model(models, tmp_path):
     assert "| alpha of exit | 1 | 2 | 3 | 4 | 5 |" in text and len(alphas) == 5
     plots.choices({"greedy": choices}, kinds, "tiny", tmp_path / "choices.part")
     assert image.imread(tmp_path / "choices.part", "png").shape[2] == 4, "whatever the file is called"
+    a.only = ["skip"]
+    methods, names = bench_dynamic.all_methods(a, bench, SKIP, None, costs, {})
+    assert names == ["n-gram", "skip set, gamma 2"] and set(methods) == {*names, *bench_dynamic.NEEDED}
 
 
 def test_alphas_are_those_of_the_texts(models):
