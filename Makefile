@@ -46,7 +46,7 @@ browser: $(VENV)/dev
 
 # Everything that stands on the shipped weights, measured anew: hours on two cores that do nothing else.
 MODELS = stories-llama stories-gemma2
-EAGER = --dtype float32 --costs measured
+OWN = --opening 16 --text 4e5   # texts of all kinds that the twin writes
 benchmarks: $(VENV)/dev
 	mkdir -p results
 	$(PY) tests/test_golden.py
@@ -59,13 +59,14 @@ benchmarks: $(VENV)/dev
 	$(PY) bench.py counts --out results/counts
 	$(PY) bench.py plain --fast --out results/plain
 	$(PY) bench.py quant --new 64 --repeats 1 --out results/quant
-	for m in $(MODELS); do for what in self "heads --new 64 --repeats 1" "dynamic $(EAGER)"; do \
+	for m in $(MODELS); do for what in self "heads --new 64 --repeats 1" "dynamic --costs measured"; do \
 	  $(PY) bench.py $$what --model weights/$$m --out results/$$m-$${what%% *} || exit 1; done; done
 	cp results/stories-llama-heads.png notebooks/heads.png
-	$(PY) train_heads.py kangaroo --model weights/stories-plain --exit-layer 2 --tokens 6e5 --out results/plain/kangaroo
-	$(PY) train_heads.py eagle --model weights/stories-plain --tokens 6e5 --out results/plain/eagle
+	cp results/stories-llama-dynamic.png notebooks/choices.png
+	$(PY) train_heads.py kangaroo --model weights/stories-plain --exit-layer 2 $(OWN) --tokens 1.2e6 --out results/plain/kangaroo
+	$(PY) train_heads.py eagle --model weights/stories-plain $(OWN) --tokens 2.4e6 --out results/plain/eagle
 	$(PY) bench.py heads --new 64 --repeats 1 --model weights/stories-plain --heads results/plain --out results/stories-plain-heads
-	$(PY) bench.py dynamic $(EAGER) --model weights/stories-plain --out results/stories-plain-dynamic
+	$(PY) bench.py dynamic --costs measured --model weights/stories-plain --out results/stories-plain-dynamic
 	$(PY) bench.py beyond --twin weights/stories-plain --out notebooks/beyond
 	$(MAKE) notebooks picture
 

@@ -232,8 +232,8 @@ print(f"the search itself took as long as {len(scores) * costs.step(swift.kept(s
 # their own drafts for all else. A way that drafts seldom is hardly known. So Pace also asks how much it *may
 # well* promise, with an alpha one standard deviation above its mean; where that is more than the best has to
 # offer, the way is tried out. Where nothing promises at least 5 % more than plain decoding (thinking takes
-# time, too), Pace rests: it thinks again a few rounds later, or as soon as the text repeats itself. A stream of
-# prompts whose kind changes:
+# time, too), Pace rests: it thinks again a few rounds later, or as soon as the text repeats itself. A stream
+# of prompts whose kind changes:
 
 # %%
 from benchmarks.dynamic import Thinking, stream

@@ -8,7 +8,7 @@ from control import best_gamma, expected_speedup
 
 # hues that the colour-blind tell from one another (Okabe & Ito 2008)
 HUES = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#808080"
-MORE = "#f0e442", "#8c564b", "#b0b000"    # where there are more things to tell apart
+MORE = "#f0e442", "#8c564b", "#b0b000", "#6a3d9a", "#17becf"     # where there are more things to tell apart
 
 
 def axes(rows, columns, width=5.0, height=3.6):
