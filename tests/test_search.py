@@ -560,12 +560,14 @@ def test_other_objectives_rank_by_their_own_value(call, flags, tmp_path):
 
 
 def test_costs_from_a_file(call, flags, made, tmp_path):
-    assert call(*flags(costs=made / "costs.json"))[0] == 0
+    told = json.loads((made / "costs.json").read_text()) | {"call": 2.0}
+    (tmp_path / "costs.json").write_text(json.dumps(told))
+    assert call(*flags(costs=tmp_path / "costs.json"))[0] == 0
     head, entries = log(tmp_path / "out")
-    assert head["costs"] == [1, 2.5, 1, 2, 0, 2, 1.5, 1, 1.0]
+    assert head["costs"] == [1, 2.5, 1, 2, 0, 2, 1.5, 1, 1.0, 2.0], "a run with others is not resumed"
     for e in entries:
         gone = sum(cost for cost, bit in zip((1, 2, 0, 2), e["bits"], strict=True) if bit == "1")
-        assert e["c"] == pytest.approx((10 - gone) / 10)
+        assert e["c"] == pytest.approx((12 - gone) / 12)
 
 
 def test_bounds_and_protected_sublayers_by_flags(call, flags, tmp_path, monkeypatch):
