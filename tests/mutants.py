@@ -1001,7 +1001,7 @@ ROWS["methods/pace.py"] = [
     ("            memory.fade()\n", "            pass\n",
      "counts do not fade", "test_it_changes_to_what_is_better_and_back"),
     ("fade**SLOWER)", "0.0)",
-     "what was learnt does not outlive the text", "test_experiments_are_saved_for"),
+     "what was learnt does not outlive the text", "test_it_changes_to_what_is_better_and_back"),
     ("= 1 + MARGIN, []", "= 1.0, []", "what gains less than thinking takes is drafted",
      "test_a_draft_must_promise_a_little_more_than_plain_decoding"),
     ("    self.copied.fade(self.keep)\n", "    pass\n",

@@ -260,6 +260,8 @@ def test_it_changes_to_what_is_better_and_back(long):
             used.append((drafter.way.name, len(state.known[0])))
     assert {name for name, n in used if n < 100} == {"early"}
     assert sum(name == "late" for name, _ in used) > 3, "it found the other one"
+    early, forgotten = (memory.skills[0].hits for memory in (drafter.past, drafter.rows[0]))
+    assert early > 2 * forgotten > 0, "what outlives the text fades slower"
     known = [skill.mean() for skill in drafter.past.skills]
     drafter.begin(state, {tap: None for tap in drafter.taps})
     assert [skill.mean() for skill in drafter.rows[0].skills] == known != [0.5, 0.5]
