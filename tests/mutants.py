@@ -1780,7 +1780,8 @@ ROWS["support/costs.py"] = [
      "where nothing can be kept nothing runs", "test_where_nothing_can_be_kept_the_run_goes_on"),
     ("max(low, min(high, int(", "max(high, min(high, int(",
      "a large model is measured as often as a small one", "test_measuring_is_quick[5.0-3]"),
-    ('"at": costs.at}', '"at": 0}', "after how many tokens is lost", "test_a_table_is_measured_once[llama]"),
+    ('"at": costs.at,', '"at": 0,', "after how many tokens is lost", "test_a_table_is_measured_once[llama]"),
+    ('"call": costs.call}', '"call": 0.0}', "what any step takes besides is lost"),
 ]
 
 ROWS["generate.py"] = [

@@ -24,7 +24,7 @@ class Measured:
     def __call__(self, model):
         self.times += 1
         c = model.c
-        return Costs((0.1 * self.times, 1 / 3) * c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-7, 64, c.window)
+        return Costs((0.1 * self.times, 1 / 3) * c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-7, 64, c.window, 0.1)
 
 
 @each_family
