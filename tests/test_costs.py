@@ -24,7 +24,8 @@ class Measured:
     def __call__(self, model):
         self.times += 1
         c = model.c
-        return Costs((0.1 * self.times, 1 / 3) * c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-7, 64, c.window, 0.1)
+        parts, blocks = (0.1 * self.times, 1 / 3) * c.n_layers, ((1, 1.0), (17, 4 / 3))
+        return Costs(parts, 0.7, blocks, 1e-7, 64, c.window, 0.1)
 
 
 @each_family

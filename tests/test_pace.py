@@ -465,6 +465,16 @@ def test_a_draft_must_promise_a_little_more_than_plain_decoding(long):
         assert (drafter.way is way) == drafts
 
 
+def test_an_experiment_costs_what_it_loses_to_plain_decoding(long):
+    """At .5 a token, of which a half is expected to be accepted, it loses nothing on average: where nothing
+    drafts, the margin is no loss."""
+    m, text = long
+    drafter = Pace(m, [foretold("liar", 0.5, [text], [False])], EVEN, risk=0.0, most=1)
+    drafter.lookup.found, drafter.purse, drafter.saved = lambda state: [[]], 4.0, 0.05
+    next(rounds(m, PROMPTS[:1], 9, drafter))
+    assert drafter.way is drafter.ways[0] and drafter.saved == pytest.approx(0.05)
+
+
 def test_it_rests_where_nothing_promises_a_gain(long):
     """It thinks again after some rounds, or when the text repeats itself; a plain round earns its risk all
     the same."""
