@@ -44,31 +44,49 @@ notebooks: $(VENV)/dev
 browser: $(VENV)/dev
 	$(PY) tests/browser.py
 
-# Everything that stands on the shipped weights, measured anew: hours on two cores that do nothing else.
-MODELS = stories-llama stories-gemma2
+# Everything that stands on the shipped weights, measured anew: five to six hours on two cores that do nothing else.
+# A part whose file is in results/ is not measured again: after a stop it goes on; remove results/ to begin anew.
+SHIPPED = stories-llama stories-gemma2
 OWN = --opening 16 --text 4e5   # texts of all kinds that the twin writes
-benchmarks: $(VENV)/dev
-	mkdir -p results
-	$(PY) tests/test_golden.py
-	$(PY) porting/make.py stories
-	for m in $(MODELS); do \
-	  $(PY) search.py --model weights/$$m --text benchmarks/prompts/stories.jsonl --trials 200 --out results/$$m \
-	    && cp results/$$m/skip.json weights/$$m/ || exit 1; done
-	rm -f notebooks/landscape.npz
-	$(PY) bench.py search --out results/search && cp results/search.png notebooks/
-	$(PY) bench.py counts --out results/counts
-	$(PY) bench.py plain --fast --out results/plain
-	$(PY) bench.py quant --new 64 --repeats 1 --out results/quant
-	for m in $(MODELS); do for what in self "heads --new 64 --repeats 1" "dynamic --costs measured"; do \
-	  $(PY) bench.py $$what --model weights/$$m --out results/$$m-$${what%% *} || exit 1; done; done
+RESUME = $(if $(wildcard $(@D)/*),--resume)
+.NOTPARALLEL:
+benchmarks: $(VENV)/dev $(SHIPPED:%=results/%/skip.json) \
+  $(patsubst %,results/%.json,search counts plain quant $(SHIPPED:%=%-self) $(SHIPPED:%=%-heads) stories-plain-heads \
+    $(SHIPPED:%=%-dynamic) stories-plain-dynamic beyond)
+	cp results/search.png notebooks/search.png
 	cp results/stories-llama-heads.png notebooks/heads.png
 	cp results/stories-llama-dynamic.png notebooks/choices.png
-	$(PY) train_heads.py kangaroo --model weights/stories-plain --exit-layer 2 $(OWN) --tokens 1.2e6 --out results/plain/kangaroo
-	$(PY) train_heads.py eagle --model weights/stories-plain $(OWN) --tokens 2.4e6 --out results/plain/eagle
-	$(PY) bench.py heads --new 64 --repeats 1 --model weights/stories-plain --heads results/plain --out results/stories-plain-heads
-	$(PY) bench.py dynamic --costs measured --model weights/stories-plain --out results/stories-plain-dynamic
-	$(PY) bench.py beyond --twin weights/stories-plain --out notebooks/beyond
+	cp results/beyond.json notebooks/beyond.json
+	$(PY) tests/test_golden.py
+	$(PY) porting/make.py stories
 	$(MAKE) notebooks picture
+
+results/%/skip.json:
+	$(PY) search.py --model weights/$* --text benchmarks/prompts/stories.jsonl --trials 200 --out $(@D) $(RESUME)
+	cp $@ weights/$*/skip.json
+results/search.json:
+	rm -f notebooks/landscape.npz
+	$(PY) bench.py search --out results/search
+results/counts.json:
+	$(PY) bench.py counts --out results/counts
+results/plain.json:
+	$(PY) bench.py plain --fast --out results/plain
+results/quant.json:
+	$(PY) bench.py quant --new 64 --repeats 1 --out results/quant
+results/%-self.json:
+	$(PY) bench.py self --model weights/$* --out results/$*-self
+results/%-heads.json:
+	$(PY) bench.py heads --new 64 --repeats 1 --model weights/$* --out results/$*-heads
+results/stories-plain-heads.json: results/plain/kangaroo/README.md results/plain/eagle/README.md
+	$(PY) bench.py heads --new 64 --repeats 1 --model weights/stories-plain --heads results/plain --out $(@:.json=)
+results/plain/kangaroo/README.md:
+	$(PY) train_heads.py kangaroo --model weights/stories-plain --exit-layer 2 $(OWN) --tokens 1.2e6 --out $(@D) $(RESUME)
+results/plain/eagle/README.md:
+	$(PY) train_heads.py eagle --model weights/stories-plain $(OWN) --tokens 2.4e6 --out $(@D) $(RESUME)
+results/%-dynamic.json:
+	$(PY) bench.py dynamic --costs measured --model weights/$* --out results/$*-dynamic
+results/beyond.json:
+	$(PY) bench.py beyond --twin weights/stories-plain --out results/beyond
 
 lint: $(VENV)/dev
 	$(PY) -m ruff check
