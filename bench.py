@@ -40,8 +40,8 @@ def parse(argv):
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
-    p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 3, "
-                   "dynamic 1: 31 methods write 128 tokens after each of 32 prompts, at two temperatures)")
+    p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
+                   "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
     p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes; self: all of it")
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")

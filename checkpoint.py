@@ -433,9 +433,10 @@ def write_config(c, dtype):
            "max_position_embeddings": c.max_len, "rms_norm_eps": c.norm_eps,
            "rope_theta": c.rope_theta, "rope_scaling": c.rope_scaling,
            "tie_word_embeddings": c.tied, "attention_bias": False}
+    act = next(name for name, kind in ACTS.items() if kind == c.act)
     if family == "llama":
-        return raw | {"hidden_act": "silu", "mlp_bias": False}
-    act, scalar = "gelu_pytorch_tanh", round(c.query_scale ** -2, 6)
+        return raw | {"hidden_act": act, "mlp_bias": False}
+    scalar = round(c.query_scale ** -2, 6)
     return raw | {"hidden_act": act, "hidden_activation": act, "sliding_window": c.window,
                   "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
                   "attn_logit_softcapping": c.attn_softcap, "final_logit_softcapping": c.final_softcap}

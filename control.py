@@ -168,7 +168,7 @@ def measure_costs(model, at=64, repeats=50):
     """Costs in seconds, on one token after `at` others: the head; all else of a drafted step but its
     sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17 tokens,
     with their verification; and what an attention takes more after 16 times as many tokens."""
-    far, wide = 16 * at, 2 * (model.c.n_layers > 1)     # an attention without a window, if there is one
+    far, unbounded = 16 * at, 2 * (model.c.n_layers > 1)     # an attention without a window, if there is one
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
     tokens, here = torch.full((1, MOST + 1), 5, device=model.tok.device), slice(at, at + 1)
     x, coins = model.embed(tokens[:, :1]), Coins()
@@ -185,11 +185,11 @@ def measure_costs(model, at=64, repeats=50):
     blocks = {(T, which): partial(read, width) for T in WIDTHS for which, width in (("before", 1), ("", T))}
     times = interleave({**parts, "empty": partial(model.run, x, here, cache, []), "step": step,
                         "head": partial(model.unembed, x), **blocks,
-                        "far": partial(model.run, x, slice(far, far + 1), cache, [wide])}, repeats)
+                        "far": partial(model.run, x, slice(far, far + 1), cache, [unbounded])}, repeats)
     plain, rest, head = times[1, ""], times["step"], times["head"]
     alone = [max(0.0, times[i] - times["empty"]) for i in parts]
     scale = max(0.0, plain - rest) / (sum(alone) or 1.0)
-    slot = scale * max(0.0, times["far"] - times[wide]) / (far - at)
+    slot = scale * max(0.0, times["far"] - times[unbounded]) / (far - at)
     return Costs(tuple(scale * s for s in alone), head, tuple((T, times[T, ""] / plain) for T in WIDTHS),
                  slot, at, model.c.window, max(0.0, rest - head))
 

@@ -48,9 +48,9 @@ class GaussianProcess:
     """
 
     def __init__(self, z, y, groups, theta=None, fit=True):
-        self.z, self.groups = z.double(), groups
+        self.z, self.groups, y = z.double(), groups, y.double()
         self.mean, self.std = float(y.mean()), max(float(y.std(correction=0)), 1e-12)
-        self.y = (y.double() - self.mean) / self.std
+        self.y = (y - self.mean) / self.std
         self.d = distances(self.z, self.z, groups)
         centre = [math.log(1 / z.shape[1])] * len(self.d) + [0.0, math.log(1e-3)]
         self.prior = torch.tensor(centre, dtype=torch.float64)                  # (G + 2,)

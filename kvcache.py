@@ -41,17 +41,10 @@ class KVCache:
             source, target = (slots[None, :, None, :, None].expand(shape) for slots in (src, dst))
             t.scatter_(3, target, t.gather(3, source))
 
-    def fork(self, rows=1):
-        """A copy, with each row repeated `rows` times, so that an experiment cannot change what is known."""
-        twin = object.__new__(KVCache)
-        twin.k, twin.v = self.k.repeat_interleave(rows, 1), self.v.repeat_interleave(rows, 1)
-        twin.layers = list(zip(twin.k, twin.v, strict=True))
-        return twin
-
 
 class Beside:
-    """A cache for a block of which only the first T rows are kept: the others see each other, from the slot
-    `end` on, for this one pass, and what they write goes nowhere."""
+    """A cache for a block of which only the first T tokens are kept: the others foresee, see each other from
+    the slot `end` on, for this one pass, and what they write goes nowhere."""
 
     def __init__(self, cache, T, end):
         self.cache, self.T, self.end = cache, T, end

@@ -13,11 +13,11 @@ from sampling import to_probs
 from speculative import Draft, Drafter, ModelDraft, chain
 
 
-def keep(n_layers, attn=(), mlp=()):
+def without(n_layers, attn=(), mlp=()):
     """The sub-layers that stay when the attentions of the blocks in `attn` and the MLPs of those in `mlp` are
     skipped. Raises ValueError for a block that does not exist and where nothing stays.
 
-    >>> keep(3, attn=[1], mlp=[1, 2])
+    >>> without(3, attn=[1], mlp=[1, 2])
     [0, 1, 4]
     """
     for name, blocks in (("attention", attn), ("MLP", mlp)):
@@ -29,7 +29,7 @@ def keep(n_layers, attn=(), mlp=()):
 
 
 def skipped(n_layers, sublayers):
-    """The inverse of `keep`: (attn, mlp), the blocks whose attention or MLP is not among the sub-layers.
+    """The inverse of `without`: (attn, mlp), the blocks whose attention or MLP is not among the sub-layers.
 
     >>> skipped(3, [0, 1, 4])
     ([1], [1, 2])

@@ -94,9 +94,9 @@ def visible(positions, slots, end, tree=None, window=None):
     """Which of the slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
 
     The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes have read
-    the others. A token sees the slots before the first of the M that lie before its own position, and of the
-    M those that tree (B or 1, T, M) or (T, M) marks; without a tree itself and those before it. `window`
-    hides the keys that are `window` or more positions back.
+    the others. A token sees every slot that lies before the first slot of the M and before its own position;
+    and of the M tokens those that tree (B or 1, T, M) or (T, M) marks, or, without a tree, itself and those
+    before it. `window` hides the keys that are `window` or more positions back.
 
     >>> at = torch.tensor([[2, 3]])                 # a block of two tokens, after two slots that are filled
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet, and so nobody sees it
@@ -118,7 +118,7 @@ def visible(positions, slots, end, tree=None, window=None):
     return mask
 
 
-def final(places, T):
+def last(places, T):
     """The last T of the places of a block, a slice or (B, M)."""
     return slice(places.stop - T, places.stop) if isinstance(places, slice) else places[:, -T:]
 
@@ -242,7 +242,7 @@ class Transformer(nn.Module):
         return w.dtype if w.is_cuda else torch.promote_types(w.dtype, torch.float32)
 
     def angles(self, positions, end):
-        """Rows of the cos/sin table, (B or 1, T, 1, 1, D) each. The table follows the weights' dtype and
+        """Rows of the cos/sin table, ([B or 1,] T, 1, 1, D) each. The table follows the weights' dtype and
         device and doubles when `end` outgrows it, so that a short prompt does not pay for a long context."""
         t, dtype, device = self.table, self.attention_dtype(), self.tok.device
         if t is None or t[0].dtype != dtype or t[0].device != device or t[0].shape[0] < end:
@@ -270,12 +270,12 @@ class Transformer(nn.Module):
         if slots is None:
             slots = positions if cache is not None else slice(0, T)
         if isinstance(slots, slice):
-            span = slots if slots == positions else slice(0, slots.stop)
+            span = span or (slots if slots == positions else slice(0, slots.stop))
         span = span or slice(0, cache.k.shape[3])
         end = span.stop
         near = end if c.window is None else end - max(0, span.start + 1 - c.window)     # for sliding layers
         masks = self.masks(x, positions, slots, end, tree, near)
-        positions, slots = final(positions, T), final(slots, T)
+        positions, slots = last(positions, T), last(slots, T)
         if isinstance(positions, slice):
             cos, sin = self.angles(positions, positions.stop)
         else:

@@ -66,7 +66,7 @@ def verify_tree(p, tokens, parents, coins, q=None, length=None):
     >>> from sampling import Coins
     >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
     >>> node, token = verify_tree(p, torch.tensor([[2, 0]]), torch.tensor([[0, 0]]), Coins(0))
-    >>> node.tolist(), token.tolist()                       # p never says 2, but its sister 0, and then 1
+    >>> node.tolist(), token.tolist()               # 2 is refused, its sibling 0 is not, and after 0 comes 1
     ([2], [1])
     """
     B, K = tokens.shape

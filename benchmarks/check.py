@@ -17,7 +17,7 @@ from benchmarks.costs import run_help
 from benchmarks.plain import loading, their_text
 from benchmarks.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from kvcache import KVCache
-from layerskip import SelfDraft, early_exit, keep
+from layerskip import SelfDraft, early_exit, without
 from speculative import NGram, generate, rounds
 from support.chat import read_template
 from support.cli import read_skip
@@ -312,7 +312,8 @@ def run(a):
     model, tokenizer = checkpoint.load(folder, a.device)  # refuses in one line what it would compute wrongly
     c, stored = model.c, model.tok.dtype
     ids, prompts = texts(tokenizer, c, a)
-    new, odd = min(a.new, 64, c.max_len - max(map(len, prompts))), keep(c.n_layers, range(1, c.n_layers, 2))
+    new = min(a.new, 64, c.max_len - max(map(len, prompts)))
+    odd = without(c.n_layers, range(1, c.n_layers, 2))
     sublayers = beside(a, "skip", a.skip, read_skip, c.n_layers) or odd
     passes = plan(c, ids)
     first = passes[0]._replace(ids=ids[: SIZES[1]])

@@ -16,7 +16,7 @@ import control
 from benchmarks.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
 from control import expected_speedup, weight_costs
 from kvcache import KVCache
-from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
+from layerskip import SelfDraft, ShortHead, Teacher, early_exit, without
 from machine.recorded import Recorded
 from methods.heads import count
 from model import SPARE
@@ -178,13 +178,14 @@ def metered(models, heads=()):
             return act(*args)
         return acted
 
-    matrices = [(head, next(name for name in ("spread", "after", "rise") if name in vars(type(head))))
-                for head in heads if not hasattr(head, "own")]
+    matrices = [(head, name) for head in heads for name in ("spread", "after", "rise", "join")
+                if name in vars(type(head))]
     for model in (*models, *owns):
         watch(model, weight_costs(model.c))
     for head, name in matrices:     # the output heads of a Medusa are counted where the model is told of them
         one = next(head.weights.parameters())[0].numel()
-        own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head)}[name]
+        own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
+               "join": head.weights.matrix.numel() if name == "join" else 0}[name]
         setattr(head, name, counting(getattr(head, name), own))
     try:
         yield spent
@@ -227,7 +228,7 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
     """{name: Method} of what this library offers. exits: [(exit layer, its best gamma)], the best one first;
     cost: {exit layer or "bad": of a drafted token}; everything: also what only the stories are measured with;
     vocab: the ids of a draft vocabulary."""
-    (e, g), bad = exits[0], keep(L, range(L), ())
+    (e, g), bad = exits[0], without(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
     for gamma in sorted({*(GAMMAS if everything else GAMMAS[:4]), g}):
         methods |= fixed(f"exit {e}", best, gamma)
@@ -247,11 +248,7 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
     if everything:
         for other, gamma in exits[1:]:
             methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
-        methods |= {"+1 / -1": ruled(best, lambda: control.Schedule(g)),
-                    "heuristic +2 / -1": ruled(best, lambda: control.Schedule(5, up=2)),
-                    "confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
-                    "confidence 0.6": ruled(best, lambda: control.Confidence(0.6)),
-                    "adaptive exit": ruled(best, control.AdaptiveExit),
+        methods |= {"confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
                     "target gate 0.5": ruled(best, lambda: control.Gate(g)),
                     "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
     return methods
@@ -303,7 +300,7 @@ def pilot(bench, L):
     """Before the methods are chosen: (texts to score drafts on, as [(Teacher, unscored)]; {exit or "bad": the
     cost of a drafted token relative to a plain round, in the loop itself: its step, and what it adds to the
     block that verifies}; [(exit, the gamma that promises most)], the best exit first)."""
-    drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)} | {"bad": keep(L, range(L), ())}
+    drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)} | {"bad": without(L, range(L), ())}
 
     def maker(subs):
         return lambda m, small: SelfDraft(m, subs, 4) if subs else Drafter()
@@ -422,7 +419,7 @@ def column(a, bench, skip, vocab, everything, title, bar):
 
 
 def run(a):
-    a.repeats = a.repeats or (1 if a.quick else 3)
+    a.repeats = a.repeats or (1 if a.quick else 2)
     a.draft_model = a.draft_model or str(WEIGHTS / "stories-draft")
     models, tokenizer = load_both(a, a.draft_model)
     c = models[a.dtype][0].c

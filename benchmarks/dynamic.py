@@ -130,8 +130,11 @@ def fixed_drafts(a, bench, skip, vocab):
             methods |= fixed(f"exit {e}", early_exit(L, e), gamma)
     methods["n-gram"] = Method(lambda: lambda model, small: NGram(TAIL, 3))
     if not a.quick:
+        for e in exits[:2]:
+            for gamma in GAMMAS[1:]:
+                methods[f"exit {e}, gamma {gamma}, n-gram tail"] = ruled(
+                    early_exit(L, e), lambda gamma=gamma: gamma, tail=True)
         subs = early_exit(L, e := exits[len(exits) // 2])
-        methods[f"exit {e}, gamma 2, n-gram tail"] = ruled(subs, lambda: 2, tail=True)
         methods |= fixed("skip set", skip, 2) if skip else {}
         methods |= fixed(f"exit {e}, draft vocabulary", subs, 2, vocab) if vocab else {}
         for i, head in enumerate(bench.heads_of(bench.model)):
@@ -153,10 +156,12 @@ def rules(L, e, cost):
 def all_methods(a, bench, skip, vocab, costs, thoughts):
     """({name: Method}, the names of the fixed ones)"""
     L, (methods, exits) = bench.model.c.n_layers, fixed_drafts(a, bench, skip, vocab)
-    names, e = list(methods), exits[len(exits) // 2]
+    names, e, step = list(methods), exits[len(exits) // 2], weight_costs(bench.model.c).step
     subs = early_exit(L, e)
-    methods |= {f"exit {e}, {name}": ruled(subs, rule)
-                for name, rule in rules(L, e, weight_costs(bench.model.c).step(subs)).items()}
+    methods |= {f"exit {e}, {name}": ruled(subs, rule) for name, rule in rules(L, e, step(subs)).items()}
+    for e in exits[:2]:
+        subs = early_exit(L, e)
+        methods[f"exit {e}, do no harm, n-gram tail"] = ruled(subs, partial(DoNoHarm, step(subs)), tail=True)
     makers = {"SWIFT": SWIFT, "CLaSp": partial(CLaSp, skips=max(1, round(0.45 * L))), "DEL": DEL,
               "DEL, few exits": lambda m: DEL(m, exits, every=4),
               "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, bench.heads_of(m)), costs)}

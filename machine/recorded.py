@@ -25,6 +25,7 @@ from torch import nn
 
 import model as model_code
 from kvcache import KVCache
+from layerskip import StandIn
 from model import SPARE
 from support.cli import machine
 from support.files import cache_folder, replacing
@@ -187,7 +188,7 @@ def distance(a, b):
     return ((a.double() - b).norm(dim=-1) / length.clamp(min=length.mean())).max()
 
 
-class Recorded:
+class Recorded(StandIn):
     """Stands in for a Transformer on which nothing is trained: its passes over blocks of at most widths[-1]
     tokens are replayed from recordings; all others, and those with a tree or a trace, run eagerly.
 
@@ -214,9 +215,6 @@ class Recorded:
         self.tapes = WeakKeyDictionary()    # {a cache whose addresses they hold, or this object: {key: tape}}
         self.frozen = False                 # True: nothing new is recorded
         model.angles(slice(0, 1), 1)        # trap: the table may be that of another dtype
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
 
     def __call__(self, tokens):
         return self.model(tokens)

@@ -60,23 +60,25 @@ class SWIFT(Wrapper):
 
     Mended. Theirs never scores the set that it starts with, nor the incumbent again when a new text begins:
     here it is scored before any candidate. They tell the process a point of the box [0, 1]^n that is not the
-    set that was scored, and maximise mean + 2.5 deviations: here it sees sets, and `kappa` asks for such a
-    bound instead of the expected improvement. They copy the whole cache for every draft and every score; and
+    set that was scored, and maximise mean + 2.5 deviations: here it sees sets, and of them the one with the
+    largest expected improvement is tried. They copy the whole cache for every draft and every score; and
     they draw the bonus token from the unprocessed distribution. Their places have 3 to 10 guesses, by
     confidence; here all have 1 + len(widths).
     """
 
     def __init__(self, model, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000, every=25,
-                 kappa=None, threshold=0.8, gamma=25, widths=(25, 25), seed=0):
+                 threshold=0.8, gamma=25, widths=(25, 25), seed=0):
         self.model, self.c = model, model.c
         self.free = range(2, 2 * model.c.n_layers - 2)      # the first and the last block stay
         self.count = int(len(self.free) * skip_ratio)
+        if not self.count:
+            raise ValueError(f"of {model.c.n_layers} blocks SWIFT skips none at a ratio of {skip_ratio}")
         odd_first = sorted(self.free, key=lambda i: (i // 2 % 2 == 0, i))
         self.gone = frozenset(odd_first[: self.count])      # blocks 1, 3, 5, ...
         self.draft = SelfDraft(model, self.kept(self.gone), Confidence(threshold, gamma))
         super().__init__(Siblings(self.draft, widths))
         self.window, self.enough, self.patience, self.most = window, enough, patience, most
-        self.every, self.kappa, self.random = every, kappa, torch.Generator().manual_seed(seed)
+        self.every, self.random = every, torch.Generator().manual_seed(seed)
         self.tried, self.stale, self.seen = 0, 0, []        # seen: [(set, its score)]
 
     def kept(self, gone):
@@ -118,8 +120,7 @@ class SWIFT(Wrapper):
             return sets[0]
         z, y = self.bits([gone for gone, _ in self.seen]), torch.tensor([score for _, score in self.seen])
         mean, std = GaussianProcess(z, y, torch.tensor([i % 2 for i in self.free])).predict(self.bits(sets))
-        worth = expected_improvement(mean, std, self.best) if self.kappa is None else mean + self.kappa * std
-        return sets[int(worth.argmax())]
+        return sets[int(expected_improvement(mean, std, self.best).argmax())]
 
     def random_set(self):
         order = torch.randperm(len(self.free), generator=self.random).tolist()

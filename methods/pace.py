@@ -32,10 +32,10 @@ STAKE = 2.0     # what may be lost before anything is won, in passes: 1 % of two
 FEW = 0.2       # tokens that an n-gram has to add on average, to be weighed
 TRIAL = 3       # tokens that are drafted to try a way out
 HOPE = 5.0      # an experiment must be able to win back in so many rounds what it loses
-SHADOW = 1.5    # what it takes to score an exit at a place, relative to a row of the head: it is compared
+SHADOW = 1.5    # what it takes to score an exit at a place, in rows of the head: p and q are compared, too
 TRUST = 0.98    # the part of the counts in `trust` that stays after each new token
 MARGIN = 0.05   # so much more than plain decoding a draft must promise, as thinking takes time, too
-SLOWER = 0.2    # what outlives a text fades so much slower than what is known of it
+SLOWER = 0.2    # what outlives a text fades by fade**SLOWER a round: five times slower
 REST = 8        # where nothing promises a gain, rounds until it thinks again, unless the text repeats itself
 
 
@@ -108,9 +108,10 @@ def candidates(model, costs, skip=None, vocab=None, heads=()):
 
 
 class Memory:
-    """What is known of one text, or of all of them, as counts of which `keep` stays: how often drafts are
-    accepted, one of `skills` for each way; how often an n-gram's tokens are, `copied`; and how many of them
-    are right (hits) each time that it is asked after it had found nothing (misses), `followed`."""
+    """What is known of one text, or of all of them, as counts that fade: the part `keep` of them stays.
+    skills: how often the tokens of each way are accepted. copied: how often those of an n-gram are. followed:
+    what comes after rounds in which the n-gram had found nothing: how many rounds (misses), and how many of
+    its tokens were right in them (hits)."""
 
     def __init__(self, alphas, keep, copied=0.5):
         self.skills, self.keep = [Beta(prior=alpha) for alpha in alphas], keep
@@ -126,13 +127,13 @@ class Memory:
         for skill in self.skills:
             skill.fade(self.keep)
 
-    def read(self, right, found, sought):
-        """Of an n-gram's `found` tokens so many were right; `sought`: it had found some the time before. Its
+    def read(self, right, found, before):
+        """Of an n-gram's `found` tokens so many were right; `before`: it had found some the time before. Its
         counts fade here, whenever the text tells of it again."""
         if found:
             self.copied.fade(self.keep)
             self.copied.add(right, right < found)
-        if not sought:
+        if not before:
             self.followed.fade(self.keep)
             self.followed.add(right, 1)
 
@@ -190,7 +191,7 @@ class Pace(Wrapper):
     def start(self, rows):
         """For so many rows: nothing is written yet, and what a pass over T tokens of each takes."""
         self.rows, self.written = [self.past.fresh(self.fade) for _ in range(rows)], [0] * rows
-        self.least, self.begun, self.due, self.sought = 0, None, 0.0, [True] * rows
+        self.least, self.begun, self.due, self.before = 0, None, 0.0, [True] * rows
         self.rest, self.rests = 0, False
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
         self.fixed = {(way, tail): [way.shared * tail + self.checking(way)(T + TAIL * tail)
@@ -457,8 +458,8 @@ class Pace(Wrapper):
             same = [x == y for x, y in zip(self.found[b], r.new[b], strict=False)]
             kept = [*same, False].index(False)
             for memory in (self.past, self.rows[b]):
-                memory.read(kept, len(same), self.sought[b])
-            self.sought[b] = len(same) > 0
+                memory.read(kept, len(same), self.before[b])
+            self.before[b] = len(same) > 0
 
     def beliefs(self):
         """{name: (how often its tokens are accepted, as it is believed now; what one takes, relative to a

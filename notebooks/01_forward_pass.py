@@ -224,7 +224,7 @@ print("query and key at 512 and 510:", float(turn(q, 512) @ turn(k, 510)))
 assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 
 # %% [markdown]
-# Nothing. Both turn by the same angle, and the product of two vectors depends only on the angle between them
+# Nothing. A turn changes the length of neither, and two equal turns leave the angle between them as it was
 # (RoFormer, eq. 16). So attention sees the *distance* of two tokens, although each was turned by its own
 # position alone. This matters in the next notebook: a key can be turned once, stored, and used by all later
 # queries.
@@ -430,7 +430,7 @@ print(f"range({2 * E}) is the exit after block {E}: it says",
 # ## What Gemma-2 does differently
 #
 # The second family differs from Llama in eight fields of the configuration, and each but `window` is read on
-# exactly one line of `model.py`. There is no second class.
+# exactly one line of the forward pass in `model.py`. There is no second class.
 
 # %%
 from dataclasses import fields, replace

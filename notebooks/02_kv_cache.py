@@ -185,12 +185,12 @@ block = [(t, "new") for t in (names[4], good + "?", "blue?", "sky?")]
 more = [(other, "new"), (later + "?", "new")]
 draw([("after the prompt", past[:4]),
       ("the block: last token, 3 guesses", past[:4] + block),
-      ("one accepted, two refused", past + [(good, "known")] + wrong),
+      ("one kept, one refused, one not tested", past + [(good, "known")] + wrong),
       ("the next block overwrites them", past + [(good, "known")] + more)], size=11)
 
 # %% [markdown]
 # Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots after it do
-# no harm, because **a token sees only slots before its own**, and those were all overwritten by then. Nobody
+# no harm, because **a token sees only slots up to its own**, and those were all written by then. Nobody
 # needs to know how full the cache is: where a block stands says everything.
 #
 # Let us check it with real tensors: after the right text we write rubbish into the cache, go back, and go on.
@@ -330,8 +330,8 @@ for name, p in (("truncated", right), ("forgotten", forgot)):
 # ## Three questions that readers ask
 #
 # > **Why are queries not cached?** A query is used by its own token, once, in the pass that reads it. Keys
-# > and values are read by all later tokens. Look at what a cached step computed: a block of one token, so one
-# > query in each head, and all the keys of the past.
+# > and values are read by all later tokens. A cached step computes one query, one key and one value in each
+# > head, and *reads* all keys and values of the past. Nobody asks for a query of the past.
 #
 # > **Do two equal words share an entry?** No. A slot belongs to a *position*. In block 0, before the
 # > rotation, the entries of two equal words are equal; but from block 1 on each contains what was read around

@@ -59,14 +59,14 @@ print(f"{L} blocks, so sub-layers 0 to {2 * L - 1}: even ones are attentions, od
 # the check need not repeat it. The library calls that the *shared prefix*.
 
 # %%
-from layerskip import early_exit, keep, shared_prefix
+from layerskip import early_exit, without, shared_prefix
 
 middle = range(max(1, L // 3), L - L // 3)
 drafts = {"the whole model": list(range(2 * L)),
           f"exit after block {max(1, L // 4)}": early_exit(L, max(1, L // 4)),
-          "middle attentions skipped": keep(L, attn=middle),
-          "middle blocks skipped": keep(L, attn=middle, mlp=middle),
-          "every second block": keep(L, attn=range(1, L, 2), mlp=range(1, L, 2))}
+          "middle attentions skipped": without(L, attn=middle),
+          "middle blocks skipped": without(L, attn=middle, mlp=middle),
+          "every second block": without(L, attn=range(1, L, 2), mlp=range(1, L, 2))}
 for name, subs in drafts.items():
     print(f"{name:26} {len(subs):3} of {2 * L} sub-layers, of which {shared_prefix(subs)} are shared")
 
@@ -413,8 +413,8 @@ figure
 # check cheaper?
 #
 # <details><summary>Answer</summary>
-# The one without: its shared prefix is longer, and the check skips what the draft has computed. (The formula
-# ignores this; it is a gain on top.)
+# The one that keeps sub-layer 0: its shared prefix is longer, and the check skips what the draft has
+# computed. (The formula ignores this; it is a gain on top.)
 # </details>
 
 # %%

@@ -310,8 +310,8 @@ figure
 #
 # ## Is the found set better than an early exit?
 #
-# The corner above left most of the model alone. `search.py` searched *all* sub-layers of this model but the
-# first two, and wrote what it found to `skip.json`. Beside it, every early exit, on the same text.
+# The corner above skips whole bands only. `search.py` chose among *single* sub-layers, all but the first two,
+# and wrote what it found to `skip.json`. Beside it, every early exit, on the same text.
 
 # %%
 import json
@@ -351,18 +351,18 @@ figure
 # best on stories?
 
 # %%
-ahead = max((name for name in trials if name != "found set"), key=lambda name: trials[name].speedup)
-exit_subs = list(range(2 * int(ahead.split()[1])))
+best_exit = max((name for name in trials if name != "found set"), key=lambda name: trials[name].speedup)
+exit_subs = list(range(2 * int(best_exit.split()[1])))
 kinds = {}
 for kind in ("stories", "dialogues", "maths", "code"):
     texts = [line["text"] for line in bench.read_prompts(kind)][4:]
     there = Calibration(model, tokenizer, texts, 256)
     kinds[kind] = [speedup(there, costs, kept).speedup for kept in (subs, exit_subs)]
-    print(f"{kind:10} found set {kinds[kind][0]:.2f}, {ahead} {kinds[kind][1]:.2f}")
+    print(f"{kind:10} found set {kinds[kind][0]:.2f}, {best_exit} {kinds[kind][1]:.2f}")
 
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3)
-for which, (name, hue) in enumerate((("found set", plots.HUES[1]), (ahead, plots.HUES[0]))):
+for which, (name, hue) in enumerate((("found set", plots.HUES[1]), (best_exit, plots.HUES[0]))):
     heights = [pair[which] for pair in kinds.values()]
     side.bar([i + 0.4 * which - 0.2 for i in range(len(kinds))], heights, 0.4, color=hue, label=name)
 side.axhline(1, color="#404040", lw=0.8)

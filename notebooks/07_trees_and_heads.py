@@ -366,8 +366,8 @@ figure
 # An early exit drafts token by token. A trained head can do better, since it may read states that the target
 # has computed anyway. Six kinds of the library are drawn here, and they differ in what they read. Below, a
 # column is a token and a row is a height in the model; D is the last known token, which nobody has run yet.
-# Blue: states that exist before the draft; a square is what the head reads. Red: what the drafting itself
-# must run. Dotted: what begins with that state. Arrows: who says which token.
+# Blue: states that exist before the draft; a square is what the head reads. Orange: what the drafting
+# itself must run. Dotted: what begins with that state. Arrows: who says which token.
 
 # %%
 from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer

@@ -98,9 +98,9 @@ figure
 # because what stands after its first gap gets another input. Only its own drafts can say what it is worth.
 
 # %%
-from layerskip import keep
+from layerskip import without
 
-gap = keep(L, attn=[L // 3], mlp=[L // 3])
+gap = without(L, attn=[L // 3], mlp=[L // 3])
 x = model.embed(torch.tensor([story], device=model.tok.device))
 before, after = (model.run(x, slice(0, len(story)), sublayers=gap[:n]) for n in (2 * (L // 3), len(gap)))
 assert torch.allclose(before, teacher.states[2 * (L // 3)], atol=1e-4)
@@ -142,8 +142,8 @@ lower.set(xlabel="round", ylabel="tokens drafted", xlim=(-0.5, len(lengths) - 0.
 figure
 
 # %% [markdown]
-# The table is full from the first column on: DEL has already scored the last 32 places of the prompt. After
-# that it changes slowly, since the counts stand for about twenty rounds.
+# The table is full from the first column on: DEL has already scored the prompt (of a long one, the last 32
+# places). After that it changes slowly, since the counts stand for about twenty rounds.
 #
 # Is it right? For each exit, the alpha that DEL believes at the end, and the share of right guesses over
 # the text that it wrote.
@@ -172,8 +172,9 @@ figure
 # ## SWIFT: a search on one request
 #
 # SWIFT (arXiv 2410.06916) looks for sub-layers to skip *on the text that it is writing*. After the first
-# tokens (its window) it scores a random set in each round, by its *matchness*: how often the set's
-# likeliest token is the next token of the window. A better set takes the place of the one that drafts.
+# tokens (its window) it scores a random set in each round, and in every 25th one that a Gaussian process has
+# chosen (notebook 6), by its *matchness*: how often the set's likeliest token is the next one of the window.
+# A better set takes the place of the one that drafts.
 
 # %%
 from methods.dynamic import SWIFT

@@ -19,8 +19,8 @@
 # on two processes.
 #
 # > **The one thing to remember: a pass of a small model waits for operations to be started, and a pass of a
-# > large one for bytes to be read. A recording removes the first wait; fewer bits and more devices share the
-# > second.**
+# > large one for bytes to be read. A recording removes the first wait; fewer bits shorten the second,
+# > and several devices share it.**
 #
 # Before it: notebooks 1 to 6, above all [2, the cache](02_kv_cache.ipynb) and [4, speculative
 # decoding](04_speculative_decoding.ipynb).

@@ -68,8 +68,9 @@ later = Markdown("*The long run has not been made yet.*")
 # %% [markdown]
 # ## The text to learn from
 #
-# All four learn from text that the model writes itself, drawn from its own distribution. So nobody needs its
-# training data, and what is learnt is what the model says where a draft will meet it.
+# Three of the four learn, and they learn from text that the model writes itself, drawn from its own
+# distribution. So nobody needs its training data, and what is learnt is what the model says where a draft
+# will meet it.
 
 # %%
 length = min(64, c.max_len)
@@ -182,10 +183,11 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # %% [markdown]
 # ## ProphetNet: to foresee more than one token
 #
-# A language model learns to say the next token. ProphetNet adds *streams* to its training: beside each token
-# rows start from an embedding of their own, and foresee the second next token, the third next, and so on.
-# They see what their token sees, and nobody sees them. It was published as a way to write better texts, not
-# to write faster. But a row that foresees is just what drafts in `Transfer` with t = 0 (methods/heads.py).
+# A language model learns to say the next token. ProphetNet trains it in several *streams*. The first is the
+# model as it is. For each of the others a row beside each token starts from an embedding of its own, and
+# foresees the second next token, the third next, and so on. It sees what its token sees, and nobody sees it.
+# It was published as a way to write better texts, not to write faster. But a row that foresees is just what
+# drafts in `Transfer` with t = 0 (methods/heads.py).
 
 # %%
 from speculative import ahead
@@ -198,7 +200,7 @@ figure, ((side,),) = plots.axes(1, 1, width=5.4, height=4.6)
 side.imshow(seen, cmap="Greys", vmax=1.6)
 side.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
 side.set_yticks(range(len(names)), names, fontsize=8)
-side.set(title="who (left) sees whom (below): 4 tokens, 2 streams", xlabel="", ylabel="")
+side.set(title="who (left) sees whom (below): 4 tokens, 3 streams", xlabel="", ylabel="")
 side.axhline(T - 0.5, color=plots.HUES[1], lw=1)
 figure
 
@@ -393,7 +395,7 @@ with torch.no_grad():
     alone = train.losses(run.model, batch, range(2 * run.model.c.n_layers))[0]
     beside = beyond.stream_losses(run.model, run.head, batch)[0]
 assert abs(alone - beside) < 1e-4
-print(f"loss {float(alone):.4f} alone, {float(beside):.4f} beside two streams")
+print(f"loss {float(alone):.4f} alone, {float(beside):.4f} beside two more streams")
 
 # %% [markdown]
 # **3.** A HAMburger that has learnt nothing yet never goes on after the first token of an entry. What does it

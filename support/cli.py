@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from control import Costs
-from layerskip import keep
+from layerskip import without
 from support.files import read_json
 
 
@@ -32,7 +32,7 @@ def read_skip(text, n_layers):
     attn, mlp = sets.get("attn", []), sets.get("mlp", [])
     if not all(isinstance(s, list) and all(type(i) is int for i in s) for s in (attn, mlp)):
         raise ValueError(f'{text}: "attn" and "mlp" must be lists of block numbers')
-    return keep(n_layers, attn, mlp)
+    return without(n_layers, attn, mlp)
 
 
 def read_gamma(text):

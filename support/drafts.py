@@ -27,7 +27,7 @@ SMALL = Path(__file__).resolve().parent.parent / "weights" / "stories-draft"
 OWNER = {"window": "sparse", "sinks": "sparse", "costs": "auto", "exit_layer": "exit", "skip": "skip",
          "draft_model": "model"}    # the draft that a flag goes with
 ALSO = {"auto": ("skip",), **dict.fromkeys(("sparse", *KINDS), ("exit", "skip"))}   # go with it, too
-GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 4, "model": 3, "sparse": 4,
+GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 8, "model": 3, "sparse": 4,
          **dict.fromkeys((*KINDS, *heads.KINDS), 3)}    # if neither a flag nor a file says
 
 
@@ -100,7 +100,7 @@ def drafters(a, model, tokenizer):
         return automatic(a, model)
     if a.draft in ("none", "ngram"):
         a.gamma = GAMMA[a.draft] if a.gamma is None else a.gamma
-        return lambda: NGram(a.gamma, 2) if a.draft == "ngram" else None
+        return lambda: NGram(a.gamma, 3) if a.draft == "ngram" else None
     draft, cost = trained(a, model) if a.draft in heads.KINDS else part(a, model, tokenizer)
 
     def make():

@@ -16,8 +16,8 @@ import checkpoint
 from benchmarks import drafters, plain
 from benchmarks.drafters import Bench, Method, Sample, divergences, metered
 from benchmarks.shared import SETS, WEIGHTS, forecast, read_prompts
-from control import WIDTHS, AdaptiveExit, Costs, expected_speedup, measure_costs, weight_costs
-from layerskip import SelfDraft, ShortHead, keep
+from control import WIDTHS, Costs, DoNoHarm, expected_speedup, measure_costs, weight_costs
+from layerskip import SelfDraft, ShortHead, without
 from machine.recorded import Recorded
 from speculative import Drafter, ModelDraft, NGram, Then, generate, rounds
 
@@ -43,7 +43,7 @@ def self_draft(subs, some=None):
 READ = {
     "plain": (lambda m, small: Drafter(), lambda m, small: 0), "exit 1": self_draft(range(2)),
     "exit 4": self_draft(range(8)), "exit 6": self_draft(range(12)), "skip first": self_draft(range(1, 12)),
-    "skip": self_draft(keep(6, attn=[2], mlp=[4])), "short head": self_draft(range(8), [4, 9, 0, 2, 16]),
+    "skip": self_draft(without(6, attn=[2], mlp=[4])), "short head": self_draft(range(8), [4, 9, 0, 2, 16]),
     "draft model": (lambda m, small: ModelDraft(small, 3),
                     lambda m, small: weight_costs(small.c).whole / weight_costs(m.c).whole)}
 
@@ -280,12 +280,12 @@ def test_the_warm_up_is_one_prompt_and_does_not_count(models):
 
 
 def test_what_a_rule_learns_lasts_from_prompt_to_prompt(models):
-    """One start is one run through the prompts: the threshold goes on, and the next start knows nothing."""
-    rule = drafters.own_methods(6, [(2, 3)], None, {2: 0.3, "bad": 0.9}, True)["adaptive exit"]
+    """One start is one run through the prompts: what it counted goes on, and the next start knows nothing."""
+    rule = drafters.own_methods(6, [(2, 3)], None, {2: 0.3, "bad": 0.9}, True)["do no harm"]
     m = models["llama"]
     first, second = rule.start(), rule.start()
     made = [first(m, None), first(m, None), second(m, None)]
-    assert all(isinstance(d, SelfDraft) and isinstance(d.rule, AdaptiveExit) for d in made)
+    assert all(isinstance(d, SelfDraft) and isinstance(d.rule, DoNoHarm) for d in made)
     assert made[0].rule is made[1].rule is not made[2].rule
     assert made[0] is not made[1] and made[0].sublayers == [0, 1, 2, 3]
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, GEMMA, LLAMA, devices, make, shard
 
 import checkpoint
-from layerskip import early_exit, keep, skipped
+from layerskip import early_exit, skipped, without
 from model import Config
 
 ROOT = Path(checkpoint.__file__).parent
@@ -78,6 +78,12 @@ def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
     assert same(again, m) and torch.equal(again(IDS), m(IDS))
     assert tokenizer.to_str() == expected.byte_tokenizer().to_str()
     assert not again.training and not any(p.requires_grad for p in again.parameters())
+
+
+@pytest.mark.parametrize("family, act", [("llama", "gelu"), ("gemma2", "silu")])
+def test_the_activation_of_the_other_family_is_saved(family, act, tmp_path):
+    m, folder = saved(replace(FAMILIES[family], act=act), tmp_path)
+    assert checkpoint.load(folder, "cpu")[0].c.act == act
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -441,23 +447,23 @@ def test_keep_and_skipped_are_inverse():
         n = int(torch.randint(1, 9, (), generator=generator))
         attn, mlp = ([i for i in range(n) if torch.rand((), generator=generator) < 0.4] for _ in range(2))
         if len(attn) + len(mlp) < 2 * n:
-            sublayers = keep(n, attn, mlp)
+            sublayers = without(n, attn, mlp)
             assert sublayers == sorted(sublayers) and len(sublayers) == 2 * n - len(attn) - len(mlp)
             assert skipped(n, sublayers) == (attn, mlp)
-            assert keep(n, *skipped(n, sublayers)) == sublayers
+            assert without(n, *skipped(n, sublayers)) == sublayers
 
 
 def test_skip_sets_by_hand():
-    assert keep(3) == [0, 1, 2, 3, 4, 5], "nothing skipped: all sub-layers"
-    assert keep(3, attn=[1], mlp=[0, 2]) == [0, 3, 4], "attention i is sub-layer 2i, its MLP 2i + 1"
-    assert keep(3, attn=(2, 1, 1)) == [0, 1, 3, 5], "any order, and twice is once"
+    assert without(3) == [0, 1, 2, 3, 4, 5], "nothing skipped: all sub-layers"
+    assert without(3, attn=[1], mlp=[0, 2]) == [0, 3, 4], "attention i is sub-layer 2i, its MLP 2i + 1"
+    assert without(3, attn=(2, 1, 1)) == [0, 1, 3, 5], "any order, and twice is once"
     assert skipped(3, [0, 3, 4]) == ([1], [0, 2])
-    assert early_exit(3, 1) == [0, 1] and early_exit(3, 3) == keep(3)
+    assert early_exit(3, 1) == [0, 1] and early_exit(3, 3) == without(3)
     assert skipped(3, early_exit(3, 1)) == ([1, 2], [1, 2])
 
 
 @pytest.mark.parametrize("call, words", [
-    (lambda: keep(3, attn=[-1]), "attention of block -1"),
+    (lambda: without(3, attn=[-1]), "attention of block -1"),
     (lambda: early_exit(3, 0), "exit layer.* 3.* 0"), (lambda: early_exit(3, 4), "exit layer.* 3.* 4")])
 def test_skip_sets_that_cannot_be_are_refused(call, words):
     with pytest.raises(ValueError, match=words):

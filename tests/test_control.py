@@ -29,7 +29,7 @@ from control import (
     plan,
     weight_costs,
 )
-from layerskip import SelfDraft, early_exit, keep
+from layerskip import SelfDraft, early_exit, without
 from model import Config, Transformer
 from sampling import Coins, to_probs
 from speculative import Draft, Drafter, ModelDraft, NGram, Rule, Then, chain, generate, join, rounds, wanted
@@ -104,7 +104,7 @@ RULES = {
 }
 PARTS = {
     "exit": exit_draft,
-    "skip set": lambda m, rule: SelfDraft(m, keep(6, attn=[1, 4], mlp=[2]), rule),
+    "skip set": lambda m, rule: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), rule),
     "model": lambda m, rule: ModelDraft(small(m), rule),
     "n-gram": lambda m, rule: NGram(rule, 1),
 }
@@ -819,7 +819,7 @@ def test_costs_by_hand():
     assert costs.step(range(4)) == 1 and costs.step([]) == 4 / 30
     assert costs.step(early_exit(2, 1)) == 12 / 30
     assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
-    assert costs.step(keep(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
+    assert costs.step(without(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
     called = replace(costs, call=10.0)
     assert called.step(range(4)) == 1 and called.step([], share=0.25) == (1 + 10) / 40
     assert [costs.block(T) for T in (1, 2, 17, 99)] == [1.0] * 4, "by weights"
@@ -847,7 +847,7 @@ def test_a_skip_set_of_gemma_2_9b_cannot_gain():
     the target, 40.57 % of the drafts accepted, and 24.08 tokens/s of both together."""
     shape = Config(vocab_size=256_000, dim=3584, n_layers=42, n_heads=16, n_kv_heads=8, head_dim=256,
                    hidden_dim=14_336, tied=True)
-    c = weight_costs(shape).step(keep(42, range(19), range(18)))
+    c = weight_costs(shape).step(without(42, range(19), range(18)))
     assert abs(c - 29.65 / 48.82) < 0.005
     assert all(expected_speedup(0.4057, gamma, c) < 1 for gamma in range(1, 30))
     assert best_gamma(0.4057, c) == 0
@@ -860,6 +860,6 @@ def test_a_skip_set_of_gemma_2_9b_cannot_gain():
 def test_ceilings_of_the_skip_sets_of_draft_and_verify(layers, attn, mlp, ceiling, shape):
     """No draft can be accepted more often than always: by weights their speed-up stays below 1/c."""
     costs = weight_costs(Config(vocab_size=32_000, n_layers=layers, **shape))
-    c = costs.step(keep(layers, range(attn), range(mlp)))
+    c = costs.step(without(layers, range(attn), range(mlp)))
     assert 1 / c == pytest.approx(ceiling, abs=0.005)
     assert all(expected_speedup(1.0, gamma, c) < 1 / c for gamma in range(100))

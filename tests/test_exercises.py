@@ -137,8 +137,8 @@ REFUSED = [  # number of the exercise, what is changed, and the one line that sa
      "temperature=0.0, top_k=None, top_p=None, min_p=None):`"),
     (9, ("def verify", "from verification import verify\ndef verify"),
      "line 1: it imports verification, in which it is to stand itself"),
-    (11, ("class SelfDraft:", "def keep(x):\n    return x\n\nclass SelfDraft:"),
-     "line 1: the library has a `keep` already; give your helper another name"),
+    (11, ("class SelfDraft:", "def without(x):\n    return x\n\nclass SelfDraft:"),
+     "line 1: the library has a `without` already; give your helper another name"),
     (16, ("    @property\n", ""),
      "line 2: the signature is another one; keep `def alpha(self):` under `@property`")]
 

@@ -78,7 +78,7 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     (["--draft", "exit"], "exit", 2),
     (["--exit-layer", "3", "--gamma", "1"], "exit", 1),
     (["--skip", "a3,m4,a11"], "skip", 3),
-    (["--draft", "ngram"], "ngram", 4),
+    (["--draft", "ngram"], "ngram", 8),
     (["--draft", "model"], "model", 3),
     (["--draft-model", SMALL, "--gamma", "0"], "model", 0),
     (["--draft", "int8"], "int8", 3),

@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:
 
 import checkpoint  # noqa: E402
 from control import AdaptiveExit, DoNoHarm  # noqa: E402
-from layerskip import SelfDraft, keep  # noqa: E402
+from layerskip import SelfDraft, without  # noqa: E402
 from methods import heads  # noqa: E402
 from methods.trees import Siblings  # noqa: E402
 from speculative import ModelDraft, NGram, Then, rounds  # noqa: E402
@@ -29,7 +29,7 @@ LONG = "User: I need a table for two.\nAssistant: Which city should I look in?\n
 
 
 def drafters(m, small):
-    some = keep(m.c.n_layers, [5, 7, 9], [6, 8])
+    some = without(m.c.n_layers, [5, 7, 9], [6, 8])
     return {
         "exit 1": SelfDraft(m, range(2), 2),
         "exit 4": SelfDraft(m, range(8), 4),

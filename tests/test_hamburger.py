@@ -12,7 +12,7 @@ import torch
 from test_heads import Turns
 from tiny import LIVELY, LLAMA, PROMPTS, TINY, TINY_GEMMA, each_family, make, oracle, warm
 
-from layerskip import SelfDraft, keep
+from layerskip import SelfDraft, without
 from notebooks import hamburger
 from notebooks.hamburger import BurgerDraft, Hamburger, begins, latest, losses, pack, score, tune, write
 from sampling import Coins
@@ -227,7 +227,7 @@ DRAFTERS = {
     "never stops": lambda m: BurgerDraft(wild(m, most=3), 0.0),
     "longer than an entry": lambda m: BurgerDraft(wild(m, most=2, blocks=1), 0.4, 5),
     "and n-gram": lambda m: Then(BurgerDraft(wild(m), 0.5), NGram(3, 1)),
-    "in turns": lambda m: Turns(BurgerDraft(wild(m), 0.5), SelfDraft(m, keep(6, [3], [4]), 2), NGram(7, 1)),
+    "in turns": lambda m: Turns(BurgerDraft(wild(m), 0.5), SelfDraft(m, without(6, [3]), 2), NGram(7, 1)),
 }
 
 

@@ -3,6 +3,7 @@
 One thing to remember: greedy text cannot show that a head drafts badly. What can is the comparison of every
 drafted q with training's own forward, `predict`, over the whole text at once."""
 import itertools
+from copy import deepcopy
 from dataclasses import replace
 
 import promises
@@ -14,7 +15,7 @@ from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, devices, each_
 
 from control import Confidence, Foreseen
 from kvcache import KVCache
-from layerskip import SelfDraft, keep
+from layerskip import SelfDraft, without
 from methods import heads
 from methods.heads import M2R2, Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import Siblings
@@ -89,7 +90,7 @@ DRAFTERS = {
     "prophet, siblings": lambda m: Siblings(wild(Prophet(m, 1)).drafter(3), [3]),
     "kangaroo and n-gram": lambda m: Then(wild(Kangaroo(m, 2)).drafter(2), NGram(2, 1)),
     "in turns": lambda m: Turns(
-        wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, keep(6, [3], [4]), 2), wild(Medusa(m, 3)).drafter(3),
+        wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, without(6, [3], [4]), 2), wild(Medusa(m, 3)).drafter(3),
         NGram(3, 1), wild(Prophet(m, 1)).drafter(2), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
         wild(M2R2(m, 4)).drafter(2), wild(Eagle(m)).drafter(3), wild(Transfer(m, 2, 2)).drafter(2)),
 }
@@ -427,7 +428,8 @@ def test_the_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache(fami
     token, at, span = state.read(state.at(0)), state.at(0), state.span(0, 1)
     found = []
     for size in (0.3, 30.0, None):
-        head, cache, trace = wild(M2R2(m, 3), size) if size else m, state.cache.fork(), dict.fromkeys((1, 4))
+        head, cache = wild(M2R2(m, 3), size) if size else m, deepcopy(state.cache)
+        trace = dict.fromkeys((1, 4))
         x = head.run(m.embed(token), at, cache, range(6), trace=trace, span=span)
         found.append((x, *trace.values(), cache.k, cache.v))
     assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True)), "the ordinary row saw the other"
@@ -526,9 +528,9 @@ def test_the_block_sees_no_pseudo_row_and_the_cache_keeps_none(models, family, r
         runs.append([(r.logits, *(r.trace[tap] for tap in drafter.taps), state.cache.k.clone(),
                       state.cache.v.clone()) for state, r in rounds(m, PROMPTS[:rows], 12, drafter)])
     assert len({len(run) for run in runs}) == 1 and len(runs[0]) > 3
-    for a, b, c, without in zip(*runs, strict=True):
+    for a, b, c, bare in zip(*runs, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True)), "the block saw pseudo rows"
-        for x, y in itertools.chain(zip(a, without, strict=True), zip(c, without, strict=True)):
+        for x, y in itertools.chain(zip(a, bare, strict=True), zip(c, bare, strict=True)):
             assert x.shape == y.shape and (x - y).abs().max() < 1e-11
 
 

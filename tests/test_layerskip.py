@@ -1,13 +1,14 @@
 """Skip sets as they are written, and how often a text accepts a draft: scored in one pass, and the same as in
 the loop, position by position. Drafting itself is tested in test_speculative.py."""
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 from tiny import LIVELY, LLAMA, each_family, make, warm
 
-from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
+from layerskip import SelfDraft, ShortHead, Teacher, early_exit, without
 from sampling import to_probs
 from speculative import rounds
 from support.cli import read_skip, read_vocab
@@ -16,11 +17,11 @@ IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the w
 DRAFTS = {
     "exit 1": early_exit(6, 1),
     "exit 4": early_exit(6, 4),
-    "skip": keep(6, attn=[1, 4], mlp=[2]),
-    "skip the first attention": keep(6, attn=[0]),
-    "skip the first block": keep(6, attn=[0], mlp=[0]),
-    "only attention": keep(6, mlp=range(6)),
-    "no attention": keep(6, attn=range(6)),
+    "skip": without(6, attn=[1, 4], mlp=[2]),
+    "skip the first attention": without(6, attn=[0]),
+    "skip the first block": without(6, attn=[0], mlp=[0]),
+    "only attention": without(6, mlp=range(6)),
+    "no attention": without(6, attn=range(6)),
     "only the last MLP": [11],
 }
 each_draft = pytest.mark.parametrize("name", DRAFTS)
@@ -98,7 +99,7 @@ def test_what_is_shared_need_not_be_computed(models, family, name):
     teacher, T = Teacher(m, IDS, warm), len(IDS)
     own = torch.eye(T, dtype=torch.bool)
     with torch.inference_mode():
-        cache = teacher.cache.fork()
+        cache = deepcopy(teacher.cache)
         x = m.run(teacher.states[0], slice(0, T), cache, DRAFTS[name], slice(T, 2 * T), own)
         assert (teacher.draft(DRAFTS[name]) - warm(m.unembed(x))).abs().max() < 1e-12
 
@@ -158,7 +159,7 @@ def test_drafts_that_cannot_be_are_refused(models, subs, words):
 @pytest.mark.parametrize("text, attn, mlp", [
     ("a3,m4", [3], [4]), ("m0", [], [0]), (" a5 , a0,m5,a5", [0, 5], [5]), ("a05", [5], [])])
 def test_skip_sets_in_a_word(text, attn, mlp):
-    assert read_skip(text, 6) == keep(6, attn, mlp)
+    assert read_skip(text, 6) == without(6, attn, mlp)
 
 
 @pytest.mark.parametrize("content, attn, mlp", [
@@ -166,10 +167,10 @@ def test_skip_sets_in_a_word(text, attn, mlp):
     ({"attn": [0], "alpha": 0.4, "model": "x"}, [0], [])])
 def test_skip_sets_in_a_file(content, attn, mlp, tmp_path, monkeypatch):
     (tmp_path / "skip.json").write_text(json.dumps(content))
-    assert read_skip(str(tmp_path / "skip.json"), 6) == keep(6, attn, mlp)
+    assert read_skip(str(tmp_path / "skip.json"), 6) == without(6, attn, mlp)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a3.json").write_text(json.dumps(content))
-    assert read_skip("a3.json", 6) == keep(6, attn, mlp), "a file may be called almost like a skip set"
+    assert read_skip("a3.json", 6) == without(6, attn, mlp), "a file may be called almost like a skip set"
 
 
 def test_no_acceptance_is_above_1(models, monkeypatch):

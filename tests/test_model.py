@@ -4,6 +4,7 @@ One thing to remember: in float64 both sides agree to 1e-14, so that 1e-12 leave
 """
 import json
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import expected
@@ -176,7 +177,7 @@ def test_sliding_layers_read_their_window_only(name, device, as_tree):
         where |= {"tree": tree}
     positions = slots if tree is None else n[:, None] + tree.sum(-1) - 1
     x = m.embed(tokens[:, -T:])
-    want = m.run(x, positions, cache.fork(), **where)   # without a span all slots are read
+    want = m.run(x, positions, deepcopy(cache), **where)   # without a span all slots are read
     if m.c.window is not None:
         cache.k[::2, :, :, :7] = cache.v[::2, :, :, :7] = math.nan
     write = cache.write
@@ -201,6 +202,17 @@ def test_a_long_block_reads_its_window_only(name):
     if m.c.window is not None:
         cache.k[::2, :, :, :8] = math.nan
     assert error(m.run(x[:, 12:], slice(12, 20), cache), want[:, 12:]) < 1e-12
+
+
+def test_a_tree_of_one_row_reads_its_window_only():
+    """As the loop lays it out on the CPU: the slots are a slice, the positions are not."""
+    m, x, tree = make(CONFIGS["gemma2"]), some_x(1, 15), torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
+    cache, where = new_cache(m, 1, 24), {"slots": slice(12, 15), "tree": tree.bool()}
+    m.run(x[:, :12], slice(0, 12), cache)
+    want = m.run(x[:, 12:], torch.tensor([[12, 13, 13]]), deepcopy(cache), **where)
+    cache.k[::2, :, :, :8] = math.nan
+    got = m.run(x[:, 12:], torch.tensor([[12, 13, 13]]), cache, **where, span=slice(12, 15))
+    assert error(got, want) < 1e-12
 
 
 @families
@@ -324,17 +336,17 @@ def test_one_scoring_pass_equals_each_token_on_its_own(name, sublayers, device):
     m, tokens, T = make(CONFIGS[name], device=device), some_tokens(2, 9, device), 9
     cache, x, alone = new_cache(m, 2, 2 * T), m.embed(tokens), torch.eye(9, dtype=torch.bool, device=device)
     prefill(m, tokens, cache)
-    held, fork = cache.k.clone(), cache.fork()
+    held, fork = cache.k.clone(), deepcopy(cache)
     at = torch.arange(T, device=device).expand(2, -1)
     got = m.run(x, at, fork, sublayers, slots=T + at, tree=alone)
-    same = m.run(x, slice(0, T), cache.fork(), sublayers, slots=slice(T, 2 * T), tree=alone)
+    same = m.run(x, slice(0, T), deepcopy(cache), sublayers, slots=slice(T, 2 * T), tree=alone)
     assert error(same, got) < 1e-12
     assert torch.equal(fork.k[:, :, :, :T], held[:, :, :, :T]) and torch.equal(cache.k, held)
     for j in range(T):
         one, here = x[:, j : j + 1], slice(j, j + 1)
-        solo = m.run(one, here, cache.fork(), sublayers)
+        solo = m.run(one, here, deepcopy(cache), sublayers)
         assert error(got[:, here], solo) < 1e-12
-        assert error(m.run(one, here, cache.fork(), sublayers, slots=slice(T, T + 1)), solo) < 1e-12
+        assert error(m.run(one, here, deepcopy(cache), sublayers, slots=slice(T, T + 1)), solo) < 1e-12
     if sublayers is None:
         assert error(got, whole(m, tokens)) < 1e-12
 
@@ -402,21 +414,6 @@ def test_slots_as_a_slice_and_as_a_tensor_write_the_same(device):
     untouched = one.k.clone()
     untouched[2, :, :, 3:7] = 0
     assert not untouched.any()
-
-
-def test_a_fork_is_a_copy():
-    cache, k = KVCache(LLAMA, 2, 4, torch.float64), torch.rand(2, 2, 1, 8, dtype=torch.float64)
-    cache.write(0, k, k, slice(0, 1), 1)
-    held = cache.k.clone()
-    fork = cache.fork(3)
-    assert torch.equal(fork.k[:, [0, 1, 2]], held[:, [0, 0, 0]]), "each row follows itself: a a a b b b"
-    assert torch.equal(fork.k[:, [3, 4, 5]], held[:, [1, 1, 1]])
-    fork.write(0, *torch.rand(2, 6, 2, 2, 8, dtype=torch.float64), slice(1, 3), 3)
-    assert torch.equal(cache.k, held) and torch.equal(cache.v, held)
-    assert fork.k[0, :, :, 1:3].all(), "a write must reach the fork's own tensors"
-    twin = cache.fork()
-    cache.write(0, -k, -k, slice(0, 1), 1)
-    assert torch.equal(twin.k, held) and torch.equal(twin.v, held)
 
 
 # --- pure functions by hand; one of them alone: `pytest -k softcap`, frequencies, rope, rotate or visible

@@ -14,10 +14,10 @@ from test_heads import wild
 from tiny import LIVELY, LLAMA, PROMPTS, TINY, TINY_GEMMA, each_family, make, make_round, oracle, warm
 
 from benchmarks import dynamic as bench_dynamic
-from benchmarks.drafters import Method, metered
+from benchmarks.drafters import After, Method, metered
 from benchmarks.shared import SETS, prompt_ids
 from control import MOST, Beta, Costs, plan, weight_costs
-from layerskip import SelfDraft, ShortHead, Teacher, early_exit, keep
+from layerskip import SelfDraft, ShortHead, Teacher, early_exit, without
 from methods import pace
 from methods.heads import M2R2, Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer, shorter
 from methods.pace import (
@@ -38,7 +38,7 @@ from sampling import Coins, to_probs
 from speculative import Drafter, ModelDraft, Wrapper, generate, rounds
 from support import plots
 
-SKIP = keep(6, attn=[1, 4], mlp=[2])
+SKIP = without(6, attn=[1, 4], mlp=[2])
 LOOP = [[1, 2, 3, 4] * 4, [7, 7, 7, 7, 7], [5, 6, 5, 6, 5, 6], [9]]  # what n-grams like
 CHEAP = Costs((0.02,) * 8 + (2.5,) * 4, 0.01)  # self-drafts are nearly free
 
@@ -675,7 +675,7 @@ def test_the_stream_on_a_tiny_model(models, tmp_path):
     fixed = [name for name in rows if "gamma" in name and "EESD" not in name] + ["n-gram"]
     assert {"plain", "SWIFT", "CLaSp", "DEL", "Pace", "exit 1, gamma 2", "skip set, gamma 2",
             "medusa, gamma 3", "transfer, gamma 2", "kangaroo, gamma 3", "exit 1, gamma 2, n-gram tail",
-            "exit 1, draft vocabulary, gamma 2"} <= set(rows) and len(rows) == len(fixed) + 9 + 5 + 1
+            "exit 1, draft vocabulary, gamma 2"} <= set(rows) and len(rows) == len(fixed) + 10 + 5 + 1
     assert found == [] and len(choices) == 4 and all(sum(rounds.values()) for rounds in choices)
     for key, source in (("clock", "ratios"), ("weights", "read")):
         best = [max(1.0, *(rows[name][source][i] for name in fixed)) for i in range(4)]
@@ -722,8 +722,9 @@ def test_alphas_are_those_of_the_texts(models):
         assert alpha == pytest.approx(sum(hits) / 2)
 
 
-def test_what_is_timed_is_metered_with_the_matrices_of_heads(models):
-    """By hand: a pass for each round, and for each drafted token a matrix and the output head."""
+def test_what_is_timed_is_metered_with_the_matrices_of_heads(models, monkeypatch):
+    """By hand: a pass for each round, and for each drafted token a matrix and the output head; an eagle also
+    reads its block."""
     m, costs = models["llama"], weight_costs(LLAMA)
     a, heads = SimpleNamespace(new=12, dtype="float64"), [Medusa(m, 3), Transfer(m, 3, 2)]
     bench = bench_dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, {"float64": heads})
@@ -732,6 +733,13 @@ def test_what_is_timed_is_metered_with_the_matrices_of_heads(models):
     assert s.read == pytest.approx(s.passes + proposed * (32 * 32 + costs.head) / costs.whole)
     s = bench.write(lambda model, small: heads[1].drafter(0), 0)
     assert s.read == pytest.approx(12 * (1 + 2 * 32 * 32 / costs.whole))
+    eagle, steps = Eagle(m), []
+    bench.heads["float64"].append(eagle)
+    join = Eagle.join
+    monkeypatch.setattr(Eagle, "join", lambda *args: steps.append(32 * 32) or join(*args))
+    s = bench.write(lambda model, small: After(eagle.drafter(2), steps.clear), 0)
+    own = sum(steps) + len(steps) * sum(costs.sublayers[:2]) + s.proposed * costs.head
+    assert len(steps) >= s.proposed > 0 and s.read == pytest.approx(s.passes + own / costs.whole)
     assert "after" not in vars(heads[0]) and "run" not in vars(m), "the meter is taken away"
 
 

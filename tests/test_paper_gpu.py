@@ -17,7 +17,7 @@ import checkpoint
 import train
 from benchmarks import counts
 from control import AdaptiveExit, Confidence, DoNoHarm, Gate, Schedule, ValueGate
-from layerskip import SelfDraft, Teacher, keep
+from layerskip import SelfDraft, Teacher, without
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Rule, State, Then, rounds
 from support import cli
@@ -33,7 +33,7 @@ RULES = {
     "adaptive exit": lambda: AdaptiveExit(0.3, gamma=4),
 }
 DRAFTERS = {"plain": lambda m, small: None,
-            "skip": lambda m, small: SelfDraft(m, keep(6, attn=[1, 4], mlp=[2]), 3),
+            "skip": lambda m, small: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 3),
             "skip first": lambda m, small: SelfDraft(m, range(1, 12), 2),
             "n-gram": lambda m, small: NGram(4, 1),
             "n-gram, do no harm": lambda m, small: NGram(DoNoHarm(0.01, 4), 1),

@@ -19,7 +19,7 @@ from tiny import LIVELY, LLAMA, PROMPTS, make
 import checkpoint
 import generate as command
 from control import Confidence, DoNoHarm
-from layerskip import SelfDraft, ShortHead, keep
+from layerskip import SelfDraft, ShortHead, without
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
 from methods.trees import Siblings
@@ -33,7 +33,7 @@ DRAFTERS = {  # (target, small model) -> drafter
     "plain": lambda m, small: None,
     "n-gram": lambda m, small: NGram(4, 1),
     "exit": lambda m, small: SelfDraft(m, range(2), 3),
-    "skip": lambda m, small: SelfDraft(m, keep(m.c.n_layers, attn=[1], mlp=[2]), 3),
+    "skip": lambda m, small: SelfDraft(m, without(m.c.n_layers, attn=[1], mlp=[2]), 3),
     "model": lambda m, small: ModelDraft(small, 3),
     "stop rule": lambda m, small: SelfDraft(m, range(2), Confidence(0.3, 4)),
     "do no harm": lambda m, small: SelfDraft(m, range(2), DoNoHarm(0.3, 4)),

@@ -20,7 +20,7 @@ import bench
 import checkpoint
 from benchmarks import quant as bench_quant
 from control import weight_costs
-from layerskip import SelfDraft, ShortHead, Teacher, keep
+from layerskip import SelfDraft, ShortHead, Teacher, without
 from machine import quant
 from machine.quant import BLOCK, KINDS, NF4, Int8, byte_costs, codebook, quantise, size
 from methods.trees import Siblings
@@ -230,7 +230,7 @@ def test_greedy_identity_of_a_quantised_target(targets, name, family):
 COPIES = {  # drafters that have a copy of their model in few bits
     "all": lambda m: ModelDraft(quantise(m), 3),
     "exit": lambda m: ModelDraft(quantise(m), 3, range(8)),
-    "skip": lambda m: ModelDraft(quantise(m, "nf4"), 3, keep(6, attn=[1, 4], mlp=[2])),
+    "skip": lambda m: ModelDraft(quantise(m, "nf4"), 3, without(6, attn=[1, 4], mlp=[2])),
     "exit of a stranger": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
     "short head": lambda m: ModelDraft(ShortHead(quantise(m, "nf4"), [4, 9, 0, 2, 16, 3]), 3),
     "then n-gram": lambda m: Then(ModelDraft(quantise(m, "nf4"), 3), NGram(3, 1)),

@@ -31,7 +31,7 @@ import speculative
 from benchmarks import search as bench_search
 from control import AdaptiveExit, Costs, expected_speedup, expected_tokens, weight_costs
 from kvcache import KVCache
-from layerskip import ShortHead, keep
+from layerskip import ShortHead, without
 from sampling import to_probs
 from search import Calibration, Space, Trial, matchness, speedup, tokens_per_second
 from support import cli, corpus, plots
@@ -466,7 +466,7 @@ def test_what_is_found_is_the_best_trial(product):
     assert [found[key] for key in ("alpha", "c", "predicted_speedup", "gamma")] == [
         best[key] for key in ("alpha", "c", "speedup", "gamma")] and best["speedup"] > 1
     kept = [0, *(sub for sub, bit in zip(range(1, 6), best["bits"], strict=True) if bit == "0")]
-    assert found["sublayers"] == kept == keep(3, found["attn"], found["mlp"])
+    assert found["sublayers"] == kept == without(3, found["attn"], found["mlp"])
 
 
 def test_the_trials_of_a_log_are_those_of_the_objective(product, made):
@@ -489,7 +489,7 @@ def test_the_front_is_what_no_trial_beats(product):
     want = sorted((c, alpha) for c, alpha in points
                   if not any(p != (c, alpha) and p[0] <= c and p[1] >= alpha for p in points))
     assert [(f["c"], f["alpha"]) for f in front] == want and 2 <= len(want) < 17
-    assert all(keep(3, f["attn"], f["mlp"]) == f["sublayers"] for f in front)
+    assert all(without(3, f["attn"], f["mlp"]) == f["sublayers"] for f in front)
     last = {"gamma": 0, "alpha": 1.0, "c": 1.0, "predicted_speedup": 1.0}
     assert {key: front[-1][key] for key in last} == pytest.approx(last), "nothing skipped: not worth drafting"
 

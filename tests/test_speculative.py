@@ -11,7 +11,7 @@ from test_by_hand import drafted_states
 from tiny import DEVICES, LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, small
 
 from kvcache import KVCache
-from layerskip import SelfDraft, ShortHead, keep
+from layerskip import SelfDraft, ShortHead, without
 from sampling import Coins, to_probs
 from speculative import Draft, Drafter, ModelDraft, NGram, Wrapper, generate, prefill, rounds
 from verification import verify
@@ -55,7 +55,7 @@ DRAFTERS = {
     "none": lambda m: None,
     "ngram": lambda m: NGram(4, 2),
     "exit": lambda m: SelfDraft(m, range(8), 4),
-    "skip": lambda m: SelfDraft(m, keep(6, attn=[1, 4], mlp=[2]), 3),
+    "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 3),
     "skip first": lambda m: SelfDraft(m, range(1, 12), 3),
     "skip all attention": lambda m: SelfDraft(m, range(1, 12, 2), 3),
     "model": lambda m: ModelDraft(small(m), 4),
@@ -65,7 +65,7 @@ DRAFTERS = {
     "model, gated": lambda m: ModelDraft(small(m), gate()),
     "ngram, gated": lambda m: NGram(gate(), 1),
     "another model's exit": lambda m: SelfDraft(make(m.c, 9, m.tok.device), range(8), 3),
-    "another model's skip": lambda m: SelfDraft(make(m.c, 9, m.tok.device), keep(6, attn=[1], mlp=[2]), 3),
+    "another model's skip": lambda m: SelfDraft(make(m.c, 9, m.tok.device), without(6, attn=[1], mlp=[2]), 3),
     "exit, short head": lambda m: SelfDraft(ShortHead(m, SOME), range(8), 4),
     "model, short head": lambda m: ModelDraft(ShortHead(small(m), SOME), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
@@ -118,7 +118,7 @@ def test_perfect_draft_is_accepted_whole(models, family, temperature, name):
 @pytest.mark.parametrize("gamma", [0, 1, 2, 4, 12])
 def test_empty_skip_set_needs_the_fewest_passes(models, family, gamma):
     m = models[family]
-    for drafter in (SelfDraft(m, keep(6), gamma), ModelDraft(m, gamma)):
+    for drafter in (SelfDraft(m, without(6), gamma), ModelDraft(m, gamma)):
         for n in (1, gamma, gamma + 1, gamma + 2, 23):
             outputs, passes = generate(m, PROMPTS, n, drafter)
             assert passes == math.ceil(n / (gamma + 1)) and all(len(o) == n for o in outputs)

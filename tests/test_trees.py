@@ -3,6 +3,7 @@
 One thing to remember: after its verification a tree is a chain, so that most tests are those of chains."""
 import itertools
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 
 import promises
@@ -33,7 +34,7 @@ from tiny import (
 
 from control import Schedule, expected_tokens
 from kvcache import KVCache
-from layerskip import SelfDraft, Teacher, keep
+from layerskip import SelfDraft, Teacher, without
 from methods.trees import Siblings, best_tree, chain_with_siblings, rank_acceptance, tree_tokens, widths_of
 from model import visible
 from sampling import Coins, to_probs
@@ -87,8 +88,8 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family, d
     first = torch.tensor(n, device=device)[:, None]
     slots, positions = first + torch.arange(K + 1, device=device), first + tree.sum(-1) - 1
     x = m.embed(nodes)
-    whole = m.run(x, positions, cache.fork(), slots=slots, tree=tree, span=slice(4, 20))
-    grown, parts = cache.fork(), []
+    whole = m.run(x, positions, deepcopy(cache), slots=slots, tree=tree, span=slice(4, 20))
+    grown, parts = deepcopy(cache), []
     for a, b in ((0, 1), (1, 3), (3, 4), (4, 7)):
         parts.append(m.run(x[:, a:b], positions[:, :b], grown, None, slots[:, :b], tree[:, a:b, :b],
                            span=slice(4, 20)))
@@ -107,7 +108,7 @@ def test_a_tree_of_one_row_by_slices(family):
     cache, nodes, tree = KVCache(m.c, 1, 16, torch.float64), torch.tensor([[3, 5, 11]]), torch.eye(3).bool()
     tree[:, 0] = True       # a root with two children; the second's slot is not its position
     prefill(m, text, cache)
-    x, other = m.embed(nodes), cache.fork()
+    x, other = m.embed(nodes), deepcopy(cache)
     m.run(x[:, :2], slice(8, 10), cache)
     got = m.run(x[:, 2:], torch.tensor([[8, 9, 9]]), cache, slots=slice(8, 11), tree=tree[2:])
     want = m.run(x[:, [0, 2]], slice(8, 10), other)[:, 1:]
@@ -126,7 +127,7 @@ def test_a_move_by_hand():
     cache = KVCache(LLAMA, 2, 8, torch.float64)
     cache.k.copy_(torch.arange(cache.k.numel()).view(cache.k.shape))
     cache.v.copy_(-cache.k)
-    before, views = cache.fork(), cache.layers[1][0]
+    before, views = deepcopy(cache), cache.layers[1][0]
     cache.move(src, dst)
     for now, old in ((cache.k, before.k), (cache.v, before.v)):
         for row in range(2):
@@ -242,7 +243,7 @@ class Swaying(Siblings):
 
 TREES = {
     "exit": lambda m: Siblings(SelfDraft(m, range(8), 4), [4, 2, 1]),
-    "skip": lambda m: Siblings(SelfDraft(m, keep(6, attn=[1, 4], mlp=[2]), 3), [3, 3]),
+    "skip": lambda m: Siblings(SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 3), [3, 3]),
     "skip first": lambda m: Siblings(SelfDraft(m, range(1, 12), 3), [2, 1]),
     "model": lambda m: Siblings(ModelDraft(small(m), 4), [3, 2]),
     "another model's exit": lambda m: Siblings(SelfDraft(make(m.c, 9, m.tok.device), range(8), 3), [2]),
