@@ -34,8 +34,8 @@ def expected_tokens(alpha, gamma):
     alpha: a number; or a series (T,) of acceptances along a text, or a list of them, one for each text.
     alpha[i] is how likely a draft of the token after position i is accepted, wherever in a round it falls.
     Along a series rounds are followed one after the other, because accepted tokens come in groups and a round
-    starts where another one was refused: the formula at their mean promises too much. Raises ValueError where
-    no series is as long as a draft.
+    starts where another one was refused: the formula at their mean can be off either way. Raises ValueError
+    where no series is as long as a draft.
 
     >>> round(expected_tokens(0.8, 2), 2)                   # 1 + .8 + .64
     2.44

@@ -229,7 +229,7 @@ def chain(state, step, rule):
             length = going.long() if length is None else length + going
             going = going & ~rule.stop(k, logits[:, 0], token[:, 0])
             going = going if own is None else going & (own > k + 1)
-            if k + 1 < K and not going.any():   # the one place that waits for the device while drafting
+            if k + 1 < K and not going.any():   # here, and only here, a chain waits for the device
                 break
     return (torch.cat(tokens, 1), torch.cat(qs, 1), length) if tokens else (state.tokens[:, :0], None, None)
 
@@ -287,8 +287,7 @@ def run_ahead(model, extra, x, positions, cache, sublayers, slots, tree, trace, 
                         for s in (positions, positions if slots is None else slots))    # (1 or B, T)
     if tree is None:
         tree = torch.ones(1, T, T, dtype=torch.bool, device=x.device).tril()
-    early, late = ({tap: None for tap in trace if sublayers[0] <= tap and (tap < i) == first}
-                   for first in (True, False))
+    early, late = (dict.fromkeys(tap for tap in trace if (tap < i) == first) for first in (True, False))
     x = model.run(x, positions, cache, [s for s in sublayers if s < i], slots, tree, early, span)
     rows = spread(x)                                                            # (B, T, N, dim)
     N = rows.shape[2]
@@ -364,8 +363,8 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
     prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is none:
     pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without a drafter
     every draft is empty: plain decoding. `cache` is that of an earlier run, to be used again: what it holds
-    need not be erased. Raises ValueError for prompts that cannot be continued, for a cache of another size,
-    and for NaN or infinite logits.
+    need not be erased, as long as it is finite. Raises ValueError for prompts that cannot be continued, for a
+    cache of another size, and for NaN or infinite logits.
     """
     check_prompts(model, prompts, max_new)
     drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
@@ -428,6 +427,7 @@ def commit(state, draft, accepted, next_token, logits, eos):
     state.write(state.at(1, K + 2), out)
     peak = logits.abs().amax((1, 2))                                     # (B,) NaN and infinity survive it
     sure = raw_probs(logits).gather(2, out[..., None])[..., 0]                  # (B, K+1)
+    # trap: ids travel as numbers of the type of `sure`, which holds them exactly only below 2^24
     facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure, out], 1)
     new, chances, kept, proposed = [], [], [], []
     for b, (yes, offered, top, *values) in enumerate(facts.tolist()):
@@ -583,8 +583,10 @@ class Then(Wrapper):
     """b goes on where a ends: `Then(SelfDraft(...), NGram(...))` looks up what followed the draft's last
     tokens earlier in the text (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them so).
 
-    b should not be a `SelfDraft`: it would read the target's cache, which holds nothing yet for a's tokens.
-    Where b adds tokens, a's `reuse` is lost, because nobody has computed those states for b's tokens.
+    b should read neither the target's cache, which holds nothing yet for a's tokens, nor its states, since of
+    a round b gets its own part of what was drafted and written, and all else whole: it is to be an `NGram`,
+    or a `ModelDraft` of another model. Where b adds tokens, a's `reuse` is lost, because nobody has computed
+    those states for b's tokens.
     """
 
     def __init__(self, a, b):

@@ -106,8 +106,10 @@ def short_heads(a, model, texts, costs, subs):
 def verdict(a, name, best):
     """One line: the draft that promises most and how to try it, or why there is none."""
     if not best["gamma"]:
-        return (f"No gain: alpha exceeds c nowhere; {name} comes nearest, alpha {best['alpha']:.2f} against "
-                f"c {best['c']:.2f}. Try --draft ngram, or search.py")
+        why = ("alpha exceeds c nowhere" if best["alpha"] <= best["c"] else
+               "to check several tokens costs more than alpha - c wins")
+        return (f"No gain: {why}; {name} comes nearest, alpha {best['alpha']:.2f} against c {best['c']:.2f}. "
+                "Try --draft ngram, or search.py")
     flags = f"--skip {name}" if a.skip else f"--exit-layer {name.split()[1]}"
     flags += f" --gamma {best['gamma']} --compare"
     return (f"Worth it: {name} with gamma {best['gamma']} promises {best['speedup']:.2f} times plain "

@@ -57,6 +57,9 @@ WRONG = {
         ("qkv[..., -1, :].transpose(1, 2))", "rotate(qkv, cos, sin)[..., -1, :].transpose(1, 2))",
          "values are rotated"),
         ("(qk[..., :-1, :] * self.scale)", "qk[..., :-1, :]", "the scores are not scaled"),
+        ("qkv[..., -1, :].transpose(1, 2))", "qkv[..., -1, :].transpose(1, 2).to(x.dtype))",
+         "the type of cos"),
+        ("F.linear(y.to(x.dtype), self.wo)", "F.linear(y, self.wo.to(y.dtype))", "has the type of x"),
         ("* self.scale", "* D ** -0.5", "take self.scale"),
         ("scores = softcap(scores, self.c.attn_softcap)\n", "\n", "the soft-cap of the scores is missing"),
         ("        scores = softcap(scores, self.c.attn_softcap)\n        if mask is not None:\n"
@@ -154,6 +157,11 @@ WRONG = {
         ("most, varied = wanted(state, rule)", "most, varied = wanted(state, rule)[0], False",
          "each row has its own length"),
         ("step(token, k)  ", "step(token, k + 1)  ", "k is the offset of the token that is read"),
+        ("rule.stop(k, logits[:, 0], ", "rule.stop(k, q[:, 0], ", "gets the raw logits, not q"),
+        ("rule.stop(k, logits[:, 0], token[:, 0])", "rule.stop(k, logits, token)[:, 0]",
+         "neither has a place"),
+        ("token = state.coins.choose(q)  ", "token = state.coins.choose(q[:1]).expand_as(token)  ",
+         "each row draws from its own q"),
     ],
     "SelfDraft.propose": [
         ("        run_shared(tokens[:, -1:], K) ", "        K = K ", "the last draft was not run"),

@@ -3,7 +3,7 @@ of each wrong answer the message must name its very mistake. Cases of "Diagnose"
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 
-The one thing to remember: a grader that nobody tests accepts wrong programs, as several public ones do.
+The one thing to remember: a grader that nobody tests accepts wrong programs.
 """
 import os
 import sys

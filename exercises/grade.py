@@ -6,8 +6,7 @@ library, and the library's tests of that function are run there.
     python exercises/grade.py OUT --json       the same for a course's server
 
 The one thing to remember: what is graded is the text and its distribution, never speed and never an
-acceptance rate. A correct answer that gains nothing passes, and the remark beside it says why it gains
-nothing.
+acceptance rate. A correct answer that gains less than it could passes, and the remark beside it says why.
 
 This runs the code in OUT. It guards against accidents, such as endless loops, but not against malice: a
 server should give it a sandbox without network, with a user and limits of its own, and a fresh copy of this
@@ -44,7 +43,7 @@ class Verdict(NamedTuple):
     message: str = ""   # what failed: what was given, expected, what came, and the likely mistake
     test: str = ""      # the test that failed
     line: int = 0       # the line of the student's file at which an error was raised
-    remark: str = ""    # of an answer that is right: why it gains nothing, and that it prints
+    remark: str = ""    # of an answer that is right: why it gains less than it could, and that it prints
 
 
 # --- inside the process that runs the tests
@@ -204,6 +203,8 @@ def main(argv=None):
     p.add_argument("out", type=Path, metavar="OUT", help="the folder that start.py made")
     p.add_argument("name", nargs="?", help="one exercise, by its name or number")
     p.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    p.add_argument("--variant", type=int, metavar="SEED", help="the seed of the folder (default: what its "
+                   f"{VARIANT} says, which a student can delete)")
     p.add_argument("--seconds", type=float, default=LIMIT, help="for the tests of one exercise")
     a = p.parse_args(argv)
     if not a.out.is_dir():
@@ -215,7 +216,10 @@ def main(argv=None):
     with suppress(ImportError):
         import pytest  # noqa: F401  before the processes are forked
         import torch  # noqa: F401
-    verdicts, seed = [], variant(a.out)
+    try:
+        verdicts, seed = [], variant(a.out) if a.variant is None else a.variant
+    except ValueError:
+        p.error(f"{a.out / VARIANT} holds no seed: say it, --variant SEED")
     for task in tasks:
         if sys.stderr.isatty():
             print(f"{task.number:2}  {task.name:32} ...", end="\r", file=sys.stderr, flush=True)

@@ -117,13 +117,18 @@ def check_imports(tree, module):
                               "alone")
 
 
-def extras(tree, module, asked):
-    """Top-level statements of an answer beside the functions and classes that were asked for: helpers. One
-    that has the name of something in the library's module is refused, as it would change other functions."""
+def extras(tree, module, asked, answers):
+    """Top-level statements of a file beside the functions and classes that were asked for: helpers. One that
+    has the name of something in the library's module is refused, as it would change other functions; and so
+    is a method beside the `answers`, of whose class nothing else is taken."""
     taken = {n.name for n in ast.parse(source(module)).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
     found = []
     for node in tree.body:
         if getattr(node, "name", None) in asked or isinstance(node, ast.Expr):
+            for lost in node.body if isinstance(node, ast.ClassDef) else ():
+                if isinstance(lost, ast.FunctionDef) and lost not in answers:
+                    raise Refused(f"line {lost.lineno}: put `{lost.name}` outside of its class, as a "
+                                  "function")
             continue
         if getattr(node, "name", None) in taken:
             raise Refused(f"line {node.lineno}: the library has a `{node.name}` already; give your helper "
@@ -153,15 +158,20 @@ def put(module, names, text, disguises=None):
         new = find(tree, asked)
         if new is None:
             raise Refused(f"`{asked}` is not there any more: keep the line `{want[1]}:`")
+        if signature(new)[0] != want[0] and not want[0]:
+            raise Refused(f"line {new.lineno}: take the decorator of `{asked}` away")
         if signature(new) != want:
             raise Refused(f"line {new.lineno}: the signature is another one; keep `{want[1]}:`"
                           + "".join(f" under `@{decorator}`" for decorator in want[0]))
+        if name == "verify" and any(getattr(n, "id", "") == "verify_tree" for n in ast.walk(new)):
+            raise Refused(f"line {new.lineno}: `verify_tree` is exercise 15; write `{asked}` itself")
         pairs.append((old, new, d))
     if all(is_stub(new) for _, new, _ in pairs):
         raise NotImplementedError
     check_imports(tree, module)
     outer = {name.split(".")[0] for name in names}
-    helpers = extras(tree, module, outer | {d.name.split(".")[0] for d in disguises.values()})
+    helpers = extras(tree, module, outer | {d.name.split(".")[0] for d in disguises.values()},
+                     [new for _, new, _ in pairs])
     for old, new, d in sorted(pairs, key=lambda three: -three[0].lineno):  # from the end, so that lines stay
         block = [(moved(lines[i], new.col_offset, old.col_offset), i + 1) for i in range(*span(new))]
         if d is not None:

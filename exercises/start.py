@@ -34,8 +34,8 @@ library and says what was given, what was expected, what came, and the likely mi
 files.
 
 - What counts is the text and its distribution. No test measures speed, and none asks how many drafts you
-  keep: an answer that is right and gains nothing passes, and the remark beside it says why it does.
-- Loops are as good as tensors. Helpers may stand beside your function; `torch` and `math` are enough.
+  keep: an answer that is right and gains less than it could passes, and the remark beside it says why.
+- Loops are as good as tensors. Helpers, as functions, may stand beside yours; `torch` and `math` are enough.
 - The other functions of the library are there as if you stood in its file: `verify` may call `torch`, `chain`
   may call `wanted`. Read whatever of the library you like, except the function itself.
 

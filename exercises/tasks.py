@@ -54,7 +54,7 @@ TASKS = [
         "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
         trees="visible_where_a_tree_grows visible_where_each_row_has_its_own_tree")),
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
-        by_hand="an_attention_after_a_filled_cache", model="an_attention_by_hand")),
+        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types", model="an_attention_by_hand")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
         by_hand="a_write_returns_the_old_slots_and_the_new a_write_goes_to_its_slots_whatever_is_there "
         "a_write_of_each_row_goes_to_its_own_slots a_write_belongs_to_one_layer "
@@ -75,7 +75,8 @@ TASKS = [
         "verify_rows_stand_for_themselves verify_where_nothing_is_left verify_dead_drafts")),
     Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
-        "chain_keeps_the_token_that_stops_it chain_rows_end_one_by_one chain_lengths chain_of_nothing "
+        "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
+        "chain_lengths chain_of_nothing "
         "chain_ends_where_all_rows_have")),
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
         by_hand="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "

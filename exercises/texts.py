@@ -70,6 +70,7 @@ share a key and a value:
 elsewhere. `self.wqkv` ((G + 2) Hkv D, dim) and `self.wo` (dim, H D) are the two matrices;
 `self.grouped` is (Hkv, G + 2, D), `self.scale` the scale and `self.c.attn_softcap` the cap. `softcap(x,
 cap)` and `rotate(x, cos, sin)` stand beside it; cos and sin are (T, 1, 1, D) or (B, T, 1, 1, D).
+Attention works in the type of cos, and what comes out has the type of x.
 """,
     6: """\
 A cache that does not know how full it is. The block says where it belongs, and whatever was there is
@@ -225,6 +226,8 @@ a walk that goes to and fro never ends.
 Siblings are tried in turn. If the first one is refused, what p has yet to give is max(p - q, 0), scaled
 to sum to 1; this takes p's place when the second one is tried, and so on. From an accepted node the
 walk goes on among its own children. At its end a token is drawn from what is left of p there.
+`parents` has a row for each text, or one for all of them. As in `verify`, q is None for copied tokens,
+and of row b the first length[b] nodes count.
 
 `coins.flip(prob)` is True with probability min(1, prob), and `coins.choose(weights)` draws an index.
 

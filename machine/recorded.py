@@ -341,7 +341,7 @@ class Recorded(StandIn):
 
 
 def tolerance(dtype, n_sublayers):
-    """How far, relative to the greatest number, a recording may lie off the eager pass. What half types round
+    """How far, by `distance`, a recording may lie off the eager pass. What half types round
     away adds up with the depth as a random walk does."""
     half = dtype in (torch.float16, torch.bfloat16)
     return TOLERANCE[dtype] * (max(1.0, n_sublayers / 16) ** 0.5 if half else 1.0)

@@ -58,12 +58,12 @@ class SWIFT(Wrapper):
     candidates in a row that were no better, or after `most` in all; then nothing but drafting is left (the
     "acceleration phase").
 
-    Mended. Theirs never scores the set that it starts with, nor the incumbent again when a new text begins:
-    here it is scored before any candidate. They tell the process a point of the box [0, 1]^n that is not the
-    set that was scored, and maximise mean + 2.5 deviations: here it sees sets, and of them the one with the
-    largest expected improvement is tried. They copy the whole cache for every draft and every score; and
-    they draw the bonus token from the unprocessed distribution. Their places have 3 to 10 guesses, by
-    confidence; here all have 1 + len(widths).
+    Mended. Theirs keeps the best score of all texts, so that a search that has ended never begins again, and
+    does not score the set that it starts with: here the incumbent is scored anew when a text begins. They
+    tell the process a point of the box [0, 1]^n that is not the set that was scored, and maximise mean + 2.5
+    deviations: here it sees sets, and of them the one with the largest expected improvement is tried. They
+    copy the whole cache for every draft and every score; and they draw the bonus token from the unprocessed
+    distribution. Their places have 1 to 10 guesses, by confidence; here all have 1 + len(widths).
     """
 
     def __init__(self, model, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000, every=25,

@@ -9,7 +9,8 @@ and a draft that reads its first few and its last few tokens leaves nearly all o
     2 sinks, a window of 3    x  x  .  .  .  .  x  x  x    its draft leaves out four of them
 
 A model heeds its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones.
-TriForce (arXiv 2404.11912) first drafted so with all weights; newer are Vegas (arXiv 2602.07223) and
+MagicDec (arXiv 2408.11049) drafts so with all weights, TriForce (arXiv 2404.11912) with keys and values that
+it retrieves; newer are Vegas (arXiv 2602.07223) and
 SparseSpec-L (arXiv 2607.27735); QuantSpec (arXiv 2502.10424) drafts with keys, values and weights in 4 bits.
 """
 import torch

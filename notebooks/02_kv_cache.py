@@ -1,15 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 2. The KV cache: never compute the same key twice
 #
@@ -324,8 +312,7 @@ for name, p in (("truncated", right), ("forgotten", forgot)):
 # %% [markdown]
 # No error, only another distribution: the model reads a token that is not in the text. The text that comes
 # out looks reasonable, and that is the trouble. And in a batch `truncate` cuts all rows at the same length,
-# while each row needs its own. Public implementations have had both bugs. A cache without a length cannot
-# have them.
+# while each row needs its own. A cache without a length can have neither bug.
 #
 # ## Three questions that readers ask
 #

@@ -1,15 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 3. Sampling: from a distribution to one token
 #
@@ -379,7 +367,7 @@ print("one token stays")
 #
 # <details><summary>Answer</summary>
 # When u falls exactly on an edge; above all for u = 0. If the first tokens have probability 0, it returns
-# token 0: a token that cannot occur. Public code has had this bug.
+# token 0: a token that cannot occur.
 # </details>
 
 # %%

@@ -1,15 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 4. Speculative decoding: guess, check, and change nothing
 #
@@ -299,8 +287,7 @@ figure
 # %% [markdown]
 # The first mistake writes too often what the draft likes: after a refusal it may draw a token of which q has
 # too much already. Both mistakes write fluent text. No reader would notice, and a test that only looks at
-# greedy texts would not notice the first one either. Public teaching code has had both. An enumeration finds
-# any of them at once.
+# greedy texts would not notice the first one either. An enumeration finds any of them at once.
 #
 # ## The library's loop, one step at a time
 #
@@ -415,9 +402,9 @@ for side in (left, right):
 figure
 
 # %% [markdown]
-# A guess that is reached is accepted about as often at any place, or even more often, since easy stretches of
-# text are where one gets far. It is only *reached* ever less often. If each tested guess is accepted with the
-# same probability alpha, independently, a round writes
+# What makes late guesses rare is that they are *reached* ever less often. Whether a guess that is reached is
+# accepted more or less often than the first one differs from text to text. If each tested guess is accepted
+# with the same probability alpha, independently, a round writes
 #
 # $$E[\text{tokens}] = 1 + \alpha + \alpha^2 + \dots + \alpha^\gamma
 # = \frac{1 - \alpha^{\gamma+1}}{1 - \alpha} \qquad\text{(Leviathan et al. 2023, eq. 1)}$$
@@ -426,7 +413,7 @@ figure
 #
 # - **alpha** = accepted / *tested*: what the formula wants. Where all places are alike it does not matter
 #   which are counted; the library counts the first guess of each round, which is always tested.
-# - **yield** = accepted / *drafted*: what is easily counted, and what vLLM reports as "draft acceptance
+# - **yield** = accepted / *proposed*: what is easily counted, and what vLLM reports as "draft acceptance
 #   rate". Dead guesses pull it down.
 #
 # **Predict:** alpha is 0.8 and drafts have 5 tokens. How many tokens does a round write? How large is the
@@ -443,8 +430,8 @@ assert abs(tokens - 3.7) < 0.05 and abs(confused - 2.1) < 0.05
 print(f"{tokens:.2f} tokens a round; yield {yields:.2f}; with the yield in place of alpha: {confused:.2f}")
 
 # %% [markdown]
-# 2.1 tokens are forecast where 3.7 come. This mistake stands in published course material. Here is the same
-# for all alphas. The green marks are the tokens a round that our drafts really wrote:
+# 2.1 tokens are forecast where 3.7 come. Here is the same for all alphas. The green marks are the tokens a
+# round that our drafts really wrote:
 
 # %%
 grid = torch.linspace(0, 0.99, 100)
@@ -526,11 +513,11 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# The two curves are near each other, but for long drafts the formula often promises too much. It knows one
-# alpha for all places, but easy stretches and hard places of a text alternate; and the last draft of a text
-# is cut short. `expected_tokens` can also follow a whole series of acceptances along a text;
-# [the next notebook](05_layer_skipping.ipynb) uses that. What the clock says is still another matter,
-# because c depends on the machine.
+# The two curves are near each other. The formula knows one alpha for all places: where whole stretches of a
+# text are easy or hard, it promises too little; where guesses get worse along a draft, and where the last
+# draft of a text is cut short, too much. `expected_tokens` can also follow a whole series of acceptances
+# along a text; [the next notebook](05_layer_skipping.ipynb) uses that. What the clock says is still another
+# matter, because c depends on the machine.
 #
 # ## Questions
 #

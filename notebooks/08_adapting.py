@@ -1,15 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 8. Adapting: drafts that change while they run
 #
@@ -201,8 +189,8 @@ wide.set(xlabel="sub-layer (dark: skipped)")
 figure
 
 # %% [markdown]
-# **Predict:** the best set skips as many sub-layers as the first one, so its price is the same. Is it worth
-# it?
+# **Predict:** the best set skips as many sub-layers as the first one, so its price is nearly the same. Is it
+# worth it?
 
 # %%
 from control import best_gamma, expected_speedup

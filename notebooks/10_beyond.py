@@ -1,15 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 10. Beyond: four ideas, rebuilt small
 #
@@ -23,7 +11,7 @@
 # | M2R2 (arXiv 2502.02040) | is an accelerated row better than an adapter with as many weights? |
 # | ProphetNet (arXiv 2001.04063) | does it help a model itself to foresee more than the next token? |
 # | HAMburger (arXiv 2505.20438) | what is left of its speed where its guesses are checked? |
-# | a sparse self-draft (TriForce, arXiv 2404.11912) | how much of the text must a draft see? |
+# | a sparse self-draft (MagicDec, arXiv 2408.11049) | how much of the text must a draft see? |
 #
 # > **The one thing to remember: whatever drafts, the check is the same, and so is the text. What is not
 # > checked is another model.**
@@ -187,24 +175,8 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # model as it is. For each of the others a row beside each token starts from an embedding of its own, and
 # foresees the second next token, the third next, and so on. It sees what its token sees, and nobody sees it.
 # It was published as a way to write better texts, not to write faster. But a row that foresees is just what
-# drafts in `Transfer` with t = 0 (methods/heads.py).
-
-# %%
-from speculative import ahead
-
-T, N = 4, 2
-tree = torch.ones(1, T, T, dtype=torch.bool).tril()
-seen = torch.cat([torch.nn.functional.pad(tree, (0, T * N)), ahead(tree, N)], 1)[0]     # (T+T*N, T+T*N)
-names = [f"x{t}" for t in range(T)] + [f"x{t}, +{k + 2}" for t in range(T) for k in range(N)]
-figure, ((side,),) = plots.axes(1, 1, width=5.4, height=4.6)
-side.imshow(seen, cmap="Greys", vmax=1.6)
-side.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
-side.set_yticks(range(len(names)), names, fontsize=8)
-side.set(title="who (left) sees whom (below): 4 tokens, 3 streams", xlabel="", ylabel="")
-side.axhline(T - 0.5, color=plots.HUES[1], lw=1)
-figure
-
-# %% [markdown]
+# drafts in `Transfer` with t = 0 (methods/heads.py); notebook 7 draws who sees whom.
+#
 # In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a relative
 # of this is open: does the loss of the streams help the model's own? Nothing but a comparison can say so: the
 # same tiny model, from the same seed, on the same batches, with one stream (plain training) and with three.

@@ -37,6 +37,7 @@ def execute(path, where):
     """The notebook of a source file, run from the folder `where`. Raises nbclient's CellExecutionError where
     a cell fails."""
     notebook = jupytext.read(path)
+    notebook.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     for number, cell in enumerate(notebook.cells, 1):
         cell.id = f"cell-{number}"  # trap: random ids would change in every run
     NotebookClient(notebook, timeout=LIMIT, kernel_name="python3", record_timing=False,

@@ -70,7 +70,8 @@ def differ(want, got, tolerance, errors, where=""):
         errors.append(error)
         return None
     else:
-        return None if got == want else f"{where}: expected {want}, got {brief(got)}"
+        same = got == want and isinstance(got, bool) == isinstance(want, bool)    # in Python True == 1
+        return None if same else f"{where}: expected {want}, got {brief(got)}"
     return next((d for place, value, other in pairs if (d := differ(value, other, tolerance, errors, place))),
                 None)
 

@@ -75,7 +75,7 @@ def cut_margin(logits, temperature=0.0, top_k=None, top_p=None, min_p=None, ties
     k = min(top_k or ordered.shape[-1], ordered.shape[-1])
     p = (ordered[..., :k] / temperature).softmax(-1)
     found = [math.inf] if k == ordered.shape[-1] else [float(gaps[..., k - 1].min())]
-    if top_p is not None:
+    if top_p not in (None, 1):
         before = p.cumsum(-1) - p
         found.append(float((before - top_p).abs().min()))
         p = p.masked_fill(before >= top_p, 0)
@@ -99,12 +99,9 @@ def tree_margin(p, tokens, parents, q):
 class Watch(Coins):
     """Coins that write down what they were spent on, and by how little."""
 
-    def __init__(self, seed=0, given=None):
-        """given: uniforms to be spent instead of the seed's."""
+    def __init__(self, seed=0):
         super().__init__(seed)
         self.spent, self.margin = [], math.inf      # [(kind, uniforms, chances or chosen)], the smallest
-        if given is not None:
-            self.pool = torch.tensor(given, dtype=torch.float64)
 
     def note(self, margin):
         self.margin = min(self.margin, margin)

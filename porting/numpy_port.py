@@ -161,7 +161,7 @@ def to_probs(logits, temperature, top_k, top_p, min_p):
     kept = softmax(np.array([logits[t] for t in order], float) / temperature)
     before = np.cumsum(kept) - kept
     for i in range(len(kept)):
-        if top_p is not None and before[i] >= top_p or min_p is not None and kept[i] < min_p * kept[0]:
+        if top_p not in (None, 1) and before[i] >= top_p or min_p is not None and kept[i] < min_p * kept[0]:
             kept[i] = 0
     p[order] = kept / kept.sum()
     return p

@@ -55,7 +55,8 @@ def add_flags(group):
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto: at most); levels of a tree")
     add("--do-no-harm", action="store_true",
-        help="draft only as far as it pays, judging by what has been accepted so far; G is then the most")
+        help="draft only as far as it pays, judging by what has been accepted so far and by the bytes that "
+        "are read (nf4 and sparse drafts take longer); G is then the most, and a --tail is not judged")
     add("--tail", type=int, metavar="N",
         help="after each draft, append up to N tokens copied from earlier text")
 

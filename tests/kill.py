@@ -24,12 +24,12 @@ sys.path.insert(0, str(ROOT))
 import expected  # noqa: E402
 import torch._dynamo  # noqa: E402, F401  each child would import it with its first optimiser, which takes seconds
 from safetensors import safe_open  # noqa: E402
-from tiny import LLAMA, make  # noqa: E402
+from tiny import LLAMA, make, story  # noqa: E402
 
 import checkpoint  # noqa: E402
 import search  # noqa: E402
 import train  # noqa: E402
-from support import corpus, files, plots  # noqa: E402
+from support import files, plots  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")  # as importing torch anew would take longer than all the rest
 HANGS = 120  # seconds that no run takes
@@ -39,9 +39,7 @@ SMALL = ("--layers 3 --dim 32 --heads 4 --kv-heads 2 --head-dim 8 --hidden 48 --
 
 def commands(folder):
     """{name: (the module, its flags)}, and the files that they read."""
-    draw, words = random.Random(0), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
-    stories = [" ".join(draw.choice(part.split()) for _ in range(6) for part in words) for _ in range(60)]
-    (folder / "text.txt").write_text(corpus.BOUNDARY.join(stories))
+    (folder / "text.txt").write_text(story(0))
     model = make(replace(LLAMA, vocab_size=64, n_layers=3)).float()
     for b in model.blocks[1:]:  # so weak that drafts without them are worth something
         b.attn.wo.mul_(0.2)

@@ -2,7 +2,8 @@
 
 `python tests/mutants.py` copies the repository, makes one mistake at a time and runs only the test beside it;
 with words behind it, only the rows whose module or phrase contains one of them. A row fails if its mistake
-survives, if its text is not found exactly once, or if its test does not pass without the mistake.
+survives, if its text is not found exactly once, or if its test does not pass without the mistake. More of
+them, in functions that are exercises, stand in exercises/answers.py, where each must also be named.
 """
 
 import multiprocessing
@@ -35,10 +36,6 @@ ROWS = {}  # source file: what becomes its Mutants
 
 ROWS["model.py"] = [
     # pure functions
-    ("torch.tanh(x / cap) * cap", "torch.tanh(x) * cap",
-     "soft-cap forgets to divide first", "test_softcap_by_hand"),
-    ("torch.arange(0, head_dim, 2,", "torch.arange(0, head_dim // 2, 1,",
-     "rope: exponent i / D instead of 2i / D", "test_frequencies_by_hand"),
     ("        return slow\n", "        return freqs\n",
      "linear rope scaling is not applied", "test_frequencies_of_linear_scaling_by_hand"),
     ('low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]',
@@ -48,15 +45,8 @@ ROWS["model.py"] = [
      "llama3 rope: slow pairs are extrapolated", "test_frequencies_of_llama3_by_hand"),
     ("torch.cat([-sin, sin], -1)", "torch.cat([sin, -sin], -1)",
      "rope turns the other way", "test_rope_by_hand"),
-    ("x.roll(x.shape[-1] // 2, -1)", "x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)",
-     "rope pairs neighbours, as in Meta's own files", "test_rotate_by_hand"),
     # who sees what
-    ("< window)", "<= window)", "window off by one", "test_visible_within_a_window"),
     (".tril()", ".tril(1)", "a token of the block sees the next one", "test_visible_in_the_first_block"),
-    ("torch.minimum(slots[:, :1], own)", "slots[:, :1].expand(B, T)",
-     "a scored token sees its own first copy and its future", "test_visible_where_slots_are_not_positions"),
-    ("slot.expand(B, end).scatter(1, slots, positions)", "slot.expand(B, end)",
-     "the window measures slots, not positions", "test_visible_where_slots_are_not_positions"),
     ("visible(at, slots, end, tree, w)", "visible(at, slots, end, None, w)",
      "the tree is not handed on: the mask ignores it",
      "test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains[llama-cpu]"),
@@ -107,8 +97,6 @@ ROWS["model.py"] = [
      "the residual of the MLP is missing", "test_an_mlp_of_gemma2_by_hand"),
     ("x = x + b.mlp_post(b.mlp(b.mlp_norm(x)))", "x = b.mlp_post(x + b.mlp(b.mlp_norm(x)))",
      "the post-norm stands behind the sum", "test_an_mlp_of_gemma2_by_hand"),
-    ("wide = torch.promote_types(x.dtype, torch.float32)", "wide = x.dtype",
-     "Gemma's norm in bfloat16", "test_the_norm_of_gemma2_works_in_float32"),
     ("b.attn_post(b.attn(b.attn_norm(x), cos, sin, masks[window], store))",
      "b.attn(b.attn_norm(x), cos, sin, masks[window], store)",
      "the post-norm of attention is missing", "test_an_attention_by_hand[gemma2-1]"),
@@ -139,8 +127,6 @@ ROWS["kvcache.py"] = [
     ("max(0, end - recent)", "max(0, end - recent - 1)",
      "a single token reads W + 1 slots", "test_a_single_token_needs_no_mask[gemma2]"),
     ("max(0, end - recent)", "max(0, end - recent + 1)", "a single token reads W - 1 slots"),
-    ("max(0, end - recent)", "end - recent", "in a short text the window starts at a negative slot",
-     "test_a_write_reads_only_the_recent_slots_where_it_is_told_to"),
     ("max(0, end - recent), end)", "max(0, end - recent), end - 1)",
      "a block does not read its own last slot", "test_slots_as_a_slice_and_as_a_tensor_write_the_same[cpu]"),
     ("end - recent : self.end", "end - recent + 1 : self.end",
@@ -184,9 +170,6 @@ ROWS["sampling.py"] = [
      "the smallest temperatures divide by zero", "test_a_tiny_temperature_is_no_nan"),
     # coins
     ("< prob\n", "<= prob\n", "what has probability 0 can happen", "test_flips_of_certain_things"),
-    ("u * cdf[..., -1:]", "u", "choose forgets to normalise", "test_choices"),
-    ("right=True", "right=False",
-     "u = 0 chooses a token of weight zero", "test_a_token_of_weight_zero_is_never_chosen"),
     ("11).double() * 2.0**-53", "11) * 2.0**-53", "uniforms of float32", "test_the_coins_are_splitmix64"),
     ("return (z >> bits) & ((1 << (64 - bits)) - 1)", "return z >> bits", "the sign bit is shifted in"),
     ("torch.arange(first + 1, first + 1 + count", "torch.arange(first, first + count",
@@ -226,14 +209,11 @@ ROWS["benchmarks/rules.py"] = [
      "typical: the first draw, not the likeliest", "test_typical_acceptance_by_hand"),
     ("((ways & ~sets[:, None]) == 0)", "((ways & sets[:, None]) == 0)",
      "the cut counts draws outside of the set", "test_the_optimum_is_the_cut"),
-    ("freedom += len(cells) - 1", "freedom += len(cells)",
-     "a degree of freedom too many", "test_chi_square_by_hand"),
-    ("if cells[-1][0] >= 5:", "if cells[-1][0] > 0:", "rare tokens count one by one"),
     ("sum(1, keepdim=True).topk(TOKENS)", "amin(1, keepdim=True).topk(TOKENS)",
      "tokens that one of the two alone likes are left out",
      "test_the_tokens_of_a_place_are_those_that_matter"),
-    ('"biased" if x < 1e-6 else', '"biased" if x < 0 else',
-     "nothing is ever biased", "test_a_biased_rule_is_detected_and_exact_ones_are_not"),
+    ("sum(f[name] for f in found) / len(found)", "found[0][name]",
+     "the first place speaks for all", "test_the_table_holds_the_means_over_all_places"),
 ]
 
 ROWS["benchmarks/heads.py"] = [
@@ -390,8 +370,6 @@ ROWS["verification.py"] = [
     ("passed[:, k] & (parents[:, k] == node)", "passed[:, k]", "in a tree a cousin is accepted"),
     ("for k in range(K):      # rest", "for k in reversed(range(K)):      # rest",
      "the children of a tree are tried in another order", "test_verify_tree_drawn_siblings"),
-    ("coins.choose(rest[row, node])", "coins.choose(p[row, node])",
-     "after refused siblings of a tree the token comes from p", "test_verify_tree_drawn_siblings"),
     ("live[:, k, None] & (mass > 0)", "mass > 0",
      "dead siblings of a tree take their part of p", "test_verify_tree_rows_stand_for_themselves"),
     ("& live, torch.zeros_like(row)", "| ~live, torch.zeros_like(row)", "dead nodes of a tree are accepted"),
@@ -1114,8 +1092,6 @@ ROWS["gaussian.py"] = [
     ("torch.special.log_ndtr(u).exp()", "torch.special.ndtr(u)", "far below the best only rounding is left",
      "test_expected_improvement_is_exact_far_below_the_best_and_never_negative"),
     ("math.sqrt(2 * math.pi)).clamp(min=0)", "math.sqrt(2 * math.pi))", "an improvement below 0"),
-    ("torch.where(allowed(flat), score(flat), -math.inf)", "score(flat)",
-     "the climb leaves what is allowed", "test_a_climb_ends_where_no_allowed_flip_is_better"),
     ("        top, which = scores.max(1) ",
      "        which = (scores > value[:, None]).int().argmax(1)\n"
      "        top = scores.gather(1, which[:, None])[:, 0]\n",
@@ -1525,6 +1501,8 @@ ROWS["benchmarks/dynamic.py"] = [
 ]
 
 ROWS["benchmarks/costs.py"] = [
+    ('if best["alpha"] <= best["c"] else', "if True else", "alpha is blamed for a dear block",
+     "test_the_verdict_says_why_nothing_gains"),
     ("ids + new), len(ids) - 1))", "ids + new), 0))",
      "drafts are scored on the prompts, too", "test_help_scores_what_the_model_itself_says"),
     ("ShortHead(model, ids[:size])", "ShortHead(model, ids)",

@@ -13,6 +13,7 @@ from tiny import GEMMA, LLAMA, PROMPTS, command, each_family, make
 
 import bench
 import checkpoint
+from benchmarks import costs as bench_costs
 from benchmarks import drafters, plain
 from benchmarks.drafters import Bench, Method, Sample, divergences, metered
 from benchmarks.shared import SETS, WEIGHTS, forecast, read_prompts
@@ -147,6 +148,13 @@ def story(tmp_path):
     return path
 
 
+def test_the_verdict_says_why_nothing_gains():
+    for alpha, why in ((0.2, "alpha exceeds c nowhere"),
+                       (0.5, "to check several tokens costs more than alpha - c wins")):
+        said = bench_costs.verdict(SimpleNamespace(), "exit 1", {"gamma": 0, "alpha": alpha, "c": 0.3})
+        assert said.startswith(f"No gain: {why}; exit 1 comes nearest, alpha {alpha:.2f} against c 0.30. ")
+
+
 def test_help_ends_with_a_verdict_and_is_written_where_asked(call, story, tmp_path):
     """With the true costs of this machine, whatever they are."""
     status, out, err = call("help", "--model", DRAFT, "--quick", "--text", story, "--out", tmp_path / "made")
@@ -155,7 +163,7 @@ def test_help_ends_with_a_verdict_and_is_written_where_asked(call, story, tmp_pa
     assert str(DRAFT) in lines[0] and str(story) in lines[0] and "greedy" in lines[0]
     assert lines[2].startswith("| draft | alpha | c | c by weights |")
     assert lines[4].startswith("| exit 1 | 0.")
-    assert lines[-1].startswith(("Worth it: exit 1 with gamma ", "No gain: alpha exceeds c nowhere; exit 1 "))
+    assert lines[-1].startswith(("Worth it: exit 1 with gamma ", "No gain: "))
     assert (tmp_path / "made.md").read_text() == out
     assert json.loads((tmp_path / "made.json").read_text())["verdict"] == lines[-1]
     assert not (tmp_path / "made.png").exists(), "help draws nothing"

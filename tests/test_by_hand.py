@@ -301,7 +301,7 @@ def test_best_gamma_within_its_bounds():
 
 
 def test_a_draft_must_fit_into_a_series():
-    for texts in (torch.ones(3), [torch.ones(2), torch.ones(3)]):
+    for texts in (torch.ones(3), [torch.ones(2), torch.ones(3)], []):
         try:
             got = expected_tokens(texts, 4)
         except ValueError:
@@ -316,7 +316,7 @@ def test_alpha_is_no_share_of_drafted_tokens():
     counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
     got = counts.alpha
     shares = {
-        "accepted / drafted is no alpha: a token after a refusal counts as refused there, though nobody "
+        "accepted / proposed is no alpha: a token after a refusal counts as refused there, though nobody "
         "tried it; the formula makes 2.1 tokens a round of it, where 3.7 came": 2689 / 5000,
         "accepted tokens per round: the gain, and no probability": 2.689,
         "tokens per round: that is tau": 3.689,
@@ -438,6 +438,23 @@ def test_an_attention_after_a_filled_cache():
     free = a(x, cos, sin, None, store)      # as for one token: nothing is hidden
     compare(free, slow_attention(a, x, cos, sin, torch.zeros_like(mask), past), {},
             "the same without a mask", 1e-8)
+
+
+def test_an_attention_keeps_types():
+    """States and weights in bfloat16, angles in float32: what a model has on a CPU."""
+    a, x, cos, sin, mask, past = some_attention()
+    given = "x and weights in bfloat16, cos and sin in float32"
+
+    def store(k, v):
+        if not k.dtype == v.dtype == torch.float32:
+            fail(given, "store(k, v), both in float32", f"{k.dtype} and {v.dtype}",
+                 "attention works in the type of cos")
+        return tuple(torch.cat([old.float().transpose(1, 2), new], 2)
+                     for old, new in zip(past, (k, v), strict=True))
+
+    out = a.bfloat16()(x.bfloat16(), cos.float(), sin.float(), mask.float(), store)
+    if out.dtype != torch.bfloat16:
+        fail(given, "bfloat16 comes out", str(out.dtype), "what comes out has the type of x")
 
 
 def test_the_mistakes_of_attention_can_be_told_apart():

@@ -204,9 +204,11 @@ def test_verify_greedy():
 def test_verify_nothing_proposed():
     """K = 0: plain decoding."""
     nothing = torch.empty(1, 0, dtype=torch.long)
-    same_law(lambda coins: int(verify(P[V].expand(1, 1, V), None, nothing, coins)[1]),
-             dict(enumerate(P[V].tolist())), {}, "no proposal at all; {token: probability}",
-             "without a draft the token comes from p")
+    same_law(lambda coins: numbers(verify(P[V].expand(1, 1, V), None, nothing, coins, torch.tensor([0])),
+                                   "accepted", "token"),
+             {(0, token): weight for token, weight in enumerate(P[V].tolist())}, {},
+             "no proposal at all; {(accepted, token): probability}",
+             "without a draft nothing is accepted, and the token comes from p")
 
 
 @pytest.mark.parametrize("drawn", [0, 1])
@@ -355,7 +357,14 @@ def test_chain_returns_the_q_that_it_drew_from():
 
 def test_chain_keeps_the_token_that_stops_it():
     """The rule stops after token 2, and that token is still proposed."""
-    rule = Says(3, lambda k, logits, token: token == 2)
+    def stop(k, logits, token):
+        if logits.shape != (1, V) or token.shape != (1,) or not (logits == LOGITS).all(1).any():
+            fail("what a rule's `stop` gets", "the raw logits (B, V) = (1, 3) and the token (B,) = (1,)",
+                 f"{short(logits)} and {short(token)}",
+                 "stop(k, logits, token) gets the raw logits, not q, and neither has a place T")
+        return token == 2
+
+    rule = Says(3, stop)
 
     def once(coins):
         (tokens,), _, _ = draft(rule, coins)
@@ -368,6 +377,17 @@ def test_chain_keeps_the_token_that_stops_it():
         return tuple(tokens)
 
     law(once)
+
+
+def test_chain_rows_draw_for_themselves():
+    """A token for each of two texts, which end in 0 and in 2."""
+    def once(coins):
+        (one,), (other,) = draft(Says(1), coins, ((1, 0), (2,)))[0]
+        return one, other
+
+    first, second = best_two(LOGITS[0]).tolist(), best_two(LOGITS[2]).tolist()
+    same_law(once, {(a, b): x * y for a, x in enumerate(first) for b, y in enumerate(second) if x * y}, {},
+             "two texts, a token of each; {tokens: probability}", "each row draws from its own q")
 
 
 def test_chain_rows_end_one_by_one():
@@ -468,9 +488,11 @@ def test_verify_tree_copied_siblings(parents, tokens):
              f"{{text: probability}}")
 
 
-def test_verify_tree_rows_stand_for_themselves():
-    """Two rows, the second greedy, with trees of their own; of the first only one node is proposed."""
-    parents, certain = torch.tensor([[0, 0], [0, 1]]), [2, 0]
+@pytest.mark.parametrize("parents, said", [([[0, 0], [0, 1]], (2, 1)), ([[0, 0]], (1, 0))], ids=str)
+def test_verify_tree_rows_stand_for_themselves(parents, said):
+    """Two rows, the second greedy, with trees of their own, or with one for both; of the first only one node
+    is proposed."""
+    parents, certain = torch.tensor(parents), [2, 0]
 
     def once(coins):
         tokens, q, way = planted(coins, [0, 0])
@@ -483,7 +505,7 @@ def test_verify_tree_rows_stand_for_themselves():
                  "`length` is ignored: what a row does not propose is dead")
         return completed([*way[int(node[0])], int(token[0])], P, 2, coins), (int(node[1]), int(token[1]))
 
-    want = {(text, (2, 1)): weight for text, weight in target_law(P, 2).items()}
+    want = {(text, said): weight for text, weight in target_law(P, 2).items()}
     same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node and "
              "token of the greedy row): probability}", "each row has its own parents, length and rows of p")
 

@@ -775,11 +775,6 @@ def test_expected_tokens_along_a_series_by_trying_every_outcome():
         assert expected_tokens(series[0], gamma) == pytest.approx(of_each[0][0] / of_each[0][1], rel=1e-12)
 
 
-def test_a_series_must_be_as_long_as_a_draft():
-    with pytest.raises(ValueError, match="^no series of acceptances is as long as a draft of 4 tokens$"):
-        expected_tokens([], 4)
-
-
 def test_best_gamma_by_brute_force():
     rng = random.Random(1)
     for _ in range(300):

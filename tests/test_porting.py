@@ -123,12 +123,13 @@ def test_the_margin_of_a_choice_is_the_distance_to_the_nearest_edge():
 
 
 def test_the_margin_of_a_flip_is_the_distance_to_the_chance():
-    coins = Watch(given=[0.3, 0.9, 0.5, 0.99])
+    coins = Watch()
+    coins.pool = torch.tensor([0.3, 0.9, 0.5, 0.99], dtype=torch.float64)
     coins.flip(torch.tensor([[0.35, 7.0, 0.2]]))
     assert coins.margin == pytest.approx(0.05)          # .3 beside .35; .9 beside 1; .5 beside .2
     coins.flip(torch.tensor([[7.0]]))
     assert coins.margin == pytest.approx(0.01)          # .99 beside 1: a coin in float32 may be 1
-    Watch(given=[]).flip(torch.zeros(1, 0))             # nothing to be decided
+    Watch().flip(torch.zeros(1, 0))                     # nothing to be decided
 
 
 def test_the_margin_of_the_filters_is_that_of_their_nearest_cut():
