@@ -126,7 +126,7 @@ def extras(tree, module, asked, answers):
     for node in tree.body:
         if getattr(node, "name", None) in asked or isinstance(node, ast.Expr):
             for lost in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(lost, ast.FunctionDef) and lost not in answers:
+                if isinstance(lost, ast.FunctionDef) and lost.name not in answers:
                     raise Refused(f"line {lost.lineno}: put `{lost.name}` outside of its class, as a "
                                   "function")
             continue
@@ -171,7 +171,7 @@ def put(module, names, text, disguises=None):
     check_imports(tree, module)
     outer = {name.split(".")[0] for name in names}
     helpers = extras(tree, module, outer | {d.name.split(".")[0] for d in disguises.values()},
-                     [new for _, new, _ in pairs])
+                     {new.name for _, new, _ in pairs})
     for old, new, d in sorted(pairs, key=lambda three: -three[0].lineno):  # from the end, so that lines stay
         block = [(moved(lines[i], new.col_offset, old.col_offset), i + 1) for i in range(*span(new))]
         if d is not None:

@@ -17,7 +17,7 @@ from porting import check
 
 EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"],
             verification: ["verify", "verify_tree"], speculative: ["ancestors"],
-            layerskip: ["keep", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
+            layerskip: ["without", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
             checkpoint: ["parts"], check: ["fingerprint"], quant: ["codebook"],
             sparse: ["sparse", "unread"], shared: ["by_position", "figures"],
             trees: ["chain_with_siblings", "widths_of", "tree_tokens", "best_tree"]}

@@ -180,7 +180,7 @@ def test_helpers_come_along_and_other_indents_will_do():
     exec(compile("\n".join(lines), "kvcache.py", "exec"), module)     # our own module, with that answer in it
     cache = object.__new__(module["KVCache"])
     assert cache.write(0, 1, 2, None, None) == (1, 2) and module["SIZE"] == 3
-    assert hasattr(module["KVCache"], "fork"), "the other methods stay"
+    assert hasattr(module["KVCache"], "move"), "the other methods stay"
     assert [(line, n) for line, n in spliced if n] == [
         ("import itertools", 1), ("SIZE = 3", 2), ("def mine(x):", 3), ("  return x", 4),
         ("    def write(self, layer, k, v, slots, end, recent=None):", 7), ("      return mine(k), v", 8)]

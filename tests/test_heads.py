@@ -3,7 +3,6 @@
 One thing to remember: greedy text cannot show that a head drafts badly. What can is the comparison of every
 drafted q with training's own forward, `predict`, over the whole text at once."""
 import itertools
-from copy import deepcopy
 from dataclasses import replace
 
 import promises
@@ -11,7 +10,7 @@ import pytest
 import torch
 from promises import Watched, compared
 from test_speculative import known
-from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, devices, each_family, make, read, warm
+from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, devices, each_family, fork, make, read, warm
 
 from control import Confidence, Foreseen
 from kvcache import KVCache
@@ -428,7 +427,7 @@ def test_the_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache(fami
     token, at, span = state.read(state.at(0)), state.at(0), state.span(0, 1)
     found = []
     for size in (0.3, 30.0, None):
-        head, cache = wild(M2R2(m, 3), size) if size else m, deepcopy(state.cache)
+        head, cache = wild(M2R2(m, 3), size) if size else m, fork(state.cache)
         trace = dict.fromkeys((1, 4))
         x = head.run(m.embed(token), at, cache, range(6), trace=trace, span=span)
         found.append((x, *trace.values(), cache.k, cache.v))

@@ -207,7 +207,7 @@ def test_the_table_holds_the_means_over_all_places():
         found = [rules.judge(*to_probs(z, T), k) for z in logits]
         assert r == pytest.approx({name: sum(f[name] for f in found) / 6 for name in found[0]})
         assert f"| {T} | {k} | " + " | ".join(f"{x:.3f}" for x in r.values()) + " |" in lines
-        assert r["its bias"] > 0.01 and r["typical"] > r["recursive, not again"]
+        assert r["its bias"] > 0.01
 
 
 def test_the_tokens_of_a_place_are_those_that_matter(models):

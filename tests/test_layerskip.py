@@ -1,12 +1,11 @@
 """Skip sets as they are written, and how often a text accepts a draft: scored in one pass, and the same as in
 the loop, position by position. Drafting itself is tested in test_speculative.py."""
 import json
-from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LIVELY, LLAMA, each_family, make, warm
+from tiny import LIVELY, LLAMA, each_family, fork, make, warm
 
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, without
 from sampling import to_probs
@@ -99,7 +98,7 @@ def test_what_is_shared_need_not_be_computed(models, family, name):
     teacher, T = Teacher(m, IDS, warm), len(IDS)
     own = torch.eye(T, dtype=torch.bool)
     with torch.inference_mode():
-        cache = deepcopy(teacher.cache)
+        cache = fork(teacher.cache)
         x = m.run(teacher.states[0], slice(0, T), cache, DRAFTS[name], slice(T, 2 * T), own)
         assert (teacher.draft(DRAFTS[name]) - warm(m.unembed(x))).abs().max() < 1e-12
 

@@ -4,7 +4,6 @@ One thing to remember: in float64 both sides agree to 1e-14, so that 1e-12 leave
 """
 import json
 import math
-from copy import deepcopy
 from dataclasses import replace
 
 import expected
@@ -13,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from teach import compare, look
-from tiny import DEVICES, GEMMA, LLAMA, devices, make
+from tiny import DEVICES, GEMMA, LLAMA, devices, fork, make
 
 import checkpoint
 from kvcache import KVCache
@@ -177,7 +176,7 @@ def test_sliding_layers_read_their_window_only(name, device, as_tree):
         where |= {"tree": tree}
     positions = slots if tree is None else n[:, None] + tree.sum(-1) - 1
     x = m.embed(tokens[:, -T:])
-    want = m.run(x, positions, deepcopy(cache), **where)   # without a span all slots are read
+    want = m.run(x, positions, fork(cache), **where)   # without a span all slots are read
     if m.c.window is not None:
         cache.k[::2, :, :, :7] = cache.v[::2, :, :, :7] = math.nan
     write = cache.write
@@ -209,7 +208,7 @@ def test_a_tree_of_one_row_reads_its_window_only():
     m, x, tree = make(CONFIGS["gemma2"]), some_x(1, 15), torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
     cache, where = new_cache(m, 1, 24), {"slots": slice(12, 15), "tree": tree.bool()}
     m.run(x[:, :12], slice(0, 12), cache)
-    want = m.run(x[:, 12:], torch.tensor([[12, 13, 13]]), deepcopy(cache), **where)
+    want = m.run(x[:, 12:], torch.tensor([[12, 13, 13]]), fork(cache), **where)
     cache.k[::2, :, :, :8] = math.nan
     got = m.run(x[:, 12:], torch.tensor([[12, 13, 13]]), cache, **where, span=slice(12, 15))
     assert error(got, want) < 1e-12
@@ -336,17 +335,17 @@ def test_one_scoring_pass_equals_each_token_on_its_own(name, sublayers, device):
     m, tokens, T = make(CONFIGS[name], device=device), some_tokens(2, 9, device), 9
     cache, x, alone = new_cache(m, 2, 2 * T), m.embed(tokens), torch.eye(9, dtype=torch.bool, device=device)
     prefill(m, tokens, cache)
-    held, fork = cache.k.clone(), deepcopy(cache)
+    held, other = cache.k.clone(), fork(cache)
     at = torch.arange(T, device=device).expand(2, -1)
-    got = m.run(x, at, fork, sublayers, slots=T + at, tree=alone)
-    same = m.run(x, slice(0, T), deepcopy(cache), sublayers, slots=slice(T, 2 * T), tree=alone)
+    got = m.run(x, at, other, sublayers, slots=T + at, tree=alone)
+    same = m.run(x, slice(0, T), fork(cache), sublayers, slots=slice(T, 2 * T), tree=alone)
     assert error(same, got) < 1e-12
-    assert torch.equal(fork.k[:, :, :, :T], held[:, :, :, :T]) and torch.equal(cache.k, held)
+    assert torch.equal(other.k[:, :, :, :T], held[:, :, :, :T]) and torch.equal(cache.k, held)
     for j in range(T):
         one, here = x[:, j : j + 1], slice(j, j + 1)
-        solo = m.run(one, here, deepcopy(cache), sublayers)
+        solo = m.run(one, here, fork(cache), sublayers)
         assert error(got[:, here], solo) < 1e-12
-        assert error(m.run(one, here, deepcopy(cache), sublayers, slots=slice(T, T + 1)), solo) < 1e-12
+        assert error(m.run(one, here, fork(cache), sublayers, slots=slice(T, T + 1)), solo) < 1e-12
     if sublayers is None:
         assert error(got, whole(m, tokens)) < 1e-12
 

@@ -1,13 +1,25 @@
 """A draft that reads few tokens: what it reads, that the text stays, and what it is worth on paper."""
 import itertools
-from copy import deepcopy
 from dataclasses import replace
 
 import promises
 import pytest
 from test_heads import Turns
 from test_speculative import SOME
-from tiny import LIVELY, LLAMA, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, devices, each_family, make, warm
+from tiny import (
+    LIVELY,
+    LLAMA,
+    PROMPTS,
+    TINY,
+    TINY_GEMMA,
+    Says,
+    Unsure,
+    devices,
+    each_family,
+    fork,
+    make,
+    warm,
+)
 
 from control import Costs, expected_tokens, weight_costs
 from layerskip import SelfDraft, ShortHead, early_exit, without
@@ -77,11 +89,11 @@ def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(family, device,
     drafter.begin(state, {})
 
     def drafted():
-        return drafter.propose(replace(state, cache=deepcopy(state.cache), coins=Coins(0), probs=warm)).q
+        return drafter.propose(replace(state, cache=fork(state.cache), coins=Coins(0), probs=warm)).q
 
     want = drafted()
     for j in range(max(map(len, state.known)) - 1):
-        state.cache = deepcopy(cache)
+        state.cache = fork(cache)
         state.cache.v[:, :, :, j] += 3.0
         changed = (drafted() != want).flatten(1).any(1).tolist()
         for text, was in zip(state.known, changed, strict=True):

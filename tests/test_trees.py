@@ -3,7 +3,6 @@
 One thing to remember: after its verification a tree is a chain, so that most tests are those of chains."""
 import itertools
 from collections import Counter
-from copy import deepcopy
 from dataclasses import replace
 
 import promises
@@ -24,6 +23,7 @@ from tiny import (
     Unsure,
     devices,
     each_family,
+    fork,
     law,
     make,
     plant,
@@ -88,8 +88,8 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family, d
     first = torch.tensor(n, device=device)[:, None]
     slots, positions = first + torch.arange(K + 1, device=device), first + tree.sum(-1) - 1
     x = m.embed(nodes)
-    whole = m.run(x, positions, deepcopy(cache), slots=slots, tree=tree, span=slice(4, 20))
-    grown, parts = deepcopy(cache), []
+    whole = m.run(x, positions, fork(cache), slots=slots, tree=tree, span=slice(4, 20))
+    grown, parts = fork(cache), []
     for a, b in ((0, 1), (1, 3), (3, 4), (4, 7)):
         parts.append(m.run(x[:, a:b], positions[:, :b], grown, None, slots[:, :b], tree[:, a:b, :b],
                            span=slice(4, 20)))
@@ -108,7 +108,7 @@ def test_a_tree_of_one_row_by_slices(family):
     cache, nodes, tree = KVCache(m.c, 1, 16, torch.float64), torch.tensor([[3, 5, 11]]), torch.eye(3).bool()
     tree[:, 0] = True       # a root with two children; the second's slot is not its position
     prefill(m, text, cache)
-    x, other = m.embed(nodes), deepcopy(cache)
+    x, other = m.embed(nodes), fork(cache)
     m.run(x[:, :2], slice(8, 10), cache)
     got = m.run(x[:, 2:], torch.tensor([[8, 9, 9]]), cache, slots=slice(8, 11), tree=tree[2:])
     want = m.run(x[:, [0, 2]], slice(8, 10), other)[:, 1:]
@@ -127,7 +127,7 @@ def test_a_move_by_hand():
     cache = KVCache(LLAMA, 2, 8, torch.float64)
     cache.k.copy_(torch.arange(cache.k.numel()).view(cache.k.shape))
     cache.v.copy_(-cache.k)
-    before, views = deepcopy(cache), cache.layers[1][0]
+    before, views = fork(cache), cache.layers[1][0]
     cache.move(src, dst)
     for now, old in ((cache.k, before.k), (cache.v, before.v)):
         for row in range(2):

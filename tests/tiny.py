@@ -5,6 +5,7 @@ import json
 import random
 import resource
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -48,6 +49,14 @@ def make(c, seed=0, device="cpu"):
 def small(m, seed=5):
     """A draft model for m."""
     return make(replace(m.c, n_layers=2), seed, m.tok.device)
+
+
+def fork(cache):
+    """A copy of a cache, so that an experiment cannot change what is known."""
+    twin = copy(cache)
+    twin.k, twin.v = cache.k.clone(), cache.v.clone()
+    twin.layers = list(zip(twin.k, twin.v, strict=True))
+    return twin
 
 
 @torch.no_grad()
