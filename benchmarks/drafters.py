@@ -178,8 +178,8 @@ def metered(models, heads=()):
             return act(*args)
         return acted
 
-    matrices = [(head, name) for head in heads for name in ("spread", "after", "rise", "join")
-                if name in vars(type(head))]
+    matrices = [(head, name) for head in heads      # of a Transfer, `spread` is all that reads its matrices
+                for name in [n for n in ("spread", "after", "rise", "join") if n in vars(type(head))][:1]]
     for model in (*models, *owns):
         watch(model, weight_costs(model.c))
     for head, name in matrices:     # the output heads of a Medusa are counted where the model is told of them
