@@ -269,8 +269,8 @@ class Transformer(nn.Module):
         c, T = self.c, x.shape[1]
         if slots is None:
             slots = positions if cache is not None else slice(0, T)
-        if isinstance(slots, slice):
-            span = span or (slots if slots == positions else slice(0, slots.stop))
+        if isinstance(slots, slice) and (span is None or isinstance(positions, slice)):
+            span = slots if slots == positions else slice(0, slots.stop)
         span = span or slice(0, cache.k.shape[3])
         end = span.stop
         near = end if c.window is None else end - max(0, span.start + 1 - c.window)     # for sliding layers

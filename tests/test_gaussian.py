@@ -73,6 +73,13 @@ def test_the_eigenvalues_of_the_kernel():
 # --- the process
 
 
+def test_values_of_any_type_are_float64_inside(some):
+    z, y, _ = some
+    few = (1 + 1e-6 * y).float()
+    one, other = (GaussianProcess(z, values, GROUPS, THETA, fit=False) for values in (few, few.double()))
+    assert one.y.dtype == torch.float64 and torch.equal(one.y, other.y) and one.std == other.std
+
+
 def test_predictions_by_the_dense_formula(some):
     z, y, process = some
     new, average, spread = vectors(3, 7, 3), float(y.mean()), float(y.std(correction=0))
