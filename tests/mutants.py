@@ -2136,6 +2136,9 @@ ROWS["exercises/splice.py"] = [
     ('if getattr(node, "name", None) in taken:', "if False:",
      "a helper takes the place of a library function"),
     ("if signature(new) != want:", "if signature(new)[1] != want[1]:", "a lost decorator is not seen"),
+    ("and not want[0]:", "and want[0]:", "of a decorator it is said that the signature is another one"),
+    ('if name == "verify" and any', "if False and any", "an exercise is solved by another one"),
+    ("and lost.name not in answers:", "and False:", "methods that help are lost without a word"),
     ("return result[:first] + added + result[first:]", "return result", "helpers are left behind",
      "test_helpers_come_along_and_other_indents_will_do"),
     ('return " " * after + line[before:]', 'return " " * before + line[before:]',
@@ -2149,6 +2152,8 @@ ROWS["exercises/splice.py"] = [
 ]
 
 ROWS["exercises/grade.py"] = [
+    ("variant(a.out) if a.variant is None else a.variant", "variant(a.out)",
+     "a student who deletes the seed has no variant", "test_a_folder_of_a_variant_is_graded_as_one"),
     ('if not (folder / "result.json").exists():', "if False:", "a process that ends by itself goes unnoticed",
      "test_one_clear_line_for_each_kind_of_accident"),
     ("remarks.append(f\"it prints", "(f\"it prints", "prints are not remarked"),

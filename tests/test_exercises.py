@@ -22,7 +22,7 @@ from exercises.specs import (
     specification_of_expected_tokens,
     specification_of_verify,
 )
-from exercises.tasks import TASKS, choose, file_name
+from exercises.tasks import TASKS, VARIANT, choose, file_name
 from gaussian import climb
 from sampling import Coins
 from verification import verify
@@ -276,6 +276,12 @@ def test_a_folder_of_a_variant_is_graded_as_one(tmp_path):
     mine = "\n".join(variants.solution(task.module, name, 3) for name in task.functions)
     (out / file_name(task)).write_text(mine)
     assert graded(out, "13")[:2] == (0, "13  predict, expected_improvement    passed\n1 of 1 passed\n")
+    (out / VARIANT).write_text("?")
+    code, _, said = graded(out, "13")
+    assert code == 2 and said.endswith(f"{out / VARIANT} holds no seed: say it, --variant SEED\n")
+    (out / VARIANT).unlink()
+    (out / file_name(task)).write_text(answer(task))
+    assert graded(out, "13")[0] == 0 and graded(out, "13", "--variant", "3")[0] == 1, "the seed is known"
     with pytest.raises(splice.Refused, match="`GaussianProcess.* is not there any more: keep the line `def"):
         splice.put(task.module, task.functions, answer(task), {
             name: variants.disguise(task.module, name, 3) for name in task.functions})
