@@ -27,6 +27,7 @@ from support.stats import Timed, parting
 
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
+READS = "spread", "after", "rise", "join"   # the first of these methods that a head has reads its matrices
 COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "±": "{spread:.0%}", "ratio to plain": "{ratio:.2f}",
            "tau": "{tau:.2f}", "accepted": "{acceptance:.2f}", "alpha": "{alpha:.2f}", "c": "{c:.3f}",
            "block": "{block:.2f}", "predicted": "{predicted:.2f}", "of it": "{reached:.2f}",
@@ -178,14 +179,14 @@ def metered(models, heads=()):
             return act(*args)
         return acted
 
-    matrices = [(head, name) for head in heads      # of a Transfer, `spread` is all that reads its matrices
-                for name in [n for n in ("spread", "after", "rise", "join") if n in vars(type(head))][:1]]
+    named = [(head, [name for name in READS if name in vars(type(head))]) for head in heads]
+    matrices = [(head, names[0]) for head, names in named if names]
     for model in (*models, *owns):
         watch(model, weight_costs(model.c))
     for head, name in matrices:     # the output heads of a Medusa are counted where the model is told of them
         one = next(head.weights.parameters())[0].numel()
         own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
-               "join": head.weights.matrix.numel() if name == "join" else 0}[name]
+               "join": one * head.model.c.dim}[name]    # of an Eagle `one` is a row of its matrix
         setattr(head, name, counting(getattr(head, name), own))
     try:
         yield spent

@@ -315,9 +315,9 @@ HTML(show.round_html(r, tokenizer))
 # %% [markdown]
 # Every field of a round, and what the loop knows after it. The first five belong to the draft: its tokens,
 # their q, how many there are, `parents`, which only drafts that branch have, and `extra`, which only Hidden
-# Transfer fills (notebook 7). Then: the target's logits
-# and its p, how many guesses were accepted and how many proposed, the `new` tokens, how `sure` the target
-# was of each (its probability, at temperature 1), and a `trace` of states for whoever asks for one.
+# Transfer fills (notebook 7). Then: the target's logits and its p, how many guesses were accepted and how
+# many proposed, the `new` tokens, how `sure` the target was of each (its probability, at temperature 1), and
+# a `trace` of states for whoever asks for one.
 
 # %%
 def brief(value):

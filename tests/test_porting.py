@@ -4,6 +4,7 @@ import ast
 import json
 import math
 import re
+import runpy
 import stat
 import sys
 from pathlib import Path
@@ -178,6 +179,13 @@ def test_the_numpy_port_passes(call):
     assert status == 0 and "3 of 3 cases pass" in out
 
 
+def test_a_top_p_of_1_is_off_in_the_numpy_port():
+    """The likeliest token has all the mass that a float can tell, and the others stay."""
+    port = runpy.run_path(str(PORTING / "numpy_port.py"))
+    for top_p in (None, 1):
+        assert port["to_probs"]([60.0, 0.0], 1.0, None, top_p, None)[1] > 0
+
+
 def test_with_trees_the_numpy_port_passes_those_too(call):
     trees = [n for n, (request, _) in CORE.items() if request["trees"]]
     flags = [flag for n in trees for flag in ("--case", n)]
@@ -346,6 +354,7 @@ def test_whole_numbers_must_be_the_same_and_others_may_be_rounded():
 
     assert ok([1, 2], [1, 2]) and not ok([1, 2], [1, 3]) and not ok([1, 2], [1]) and not ok([1], "1")
     assert ok(None, None) and not ok(None, 1) and not ok(3, None)
+    assert ok([True, 0], [True, 0]) and not ok(1, True) and not ok([True], [1]) and not ok(False, 0)
     assert ok(1.0, 1) and ok(2.0, 2.0019) and not ok(2.0, 2.0021) and ok(0.1, 0.1009) and not ok(0.1, 0.102)
     assert not ok(1.0, True) and not ok(1.0, float("inf")) and not ok(1.0, None)
     want = {"shape": [3], **check.fingerprint([1e3, -1e3, 2.0])}
