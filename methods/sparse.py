@@ -10,8 +10,8 @@ and a draft that reads its first few and its last few tokens leaves nearly all o
 
 A model heeds its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones.
 MagicDec (arXiv 2408.11049) drafts so with all weights, TriForce (arXiv 2404.11912) with keys and values that
-it retrieves; newer are Vegas (arXiv 2602.07223) and
-SparseSpec-L (arXiv 2607.27735); QuantSpec (arXiv 2502.10424) drafts with keys, values and weights in 4 bits.
+it retrieves; newer are Vegas (arXiv 2602.07223) and SparseSpec-L (arXiv 2607.27735); QuantSpec (arXiv
+2502.10424) drafts with keys, values and weights in 4 bits.
 """
 import torch
 
