@@ -44,7 +44,7 @@ notebooks: $(VENV)/dev
 browser: $(VENV)/dev
 	$(PY) tests/browser.py
 
-# Everything that stands on the shipped weights, measured anew: five to six hours on two cores that do nothing else.
+# Everything that stands on the shipped weights, measured anew: four to six hours on two cores that do nothing else.
 # A part whose file is in results/ is not measured again: after a stop it goes on; remove results/ to begin anew.
 SHIPPED = stories-llama stories-gemma2
 OWN = --opening 16 --text 4e5   # texts of all kinds that the twin writes
