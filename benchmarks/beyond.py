@@ -30,10 +30,11 @@ from support.stats import Counts
 from train_heads import OWN
 
 CONTEXT, BATCH, GAMMA, SINKS = 128, 8, 3, 4
+LENGTH = 256        # of the longest text: a group of texts takes as long as its longest
 LARGE, WINDOW = SHAPES["Llama 3.1 8B"], 1024    # on paper; the shapes of Llama 3 8B are the same
 SHAPE = {"layers": 4, "dim": 128, "heads": 2, "kv-heads": 1, "hidden": 352}    # of a ProphetNet
 COLD = 0.5                                      # the temperature that HAMburger imitates
-CONFIDENCES = 0.5, 0.8, 0.9, 0.99, 2.0          # 2: no head is so sure, so that each step says one token
+CONFIDENCES = 0.5, 0.8, 0.9, 2.0                # 2: no head is so sure, so that each step says one token
 
 
 class Sizes(NamedTuple):
@@ -44,16 +45,15 @@ class Sizes(NamedTuple):
     seeds: int          # of ProphetNets
     burger: int         # steps of HAMburger
     measured: int       # tokens of held-out text
-    length: int         # the longest text that the model writes
 
 
-FULL, QUICK = Sizes(300_000, 100_000, 280_000, 3, 280, 4096, 512), Sizes(8_000, 8_192, 8_192, 2, 16, 512, 256)
+FULL, QUICK = Sizes(300_000, 100_000, 280_000, 3, 280, 4096), Sizes(8_000, 8_192, 8_192, 2, 16, 512)
 
 
 # --- what they share
 
 
-def own_text(model, tokenizer, count, measured, length):
+def own_text(model, tokenizer, count, measured, length=LENGTH):
     """A Corpus of what the model writes: `count` tokens to learn from and `measured` others to measure on, or
     more, in texts of at most `length`."""
     streams = [{OWN: train_heads.write_text(model, tokens, seed, min(length, model.c.max_len))}
@@ -207,7 +207,7 @@ def hamburgers(model, tokenizer, prompts, new, size):
     """{confidence: what was found} of one HAMburger, alone and as a drafter for the model. It imitates the
     model cooled: at temperature 1 a small one is hardly ever sure, and then nothing is merged."""
     device, costs, cold = model.tok.device, weight_costs(model.c), cooled(model, COLD)
-    burger, text = Hamburger(cold), own_text(cold, tokenizer, size.text // 2, size.measured, size.length)
+    burger, text = Hamburger(cold), own_text(cold, tokenizer, size.text // 2, size.measured)
     batches = [text.batch(0, step, BATCH // 2, CONTEXT - 1).long().to(device) for step in range(size.burger)]
     tune(burger, cold, batches)
     rows = max(1, size.measured // 4 // CONTEXT)            # each takes as many passes as it has entries
@@ -351,7 +351,7 @@ def run(a):
             bar.set_description("M2R2")
             model, tokenizer = load(a, "float32", folder)
             count = size.text // (1 if folder == a.model else 2)
-            text = own_text(model, tokenizer, count, size.measured, size.length)
+            text = own_text(model, tokenizer, count, size.measured)
             prompts = [ids for name in SETS
                        for ids in prompt_ids(name, tokenizer, model.c)[: 1 if a.quick else 4]]
             exits = exits_of(model.c.n_layers, a.quick or folder != a.model)

@@ -179,7 +179,7 @@ def test_the_texts_are_long_and_of_one_length():
 
 @pytest.fixture
 def little(monkeypatch):
-    monkeypatch.setattr(beyond, "QUICK", beyond.Sizes(600, 1024, 1024, 2, 2, 200, 40))
+    monkeypatch.setattr(beyond, "QUICK", beyond.Sizes(600, 1024, 1024, 2, 2, 200))
 
 
 def test_the_whole_command(little, capsys, monkeypatch, tmp_path):
@@ -204,7 +204,7 @@ def test_the_whole_command(little, capsys, monkeypatch, tmp_path):
     words = "--model", str(DRAFT), "--twin", str(tmp_path / "twin"), "--quick", "--new", "8", "--json"
     assert bench.main(["beyond", *words]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert all(same) and len(same) == 2 * 5 + 2 + 5 + 4
+    assert all(same) and len(same) == 2 * 5 + 2 + 4 + 4
     assert set(data["m2r2"]) == {str(DRAFT), str(tmp_path / "twin")}
     rows = data["m2r2"][str(DRAFT)]
     assert list(rows) == [f"exit 1, {name}" for name in (
