@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-VERSION, DIGEST = 1, "046b18ab84c7"  # of the traces: whoever makes them anew and gets others changes both
+VERSION, DIGEST = 2, "bd670e56f964"  # of the traces: whoever makes them anew and gets others changes both
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = ROOT / "porting" / "traces"
 STORIES = TRACES / "stories"
@@ -44,11 +44,12 @@ def is_number(value):
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def differ(want, got, tolerance, errors, where=""):
+def differ(want, got, tolerance, errors, where="", size=1.0):
     """How an answer differs from what is expected, in words, at the first place where it does; None where it
     does not. `errors` receives the size of every rounding error that was met and forgiven.
 
-    Whole numbers must be the same. Of others |got - want| may be tolerance * max(1, |want|), or NaN nowhere.
+    Whole numbers must be the same. Of others |got - want| may be tolerance * max(size, |want|), NaN nowhere.
+    Entries are compared before lengths: the first wrong entry says more than how many there are.
     """
     if isinstance(want, dict):
         if not isinstance(got, dict):
@@ -57,53 +58,75 @@ def differ(want, got, tolerance, errors, where=""):
             return differ_tensor(want, got, tolerance, errors, where)
         pairs = [(f"{where}.{key}" if where else key, value, got.get(key)) for key, value in want.items()]
     elif isinstance(want, list):
-        if not isinstance(got, list) or len(got) != len(want):
-            size = f"{len(got)} entries: {brief(got)}" if isinstance(got, list) else brief(got)
-            return f"{where}: expected {len(want)} entries: {brief(want)}; got {size}"
+        if not isinstance(got, list):
+            return f"{where}: expected {len(want)} entries: {brief(want)}; got {brief(got)}"
         pairs = [(f"{where}[{i}]", value, other) for i, (value, other) in enumerate(zip(want, got))]  # noqa: B905
     elif isinstance(want, float):
         if not is_number(got) or not math.isfinite(got):
-            return f"{where}: expected the number {want:.9g}, got {brief(got)}"
-        error = abs(got - want) / max(1.0, abs(want))
+            return f"{where}: expected the number {want:.9g}, got {brief(got)}{cause(got)}"
+        error = abs(got - want) / max(size, abs(want))
         if error > tolerance:
             return f"{where}: expected {want:.9g}, got {got:.9g}, which is {abs(got - want):.2g} off"
         errors.append(error)
         return None
     else:
         same = got == want and isinstance(got, bool) == isinstance(want, bool)    # in Python True == 1
-        return None if same else f"{where}: expected {want}, got {brief(got)}"
-    return next((d for place, value, other in pairs if (d := differ(value, other, tolerance, errors, place))),
-                None)
+        return None if same else f"{where}: expected {want}, got {brief(got)}{cause(got)}"
+    for place, value, other in pairs:
+        if d := differ(value, other, tolerance, errors, place, size):
+            return d
+    if isinstance(want, list) and len(got) != len(want):
+        return f"{where}: expected {len(want)} entries: {brief(want)}; got {len(got)} entries: {brief(got)}"
+    return None
+
+
+def cause(got):
+    """What usually produces a number of the wrong kind."""
+    if isinstance(got, str):
+        return ", a string: print numbers without quotes"
+    if got is None:
+        return " (JavaScript prints NaN as null)"
+    if is_number(got) and got != got:
+        return ": 0 / 0, or the soft-max of a row in which every slot is hidden"
+    if is_number(got) and 2**53 <= abs(got) < math.inf:
+        return ", which has more than 53 bits: 64-bit products must wrap around (step 8)"
+    return ""
 
 
 def differ_tensor(want, got, tolerance, errors, where):
     """`differ` for a tensor: number by number, or by its fingerprint where nothing else is stored."""
     if got.get("shape") != want["shape"]:
         return f"{where}: expected a tensor of shape {want['shape']}, got {brief(got.get('shape'))}"
-    data = got.get("data")
+    data, count = got.get("data"), math.prod(want["shape"])
     if data is None and "data" not in want:     # where it is asked for, a port answers with a fingerprint
-        return next((d for key in ("sum", "magnitudes", "values") if (d := differ(
-            want[key], got.get(key), tolerance * scale(want, key), errors, f"{where}.{key}"))), None)
-    size = math.prod(want["shape"])
-    if not isinstance(data, list) or len(data) != size or not all(map(is_number, data)):
-        return f"{where}.data: expected a flat list of {size} numbers"
+        return differ_print(want, got, count, tolerance, errors, where)
+    if not isinstance(data, list) or len(data) != count:
+        size = f"{len(data)} entries" if isinstance(data, list) else brief(data)
+        return f"{where}.data: expected a flat list of {count} numbers, got {size}"
+    for i, x in enumerate(data):
+        if not is_number(x):
+            return f"{where}.data[{i}]: expected a number, got {brief(x)}{cause(x)}"
     if "data" in want:
+        mean = max(1.0, want["magnitudes"] / count)
         bad = [i for i, (a, b) in enumerate(zip(want["data"], data, strict=True))
-               if differ(float(a), b, tolerance, errors)]
+               if differ(float(a), b, tolerance, errors, size=mean)]
         if not bad:
             return None
         at, first = [], bad[0]
         for n in reversed(want["shape"]):
             first, i = divmod(first, n)
             at.insert(0, i)
-        return (differ(float(want["data"][bad[0]]), data[bad[0]], tolerance, [], f"{where}{at}")
-                + f" ({len(bad)} of {size} numbers differ)")
-    return differ_tensor(want, {"shape": want["shape"], **fingerprint(data)}, tolerance, errors, where)
+        return (differ(float(want["data"][bad[0]]), data[bad[0]], tolerance, [], f"{where}{at}", mean)
+                + f" ({len(bad)} of {count} numbers differ)")
+    return differ_print(want, fingerprint(data), count, tolerance, errors, where)
 
 
-def scale(want, key):
-    """A sum of many numbers may be off by more than each of them."""
-    return max(1.0, want["magnitudes"]) / max(1.0, abs(want["sum"])) if key == "sum" else 1.0
+def differ_print(want, got, count, tolerance, errors, where):
+    """`differ` for the fingerprint of `count` numbers. A number near 0 among large ones is what is left of a
+    subtraction, and rounding leaves it off by a share of theirs; a sum, by a share of all of them."""
+    sizes = {"sum": want["magnitudes"], "magnitudes": 1.0, "values": want["magnitudes"] / count}
+    return next((d for key, size in sizes.items() if (d := differ(
+        want[key], got.get(key), tolerance, errors, f"{where}.{key}", max(1.0, size)))), None)
 
 
 def formed(want, got):
@@ -119,7 +142,7 @@ def formed(want, got):
     if "shape" not in want:
         return all(formed(value, got.get(key)) for key, value in want.items())
     data, size = got.get("data"), math.prod(want["shape"])
-    flat = isinstance(data, list) and len(data) == size and all(map(is_number, data))
+    flat = isinstance(data, list) and len(data) == size and all(x is None or is_number(x) for x in data)
     return got.get("shape") == want["shape"] and (flat or data is None and "data" not in want)
 
 
@@ -200,11 +223,13 @@ def ask(command, requests, seconds):
         try:
             answer = json.loads(line)
             answers.setdefault(answer["case"], answer)
+            if isinstance(answer["case"], str):
+                trouble = trouble or f'line {i}: "case" is the string {answer["case"]!r}, not a number'
         except (ValueError, KeyError, TypeError, RecursionError):
             why = " (nan and inf are not JSON)" if re.search(r"\b(nan|inf)\b", line) else ""
             trouble = trouble or f"line {i} of what it printed is no answer{why}: {line[:70]!r}"
-    last = err.decode(errors="replace").strip().splitlines()[-1:]
-    said = f", and its last words are {last[0][:200]!r}" if last else ""
+    last = last_words(err.decode(errors="replace"))
+    said = f", and its last words are {last[:200]!r}" if last else ""
     said += next((f"; the first without an answer is case {r['case']}" for r in requests
                   if r["case"] not in answers), "")
     if status is None:
@@ -212,6 +237,20 @@ def ask(command, requests, seconds):
     elif status:
         trouble = f"it ended with status {status}, with {len(answers)} cases answered{said}"
     return answers, trouble
+
+
+def last_words(err):
+    """Of what a port wrote to standard error: the last line that names an error, else the last one. Node ends
+    with its version, Java with the calls, and Rust puts the message on the line after "panicked at ...:".
+
+    >>> last_words("app.js:3\\n\\nError: no such op\\n    at main (app.js:3)\\n\\nNode.js v20.1.0")
+    'Error: no such op'
+    """
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    named = [i for i, line in enumerate(lines)
+             if re.search("error|panic|exception", line, re.I) and not line.startswith("at ")]
+    i = named[-1] if named else len(lines) - 1
+    return " ".join(lines[i : i + 2] if named and lines[i].endswith(":") else lines[i : i + 1])
 
 
 def judge(cases, answers):
@@ -239,7 +278,8 @@ def print_of(answer, keys):
 
 def alike(told, got, tolerance):
     """Whether two fingerprints of whole answers are the same but for rounding."""
-    return "values" in got and not differ(told, got, tolerance * scale(got, "sum"), [])
+    count = told["count"]
+    return count == got["count"] > 0 and not differ_print(told, got, count, tolerance, [], "")
 
 
 def named(number, expect, answer):
@@ -262,6 +302,18 @@ def matrix(cases, verdicts):
     return "\n".join(lines)
 
 
+def spent_otherwise(want, got, verdict, tolerance):
+    """How the uniforms of the first wrong round differ, if the round drafts as many tokens as it should: all
+    rounds before it are right, so that it began at the same uniform. None if they do not."""
+    found = re.match(r"rounds\[(\d+)\]", verdict)
+    if found is None:
+        return None
+    want, got = (answer["rounds"][int(found[1])] for answer in (want, got))
+    sizes = [[isinstance(row, list) and len(row) for row in line["draft"]] for line in (want, got)]
+    return next((d for key in ("u_draft", "u_flip", "u_next") if sizes[0] == sizes[1] and (
+        d := differ(want[key], got[key], tolerance, [], key))), None)
+
+
 def first_difference(cases, verdicts, answers):
     """What to mend first, in a few lines; None where nothing differs."""
     number = next((n for n, verdict in verdicts.items() if verdict), None)
@@ -275,6 +327,8 @@ def first_difference(cases, verdicts, answers):
                      'A tensor is {"shape": [...], "data": [...]}.')
     elif names := named(number, expect, answers[number]):
         lines += [f"    This very answer comes out if {name}." for name in names]
+    elif spent := spent_otherwise(expect["answer"], answers[number], verdicts[number], expect["tolerance"]):
+        lines.append(f"    Uniforms are spent in another order: {spent}")
     else:
         lines.append(f"    Usually: {expect['catches']}.")
     return "\n".join(lines)
@@ -287,6 +341,7 @@ def parse(argv):
     a.add_argument("--core", action="store_true", help="no cases of trees, and none on weights/stories-llama")
     a.add_argument("--stories", action="store_true", help="only the cases on weights/stories-llama")
     a.add_argument("--seconds", type=float, default=300, help="stop the port after so long (default 300)")
+    a.add_argument("--tolerance", type=float, help="in place of those of the traces, for half types")
     a.add_argument("command", nargs=argparse.REMAINDER, help="the port, such as ./my-port or python port.py")
     args = a.parse_args(argv)
     if not args.command:
@@ -306,6 +361,9 @@ def choose(args, folder):
     if not args.stories and args.to == 9 and (not args.case or ROLLED in args.case):
         request, expect = read_cases(TRACES)[903]
         cases[ROLLED] = rolled(request, expect, folder)
+    if args.tolerance is not None:
+        for _, expect in cases.values():
+            expect["tolerance"] = args.tolerance
     return cases
 
 

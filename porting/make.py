@@ -223,6 +223,25 @@ def ends_inside(a):
     return len(earlier) >= 2 and 1 < kept < len(draft) and new == draft[:kept]
 
 
+def passed(flips, ratio):
+    """How many guesses pass before the first that does not."""
+    return next((k for k, (u, r) in enumerate(zip(flips, ratio, strict=False)) if u >= r), len(ratio))
+
+
+def crossed(a):
+    """Some text keeps another number of guesses if flips are spent place by place, not text by text."""
+    return mixed(a) and any(passed(r["u_flip"][b :: len(r["ratio"])], ratio) != kept
+                            for r in a["rounds"] if r["u_flip"]
+                            for b, (ratio, kept) in enumerate(zip(r["ratio"], r["accepted"], strict=True))
+                            if ratio)
+
+
+def overshoots(a):
+    """More guesses pass in the last round than stand before its end of text."""
+    last = a["rounds"][-1]
+    return len(a["rounds"]) >= 2 and 0 < last["accepted"][0] < passed(last["u_flip"], last["ratio"][0])
+
+
 def branched(a):
     """An accepted path goes through a sibling."""
     return lively(a) and any(r["new"][0][: r["accepted"][0]] != r["draft"][0][: r["accepted"][0]]
@@ -344,6 +363,10 @@ CASES = [
     (817, "verify", lambda g: judging(tensor([0.25, 0.75], [0.5, 0.5]), tensor([[0.5, 0.75]]), [0],
                                       [0.75, 0.375]), None,
      "where max(p - q, 0) leaves nothing, p itself is right, not a uniform distribution"),
+    (818, "probs", lambda g: filtering(tensor(*[1.0] * 4), 1.0, None, 0.5), None,
+     "the sum before a token is exactly top_p, and the token stays: the test is <, not <="),
+    (819, "probs", lambda g: filtering(tensor(*[1.0] * 4), 1.0, None, None, 1.0), None,
+     "a token is exactly as likely as min-p demands, and goes: the test is <, not <="),
     (881, "verify", lambda g: judging(simplex(g, 6, 6), simplex(g, 5, 6), [2, 3, 4, 5, 3], chance(g, 6),
                                       [0, 1, 0, 3, 0]), lambda a: a["node"] in (3, 4),
      "a sibling is tested against p instead of what its refused sisters have left of it"),
@@ -378,6 +401,10 @@ CASES = [
      "the uniforms of a batch are spent row by row instead of place by place"),
     (914, "rounds", lambda g: writing(g, GEMMA, lookup(3), 12, (12, 4), (0.7,)), copied,
      "a row with a shorter draft spends fewer uniforms"),
+    (915, "rounds", lambda g: writing(g, LLAMA, partly(2, EXIT), 9, (3, 6, 4), (1.0,)), crossed,
+     "the flips of a batch are spent place by place instead of text by text"),
+    (916, "rounds", lambda g: writing(g, LLAMA, partly(4, EXIT), 20, eos=2), overshoots,
+     "`accepted` counts guesses after an end of text"),
     (981, "rounds", lambda g: writing(g, GEMMA, partly(3, EXIT, [3, 1]), 16), branched,
      "greedy siblings are not the next most likely tokens"),
     (982, "rounds", lambda g: writing(g, LLAMA, partly(2, EXIT, [2, 1]), 16, settings=(1.0,)), branched,
@@ -416,14 +443,15 @@ def settle(number, op, build, wanted):
 
 
 def is_exact(request):
-    """Whether all numbers of a choice are multiples of 1/8: then nothing is ever rounded, and a decision on
-    the very edge is safe, too."""
+    """Whether all numbers of a choice are multiples of 1/8, or all logits are equal: then nothing that
+    decides is ever rounded, and a decision on the very edge is safe, too."""
     def numbers(value):
         if isinstance(value, (dict, list)):
             return [x for v in (value.values() if isinstance(value, dict) else value) for x in numbers(v)]
         return [value] if isinstance(value, float) else []
 
-    return request["op"] in ("choose", "verify") and all(x * 8 % 1 == 0 for x in numbers(request))
+    return (request["op"] in ("choose", "verify") and all(x * 8 % 1 == 0 for x in numbers(request))
+            or request["op"] == "probs" and len(set(request["logits"]["data"])) == 1)
 
 
 def with_prints(value, brief):
@@ -470,8 +498,9 @@ def write_mistakes():
     """What each wrong port says where it is wrong: a fingerprint of the whole answer. Where it cannot be told
     from the fingerprint of the right answer, it is left out: a right answer must not be called a mistake."""
     cases, lines = check.read_cases(check.TRACES), []
-    for old, new, mistake in MISTAKES:
-        found = answers(wrong_port(old, new), [check.absolute(request) for request, _ in cases.values()])
+    for scope, old, new, mistake in MISTAKES:
+        requests = [check.absolute(request) for request, _ in cases.values()]
+        found = answers(wrong_port(scope, old, new), requests)
         for number, wrong in found.items():
             expect = cases[number][1]
             if check.differ(expect["answer"], json.loads(json.dumps(wrong)), expect["tolerance"], []):
