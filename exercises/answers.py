@@ -1,8 +1,8 @@
 """What the grader is tested on: plausible wrong answers, each with words of the message that must name it,
 and right answers of another shape, which must pass.
 
-The one thing to remember: a wrong answer is the original with one phrase changed, as in tests/mutants.py; but
-here it does not suffice that a test fails, it must say why.
+The one thing to remember: a wrong answer is the original with one phrase changed by the engine of
+tests/mistakes.py; but here it does not suffice that a test fails, it must say why.
 """
 # {exercise: [(what stands exactly once in the original, what stands there instead, what must be said of it)]}
 WRONG = {
@@ -14,11 +14,14 @@ WRONG = {
          "x_i is paired with its neighbour"),
         ("torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)",
          "x * cos - x.roll(x.shape[-1] // 2, -1) * sin", "it turns the wrong way"),
-        ("x.roll(x.shape[-1] // 2, -1), sin", "x, sin", "the *other* half of x"),
+        ("x.roll(x.shape[-1] // 2, -1)",
+         "x", "the *other* half of x"),
     ],
     "frequencies": [
         ("torch.arange(0, head_dim, 2,", "torch.arange(0, head_dim // 2, 1,", "the exponent is 2i / D"),
-        ("theta ** -(", "theta ** (", "the exponent is negative"),
+        ("-(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)",
+         "torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim",
+         "the exponent is negative"),
         ("        return slow\n", "        return freqs * scaling[\"factor\"]\n", "factor divides"),
         ("/ (2 * math.pi)", "", "the 2 pi is missing"),
         ("keep * freqs + (1 - keep) * slow", "keep * slow + (1 - keep) * freqs", "fast and slow are swapped"),
@@ -60,7 +63,8 @@ WRONG = {
         ("qkv[..., -1, :].transpose(1, 2))", "qkv[..., -1, :].transpose(1, 2).to(x.dtype))",
          "the type of cos"),
         ("F.linear(y.to(x.dtype), self.wo)", "F.linear(y, self.wo.to(y.dtype))", "has the type of x"),
-        ("* self.scale", "* D ** -0.5", "take self.scale"),
+        ("self.scale",
+         "D ** (-0.5)", "take self.scale"),
         ("scores = softcap(scores, self.c.attn_softcap)\n", "\n", "the soft-cap of the scores is missing"),
         ("        scores = softcap(scores, self.c.attn_softcap)\n        if mask is not None:\n"
          "            scores.view(B, Hkv, G, T, -1).add_(mask)  # in place: for a long prompt nothing is "
@@ -68,7 +72,10 @@ WRONG = {
          "        if mask is not None:\n            scores.view(B, Hkv, G, T, -1).add_(mask)\n"
          "        scores = softcap(scores, self.c.attn_softcap)\n", "before the soft-cap"),
         ("add_(mask)", "add_(0 * mask.clamp(min=0))", "the mask is ignored"),
-        ("k, v = store(", "S = T\n        mask = None if mask is None else mask[..., -T:]\n        k, v = (",
+        ("k, v = store(qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))",
+         "S = T\n"
+         "mask = None if mask is None else mask[..., -T:]\n"
+         "k, v = (qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))",
          "only the block's own keys"),
     ],
     "KVCache.write": [
@@ -81,6 +88,11 @@ WRONG = {
         ("self.layers[layer]", "self.layers[0]", "`layer` is ignored"),
         ("self.layers[layer]", "(t[layer].clone() for t in (self.k, self.v))", "nothing is kept"),
         ("max(0, end - recent)", "end - recent", "a start below 0"),
+        ("        read = ", "        end = slots.stop if isinstance(slots, slice) else "
+         "int(slots.max()) + 1\n        read = ", "`end` is ignored"),
+        ("at = slots[:, None, :, None]",
+         "at = (slots[:, :1] + torch.arange(k.shape[2]))[:, None, :, None]",
+         "the slots are not contiguous"),
         ("0 if recent is None else max(0, end - recent)", "0", "`recent` is ignored"),
     ],
     "to_probs": [
@@ -91,17 +103,19 @@ WRONG = {
         ("p.cumsum(-1) - p >= top_p", "p.cumsum(-1) > top_p", "the token with which the mass reaches top_p"),
         ("p.cumsum(-1) - p >= top_p", "p.cumsum(-1) - p > top_p", "as soon as its mass *reaches* top_p"),
         ("p < min_p * p[..., :1]", "p < min_p", "the bound is min_p times"),
+        ("p < min_p * p[..., :1]", "p <= min_p * p[..., :1]",
+         "exactly min_p times the largest stays"),
         ("ids, p / p.sum(-1, keepdim=True))", "ids, p)", "what stays must be scaled to sum to 1"),
         ("p, ids = order.values[..., :top_k].softmax(-1), order.indices[..., :top_k]",
          "p, ids = order.values.softmax(-1)[..., :top_k], order.indices[..., :top_k]",
          "top_k comes before top_p, and what it leaves is scaled first"),
-        ("logits.sort(dim=-1, descending=True, stable=True)",
-         "logits.flip(-1).sort(dim=-1, descending=True, stable=True)\n"
-         "    order = torch.return_types.sort((order.values, logits.shape[-1] - 1 - order.indices))",
-         "the lower ids stay, not the higher ones"),
+        ("order = logits.sort(dim=-1, descending=True, stable=True)",
+         "order = logits.flip(-1).sort(dim=-1, descending=True, stable=True)\n"
+         "order = torch.return_types.sort((order.values, logits.shape[-1] - 1 - order.indices))", "the lower ids stay, not the higher ones"),
     ],
     "Coins.choose": [
-        ("right=True", "right=False", "u = 0 chose a token of probability zero"),
+        ("True",
+         "False", "u = 0 chose a token of probability zero"),
         ("u * cdf[..., -1:]", "u", "u must be scaled by their sum"),
         ("torch.searchsorted(cdf, u * cdf[..., -1:], right=True)", "weights.argmax(-1, keepdim=True)",
          "the most likely id, whatever u is"),
@@ -123,8 +137,8 @@ WRONG = {
          "replaced by a token from p"),
         ("p = p[row, accepted] ", "p = p[row, accepted.clamp(max=K - 1)] ",
          "the bonus token is drawn from the row of p that judged the last draft"),
-        ("return accepted, coins.choose(", "return accepted + (accepted == length), coins.choose(",
-         "the bonus token is counted as accepted"),
+        ("return (accepted, coins.choose(",
+         "return (accepted + (accepted == length), coins.choose(", "the bonus token is counted as accepted"),
         ("    return accepted, coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))",
          "    token = coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))\n"
          "    return accepted, torch.where(accepted == length, tokens[:, -1], token)",
@@ -139,6 +153,13 @@ WRONG = {
         (" & (torch.arange(K, device=p.device) < length[:, None])", "", "`length` is ignored"),
         ("coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))",
          "coins.choose(residual)", "rounding can refuse"),
+        ("residual.sum(-1, keepdim=True) > 0",
+         "residual.sum(-1, keepdim=True) > 0.3", "a residual of small mass"),
+        ("passed.cumprod(1).sum(1)",
+         "(passed & passed.roll(1, 1).index_fill(1, row[:1], True)).sum(1)",
+         "not only the one before it"),
+        ("else q[row, at]", "else q[row, at.clamp(max=1)]", "from the third draft on"),
+        ("else q[row, at]", "else q[row.clamp(max=1), at]", "each row has its own rows of p and q"),
         ("q = torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None else q[row, at]",
          "q = torch.zeros_like(p) if q is None else q[row, at]", "replaced by a token from p"),
     ],
@@ -154,6 +175,8 @@ WRONG = {
         ("token = state.coins.choose(q)", "token = q.argmax(-1)", "the most likely token is taken"),
         ("qs.append(q)", "qs.append(logits.softmax(-1))", "not the raw softmax"),
         ("going = going & ~rule.stop", "going = ~rule.stop", "once stopped, always stopped"),
+        ("going & ~rule.stop", "going ^ rule.stop", "once stopped, always stopped"),
+        ("going & (own > k + 1)", "own > k + 1", "once stopped, always stopped"),
         ("most, varied = wanted(state, rule)", "most, varied = wanted(state, rule)[0], False",
          "each row has its own length"),
         ("step(token, k)  ", "step(token, k + 1)  ", "k is the offset of the token that is read"),
@@ -197,7 +220,8 @@ WRONG = {
         ("block(gamma + 1)", "block(max(1, gamma))", "block(T) is asked for T = gamma"),
     ],
     "predict, expected_improvement": [
-        ("return self.mean + self.std *", "return self.std *", "add self.mean"),
+        ("self.mean + self.std",
+         "self.std", "add self.mean"),
         ("self.mean + self.std * (k.T @ self.dual)[:, 0], self.std * variance.sqrt()",
          "self.mean + (k.T @ self.dual)[:, 0], variance.sqrt()", "multiply both by self.std"),
         ("variance.sqrt()", "variance", "this is the variance"),
@@ -210,11 +234,13 @@ WRONG = {
         ("gap * above + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)", "gap * above",
          "the second term"),
         ("above + std *", "above +", "must be multiplied by std"),
-        ("gap, std = mean - best,", "gap, std = best - mean,", "upside down"),
+        ("mean - best",
+         "best - mean", "upside down"),
     ],
     "climb": [
-        ("top, which = scores.max(1)", "which = (scores > value[:, None]).long().argmax(1)\n"
-         "        top = scores.gather(1, which[:, None])[:, 0]", "it takes the first flip that is better"),
+        ("top, which = scores.max(1)",
+         "which = (scores > value[:, None]).long().argmax(1)\n"
+         "top = scores.gather(1, which[:, None])[:, 0]", "it takes the first flip that is better"),
         ("torch.where(allowed(flat), score(flat), -math.inf)", "score(flat)", "`allowed` is ignored"),
         ("better = top > value", "better = top >= value", "a walk that has not ended"),
         ("(z[:, None] - flips).abs()", "(z[:, None] + flips).clamp(max=1)", "bits are only set"),
@@ -391,6 +417,18 @@ def verify(p, q, tokens, coins, length=None):
             if k == most[b] or token[b] != tokens[b, k]:
                 break
     return accepted, token
+""", """
+def verify(p, q, tokens, coins, length=None):
+    # a row of zeros after the last q, and so K = 0 is no case of its own
+    B, K = tokens.shape
+    live = torch.arange(K) < (torch.full((B,), K) if length is None else length)[:, None]
+    q = torch.eye(p.shape[-1], dtype=p.dtype)[tokens] if q is None else q
+    chance = p[:, :K].gather(2, tokens[..., None]) / q.gather(2, tokens[..., None])
+    accepted = (coins.flip(chance[..., 0]) & live).cumprod(1).sum(1)
+    q = torch.cat([torch.where(live[..., None], q, 0), torch.zeros_like(p[:, :1])], 1)
+    p, q = p[torch.arange(B), accepted], q[torch.arange(B), accepted]
+    left = torch.where((p > q).any(1, keepdim=True), (p - q).clamp(min=0), p)
+    return accepted, coins.choose(left)
 """],
     "chain": ["""
 def chain(state, step, rule):

@@ -5,10 +5,12 @@ is wrong, and why?
     python exercises/diagnose.py OUT --variant SEED    six others, drawn by the seed
     python exercises/diagnose.py OUT --grade           say of each whether the line is right
 
-The one thing to remember: the mistakes are rows of tests/mutants.py, so each has a test that notices it, and
-none of them stands in a function that is an exercise.
+The one thing to remember: the mistakes are rows of tests/mistakes.py, so each has a test that notices it, and
+none of them stands in a function that is an exercise. The code is shown as the engine writes it, without
+comments.
 """
 import argparse
+import ast
 import difflib
 import json
 import random
@@ -19,18 +21,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = str(ROOT), str(ROOT / "tests")
+sys.path.insert(0, str(ROOT))
 
-import mutants  # noqa: E402
-
-from exercises import splice  # noqa: E402
+from tests import mistakes  # noqa: E402
 
 COUNT = 6
 
 
 class Case(NamedTuple):
     function: str
-    phrase: str     # of its row in tests/mutants.py
+    phrase: str     # the reason in its row of tests/mistakes.py
     why: str        # what a good answer says; shown after the line was found
 
 
@@ -72,17 +72,16 @@ CASES = [
 
 
 def row(case):
-    """The row of tests/mutants.py, and the module it is in."""
-    return next(m for m in mutants.MUTANTS if m.phrase == case.phrase)
+    """Its row of tests/mistakes.py."""
+    return next(m for m in mistakes.MISTAKES if (m.scope, m.why) == (case.function, case.phrase))
 
 
 def mutated(case):
     """The lines of the function with its mistake, and the numbers, from 1, of the lines that it changes."""
     m = row(case)
-    right = splice.original(m.file, case.function)
-    text = splice.source(m.file).replace(m.old, m.new)
-    first, last = splice.span(splice.find(splice.parse(text), case.function))
-    wrong = text.splitlines()[first:last]
+    source = (ROOT / m.file).read_text(encoding="utf-8")
+    right, wrong = (mistakes.bare(mistakes.find(ast.parse(text), m.scope)).splitlines()
+                    for text in (source, mistakes.change(source, m.scope, m.old, m.new)))
     changes = difflib.SequenceMatcher(None, right, wrong, autojunk=False).get_opcodes()
     where = {n + 1 for kind, _, _, a, b in changes if kind != "equal" for n in range(a, max(b, a + 1))}
     return wrong, where
@@ -92,10 +91,9 @@ def failure(case, most=30):
     """What the failing test prints, without paths of this machine."""
     m = row(case)
     with tempfile.TemporaryDirectory(prefix="diagnose-") as made:
-        folder = Path(made)
-        mutants.copy_repository(folder)
-        (folder / m.file).write_text(splice.source(m.file).replace(m.old, m.new), encoding="utf-8")
-        status, out = mutants.run_tests(folder, [m.test], "-x", "--tb=short", "-rN", limit=mutants.LIMIT)
+        mistakes.plant(m, made)
+        status = mistakes.run_tests([m.test], made, mistakes.LIMIT, ("--tb=short", "-rN"), f"{made}/out")
+        out = Path(made, "out").read_text(encoding="utf-8", errors="replace")
     if status != 1:
         raise RuntimeError(f"{m.test} does not fail: {out}")
     lines = [re.sub(r"\S*/site-packages/", "", line.replace(made + "/", "")) for line in out.splitlines()]

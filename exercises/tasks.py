@@ -87,15 +87,10 @@ TASKS = [
         control="expected_tokens_along_a_series_by_trying_every_outcome best_gamma_by_brute_force")),
     Task(13, "predict, expected_improvement", "gaussian.py",
          ("GaussianProcess.predict", "expected_improvement"), 40, 2, tests(
-             gaussian="predictions_by_the_dense_formula improvements_by_hand "
-             "where_there_is_hardly_noise_it_says_what_was_observed a_single_observation_is_enough "
-             "without_doubt_the_improvement_is_the_gap "
+             gaussian="predictions_by_the_dense_formula improvements_by_hand a_single_observation_is_enough "
              "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
     Task(14, "climb", "gaussian.py", ("climb",), 35, 2, tests(
-        gaussian="a_climb_by_hand climbs_do_not_wait_for_each_other "
-        "a_climb_takes_the_best_flip_not_the_first_that_is_better "
-        "a_climb_ends_where_no_allowed_flip_is_better "
-        "a_climb_leaves_a_start_that_is_worth_nothing_and_rests_on_a_plain")),
+        gaussian="a_climb_by_hand a_climb_ends_where_no_allowed_flip_is_better")),
     Task(15, "verify_tree", "verification.py", ("verify_tree",), 60, 3, tests(
         by_outcomes="verify_tree_drawn_siblings verify_tree_copied_siblings "
         "verify_tree_rows_stand_for_themselves")),

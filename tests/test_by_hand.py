@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from teach import compare, fail, short
+from teach import compare, fail, known, short
 from test_sampling import ALMOST_ONE, from_p
 from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, Fixed, make, oracle, read, warm, wide
 
@@ -63,6 +63,9 @@ PROBS = {
         "the bound is min_p times the most likely token's probability, not min_p itself": [0, 1, 0, 0],
         "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
         "min_p is not used": [0.125, 0.5, 0.125, 0.25]}),
+    "min-p, reached": (dict(temperature=1.0, min_p=1.0), [0.2, 0.4, 0.4], [0, 0.5, 0.5], {
+        "a token with exactly min_p times the largest stays: drop only those below": [math.nan] * 3,
+        "of tied tokens all stay: drop only those below the bound": [0, 1, 0]}),
     "temperature, then top-p": (dict(temperature=0.5, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
         "the temperature comes before top_p, which sees the sharpened distribution":
             roots([0.4, 0.3, 0, 0], 2)}),
@@ -81,7 +84,8 @@ def test_probabilities(name):
     given = f"the logits log {short(p)}, of which the softmax gives just these numbers, and {settings}"
     got = to_probs(from_p(*p), **settings)
     if got.shape == (len(p),) and bool(got.isnan().any()):
-        fail(given, short(want), short(got), "NaN: was a softmax taken of nothing but -inf, or 0 / 0?")
+        fail(given, short(want), short(got), known(got, mistakes) or
+             "NaN: was a softmax taken of nothing but -inf, or 0 / 0?")
     compare(got, want, mistakes, given, rtol=1e-9)
 
 
@@ -171,22 +175,30 @@ def test_a_write_goes_to_its_slots_whatever_is_there():
         "the block was put after what was written last; it belongs into its slots": [[1, 2, 3]],
         "dead slots come back: only those before `end` may be read": [[1, 2, 7, 4]]},
         "keys 1 2 3 4 in slots 0 .. 3, then 7 into slot 2, with end = 3")
-    keys, _ = written(cache, 0, [[8, 9]], slice(3, 5), 5)
-    compare(keys, [[1, 2, 7, 8, 9]], {
-        "what was written before is lost": [[1, 2, 3, 8, 9]]}, "then 8 9 into slots 3 .. 4")
+    keys, _ = written(cache, 0, [[8, 9]], slice(3, 5), 6)
+    compare(keys, [[1, 2, 7, 8, 9, 0]], {
+        "what was written before is lost": [[1, 2, 3, 8, 9, 0]],
+        "`end` is ignored: it says how many slots come back, wherever the block ends":
+            [[1, 2, 7, 8, 9]]},
+        "then 8 9 into slots 3 .. 4, with end = 6")
 
 
 def test_a_write_of_each_row_goes_to_its_own_slots():
-    """Two rows; `slots` is a slice at first, then the tensor [[3, 4], [1, 2]], and end = 5."""
+    """Two rows; `slots` is a slice at first, then the tensor [[1, 3], [0, 2]], and end = 5."""
     cache = new_cache(2)
     written(cache, 0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3)
-    keys, values = written(cache, 0, [[7, 8], [9, 10]], torch.tensor([[3, 4], [1, 2]]), 5)
-    compare(keys, [[1, 2, 3, 7, 8], [4, 9, 10, 0, 0]], {
+    keys, values = written(cache, 0, [[7, 8], [9, 10]], torch.tensor([[1, 3], [0, 2]]), 5)
+    compare(keys, [[1, 7, 3, 8, 0], [9, 5, 10, 0, 0]], {
         "all rows went to row 0's slots: slots is (B, T), each row has its own":
-            [[1, 2, 3, 7, 8], [4, 5, 6, 9, 10]],
-        "all rows went to the last row's slots: slots is (B, T)": [[1, 7, 8, 0, 0], [4, 9, 10, 0, 0]]},
-        "rows 1 2 3 and 4 5 6 in slots 0 .. 2; then 7 8 into slots 3, 4 of row 0, 9 10 into slots 1, 2 of "
-        "row 1")
+            [[1, 7, 3, 8, 0], [4, 9, 6, 10, 0]],
+        "all rows went to the last row's slots: slots is (B, T)":
+            [[7, 2, 8, 0, 0], [9, 5, 10, 0, 0]],
+        "the slots are not contiguous: each token goes to its own":
+            [[1, 7, 8, 0, 0], [9, 10, 6, 0, 0]],
+        "`end` is ignored: it says how many slots come back, wherever the block ends":
+            [[1, 7, 3, 8], [9, 5, 10, 0]]},
+        "rows 1 2 3 and 4 5 6 in slots 0 .. 2; then 7 8 into slots 1, 3 of row 0, 9 10 into slots "
+        "0, 2 of row 1, with end = 5")
     compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
 
 

@@ -4,7 +4,9 @@ distribution of the text, whichever coins are spent on it.
 The one thing to remember: a verifier that keeps few drafts may be right all the same. So the tests complete
 each text with plain draws from p before they compare, and what is kept is only remarked on.
 """
+import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ V = 3   # tokens; the tables have a row for each last token, and one more for th
 
 # the distribution after each token, and at last the one of the first token
 P = wide([[0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.25, 0.25, 0.5], [0.45, 0.2, 0.35]])
-Q = wide([[0.3, 0.4, 0.3], [0.2, 0.2, 0.6], [0.5, 0.3, 0.2], [0.2, 0.75, 0.05]])
+Q = wide([[0.1, 0.201, 0.699], [0.2, 0.2, 0.6], [0.5, 0.35, 0.15], [0.2, 0.75, 0.05]])
 GREEDY = torch.eye(V, dtype=torch.float64)[[1, 2, 0, 2]]      # a target that is sure of each token
 
 
@@ -133,6 +135,8 @@ def by_the_book(p, q, tokens, parents, coins, length, mistake=None):
         passed.append(mistake == "all" or bool(coins.flip(chance)))
     if mistake == "all passed":
         kept = sum(passed)
+    elif mistake == "previous":
+        kept = sum(a and b for a, b in zip(passed, [True, *passed], strict=False))
     else:
         kept = (passed + [False]).index(False)
     if kept == length:
@@ -142,8 +146,10 @@ def by_the_book(p, q, tokens, parents, coins, length, mistake=None):
         if mistake == "subtract" and kept < len(tokens):
             row = (row - q[kept]).clamp(min=0)
         return kept, int(coins.choose(row))
+    residual = (p[kept] - q[kept]).clamp(min=0)
     residual = {"p": p[kept], "q": q[kept], "abs": (p[kept] - q[kept]).abs(),
-                "first": (p[0] - q[0]).clamp(min=0)}.get(mistake, (p[kept] - q[kept]).clamp(min=0))
+                "first": (p[0] - q[0]).clamp(min=0),
+                "small": p[kept] if residual.sum() < 0.1 else residual}.get(mistake, residual)
     return kept, int(coins.choose(residual))
 
 
@@ -158,10 +164,14 @@ VERIFY = {
     "q": "a refused draft is replaced by a token from q, the distribution that has just been refused",
     "abs": "the replacement is drawn from |p - q|; what q has too much of must be cut off: max(p - q, 0)",
     "first": "the residual is that of the first draft; take p and q of the place that was refused",
+    "small": "a residual of small mass is replaced by p; however little is left of max(p - q, 0), "
+             "it is right, and p takes its place only where nothing is left",
     "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a row of "
                 "its own, one further",
     "again": "the bonus is skipped: after a draft that was accepted whole its last token comes once more",
     "subtract": "where nothing was proposed q must count as 0; you subtract a row of q that is dead"}
+LATER = {   # mistakes that show from the third draft on
+    "previous": "a draft counts if *all* before it were accepted, not only the one before it"}
 
 
 def ours(p, q, tokens, parents, coins, length):
@@ -171,20 +181,21 @@ def ours(p, q, tokens, parents, coins, length):
     return numbers(found, "accepted", "token")
 
 
-@pytest.mark.parametrize("length", [None, 1], ids=["all proposed", "one proposed"])
-@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("K, length", [(1, None), (1, 1), (2, None), (2, 1), (3, None)])
 def test_verify_drawn_drafts(K, length, record_property):
     """All texts of a round over drafts that were drawn from q, each with its probability."""
     case = range(K), K + 1, None, P, length
-    same_law(written(ours, *case), target_law(P, K + 1), slips(by_the_book, VERIFY, *case),
+    same_law(written(ours, *case), target_law(P, K + 1),
+             slips(by_the_book, VERIFY if K < 3 else LATER, *case),
              f"{K} draft{'s' * (K > 1)} from q, {'all' if length is None else length} of {K} proposed, in a "
              "vocabulary of 3 tokens; what comes out must have the distribution of plain decoding, {text: "
-             "probability}")
+             "probability}", None if K < 3 else "one draft and two come out right; from the third "
+             "draft on, is each judged and replaced by its own rows of p and q?")
     if K == 1 and length is None:
         remark_if_it_keeps_few(ours, record_property)
 
 
-@pytest.mark.parametrize("tokens", [[0], [1], [2, 0]], ids=str)
+@pytest.mark.parametrize("tokens", [[0], [1], [2, 0, 1]], ids=str)
 def test_verify_copied_drafts(tokens):
     """Copied proposals have no q: it is a one-hot, whatever they are."""
     K = len(tokens)
@@ -211,30 +222,32 @@ def test_verify_nothing_proposed():
              "without a draft nothing is accepted, and the token comes from p")
 
 
-@pytest.mark.parametrize("drawn", [0, 1])
+@pytest.mark.parametrize("drawn", [0, 2])
 def test_verify_rows_stand_for_themselves(drawn):
-    """A batch of two rows with tables and lengths of their own; one is greedy, to keep outcomes few."""
+    """Three rows with tables and lengths of their own; two are greedy, to keep outcomes few."""
     turned = slice(None, None, -1 if drawn else 1)      # the drawn row comes first, or last
-    lengths, rows = torch.tensor([2, 1][turned]), [P, GREEDY][turned]
-    certain = [2, 0]        # what the greedy row proposes: its first two tokens
+    lengths, rows = torch.tensor([2, 1, 0][turned]), [P, GREEDY, GREEDY][turned]
+    certain = [2, 0]        # what the greedy rows propose: their first two tokens
 
     def once(coins):
         tokens, q, _ = planted(coins, range(2))
-        both = [tokens, certain][turned]
+        ids = [tokens, certain, certain][turned]
         hot = torch.eye(V, dtype=torch.float64)[certain]
-        qs = torch.stack([torch.stack(q), hot][turned])
-        ps = torch.stack([p[[V, *ids]] for p, ids in zip(rows, both, strict=True)])
-        accepted, token = verify(ps, qs, torch.tensor(both), coins, lengths)
+        qs = torch.stack([torch.stack(q), hot, hot][turned])
+        ps = torch.stack([p[[V, *row]] for p, row in zip(rows, ids, strict=True)])
+        accepted, token = verify(ps, qs, torch.tensor(ids), coins, lengths)
         if not (0 <= accepted).all() or not (accepted <= lengths).all():
             fail(f"rows of {lengths.tolist()} proposals", "no more accepted than proposed", accepted.tolist(),
                  "`length` is ignored: what a row did not propose is dead")
-        return tuple(completed([*ids[:a], t], p, 3, coins) for ids, a, t, p in
-                     zip(both, accepted.tolist(), token.tolist(), rows, strict=True))
+        return tuple(completed([*row[:a], t], p, 3, coins) for row, a, t, p in
+                     zip(ids, accepted.tolist(), token.tolist(), rows, strict=True))
 
     solo = [target_law(p, 3) for p in rows]
-    want = {(a, b): u * v for a, u in solo[0].items() for b, v in solo[1].items()}
-    same_law(once, want, {}, f"two rows that propose {lengths.tolist()} tokens; {{texts: probability}}",
-             "each row has its own row of p after its last accepted draft, and its own length")
+    want = {texts: math.prod(table[text] for table, text in zip(solo, texts, strict=True))
+            for texts in product(*solo)}
+    same_law(once, want, {},
+             f"three rows that propose {lengths.tolist()} tokens; {{texts: probability}}",
+             "each row has its own rows of p and q, and its own length")
 
 
 class Refusing(Branch):
@@ -390,13 +403,14 @@ def test_chain_rows_draw_for_themselves():
              "two texts, a token of each; {tokens: probability}", "each row draws from its own q")
 
 
-def test_chain_rows_end_one_by_one():
-    """Row 0 stops at once, row 1 after three tokens: who has stopped stays so."""
-    rule = Says(4, lambda k, logits, token: torch.tensor([k == 0, k == 2]))
+@pytest.mark.parametrize("gamma", [6, [5, 6]], ids=str)
+def test_chain_rows_end_one_by_one(gamma):
+    """Row 0 stops at once, row 1 after five tokens. What is said of row 0 later changes nothing."""
+    rule = Says(gamma, lambda k, logits, token: torch.tensor([k in (0, 2), k == 4]))
     rows, _, _ = draft(rule, Coins(0), ((1, 0), (2,)))
-    if [len(row) for row in rows] != [1, 3]:
-        fail("row 0 is told to stop after its first token, row 1 after its third", "lengths [1, 3]",
-             f"lengths {[len(row) for row in rows]}",
+    if [len(row) for row in rows] != [1, 5]:
+        fail(f"gamma = {gamma}; the rule stops row 0 after its first token and again after its "
+             "third, row 1 after its fifth", "lengths [1, 5]", f"lengths {list(map(len, rows))}",
              "a row that has stopped goes on again: once stopped, always stopped")
 
 

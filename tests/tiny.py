@@ -129,7 +129,7 @@ class Branch(Coins):
 
     def flip(self, prob):
         heads = [self.pick(torch.stack([1 - a, a])) for a in prob.nan_to_num(0.0).clamp(max=1).flatten()]
-        return torch.tensor([bool(h) for h in heads], device=prob.device).view(prob.shape)
+        return torch.tensor(heads, dtype=torch.bool, device=prob.device).view(prob.shape)
 
     def choose(self, weights):
         rows = weights.reshape(-1, weights.shape[-1])
