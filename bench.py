@@ -50,7 +50,7 @@ def parse(argv):
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, heads: this skip set, a3,m4 or "
                    "a skip.json (the last three: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
-                   "the most frequent first (self, dynamic: by default vocab.json beside the weights)")
+                   "the most frequent first (self, dynamic: by default draft_vocab.json beside the weights)")
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
     p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
     p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS,

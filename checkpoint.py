@@ -6,6 +6,7 @@ it fills. Loading copies into the pieces, saving copies out of them, and no pick
 import json
 import math
 import os
+import shlex
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from model import MLP, Attention, Config, Transformer
-from support.files import read_json, replacing, write_file
+from support.files import read_json, read_text, replacing, write_file
 
 FAMILIES = {  # defaults for keys that config.json leaves out; None: derived from other keys
     "llama": dict(
@@ -32,8 +33,10 @@ FAMILIES = {  # defaults for keys that config.json leaves out; None: derived fro
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "gemma2": "Gemma2ForCausalLM"}
 ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CONVERT = ("python -c \"from transformers import AutoModelForCausalLM as M; "
-           "M.from_pretrained('DIR').save_pretrained('NEW')\"")
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+CONVERT = ('python -c "import sys, transformers as t; d, new = sys.argv[1:]; '
+           '[m.from_pretrained(d).save_pretrained(new) for m in (t.AutoModelForCausalLM, t.AutoTokenizer)]"')
+BESIDE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json"
 ROPE_KEYS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor",
                                                "original_max_position_embeddings")}
 
@@ -53,7 +56,7 @@ def load(folder, device=None, dtype=None, quant=None, part=(0, 1)):
         raise FileNotFoundError(f"{folder}: no such folder")
     c = read_config(folder)
     tokenizer = read_tokenizer(folder)
-    files = find_weights(folder)
+    c, files = settle_tying(c, find_weights(folder))
     if c.n_layers > len(files):
         raise ValueError(f"config.json says {c.n_layers} layers, but the weights are {len(files)} tensors")
     try:
@@ -65,16 +68,17 @@ def load(folder, device=None, dtype=None, quant=None, part=(0, 1)):
     if part != (0, 1):
         model = share(c, part[1])
     if dtype is None:
-        dtype = DTYPES[files["model.embed_tokens.weight"].get_slice("model.embed_tokens.weight").get_dtype()]
+        dtype = DTYPES[files[EMBED]().get_dtype()]
     model = model.to(dtype).requires_grad_(False).eval()
     model.scale = torch.empty((), dtype=dtype, device=device).fill_(c.embed_scale)
     fill(model, files, device, quant, part[0])
+    model.beside = {name: read_text(folder / name) for name in BESIDE if (folder / name).is_file()}
     return model, tokenizer
 
 
 def save(model, folder, tokenizer):
-    """Write config, weights and tokenizer in the form that `transformers` reads. Raises ValueError for a
-    quantised model."""
+    """Write config, weights and tokenizer in the form that `transformers` reads. A loaded model keeps its
+    chat template, special tokens and settings. Raises ValueError for a quantised model."""
     if not isinstance(model.blocks[0].attn.wqkv, torch.Tensor):
         raise ValueError("a quantised model cannot be saved: save the model that it was made from")
     folder = Path(folder)
@@ -82,30 +86,40 @@ def save(model, folder, tokenizer):
     tensors = {name: p.detach().reshape(stored_shape(p)).contiguous() for name, p in parts(model)}
     with replacing(folder / "model.safetensors") as path:
         save_file(tensors, path, metadata={"format": "pt"})
+    beside = getattr(model, "beside", {})
     ids = {"bos_token_id": model.c.bos, "eos_token_id": list(model.c.eos) or None}
     special = {"bos_token": model.c.bos, "eos_token": next(iter(model.c.eos), None)}
     names = {key: tokenizer.id_to_token(i) for key, i in special.items() if i is not None}
-    contents = {"config.json": write_config(model.c, model.tok.dtype) | ids, "generation_config.json": ids,
-                "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"} | names}
-    for name, content in contents.items():
-        write_file(folder / name, json.dumps(content, indent=2) + "\n")
-    write_file(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    names["tokenizer_class"] = "PreTrainedTokenizerFast"
+    texts = {"tokenizer_config.json": as_json(names)} | beside
+    texts["config.json"] = as_json(write_config(model.c, model.tok.dtype) | ids)
+    texts["generation_config.json"] = as_json(json.loads(beside.get("generation_config.json", "{}")) | ids)
+    texts["tokenizer.json"] = tokenizer.to_str(pretty=True)
+    for name, text in texts.items():
+        write_file(folder / name, text)
 
 
-def encode(tokenizer, text, bos=None):
-    """The ids of a prompt. They begin with exactly one `bos` if there is one, whether or not tokenizer.json
-    adds it. Raises ValueError for an empty prompt and for text that is not Unicode."""
-    if not text:
-        raise ValueError("the prompt is empty: give it at least one character")
+def as_json(content):
+    return json.dumps(content, indent=2) + "\n"
+
+
+def encode(tokenizer, text, bos=None, special=True):
+    """The ids of a prompt, as `AutoTokenizer` makes them: the post-processor of tokenizer.json alone decides
+    whether a begin-of-text id comes first (transformers 5 ignores `add_bos_token` beside it). An empty prompt
+    becomes `bos`, the model's begin-of-text id. special: False for a rendered chat template, which writes its
+    special tokens itself. Raises ValueError for an empty prompt without a bos, and for text that is not
+    Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
         raise ValueError(f"the prompt is not valid UTF-8 at character {e.start}") from None
     with guarded("the tokenizer cannot take this prompt"):
-        ids = tokenizer.encode(text).ids
+        ids = tokenizer.encode(text, add_special_tokens=special).ids
         tokenizer.decode(ids, skip_special_tokens=False)
-    start = next((i for i, t in enumerate(ids) if t != bos), len(ids))
-    return ids if bos is None else [bos, *ids[start:]]
+    if not ids and bos is None:
+        raise ValueError("the prompt is empty, and config.json has no bos_token_id to begin with: give it at "
+                         "least one character")
+    return ids or [bos]
 
 
 # --- tensors
@@ -132,10 +146,10 @@ def parts(model):
     model.layers.0.input_layernorm.weight 4
     model.layers.0.post_attention_layernorm.weight 4
     """
-    yield "model.embed_tokens.weight", model.tok
+    yield EMBED, model.tok
     yield "model.norm.weight", model.norm.weight
     if model.head is not None:
-        yield "lm_head.weight", model.head
+        yield HEAD, model.head
     for i, b in enumerate(model.blocks):
         wqkv = b.attn.wqkv.view(*b.attn.grouped, -1)                            # (Hkv, G+2, D, dim)
         gate, up = b.mlp.gate_up.chunk(2)
@@ -179,14 +193,14 @@ def fill(model, files, device, quant=None, rank=0):
         filled = torch.empty_like(getattr(module, key), device=device)
         for name, piece in pieces:
             place = filled.as_strided(piece.shape, piece.stride(), piece.storage_offset())
-            place.copy_(read_tensor(files[name], name, stored_shape(piece), rank).view(piece.shape))
+            place.copy_(read_tensor(files[name](), stored_shape(piece), rank).view(piece.shape))
         small = quant and isinstance(module, Attention | MLP)
         put(module, key, quant(filled) if small else nn.Parameter(filled, requires_grad=False))
 
 
-def read_tensor(file, name, shape, rank):
+def read_tensor(stored, shape, rank):
     """A stored tensor. Where `shape` is smaller, only the slice of process `rank` is read."""
-    stored, cuts = file.get_slice(name), []
+    cuts = []
     for whole, own in zip(stored.get_shape(), shape, strict=True):
         first = min(rank * own, whole - own)    # where it cannot be shared evenly, the last one overlaps
         cuts.append(slice(first, first + own))
@@ -205,11 +219,11 @@ def stored_shape(piece):
 
 
 def find_weights(folder):
-    """{tensor name: the open safetensors file that holds it}."""
+    """{tensor name: a function that opens it, as safetensors' lazy slice}."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
         handle = open_weights(single)
-        return dict.fromkeys(handle.keys(), handle)
+        return {name: partial(handle.get_slice, name) for name in handle.keys()}
     if index.is_file():
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or any(Path(str(file)).name != file for file in where.values()):
@@ -218,34 +232,60 @@ def find_weights(folder):
         lost = next((name for name, file in where.items() if name not in handles[file].keys()), None)
         if lost is not None:
             raise ValueError(f"{index}: {where[lost]} has no tensor {lost}")
-        return {name: handles[file] for name, file in where.items()}
+        return {name: partial(handles[file].get_slice, name) for name, file in where.items()}
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if pickles:
         raise ValueError(f"{folder}: only pickles ({pickles[0]}), which can run code and are never opened; "
-                         f"convert them once: {CONVERT}".replace("DIR", str(folder)))
+                         f"convert them once: {CONVERT} {shlex.quote(str(folder))} NEW")
     raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json")
 
 
 def open_weights(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file, but the index names it")
+    check_pointer(path)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as e:
         raise ValueError(f"{path}: truncated or damaged safetensors file ({e})") from None
 
 
+def check_pointer(path):
+    """Raises ValueError for what Git leaves in a file's place where LFS has not fetched it."""
+    with open(path, "rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise ValueError(f"{path}: a Git LFS pointer instead of the file: run git lfs pull in its folder")
+
+
+def settle_tying(c, files):
+    """(c, files) where config.json and the weights agree on tying. As in transformers 5 the weights decide: a
+    tied head that is stored with other values is a head of its own, and a tied matrix may be stored under
+    either name."""
+    if c.tied and HEAD in files:
+        head = files.pop(HEAD)
+        if EMBED not in files:
+            return c, files | {EMBED: head}
+        if not equal(files[EMBED](), head()):
+            return replace(c, tied=False), files | {HEAD: head}
+    return c, files
+
+
+def equal(a, b, rows=4096):
+    """Whether two stored matrices are the same, without reading either as a whole."""
+    shape = a.get_shape()
+    return shape == b.get_shape() and all(torch.equal(a[i : i + rows].double(), b[i : i + rows].double())
+                                          for i in range(0, shape[0], rows))
+
+
 def check_tensors(files, model):
     """Raises ValueError unless every tensor is there, with its shape and a floating type, and none is left
     over."""
     extra = {name for name in files if not name.endswith("rotary_emb.inv_freq")}  # in Llama 1 and 2, unused
-    if model.c.tied:
-        extra.discard("lm_head.weight")  # some tied checkpoints store the embedding twice
     for name, piece in parts(model):
         if name not in files:
-            hint = " (untied: tie_word_embeddings is false)" if name == "lm_head.weight" else ""
+            hint = " (untied: tie_word_embeddings is false)" if name == HEAD else ""
             raise ValueError(f"the weights lack tensor {name}{hint}")
-        stored, want = files[name].get_slice(name), stored_shape(piece)
+        stored, want = files[name](), stored_shape(piece)
         if tuple(stored.get_shape()) != want:
             raise ValueError(f"tensor {name} has shape {tuple(stored.get_shape())}, config.json wants {want}")
         if stored.get_dtype() not in DTYPES:
@@ -279,6 +319,7 @@ def read_tokenizer(folder):
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
+    check_pointer(path)
     with guarded(f"{path}: not a readable tokenizer"):
         tokenizer = Tokenizer.from_file(str(path))
         tokenizer.no_padding()  # trap: the file may ask for some length, but a prompt must stay as it is
@@ -352,6 +393,9 @@ def read_family(raw):
     if family is None or raw.get("model_type", family) != family:
         raise ValueError(f"architecture {raw.get('architectures') or raw.get('model_type')} is not "
                          f"supported; Llama 1 to 3.x and Gemma-2 are ({', '.join(ARCHITECTURES.values())})")
+    if raw.get("quantization_config"):
+        raise ValueError(f"the weights are quantised ({raw['quantization_config']}), which is not supported: "
+                         "load the original, and quantise it with --quant")
     for key in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
         if raw.get(key):
             raise ValueError(f"{key} is not supported")
@@ -394,15 +438,19 @@ def read_gemma2(raw, number):
 
 
 def read_rope(raw):
-    """(theta, scaling) from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    """(theta, scaling) from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`, which
+    wins in transformers 5 where a file has both."""
+    spec = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(spec, dict):
         raise ValueError(f"rope_scaling must be an object, got {spec!r}")
     theta = spec.get("rope_theta", raw["rope_theta"])
     kind = spec.get("rope_type", spec.get("type", "default"))
     if kind != "default" and kind not in list(ROPE_KEYS):
         raise ValueError(f"rope type {kind!r} is not supported; default, {' and '.join(ROPE_KEYS)} are")
-    scaling = {key: spec.get(key) for key in ROPE_KEYS.get(kind, ())}
+    if spec.get("partial_rotary_factor", 1) != 1:
+        raise ValueError("partial_rotary_factor is not supported: rotary embedding needs all of a head")
+    usual = {"original_max_position_embeddings": raw["max_position_embeddings"]}
+    scaling = {key: spec.get(key, usual.get(key)) for key in ROPE_KEYS.get(kind, ())}
     for key, value in {"rope_theta": theta, **scaling}.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 2**63:
             raise ValueError(f"{key} must be a positive number, got {value!r}")

@@ -30,7 +30,7 @@ from speculative import generate
 from support import cli, corpus, plots
 from support.files import LOCK, lock, read_jsonl, replacing, write_file
 
-LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "vocab.json"
+LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "draft_vocab.json"
 FIRST = 10   # random trials, before the process is asked
 REFIT = 5    # trials between two fits of its hyper-parameters
 MAY_CHANGE = {"trials", "out", "resume", "device"}  # when a run is resumed

@@ -387,7 +387,9 @@ def loop(state, drafter, eos):
     model, every = state.model, range(2 * state.model.c.n_layers)
     if max(state.left_cpu, default=0) > 0:      # read the prompts; a short row's padding lands in dead slots
         trace = dict.fromkeys(state.taps)
-        prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
+        x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
+        last = x[torch.arange(len(x), device=x.device), state.n - 1]            # (B, dim)
+        check_finite(model.unembed(last[:, None]).abs().amax((1, 2)).tolist(), x.dtype)
         drafter.begin(state, trace)
     while max(state.left_cpu, default=0) > 0:
         # 1. Draft, but no more than may still be emitted.
@@ -420,6 +422,14 @@ def loop(state, drafter, eos):
         yield state, r
 
 
+def check_finite(peaks, dtype):
+    """Raise ValueError, in one line, if a row's largest logit is NaN or infinite."""
+    for b, peak in enumerate(peaks):
+        if not math.isfinite(peak):
+            raise ValueError(f"the model's logits for row {b} are NaN or infinite: its weights are damaged, "
+                             f"or {dtype} is too narrow for them")
+
+
 def commit(state, draft, accepted, next_token, logits, eos):
     """Append what was accepted and the token after it. Only here does the loop wait for the device."""
     K = draft.tokens.shape[1]
@@ -427,13 +437,12 @@ def commit(state, draft, accepted, next_token, logits, eos):
     state.write(state.at(1, K + 2), out)
     peak = logits.abs().amax((1, 2))                                     # (B,) NaN and infinity survive it
     sure = raw_probs(logits).gather(2, out[..., None])[..., 0]                  # (B, K+1)
-    # trap: ids travel as numbers of the type of `sure`, which holds them exactly only below 2^24
-    facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure, out], 1)
+    # one copy for all; in float64, which holds every token id exactly
+    facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure.double(), out], 1)
     new, chances, kept, proposed = [], [], [], []
-    for b, (yes, offered, top, *values) in enumerate(facts.tolist()):
-        if not math.isfinite(top):
-            raise ValueError(f"the model's logits for row {b} are NaN or infinite: its weights are damaged, "
-                             f"or {logits.dtype} is too narrow for them")
+    facts = facts.tolist()
+    check_finite([row[2] for row in facts], logits.dtype)
+    for b, (yes, offered, _, *values) in enumerate(facts):
         row = [int(t) for t in values[K + 1 :][: int(yes) + 1]] if state.left_cpu[b] else []
         row = next((row[: i + 1] for i, t in enumerate(row) if t in eos), row)
         state.known[b] += row

@@ -379,9 +379,19 @@ def sample(run):
     return " ".join(run.text.tokenizer.decode(ids + new).split())
 
 
+def between(c):
+    """The ids between two documents for a model that has its own: the end of one, the begin of the next."""
+    ids = list(dict.fromkeys([*c.eos[:1], *([] if c.bos is None else [c.bos])]))
+    if not ids:
+        raise ValueError("the model of --start names neither bos_token_id nor eos_token_id, so nothing can "
+                         "separate the documents")
+    return ids
+
+
 def fresh_run(a, device, tokenizer, file):
     """A Run of which nothing is done. tokenizer: None trains one."""
-    run = Run(a, corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer), device)
+    start = between(checkpoint.read_config(Path(a.start))) if a.start else None
+    run = Run(a, corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer, start), device)
     if len(checkpoint.encode(run.text.tokenizer, a.prompt, run.model.c.bos)) >= a.context:
         raise ValueError("--prompt fills the context")
     return run

@@ -427,7 +427,7 @@ def run(a):
     if a.fast:
         models[a.dtype] = tuple(map(Recorded, models[a.dtype]))
     skip = beside(a, "skip", a.skip, read_skip, c.n_layers)      # search.py wrote both
-    vocab = beside(a, "vocab", a.draft_vocab, read_vocab, c.vocab_size)
+    vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, c.vocab_size)
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]
     tasks = [task for task in tasks if not a.prompts or task[0] in a.prompts]
     results, notes = {}, []

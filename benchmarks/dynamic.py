@@ -281,7 +281,7 @@ def run(a):
     heads = {dtype: trained_beside(a, model) for dtype, (model, _) in models.items()}
     model = models[a.dtype][0]
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
-    vocab = beside(a, "vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
+    vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
     costs = costs_of(a, model)
     prompts, kinds = stream(tokenizer, model.c, 1 if a.quick else TURN)
     if a.quick:

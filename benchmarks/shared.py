@@ -12,6 +12,7 @@ import checkpoint
 from control import best_gamma, expected_speedup
 from model import Config, Transformer
 from speculative import Wrapper
+from support.cli import read_beside
 
 ROOT = Path(__file__).resolve().parent.parent
 WEIGHTS = ROOT / "weights"
@@ -107,8 +108,7 @@ def by_position(seen):
 def beside(a, name, given, read, size):
     """read(FILE, size) of the file that a flag gave, or of NAME.json beside the weights; None where there is
     neither."""
-    path = given or Path(a.model) / f"{name}.json"
-    return read(str(path), size) if given or path.is_file() else None
+    return read(given, size) if given else read_beside(a.model, name, read, size)
 
 
 def table(head, rows):

@@ -50,10 +50,10 @@ def train_tokenizer(documents, vocab):
     return tokenizer
 
 
-def stream(tokenizer, documents):
-    """All documents in one row, each after a begin-of-text id: (N,) int32."""
-    start, rows = tokenizer.token_to_id(BOUNDARY), tokenizer.encode_batch(documents, add_special_tokens=False)
-    return torch.tensor([t for row in rows for t in (start, *row.ids)], dtype=torch.int32)
+def stream(tokenizer, documents, start):
+    """All documents in one row, each after the ids in `start`: (N,) int32."""
+    rows = tokenizer.encode_batch(documents, add_special_tokens=False)
+    return torch.tensor([t for row in rows for t in (*start, *row.ids)], dtype=torch.int32)
 
 
 @dataclass
@@ -114,21 +114,23 @@ def read_weighted(items):
     return read_all(items, [path for path, _ in pairs]), [weight for _, weight in pairs]
 
 
-def read(files, valid, length, vocab=4096, tokenizer=None):
+def read(files, valid, length, vocab=4096, tokenizer=None, start=None):
     """A Corpus whose streams are longer than `length`.
 
     files: each FILE or FILE=WEIGHT; an empty list stands for `own_sources`. valid: files to measure on; an
     empty list stands for the last part of each training file, which is then not trained on. Without a
-    tokenizer, one of `vocab` tokens is trained. Raises ValueError or FileNotFoundError, in one line, for
-    files that are missing, empty or too short.
+    tokenizer, one of `vocab` tokens is trained. start: the ids between two documents, such as end-of-text and
+    begin-of-text (default: that of <|endoftext|>, which is both). Raises ValueError or FileNotFoundError, in
+    one line, for files that are missing, empty or too short.
     """
     documents, weights = read_weighted(files) if files else ({"python": own_sources()}, [1.0])
     held_out = read_all(valid, map(Path, valid))
     tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
-    if tokenizer.token_to_id(BOUNDARY) is None:
-        raise ValueError(f"this tokenizer has no {BOUNDARY}, which must separate the documents")
-    train = {name: stream(tokenizer, texts) for name, texts in documents.items()}
-    valid = {name: stream(tokenizer, texts) for name, texts in held_out.items()}
+    start = start or [tokenizer.token_to_id(BOUNDARY)]
+    if None in start:
+        raise ValueError(f"this tokenizer has no {BOUNDARY} to separate the documents")
+    train = {name: stream(tokenizer, texts, start) for name, texts in documents.items()}
+    valid = {name: stream(tokenizer, texts, start) for name, texts in held_out.items()}
     return split(train, valid, weights, tokenizer, length)
 
 

@@ -3,6 +3,7 @@ its own drafters to it, {name: model -> drafter}: `test_poison = promises.poison
 
 The one thing to remember: whether a drafter drafts *well* no text can show. That is for the other tests.
 """
+import math
 from dataclasses import replace
 
 import pytest
@@ -176,6 +177,24 @@ def poison(drafters, names=None, count=24):
             for b, want in enumerate(truth[family]):
                 assert sum((new[b] for new, *_ in runs[-1]), []) == want[:count]
         assert runs[0] == runs[1], "a draft read a slot that holds nothing"
+    return test
+
+
+def damaged_weights(drafters, names=None):
+    """NaN gives the same one line whoever drafts: in a weight, before the first draft, and in the embedding
+    of a token that the text first reaches later."""
+    @pytest.mark.parametrize("name", names or drafters)
+    def test(truth, name):
+        rows = truth["llama"]
+        early = {t for p, row in zip(PROMPTS, rows, strict=True) for t in (0, *p, row[0])}
+        late = next(t for t in rows[0] if t not in early)
+        for part, row in (("blocks.0.mlp.down", 3), ("tok", late)):
+            m, done = make(LIVELY["llama"]), 0
+            m.get_parameter(part)[row] = math.nan
+            with pytest.raises(ValueError, match=r"logits for row \d are NaN or infinite: .* damaged"):
+                for _ in rounds(m, PROMPTS, 30, drafters[name](m)):
+                    done += 1
+            assert part == "tok" or not done, "a prompt that shows the damage began a round"
     return test
 
 

@@ -2,6 +2,7 @@
 
 A refusal is a ValueError or FileNotFoundError of one line that names the culprit.
 """
+import itertools
 import json
 import math
 import subprocess
@@ -17,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, GEMMA, LLAMA, devices, make, shard
 
 import checkpoint
-from layerskip import early_exit, skipped, without
 from model import Config
 
 ROOT = Path(checkpoint.__file__).parent
@@ -48,7 +48,8 @@ def edit(file, drop=(), **changes):
 
 def edit_weights(folder, drop=(), **changes):
     path = folder / "model.safetensors"
-    tensors = {key: t.clone() for key, t in (load_file(path) | changes).items() if key not in drop}
+    tensors = {key: t.clone() for key, t in (load_file(path) | changes).items()
+               if key not in drop and t is not None}
     save_file(tensors, path)
 
 
@@ -68,8 +69,7 @@ def refused(folder, *words, error=ValueError, device="cpu"):
 # --- there and back
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name, dtype", [*zip(CONFIGS, itertools.cycle(checkpoint.DTYPES.values()))])
 def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
     m, folder = saved(CONFIGS[name], tmp_path / "new" / "folder", dtype)
     again, tokenizer = checkpoint.load(folder, "cpu")
@@ -211,14 +211,41 @@ def test_the_family_defaults_are_those_of_transformers(kind, tmp_path):
 def test_leftovers_of_older_checkpoints_are_ignored(name, tmp_path):
     m, folder = saved(replace(FAMILIES[name], tied=True), tmp_path)
     table = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(6)}
-    edit_weights(folder, **table, **{HEAD: m.tok + 1})
-    assert same(checkpoint.load(folder, "cpu")[0], m), "a tied head is the embedding, whatever the file says"
+    edit_weights(folder, **table, **{HEAD: m.tok})
+    assert same(checkpoint.load(folder, "cpu")[0], m)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 77.0}
+DISAGREE = {     # (what config.json says otherwise, what the weights hold otherwise, given the embedding)
+    "a tied head with values of its own": ({}, lambda tok: {HEAD: tok.flip(0)}),
+    "a tied matrix under the head's name": ({}, lambda tok: {HEAD: tok, EMBED: None}),
+    "two spellings of rope": ({"rope_parameters": YARN, "rope_scaling": LINEAR, "rope_theta": 300.0}, None),
+    "a llama3 rope without its length": (
+        {"rope_scaling": {k: v for k, v in LLAMA3.items() if k[0] != "o"}, "rope_theta": 500.0}, None)}
+
+
+@pytest.mark.parametrize("name", DISAGREE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_where_config_and_weights_disagree_transformers_decides(family, name, tmp_path):
+    from transformers import AutoModelForCausalLM
+    m, folder = saved(replace(FAMILIES[family], tied=True), tmp_path, torch.float64)
+    said, held = DISAGREE[name]
+    edit(folder / "config.json", drop=["rope_scaling", "rope_theta"])
+    edit(folder / "config.json", **said)
+    edit_weights(folder, **(held(m.tok.clone()) if held else {}))
+    with expected.wide():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64,
+                                                      attn_implementation="eager")
+    again, want = checkpoint.load(folder, "cpu")[0], expected.logits(theirs, IDS)
+    again.scale.fill_(again.c.embed_scale)
+    assert float((again(IDS) - want).abs().max() / want.abs().max()) < 1e-12
 
 
 # --- refusals
 
 
 REFUSED = [
+    ("llama", dict(quantization_config={"quant_method": "gptq", "bits": 4}), ["quantised", "gptq"]),
     ("llama", dict(attention_bias=True), ["attention_bias"]),
     ("llama", dict(mlp_bias=True), ["mlp_bias"]),
     ("gemma2", dict(use_bidirectional_attention=True), ["use_bidirectional_attention"]),
@@ -350,11 +377,26 @@ def test_an_index_names_files_of_its_own_folder(where, tmp_path):
     refused(tmp_path, "weight_map")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
-def test_pickles_are_never_opened(name, tmp_path):
-    folder = saved(LLAMA, tmp_path)[1]
-    (folder / "model.safetensors").rename(folder / name)
-    refused(folder, name, "pickle", str(folder))
+def test_the_advice_about_pickles_works(tmp_path):
+    """They are never opened, but the command that the message gives makes a folder that loads."""
+    m, folder = saved(replace(LLAMA, bos=0, eos=(1,)), tmp_path / "it's a model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "pytorch_model.bin", "pickle")
+    with pytest.raises(ValueError) as e:
+        checkpoint.load(folder, "cpu")
+    command = str(e.value).partition("once: python ")[2]
+    subprocess.run(f"{sys.executable} {command}", shell=True, check=True, cwd=tmp_path, capture_output=True)
+    again, tokenizer = checkpoint.load(tmp_path / "NEW", "cpu")
+    assert same(again, m) and again.c == m.c
+    assert tokenizer.get_vocab() == expected.byte_tokenizer().get_vocab()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_that_git_lfs_left_is_named(name, tmp_path):
+    path = saved(LLAMA, tmp_path)[1] / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n")
+    refused(tmp_path, str(path), "git lfs pull")
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
@@ -380,21 +422,43 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])
-def test_a_prompt_gets_exactly_one_begin_of_text(adds_bos):
-    tokenizer = expected.byte_tokenizer(adds_bos)
-    plain = expected.byte_tokenizer().encode("Once upon").ids
-    assert checkpoint.encode(tokenizer, "Once upon", bos=0) == [0, *plain]
-    assert checkpoint.encode(tokenizer, "<s>Once upon", bos=0) == [0, *plain], "already in the text"
-    assert checkpoint.encode(tokenizer, "<s>", bos=0) == [0]
-    assert checkpoint.encode(tokenizer, "Once<s>upon", bos=0).count(0) == 2, "inside the text it stays"
-    assert checkpoint.encode(tokenizer, "Once upon") == [0] * adds_bos + plain, "without a bos: as it comes"
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": True, "add_eos_token": True},
+                                      {"add_bos_token": False}], ids=str)
+def test_a_text_has_the_ids_that_transformers_gives_it(settings, adds_bos, tmp_path):
+    from transformers import AutoTokenizer
+    m = make(replace(LLAMA, bos=0, eos=(1,)))
+    checkpoint.save(m, tmp_path, expected.byte_tokenizer(adds_bos))
+    edit(tmp_path / "tokenizer_config.json", **settings)
+    ours, theirs = checkpoint.load(tmp_path, "cpu")[1], AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Once upon", "<s>Once", "Once</s>upon"):
+        assert checkpoint.encode(ours, text, m.c.bos) == theirs(text).input_ids
+        bare = theirs(text, add_special_tokens=False).input_ids
+        assert checkpoint.encode(ours, text, m.c.bos, special=False) == bare
 
 
-def test_a_prompt_of_nothing_or_of_no_unicode_is_refused():
-    for text, word in (("", "empty"), ("ab\ud800c", "2")):
+def test_what_no_prompt_can_be_is_refused():
+    bare, framed = expected.byte_tokenizer(), expected.byte_tokenizer(adds_bos=True)
+    assert checkpoint.encode(bare, "", bos=0) == checkpoint.encode(framed, "", bos=0) == [0]
+    for text, word in (("", "bos_token_id"), ("ab\ud800c", "2")):
         with pytest.raises(ValueError, match=word):
-            checkpoint.encode(expected.byte_tokenizer(), text, bos=0)
-    assert checkpoint.encode(expected.byte_tokenizer(), " ", bos=0) == [0, 2]
+            checkpoint.encode(bare, text)
+
+
+def test_a_chat_model_that_was_loaded_and_saved_is_the_same(tmp_path):
+    from transformers import AutoTokenizer, GenerationConfig
+    old, new = tmp_path / "old", tmp_path / "new"
+    checkpoint.save(make(replace(LLAMA, bos=0, eos=(1,))), old, expected.byte_tokenizer(adds_bos=True))
+    (old / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}{{ pad_token }}")
+    (old / "special_tokens_map.json").write_text('{"pad_token": "z"}')
+    edit(old / "tokenizer_config.json", additional_special_tokens=["y"])
+    edit(old / "generation_config.json", temperature=0.6, do_sample=True)
+    m, tokenizer = checkpoint.load(old, "cpu")
+    checkpoint.save(m, new, tokenizer)
+    one, other = (AutoTokenizer.from_pretrained(folder) for folder in (old, new))
+    assert one.special_tokens_map == other.special_tokens_map and one.get_vocab() == other.get_vocab()
+    chats = [t.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) for t in (one, other)]
+    assert chats == ["<s>Hiz"] * 2 and one("Hi").input_ids == other("Hi").input_ids
+    assert GenerationConfig.from_pretrained(new).temperature == 0.6
 
 
 # --- memory
@@ -436,35 +500,3 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path):
     assert dtype == "torch.bfloat16"
     assert sum(sizes) <= 1024 * int(grown) + 1e6, "the measurement itself must see the model arrive"
     assert 1024 * int(grown) <= sum(sizes) + 1.5 * max(sizes) + 8e6
-
-
-# --- skip sets
-
-
-def test_keep_and_skipped_are_inverse():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        n = int(torch.randint(1, 9, (), generator=generator))
-        attn, mlp = ([i for i in range(n) if torch.rand((), generator=generator) < 0.4] for _ in range(2))
-        if len(attn) + len(mlp) < 2 * n:
-            sublayers = without(n, attn, mlp)
-            assert sublayers == sorted(sublayers) and len(sublayers) == 2 * n - len(attn) - len(mlp)
-            assert skipped(n, sublayers) == (attn, mlp)
-            assert without(n, *skipped(n, sublayers)) == sublayers
-
-
-def test_skip_sets_by_hand():
-    assert without(3) == [0, 1, 2, 3, 4, 5], "nothing skipped: all sub-layers"
-    assert without(3, attn=[1], mlp=[0, 2]) == [0, 3, 4], "attention i is sub-layer 2i, its MLP 2i + 1"
-    assert without(3, attn=(2, 1, 1)) == [0, 1, 3, 5], "any order, and twice is once"
-    assert skipped(3, [0, 3, 4]) == ([1], [0, 2])
-    assert early_exit(3, 1) == [0, 1] and early_exit(3, 3) == without(3)
-    assert skipped(3, early_exit(3, 1)) == ([1, 2], [1, 2])
-
-
-@pytest.mark.parametrize("call, words", [
-    (lambda: without(3, attn=[-1]), "attention of block -1"),
-    (lambda: early_exit(3, 0), "exit layer.* 3.* 0"), (lambda: early_exit(3, 4), "exit layer.* 3.* 4")])
-def test_skip_sets_that_cannot_be_are_refused(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
