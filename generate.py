@@ -27,6 +27,8 @@ from support.files import read_jsonl, read_lines
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 PATHS = "model", "skip", "draft_model", "draft_vocab", "heads", "costs", "prompt_file", "picture", "page"
+LARGEST = {"gamma": 1000, "tail": 1000, "tree": 1000,    # the most that make sense per round
+           "max_new": 10**7, "top_k": 10**7, "sinks": 10**7, "window": 10**7}
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
@@ -37,7 +39,8 @@ def flags():
     add = p.add_argument_group("text").add_argument
     add("prompt", nargs="?", metavar="PROMPT")
     add("--prompt", dest="text", metavar="TEXT", help="the same as PROMPT; - reads standard input")
-    add("--prompt-file", metavar="FILE", help='a batch: one prompt a line, or JSONL with {"prompt": ...}')
+    add("--prompt-file", metavar="FILE", help='a batch: one prompt per line, or JSON or JSONL with '
+        '{"prompt": ...}')
     add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
     add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
     drafts.add_flags(p.add_argument_group("draft"))
@@ -65,6 +68,10 @@ def flags():
 def parse(argv):
     a = flags().parse_args(argv)
     drafts.check(a)
+    far = next((flag for flag, most in LARGEST.items() if (getattr(a, flag) or 0) > most), None)
+    if far:
+        raise ValueError(f"--{far.replace('_', '-')} must be at most {LARGEST[far]}, "
+                         f"got {getattr(a, far)}")
     if not -(2**63) <= a.seed < 2**63:
         raise ValueError(f"--seed must fit in 64 bits, got {a.seed}")
     if a.picture and Path(a.picture).suffix not in (".png", ".svg"):
@@ -89,10 +96,11 @@ def read_prompts(a):
         if text == "-" and parallel.place() != (0, 1):
             raise ValueError("standard input goes to one process only: give the prompt, or --prompt-file")
         if text == "-":
-            text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape").removesuffix("\n")
+            text = cli.read_input().removesuffix("\n")
         return [text]
     path = Path(a.prompt_file)
-    prompts = (read_jsonl(path, "prompt", 'a text under "prompt"') if path.suffix == ".jsonl" else
+    as_json = path.suffix.lower() in (".json", ".jsonl")
+    prompts = (read_jsonl(path, "prompt", 'a text under "prompt"') if as_json else
                [line for _, line in read_lines(path)])
     if not prompts:
         raise ValueError(f"{path}: no prompts, every line is empty")
@@ -172,9 +180,9 @@ def run(a):
     prompts, a.eos = texts, ()
     if a.chat:
         render = chat.read_template(a.model)
-        prompts = [render([{"role": "user", "content": text}]) if text else text for text in texts]
-        a.eos = chat.end_of_turn(render, tokenizer)
-    prompts = [checkpoint.encode(tokenizer, prompt, model.c.bos) for prompt in prompts]
+        prompts = [render([{"role": "user", "content": text}]) for text in texts]
+        a.eos = chat.end_of_turn(a.model, render, tokenizer)
+    prompts = [checkpoint.encode(tokenizer, prompt, model.c.bos, not a.chat) for prompt in prompts]
     a.cache, model = None, Recorded(model) if a.fast else model
     make = drafts.drafters(a, model, tokenizer)
     if a.fast:
@@ -201,7 +209,7 @@ def report(a, model, seen, texts):
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
         "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
-        "tail": a.tail, "tree": a.tree, "fast": a.fast, "quant": a.quant,
+        "tail": a.tail, "tree": a.tree, "fast": a.fast and model.replays(), "quant": a.quant,
         "processes": parallel.place()[1], **automatic(a, seen.timed.drafters[0]),
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,

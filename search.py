@@ -324,7 +324,7 @@ def find_space(a, n_layers):
 
 def read_documents(path):
     """The documents of a text file, or those under "text" in the lines of a .jsonl file."""
-    if path.suffix != ".jsonl":
+    if path.suffix.lower() not in (".json", ".jsonl"):
         return corpus.read_documents(path)
     found = read_jsonl(path, "text", '"text"')
     if not found:

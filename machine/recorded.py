@@ -27,8 +27,8 @@ import model as model_code
 from kvcache import KVCache
 from layerskip import StandIn
 from model import SPARE
+from support import files
 from support.cli import machine
-from support.files import cache_folder, replacing
 
 KEEP = 64  # recordings; of more, the oldest is forgotten
 FEW = 8    # rows of a batch and a block together, for which a product is faster as sums
@@ -151,7 +151,7 @@ def product(x, w, bias=None):
 
 
 def write_program(path, model, f, inputs, fixed, exact):
-    """Compile f for inputs of these shapes, and for any number of slots, into the file `path`."""
+    """Compile f for inputs of these shapes, and for any number of slots, into the file `path`, *.pt2."""
     varies = torch.export.Dim.DYNAMIC
     shapes = [*([None] * len(inputs)), *({t.dim() - 2: varies} for t in fixed)]
     settings = {"aot_inductor.package_constants_in_so": False,      # the weights stay with the model
@@ -168,10 +168,8 @@ def write_program(path, model, f, inputs, fixed, exact):
                                       dynamic_shapes={"inputs": tuple(shapes)})
         if inputs[0].shape[:-1].numel() <= FEW:
             program = program.run_decompositions({torch.ops.aten.linear.default: product})
-        with tempfile.TemporaryDirectory() as folder, replacing(path) as temporary:
-            made = torch._inductor.aoti_compile_and_package(
-                program, package_path=os.path.join(folder, "made.pt2"), inductor_configs=settings)
-            temporary.write_bytes(Path(made).read_bytes())
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs=settings)
 
 
 # --- the stand-in
@@ -211,7 +209,7 @@ class Recorded(StandIn):
             raise ValueError(f"widths must lie between 1 and {SPARE + 1}, got {widths}")
         self.model, self.how, self.reach, self.exact, self.say = model, how, reach, exact, say
         self.widths = widths[-1:] if exact else widths
-        self.folder = Path(folder or cache_folder())
+        self.folder = folder
         self.tapes = WeakKeyDictionary()    # {a cache whose addresses they hold, or this object: {key: tape}}
         self.frozen = False                 # True: nothing new is recorded
         model.angles(slice(0, 1), 1)        # trap: the table may be that of another dtype
@@ -253,6 +251,10 @@ class Recorded(StandIn):
         if rows is None and width is not None:
             y = self.play(self, (None, B, width), head, (pad(x, width - T),), [])
         return self.model.unembed(x, rows) if y is None else y[:, :T]
+
+    def replays(self):
+        """Whether any pass is replayed: there may be no compiler, or all recordings were refused."""
+        return any(tape not in (None, refused) for tapes in self.tapes.values() for tape in tapes.values())
 
     def width(self, T):
         return next((width for width in self.widths if width >= T), None)
@@ -301,7 +303,7 @@ class Recorded(StandIn):
         sublayers, rows, width = key[:3]
         what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
         name = f"{what}, batch {rows}, blocks of {width}"
-        if self.how == "compile" and not self.program(key).is_file() and not find_compiler():
+        if self.how == "compile" and not files.kept(self.program(key), self.folder) and not find_compiler():
             self.say("no C++ compiler is found, so all runs eagerly: install g++ or clang, or name it in CXX")
             self.frozen = True
             return refused
@@ -324,20 +326,27 @@ class Recorded(StandIn):
     def make(self, name, key, f, inputs, fixed):
         if self.how != "compile":
             return (Graph if self.how == "graph" else Tape)(partial(f, self.model), inputs, fixed)
-        path = self.program(key)
-        if not path.is_file():
-            self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
-            self.folder.mkdir(parents=True, exist_ok=True)
+        program = self.program(key)
+        path = files.kept(program, self.folder)
+        if path is not None:
+            return Compiled(path, self.model)
+        self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / program
             write_program(path, self.model, f, inputs, fixed, self.exact)
-        return Compiled(path, self.model)
+            try:
+                files.keep(program, path.read_bytes(), self.folder)
+            except OSError as e:
+                self.say(f"{name}: not kept, so the next run compiles anew: {e}")
+            return Compiled(path, self.model)
 
     def program(self, key):
-        """The file of a compiled program, named after all that it depends on; on the weights it does not, but
-        on their shapes and types, which are others where they are quantised."""
+        """The file name of a compiled program, made from all it depends on: not the weights, but
+        their shapes and types, which differ where they are quantised."""
         weights = [(name, w.shape, w.dtype) for name, w in self.model.state_dict().items()]
         facts = torch.__version__, machine(torch.device("cpu")), self.c, weights, key, self.exact
         sources = (Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__]))
-        return self.folder / f"{hashlib.sha256(repr(facts).encode() + b''.join(sources)).hexdigest()}.pt2"
+        return f"{hashlib.sha256(repr(facts).encode() + b''.join(sources)).hexdigest()}.pt2"
 
 
 def tolerance(dtype, n_sublayers):

@@ -48,6 +48,8 @@ FILE = "heads.safetensors"
 RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape of a tree
 MEMORY = 2**31  # bytes of states that training keeps
 AHEAD = 4   # tokens that a prophet learns to say from one state
+SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
+                   "post_norm")     # of a model: its heads fit every other model of this shape
 
 
 def check_count(name, number, least=1):
@@ -84,9 +86,10 @@ class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; branches: whether any
     node of its trees may have children, or else only first children; reads: whether a drafted token reads the
     keys and values of the whole text; reads_cache: whether these are the model's own. ranks: how likely the
-    model's greedy token is the head's first, second, ... guess, if that was measured."""
+    model's greedy token is the head's first, second, ... guess, if that was measured. strange: whether it was
+    trained for other weights than the model's."""
     branches = reads = reads_cache = False
-    ranks = ()
+    strange, ranks = False, ()
 
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
@@ -428,26 +431,29 @@ def fingerprint(model):
 def save(head, folder):
     """Write a head in bfloat16."""
     facts = {"kind": head.kind, "shape": head.shape, "weights": fingerprint(head.model),
-             "ranks": list(head.ranks)}
+             "model": SHAPE(head.model.c), "ranks": list(head.ranks)}
     with replacing(Path(folder) / FILE) as path:
         save_file({name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}, path,
                   metadata={"heads": json.dumps(facts)})
 
 
 def load(folder, model):
-    """The head that `save` wrote, for this very model, in its dtype. Raises FileNotFoundError or
-    ValueError, in one line, for a file that is missing or damaged or was made for other weights."""
+    """The head that `save` wrote, on this model and in its dtype. If it is `strange`, its drafts may be
+    accepted less often. Raises FileNotFoundError or ValueError, in one line, for a file that is missing or
+    damaged or was made for a model of another shape or vocabulary."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
         file = safe_open(path, framework="pt")
         facts = json.loads(file.metadata()["heads"])
-        made = facts["weights"]
-    if made != fingerprint(model):
-        raise ValueError(f"{path}: trained for other weights: train heads anew for this model")
+        made, shape = facts["weights"], facts["model"]
+    if shape != list(SHAPE(model.c)):
+        raise ValueError(f"{path}: trained for a model of another shape or vocabulary: train heads anew for "
+                         "this one")
     with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
         head = KINDS[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]
+        head.strange = made != fingerprint(model)
         return head

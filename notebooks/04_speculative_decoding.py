@@ -253,23 +253,32 @@ print("largest difference:", max(abs(chances[t] - truth[t]) for t in truth))
 # %% [markdown]
 # ## A planted mistake
 #
-# The most natural mistake: after a refusal, draw the next token from p. Is p not what we want? Let us change
-# this one term in the library's own source, and a second mistake beside it: accept everything.
+# The most natural mistake: after a refusal, draw the next token from p. Is p not what we want? Here is
+# `verify` for one row with this mistake, and beside it a second one: accept everything.
 #
 # **Predict:** which texts will the first mistake make too likely?
 
 # %%
+from unittest.mock import patch
+
 import speculative
 
-right = inspect.getsource(speculative.verify)
-mistakes = {"resample from p": right.replace("(p - q * refused)", "p.clone()"),
-            "accept everything": right.replace("coins.flip(p_drafted / q_drafted)", "(p_drafted >= 0)")}
+
+def resample_from_p(p, q, tokens, coins, length):
+    passed = [bool(coins.flip(p[:, k, t] / q[:, k, t])) for k, t in enumerate(tokens[0].tolist())]
+    accepted = [*passed, False].index(False)
+    return torch.tensor([accepted]), coins.choose(p[:, accepted])       # wrong: max(p - q, 0) after a refusal
+
+
+def accept_everything(p, q, tokens, coins, length):
+    return length, coins.choose(p[:, -1])
+
+
+# %%
 wrong_rules = {}
-for name, code in mistakes.items():
-    assert code != right
-    exec(code, vars(speculative))                               # the mistaken `verify` takes its place
-    wrong_rules[name], _ = every_outcome(speculative_text)
-exec(right, vars(speculative))
+for wrong in (resample_from_p, accept_everything):
+    with patch.object(speculative, "verify", wrong):
+        wrong_rules[wrong.__name__.replace("_", " ")], _ = every_outcome(speculative_text)
 assert all(max(abs(wrong.get(t, 0) - truth[t]) for t in truth) > 1e-3 for wrong in wrong_rules.values())
 
 # %%

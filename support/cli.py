@@ -3,6 +3,7 @@
 The one thing to remember: a ValueError or an OSError is a message to the user; anything else is our own bug.
 """
 import argparse
+import io
 import itertools
 import math
 import os
@@ -54,6 +55,17 @@ def read_vocab(path, vocab_size):
     return ids
 
 
+def read_beside(folder, name, read, size):
+    """read(FILE, size) of NAME.json beside the weights. None where there is no such file, or one that is not
+    ours: what lies beside the weights by chance must not end a run."""
+    path = Path(folder) / f"{name}.json"
+    try:
+        return read(str(path), size) if path.is_file() else None
+    except (ValueError, OSError) as e:
+        print(f"left out: {e}", file=sys.stderr, flush=True)
+        return None
+
+
 def read_costs(path, c):
     """The Costs that `bench.py costs --out` wrote for a model of this shape: {"sublayers": [2L numbers],
     "head": number}, and maybe "blocks": [[T, relative to one token], ...], "slot", "call" and "at"; see
@@ -86,7 +98,10 @@ def skip_set(text):
     names = [name.strip() for name in text.split(",")]
     if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
         return {key: [int(name[1:]) for name in names if name[0] == key[0]] for key in ("attn", "mlp")}
-    return read_json(Path(text))
+    sets = read_json(Path(text))
+    if not {"attn", "mlp"} & sets.keys():
+        raise ValueError(f'{text}: expected block numbers under "attn" and "mlp", as search.py writes them')
+    return sets
 
 
 def machine(device):
@@ -109,9 +124,27 @@ def lacks_memory(error):
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(w in str(error) for w in words)
 
 
+def open_streams():
+    """Let the program print whatever it wants, wherever its output goes."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # trap: it is closed, and then `print` takes the other one
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not so in a notebook
+        sys.stdout.reconfigure(errors="replace")  # the encoding of a pipe may lack most characters
+
+
+def read_input():
+    """Standard input as text; bytes that are not UTF-8 become surrogates."""
+    if sys.stdin is None:
+        raise ValueError("standard input is closed: give the text in another way")
+    sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
+    return sys.stdin.read()
+
+
 def main(run, argv):
     """Exit status: what run(argv) returns, or 0; 2 after bad input, told in one line; 130 after Ctrl-C; 141
     if whoever read our output has left."""
+    open_streams()
     try:
         return run(argv) or 0
     except BrokenPipeError:  # the reader, such as `head`, has seen enough

@@ -12,7 +12,7 @@ import torch
 
 from control import interleave, measure_costs
 from support.cli import machine, read_costs
-from support.files import cache_folder, write_file
+from support.files import keep, kept
 
 SECONDS = 3.0       # that a measurement may take, if so few repeats allow it
 REPEATS = 3, 30     # at least, at most
@@ -32,18 +32,18 @@ def as_data(costs):
 def kept_costs(model, folder=None, say=to_stderr):
     """(the Costs of this model on this machine, in seconds; their file). They are measured where they are not
     kept yet, or cannot be read. say: is told what takes long and what went wrong, in one line."""
-    path = (folder or cache_folder()) / f"costs-{identity(model)}.json"
-    if path.is_file():
+    name = f"costs-{identity(model)}.json"
+    path = kept(name, folder)
+    if path is not None:
         try:
             return read_costs(path, model.c), path
         except ValueError as e:
             say(f"measured anew, as {e}")
-    say(f"measuring what a pass takes, about {SECONDS:.0f} seconds, and once on this machine; to measure "
-        f"anew, such as when it is busy now, delete {path}")
+    say(f"measuring what a pass takes, about {SECONDS:.0f} seconds")
     costs = quick(model)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(as_data(costs)) + "\n")
+        path = keep(name, f"{json.dumps(as_data(costs))}\n".encode(), folder)
+        say(f"kept for later runs; if the machine was busy, delete {path} to measure anew")
         return read_costs(path, model.c), path
     except OSError as e:
         say(f"not kept, so the next run measures anew: {e}")

@@ -51,7 +51,7 @@ def add_flags(group):
         "that promises most")
     add("--costs", metavar="HOW", help="auto: what the parts of a pass take: weights, by what is read of "
         "them; measured, once on this machine, and then kept; or a file from bench.py costs --out (default: "
-        "measured for large models, else weights)")
+        "measured for large models at temperature 0, else weights)")
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto: at most); levels of a tree")
     add("--do-no-harm", action="store_true",
@@ -148,23 +148,24 @@ def automatic(a, model):
     """As `drafters`, for --draft auto: a Pace with the usual candidates, and with the skip set, the draft
     vocabulary and the trained heads that are named, or that lie beside the weights. Fills in a.costs and
     a.table, the Costs."""
-    beside = {name: Path(a.model) / f"{name}.json" for name in ("skip", "vocab")}
-    skip, vocab = a.skip or beside["skip"], a.draft_vocab or beside["vocab"]
-    skip = cli.read_skip(str(skip), model.c.n_layers) if a.skip or skip.is_file() else None
-    vocab = cli.read_vocab(str(vocab), model.c.vocab_size) if a.draft_vocab or vocab.is_file() else None
+    c = model.c
+    skip = (cli.read_skip(a.skip, c.n_layers) if a.skip else
+            cli.read_beside(a.model, "skip", cli.read_skip, c.n_layers))
+    vocab = (cli.read_vocab(a.draft_vocab, c.vocab_size) if a.draft_vocab else
+             cli.read_beside(a.model, "draft_vocab", cli.read_vocab, c.vocab_size))
     # heads are for the very weights that lie there; and what has taps is not replayed from recordings
     plain = not a.fast and not a.quant and parallel.place()[1] == 1
     found = trained_beside(a, model) if plain else []
-    a.table = costs = costs_of(a, model)
+    a.table = costs = costs_of(a, model, a.temperature > 0)
     a.gamma = GAMMA["auto"] if a.gamma is None else a.gamma
     return lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs, most=a.gamma)
 
 
-def costs_of(a, model):
+def costs_of(a, model, sampling=False):
     """The Costs that --costs asks for. Fills in a.costs."""
     plain = not a.fast and parallel.place()[1] == 1
-    if a.costs is None:
-        a.costs = "measured" if plain and size(model.blocks) >= LARGE else "weights"
+    if a.costs is None:     # trap: when sampling, another table would spend the seed's uniforms otherwise
+        a.costs = "measured" if plain and not sampling and size(model.blocks) >= LARGE else "weights"
     if a.costs == "weights":
         return byte_costs(model)
     if a.costs != "measured":
@@ -174,13 +175,21 @@ def costs_of(a, model):
     return kept_costs(model)[0]
 
 
+def load_heads(folder, model):
+    head = heads.load(folder, model)
+    if head.strange:
+        print(f"draft: {folder}: trained for other weights of this shape, so fewer of its drafts may be "
+              "accepted; the text is still the model's own", file=sys.stderr, flush=True)
+    return head
+
+
 def trained_beside(a, model):
-    """The trained heads that lie beside the weights, in heads/KIND. Those of other weights are left out."""
+    """The trained heads that lie beside the weights, in heads/KIND. Those of another shape are left out."""
     found = []
     for folder in (Path(a.model) / "heads" / kind for kind in heads.KINDS):
         if (folder / heads.FILE).is_file():
             try:
-                found.append(heads.load(folder, model))
+                found.append(load_heads(folder, model))
             except ValueError as e:
                 print(f"draft: left out, as {e}", file=sys.stderr, flush=True)
     return found
@@ -188,12 +197,12 @@ def trained_beside(a, model):
 
 def trained(a, model):
     """(rule -> the drafter with trained heads that the flags ask for, what a drafted token costs). Fills in
-    a.gamma and a.exit_layer."""
+    a.gamma, a.exit_layer and a.tree, as not every tree can be drafted."""
     folder = Path(a.heads or Path(a.model) / "heads" / a.draft)
     if not (folder / heads.FILE).is_file():
         raise FileNotFoundError(f"{folder}: no heads: train them, python train_heads.py {a.draft} --model "
                                 f"{a.model} --out {folder}")
-    head = heads.load(folder, model)
+    head = load_heads(folder, model)
     if head.kind != a.draft:
         raise ValueError(f"{folder}: these heads are for --draft {head.kind}, not {a.draft}")
     step, most, shape = heads.step_cost(head), getattr(head, "steps", MOST), None
@@ -202,7 +211,11 @@ def trained(a, model):
         a.gamma = min(most, MOST if a.do_no_harm or a.tree else GAMMA[a.draft])
     if a.tree:
         levels = max(1, min(most, a.gamma))
-        shape = best_tree(head.ranks, a.tree, step, 0.0, head.branches, levels) or [0]
+        # more nodes than these have no place, and looking for the best ones takes long
+        ways = len(head.ranks) or 1
+        places = sum(ways ** d for d in range(1, levels + 1)) if head.branches else ways * levels
+        shape = best_tree(head.ranks, min(a.tree, places), step, 0.0, head.branches, levels) or [0]
+        a.tree = len(shape)
         a.gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
     return lambda rule: head.drafter(rule, shape), step
 

@@ -20,11 +20,13 @@ LOCK = ".lock"  # an empty file, held open by the process that writes to its fol
 
 
 @contextmanager
-def replacing(path):
-    """A temporary path to write to, which takes the place of `path` once all is written. After a kill at any
-    moment either the old file is there or the new one. Raises OSError, in one line, if it cannot be written.
+def replacing(path, writer=""):
+    """A temporary path to write to, which takes the place of `path` once all is written. After a
+    kill at any moment either the old file is there or the new one. writer: part of the temporary
+    name, where several processes may write at once. Raises OSError, in one line, if it cannot be
+    written.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
+    temporary = path.with_name(f"{path.name}{writer}{TEMPORARY}")
     try:
         yield temporary
         with open(temporary, "rb+") as file:
@@ -47,7 +49,7 @@ def read_text(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors put first
     except (UnicodeDecodeError, OSError) as e:
         raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
 
@@ -59,17 +61,26 @@ def read_lines(path):
 
 
 def read_jsonl(path, key, expected):
-    """The texts under `key` of a file that holds a JSON object in each line. `expected`: what a message says
-    is missing."""
-    texts = []
-    for number, line in read_lines(path):
-        try:
-            texts.append(json.loads(line)[key])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            texts.append(None)
-        if not isinstance(texts[-1], str) or not texts[-1]:
-            raise ValueError(f"{path}, line {number}: expected a JSON object with {expected}")
+    """The texts under `key` of a file with one JSON object per line. A .json file may instead hold
+    one list, of such objects or of texts. `expected`: what a message says is missing."""
+    whole = parse(read_text(path)) if path.suffix.lower() == ".json" else None
+    listed, texts = isinstance(whole, list), []
+    entries = ([(f"entry {i}", entry) for i, entry in enumerate(whole, 1)] if listed else
+               [(f"line {i}", parse(line)) for i, line in read_lines(path)])
+    for place, entry in entries:
+        text = entry.get(key) if isinstance(entry, dict) else entry if listed else None
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{path}, {place}: expected a JSON object with {expected}")
+        texts.append(text)
     return texts
+
+
+def parse(text):
+    """The value of a JSON text; None where it is not valid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def read_json(path):
@@ -99,6 +110,29 @@ def lock(folder):
 
 
 def cache_folder():
-    """Where this user's programs keep what they can make again."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or Path.home() / ".cache"
+    """Where this user's programs keep what they can make again. OSError if there is no home."""
+    try:
+        home = (os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
+                or Path.home() / ".cache")
+    except RuntimeError:  # HOME is not set, and the system does not know the user
+        raise OSError("no home folder: name a cache folder in XDG_CACHE_HOME") from None
     return Path(home) / "self-speculative-decoding"
+
+
+def kept(name, folder=None):
+    """The path of a file in the cache folder; None if it is not there or cannot be read."""
+    try:
+        path = (folder or cache_folder()) / name
+    except OSError:
+        return None
+    return path if os.path.isfile(path) and os.access(path, os.R_OK) else None
+
+
+def keep(name, content, folder=None):
+    """Write bytes to a file in the cache folder, and return its path. Raises OSError, in one line,
+    if that is not possible: the caller reports it and goes on."""
+    path = (folder or cache_folder()) / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, f".{os.getpid()}") as temporary:
+        temporary.write_bytes(content)
+    return path

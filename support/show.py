@@ -159,7 +159,7 @@ class Generation:
             seconds, plain = {k: s / n.passes for k, s in spent.items()}, plain or self.timed.plain()
         turns = max(1, n.turns)
         return "\n".join([*lines, limit(n.passes, n.tau, n.proposed / turns, n.alpha, n.drafted / turns,
-                                        seconds, plain, speedup)])
+                                        seconds, plain, speedup, self.timed.spread() if seconds else 0.0)])
 
     def html(self):
         """Legend, texts and summary. A token's tooltip has its origin, its id and the target's own raw

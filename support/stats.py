@@ -99,17 +99,25 @@ class Timed(Stopwatch):
             return None
         return statistics.median(single) + self.seconds["loop"] / len(self.verified)
 
+    def spread(self):
+        """By how many seconds passes over equally many tokens differ: their standard deviation."""
+        alike = {}
+        for block, seconds in self.verified:
+            alike.setdefault(block, []).append(seconds)
+        apart = [seconds - statistics.mean(alike[block]) for block, seconds in self.verified]
+        return math.hypot(*apart) / math.sqrt(max(1, len(apart) - len(alike)))
+
 
 # --- what limits the speed
 
 
-def limit(passes, tau, gamma, alpha, share=1.0, seconds=None, plain=None, speedup=None):
+def limit(passes, tau, gamma, alpha, share=1.0, seconds=None, plain=None, speedup=None, spread=0.0):
     """One sentence: what keeps a run from being faster.
 
     tau: mean tokens per pass. gamma: mean drafted tokens per pass. share: fraction of passes with a draft.
     alpha: how often a draft's first token was accepted. seconds: what {"draft", "verify", "loop"} took in a
     mean pass, if measured. plain: what a pass of plain decoding takes; None if none was timed. speedup: that
-    over plain decoding, if it was measured.
+    over plain decoding, if it was measured. spread: see `Timed.spread`; an effect must be larger.
     """
     if gamma == 0:
         return "Nothing was drafted: every token cost a pass of the whole model."
@@ -117,40 +125,47 @@ def limit(passes, tau, gamma, alpha, share=1.0, seconds=None, plain=None, speedu
         return "The answer is too short to say what limits it: it took fewer than 8 passes."
     if seconds is None:
         return f"A gain needs alpha > c: drafting a token must cost less than {alpha:.0%} of a target pass."
+    cost = sum(seconds.values())
+    busy = ("The machine was too busy to say what limits the speed: passes over equally many tokens "
+            f"differ by {spread / cost:.0%} of the time of a round.")
     # trap: without `plain` there is no c. The time of verifying cannot stand for a whole pass, because it
     # omits the sub-layers whose results the draft has handed over.
     if plain is not None:
         c = seconds["draft"] / gamma / plain
-        if alpha <= c and (tau * plain / sum(seconds.values()) if speedup is None else speedup) <= 1:
-            return (f"No gain, as alpha <= c: {alpha:.0%} of the first drafts are accepted, but drafting a "
-                    f"token costs {c:.0%} of a target pass.")
-    gains = ideals(tau, gamma, alpha, share, **seconds, plain=plain)
-    return max(gains, key=gains.get)
+        if alpha <= c and (tau * plain / cost if speedup is None else speedup) <= 1:
+            return busy if speedup is None and spread > cost - tau * plain else (
+                f"No gain, as alpha <= c: {alpha:.0%} of the first drafts are accepted, but drafting a "
+                f"token costs {c:.0%} of a target pass.")
+    counted, timed = ideals(tau, gamma, alpha, share, **seconds, plain=plain)
+    gains = counted | timed
+    best = max(gains, key=gains.get)
+    return busy if best in timed and spread > cost - cost / gains[best] else best
 
 
 def ideals(tau, gamma, alpha, share, draft, verify, loop, plain):
-    """{sentence: how many times as fast the run would be if what the sentence names were ideal}; the
-    arguments are those of `limit`."""
+    """{sentence: how many times as fast the run would be if what the sentence names were ideal}, twice: by
+    what was counted, and by what was timed. The arguments are those of `limit`."""
     cost, now = draft + verify + loop, max(1, round(gamma / share))  # now: the length of a draft, if any
     # Leviathan et al. 2023, Theorem 3.8, with the measured costs
     speed = {g: expected_tokens(alpha, g) / (draft / gamma * g + verify + loop)
              for g in range(now, now + 9)}
     best = max(speed, key=speed.get)
-    gains = {
+    counted = {
         f"Acceptance is the limit: {tau - 1:.1f} of {gamma:.1f} drafted tokens a pass are accepted; try a "
         "draft nearer to the target.": (gamma + 1) / tau,
-        f"Drafting is the limit: it takes {draft / cost:.0%} of the time; try a cheaper draft, such as an "
-        "earlier exit.": cost / (verify + loop),
-        f"The loop is the limit: {loop / cost:.0%} of the time is spent outside drafter and target.":
-            cost / (draft + verify),
         f"Drafts are too short: with alpha = {alpha:.0%}, gamma {best} promises "
         f"{speed[best] / speed[now]:.1f} times the speed.": speed[best] / speed[now],
         f"Drafts are too rare: only {share:.0%} of the passes had one to check.":
             (1 + (tau - 1) / share) / tau}
+    timed = {
+        f"Drafting is the limit: it takes {draft / cost:.0%} of the time; try a cheaper draft, such as an "
+        "earlier exit.": cost / (verify + loop),
+        f"The loop is the limit: {loop / cost:.0%} of the time is spent outside drafter and target.":
+            cost / (draft + verify)}
     if plain is not None:
-        gains[f"The block is the limit: on this machine a pass over it costs {verify / plain:.1f} passes "
+        timed[f"The block is the limit: on this machine a pass over it costs {verify / plain:.1f} passes "
               "over a single token."] = cost / (draft + min(plain, verify) + loop)
-    return gains
+    return counted, timed
 
 
 # --- drafted and plain decoding, side by side

@@ -9,7 +9,7 @@ from paper_gpu import PaperGPU
 
 # trap: `tiny` imports the library, so it is imported in the fixtures: what cannot be imported is to fail a
 # test, and not pytest itself
-pytest.register_assert_rewrite("promises", "resumed")    # their asserts tell as much as those of tests
+pytest.register_assert_rewrite("promises")    # their asserts tell as much as those of tests
 
 
 def pytest_configure():

@@ -1607,8 +1607,11 @@ ROWS["tests/paper_gpu.py"] = [
 ]
 
 ROWS["support/chat.py"] = [
-    ("read_text(file) if file.is_file() else", "", "a template in a file of its own is ignored",
-     "test_chat_template_in_a_file_of_its_own_wins"),
+    ('{"default": main} if main.is_file() else {}', "{}", "a template in a file of its own is ignored",
+     "test_where_templates_and_special_tokens_stand"),
+    ("tools=None, documents=None, **special", "**special", "without tools, `tools is not none` holds",
+     "test_templates_of_every_make[tools]"),
+    (" if found else []", "", "any special token of the prompt ends an answer", "test_what_ends_an_answer"),
 ]
 
 ROWS["support/show.py"] = [
@@ -1770,11 +1773,11 @@ ROWS["support/costs.py"] = [
 ROWS["generate.py"] = [
     ("        rehearse(model, prompts, a,", "        print(model, prompts, a,",
      "passes are recorded while they are timed", "test_recorded_passes_write_the_same_text"),
-    ("prompts = [checkpoint.encode(tokenizer, prompt, model.c.bos) for prompt in prompts]",
-     "prompts = [[0, *tokenizer.encode(prompt).ids] for prompt in prompts]",
-     "a second begin-of-text", "test_chat[llama-True]"),
+    ("checkpoint.encode(tokenizer, prompt, model.c.bos, not a.chat)",
+     "checkpoint.encode(tokenizer, prompt, model.c.bos)",
+     "a second begin-of-text", "test_what_ends_an_answer"),
     ("{*model.c.eos, *a.eos}", "set(model.c.eos)",
-     "a chat goes on after its turn", "test_chat[gemma2-False]"),
+     "a chat goes on after its turn", "test_what_ends_an_answer"),
     ('.removesuffix("\\n")', "",
      "the newline that ends the input is part of the prompt", "test_standard_input[flag0]"),
     ("return 130 if seen.interrupted else int(bool(unexplained))", "return int(bool(unexplained))",

@@ -159,40 +159,27 @@ def test_end_of_text_ids_come_in_every_form(tmp_path):
     assert checkpoint.read_config(folder).eos == ()
 
 
-def write_minimal(folder, kind, **more):
-    content = dict(architectures=[kind], vocab_size=100, hidden_size=64, num_hidden_layers=2,
+LEAST = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=8, hidden_dim=96,
+               norm_eps=1e-6, rope_theta=10_000.0, tied=False, max_len=2048, act="silu")
+LEAST_GEMMA = replace(LEAST, n_kv_heads=4, head_dim=256, tied=True, max_len=8192, act="gelu", norm_offset=1.0,
+                      embed_scale=8.0, post_norm=True, query_scale=1 / 16, attn_softcap=50.0,
+                      final_softcap=30.0, window=4096)
+LEFT_OUT = [    # (class, what config.json says beside the least, the Config)
+    ("Llama", {}, LEAST), ("Llama", dict(num_key_value_heads=None, head_dim=None, rope_scaling=None), LEAST),
+    ("Llama", dict(architectures=None, model_type="llama"), LEAST),
+    ("Llama", dict(num_key_value_heads=2, head_dim=24), replace(LEAST, n_kv_heads=2, head_dim=24)),
+    ("Gemma2", {}, LEAST_GEMMA), ("Gemma2", dict(hidden_act="gelu", hidden_activation=None), LEAST_GEMMA),
+    ("Gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=None),
+     replace(LEAST_GEMMA, attn_softcap=None, final_softcap=None)),
+    ("Gemma2", dict(hidden_act="silu", hidden_activation="gelu_pytorch_tanh"), LEAST_GEMMA),
+    ("Gemma2", dict(layer_types=["sliding_attention", "full_attention"]), LEAST_GEMMA)]
+
+
+@pytest.mark.parametrize("kind, more, want", LEFT_OUT, ids=[f"{k}-{'+'.join(m)}" for k, m, _ in LEFT_OUT])
+def test_what_a_config_leaves_out_takes_the_family_defaults(kind, more, want, tmp_path):
+    content = dict(architectures=[f"{kind}ForCausalLM"], vocab_size=100, hidden_size=64, num_hidden_layers=2,
                    num_attention_heads=8, intermediate_size=96)
-    (folder / "config.json").write_text(json.dumps(content | more))
-
-
-def test_what_a_llama_config_leaves_out_takes_the_family_defaults(tmp_path):
-    write_minimal(tmp_path, "LlamaForCausalLM")
-    shape = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=8, head_dim=8, hidden_dim=96,
-                   norm_eps=1e-6, rope_theta=10_000.0, tied=False, max_len=2048, act="silu")
-    assert checkpoint.read_config(tmp_path) == shape
-    write_minimal(tmp_path, "LlamaForCausalLM", num_key_value_heads=None, head_dim=None, rope_scaling=None)
-    assert checkpoint.read_config(tmp_path) == shape, "null means left out"
-    write_minimal(tmp_path, None, architectures=None, model_type="llama")
-    assert checkpoint.read_config(tmp_path) == shape, "the model type alone names the family"
-    write_minimal(tmp_path, "LlamaForCausalLM", num_key_value_heads=2, head_dim=24)
-    assert checkpoint.read_config(tmp_path) == replace(shape, n_kv_heads=2, head_dim=24)
-
-
-def test_what_a_gemma2_config_leaves_out_takes_the_family_defaults(tmp_path):
-    write_minimal(tmp_path, "Gemma2ForCausalLM")
-    want = Config(vocab_size=100, dim=64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=256, hidden_dim=96,
-                  norm_eps=1e-6, rope_theta=10_000.0, tied=True, max_len=8192, act="gelu", norm_offset=1.0,
-                  embed_scale=8.0, post_norm=True, query_scale=1 / 16, attn_softcap=50.0, final_softcap=30.0,
-                  window=4096)
-    assert checkpoint.read_config(tmp_path) == want
-    write_minimal(tmp_path, "Gemma2ForCausalLM", attn_logit_softcapping=None, final_logit_softcapping=None)
-    uncapped = replace(want, attn_softcap=None, final_softcap=None)
-    assert checkpoint.read_config(tmp_path) == uncapped, "null means off"
-    write_minimal(tmp_path, "Gemma2ForCausalLM", hidden_act="silu", hidden_activation="gelu_pytorch_tanh")
-    assert checkpoint.read_config(tmp_path) == want, "hidden_activation wins over hidden_act"
-    write_minimal(tmp_path, "Gemma2ForCausalLM", hidden_act="gelu", hidden_activation=None)
-    assert checkpoint.read_config(tmp_path) == want
-    write_minimal(tmp_path, "Gemma2ForCausalLM", layer_types=["sliding_attention", "full_attention"])
+    (tmp_path / "config.json").write_text(json.dumps(content | more))
     assert checkpoint.read_config(tmp_path) == want
 
 
@@ -250,16 +237,11 @@ REFUSED = [
     ("llama", dict(mlp_bias=True), ["mlp_bias"]),
     ("gemma2", dict(use_bidirectional_attention=True), ["use_bidirectional_attention"]),
     ("gemma2", dict(layer_types=["full_attention", "sliding_attention"] * 3), ["layer_types"]),
-    ("gemma2", dict(layer_types=["sliding_attention", "full_attention"] * 2), ["layer_types"]),
-    ("llama", dict(layer_types=["sliding_attention", "full_attention"] * 3), ["layer_types"]),
     ("llama", dict(architectures=["MistralForCausalLM"], model_type="mistral"), ["MistralForCausalLM"]),
     ("llama", dict(architectures=["LlamaForCausalLM", "OtherForCausalLM"]), ["OtherForCausalLM"]),
-    ("llama", dict(architectures=None, model_type="qwen2"), ["qwen2"]),
     ("llama", dict(model_type="gemma2"), ["LlamaForCausalLM"]),
     ("llama", dict(rope_scaling={"rope_type": "yarn", "factor": 4.0}), ["yarn"]),
-    ("llama", dict(rope_scaling={"type": "dynamic", "factor": 4.0}), ["dynamic"]),
     ("llama", dict(rope_scaling={"rope_type": "linear"}), ["factor"]),
-    ("llama", dict(rope_scaling=LLAMA3 | {"low_freq_factor": None}), ["low_freq_factor"]),
     ("llama", dict(rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}), ["low_freq_factor", "high_freq_factor"]),
     ("llama", dict(rope_scaling=["linear"]), ["rope_scaling"]),
     ("llama", dict(rope_theta=-1.0), ["rope_theta"]),
@@ -269,11 +251,8 @@ REFUSED = [
     ("llama", dict(hidden_act="relu"), ["relu"]),
     ("gemma2", dict(hidden_activation="gelu"), ["gelu"]),
     ("llama", dict(hidden_size="32"), ["hidden_size", "32"]),
-    ("llama", dict(num_hidden_layers=True), ["num_hidden_layers"]),
-    ("llama", dict(num_hidden_layers=0), ["num_hidden_layers"]),
     ("llama", dict(num_hidden_layers=100_000), ["100000 layers"]),
     ("llama", dict(vocab_size=None), ["vocab_size"]),
-    ("llama", dict(rms_norm_eps="small"), ["rms_norm_eps"]),
     ("gemma2", dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar"]),
     ("gemma2", dict(attn_logit_softcapping=-5.0), ["attn_logit_softcapping"]),
     ("llama", dict(tie_word_embeddings="yes"), ["tie_word_embeddings", "yes"]),
@@ -292,24 +271,6 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(name, changes, words,
 def test_an_end_of_text_that_is_no_id_is_refused(eos, tmp_path):
     edit(saved(LLAMA, tmp_path)[1] / "generation_config.json", eos_token_id=eos)
     refused(tmp_path, "eos_token_id")
-
-
-@families
-def test_no_value_of_any_key_escapes_as_another_error(name, tmp_path, monkeypatch):
-    """Each key of config.json with each of these values loads, or is refused in one line."""
-    _, folder = saved(FAMILIES[name], tmp_path)
-    path, tokenizer = folder / "config.json", checkpoint.read_tokenizer(folder)
-    good = json.loads(path.read_text())
-    monkeypatch.setattr(checkpoint, "read_tokenizer", lambda folder: tokenizer)
-    for key in good:
-        for value in (None, True, 0, -1, 1.5, 10**12, math.nan, "x", [], ["x"], {}, {"x": 1}):
-            path.write_text(json.dumps(good | {key: value}))
-            try:
-                checkpoint.load(folder, "cpu")
-            except (ValueError, FileNotFoundError) as e:
-                assert "\n" not in str(e), (key, value, str(e))
-            except Exception as e:
-                raise AssertionError(f"{key} = {value!r} escapes as {type(e).__name__}: {e}") from e
 
 
 def test_tensors_that_are_missing_left_over_or_misshapen_are_named(tmp_path):
@@ -400,8 +361,8 @@ def test_a_pointer_that_git_lfs_left_is_named(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000],
-                         ids=["empty", "open", "list", "null", "not utf-8", "deep"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe", b"[" * 100_000],
+                         ids=["empty", "list", "not utf-8", "deep"])
 def test_damaged_json_is_refused(name, content, tmp_path):
     path = saved(LLAMA, tmp_path)[1] / name
     path.write_bytes(content)

@@ -1,11 +1,17 @@
 """What the command lines share: how a program ends, whatever happens inside it."""
+import io
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import generate
 from support import cli
+
+STORIES = Path(__file__).parent.parent / "weights" / "stories-llama"
 
 
 def ending(error):
@@ -84,6 +90,72 @@ def test_a_reader_that_has_left_is_status_141(capsys, monkeypatch, tmp_path):
         print("more", flush=True)
     assert (tmp_path / "out").read_text() == ""
     assert capsys.readouterr().err == ""
+
+
+def test_an_encoding_that_lacks_a_character_replaces_it(monkeypatch):
+    """As Windows does where output goes to a file or a pipe."""
+    out = io.TextIOWrapper(io.BytesIO(), "cp1252")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(lambda argv: print("é 你好", flush=True), []) == 0
+    assert out.buffer.getvalue().rstrip() == b"\xe9 ??"
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_closed_stream_swallows_what_is_its_own(closed, monkeypatch):
+    out = io.StringIO()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None if name == closed else out)
+
+    def run(argv):
+        print("text", file=sys.stdout)
+        raise ValueError("bad")
+
+    assert cli.main(run, []) == 2 and getattr(sys, closed).isatty() is False
+    assert out.getvalue() == ("text\n" if closed == "stderr" else "test_cli.py: bad\n")
+
+
+def test_standard_input_of_any_make(monkeypatch):
+    for raw, text in ((b"a\r\nb\r\n", "a\nb\n"), (b"\xef\xbb\xbfa", "a"), (b"a\xff", "a\udcff")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "ascii", newline="\n"))
+        assert cli.read_input() == text
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed"):
+        cli.read_input()
+
+
+@pytest.mark.parametrize("name, content", [
+    ("a.txt", "\ufeffone\r\ntwo\r\n"),
+    ("a.jsonl", '\ufeff{"prompt": "one"}\r\n{"prompt": "two"}'),
+    ("a.JSONL", '{"prompt": "one"}\n{"prompt": "two"}\n'), ("a.json", '["one",\n {"prompt": "two"}]'),
+    ("a.json", '{"prompt": "one"}\n{"prompt": "two"}')])
+def test_prompt_files_of_any_make(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content.encode())
+    a = generate.parse(["--prompt-file", str(tmp_path / name)])
+    assert generate.read_prompts(a) == ["one", "two"]
+
+
+@pytest.mark.parametrize("content", ['["one", 2]', '["one"', '[""]', '"one"', "[" * 10**5])
+def test_a_json_file_without_prompts_is_refused(content, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match="a.json, (entry|line) "):
+        generate.read_prompts(generate.parse(["--prompt-file", str(tmp_path / "a.json")]))
+
+
+@pytest.mark.parametrize("argv", [
+    ["--gamma", 3000000], ["--draft", "medusa", "--tree", 3000], ["--tail", 10**9], ["--top-k", 10**30],
+    ["--max-new", 10**30], ["--window", 10**30], ["--sinks", 10**30]], ids=str)
+def test_numbers_out_of_all_proportion(argv):
+    """They are refused before a model is loaded."""
+    with pytest.raises(ValueError, match=f"{argv[-2]} must be at most .*, got {argv[-1]}$"):
+        generate.parse(["x", "--model", "nowhere", *map(str, argv)])
+
+
+def test_a_tree_is_as_large_as_what_is_drafted(capsys):
+    """These heads have places for 6 levels of 5 ranks."""
+    argv = ["Once", "--model", str(STORIES), "--max-new", "2", "--draft", "eagle"]
+    flags = ["--gamma", "6", "--tree", "600"]
+    assert generate.main([*argv, *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tree"] == 30
 
 
 def test_a_wrong_flag_is_bad_input():

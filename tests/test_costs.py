@@ -1,6 +1,8 @@
 """Measured costs are kept: once for each machine, model and dtype, and whatever lies in the folder does no
 harm."""
 import json
+import os
+import pwd
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from control import Costs
 from machine.quant import quantise
 from support import costs as module
 from support.costs import as_data, identity, kept_costs, quick
-from support.files import cache_folder
+from support.files import cache_folder, keep, kept
 
 
 class Measured:
@@ -34,9 +36,9 @@ def test_a_table_is_measured_once(tmp_path, monkeypatch, family):
     model, measured, said = make(FAMILIES[family]), Measured(monkeypatch), []
     first, path = kept_costs(model, say=said.append)
     assert path.parent == cache_folder() == tmp_path / "self-speculative-decoding"
-    assert len(said) == 1 and said[0].startswith("measuring what a pass takes")
+    assert len(said) == 2 and str(path) in said[1]
     again, same = kept_costs(make(FAMILIES[family], seed=1), say=said.append)     # other weights: no matter
-    assert (again, same, measured.times, len(said)) == (first, path, 1, 1)
+    assert (again, same, measured.times, len(said)) == (first, path, 1, 2)
     measured.times = 0
     assert first == measured(model), "not a digit is lost"
 
@@ -60,16 +62,49 @@ def test_a_damaged_table_is_measured_anew(tmp_path, monkeypatch, content):
     text = json.dumps(whole | {"head": -1}) if content is None else content
     path.write_text(text, encoding="utf-8")
     costs, _ = kept_costs(model, tmp_path, said.append)
-    assert costs.sublayers[0] == 0.2 and "measured anew, as " in said[1] and len(said) == 3
+    assert costs.sublayers[0] == 0.2 and "measured anew, as " in said[2] and len(said) == 5
     assert kept_costs(model, tmp_path, said.append)[0] == costs and measured.times == 2
 
 
-def test_where_nothing_can_be_kept_the_run_goes_on(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("no folder")
+def unknown(uid):
+    raise KeyError(uid)
+
+
+@pytest.mark.parametrize("cache", ["/dev/null", "/proc", "/" + "x" * 300, None])
+def test_where_nothing_can_be_kept_the_run_goes_on(cache, monkeypatch):
+    """It is no folder, read-only, or cannot be looked at; None: the user has no home, either."""
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    if cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
     measured, said = Measured(monkeypatch), []
-    costs, path = kept_costs(make(LLAMA), tmp_path / "file", said.append)
+    costs, path = kept_costs(make(LLAMA), say=said.append)
     assert path is None and costs.head == 0.7 and measured.times == 1
     assert said[-1].startswith("not kept, so the next run measures anew: ")
+
+
+def test_caches_lie_in_the_home_folder(monkeypatch, tmp_path):
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert keep("a", b"1") == kept("a") == tmp_path / ".cache" / "self-speculative-decoding" / "a"
+
+
+def test_two_runs_may_keep_one_file_at_once(monkeypatch, tmp_path):
+    """While one of them is in the middle of writing, another process does all of it."""
+    honest = os.fsync
+
+    def interrupted(file):
+        monkeypatch.setattr(os, "fsync", honest)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 12345)
+            keep("a", b"other", tmp_path)
+        assert kept("a", tmp_path).read_bytes() == b"other"
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    assert keep("a", b"own", tmp_path).read_bytes() == b"own"
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("one, repeats", [(5.0, 3), (0.01, 10), (1e-4, 30), (0.0, 30)])

@@ -2,18 +2,15 @@
 import io
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import expected
 import pytest
 import torch
-from tiny import FAMILIES, LLAMA, command, make, shard
-from tokenizers import pre_tokenizers
+from tiny import LLAMA, command, make
 from tqdm import tqdm
 
 import checkpoint
@@ -23,10 +20,8 @@ from layerskip import SelfDraft
 from machine.quant import KINDS, byte_costs
 from machine.recorded import Recorded
 from methods import heads
-from methods.sparse import step_cost
 from speculative import Then
-from support import chat, drafts, stats
-from support.show import Generation
+from support import drafts, stats
 from support.stats import Run
 
 ROOT = Path(__file__).parent.parent
@@ -73,18 +68,10 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
 
 
 @pytest.mark.parametrize("flags, draft, gamma", [
-    (["--draft", "none"], "none", 0),
-    ([], "auto", MOST),
-    (["--draft", "exit"], "exit", 2),
-    (["--exit-layer", "3", "--gamma", "1"], "exit", 1),
-    (["--skip", "a3,m4,a11"], "skip", 3),
-    (["--draft", "ngram"], "ngram", 8),
-    (["--draft", "model"], "model", 3),
+    (["--draft", "none"], "none", 0), ([], "auto", MOST),
+    (["--exit-layer", "3", "--gamma", "1"], "exit", 1), (["--draft", "ngram"], "ngram", 8),
     (["--draft-model", SMALL, "--gamma", "0"], "model", 0),
-    (["--draft", "int8"], "int8", 3),
-    (["--draft", "nf4", "--exit-layer", "3", "--gamma", "1"], "nf4", 1),
     (["--draft", "nf4", "--skip", "a3,m4,a11"], "nf4", 3),
-    (["--draft", "sparse"], "sparse", 4),
     (["--window", "3", "--sinks", "1", "--exit-layer", "3", "--gamma", "2"], "sparse", 2),
 ])
 def test_json_of_every_way_to_draft(call, flags, draft, gamma):
@@ -102,19 +89,13 @@ def test_json_of_every_way_to_draft(call, flags, draft, gamma):
     assert r["exit_layer"] == (3 if "--exit-layer" in flags else 4 if draft == "exit" else None)
 
 
-@pytest.mark.parametrize("flags", [["--do-no-harm"], ["--skip", "a3,m4", "--do-no-harm", "--gamma", "5"],
-                                   ["--draft", "model", "--do-no-harm", "--tail", "4"], ["--tail", "6"]],
-                         ids=" ".join)
-def test_how_far_to_draft(call, flags):
+@pytest.mark.parametrize("flags, most, tail", [(["--skip", "a3,m4", "--do-no-harm", "--gamma", "5"], 5, None),
+                                               (["--draft", "model", "--do-no-harm", "--tail", "4"], 16, 4)])
+def test_how_far_to_draft(call, flags, most, tail):
     plain = as_json(call, "--dtype", "float32", "--draft", "none")
     r = as_json(call, "--dtype", "float32", *flags)
     assert r["outputs"] == plain["outputs"] and r["target_passes"] < 12
-    careful, gamma = "--do-no-harm" in flags, 5 if "--gamma" in flags else 16
-    assert (r["do_no_harm"], r["gamma"]) == ((True, gamma) if careful else (False, 2))
-    assert r["tail"] == (int(flags[-1]) if "--tail" in flags else None)
-    _, out, _ = call("Once upon a time", *SHORT, *flags)
-    assert (f"gamma up to {gamma} as it pays" in out) == careful
-    assert (f"then up to {r['tail']} by n-gram\n" in out) == ("--tail" in flags)
+    assert (r["do_no_harm"], r["gamma"], r["tail"]) == (True, most, tail)
 
 
 def test_a_step_costs_the_weights_that_it_reads(drafter):
@@ -141,13 +122,11 @@ def test_a_draft_vocabulary_shortens_the_head(call, drafter, tmp_path):
         assert made.rule.cost == pytest.approx(max(DoNoHarm.FLOOR, cost / (24 * BLOCK + HEAD)))
         assert made.model.ids.tolist() == ids
     path.write_text('{"ids": [4096]}')
-    message = 'vocab.json: expected different token ids from 0 to 4095 under "ids", as search.py '
-    call.refuses(["x", *flags], tmp_path, message + "--draft-vocab writes them")
+    call.refuses(["x", *flags], tmp_path, "vocab.json", "4095")
 
 
 @pytest.mark.parametrize("kind, flags", [
-    ("int8", []), ("nf4", ["--skip", "a3,m4,a11"]), ("nf4", ["--draft-model", SMALL]),
-    ("int8", ["--draft", "nf4", "--exit-layer", "4"])])
+    ("nf4", ["--draft-model", SMALL]), ("int8", ["--draft", "nf4", "--exit-layer", "4"])])
 def test_a_quantised_target(call, once, asked, kind, flags):
     """Drafting does not change its text; the draft is whole, or has few bits of its own."""
     r = as_json(call, "--dtype", "float32", "--quant", kind, "--compare", *flags)
@@ -156,87 +135,41 @@ def test_a_quantised_target(call, once, asked, kind, flags):
     loaded = checkpoint.load(STORIES, "cpu", torch.float32, KINDS[kind])
     made = drafts.drafters(generate.parse(["x", "--quant", kind, *map(str, flags)]), *loaded)()
     assert isinstance(made.model.blocks[0].mlp.down, torch.nn.Parameter) == ("--draft-model" in flags)
-    out = call("Once upon a time", *SHORT, "--quant", kind, *flags)[1]
-    assert f" on cpu, {torch.get_num_threads()} threads, blocks in {kind}, after reading" in out
-    assert ("draft: nf4 after block 4, gamma 3\n" in out) == ("--draft" in flags)
 
 
-def test_the_draft_in_few_bits_says_how_it_drafts(call, drafter, stories):
-    out = call("Once upon a time", *SHORT, "--draft", "int8", "--skip", "a3,m4")[1]
-    assert "draft: int8 without a3,m4, gamma 3\n" in out
+def test_a_draft_in_few_bits_costs_its_own_bytes(drafter, stories):
     made = drafter("--draft", "int8", "--exit-layer", "2", "--do-no-harm")
     own, whole = byte_costs(made.model), byte_costs(stories[0])
     assert made.sublayers == list(range(4)) and made.model.tok is stories[0].tok
     assert made.rule.cost == pytest.approx((sum(own.sublayers[:4]) + own.head) / whole.whole)
 
 
-def test_a_sparse_draft_reads_what_the_flags_say(call, drafter, stories):
-    """And a rule pays for what it reads after as many tokens as the text may have."""
-    out = call("Once upon a time", *SHORT, "--window", "6", "--skip", "a3,m4")[1]
-    assert "draft: sparse without a3,m4, 4 sinks and a window of 6, gamma 4\n" in out
-    costs, whole = byte_costs(stories[0]), range(48)
-    for flags, reads, count, subs in (
-            ([], (4, 64), 200, None), (["--sinks", "0", "--max-new", "99"], (0, 64), 99, None),
-            (["--window", "6", "--exit-layer", "2"], (4, 6), 200, [0, 1, 2, 3])):
-        made = drafter("--draft", "sparse", "--do-no-harm", *flags)
-        assert (made.sinks, made.window, made.sublayers) == (*reads, subs)
-        assert made.rule.cost == step_cost(costs, count, *reads, subs or whole) < 1
-
-
 def test_drafting_by_itself(call, drafter, stories, tmp_path):
     """--draft auto is Pace: with costs by weights, or of a table; with what lies beside the weights, or is
-    named. The text stays, and what was chosen is told."""
-    plain = as_json(call, "--dtype", "float32", "--draft", "none")
+    named."""
     r = as_json(call, "--dtype", "float32", "--draft", "auto")
-    assert r["outputs"] == plain["outputs"] and r["target_passes"] < 12
-    assert (r["draft"], r["gamma"], r["costs"], plain["chosen"]) == ("auto", MOST, "weights", None)
-    assert sum(r["chosen"].values()) == r["target_passes"] and any(k.startswith("exit") for k in r["chosen"])
+    assert r["target_passes"] < 12 and sum(r["chosen"].values()) == r["target_passes"]
     L = stories[0].c.n_layers
     table = {"sublayers": [1.0] * (2 * L), "head": 5.0, "blocks": [[1, 1.0], [17, 4.0]],
              "slot": 0.5, "at": 64}
     (tmp_path / "costs.json").write_text(json.dumps(table))
-    (tmp_path / "vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
+    (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
     flags = "--costs", str(tmp_path / "costs.json"), "--skip", "a3,m4", "--gamma", "5"
-    r = as_json(call, "--dtype", "float32", *flags, "--draft", "auto")
-    assert r["outputs"] == plain["outputs"] and r["costs"] == flags[1]
-    pace = drafter(*flags, "--draft", "auto", "--draft-vocab", tmp_path / "vocab.json")
+    assert as_json(call, "--dtype", "float32", *flags, "--draft", "auto")["costs"] == flags[1]
+    pace = drafter(*flags, "--draft", "auto", "--draft-vocab", tmp_path / "draft_vocab.json")
     assert pace.costs.blocks == ((1, 1.0), (17, 4.0)) and (pace.costs.slot, pace.costs.at) == (0.5, 64)
     ways = {way.name: way.drafter for way in pace.ways}
     assert pace.most == 5 and len(ways["skip set"].sublayers) == 2 * L - 2
-    assert pace.ways[0].drafter.model.share == 1024 / 4096 and pace.ways[0].name.startswith("exit")
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
     pace = drafter("--draft", "auto", "--model", tmp_path)
-    assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share < 1
-    _, out, _ = call("Once upon a time", *SHORT, "--draft", "auto")
-    line = next(line for line in out.splitlines() if line.startswith("draft: auto, with costs by weights: "))
-    assert re.search(r" rounds; of .+ \d+% are accepted, and a token costs \d+% of a pass$", line)
-
-
-def test_what_was_chosen_is_told_in_one_line():
-    r = {"costs": "measured", "chosen": {"nothing": 9, "exit 2, then n-gram": 4, "exit 2": 3},
-         "beliefs": {"exit 2": (0.714, 0.12), "n-gram": (0.5, 0.0)}}
-    assert drafts.chosen(r) == (
-        "draft: auto, with costs as measured here: nothing in 9 rounds, exit 2, then n-gram in 4 rounds, "
-        "exit 2 in 3 rounds; of exit 2 71% are accepted, and a token costs 12% of a pass")
-    assert drafts.chosen(r | {"costs": "c.json"}).startswith("draft: auto, with costs of c.json: nothing in ")
-    r["chosen"] = {"nothing": 9}
-    assert drafts.chosen(r).endswith(": nothing in 9 rounds: no draft promised a gain")
-    r["chosen"] = {}
-    assert drafts.chosen(r).endswith(": no round: no draft promised a gain")
+    assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share == 1024 / 4096
 
 
 @pytest.mark.parametrize("flags, draft", [
-    ([], "auto"), (["--gamma", "3"], "auto"), (["--draft-vocab", "v.json"], "auto"),
-    (["--tail", "3"], "exit"), (["--do-no-harm"], "exit"), (["--exit-layer", "2"], "exit"),
-    (["--fast"], "exit"), (["--costs", "c.json"], "auto"), (["--draft", "none"], "none")])
+    ([], "auto"), (["--draft-vocab", "v.json"], "auto"), (["--tail", "3"], "exit"),
+    (["--exit-layer", "2"], "exit"), (["--fast"], "exit"), (["--costs", "c.json"], "auto")])
 def test_what_drafts_where_no_flag_says(flags, draft):
     assert generate.parse(["x", *flags]).draft == draft
-
-
-def test_nothing_to_write_with_auto(call):
-    status, out, err = call("Once", "--max-new", "0", "--json", "--draft", "auto")
-    r = json.loads(out)
-    assert (status, err, r["chosen"], r["beliefs"]["n-gram"]) == (0, "", {}, [0.5, 0.0])
 
 
 def test_measured_costs_are_kept_and_the_text_repeats(call, tmp_path, monkeypatch):
@@ -276,6 +209,8 @@ def test_costs_are_measured_unasked_for_large_models_only(stories, monkeypatch):
     monkeypatch.setattr(drafts, "kept_costs", lambda model: (table, None))
     assert costs() == ("measured", table) == costs("--costs", "measured")
     assert costs("--fast")[0] == "weights", "passes of parts are not recorded"
+    assert costs("--temperature", "0.8")[0] == "weights", "the same seed writes the same text"
+    assert costs("--temperature", "0.8", "--costs", "measured")[0] == "measured"
     with pytest.raises(ValueError, match="--costs measured goes with one process and without --fast"):
         costs("--fast", "--costs", "measured")
     monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
@@ -283,7 +218,7 @@ def test_costs_are_measured_unasked_for_large_models_only(stories, monkeypatch):
 
 
 def test_trained_heads_beside_the_weights_are_candidates(tmp_path, capsys):
-    """Those of other weights are left out, and so are all where passes are to be replayed."""
+    """Those of other weights, too, but not those of another shape, and none where passes are replayed."""
     model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
     for file in STORIES.iterdir():
         if file.name != "heads":
@@ -291,17 +226,20 @@ def test_trained_heads_beside_the_weights_are_candidates(tmp_path, capsys):
     for kind in ("kangaroo", "prophet", "medusa"):
         (tmp_path / "heads" / kind).mkdir(parents=True)
     heads.save(heads.Kangaroo(model, 2), tmp_path / "heads" / "kangaroo")
-    heads.save(heads.Prophet(model, 1), tmp_path / "heads" / "prophet")
+    heads.save(heads.Medusa(checkpoint.load(STORIES.parent / "stories-gemma2")[0], 2),
+               tmp_path / "heads" / "medusa")
     model.norm.weight.data *= 1.5
-    heads.save(heads.Medusa(model, 2), tmp_path / "heads" / "medusa")
+    heads.save(heads.Prophet(model, 1), tmp_path / "heads" / "prophet")
     model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
 
     def names(*flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
         return [way.name for way in drafts.drafters(a, model, tokenizer)().ways]
 
-    assert names()[-2:] == ["kangaroo", "prophet"] and "medusa" not in names()
-    assert "medusa" in (err := capsys.readouterr().err) and "left out, as " in err
+    found = names()
+    assert found[-2:] == ["kangaroo", "prophet"] and "medusa" not in found
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draft: ")]
+    assert [["medusa" in line, "prophet" in line] for line in lines] == [[True, False], [False, True]]
     for flags in (["--fast"], ["--quant", "int8"]):
         assert not {"kangaroo", "prophet"} & set(names(*flags))
 
@@ -314,13 +252,6 @@ def test_every_run_has_a_drafter_of_its_own(stories):
         assert first.rule is not second.rule and first.model is second.model
 
 
-def test_runs_that_are_compared_share_no_rule(call, once, asked):
-    as_json(call, "--do-no-harm", "--compare", "--max-new", "2")
-    rules = [watch.drafters[0].rule for _, _, _, watch, *_ in asked]
-    drafted = {id(rule) for rule in rules if isinstance(rule, DoNoHarm)}
-    assert len(drafted) == 3 and len(rules) == 5, "printed, a warm-up and one more; the two others are plain"
-
-
 def skip_file(folder, **more):
     file = folder / "skip.json"
     file.write_text(json.dumps({"attn": [3, 11], "mlp": [4], "alpha": 0.8, "note": "ignored"} | more))
@@ -328,23 +259,15 @@ def skip_file(folder, **more):
 
 
 def test_gamma_of_a_skip_file(call, tmp_path):
+    """0 says that the search which wrote the file found no gain: then nothing is drafted unasked."""
     by_file, by_name = as_json(call, "--skip", skip_file(tmp_path)), as_json(call, "--skip", "a3, m4, a11")
     assert by_file["target_passes"] == by_name["target_passes"] and by_file["gamma"] == by_name["gamma"] == 3
-    argv = "--skip", skip_file(tmp_path, gamma=5), "--max-new", "1"
-    assert as_json(call, *argv)["gamma"] == 5
-    assert as_json(call, *argv, "--gamma", "1")["gamma"] == 1, "what the user says comes first"
-    assert as_json(call, *argv, "--do-no-harm")["gamma"] == MOST, "the rule finds its own"
-
-
-def test_a_skip_file_without_a_gain(call, tmp_path):
-    """gamma 0: the search that wrote it advises against drafting."""
-    argv = "--skip", skip_file(tmp_path, gamma=0), "--max-new", "6"
-    why = "because its search found no gain; --gamma G drafts all the same"
-    r = as_json(call, *argv)
-    assert (r["gamma"], r["target_passes"]) == (0, 6)
-    assert f"skip.json, gamma 0 {why}\n" in call("Once", *argv)[1]
-    for flags in (["--gamma", "0"], ["--gamma", "2"], ["--do-no-harm"]):
-        assert why not in call("Once", *argv, *flags)[1]
+    for found in (5, 0):
+        argv = "--skip", skip_file(tmp_path, gamma=found), "--max-new", "6"
+        r = as_json(call, *argv)
+        assert r["gamma"] == found and (r["target_passes"] == 6) == (found == 0)
+        assert as_json(call, *argv, "--gamma", "1")["gamma"] == 1, "what the user says comes first"
+        assert as_json(call, *argv, "--do-no-harm")["gamma"] == MOST, "the rule finds its own"
 
 
 # --- beside plain decoding
@@ -363,8 +286,7 @@ def test_compare(call, once):
     assert plain["outputs"] == r["outputs"] and plain["new_tokens"] == plain["target_passes"] == 12
 
 
-@pytest.mark.parametrize("flags", [[], ["--draft", "model"], ["--draft", "ngram", "--compare"],
-                                   ["--draft", "nf4", "--exit-layer", "4"]])
+@pytest.mark.parametrize("flags", [["--draft", "model"], ["--draft", "ngram", "--compare"]])
 def test_recorded_passes_write_the_same_text(call, once, monkeypatch, flags):
     """On recordings of paper, as compiling takes long; all is recorded before the first token is printed."""
     made = []
@@ -374,17 +296,15 @@ def test_recorded_passes_write_the_same_text(call, once, monkeypatch, flags):
     assert as_json(call, "--dtype", "float32", *flags)["outputs"] == want["outputs"] and not made
     r = as_json(call, "--dtype", "float32", "--fast", *flags)
     assert r["outputs"] == want["outputs"] and r["fast"] and not want["fast"] and r.get("identical", True)
-    assert len(made) == (2 if {"model", "nf4"} & set(flags) else 1) and made[0].frozen
+    assert len(made) == (2 if "model" in flags else 1) and made[0].frozen
     assert any(tape for tapes in made[0].tapes.values() for tape in tapes.values())
-    out = call("Once upon a time", *SHORT, "--fast", *flags)[1]
-    assert "threads, in recorded passes" in out
 
 
 def test_compare_without_a_draft_or_a_token(call, once):
     assert as_json(call, "--compare", "--draft", "none")["ratio"] == 1
     r = json.loads(call("Once", "--max-new", "0", "--compare", "--json")[1])
-    assert r["ratio"] is None and r["identical"] is True
-    assert "ratio unknown (0 and 0 tokens" in call("Once", "--max-new", "0", "--compare")[1]
+    assert r["ratio"] is None and r["identical"] is True and r["chosen"] == {}
+    assert as_json(call, "--compare", "--temperature", "0.8")["identical"] is None
 
 
 def test_compare_divides_tokens_a_second(call, monkeypatch):
@@ -397,24 +317,12 @@ def test_compare_divides_tokens_a_second(call, monkeypatch):
     plain = {key: value for key, value in r["baseline"].items() if key != "outputs"}
     assert plain == {"new_tokens": 6, "seconds": 2, "reading_seconds": 100, "tokens_per_second": 3,
                      "target_passes": 6} and r["ratio"] == 2
-    told, honest = [], Generation.summary
-    monkeypatch.setattr(Generation, "summary", lambda seen, *args: told.append(args) or honest(seen, *args))
-    out = call("Once upon a time", *SHORT, "--compare", "--temperature", "1")[1]
-    assert told == [(2 / 6, 2.0)], "a plain pass took a sixth of 2 seconds: the prompt was read before"
-    assert "6 tokens/s" in out and "plain decoding 3: ratio 2.00 (30 and 6 tokens, after reading" in out
-    assert "in 3e+02 and 1e+02 s; medians of 3 interleaved runs)" in out
 
 
 def test_a_draft_that_hands_over_its_work_is_not_called_a_loss(call):
     """Drafting runs 23 of 24 blocks, and verifying the one that is left: that is no unit to measure by."""
     out = call("Once upon a time", "--max-new", "40", "--exit-layer", "23")[1]
     assert "alpha <= c" not in out and " passes over a single token" not in out
-
-
-def test_compare_while_sampling_says_that_texts_may_differ(call, once):
-    assert as_json(call, "--compare", "--temperature", "0.8")["identical"] is None
-    out = call("Once upon a time", *SHORT, "--compare", "--temperature", "0.8")[1]
-    assert "sampled texts may differ" in out and "compare texts at temperature 0" in out
 
 
 @pytest.fixture
@@ -435,10 +343,9 @@ def crooked(monkeypatch, once):
     return runs
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_compare_reports_a_difference_and_its_gap(call, crooked, dtype):
+def test_compare_reports_a_difference_and_its_gap(call, crooked):
     """The text that is judged is the printed one, and what no near-tie explains is a failure."""
-    status, out, _ = call("Once upon a time", *SHORT, "--compare", "--dtype", dtype, "--json")
+    status, out, _ = call("Once upon a time", *SHORT, "--compare", "--json")
     r = json.loads(out)
     ours, plain, d = r["outputs"][0]["ids"], r["baseline"]["outputs"][0]["ids"], r["first_divergence"]
     assert status == 1 and r["identical"] is False and len(crooked) > 2
@@ -452,9 +359,7 @@ def test_a_difference_is_called_what_it_is(call, crooked, monkeypatch, near):
     monkeypatch.setattr(stats, "parting", lambda *args: d)
     status, out, _ = call("Once upon a time", *SHORT, "--compare")
     assert status == (0 if near else 1)
-    mild, loud = "after 5 equal tokens a near-tie was decided otherwise", "NOT identical to plain decoding"
-    assert (mild in out, loud in out) == (near, not near)
-    assert "two logits are 0.0625 apart, and rounding in bfloat16 explains up to 0.25" in out
+    assert ("NOT identical" in out) == (not near) and "0.0625" in out and "0.25" in out
 
 
 def test_seed_repeats_a_sampled_run(call):
@@ -536,145 +441,33 @@ def test_a_long_prompt_shows_how_much_is_read(monkeypatch):
     assert reading.bar.n == 300, "only the prompt counts"
 
 
-# --- chat
-
-
-LLAMA3 = (
-    "{{- bos_token }}{%- for message in messages %}{{- '<|start_header_id|>' + message['role'] + "
-    "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
-)
-GEMMA2 = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}"
-    "{% endif %}{% for message in messages %}{% if message['role'] == 'assistant' %}{% set role = 'model' %}"
-    "{% else %}{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\n' + "
-    "message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-)
-CHATS = {
-    "llama": (
-        LLAMA3,
-        ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>"
-        "\n\n"),
-    "gemma2": (
-        GEMMA2, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
-        "<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n")}
-
-
-def chat_folder(folder, family, adds_bos=True):
-    """A checkpoint built like the real ones: sharded, bfloat16, byte-level tokenizer with the family's
-    special tokens, template in tokenizer_config.json; small and random."""
-    template, special, _ = CHATS[family]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = expected.byte_level(special, alphabet, adds_bos=adds_bos)
-    c = replace(FAMILIES[family], vocab_size=tokenizer.get_vocab_size(), max_len=96, bos=0, eos=(1,))
-    checkpoint.save(make(c).bfloat16(), folder, tokenizer)
-    shard(folder, 2)
-    spec = {"bos_token": special[0], "eos_token": {"content": special[1]}, "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(spec))
-    return folder
-
-
-@pytest.mark.parametrize("adds_bos", [True, False])
-@pytest.mark.parametrize("family", CHATS)
-def test_chat(call, asked, tmp_path, family, adds_bos):
-    folder = chat_folder(tmp_path / family, family, adds_bos)
-    status, out, err = call("Hi", "--chat", "--model", folder, *SHORT, "--json")
-    assert status == 0, err
-    tokenizer = checkpoint.load(folder, "cpu")[1]
-    (_, [ids], *_, eos, _), = asked
-    assert ids[0] == 0 and 0 not in ids[1:], "exactly one begin-of-text"
-    assert tokenizer.decode(ids[1:], skip_special_tokens=False) == CHATS[family][2]
-    turn_end = tokenizer.token_to_id(CHATS[family][1][-1])
-    assert eos == {1, turn_end}, "stops at end-of-text and at the template's end of turn"
-    assert json.loads(out)["outputs"][0]["prompt"] == "Hi"
-
-
-def test_chat_template_in_a_file_of_its_own_wins(tmp_path):
-    folder = chat_folder(tmp_path / "m", "llama")
-    template = "{% for m in messages %}[{{ m.content | tojson }}]{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    assert chat.read_template(folder)([{"role": "user", "content": "a<b"}]) == '["a<b"]'
-
-
-@pytest.mark.parametrize("template, message", [
-    (None, "no chat template, so this is a base model"),
-    (7, "no chat template"),
-    ([{"name": "tools", "template": "x"}], "no chat template"),
-    ("{% for x in %}", "the chat template fails"),
-    ("{{ raise_exception('no\nusers here') }}", "the chat template fails: no users here"),
-    ("{{ messages.__class__.__mro__ }}", "the chat template fails: access to attribute '__class__'"),
-    ("{{ 1 / 0 }}", "the chat template fails: division by zero"),
-    ("", "the prompt is empty"),
-])
-def test_bad_templates(call, tmp_path, template, message):
-    folder = chat_folder(tmp_path / "m", "llama")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    call.refuses(["Hi", "--chat", "--model", folder], folder, message)
-
-
 # --- bad input
 
 
-@pytest.mark.parametrize("argv, message", [
-    ([], "give one prompt: as an argument, with --prompt, or a batch with --prompt-file"),
-    (["x", "--prompt", "y"],
-     "give one prompt: as an argument, with --prompt, or a batch with --prompt-file"),
-    (["--prompt-file", "nowhere.txt"], "nowhere.txt: no such file"),
-    (["--prompt", ""], "the prompt is empty: give it at least one character"),
-    (["x", "--picture", "run.gif"], "--picture must name a .png or .svg file, got run.gif"),
-    (["x", "--picture", ""], "--picture is empty"),
-    (["x", "--chat"], "...: no chat template, so this is a base model: prompt it without --chat"),
-    (["x", "--max-new", "1e3"], "argument --max-new: invalid int value: '1e3'; see --help"),
-    (["x", "--temperature", "inf"], "temperature must be 0 (greedy) or a positive number, got inf"),
-    (["x", "--top-p", "nan"], "top_p must lie in (0, 1], got nan"),
-    (["x", "--min-p", "-1"], "min_p must lie in (0, 1], got -1.0"),
-    (["x", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'...; see --help"),
-    (["x", "--draft", "int8", "--exit-layer", "2", "--skip", "a3"],
-     "--exit-layer and --skip say twice which sub-layers draft: leave one of them out"),
-    (["x", "--draft", "none", "--draft-model", "d"], "--draft-model goes with --draft model, not none"),
-    (["x", "--draft", "exit", "--sinks", "4"], "--sinks goes with --draft sparse, not exit"),
-    (["x", "--frobnicate"], "unrecognized arguments: --frobnicate; see --help"),
-    (["x", "--top-k", "0"], "top_k must be a whole number, at least 1, got 0"),
-    (["x", "--seed", str(2**70)], "--seed must fit in 64 bits, got 1180591620717411303424"),
-    (["x", "--exit-layer", "25"], "exit layer must lie between 1 and 24 (all blocks), got 25"),
-    (["x", "--skip", "a24"], "cannot skip the attention of block 24: blocks run from 0 to 23"),
-    (["x", "--draft", "skip"], "--draft skip needs --skip with the sub-layers, such as a3,m4 or a file"),
-    (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer goes with --draft exit, not ngram"),
-    (["x", "--draft", "ngram", "--tail", "2"],
-     "--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not ngram"),
-    (["x", "--draft", "none", "--do-no-harm"],
-     "--do-no-harm, --tail and --draft-vocab go with --draft exit, skip or model, not none"),
-    (["x", "--draft-vocab", "nowhere.json"], "nowhere.json: no such file"),
-    (["x", "--tail", "0"], "--tail must be at least 1, got 0"),
-    (["x", "--draft", "auto", "--tail", "3"],
-     "--draft auto does no harm and adds n-grams where they pay: leave out --do-no-harm and --tail"),
-    (["x", "--costs", "nowhere.json"], "nowhere.json: no such file"),
-    (["x", "--draft", "exit", "--costs", "c.json"], "--costs goes with --draft auto, not exit"),
-    (["x", "--draft-model", "nowhere"], "nowhere: no such folder"),
-    (["x", "--model", "nowhere"], "nowhere: no such folder"),
-    (["x", "--device", "abacus"], "unknown device 'abacus': say cpu or cuda"),
-    (["word " * 600], "prompt 0 has 602 tokens and fills the context of 512"),
-])
-def test_bad_flags(call, argv, message, tmp_path):
-    """In exactly these words; ... stands for a folder, say."""
-    call.refuses(argv, tmp_path, *f"generate.py: {message}\n".split("..."))
+@pytest.mark.parametrize("argv, culprit", [
+    ([], "prompt"), (["x", "--prompt", "y"], "prompt"), (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+    (["x", "--picture", "run.gif"], "run.gif"), (["x", "--chat"], "chat template"),
+    (["x", "--max-new", "1e3"], "1e3"), (["x", "--temperature", "inf"], "inf"),
+    (["x", "--top-k", "0"], "top_k"),
+    (["x", "--frobnicate"], "--frobnicate"), (["x", "--seed", str(2**70)], "--seed"),
+    (["x", "--exit-layer", "25"], "25"), (["x", "--skip", "a24"], "24"), (["x", "--draft", "skip"], "--skip"),
+    (["x", "--draft", "exit", "--skip", "a3", "--exit-layer", "2"], "--skip"),
+    (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer"),
+    (["x", "--draft", "none", "--do-no-harm"], "--do-no-harm"),
+    (["x", "--draft", "auto", "--tail", "3"], "--tail"),
+    (["x", "--costs", "nowhere.json"], "nowhere.json"), (["x", "--draft-model", "nowhere"], "nowhere"),
+    (["x", "--device", "abacus"], "abacus"), (["word " * 600], "602 tokens")])
+def test_bad_flags(call, argv, culprit, tmp_path):
+    call.refuses(argv, tmp_path, culprit)
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("p.txt", b"\n  \n", "p.txt: no prompts, every line is empty"),
-    ("p.txt", b"caf\xe9", "p.txt: not readable as UTF-8 text"),
-    ("p.txt", b"ok\n" + b"word " * 600, "prompt 1 has"),
-    ("p.jsonl", b"Once", 'p.jsonl, line 1: expected a JSON object with a text under "prompt"'),
-    ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "p.jsonl, line 2: expected a JSON object"),
-    ("p.jsonl", b'{"prompt": 3}', "p.jsonl, line 1: expected a JSON object"),
-    ("p.jsonl", b'{"prompt": ""}', "p.jsonl, line 1: expected a JSON object"),
-    ("p.jsonl", b'["prompt"]', "p.jsonl, line 1: expected a JSON object"),
-])
-def test_bad_prompt_files(call, tmp_path, name, content, message):
+@pytest.mark.parametrize("name, content, culprit", [
+    ("p.txt", b"\n  \n", "no prompts"), ("p.txt", b"caf\xe9", "UTF-8"),
+    ("p.txt", b"ok\n" + b"word " * 600, "prompt 1"), ("p.jsonl", b"Once", "line 1"),
+    ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}', "line 2"), ("p.jsonl", b'{"prompt": 3}', "line 1")])
+def test_bad_prompt_files(call, tmp_path, name, content, culprit):
     (tmp_path / name).write_bytes(content)
-    call.refuses(["--prompt-file", tmp_path / name], tmp_path, message)
+    call.refuses(["--prompt-file", tmp_path / name], tmp_path, culprit)
 
 
 def test_a_gpu_that_is_not_there(call, monkeypatch, tmp_path):
@@ -690,8 +483,7 @@ def test_a_gpu_that_is_not_there(call, monkeypatch, tmp_path):
 @pytest.mark.parametrize("gamma", ["-1", "2.5", "true"])
 def test_bad_skip_files(call, tmp_path, gamma):
     (tmp_path / "skip.json").write_text(f'{{"mlp": [3], "gamma": {gamma}}}')
-    argv = "x", "--skip", tmp_path / "skip.json"
-    call.refuses(argv, tmp_path, 'skip.json: "gamma" must be a whole number from 0 up')
+    call.refuses(["x", "--skip", tmp_path / "skip.json"], tmp_path, "skip.json", "gamma")
 
 
 def test_draft_model_of_another_tokenizer(call, tmp_path):
@@ -702,8 +494,7 @@ def test_draft_model_of_another_tokenizer(call, tmp_path):
     first, second = list(vocab)[300:302]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     file.write_text(json.dumps(spec))
-    message = "other: its tokenizer differs from the target's: its ids mean other words"
-    call.refuses(["x", "--draft-model", tmp_path / "other"], tmp_path, message)
+    call.refuses(["x", "--draft-model", tmp_path / "other"], tmp_path, "other: its tokenizer differs")
 
 
 def test_as_a_program_from_another_folder(tmp_path):

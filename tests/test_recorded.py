@@ -1,5 +1,6 @@
 """Recorded passes write what eager ones write: the tests of the loop once more, on recordings of paper; each
 way a recording can go wrong; and compiled programs, on shapes so small that they are compiled in seconds."""
+import json
 import math
 import re
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from test_speculative import (  # noqa: F401  a test of the loop, on the models 
 )
 from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, each_family, make
 
+import generate as program
 from kvcache import KVCache
 from layerskip import SelfDraft
 from machine import recorded
@@ -261,6 +263,40 @@ def test_a_wrong_recording_is_refused(models, monkeypatch, tape, message):
         assert generate(fast, [prompt], 24, NGram(3, 1)) == generate(m, [prompt], 24, NGram(3, 1))
     assert any(re.search(message, line) for line in said), said
     assert len(said) < 40 and all("\n" not in line for line in said)
+
+
+def test_a_program_that_cannot_be_kept_is_run(models, monkeypatch):
+    """Where a file stands in the place of the cache folder. Here it is not compiled, but run."""
+    m, said = models["llama"].model, []
+    functions = {}
+
+    def write(path, model, f, *args):
+        path.write_text("program")
+        functions[path.name] = f
+
+    class Compiled:
+        def __init__(self, path, model):
+            assert path.read_text() == "program"
+            self.f = functions[path.name]
+
+        def __call__(self, inputs, fixed):
+            return self.f(m, *inputs, *fixed)
+
+    monkeypatch.setattr(recorded, "write_program", write)
+    monkeypatch.setattr(recorded, "Compiled", Compiled)
+    monkeypatch.setattr(recorded, "find_compiler", lambda: "a compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    fast = Recorded(m, "compile", widths=(4,), say=said.append)
+    assert generate(fast, PROMPTS, 20, NGram(3, 1)) == generate(m, PROMPTS, 20, NGram(3, 1))
+    assert fast.replays() and sum("not kept" in line for line in said) == len(functions) == 2
+
+
+@pytest.mark.parametrize("tape", [recorded.Tape, Broken])
+def test_passes_are_called_recorded_only_where_one_is(tape, monkeypatch, capsys):
+    monkeypatch.setattr(recorded, "Tape", tape)
+    monkeypatch.setattr(program, "Recorded", lambda model: Recorded(model, "paper"))
+    assert program.main("Once --max-new 6 --draft none --fast --json".split()) == 0
+    assert json.loads(capsys.readouterr().out)["fast"] is (tape is not Broken)
 
 
 @pytest.mark.parametrize("dtype, n_sublayers, most", [

@@ -121,6 +121,7 @@ def test_summary_splits_the_time(monkeypatch):
     seen = show.record(model, Letters(), PROMPTS[:1], 40, SelfDraft(model, range(12), 3))
     n = seen.counts.passes
     seen.timed.seconds = {"draft": 0.75 * n, "verify": 1.0 * n, "loop": 0.25 * n}
+    seen.timed.verified = [(4, 0.5), (4, 1.5)] * (n // 2)
     lines = seen.summary().split("\n")
     assert lines[0] == "40 tokens in 10 passes: 4.00 a pass (tau)"
     assert lines[2] == "time: draft 38%, verify 50%, loop 12%"
@@ -132,7 +133,9 @@ def test_summary_splits_the_time(monkeypatch):
     seen.timed.verified += [(1, 0.25)] * 30
     seen.summary()
     counts = 10, 4.0, 3.0, 1.0, 1.0, {"draft": 0.75, "verify": 1.0, "loop": 0.25}
-    assert asked == [(*counts, None, None), (*counts, 0.5, 1.2), (*counts, 0.25 + 2.5 / 40, None)]
+    few, many = (pytest.approx((0.25 * n / passes) ** 0.5) for passes in (9, 38))
+    assert asked == [(*counts, None, None, few), (*counts, 0.5, 1.2, few),
+                     (*counts, 0.25 + 2.5 / 40, None, many)]
 
 
 # --- the terminal

@@ -77,6 +77,7 @@ test_poison = promises.poison(RESTLESS)
 test_end_of_text_at_every_position = promises.end_of_text(
     DRAFTERS, ["none", "exit", "skip", "model", "ngram", "long"])
 test_context_limit = promises.context_limit(DRAFTERS, ["none", "exit", "skip", "model", "ngram", "long"])
+test_damaged_weights = promises.damaged_weights(DRAFTERS)
 test_short_answers = promises.short_answers(DRAFTERS, ["none", "exit", "model", "ngram"])
 
 

@@ -64,6 +64,29 @@ def test_no_gain_is_claimed_only_where_there_is_none():
     assert "No gain" not in limit(**run | dict(alpha=0.7), plain=0.7), "alpha > c: other drafts could gain"
 
 
+BLOCK = dict(passes=50, tau=2.6, gamma=2, alpha=0.9, **parts(0.2, 35.6), **ONE)
+DRAFT = dict(passes=50, tau=3.8, gamma=3, alpha=0.95, **parts(1.5))
+NONE = dict(passes=50, tau=1.4, gamma=2, alpha=0.3, **parts(0.8), **ONE)    # at 1.8 passes a round
+
+
+@pytest.mark.parametrize("word, effect, numbers", [
+    ("The block is the limit", 34.6, BLOCK), ("Drafting is the limit", 1.5, DRAFT), ("No gain", 0.4, NONE)])
+def test_what_is_smaller_than_the_spread_is_no_finding(word, effect, numbers):
+    assert word in limit(**numbers, spread=0.9 * effect)
+    assert "busy" in limit(**numbers, spread=1.1 * effect)
+    assert "No gain" in limit(**NONE, speedup=0.9, spread=9.0), "the two were timed side by side"
+    assert "Acceptance" in limit(50, 2.0, 3, 0.6, **parts(0.3), spread=9.0), "this is counted, not timed"
+
+
+def test_passes_over_other_numbers_of_tokens_are_no_spread():
+    timed = Timed()
+    assert timed.spread() == 0
+    timed.verified = [(1, 2.0), (9, 50.0), (1, 2.0), (9, 50.0), (5, 7.0)]
+    assert timed.spread() == 0
+    timed.verified = [(1, 2.0), (9, 50.0), (1, 8.0), (9, 42.0), (5, 7.0)]
+    assert timed.spread() == pytest.approx(5.0), "the root of (9 + 9 + 16 + 16) / 2"
+
+
 # --- time
 
 

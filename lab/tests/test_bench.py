@@ -1,0 +1,188 @@
+"""The benchmarks count, forecast and judge as they say, however fast anything is."""
+import json
+import math
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import GEMMA, PROMPTS, command, make
+
+import bench
+from benchmarks import costs as bench_costs
+from benchmarks import drafters, gpu
+from benchmarks.drafters import Bench, Method, Sample, divergences
+from benchmarks.shared import WEIGHTS, random_model
+from control import Costs, weight_costs
+from layerskip import SelfDraft, ShortHead
+from speculative import Drafter, ModelDraft, generate, rounds
+
+DRAFT = WEIGHTS / "stories-draft"
+BAR = SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
+call, call_gpu = command(bench.main), command(gpu.main)
+
+
+def bench_of(m, small=None, new=20, prompts=PROMPTS):
+    a = SimpleNamespace(new=new, dtype="float64", repeats=1)
+    return Bench(a, {"float64": (m, small)}, prompts, {})
+
+
+READ = {    # a drafter, and what a token of it reads: w, of the model, and s, of a small one
+    "exit": (lambda m, small: SelfDraft(m, range(8), 3), lambda w, s: w.step(range(8))),
+    "skip": (lambda m, small: SelfDraft(m, range(1, 12), 3), lambda w, s: w.step(range(1, 12))),
+    "short head": (lambda m, small: SelfDraft(ShortHead(m, [4, 9, 0, 2, 16]), range(8), 3),
+                   lambda w, s: w.step(range(8), 5 / 17)),
+    "draft model": (lambda m, small: ModelDraft(small, 3), lambda w, s: s.whole / w.whole)}
+
+
+@pytest.mark.parametrize("name, family", [*zip(READ, 2 * ["llama", "gemma2"], strict=True)])
+def test_a_round_costs_its_drafts_and_one_pass(models, name, family):
+    """What draft and verification share is read once for each token, the last draft included."""
+    (drafter, cost), m, small = READ[name], models[family], make(GEMMA, 1)
+    own, each = set(vars(m)), cost(weight_costs(m.c), weight_costs(small.c))
+    lengths = [r.draft.tokens.shape[1] for _, r in rounds(m, PROMPTS[:1], 20, drafter(m, small))]
+    ids, got = bench_of(m, small).meter(drafter, 0)
+    assert got == pytest.approx(sum(k * each + 1 for k in lengths), abs=1e-9)
+    assert len(ids) == 20 and max(lengths) == 3 and set(vars(m)) == own, "the meter is gone"
+
+
+def test_help_by_hand(call, monkeypatch, tmp_path):
+    """For given costs: what a draft and the shorter heads promise, and the verdict."""
+    def promised(costs, *argv):
+        monkeypatch.setattr(bench_costs, "measure_costs", lambda model, repeats: costs)
+        status, out, err = call("help", "--model", DRAFT, "--quick", "--new", "8", *argv)
+        assert (status, err) == (0, "")
+        return out
+
+    cheap, dear = Costs((0.01, 0.0, 50.0, 50.0), 0.01), Costs((1.0, 1.0, 3.0, 3.0), 8.0)
+    found = json.loads(promised(cheap, "--skip", "a1,m1", "--json"))
+    draft = found["drafts"]["a1,m1"]
+    assert draft["sublayers"] == [0, 1] and draft["c"] == pytest.approx(0.02 / 100.02)
+    assert f"--skip a1,m1 --gamma {draft['gamma']} --compare" in found["verdict"]
+    short = [row["c"] for row in found["short_heads"].values()]     # of 4,096 tokens
+    assert short == pytest.approx([(0.01 + 2.0**k / 4096 * 0.01) / 100.02 for k in range(5, 12)])
+    out = promised(dear)        # for each of four prompts its last token and 8 new ones
+    assert " 36 tokens of its own answers" in out and "No gain: " in out and "against c 0.62" in out
+    call.refuses(["help", "--repeats", "0"], tmp_path, "--repeats at least 1")
+    call.refuses(["heads", "--heads", tmp_path], tmp_path, "no trained heads")
+
+
+def test_divergences_are_where_the_texts_part(models):
+    m = models["llama"]
+    plain = generate(m, PROMPTS[:2], 6)[0]
+    other = [row[:i] + [(row[i] + 1) % 17] + row[i + 1 :]
+             for i, row in zip((3, 0), plain, strict=True)]
+
+    def method(rows):
+        return Method(samples={i: [Sample(row, 0.0, 1.0)] for i, row in enumerate(rows)})
+
+    methods = {"plain": method(plain), "longer": method([r + [1] for r in plain]),
+               "wrong": method(other), "late": method([plain[0], other[1]])}
+    gaps = []
+    for b, at in ((0, 3), (1, 0)):
+        logits = m(torch.tensor([PROMPTS[b] + plain[b][:at]]))[0, -1]
+        gaps.append(pytest.approx(float(logits.max() - logits[other[b][at]]), abs=1e-5))
+    found = divergences(bench_of(m), methods, "stories")
+    assert [(f["method"], f["prompt"], f["position"], f["gap"]) for f in found] == [
+        ("wrong", 0, 3, gaps[0]), ("wrong", 1, 0, gaps[1]), ("late", 1, 0, gaps[1])]
+
+
+def test_a_method_that_writes_another_text_stops_the_benchmark(models):
+    class Liar(Drafter):
+        def observe(self, state, r):
+            r.new[0][-1] = (r.new[0][-1] + 1) % 17
+
+    b = bench_of(models["llama"], new=8, prompts=PROMPTS[:2])
+    methods = {"plain": Method(), "theirs": Method(ask=lambda ids: None)}
+    b.check_texts(methods, BAR)
+    methods["wrong"] = Method(lambda: lambda model, small: Liar())
+    with pytest.raises(RuntimeError, match="^wrong differs from plain decoding .* prompt 0$"):
+        b.check_texts(methods, BAR)
+
+
+def test_the_warm_up_is_one_prompt_and_does_not_count(models):
+    b, asked = bench_of(models["llama"], new=3), []
+    theirs = Method(ask=lambda ids: asked.append(ids) or Sample([1], 0, 1))
+    b.a.repeats, plain = 2, Method()
+    b.run({"plain": plain, "theirs": theirs}, BAR)
+    assert asked == [PROMPTS[0], *PROMPTS, *PROMPTS]
+    for runs, want in zip(plain.samples.values(), generate(b.model, PROMPTS, 3)[0], strict=True):
+        assert [s.ids for s in runs] == [want] * 2
+
+
+def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0):
+    split = {"draft": draft, "verify": decode - draft, "loop": 0.0}
+    return Sample([1] * tokens, 0.5, decode, passes, proposed, accepted, split)
+
+
+def test_a_row_by_hand():
+    """Three prompts, two runs each: plain decoding at 3 (2 and 4), 8, 8 tokens/s; 8, 16, 8."""
+    quick, slow = sample(8, 0.5, 4, 8, 4, 0.25), sample(8, 1.0, 4, 8, 4, 0.5)
+    plain = Method(weights_read=24.0, tokens_written=24, samples={
+        0: [sample(8, 4.0, 8), sample(8, 2.0, 8)], 1: [sample(8, 1.0, 8)] * 2,
+        2: [sample(8, 1.0, 8)] * 2})
+    fixed = Method(sublayers=[0, 1], gamma=2, weights_read=9.0, tokens_written=24,
+                   samples={0: [slow] * 2, 1: [quick] * 2, 2: [slow] * 2})
+    texts = [(SimpleNamespace(acceptance=lambda *_, a=a: torch.tensor(a)), unscored) for a, unscored
+             in (([9.0, 0.5, 1.0], 1), ([1.0, 1.0, 0.0], 0), ([1.0], 0))]   # the last is too short
+    got, ratios = drafters.row(fixed, plain, texts), [8 / 3, 2, 1]
+    assert got.pop("split") == {"draft": 0.5, "verify": 0.5, "loop": 0.0}
+    assert got.pop("ratios") == pytest.approx(ratios)
+    assert got == pytest.approx({
+        "tokens_per_second": 8, "spread": 1, "ratio": math.prod(ratios) ** (1 / 3), "prefill": 0.5,
+        "tau": 2, "acceptance": 0.5, "by_weights": 24 / 9, "alpha": 4.5 / 6,
+        "c": 2.5 / 48 / (10 / 48),          # seconds of drafting per token, against a plain pass
+        "block": 2.5 / 24 / (10 / 48),      # of the prompts alone: 1/6 and 1/3, 1/4 and 1/2
+        "predicted": math.sqrt((1 + 0.5 + 0.5) / (2 / 6 + 1 / 3) * 3 / (2 / 4 + 1 / 2))})
+    fixed.gamma = 4
+    assert "predicted" not in drafters.row(fixed, plain, texts), "no text is as long as a draft"
+    itself = drafters.row(plain, plain, texts)
+    assert [itself[k] for k in ("ratio", "tau", "by_weights", "acceptance")] == [1, 1, 1, None]
+
+
+def test_the_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
+    folder = shutil.copytree(DRAFT, tmp_path / "model")
+    (folder / "skip.json").write_text('{"attn": [1]}')
+    status, out, err = call("self", "--model", folder, "--quick", "--new", "8", "--out",
+                            tmp_path / "made", "--only", "skip set", "no harm, n-gram", "early")
+    assert (status, err) == (0, "") and (tmp_path / "made.md").read_text() == out
+    rows = json.loads((tmp_path / "made.json").read_text())["results"]["stories, greedy"]
+    assert rows.pop("transformers, assistant_early_exit")["tokens_per_second"] > 0
+    assert {"plain", "skip set, gamma 2", "do no harm, n-gram tail"} <= set(rows)
+    assert all(f"| {name} |" in out and r["by_weights"] > 0 for name, r in rows.items())
+
+
+def test_a_random_model_keeps_its_scale():
+    assert float(random_model(GEMMA).scale) == pytest.approx(GEMMA.embed_scale)
+
+
+@pytest.mark.parametrize("device", ["cuda"])
+def test_every_part_for_a_gpu_runs(call_gpu, tmp_path, device):
+    file = tmp_path / "gpu.json"
+    assert call_gpu("--out", file, "--tiny", "--repeats", "1", "--device", device)[0] == 0
+    parts = json.loads(file.read_text())["parts"]
+    kinds = "blocks", "exactness", "decoding", "beside transformers"
+    assert set(parts) == {"constants", "products", "stories-draft"} | {
+        f"{name}: {kind}" for name in gpu.TINY for kind in kinds}
+    rows = [row for way, row in parts["stories-draft"].items() if way.endswith("float32")]
+    assert len(rows) == 3 and all(
+        row["tokens as plain"] == row["as float32 on the CPU"] == 9 for row in rows)
+
+
+def test_a_part_that_fails_costs_no_other(call_gpu, monkeypatch, tmp_path):
+    ran, failing, file = [], ["two"], tmp_path / "gpu.json"
+    argv = ["--out", file, "--tiny", "--repeats", "1", "--device", "cpu"]
+
+    def part(name):
+        ran.append(name)
+        return {"row": {"column": 1 / (name not in failing)}}
+
+    todo = {name: lambda name=name: part(name) for name in ("one", "two", "three")}
+    monkeypatch.setattr(gpu, "parts", lambda bench: todo)
+    assert call_gpu(*argv, "--minutes", 1e-9)[0] == 0 and ran == [], "the time is up"
+    assert call_gpu(*argv)[0] == 1
+    assert list(json.loads(file.read_text())["parts"]) == ["one", "three"]
+    failing.clear()
+    assert call_gpu(*argv, "--resume")[::2] == (0, "") and ran == ["one", "two", "three", "two"]
+    call_gpu.refuses(argv, tmp_path, "is there already")
+    call_gpu.refuses([*argv, "--resume", "--repeats", 3], tmp_path, "another repeats")

@@ -1,0 +1,50 @@
+"""Pace, priced by what the passes really read, loses no more than it promises; and the benchmark of drafts that
+adapt reports the regret that it defines."""
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from test_heads import wild
+from test_pace import IDS, SKIP
+from tiny import LIVELY, PROMPTS, each_family, make
+
+from benchmarks import dynamic
+from benchmarks.drafters import metered
+from control import weight_costs
+from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.pace import STAKE, Pace, candidates
+from speculative import generate
+
+
+@each_family
+@pytest.mark.parametrize("rows", [1, 3])
+def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
+    """A draft of each kind alone, and all at once, of which little is accepted."""
+    m = make(replace(LIVELY[family], max_len=128), 4)
+    heads = [wild(head) for head in (Kangaroo(m, 2), ExitBlock(m, 1), M2R2(m, 2), Medusa(m, 3), Transfer(m, 3, 2),
+                                     Prophet(m, 1))]
+    costs = replace(weight_costs(m.c), slot=0.0)    # the meter does not count slots
+    ways = candidates(m, costs, SKIP, None, heads) + candidates(m, costs, None, IDS)
+    with metered([m], heads) as read:
+        for some in (*([way] for way in ways), ways):
+            drafter = Pace(m, some, costs, risk=0.1)
+            begin = drafter.lookup.begin    # the prompt's own reading apart
+            drafter.lookup.begin = lambda state, trace, begin=begin: (begin(state, trace), read.clear())
+            generate(m, PROMPTS[:rows], 40, drafter)
+            assert sum(read) / costs.whole <= 40 * 1.1 + STAKE
+
+
+def test_the_stream_on_a_tiny_model(models):
+    m, kinds = models["llama"], ["stories", "stories", "code", "code"]
+    a = SimpleNamespace(new=6, dtype="float64", repeats=1, quick=True, model="tiny", machine="here", only=None)
+    heads = {"float64": [wild(Kangaroo(m, 2))]}
+    bench = dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, heads)
+    bar = SimpleNamespace(update=lambda: None, reset=lambda n: None, set_postfix_str=lambda *a, **b: None)
+    rows, choices, _, found, _ = dynamic.column(a, bench, kinds, SKIP, None, weight_costs(m.c), bar)
+    assert found == [] and len(choices) == 4, "every method writes the same text"
+    fixed = [name for name in rows if "gamma" in name and "EESD" not in name] + ["n-gram"]
+    best = [max(1.0, *(rows[name]["read"][i] for name in fixed)) for i in range(4)]
+    for r in rows.values():
+        regret = math.prod(b / x for b, x in zip(best, r["read"], strict=True)) ** 0.25 - 1
+        assert r["weights"]["regret"] == pytest.approx(regret)

@@ -1,0 +1,80 @@
+"""What the bench of quantised models forecasts: acceptances, bytes, and the tables on paper."""
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from test_quant import dense
+from tiny import FAMILIES, PROMPTS, each_family, make, warm
+
+import bench
+from benchmarks import quant as bench_quant
+from layerskip import Teacher
+from machine.quant import KINDS, byte_costs, quantise
+
+
+@each_family
+def test_the_acceptance_of_a_draft_is_that_of_its_first_tokens(family):
+    """Of the target's own exit it is the Teacher's; of a copy, or an assistant of another size, what a pass
+    over the text says."""
+    m, text = make(FAMILIES[family]), torch.tensor([PROMPTS[0]])
+    t, small = quantise(m, "nf4"), make(replace(FAMILIES[family], dim=24, n_layers=2))
+    teacher = Teacher(m, PROMPTS[0], warm)
+    assert bench_quant.acceptance(teacher, m, range(8)).tolist() == pytest.approx(
+        teacher.acceptance(range(8)).tolist())
+    for draft, same, subs in ((t, dense(t), range(12)), (small, small, range(4))):
+        assert bench_quant.acceptance(teacher, draft, subs).tolist() == pytest.approx(
+            torch.minimum(warm(m(text)), warm(same(text)))[0].sum(-1).tolist())
+
+
+def test_bytes_on_paper():
+    """As large as the checkpoints on Hugging Face are, and as bitsandbytes makes them: 13B in 7 GB."""
+    gigabytes = {name: bench_quant.paper_bytes(c)[2] / 1e9 for name, c in bench_quant.SHAPES.items()}
+    known = {"TinyLlama 1.1B": 2.2, "Llama 3.2 1B": 2.5, "Llama 3.2 3B": 6.4, "Llama 3.1 8B": 16.1,
+             "Gemma-2 2B": 5.2, "Gemma-2 9B": 18.5, "Llama 2 13B": 26.0}
+    assert gigabytes == pytest.approx(known, abs=0.06)
+    seed = bench_quant.paper_bytes(bench_quant.SHAPES["Llama 2 13B"], "nf4")
+    assert seed[2] == pytest.approx(7.2e9, rel=0.01)
+    assert bench_quant.paper_bytes(bench_quant.LARGE)[2] == pytest.approx(141.1e9, rel=0.001)
+    c = replace(FAMILIES["llama"], n_layers=2, dim=256, hidden_dim=512)
+    for kind in KINDS:
+        own = byte_costs(quantise(make(c).bfloat16(), kind))
+        blocks, head, whole = bench_quant.paper_bytes(c, kind)
+        assert blocks == pytest.approx(sum(own.sublayers), rel=0.07) and head == own.head
+        assert whole == blocks + 2 * head
+
+
+def cells(line):
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_known_shapes_on_paper():
+    """By hand: 40 blocks of 317.2 M weights and a head of 163.8 M, which stays in bfloat16. At alpha 0.9 and
+    c = 6.87 / 25.7 five drafts bring (1 - 0.9^6) / 0.1 = 4.69 tokens for 2.34 passes."""
+    (line,) = [line for line in bench_quant.paper_table() if "Llama 2 13B |" in line]
+    assert cells(line)[1:] == ["26.0", "13.3", "7.2", "0.51", "3", "1.37", "0.27", "5", "2.00"]
+
+
+def test_several_devices_on_paper():
+    """One token of a 70B model in bfloat16 reads 139 GB, in 41.5 ms at 3.35 TB/s."""
+    rows = [cells(line) for line in bench_quant.several_table()[2:-1]]
+    assert [row[1] for row in rows] == ["1", "2", "4", "8"] * 2
+    assert rows[0] == ["bfloat16", "1", "141.1", "139.0", "0", "16", "41.5", "41.5"]
+    assert rows[2][3:] == ["34.8", "162", "16", "12.0", "18.5"], "34.8 / 3.35 ms, and 162 sums"
+
+
+def test_the_benchmark_runs(capsys):
+    draft = bench_quant.WEIGHTS / "stories-draft"
+    argv = ["quant", "--model", str(draft), "--quick", "--new", "8", "--repeats", "1"]
+    assert bench.main([*argv, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)["models"]["stories-draft"]
+    assert err == "" and set(found) == {"bfloat16", "int8", "nf4"}
+    for row in (row for rows in found.values() for row in rows.values()):
+        assert 0 <= row["alpha"] <= 1 <= row["tau"] <= 4 and 0 < row["c_clock"] and row["speed"] > 0
+        assert row["speed_bytes"] == pytest.approx(row["tau_predicted"] / (3 * row["c_bytes"] + 1))
+    exits, int8, nf4 = (found["bfloat16"][name] for name in ("exit 1", "int8", "nf4"))
+    assert exits["megabytes"] == 0 < nf4["megabytes"] < int8["megabytes"]
+    assert nf4["c_bytes"] < int8["c_bytes"] < 1
+    assert int8["alpha"] > nf4["alpha"] - 0.05 and int8["alpha"] > exits["alpha"]
+    assert found["nf4"]["stories-draft"]["c_bytes"] > 1, "the draft has all its bits, the target not"

@@ -1,0 +1,51 @@
+"""Files are replaced as a whole, and one process at a time writes to a folder."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+from tiny import tree
+
+from support import files
+
+
+@pytest.mark.parametrize("error", [OSError("full"), SafetensorError("full"), None])
+def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
+    """While the new one is written, or, None, when it is to take the old one's place."""
+    def replace(*_):
+        assert calls == ["fsync"], "what is not on the disk may be lost in a power cut"
+        raise OSError("no")
+    path, calls = tmp_path / "file", []
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="file: cannot be written"), files.replacing(path) as part:
+        part.write_text("half of the n")
+        if error:
+            raise error
+    assert tree(tmp_path) == {str(path): b"old"}
+
+
+def test_a_new_file_takes_the_place_of_the_old_one(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with files.replacing(path) as part:
+        part.touch(mode=0o600)      # trap: safetensors lets only the owner read
+        part.write_text("new")
+    assert tree(tmp_path) == {str(path): b"new"} and path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    code = ("import pathlib, sys, time; from support import files; "
+            "held = files.lock(pathlib.Path(sys.argv[1])); print(flush=True); time.sleep(99)")
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE,
+                             cwd=Path(files.__file__).parent.parent)
+    with child:
+        child.stdout.readline()
+        with pytest.raises(ValueError, match="another process"):
+            files.lock(tmp_path)
+        child.kill()
+    with files.lock(tmp_path), pytest.raises(ValueError, match="another process"):
+        files.lock(tmp_path)

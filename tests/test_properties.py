@@ -1,0 +1,281 @@
+"""Properties of the pure functions, on inputs that hypothesis makes up and shrinks: each compares with a
+slow definition that shares no code with ours. Damaged files are refused in one line, whatever the damage."""
+import json
+import math
+import struct
+
+import expected
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from teach import equal
+from tiny import LLAMA, law, make, plant, wide
+
+import checkpoint
+from control import expected_tokens
+from kvcache import KVCache
+from layerskip import skipped, without
+from model import frequencies, rope, rotate, visible
+from sampling import Coins, to_probs, uniforms
+from speculative import ancestors
+from verification import verify, verify_tree
+
+settings.register_profile("here", derandomize=True, deadline=None, max_examples=60)
+settings.load_profile("here")
+
+LOGITS = st.lists(st.floats(-9, 9, width=16), min_size=1, max_size=9)
+
+
+@st.composite
+def laws(draw, rows, size=3):
+    """`rows` distributions over `size` tokens, some of whose probabilities are 0. (rows, size)"""
+    row = st.lists(st.integers(0, 4), min_size=size, max_size=size).filter(any)
+    return wide([[w / sum(weights) for w in weights] for weights in (draw(row) for _ in range(rows))])
+
+
+# --- sampling
+
+
+def slow_probs(logits, temperature, top_k, top_p, min_p):
+    """By its definition, token by token."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    if temperature == 0:
+        return [float(i == order[0]) for i in range(len(logits))]
+    order = order[:top_k]
+    p = [math.exp((logits[i] - max(logits)) / temperature) for i in order]
+    p, total, kept = [x / sum(p) for x in p], 0.0, []
+    for i, x in zip(order, p, strict=True):
+        if (top_p is None or total < top_p - 1e-12) and x >= (min_p or 0) * p[0]:
+            kept.append((i, x))
+        total += x
+    mass = sum(x for _, x in kept)
+    return [dict(kept).get(i, 0.0) / mass for i in range(len(logits))]
+
+
+@given(LOGITS, st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.none() | st.integers(1, 12),
+       st.none() | st.sampled_from([0.05, 0.37, 0.81, 1.0]), st.none() | st.sampled_from([0.07, 0.33, 1.0]))
+def test_to_probs_is_its_definition(logits, temperature, top_k, top_p, min_p):
+    got = to_probs(wide(logits), temperature, top_k, top_p, min_p)
+    want = slow_probs(logits, temperature, top_k, top_p, min_p)
+    assert torch.allclose(got, wide(want), rtol=0, atol=1e-12)
+
+
+def splitmix(seed, i):
+    z = (seed + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return (z ^ z >> 31) / 2**11 // 1 / 2**53
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.lists(st.integers(1, 5000), min_size=1, max_size=4))
+@settings(max_examples=20)
+def test_coins_are_splitmix64_in_purchases_of_any_size(seed, counts):
+    coins = Coins(seed)
+    got = torch.cat([coins.take(count, torch.device("cpu")) for count in counts])
+    assert torch.equal(got, uniforms(seed, 0, sum(counts)))
+    for i in (0, counts[0] - 1, sum(counts) - 1):
+        assert abs(float(got[i]) - splitmix(seed, i)) < 2**-52
+
+
+# --- verification: the first token, and all that follow it, have the law of p, whatever q is
+
+
+def chain_law(p, K):
+    """{the first K + 1 tokens: probability} where row k of p gives the token k, whatever came before."""
+    out = {(): 1.0}
+    for row in p[: K + 1]:
+        out = {(*ids, t): w * float(x) for ids, w in out.items() for t, x in enumerate(row) if x > 0}
+    return out
+
+
+@given(st.data(), st.integers(0, 2), st.booleans())
+@settings(max_examples=25)
+def test_verify_keeps_the_law_of_p(data, K, copied):
+    p, q = data.draw(laws(K + 1)), data.draw(laws(max(1, K)))[:K]
+    fixed = torch.tensor([data.draw(st.lists(st.integers(0, 2), min_size=K, max_size=K))]).long().view(1, K)
+    length = torch.tensor([data.draw(st.integers(0, K))])
+
+    def run(coins):
+        """Rounds go on after a refusal as they would in the loop: the rest is drawn from p itself."""
+        tokens = fixed if copied or not K else coins.choose(q)[None]
+        accepted, token = verify(p[None], None if copied else q[None], tokens, coins, length)
+        assert int(accepted) <= int(length)
+        out = [*tokens[0, : int(accepted)].tolist(), int(token)]
+        return tuple([*out, *(int(coins.choose(row)) for row in p[len(out) :])])
+
+    assert equal(law(run), chain_law(p, K))
+
+
+@given(st.data(), st.integers(1, 4))
+@settings(max_examples=25)
+def test_verify_tree_keeps_the_law_of_p(data, K):
+    """Any tree whose siblings, at most three, are drawn without replacement from a q with room for them."""
+    parents = [data.draw(st.integers(0, k)) for k in range(K)]
+    if max(map(parents.count, parents)) > 3:
+        return
+    p, draft = data.draw(laws(5)), data.draw(laws(5)) + 0.1
+    row = lambda way: p[sum(3**i * (t + 1) for i, t in enumerate(way)) % 5]  # noqa: E731
+
+    def run(coins):
+        tokens, q, ways = plant(parents, lambda way: draft[len(way)], coins)
+        node, token = verify_tree(torch.stack([row(way) for way in ways])[None], torch.tensor([tokens]),
+                                  torch.tensor([parents]), coins, torch.stack(q)[None])
+        out = (*ways[int(node)], int(token))
+        return out[:2] if len(out) > 1 else (*out, int(coins.choose(row(out))))
+
+    assert equal(law(run), {(a, b): float(row(())[a] * row((a,))[b]) for a in range(3) for b in range(3)})
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 99))
+def test_a_tree_that_is_a_chain_is_judged_like_a_chain(data, K, seed):
+    """Coin for coin, and so as often accepted: a law alone does not show how much is accepted."""
+    p, q = data.draw(laws(K + 1))[None], data.draw(laws(K))[None]
+    tokens, length = Coins(seed).choose(q), torch.tensor([data.draw(st.integers(0, K))])
+    chain = verify(p, q, tokens, Coins(seed + 1), length)
+    tree = verify_tree(p, tokens, torch.arange(K)[None], Coins(seed + 1), q, length)
+    assert torch.equal(chain[0], tree[0]) and torch.equal(chain[1], tree[1])
+
+
+@given(st.data(), st.integers(1, 7))
+def test_ancestors_are_found_by_walking_up(data, K):
+    parents = [data.draw(st.integers(0, k)) for k in range(K)]
+    got = ancestors(torch.tensor([parents]))[0]
+    for k in range(K + 1):
+        walk, node = {k}, k
+        while node:
+            node = parents[node - 1]
+            walk.add(node)
+        assert got[k].nonzero()[:, 0].tolist() == sorted(walk)
+
+
+# --- the model
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 6), st.none() | st.integers(1, 5))
+def test_visible_is_its_definition(data, M, first, window):
+    T, end = data.draw(st.integers(1, M)), first + M + data.draw(st.integers(0, 2))
+    tree = torch.tensor([[[data.draw(st.booleans()) for _ in range(M)] for _ in range(T)]])
+    depth = sorted(data.draw(st.lists(st.integers(0, 3), min_size=M, max_size=M)))
+    slots, positions = torch.arange(first, first + M)[None], first + torch.tensor([depth])
+    got = visible(positions, slots, end, tree, window)
+    for t in range(T):
+        own = int(positions[0, M - T + t])
+        for s in range(end):
+            inside = first <= s < first + M
+            at = int(positions[0, s - first]) if inside else s
+            sees = bool(tree[0, t, s - first]) if inside else s < first and s < own
+            assert bool(got[0, t, s]) == (sees and (window is None or own - at < window))
+
+
+@given(st.integers(1, 8), st.integers(0, 400), st.integers(0, 400), st.integers(0, 99))
+def test_rotation_keeps_lengths_and_knows_distances_only(half, i, j, shift):
+    freqs, g = frequencies(2 * half, 500.0), torch.Generator().manual_seed(half)
+    x, y = torch.randn(2, 2 * half, generator=g, dtype=torch.float64)
+    turn = lambda v, at: rotate(v, *rope(torch.tensor(at), freqs))  # noqa: E731
+    assert torch.allclose(turn(x, i).norm(), x.norm(), rtol=1e-12)
+    assert torch.allclose(turn(x, i) @ turn(y, j), turn(x, i + shift) @ turn(y, j + shift), atol=1e-10)
+    by_pairs = [complex(x[k], x[k + half]) * complex(math.cos(i * f), math.sin(i * f))
+                for k, f in enumerate(freqs.tolist())]
+    want = wide([z.real for z in by_pairs] + [z.imag for z in by_pairs])
+    assert torch.allclose(turn(x, i), want, atol=1e-10)
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 3))
+@settings(max_examples=20)
+def test_a_cache_is_a_table_of_slots(data, B, T):
+    """Writes at any slots of any rows, moves that overlap: the same as in nested lists."""
+    S, D, cache, table = 6, LLAMA.head_dim, KVCache(LLAMA, B, 6, torch.float64), {}
+    for step in range(4):
+        at = torch.tensor([data.draw(st.permutations(range(S))) for _ in range(B)])
+        value = (torch.arange(T).double() / 8 + step + 1)[:, None].expand(B, LLAMA.n_kv_heads, T, D)
+        end, recent = data.draw(st.integers(1, S)), data.draw(st.none() | st.integers(1, S))
+        keys, values = cache.write(step % 2, value, -value, at[:, :T], end, recent)
+        table |= {(step % 2, b, int(at[b, t])): step + 1 + t / 8 for b in range(B) for t in range(T)}
+        assert keys.shape[2] == min(end, recent or end)
+        src = torch.tensor([data.draw(st.permutations(range(S))) for _ in range(B)])[:, :T]
+        cache.move(src, at[:, :T])
+        old = dict(table)
+        table |= {(layer, b, int(at[b, t])): old.get((layer, b, int(src[b, t])), 0.0)
+                  for layer in (0, 1) for b in range(B) for t in range(T)}
+    for layer in (0, 1):
+        want = wide([[table.get((layer, b, s), 0.0) for s in range(S)] for b in range(B)])
+        for t, sign in ((cache.k, 1), (cache.v, -1)):
+            assert torch.equal(t[layer], sign * want[:, None, :, None].expand_as(t[layer]))
+
+
+# --- the formula, and skip sets
+
+
+@given(st.floats(0, 1), st.integers(0, 6))
+def test_expected_tokens_is_a_sum_over_outcomes(alpha, gamma):
+    want = sum((k + 1) * alpha**k * (1 - alpha if k < gamma else 1) for k in range(gamma + 1))
+    assert expected_tokens(alpha, gamma) == pytest.approx(want)
+    assert expected_tokens(torch.full((40,), alpha), gamma) == pytest.approx(want)
+
+
+@given(st.data(), st.integers(1, 9))
+def test_without_and_skipped_are_inverse(data, n):
+    attn, mlp = (sorted(data.draw(st.sets(st.integers(0, n - 1)))) for _ in range(2))
+    if len(attn) + len(mlp) < 2 * n:
+        stay = without(n, attn, mlp)
+        assert stay == [i for i in range(2 * n) if i // 2 not in (attn, mlp)[i % 2]]
+        assert skipped(n, stay) == (attn, mlp)
+
+
+# --- damaged files: loaded, or refused in one line
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    checkpoint.save(make(LLAMA).float(), folder, expected.byte_tokenizer())
+    return folder
+
+
+def loads_or_refuses(folder, name, content):
+    kept = (folder / name).read_bytes()
+    (folder / name).write_bytes(content)
+    try:
+        checkpoint.load(folder, "cpu")
+    except (ValueError, OSError) as e:
+        assert "\n" not in str(e) and str(e)
+    finally:
+        (folder / name).write_bytes(kept)
+
+
+NAMES = ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"]
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+                      lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+                      max_leaves=4)
+
+
+@given(st.sampled_from(NAMES), st.data())
+def test_cut_off_and_overwritten_files(folder, name, data):
+    raw = (folder / name).read_bytes()
+    at = data.draw(st.integers(0, min(len(raw), 3000) - 1))
+    loads_or_refuses(folder, name, raw[:at])
+    loads_or_refuses(folder, name, raw[:at] + data.draw(st.binary(max_size=9)) + raw[at + 1 :])
+
+
+@given(st.data())
+def test_any_value_of_any_key_of_config_json(folder, data):
+    raw = json.loads((folder / "config.json").read_text())
+    for key in data.draw(st.sets(st.sampled_from(sorted(raw)), min_size=1, max_size=3)):
+        raw[key] = data.draw(VALUES | st.integers(0, 9))
+    loads_or_refuses(folder, "config.json", json.dumps(raw).encode())
+
+
+@given(st.data())
+def test_any_header_of_the_weights(folder, data):
+    """Entries that are lost, or whose type, shape or place is another one."""
+    raw = (folder / "model.safetensors").read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header, body = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+    name = data.draw(st.sampled_from(sorted(header)))
+    header[name] = data.draw(VALUES | st.fixed_dictionaries({
+        "dtype": st.sampled_from(["F32", "BF16", "I64", "F99"]),
+        "shape": st.lists(st.integers(-1, 99) | st.just(2**62), max_size=3),
+        "data_offsets": st.lists(st.integers(0, len(body)) | st.just(2**63), min_size=2, max_size=2)}))
+    text = json.dumps(header).encode()
+    loads_or_refuses(folder, "model.safetensors", struct.pack("<Q", len(text)) + text + body)
