@@ -59,8 +59,8 @@ TASKS = [
         by_hand="a_write_returns_the_old_slots_and_the_new a_write_goes_to_its_slots_whatever_is_there "
         "a_write_of_each_row_goes_to_its_own_slots a_write_belongs_to_one_layer "
         "a_write_reads_only_the_recent_slots_where_it_is_told_to a_write_stays_in_the_cache",
-        model="slots_as_a_slice_and_as_a_tensor_write_the_same[cpu] "
-        "cached_blocks_equal_the_full_pass[3-gemma2-cpu]")),
+        model="slots_as_a_slice_and_as_a_tensor_write_the_same "
+        "cached_blocks_equal_the_full_pass[3-gemma2]")),
     Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
         by_hand="probabilities",
         sampling="top_p_1_does_nothing_even_to_a_long_tail a_tiny_temperature_is_no_nan "

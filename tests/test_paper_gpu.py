@@ -96,8 +96,8 @@ def test_a_checkpoint_is_loaded_straight_onto_the_gpu(gpu, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_is_scored_as_on_the_cpu(gpu, family):
-    ours, theirs = (Teacher(make(FAMILIES[family], device=device), PROMPTS[0]).acceptance([0, 1, 3, 8])
-                    for device in ("cuda", "cpu"))
+    models = (make(FAMILIES[family], device=device) for device in ("cuda", "cpu"))
+    ours, theirs = (Teacher(m, PROMPTS[0]).acceptance([0, 1, 3, 8]) for m in models)
     assert torch.equal(ours, theirs)
 
 

@@ -126,27 +126,12 @@ def test_on_chains_it_is_verify_coin_for_coin(copied):
             assert all(map(torch.equal, got, want)) and coins[0].index == coins[1].index
 
 
-@pytest.mark.parametrize("shape", [[0, 0, 1], [0, 1, 0], [0, 0, 0, 2, 4]], ids=str)
-def test_what_a_tree_yields_is_what_the_formula_says(shape):
-    """Where the children are p's tokens in order, child i is accepted with p[i]."""
-    p, depth = torch.tensor([0.5, 0.3, 0.15, 0.05]), [len(path) - 1 for path in paths(shape)]
-    ranks = [shape[:k].count(u) for k, u in enumerate(shape)]
-
-    def run(coins):
-        node, _ = verify_tree(p.expand(1, len(shape) + 1, 4).double(), torch.tensor([ranks]),
-                              torch.tensor([shape]), coins)
-        return depth[int(node)]
-
-    mean = sum(w * (accepted + 1) for accepted, w in tiny.law(run).items())
-    assert mean == pytest.approx(tree_tokens(shape, [0.5, 0.3, 0.15]), abs=1e-6)
-
-
 # --- the loop
 
 
 class Grove(Drafter):
-    """Trees of one shape, or of one for each row, drawn from AFTER[the token before]. certain: without q,
-    as if their tokens were copied."""
+    """Trees of one shape, or of one for each row, drawn from AFTER[the token before]. certain:
+    without q, as if their tokens were copied."""
 
     def __init__(self, shapes, certain=False):
         super().__init__(9)
@@ -191,8 +176,8 @@ test_one_wait_a_round = promises.one_wait_a_round(
 
 @each_family
 def test_a_round_of_a_tree_is_a_chain(models, family):
-    """A Round holds the tokens, q, logits and trace of the accepted path; and the cache is that of a pass
-    over the text."""
+    """A Round holds the tokens, q, logits and trace of the accepted path; and the cache is that of
+    a pass over the text."""
     m, seen, drafter = models[family], Counter(), Grove([[0, 0, 1, 2, 2, 0, 5]])
     drafter.taps = (3, 11)
 
