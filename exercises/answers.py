@@ -88,8 +88,9 @@ WRONG = {
         ("self.layers[layer]", "self.layers[0]", "`layer` is ignored"),
         ("self.layers[layer]", "(t[layer].clone() for t in (self.k, self.v))", "nothing is kept"),
         ("max(0, end - recent)", "end - recent", "a start below 0"),
-        ("        read = ", "        end = slots.stop if isinstance(slots, slice) else "
-         "int(slots.max()) + 1\n        read = ", "`end` is ignored"),
+        ("read = slice(0 if recent is None else max(0, end - recent), end)",
+         "end = slots.stop if isinstance(slots, slice) else int(slots.max()) + 1\n"
+         "read = slice(0 if recent is None else max(0, end - recent), end)", "`end` is ignored"),
         ("at = slots[:, None, :, None]",
          "at = (slots[:, :1] + torch.arange(k.shape[2]))[:, None, :, None]",
          "the slots are not contiguous"),
@@ -111,7 +112,8 @@ WRONG = {
          "top_k comes before top_p, and what it leaves is scaled first"),
         ("order = logits.sort(dim=-1, descending=True, stable=True)",
          "order = logits.flip(-1).sort(dim=-1, descending=True, stable=True)\n"
-         "order = torch.return_types.sort((order.values, logits.shape[-1] - 1 - order.indices))", "the lower ids stay, not the higher ones"),
+         "order = torch.return_types.sort((order.values, logits.shape[-1] - 1 - order.indices))",
+         "the lower ids stay, not the higher ones"),
     ],
     "Coins.choose": [
         ("True",

@@ -213,13 +213,13 @@ def main(argv=None):
         tasks = TASKS if a.name is None else [choose(a.name)]
     except KeyError as e:
         p.error(e.args[0])
-    with suppress(ImportError):
-        import pytest  # noqa: F401  before the processes are forked
-        import torch  # noqa: F401
     try:
         verdicts, seed = [], variant(a.out) if a.variant is None else a.variant
     except ValueError:
         p.error(f"{a.out / VARIANT} holds no seed: say it, --variant SEED")
+    with suppress(ImportError):
+        import pytest  # noqa: F401  before the processes are forked
+        import torch  # noqa: F401
     for task in tasks:
         if sys.stderr.isatty():
             print(f"{task.number:2}  {task.name:32} ...", end="\r", file=sys.stderr, flush=True)

@@ -57,8 +57,8 @@ TASKS = [
         by_hand="an_attention_after_a_filled_cache an_attention_keeps_types", model="an_attention_by_hand")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
         by_hand="a_write_returns_the_old_slots_and_the_new a_write_goes_to_its_slots_whatever_is_there "
-        "a_write_of_each_row_goes_to_its_own_slots a_write_belongs_to_one_layer "
-        "a_write_reads_only_the_recent_slots_where_it_is_told_to a_write_stays_in_the_cache",
+        "a_write_of_each_row_goes_to_its_own_slots a_write_stays_in_its_layer "
+        "a_write_reads_only_the_recent_slots_where_it_is_told_to",
         model="slots_as_a_slice_and_as_a_tensor_write_the_same "
         "cached_blocks_equal_the_full_pass[3-gemma2]")),
     Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
@@ -79,7 +79,7 @@ TASKS = [
         "chain_lengths chain_of_nothing "
         "chain_ends_where_all_rows_have")),
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
-        by_hand="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
+        layerskip="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
         "the_text_of_a_self_draft_is_the_targets")),
     Task(12, "expected_tokens, best_gamma", "control.py", ("expected_tokens", "best_gamma"), 40, 2, tests(
         by_hand="expected_tokens_of_a_number best_gamma_of_a_number expected_tokens_of_a_series "

@@ -1,25 +1,20 @@
-"""Functions and methods of the library by hand, each alone: worked examples small enough to follow on paper,
-and beside each the answers that well-known mistakes give.
-
-The one thing to remember: where an example fails, its message says what was given, what was expected, what
-came, and which mistake gives just that.
+"""Functions of the library by hand, each alone: worked examples small enough to follow on paper, and
+beside each the answers that well-known mistakes give. Where an example fails, its message says what was
+given, what was expected, what came, and which mistake gives just that.
 """
 import math
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 from teach import compare, fail, known, short
 from test_sampling import ALMOST_ONE, from_p
-from tiny import FAMILIES, GEMMA, LLAMA, PROMPTS, Fixed, make, oracle, read, warm, wide
+from tiny import GEMMA, LLAMA, Fixed, wide
 
 from control import best_gamma, expected_tokens
 from kvcache import KVCache
-from layerskip import SelfDraft, shared_prefix
 from model import Attention, RMSNorm, frequencies, rope
-from sampling import Coins, to_probs
-from speculative import generate, rounds
+from sampling import to_probs
 from support.stats import Counts
 
 # --- from logits to probabilities
@@ -43,8 +38,7 @@ PROBS = {
         "top_k is not used": [0.1, 0.2, 0.35, 0.35],
         "what stays must be scaled to sum to 1": [0, 0, 0.35, 0.35],
         "the least likely tokens stay": [1 / 3, 2 / 3, 0, 0]}),
-    "top-k, ties": (dict(temperature=1.0, top_k=2), [0.2, 0.3, 0.2, 0.3, 0.0], [0, 0.5, 0, 0.5, 0], {}),
-    "top-k, three tied": (dict(temperature=1.0, top_k=2), [0.1, 0.3, 0.3, 0.3], [0, 0.5, 0.5, 0], {
+    "top-k, ties": (dict(temperature=1.0, top_k=2), [0.1, 0.3, 0.3, 0.3], [0, 0.5, 0.5, 0], {
         "exactly k tokens stay: of those tied at the border only the lower ids": [0, 1 / 3, 1 / 3, 1 / 3],
         "of tied tokens the lower ids stay, not the higher ones": [0, 0, 0.5, 0.5]}),
     "top-p": (dict(temperature=1.0, top_p=0.6), [0.125, 0.5, 0.125, 0.25], [0, 2 / 3, 0, 1 / 3], {
@@ -112,11 +106,11 @@ CHOICES = [
 
 @pytest.mark.parametrize("weights, us, want, mistakes", CHOICES, ids=[str(c[0]) for c in CHOICES])
 def test_choices(weights, us, want, mistakes):
-    got = [Fixed(u).choose(wide([weights])) for u in us]
-    bad = next((g for g in got if not isinstance(g, torch.Tensor) or g.shape != (1,)), None)
-    given = f"the weights {weights} and the uniforms u = {us}, one each"
-    if bad is not None:
-        fail(given, "for weights (1, V) an index of shape (1,)", f"{bad!r:.100}")
+    got, given = [], f"the weights {weights} and the uniforms u = {us}, one each"
+    for u in us:
+        got.append(Fixed(u).choose(wide([weights])))
+        if not isinstance(got[-1], torch.Tensor) or got[-1].shape != (1,):
+            fail(given, "for weights (1, V) an index of shape (1,)", f"{got[-1]!r:.100}")
     compare(torch.cat(got), want, mistakes, given)
 
 
@@ -131,52 +125,45 @@ def test_a_choice_costs_one_uniform():
 # --- the cache: slots of one number each, so that they can be read
 
 
-def new_cache(rows, layers=2):
-    return KVCache(replace(LLAMA, n_layers=layers, n_kv_heads=1, head_dim=1), rows, 6, torch.float64)
-
-
-def block(*rows):
+def block(rows):
     return wide(rows)[:, None, :, None]                                         # (B, 1, T, 1)
 
 
-def written(cache, layer, rows, slots, end, recent=None):
-    """The keys and values that come back from a write of these keys, and of values ten times as large."""
-    k = block(*rows)
-    found = cache.write(layer, k, 10 * k, slots, end, recent)
-    if not (isinstance(found, tuple) and len(found) == 2):
-        fail("a write", "a pair (keys, values)", f"{found!r:.100}")
-    if any(t.dim() != 4 for t in found):
-        fail("a write", "keys and values (B, Hkv, S, D)", [tuple(t.shape) for t in found])
-    return [t[:, 0, :, 0] for t in found]
+def replay(rows, *writes):
+    """A cache of 2 layers and 6 slots, and the keys and values that the last of these writes returned.
+    Values are ten times the keys. writes: (layer, keys, slots, end, maybe recent)"""
+    c = replace(LLAMA, n_layers=2, n_kv_heads=1, head_dim=1)
+    cache = KVCache(c, rows, 6, torch.float64)
+    for layer, keys, *rest in writes:
+        found = cache.write(layer, block(keys), 10 * block(keys), *rest)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            fail("a write", "a pair (keys, values)", f"{found!r:.100}")
+        if any(t.dim() != 4 for t in found):
+            fail("a write", "keys and values (B, Hkv, S, D)", [tuple(t.shape) for t in found])
+    return cache, *(t[:, 0, :, 0] for t in found)
 
 
 def test_a_write_returns_the_old_slots_and_the_new():
-    """Keys 1 2 3 go to slots 0 .. 2, then 4 5 to slots 3 .. 4, of a cache of 6 slots for one row."""
-    cache = new_cache(1)
-    written(cache, 0, [[1, 2, 3]], slice(0, 3), 3)
-    keys, values = written(cache, 0, [[4, 5]], slice(3, 5), 5)
-    given = "keys 1 2 3 written to slots 0 .. 2, then 4 5 to slots 3 .. 4; what comes back"
+    _, keys, values = replay(1, (0, [[1, 2, 3]], slice(0, 3), 3), (0, [[4, 5]], slice(3, 5), 5))
     compare(keys, [[1, 2, 3, 4, 5]], {
         "only the new block comes back; it must read the slots before it, too": [[4, 5]],
         "the old slots come back without the new ones: write first, then read": [[1, 2, 3, 0, 0]],
         "all slots come back; only those before `end` may be read": [[1, 2, 3, 4, 5, 0]],
-        "nothing is kept from the first write": [[0, 0, 0, 4, 5]]}, given)
+        "nothing is kept from the first write": [[0, 0, 0, 4, 5]]},
+        "keys 1 2 3 written to slots 0 .. 2, then 4 5 to slots 3 .. 4; what comes back")
     compare(values, [[10, 20, 30, 40, 50]], {
         "keys are stored where values belong": [[1, 2, 3, 4, 5]],
         "nothing is kept from the first write": [[0, 0, 0, 40, 50]]}, "the same, values ten times as large")
 
 
 def test_a_write_goes_to_its_slots_whatever_is_there():
-    """Rolling back is writing over what was refused: 1 2 3 4 to slots 0 .. 3, 7 to slot 2, 8 9 to 3 .. 4."""
-    cache = new_cache(1)
-    written(cache, 0, [[1, 2, 3, 4]], slice(0, 4), 4)
-    keys, _ = written(cache, 0, [[7]], slice(2, 3), 3)
-    compare(keys, [[1, 2, 7]], {
+    """Rolling back is writing over what was refused."""
+    writes = [(0, [[1, 2, 3, 4]], slice(0, 4), 4), (0, [[7]], slice(2, 3), 3)]
+    compare(replay(1, *writes)[1], [[1, 2, 7]], {
         "the block was put after what was written last; it belongs into its slots": [[1, 2, 3]],
         "dead slots come back: only those before `end` may be read": [[1, 2, 7, 4]]},
         "keys 1 2 3 4 in slots 0 .. 3, then 7 into slot 2, with end = 3")
-    keys, _ = written(cache, 0, [[8, 9]], slice(3, 5), 6)
-    compare(keys, [[1, 2, 7, 8, 9, 0]], {
+    compare(replay(1, *writes, (0, [[8, 9]], slice(3, 5), 6))[1], [[1, 2, 7, 8, 9, 0]], {
         "what was written before is lost": [[1, 2, 3, 8, 9, 0]],
         "`end` is ignored: it says how many slots come back, wherever the block ends":
             [[1, 2, 7, 8, 9]]},
@@ -184,10 +171,9 @@ def test_a_write_goes_to_its_slots_whatever_is_there():
 
 
 def test_a_write_of_each_row_goes_to_its_own_slots():
-    """Two rows; `slots` is a slice at first, then the tensor [[1, 3], [0, 2]], and end = 5."""
-    cache = new_cache(2)
-    written(cache, 0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3)
-    keys, values = written(cache, 0, [[7, 8], [9, 10]], torch.tensor([[1, 3], [0, 2]]), 5)
+    """`slots` is a slice at first, then a tensor."""
+    _, keys, values = replay(2, (0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3),
+                             (0, [[7, 8], [9, 10]], torch.tensor([[1, 3], [0, 2]]), 5))
     compare(keys, [[1, 7, 3, 8, 0], [9, 5, 10, 0, 0]], {
         "all rows went to row 0's slots: slots is (B, T), each row has its own":
             [[1, 7, 3, 8, 0], [4, 9, 6, 10, 0]],
@@ -202,45 +188,30 @@ def test_a_write_of_each_row_goes_to_its_own_slots():
     compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
 
 
-def test_a_write_belongs_to_one_layer():
-    """1 2 go to slots 0 .. 1 of layer 0, then 3 to slot 2 of layer 1."""
-    cache = new_cache(1)
-    written(cache, 0, [[1, 2]], slice(0, 2), 2)
-    keys, _ = written(cache, 1, [[3]], slice(2, 3), 3)
-    compare(keys, [[0, 0, 3]], {
-        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]},
-        "1 2 in layer 0, then 3 in layer 1")
-    compare(cache.k[:, 0, 0, :, 0], [[1, 2, 0, 0, 0, 0], [0, 0, 3, 0, 0, 0]], {
-        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3, 0, 0, 0], [0] * 6]},
-        "cache.k after that")
+def test_a_write_stays_in_its_layer():
+    cache, keys, _ = replay(1, (0, [[1, 2]], slice(0, 2), 2), (1, [[3]], slice(2, 3), 3))
+    shared = "`layer` is ignored: all layers share the slots of one"
+    compare(keys, [[0, 0, 3]], {shared: [[1, 2, 3]]}, "1 2 in layer 0, then 3 in layer 1")
+    want = wide([[1, 2, 0, 0, 0, 0], [0, 0, 3, 0, 0, 0]])
+    compare(cache.k[:, 0, 0, :, 0], want, {
+        shared: [[1, 2, 3, 0, 0, 0], [0] * 6],
+        "nothing was stored: the block went into a copy": 0 * want}, "cache.k after that")
+    compare(cache.v[:, 0, 0, :, 0], 10 * want, {}, "cache.v after that")
 
 
 def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
-    """1 2 3 4 go to slots 0 .. 3, then 5 to slot 4 with recent = 2; then 6 to slot 1 with recent = 3."""
-    cache = new_cache(1)
-    written(cache, 0, [[1, 2, 3, 4]], slice(0, 4), 4)
-    keys, values = written(cache, 0, [[5]], slice(4, 5), 5, recent=2)
+    writes = [(0, [[1, 2, 3, 4]], slice(0, 4), 4), (0, [[5]], slice(4, 5), 5, 2)]
+    _, keys, values = replay(1, *writes)
     compare(keys, [[4, 5]], {
         "`recent` is ignored": [[1, 2, 3, 4, 5]],
         "the first ones come back; recent are the last": [[1, 2]],
         "one too many: `recent` counts the new slot itself": [[3, 4, 5]]},
         "1 .. 5 in slots 0 .. 4, recent = 2")
     compare(values, [[40, 50]], {}, "the same, values")
-    keys, _ = written(cache, 0, [[6]], slice(1, 2), 2, recent=3)
-    compare(keys, [[1, 6]], {
+    compare(replay(1, *writes, (0, [[6]], slice(1, 2), 2, 3))[1], [[1, 6]], {
         "a start below 0 counts from the far end in Python: it must be at least 0": torch.empty(1, 0),
         "`recent` slots come back though there are not so many": [[1, 6, 3]]},
         "1 6 in slots 0 .. 1, recent = 3")
-
-
-def test_a_write_stays_in_the_cache():
-    """1 2 go to slots 0 .. 1 of a cache of 6."""
-    cache = new_cache(1)
-    written(cache, 0, [[1, 2]], slice(0, 2), 2)
-    compare(cache.k[0, 0, 0, :, 0], [1, 2, 0, 0, 0, 0], {
-        "nothing was stored: the block went into a copy": [0] * 6},
-        "cache.k after 1 2 went into slots 0 .. 1")
-    compare(cache.v[0, 0, 0, :, 0], [10, 20, 0, 0, 0, 0], {}, "cache.v after that")
 
 
 # --- what drafting is worth
@@ -326,16 +297,11 @@ def test_a_draft_must_fit_into_a_series():
 def test_alpha_is_no_share_of_drafted_tokens():
     """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
     counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
-    got = counts.alpha
-    shares = {
+    compare(wide([counts.alpha]), [0.8], {
         "accepted / proposed is no alpha: a token after a refusal counts as refused there, though nobody "
-        "tried it; the formula makes 2.1 tokens a round of it, where 3.7 came": 2689 / 5000,
-        "accepted tokens per round: the gain, and no probability": 2.689,
-        "tokens per round: that is tau": 3.689,
-        "all rounds with a draft and without count; alpha asks for drafts only": 0.8 * 1000 / 2000}
-    compare(wide([got]), [0.8], {why: [wrong] for why, wrong in shares.items()},
-            f"{counts}; the formula makes {expected_tokens(min(1.0, float(got)), 5):.1f} tokens a round of "
-            "your alpha, where 3.7 came", rtol=1e-9)
+        "tried it; the formula makes 2.1 tokens a round of it, where 3.7 came": [2689 / 5000],
+        "accepted tokens per round: the gain, and no probability": [2.689],
+        "tokens per round: that is tau": [3.689]}, str(counts), rtol=1e-9)
     some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
     compare(wide([some.alpha]), [0.8], {
         "rounds without a draft count as refusals: divide by the rounds that tested a draft": [0.4],
@@ -467,136 +433,3 @@ def test_an_attention_keeps_types():
     out = a.bfloat16()(x.bfloat16(), cos.float(), sin.float(), mask.float(), store)
     if out.dtype != torch.bfloat16:
         fail(given, "bfloat16 comes out", str(out.dtype), "what comes out has the type of x")
-
-
-def test_the_mistakes_of_attention_can_be_told_apart():
-    found = [slow_attention(*some_attention(), name) for name in [None, *ATTENTION]]
-    assert not any(torch.allclose(a, b, rtol=1e-3) for i, a in enumerate(found) for b in found[:i])
-
-
-# --- drafting with some of the sub-layers
-
-
-def begun(sublayers, prompts, gamma=3, taps=()):
-    """A state after one plain round, and the draft of a SelfDraft that has begun there. Temperature 1."""
-    state, _ = next(rounds(TARGET, prompts, 20, probs=warm, coins=Coins(3)))
-    state.taps, drafter = taps, SelfDraft(TARGET, sublayers, gamma)
-    drafter.begin(state, {})
-    return state, drafter.propose(state)
-
-
-TARGET = make(LLAMA)
-
-
-SLIPS = {
-    "all": "it drafts with all sub-layers; it is to draft with self.sublayers",
-    "stands": "every step stands at the position of the first; the k-th token stands at state.at(k)",
-    "late": "the steps stand one position too far: the last known token stands at offset 0",
-    "repeats": "every step reads the last known token; it must read the token that was drawn before it",
-    "alone": "it runs without the cache, and so knows only the token that it reads"}
-
-
-def drafted_states(m, text, tokens, sublayers, slip=None):
-    """What the sub-layers of a draft leave of each token that it reads, (K, dim), where the whole model has
-    read all of the text but its last token."""
-    n, ids, xs = len(text), torch.tensor([[*text, *tokens]], device=m.tok.device), []
-    cache = KVCache(m.c, 1, n + len(tokens) + 2, torch.float64, ids.device)
-    if n > 1:
-        m.run(m.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
-    for k in range(len(tokens)):
-        at = n - 1 + {"stands": 0, "late": k + 1}.get(slip, k)
-        token = ids[:, n - 1 + (0 if slip == "repeats" else k)]
-        x = m.run(m.embed(token[:, None]), slice(at, at + 1), None if slip == "alone" else cache,
-                  None if slip == "all" else list(sublayers))
-        xs.append(x[0])
-    return torch.cat(xs)
-
-
-def by_sublayers(*args):
-    """q of the tokens that are drafted from these states. (K, V)"""
-    return warm(TARGET.unembed(drafted_states(TARGET, *args)[None]))[0]
-
-
-SUBLAYERS = {"exit after block 2": range(4), "skip": [0, 1, 3, 4, 7, 10], "skip the first": range(1, 12)}
-TEXTS = {"one row": [[1, 5, 3, 2]], "three rows": [[1, 5, 3, 2, 9, 4], [3, 8], [2]]}
-
-
-@pytest.mark.parametrize("rows", TEXTS)
-@pytest.mark.parametrize("name", SUBLAYERS)
-@torch.inference_mode()
-def test_a_draft_is_what_its_sublayers_say(name, rows):
-    subs = list(SUBLAYERS[name])
-    state, draft = begun(subs, TEXTS[rows])
-    B, K = len(TEXTS[rows]), 3
-    if draft.tokens.shape != (B, K) or draft.q is None or draft.q.shape != (B, K, 17):
-        fail(f"{rows}, gamma = 3, 17 tokens", f"tokens {(B, K)} and q {(B, K, 17)}",
-             f"tokens {tuple(draft.tokens.shape)}, q {None if draft.q is None else tuple(draft.q.shape)}")
-    for b, text in enumerate(state.known):
-        tokens = draft.tokens[b].tolist()
-        compare(draft.q[b], by_sublayers(text, tokens, subs),
-                {why: by_sublayers(text, tokens, subs, slip) for slip, why in SLIPS.items()},
-                f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of the "
-                f"drafted {tokens}", rtol=1e-7)
-
-
-@pytest.mark.parametrize("rows", TEXTS)
-@pytest.mark.parametrize("name", SUBLAYERS)
-@torch.inference_mode()
-def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
-    """reuse = (i, x, trace): the target need not run the sub-layers before i on this block."""
-    subs, K = list(SUBLAYERS[name]), 3
-    shared = shared_prefix(subs)
-    state, draft = begun(subs, TEXTS[rows], taps=(0, 1, 9))
-    if draft.reuse is None or draft.reuse[0] < shared:
-        if shared:
-            record_property("remark", "right, but it gains less: the target runs the sub-layers again that "
-                                      "the draft shares with it; hand them over as `reuse`")
-        if draft.reuse is None:
-            return
-    first, x, trace = draft.reuse
-    given = f"the sub-layers {subs}, of which the first {shared} are the target's; 3 drafts"
-    if first > shared:
-        fail(given, f"at most {shared} sub-layers handed over", first,
-             "after its first gap a draft computes other states than the target; only what comes before is "
-             "shared")
-    if x.shape != (len(TEXTS[rows]), K + 1, 32):
-        fail(given, f"x of all {K + 1} tokens, {(len(TEXTS[rows]), K + 1, 32)}", tuple(x.shape),
-             "the last draft was not run: nobody drafts from it, but the target must verify it" if
-             x.shape[1] == K else None)
-    for b, text in enumerate(state.known):
-        n, ids = len(text), [*text, *draft.tokens[b].tolist()]
-        states = {i + 1: s[0, n - 1 :] for i, s in read(TARGET, ids, range(12))[1].items()}
-        states[0] = TARGET.embed(torch.tensor(ids[n - 1 :]))
-        compare(x[b], states[first], {
-            "these are the states after all sub-layers of the draft; hand over those before its first gap":
-                torch.cat([drafted_states(TARGET, text, ids[n:], subs), x[b, -1:]])},
-            f"{given}: x of row {b}, as it enters sub-layer {first}", rtol=1e-7)
-        if set(trace) != {tap for tap in (0, 1, 9) if tap < first}:
-            fail(given + ", taps (0, 1, 9)", f"a trace of the taps before {first}", sorted(trace))
-        for tap, got in trace.items():
-            compare(got[b], states[tap + 1], {}, f"{given}: the trace after sub-layer {tap}", rtol=1e-7)
-
-
-@cache
-def target(family):
-    """A model and its greedy answers, without cache or loop."""
-    m = make(FAMILIES[family])
-    return m, [oracle(m, prompt, 8) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("name", SUBLAYERS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_of_a_self_draft_is_the_targets(family, name):
-    """Greedy, with whatever draft, in rows that end at different places."""
-    m, want = target(family)
-    for prompts in (PROMPTS, PROMPTS[:1]):
-        got = generate(m, prompts, 8, SelfDraft(m, SUBLAYERS[name], 3))[0]
-        if got != want[: len(prompts)]:
-            row = next(b for b in range(len(prompts)) if got[b] != want[b])
-            fail(f"{family}, {name}, the prompt {prompts[row]}, row {row}", want[row], got[row],
-                 "the text has changed: does `reuse` hand over states, or the cache hold keys, that are "
-                 "not the target's? The last draft must have run through the shared sub-layers, too")
-    stranger = SelfDraft(make(FAMILIES[family], 9), SUBLAYERS[name], 3)
-    if generate(m, PROMPTS, 8, stranger)[0] != want:
-        fail("a draft by another model", "the target's text", "another text",
-             "a model that is not the target shares nothing: let self.stranger propose")

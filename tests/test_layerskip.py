@@ -1,15 +1,18 @@
-"""Skip sets, how users write them, and how often a text accepts a draft: scored in one pass, and the same as
-in the loop, position by position. Drafting itself is tested in test_speculative.py."""
+"""Skip sets, how users write them, and how often a text accepts a draft: scored in one pass, and
+the same as in the loop, position by position. And drafting itself, beside the drafts that
+well-known mistakes give: these tests grade an exercise."""
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from tiny import LIVELY, LLAMA, each_family, make, warm
+from teach import compare, fail
+from tiny import LIVELY, LLAMA, PROMPTS, each_family, make, read, warm
 
-from layerskip import SelfDraft, ShortHead, Teacher, early_exit, skipped, without
-from sampling import to_probs
-from speculative import rounds
+from kvcache import KVCache
+from layerskip import SelfDraft, ShortHead, Teacher, early_exit, shared_prefix, skipped, without
+from sampling import Coins, to_probs
+from speculative import generate, rounds
 from support.cli import read_beside, read_skip, read_vocab
 
 IDS = [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]  # longer than the window of 5
@@ -27,7 +30,7 @@ DRAFTS = {
 
 def test_skip_sets_by_hand():
     assert without(3) == [0, 1, 2, 3, 4, 5], "nothing skipped: all sub-layers"
-    assert without(3, attn=[1], mlp=[0, 2]) == [0, 3, 4], "attention i is sub-layer 2i, its MLP 2i + 1"
+    assert without(3, attn=[1], mlp=[0, 2]) == [0, 3, 4], "attention i is sub-layer 2i"
     assert without(3, attn=(2, 1, 1)) == [0, 1, 3, 5], "any order, and twice is once"
     assert skipped(3, [0, 3, 4]) == ([1], [0, 2])
     assert early_exit(3, 1) == [0, 1] and early_exit(3, 3) == without(3)
@@ -52,7 +55,7 @@ def test_a_short_head_knows_its_tokens_and_no_other(models, family):
 @pytest.mark.parametrize("ids", [None, SOME], ids=["whole", "short"])
 @each_family
 def test_acceptance_is_the_overlap_of_the_loops_distributions(models, family, ids):
-    """The loop's first round behind each prefix, of one drafted token. One teacher scores all drafts."""
+    """Of its first round after each prefix, of one drafted token. One teacher scores all."""
     m, probs = models[family], lambda logits: to_probs(logits, 1.3, top_p=0.95)
     teacher, short, seen = Teacher(m, IDS, probs), ids and ShortHead(m, ids), set()
     prefixes = [IDS[: i + 1] for i in range(len(IDS))]
@@ -110,19 +113,20 @@ def test_what_cannot_be_is_refused(models, call, message):
 
 
 @pytest.mark.parametrize("text, attn, mlp", [
-    ("a3,m4", [3], [4]), (" a5 , a0,m5,a5", [0, 5], [5]), ('{"attn": [1, 4], "mlp": [2]}', [1, 4], [2]),
-    ('{"mlp": [5], "alpha": 0.4}', [], [5])])
+    ("a3,m4", [3], [4]), (" a5 , a0,m5,a5", [0, 5], [5]),
+    ('{"attn": [1, 4], "mlp": [2]}', [1, 4], [2]), ('{"mlp": [5], "alpha": 0.4}', [], [5])])
 def test_skip_sets_as_users_write_them(text, attn, mlp, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a3.json").write_text(text)     # a file may be called almost like a skip set
     assert read_skip("a3.json" if text[0] == "{" else text, 6) == without(6, attn, mlp)
 
 
+SKIPS = ['{"mlp": ["3"]}', '{"attn": [true]}', '{"attn": null}', '{"attn": [6]}', "[3]", "{}"]
+VOCABS = ['{"ids": 3}', '{"ids": []}', '{"ids": [1, 1]}', '{"ids": [17]}', '{"ids": [true]}', "{}"]
+
+
 @pytest.mark.parametrize("read, size, text", [
-    *((read_skip, 6, text) for text in ('{"attn": 3}', '{"mlp": ["3"]}', '{"attn": [true]}', "[3]", "{}",
-                                        '{"attn": [1.0]}', '{"attn": null}', '{"attn": [6]}')),
-    *((read_vocab, 17, text) for text in ('{"ids": 3}', '{"ids": []}', '{"ids": [1, 1]}', '{"ids": [17]}',
-                                          '{"ids": [-1]}', '{"ids": [1.0]}', '{"ids": [true]}', "{}"))])
+    *((read_skip, 6, text) for text in SKIPS), *((read_vocab, 17, text) for text in VOCABS)])
 def test_files_that_make_no_sense_are_refused(read, size, text, tmp_path):
     (tmp_path / "file.json").write_text(text)
     with pytest.raises(ValueError, match="file.json: expected|lists of block numbers|block 6"):
@@ -130,18 +134,136 @@ def test_files_that_make_no_sense_are_refused(read, size, text, tmp_path):
 
 
 @pytest.mark.parametrize("text, error", [
-    ("a6", ValueError), ("m3,a1,m77", ValueError), (",".join(f"a{i},m{i}" for i in range(6)), ValueError),
+    ("m3,a1,m77", ValueError), (",".join(f"a{i},m{i}" for i in range(6)), ValueError),
     ("a3,m", FileNotFoundError), ("a3,,m4", FileNotFoundError), ("A3", FileNotFoundError)])
 def test_words_that_make_no_sense_are_refused(text, error):
-    with pytest.raises(error, match="of block|no sub-layer|" + text):
+    with pytest.raises(error, match="MLP of block 77|no sub-layer|" + text):
         read_skip(text, 6)
 
 
-def test_what_lies_beside_the_weights_by_chance_is_left_out(tmp_path):
-    for name, read, ours, chance in (
-            ("skip", read_skip, {"attn": [1]}, {"rows": 3}),
-            ("draft_vocab", read_vocab, {"ids": [16, 0]}, {"hello": 0})):
-        assert read_beside(tmp_path, name, read, 17) is None, "there is no such file"
-        for content, want in ((chance, None), (ours, read_skip("a1", 17) if name == "skip" else [16, 0])):
-            (tmp_path / f"{name}.json").write_text(json.dumps(content))
-            assert read_beside(tmp_path, name, read, 17) == want
+@pytest.mark.parametrize("name, read, ours, want, chance", [
+    ("skip", read_skip, {"attn": [1]}, without(17, attn=[1]), {"rows": 3}),
+    ("draft_vocab", read_vocab, {"ids": [16, 0]}, [16, 0], {"hello": 0})])
+def test_what_lies_beside_weights_by_chance_is_left_out(tmp_path, name, read, ours, want, chance):
+    assert read_beside(tmp_path, name, read, 17) is None, "there is no such file"
+    for content, result in ((chance, None), (ours, want)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+        assert read_beside(tmp_path, name, read, 17) == result
+
+
+# --- drafting with some of the sub-layers
+
+
+TARGET = make(LLAMA)
+
+
+def begun(sublayers, prompts, taps=()):
+    """A state after one plain round, and the draft of a SelfDraft that has begun there. Temperature 1."""
+    state, _ = next(rounds(TARGET, prompts, 20, probs=warm, coins=Coins(3)))
+    state.taps, drafter = taps, SelfDraft(TARGET, sublayers, 3)
+    drafter.begin(state, {})
+    return state, drafter.propose(state)
+
+
+SLIPS = {
+    "all": "it drafts with all sub-layers; it is to draft with self.sublayers",
+    "stands": "every step stands at the position of the first; the k-th token stands at state.at(k)",
+    "late": "the steps stand one position too far: the last known token stands at offset 0",
+    "repeats": "every step reads the last known token; it must read the token that was drawn before it",
+    "alone": "it runs without the cache, and so knows only the token that it reads"}
+
+
+def drafted_states(text, tokens, sublayers, slip=None):
+    """What the sub-layers of a draft leave of each token that it reads, (1, K, dim), where the whole model
+    has read all of the text but its last token."""
+    m, n, ids, xs = TARGET, len(text), torch.tensor([[*text, *tokens]]), []
+    cache = KVCache(m.c, 1, n + len(tokens) + 2, torch.float64)
+    m.run(m.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
+    for k in range(len(tokens)):
+        at = n - 1 + {"stands": 0, "late": k + 1}.get(slip, k)
+        token = ids[:, n - 1 + (0 if slip == "repeats" else k)]
+        xs.append(m.run(m.embed(token[:, None]), slice(at, at + 1), None if slip == "alone" else cache,
+                        None if slip == "all" else sublayers))
+    return torch.cat(xs, 1)
+
+
+def by_sublayers(*args):
+    """q of the tokens that are drafted from these states. (K, V)"""
+    return warm(TARGET.unembed(drafted_states(*args)))[0]
+
+
+SUBLAYERS = {"exit after block 2": [0, 1, 2, 3], "skip": [0, 1, 3, 4, 7, 10],
+             "skip the first": list(range(1, 12))}
+TEXTS = {"one row": [[1, 5, 3, 2]], "three rows": [[1, 5, 3, 2, 9, 4], [3, 8], [2]]}
+
+
+@pytest.mark.parametrize("rows", TEXTS)
+@pytest.mark.parametrize("name", SUBLAYERS)
+@torch.inference_mode()
+def test_a_draft_is_what_its_sublayers_say(name, rows):
+    subs, B = SUBLAYERS[name], len(TEXTS[rows])
+    state, draft = begun(subs, TEXTS[rows])
+    if draft.tokens.shape != (B, 3) or draft.q is None or draft.q.shape != (B, 3, 17):
+        fail(f"{rows}, gamma = 3, 17 tokens", f"tokens {(B, 3)} and q {(B, 3, 17)}",
+             f"tokens {tuple(draft.tokens.shape)}, q {None if draft.q is None else tuple(draft.q.shape)}")
+    for b, text in enumerate(state.known):
+        tokens = draft.tokens[b].tolist()
+        compare(draft.q[b], by_sublayers(text, tokens, subs),
+                {why: by_sublayers(text, tokens, subs, slip) for slip, why in SLIPS.items()},
+                f"the sub-layers {subs}, row {b} of {rows}, which ends with token {text[-1]}: q of the "
+                f"drafted {tokens}", rtol=1e-7)
+
+
+@pytest.mark.parametrize("rows", TEXTS)
+@pytest.mark.parametrize("name", SUBLAYERS)
+@torch.inference_mode()
+def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
+    """reuse = (i, x, trace): the target need not run the sub-layers before i on this block."""
+    subs, B = SUBLAYERS[name], len(TEXTS[rows])
+    shared = shared_prefix(subs)
+    state, draft = begun(subs, TEXTS[rows], taps=(0, 1, 9))
+    if shared and (draft.reuse is None or draft.reuse[0] < shared):
+        record_property("remark", "right, but it gains less: the target runs the sub-layers again that the "
+                                  "draft shares with it; hand them over as `reuse`")
+    if draft.reuse is None:
+        return
+    first, x, trace = draft.reuse
+    given = f"the sub-layers {subs}, of which the first {shared} are the target's; 3 drafts"
+    if first > shared:
+        fail(given, f"at most {shared} sub-layers handed over", first,
+             "after its first gap a draft computes other states than the target; only what comes before is "
+             "shared")
+    if x.shape != (B, 4, 32):
+        fail(given, f"x of all 4 tokens, {(B, 4, 32)}", tuple(x.shape),
+             "the last draft was not run: nobody drafts from it, but the target must verify it" if
+             x.shape[1] == 3 else None)
+    for b, text in enumerate(state.known):
+        n, ids = len(text), [*text, *draft.tokens[b].tolist()]
+        states = {i + 1: s[0, n - 1 :] for i, s in read(TARGET, ids, range(12))[1].items()}
+        states[0] = TARGET.embed(torch.tensor(ids[n - 1 :]))
+        compare(x[b], states[first], {
+            "these are the states after all sub-layers of the draft; hand over those before its first gap":
+                torch.cat([drafted_states(text, ids[n:], subs)[0], x[b, -1:]])},
+            f"{given}: x of row {b}, as it enters sub-layer {first}", rtol=1e-7)
+        if set(trace) != {tap for tap in (0, 1, 9) if tap < first}:
+            fail(given + ", taps (0, 1, 9)", f"a trace of the taps before {first}", sorted(trace))
+        for tap, got in trace.items():
+            compare(got[b], states[tap + 1], {}, f"{given}: the trace after sub-layer {tap}", rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", SUBLAYERS)
+def test_the_text_of_a_self_draft_is_the_targets(models, truth, name):
+    """Greedy, with whatever draft, in rows that end at different places."""
+    m = models["gemma2"]
+    want = [row[:8] for row in truth["gemma2"]]
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        for row, got in enumerate(generate(m, prompts, 8, SelfDraft(m, SUBLAYERS[name], 3))[0]):
+            if got != want[row]:
+                fail(f"{name}, the prompt {prompts[row]}, row {row}", want[row], got,
+                     "the text has changed: does `reuse` hand over states, or the cache hold keys, that "
+                     "are not the target's? The last draft must have run through the shared sub-layers, "
+                     "too")
+    stranger = SelfDraft(make(m.c, 9), SUBLAYERS[name], 3)
+    if generate(m, PROMPTS, 8, stranger)[0] != want:
+        fail("a draft by another model", "the target's text", "another text",
+             "a model that is not the target shares nothing: let self.stranger propose")

@@ -64,7 +64,7 @@ def long():
 
 
 def foretold(name, price, text, *good, **more):
-    """The way of a draft that knows the text where good(its length) of the row, and is wrong elsewhere."""
+    """The way of a draft that knows the text where the row's good(length), and is wrong elsewhere."""
     def say(state):
         rows = zip(good, state.known, wanted(state, drafter.rule)[0], strict=True)
         return [[(t + (not right(len(known)))) % 17 for t in text[len(known) : len(known) + most]]
@@ -114,9 +114,9 @@ def test_it_loses_no_more_than_it_may(long, price, blocks, good):
 
 
 def test_what_is_tried_out_by_hand(models):
-    """A token for .5 that is accepted once in four times: a try loses .25 on average, and .5 at worst.
-    Both must be there, the worst beside the stake; and in five rounds it must be able to win back its
-    loss. What is too dear ever to be tried stops no other."""
+    """A token for .5 that is accepted once in four times: a try loses .25 on average, .5 at worst. Both
+    must be there, the worst beside the stake; and it must be able to win its loss back in five rounds.
+    What is too dear ever to be tried stops no other."""
     dear = Way("dear", Drafter(), lambda n: 0.0, once=lambda block: 3.5)
     way, beliefs = Way("way", Drafter(), lambda n: 0.5), [Beta(0.0, 2.0)]
     for saved, purse, high, tried, left, due in (
@@ -148,7 +148,7 @@ def test_it_changes_to_what_is_better_and_remembers(long):
 
 
 @pytest.mark.parametrize("price, alpha, most, drafted", [
-    (1.5 / 1.04 - 1, 0.5, 1, 0), (1.5 / 1.06 - 1, 0.5, 1, 1), (0.25, 0.99, 16, 8), (0.01, 0.99, 16, 16)
+    (1.5 / 1.04 - 1, 0.5, 1, 0), (1.5 / 1.06 - 1, 0.5, 1, 1), (0.25, 1.0, 16, 8), (0.01, 1.0, 16, 16)
 ], ids=["a gain of 4 %", "of 6 %", "as far as two passes pay", "as far as it goes"])
 def test_the_first_draft(long, price, alpha, most, drafted):
     m, text = long
@@ -158,7 +158,7 @@ def test_the_first_draft(long, price, alpha, most, drafted):
 
 
 def test_it_rests_where_nothing_promises_a_gain(long):
-    """It thinks again after eight rounds, or when the text repeats itself; and it earns meanwhile."""
+    """It thinks again after eight rounds, or when the text repeats itself, and earns meanwhile."""
     m, text = long
     drafter, thoughts = begun(m, [foretold("dear", 2.0, text, always)], saved=0.0, risk=0.125), []
     wrong = (text[43] + 1) % 17
@@ -214,8 +214,8 @@ def test_a_draft_is_taken_at_its_word_until_it_is_known_better(models):
 
 
 def test_what_an_n_gram_would_have_copied(models):
-    """Each row learns its own. A tail goes on where nothing was found, so that it is worth what is found
-    in the round after such a one."""
+    """Each row learns its own. A tail goes on where nothing was found, so that it is worth what is
+    found in the round after such a one."""
     drafter = Pace(models["llama"], [], CHEAP, fade=0.5)
     drafter.start(4)
     drafter.live, drafter.found = [0, 1, 2, 3], [[5, 6, 7], [5, 6], [], [1]]
@@ -234,7 +234,7 @@ def test_what_an_n_gram_would_have_copied(models):
 
 
 def test_outcomes_are_counted_by_hand(models):
-    """Two rows: one refused at its second token, one accepted whole. Overlaps where there are logits,
+    """One row refused at its second token, one accepted whole. Overlaps where there are logits,
     with how sure the draft was; else what became of it."""
     drafter = asked(Pace(models["llama"], [Way("", Drafter(), lambda n: 0.1)], CHEAP), 2)
     drafter.way, drafter.pair, drafter.sures = drafter.ways[0], None, []
@@ -264,8 +264,8 @@ def asked(drafter, rows=1, n=10):
 
 
 def test_the_purse_by_hand(models):
-    """A draft of two at .25 and a scored trace, where three tokens were written; then a tail's lost work, in
-    a text in which a pass takes twice as long, and .01 more with each token."""
+    """A draft of two at .25 and a scored trace, where three tokens were written; then a tail's lost
+    work, in a text where a pass takes twice as long, and .01 more with each token."""
     m, costs = models["llama"], Costs((1.0,) * 12, 4.0, ((1, 1.0), (17, 3.0)))
     drafter = asked(Pace(m, [self_draft("exit 2", m, range(4), costs)], costs, risk=0.5))
     drafter.way, drafter.tail, drafter.price, drafter.once = drafter.ways[0], False, 0.25, 0.125
@@ -348,14 +348,14 @@ def test_candidates_and_their_prices(models):
 
 @each_family
 def test_trained_heads_and_their_prices(models, family):
-    """By hand, with all parts of a table different: a head's own weights cost what the blocks' cost."""
+    """All parts of the table are different; a head's own weights cost what those of the blocks do."""
     m = models[family]
     by = weight_costs(m.c)
     twice = tuple(2.0 * x for x in by.sublayers)
     costs = Costs(twice, by.head, ((1, 1.0), (17, 2.0)), 3.0, 10, m.c.window)
     whole, slots = costs.price(range(12), 1.0, 50), 3.0 * 40
     for head, E, missed in ((Kangaroo(m, 2), 2, costs.sublayers[0] * 1.25),
-                            (Eagle(m), 0, sum(costs.sublayers[:2]) * 0.25)):    # it reads them with D
+                            (Eagle(m), 0, sum(costs.sublayers[:2]) * 0.25)):    # with D
         way = head_draft(head, costs, [1, 2, 3])
         trunk = costs.price(range(2 * E), 3 / 17, 50)
         assert way.price(50) == pytest.approx((trunk + 2 * count(head) + slots) / whole)
@@ -399,7 +399,7 @@ def test_a_head_is_asked_for_what_it_can_say(models):
 
 
 def test_rows_that_have_to_ride_along_get_a_round_for_it(models, monkeypatch):
-    """A transfer that is tried out drafts in the round after the one in which its rows rode along."""
+    """A transfer that is tried out drafts in the round after the one in which its rows rode."""
     monkeypatch.setattr(pace, "MARGIN", 0.0)
     m = models["llama"]
     costs = Costs((1.0,) * 12, 1.0)

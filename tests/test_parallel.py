@@ -110,7 +110,7 @@ def child(rank, world, port, folder, job, args):
 
 def spawn(folder, world, job, *args, lost=None):
     """job(*args) in several processes: [(result or None, stdout, stderr)], by rank. As under
-    torchrun their parent keeps the store in which they find each other. `lost` is not waited for."""
+    torchrun their parent keeps the store in which they meet. `lost` is not waited for."""
     folder.mkdir()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tokenizers"])

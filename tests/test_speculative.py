@@ -63,7 +63,7 @@ SOME = ["none", "ngram", "skip", "model", "long"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])     # a GPU: test_paper_gpu.py
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, SOME)
 test_poison = promises.poison(RESTLESS)
-test_end_of_text_at_every_position = promises.end_of_text(DRAFTERS, ["ngram", "skip"], range(7))
+test_end_of_text_at_every_position = promises.end_of_text(DRAFTERS, ["ngram", "exit"], range(7))
 test_context_limit = promises.context_limit(DRAFTERS, SOME)
 test_short_answers = promises.short_answers(DRAFTERS, SOME)
 test_damaged_weights = promises.damaged_weights(DRAFTERS, SOME)
@@ -99,6 +99,13 @@ def test_perfect_draft_is_accepted_whole(models, family, name):
         assert r.accepted.tolist() == r.proposed.tolist() and int(r.draft.length.min()) >= 0
         drafted += int(r.proposed.sum())
     assert drafted > 60
+
+
+def test_each_row_proposes_as_many_as_it_is_to(models):
+    m = models["llama"]
+    for wants in ([2, 0, 3, 2], [1, 0, 0, 3]):
+        _, r = next(rounds(m, PROMPTS, 9, SelfDraft(m, FULL, Says(wants))))
+        assert r.proposed.tolist() == wants
 
 
 @each_family
@@ -140,7 +147,7 @@ def test_what_is_shared_is_handed_over_and_not_run_again(models, sublayers, shar
     assert ran[-1] == list(range(shared, 12)), "the others, and only those"
 
 
-test_drafts_are_right = promises.right_drafts({     # of SelfDraft: test_by_hand.py
+test_drafts_are_right = promises.right_drafts({     # of SelfDraft: test_layerskip.py
     "model": lambda m, far: reader(small(m), on_and_off(), far)})
 
 
@@ -197,7 +204,7 @@ def test_drafts_never_overrun_even_if_they_ignore_what_is_left(models, truth, ro
 
     m, want = models["llama"], truth["llama"][:rows]
     for n in (0, 1, 3, 7):
-        got, _ = generate(m, PROMPTS[:rows], n, Overrunning(m, range(8), 6))
+        got = promises.write(m, Overrunning(m, range(8), 6), n, PROMPTS[:rows])
         assert got == [row[:n] for row in want]
 
 
@@ -258,10 +265,16 @@ def test_bad_input_is_named(models, call, message):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers(value):
-    m = make(LIVELY["llama"])
+@pytest.mark.parametrize("after", [0, 1], ids=["at once", "in the first round"])
+def test_logits_that_are_no_numbers(value, after):
+    m, calls = make(LIVELY["llama"]), []
     honest = m.unembed
-    m.unembed = lambda x: honest(x).index_fill(2, torch.tensor([3]), value)
+
+    def spoilt(x):
+        calls.append(x)
+        return honest(x).index_fill(2, torch.tensor([3]), value if len(calls) > after else 0.0)
+
+    m.unembed = spoilt
     with pytest.raises(ValueError, match="logits for row 0 are NaN or infinite"):
         generate(m, [[1, 2]], 5)
 

@@ -1,8 +1,9 @@
-"""Pace, priced by what the passes really read, loses no more than it promises; and the benchmark of drafts that
-adapt reports the regret that it defines."""
+"""Drafts that adapt: priced by what passes really read, Pace loses no more than it promises; and the
+benchmark reports the regret that it defines."""
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from test_heads import wild
@@ -22,8 +23,8 @@ from speculative import generate
 def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
     """A draft of each kind alone, and all at once, of which little is accepted."""
     m = make(replace(LIVELY[family], max_len=128), 4)
-    heads = [wild(head) for head in (Kangaroo(m, 2), ExitBlock(m, 1), M2R2(m, 2), Medusa(m, 3), Transfer(m, 3, 2),
-                                     Prophet(m, 1))]
+    heads = [wild(head) for head in (
+        Kangaroo(m, 2), ExitBlock(m, 1), M2R2(m, 2), Medusa(m, 3), Transfer(m, 3, 2), Prophet(m, 1))]
     costs = replace(weight_costs(m.c), slot=0.0)    # the meter does not count slots
     ways = candidates(m, costs, SKIP, None, heads) + candidates(m, costs, None, IDS)
     with metered([m], heads) as read:
@@ -37,11 +38,10 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
 
 def test_the_stream_on_a_tiny_model(models):
     m, kinds = models["llama"], ["stories", "stories", "code", "code"]
-    a = SimpleNamespace(new=6, dtype="float64", repeats=1, quick=True, model="tiny", machine="here", only=None)
+    a = SimpleNamespace(new=6, dtype="float64", repeats=1, quick=True, only=None)
     heads = {"float64": [wild(Kangaroo(m, 2))]}
-    bench = dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, heads)
-    bar = SimpleNamespace(update=lambda: None, reset=lambda n: None, set_postfix_str=lambda *a, **b: None)
-    rows, choices, _, found, _ = dynamic.column(a, bench, kinds, SKIP, None, weight_costs(m.c), bar)
+    bench, costs = dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, heads), weight_costs(m.c)
+    rows, choices, _, found, _ = dynamic.column(a, bench, kinds, SKIP, None, costs, MagicMock())
     assert found == [] and len(choices) == 4, "every method writes the same text"
     fixed = [name for name in rows if "gamma" in name and "EESD" not in name] + ["n-gram"]
     best = [max(1.0, *(rows[name]["read"][i] for name in fixed)) for i in range(4)]

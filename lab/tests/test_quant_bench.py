@@ -15,7 +15,7 @@ from machine.quant import KINDS, byte_costs, quantise
 
 @each_family
 def test_the_acceptance_of_a_draft_is_that_of_its_first_tokens(family):
-    """Of the target's own exit it is the Teacher's; of a copy, or an assistant of another size, what
+    """Of the target's own exit it is the Teacher's; of a copy, or of a model of another size, what
     a pass over the text says."""
     m, text = make(FAMILIES[family]), torch.tensor([PROMPTS[0]])
     t, small = quantise(m, "nf4"), make(replace(FAMILIES[family], dim=24, n_layers=2))
@@ -50,8 +50,8 @@ def cells(line):
 
 
 def test_known_shapes_on_paper():
-    """By hand: 40 blocks of 317.2 M weights and a head of 163.8 M, which stays in bfloat16. At alpha
-    0.9 and c = 6.87 / 25.7 five drafts bring (1 - 0.9^6) / 0.1 = 4.69 tokens for 2.34 passes."""
+    """By hand: 40 blocks of 317.2 M weights and a head of 163.8 M, which stays in bfloat16. At
+    alpha 0.9 and c = 6.87 / 25.7 5 drafts bring (1 - 0.9^6) / 0.1 = 4.69 tokens for 2.34 passes."""
     (line,) = [line for line in bench_quant.paper_table() if "Llama 2 13B |" in line]
     assert cells(line)[1:] == ["26.0", "13.3", "7.2", "0.51", "3", "1.37", "0.27", "5", "2.00"]
 

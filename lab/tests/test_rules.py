@@ -1,5 +1,5 @@
-"""The rules that only a benchmark compares: each does what its source says, by hand, and none changes the
-law of the text."""
+"""Rules that only a benchmark compares: each does what its source says, by hand, and none changes the law
+of the text."""
 import random
 from dataclasses import replace
 
@@ -59,16 +59,18 @@ def test_schedules_keep_rows_apart_and_start_anew():
 def test_annealed_confidence_by_hand():
     """1 / (1 + exp(-3 / T)) is .95 at T = 1, and .82 at T = 2; of 1 it is .73 and .62."""
     logits, token = torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
-    for depth, bar, want in ((0, 0.75, [False, True]), (0, 0.85, [True, True]), (1, 0.85, [False, True]),
-                             (1, 0.7, [False, False]), (0, 0.7, [False, True])):
+    for depth, bar, want in (
+            (0, 0.75, [False, True]), (0, 0.85, [True, True]), (0, 0.7, [False, True]),
+            (1, 0.85, [False, True]), (1, 0.7, [False, False])):
         assert AnnealedConfidence(depth, bar).stop(0, logits, token).tolist() == want
     assert AnnealedConfidence(0.25, slope=2).temperature == 2.5
 
 
 def test_entropy_by_hand():
-    """Four tokens alike: H = log 4 = 1.386, so sqrt(.15 H) = .456; a draft vocabulary of two: .322."""
+    """Four tokens alike: H = log 4 = 1.386, sqrt(.15 H) = .456; a draft vocabulary of two: .322."""
     logits = torch.tensor([[0.0] * 4, [9.0, 0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf, -torch.inf]])
-    for threshold, want in ((0.3, [True, False, True]), (0.4, [True, False, False]), (0.46, [False] * 3)):
+    for threshold, want in (
+            (0.3, [True, False, True]), (0.4, [True, False, False]), (0.46, [False] * 3)):
         assert Entropy(threshold).stop(0, logits, torch.zeros(3).long()).tolist() == want
 
 
@@ -104,7 +106,7 @@ def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
 
 
 def test_value_gate_counts_by_hand():
-    """First drafts count for the class of the token before them, later ones together, up to the refusal."""
+    """First drafts count for the class of the token before them, later ones together."""
     rule, state = ValueGate(0.1, fade=0.5), state_of(4)
     rule.sure = [0.05, 1.0, 0.5, 0.59]
     rule.gamma(state)

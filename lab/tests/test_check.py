@@ -1,0 +1,171 @@
+"""`bench.py check` calls right what is right, and catches each planted error."""
+import json
+import sys
+from dataclasses import replace
+
+import expected
+import pytest
+import torch
+from tiny import GEMMA, LLAMA, make
+
+import bench
+import checkpoint
+from benchmarks import check
+from benchmarks.check import NONE, OPEN, RIGHT, WRONG
+from kvcache import KVCache
+from layerskip import SelfDraft
+
+COMMON = dict(vocab_size=64, max_len=128, bos=0, eos=(1,), norm_eps=1e-2)
+CONFIGS = {
+    "llama": replace(LLAMA, **COMMON, tied=True, rope_theta=500.0, rope_scaling=expected.SCALING),
+    "gemma": replace(GEMMA, **COMMON, window=64, attn_softcap=2.0, final_softcap=3.0)}
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ m['role'] if m['role'] != 'system' else "
+            "raise_exception('no') }} {{ m['content'] | trim }}</s>{% endfor %}"
+            "{% if add_generation_prompt %}assistant {% endif %}")
+FIRST = "logits, 64 tokens at once"
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """{family: (its folder, the passes, the prompts, what transformers says of them)}"""
+    found = {}
+    for family, c in CONFIGS.items():
+        folder = tmp_path_factory.mktemp(family)
+        checkpoint.save(make(c).bfloat16(), folder, expected.byte_tokenizer(adds_bos=True))
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        a = bench.parse(["check", "--model", str(folder), "--quick"])
+        ids, prompts = check.texts(checkpoint.read_tokenizer(folder), c, a)
+        passes = check.plan(c, ids)
+        said = check.ask(folder, "cpu", passes, prompts, 12, None, torch.bfloat16)
+        found[family] = folder, passes, prompts, said
+    return found
+
+
+@pytest.fixture
+def call(asked, capsys, monkeypatch):
+    """bench.py check, but what starts processes and looks at the clock: (status, {row: verdict})"""
+    monkeypatch.setattr(check, "run_help", lambda a: ("", {}, None))
+    monkeypatch.setattr(check, "loading", lambda folder, dtype, repeats: {"ours": [1.0, 2.0]})
+
+    def run(family):
+        folder = str(asked[family][0])
+        status = bench.main(["check", "--model", folder, "--quick", "--new", "12", "--json"])
+        rows = json.loads(capsys.readouterr().out)["checks"]
+        return status, {r["check"]: r["verdict"] for r in rows}
+    return run
+
+
+def load(folder):
+    return checkpoint.load(folder, "cpu", torch.float32)[0]
+
+
+def wrong(rows):
+    return [r.check for r in rows if r.verdict == WRONG]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_is_right_is_called_right(call, family):
+    status, rows = call(family)
+    assert status == 0 and {*rows.values()} == {RIGHT, NONE}
+    assert sum(name.startswith(("chat template: ", "error of bfloat16")) for name in rows) == 5
+    assert ("logits, window 16 instead of 64" in rows) == (family == "gemma")
+
+
+def test_what_transformers_cannot_do_is_no_verdict_on_us(call, monkeypatch):
+    monkeypatch.setattr(check, "quiet_tokenizer", lambda folder: 1 / 0)
+    status, rows = call("llama")
+    assert status == 0 and {*rows.values()} == {RIGHT, OPEN, NONE}
+    assert [*rows.values()].count(OPEN) == 2 and rows[FIRST] == RIGHT, "but tokenizer and template"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    status, rows = call("gemma")
+    assert status == 0 and {*rows.values()} == {RIGHT, OPEN, NONE}
+    assert [*rows.values()].count(RIGHT) == 4, "the cache and three drafts need no other"
+
+
+def test_far_angles_in_float32_are_no_difference_and_a_wrong_norm_is(tmp_path):
+    """Deep in a long context those of transformers move the logits by more than a thousandth."""
+    c = replace(LLAMA, vocab_size=64, n_layers=12, max_len=8192, rope_theta=500.0)
+    checkpoint.save(make(c).float(), tmp_path, expected.byte_tokenizer())
+    passes, model = check.plan(c, [i * i % 61 for i in range(64)]), load(tmp_path)
+    said = check.ask(tmp_path, "cpu", passes, [], 1, None, torch.float32)
+    rows, _ = check.check_logits(model, passes, said, "")
+    assert wrong(rows) == [] and 1e-3 < float(rows[1].ours) and float(rows[1].theirs) < 0.05
+    model.blocks[7].mlp_norm = torch.nn.Identity()
+    assert len(wrong(check.check_logits(model, passes, said, "")[0])) == 3
+
+
+@pytest.mark.parametrize("family, lie", [
+    ("llama", {"rope_scaling": None}), ("llama", {"norm_eps": 1.01e-2}),
+    ("gemma", {"attn_softcap": 9.0})])
+def test_a_config_that_is_misread_is_caught(asked, monkeypatch, family, lie):
+    (folder, passes, _, said), read = asked[family], checkpoint.read_config
+    monkeypatch.setattr(checkpoint, "read_config", lambda folder: replace(read(folder), **lie))
+    model = load(folder)
+    rows, _ = check.check_logits(model, check.plan(model.c, passes[0].ids), said, "")
+    assert {FIRST, rows[-1].check} <= set(wrong(rows))
+
+
+def test_an_angle_that_is_misread_far_away_and_a_cache_that_errs_are_caught(asked, monkeypatch):
+    folder, passes, _, said = asked["llama"]
+    model = load(folder)
+    model.angles(slice(0, 1), 128)
+    model.table = [t.clone().index_copy_(0, torch.arange(100, 256), t[:156]) for t in model.table]
+    rows, _ = check.check_logits(model, passes, said, "")
+    assert wrong(rows) == ["logits, 48 tokens spread over positions 0 to 127"]
+    write = KVCache.write
+    monkeypatch.setattr(KVCache, "write", lambda *a, **to: [0.9 * kv for kv in write(*a, **to)])
+    for known in (said, None):
+        rows, _ = check.check_logits(load(folder), passes, known, "absent")
+        assert wrong(rows) == [rows[-1].check]
+
+
+def test_a_wrong_text_is_caught_and_a_tie_is_not(asked, monkeypatch):
+    (folder, _, prompts, said), generate = asked["gemma"], check.generate
+
+    def lies(model, prompts, new, drafter=None):
+        (first, second), passes = generate(model, prompts, new, drafter)
+        return [first, [*second[:-1], (second[-1] + isinstance(drafter, SelfDraft)) % 64]], passes
+
+    monkeypatch.setattr(check, "generate", lies)
+    for known in (said, None):
+        rows = check.check_texts(load(folder), prompts, 12, [0, 1, 5, 6], known, "")
+        assert [name.split(":")[0][13:] for name in wrong(rows)] == ["exit 2", "a skip set"]
+    monkeypatch.setattr(check, "parting", lambda *_: {"position": 1, "gap": 0.0, "near_tie": True})
+    assert wrong(check.check_texts(load(folder), prompts, 12, [0, 1, 5, 6], said, "")) == []
+
+
+def test_another_tokenization_and_another_chat_are_caught(call, asked, monkeypatch):
+    encode, read, folder = checkpoint.encode, check.read_template, asked["llama"][0]
+    theirs, ours = check.quiet_tokenizer(folder), checkpoint.read_tokenizer(folder)
+    rows = check.check_chat(bench.WEIGHTS / "stories-llama", ours, theirs, "")
+    assert wrong(rows) == ["chat template"], "they find one, we do not"
+    monkeypatch.setattr(check, "read_template", lambda f: lambda m, more=True: read(f)(m, True))
+    assert wrong(check.check_chat(folder, ours, theirs, "")) == ["chat template: an answer"]
+    monkeypatch.setattr(checkpoint, "encode", lambda *a, **how: encode(*a, **how) + [5])
+    status, rows = call("llama")
+    assert status == 1 and [*rows.values()].count(WRONG) == 4, "ids and three chats"
+
+
+def test_a_context_that_is_misread_or_not_enforced_is_caught(asked, monkeypatch):
+    folder, _, _, said = asked["llama"]
+    model, verdicts = load(folder), []
+    for limit, action in (128, check.rounds), (64, check.rounds), (128, lambda *run: iter([None])):
+        model.c = replace(model.c, max_len=limit)
+        monkeypatch.setattr(check, "rounds", action)
+        verdicts.append([check.check_context(model, [3], k, "")[0].verdict for k in (said, None)])
+    assert verdicts == [[RIGHT, OPEN], [WRONG, OPEN], [WRONG, WRONG]]
+
+
+def test_differences_are_of_the_largest_logit():
+    want, got = torch.zeros(2, 70, 3)
+    want[0, 0], got[0, 0], got[69, 2] = -8.0, -8.0, 2.0
+    assert check.apart(want, want) == 0 and check.apart(got, want) == 0.25
+    assert not check.apart(got * float("nan"), want) <= 1e9
+
+
+def test_rounding_is_held_against_theirs():
+    want, verdicts = torch.full((70, 4), 2.0), []
+    for ours in (0.14, 0.2, float("nan")):
+        half, said = want[:64] + ours, {"half": want[:64] + 0.1}
+        verdicts += [r.verdict for r in check.check_rounding(half, said, want, torch.half, "")]
+    assert verdicts == [RIGHT, WRONG, WRONG]
