@@ -389,7 +389,7 @@ def loop(state, drafter, eos):
         trace = dict.fromkeys(state.taps)
         x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
         last = x[torch.arange(len(x), device=x.device), state.n - 1]            # (B, dim)
-        check_finite(model.unembed(last[:, None]).abs().amax((1, 2)).tolist(), x.dtype)
+        check_finite(largest(model.unembed(last[:, None])).tolist(), x.dtype)
         drafter.begin(state, trace)
     while max(state.left_cpu, default=0) > 0:
         # 1. Draft, but no more than may still be emitted.
@@ -422,6 +422,11 @@ def loop(state, drafter, eos):
         yield state, r
 
 
+def largest(logits):
+    """The largest magnitude in each row of (B, T, V), in which NaN and infinity survive. (B,) float64"""
+    return torch.linalg.vector_norm(logits, math.inf, (1, 2), dtype=torch.float64)
+
+
 def check_finite(peaks, dtype):
     """Raise ValueError, in one line, if a row's largest logit is NaN or infinite."""
     for b, peak in enumerate(peaks):
@@ -435,10 +440,10 @@ def commit(state, draft, accepted, next_token, logits, eos):
     K = draft.tokens.shape[1]
     out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])   # (B, K+1)
     state.write(state.at(1, K + 2), out)
-    peak = logits.abs().amax((1, 2))                                     # (B,) NaN and infinity survive it
+    peak = largest(logits)
     sure = raw_probs(logits).gather(2, out[..., None])[..., 0]                  # (B, K+1)
-    # one copy for all; in float64, which holds every token id exactly
-    facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure.double(), out], 1)
+    # one copy for all, in peak's float64, which holds every token id exactly
+    facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure, out], 1)
     new, chances, kept, proposed = [], [], [], []
     facts = facts.tolist()
     check_finite([row[2] for row in facts], logits.dtype)

@@ -166,11 +166,13 @@ class Ledger(Coins):
         return super().choose(weights)
 
 
-def test_a_round_spends_drafts_then_flips_then_one_choice():
+@pytest.mark.parametrize("room, K", [(9, 3), (3, 2)])
+def test_a_round_spends_drafts_then_flips_then_one_choice(room, K):
+    """And no more drafts are drawn than can be emitted beside the token that comes after them."""
     coins, draft = Ledger(), ModelDraft(make(GEMMA, 1), 3)
-    next(rounds(make(LLAMA), PROMPTS, 9, draft, warm, coins))
-    assert coins.spent == [("choose", 4)] * 3 + [("flip", 4, 3), ("choose", 4)]
-    assert coins.uniforms == 4 * (3 + 3 + 1)
+    next(rounds(make(LLAMA), PROMPTS, room, draft, warm, coins))
+    assert coins.spent == [("choose", 4)] * K + [("flip", 4, K), ("choose", 4)]
+    assert coins.uniforms == 4 * (K + K + 1)
 
 
 ORDERS = {1: "f9ee7d76"}    # of each version the hash of what is spent on what
