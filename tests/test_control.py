@@ -310,7 +310,8 @@ def test_best_gamma_by_brute_force():
     rng = random.Random(1)
     for _ in range(300):
         alpha, c, most = rng.random(), rng.random() * 0.9, rng.randint(0, 20)
-        block = lambda T, wider=rng.choice([0.0, 0.1, 1.0]): 1 + wider * (T - 1)  # noqa: E731
+        wider = rng.choice([0.0, 0.1, 1.0])
+        block = lambda T, wider=wider: 1 + wider * (T - 1)  # noqa: E731
         speed = [(1 - alpha ** (g + 1)) / (1 - alpha) / (g * c + block(g + 1)) for g in range(most + 1)]
         assert best_gamma(alpha, c, most, block=block) == speed.index(max(speed))
         assert expected_speedup(alpha, most, c, block(most + 1)) == pytest.approx(speed[-1], rel=1e-12)
