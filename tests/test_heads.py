@@ -18,7 +18,7 @@ from methods import heads
 from methods.heads import M2R2, Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.trees import Siblings
 from sampling import Coins
-from speculative import ModelDraft, NGram, Then, Wrapper, ahead, ancestors, generate, rounds
+from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, ahead, ancestors, generate, rounds
 
 
 def wild(head, size=0.3):
@@ -298,3 +298,31 @@ def test_a_head_keeps_its_own_weights_only(models):
 def test_what_makes_no_sense_is_refused(models, build, message):
     with pytest.raises(ValueError, match=message):
         build(models["llama"])
+
+
+def test_what_a_kangaroo_missed_it_reads_at_once(models):
+    """While others draft it reads nothing; before it drafts again, all of it in one pass."""
+    m = models["gemma2"]
+    head = wild(Kangaroo(m, 2))
+    drafter, passes, run = head.drafter(2), [], head.own.run
+    head.own.run = lambda x, *args, **kwargs: passes.append(x.shape[1]) or run(x, *args, **kwargs)
+    turns = iter([Drafter()] * 7)
+    asking = Wrapper(drafter)
+    asking.propose = lambda state: next(turns, drafter).propose(state)
+    for i, (state, _) in enumerate(rounds(m, PROMPTS[:2], 14, asking)):
+        if i == 6:
+            assert passes == [8] and drafter.unread == 7, "the prompt, and seven tokens to come"
+        if i == 7:
+            assert passes == [8, 7, 1, 1] and [len(text) for text in state.known] >= [16, 10]
+            break
+
+
+@pytest.mark.parametrize("head", [Kangaroo, Eagle, Medusa], ids=lambda kind: kind.__name__)
+def test_a_head_with_a_draft_vocabulary_drafts_nothing_else(models, head):
+    m, ids = models["llama"], [4, 9, 0, 2, 16, 3]
+    whole = wild(Eagle(m) if head is Eagle else head(m, 2))
+    for used in (heads.shorter(whole, ids), whole):
+        for _, r in rounds(m, PROMPTS[:1], 6, used.drafter(1), warm, Coins(1)):
+            if r.draft.tokens.shape[1]:
+                only = r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids)
+                assert only == (used is not whole)

@@ -128,16 +128,6 @@ def test_verify_tree_keeps_the_law_of_p(data, K):
     assert equal(law(run), {(a, b): float(row(())[a] * row((a,))[b]) for a in range(3) for b in range(3)})
 
 
-@given(st.data(), st.integers(1, 4), st.integers(0, 99))
-def test_a_tree_that_is_a_chain_is_judged_like_a_chain(data, K, seed):
-    """Coin for coin, and so as often accepted: a law alone does not show how much is accepted."""
-    p, q = data.draw(laws(K + 1))[None], data.draw(laws(K))[None]
-    tokens, length = Coins(seed).choose(q), torch.tensor([data.draw(st.integers(0, K))])
-    chain = verify(p, q, tokens, Coins(seed + 1), length)
-    tree = verify_tree(p, tokens, torch.arange(K)[None], Coins(seed + 1), q, length)
-    assert torch.equal(chain[0], tree[0]) and torch.equal(chain[1], tree[1])
-
-
 @given(st.data(), st.integers(1, 7))
 def test_ancestors_are_found_by_walking_up(data, K):
     parents = [data.draw(st.integers(0, k)) for k in range(K)]
