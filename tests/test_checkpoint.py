@@ -246,6 +246,8 @@ REFUSED = [
     ("llama", dict(rope_scaling=["linear"]), ["rope_scaling"]),
     ("llama", dict(rope_theta=-1.0), ["rope_theta"]),
     ("llama", dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
+    ("llama", dict(rope_scaling={"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
+     ["partial_rotary_factor"]),
     ("llama", dict(head_dim=7), ["head_dim"]),
     ("llama", dict(num_key_value_heads=3), ["4", "3"]),
     ("llama", dict(hidden_act="relu"), ["relu"]),

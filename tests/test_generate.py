@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import command
+from tiny import LLAMA, command, make
+from tqdm import tqdm
 
 import checkpoint
 import generate
 from control import MOST, Costs, DoNoHarm
+from layerskip import SelfDraft
 from machine.quant import KINDS, byte_costs
 from machine.recorded import Recorded
 from methods import heads
@@ -285,6 +287,7 @@ def test_compare(call, once):
     assert plain["outputs"] == r["outputs"] and plain["new_tokens"] == plain["target_passes"] == 12
     assert as_json(call, "--compare", "--draft", "none")["ratio"] == 1
     assert as_json(call, "--compare", "--temperature", "0.8")["identical"] is None
+    assert "temperature 0" in call("Once", *SHORT, "--compare", "--temperature", "0.8")[1]
     nothing = as_json(call, "--compare", "--max-new", "0")
     assert nothing["ratio"] is None and nothing["identical"] is True and nothing["chosen"] == {}
 
@@ -404,6 +407,23 @@ def test_ctrl_c_prints_what_there_is(call, monkeypatch):
     assert status == 130 and out.startswith("Once upon a time, there was") and "3 tokens in 1 pass" in out
     status, out, _ = call("Once upon a time", *SHORT, "--draft", "exit", "--json")
     assert status == 130 and json.loads(out)["interrupted"] and json.loads(out)["new_tokens"] == 3
+
+
+def test_a_long_prompt_shows_how_much_is_read(monkeypatch):
+    bars = []
+    monkeypatch.setattr(generate, "tqdm",
+                        lambda **kwargs: bars.append(kwargs) or tqdm(**kwargs | {"disable": False}))
+    model = make(replace(LLAMA, max_len=512))
+    reading = generate.Reading(model, 300)
+    assert len(list(generate.rounds(reading, [[5] * 300], 3, SelfDraft(model, range(4), 2)))) <= 3
+    assert bars[0]["disable"] is True and generate.Reading(model, 2000) and bars[1]["disable"] is None
+    assert reading.bar.n == 300, "only the prompt counts"
+
+
+def test_what_goes_with_one_process_only(call, monkeypatch, tmp_path):
+    monkeypatch.setattr(generate.parallel, "place", lambda: (0, 2))
+    for argv, culprit in ((["-"], "standard input"), (["x", "--fast"], "--fast")):
+        call.refuses(argv, tmp_path, culprit)
 
 
 # --- bad input
