@@ -146,6 +146,8 @@ def test_a_copy_shares_what_is_not_quantised_and_nothing_else(kind):
     before = [w.clone() for w in matrices(m)]
     t = quantise(m, kind)
     assert t.tok is m.tok and t.head is m.head and t.norm.weight is m.norm.weight
+    with pytest.raises(ValueError, match="nf3"):
+        quantise(m, "nf3")
     assert t.blocks is not m.blocks
     assert all(map(torch.equal, matrices(m), before))
     assert all(isinstance(w, KINDS[kind]) for w in matrices(t))

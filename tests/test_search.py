@@ -354,9 +354,15 @@ def test_damage_to_a_log_is_named(free, tmp_path):
     for damage in ({"trial": 0}, {"bits": "012"}, {"value": math.nan}, {"theta": [1.0]}):
         with pytest.raises(ValueError, match="line 3: not trial 1"):
             read(head, first, second | damage)
-    file.write_bytes(b"my poems")
-    with pytest.raises(ValueError, match="line 1: not the beginning of this run"):
-        search.read_log(file, head)
+    with pytest.raises(ValueError, match="line 3: not trial 1"):
+        read(head, first, ["no", "trial"])
+    with pytest.raises(ValueError, match="line 1: not a line of this program"):
+        read({"other": 1}, first)
+    for raw, culprit in ((b"my poems", "line 1: not the beginning of this run"),
+                         (search.as_line(head) + b"{damaged\n", "line 2: not a line of this program")):
+        file.write_bytes(raw)
+        with pytest.raises(ValueError, match=culprit):
+            search.read_log(file, head)
 
 
 @pytest.mark.parametrize("change, word", [
