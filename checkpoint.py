@@ -273,8 +273,8 @@ def settle_tying(c, files):
 def equal(a, b, rows=4096):
     """Whether two stored matrices are the same, without reading either as a whole."""
     shape = a.get_shape()
-    return shape == b.get_shape() and all(torch.equal(a[i : i + rows].double(), b[i : i + rows].double())
-                                          for i in range(0, shape[0], rows))
+    return shape == b.get_shape() and len(shape) == 2 and all(
+        torch.equal(a[i : i + rows].double(), b[i : i + rows].double()) for i in range(0, shape[0], rows))
 
 
 def check_tensors(files, model):
@@ -393,9 +393,11 @@ def read_family(raw):
     if family is None or raw.get("model_type", family) != family:
         raise ValueError(f"architecture {raw.get('architectures') or raw.get('model_type')} is not "
                          f"supported; Llama 1 to 3.x and Gemma-2 are ({', '.join(ARCHITECTURES.values())})")
-    if raw.get("quantization_config"):
-        raise ValueError(f"the weights are quantised ({raw['quantization_config']}), which is not supported: "
-                         "load the original, and quantise it with --quant")
+    how = raw.get("quantization_config")
+    if how:
+        how = how.get("quant_method", how) if isinstance(how, dict) else how
+        raise ValueError(f"the weights are quantised ({how}), which is not supported: load the original, and "
+                         "quantise it with --quant")
     for key in ("attention_bias", "mlp_bias", "use_bidirectional_attention"):
         if raw.get(key):
             raise ValueError(f"{key} is not supported")

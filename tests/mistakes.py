@@ -1,7 +1,8 @@
 """Plausible mistakes, each with the test that must notice it: a test of the tests.
 
-    python tests/mistakes.py [WORDS]    make one mistake at a time in a copy and run only its test;
-                                        with words, only rows whose file, function or reason has one of them
+    python tests/mistakes.py [WORDS]    plant one mistake at a time in a copy of its file and run only its
+                                        test; with words, only rows with one of them in their file,
+                                        function or reason
 
 `change` is the one engine that plants mistakes in source text; exercises and ports use it, too. It works on
 the code of one function as `ast.unparse` writes it, without docstring, so that comments, line breaks and the

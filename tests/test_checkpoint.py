@@ -288,6 +288,9 @@ def test_tensors_that_are_missing_left_over_or_misshapen_are_named(tmp_path):
     checkpoint.load(folder, "cpu")
     edit_weights(folder, **{name: torch.ones(48, 32, dtype=torch.int8)})
     refused(folder, name, "I8")
+    _, tied = saved(replace(LLAMA, tied=True), tmp_path / "tied")
+    edit_weights(tied, **{EMBED: torch.ones(()), HEAD: torch.ones(())})
+    refused(tied, EMBED)
 
 
 @pytest.mark.parametrize("c, name, words", [
