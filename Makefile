@@ -28,7 +28,7 @@ gpu-test: $(VENV)/dev
 	$(PY) -m pytest
 
 gpu: $(VENV)/run
-	$(PY) -m benchmarks.gpu --out gpu.json --resume
+	$(PY) -m lab.bench.gpu --out gpu.json --resume
 
 mistakes: $(VENV)/dev
 	$(PY) tests/mistakes.py
@@ -64,37 +64,37 @@ benchmarks: $(VENV)/dev $(SHIPPED:%=results/%/skip.json) \
 	cp results/search.png notebooks/search.png
 	cp results/stories-llama-heads.png notebooks/heads.png
 	cp results/stories-llama-dynamic.png notebooks/choices.png
-	cp results/beyond.json notebooks/beyond.json
+	cp results/beyond.json lab/notebooks/beyond.json
 	$(PY) tests/test_golden.py
 	$(PY) porting/make.py stories
 	$(MAKE) notebooks picture
 
 results/%/skip.json:
-	$(PY) search.py --model weights/$* --text benchmarks/prompts/stories.jsonl --trials 200 --out $(@D) $(RESUME)
+	$(PY) search.py --model weights/$* --text support/prompts/stories.jsonl --trials 200 --out $(@D) $(RESUME)
 	cp $@ weights/$*/skip.json
 results/search.json:
 	rm -f notebooks/landscape.npz
-	$(PY) bench.py search --out results/search
+	$(PY) -m lab.bench search --out results/search
 results/counts.json:
-	$(PY) bench.py counts --out results/counts
+	$(PY) -m lab.bench counts --out results/counts
 results/plain.json:
-	$(PY) bench.py plain --fast --out results/plain
+	$(PY) -m lab.bench plain --fast --out results/plain
 results/quant.json:
-	$(PY) bench.py quant --new 64 --repeats 1 --out results/quant
+	$(PY) -m lab.bench quant --new 64 --repeats 1 --out results/quant
 results/%-self.json:
-	$(PY) bench.py self --model weights/$* --out results/$*-self
+	$(PY) -m lab.bench self --model weights/$* --out results/$*-self
 results/%-heads.json:
-	$(PY) bench.py heads --new 64 --repeats 1 --model weights/$* --out results/$*-heads
+	$(PY) -m lab.bench heads --new 64 --repeats 1 --model weights/$* --out results/$*-heads
 results/stories-plain-heads.json: results/plain/kangaroo/README.md results/plain/eagle/README.md
-	$(PY) bench.py heads --new 64 --repeats 1 --model weights/stories-plain --heads results/plain --out $(@:.json=)
+	$(PY) -m lab.bench heads --new 64 --repeats 1 --model weights/stories-plain --heads results/plain --out $(@:.json=)
 results/plain/kangaroo/README.md:
-	$(PY) train_heads.py kangaroo --model weights/stories-plain --exit-layer 2 $(OWN) --tokens 1.2e6 --out $(@D) $(RESUME)
+	$(PY) -m lab.train_heads kangaroo --model weights/stories-plain --exit-layer 2 $(OWN) --tokens 1.2e6 --out $(@D) $(RESUME)
 results/plain/eagle/README.md:
-	$(PY) train_heads.py eagle --model weights/stories-plain $(OWN) --tokens 2.4e6 --out $(@D) $(RESUME)
+	$(PY) -m lab.train_heads eagle --model weights/stories-plain $(OWN) --tokens 2.4e6 --out $(@D) $(RESUME)
 results/%-dynamic.json:
-	$(PY) bench.py dynamic --costs measured --model weights/$* --out results/$*-dynamic
+	$(PY) -m lab.bench dynamic --costs measured --model weights/$* --out results/$*-dynamic
 results/beyond.json:
-	$(PY) bench.py beyond --twin weights/stories-plain --out results/beyond
+	$(PY) -m lab.bench beyond --twin weights/stories-plain --out results/beyond
 
 lint: $(VENV)/dev
 	$(PY) -m ruff check

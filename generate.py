@@ -28,7 +28,7 @@ from support.files import read_jsonl, read_lines
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 PATHS = "model", "skip", "draft_model", "draft_vocab", "heads", "costs", "prompt_file", "picture", "page"
 LARGEST = {"gamma": 1000, "tail": 1000, "tree": 1000,    # the most that make sense per round
-           "max_new": 10**7, "top_k": 10**7, "sinks": 10**7, "window": 10**7}
+           "max_new": 10**7, "top_k": 10**7}
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 

@@ -27,8 +27,8 @@ from gaussian import GaussianProcess, climb, expected_improvement
 from layerskip import SelfDraft, ShortHead, Teacher, skipped
 from sampling import to_probs
 from speculative import generate
-from support import cli, corpus, plots
-from support.files import LOCK, lock, read_jsonl, replacing, write_file
+from support import cli, plots
+from support.files import BOUNDARY, LOCK, lock, read_documents, replacing, write_file
 
 LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "draft_vocab.json"
 FIRST = 10   # random trials, before the process is asked
@@ -281,7 +281,7 @@ def parse(argv):
     p = cli.Parser(description="Search for the sub-layers to skip while drafting.", allow_abbrev=False)
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     p.add_argument("--text", required=True, metavar="FILE", help="text of the kind that will be written: "
-                   f'documents separated by {corpus.BOUNDARY}, or lines of JSON with "text"')
+                   f'documents separated by {BOUNDARY}, or lines of JSON with "text"')
     p.add_argument("--out", required=True, metavar="DIR", help="for the log, skip.json, the front, a picture")
     p.add_argument("--resume", action="store_true", help="continue where the log in --out ends")
     p.add_argument("--trials", type=int, default=100, metavar="N", help="in all, resumed runs included")
@@ -289,7 +289,7 @@ def parse(argv):
     p.add_argument("--tokens", type=int, default=512, metavar="N", help="of the text, to score drafts on")
     p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="at which drafts will be used")
     p.add_argument("--top-p", type=float, metavar="P", help="with which drafts will be used")
-    p.add_argument("--costs", metavar="FILE", help="measured costs, from bench.py costs --out (default: the "
+    p.add_argument("--costs", metavar="FILE", help="measured costs, from lab.bench costs --out (default: the "
                    "weights read)")
     p.add_argument("--protect", default="0,1", metavar="I,J", help="sub-layers that are never skipped")
     p.add_argument("--min-skips", type=int, default=0, metavar="N", help="skip at least N sub-layers")
@@ -320,16 +320,6 @@ def find_space(a, n_layers):
         raise ValueError(f"--min-skips {a.min_skips} and --max-skips {most} leave no set of {len(skippable)} "
                          "sub-layers to choose from")
     return Space(n_layers, skippable, a.min_skips, most)
-
-
-def read_documents(path):
-    """The documents of a text file, or those under "text" in the lines of a .jsonl file."""
-    if path.suffix.lower() not in (".json", ".jsonl"):
-        return corpus.read_documents(path)
-    found = read_jsonl(path, "text", '"text"')
-    if not found:
-        raise ValueError(f"{path}: no text in it")
-    return found
 
 
 def most_frequent(documents, tokenizer, c, count):

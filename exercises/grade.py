@@ -117,7 +117,7 @@ def copy_library(folder):
     """What the tests need, so that nothing that an answer does reaches the library itself."""
     for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
-    for name in ("tests", "support", "methods", "machine", "benchmarks"):
+    for name in ("tests", "support", "methods", "machine"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
 
 

@@ -13,8 +13,7 @@
 # this one: [2, the cache](02_kv_cache.ipynb), [3, sampling](03_sampling.ipynb),
 # [4, speculative decoding](04_speculative_decoding.ipynb), [5, layer skipping](05_layer_skipping.ipynb),
 # [6, search](06_search.ipynb), [7, trees and trained heads](07_trees_and_heads.ipynb),
-# [8, adapting](08_adapting.ipynb), [9, close to the machine](09_close_to_the_machine.ipynb) and
-# [10, beyond](10_beyond.ipynb).
+# [8, adapting](08_adapting.ipynb) and [9, close to the machine](09_close_to_the_machine.ipynb).
 #
 # No number in the text depends on the weights: every figure is computed here, so the notebook also runs on a
 # model of your own. Change `MODEL` in the first cell.
@@ -385,7 +384,7 @@ figure
 # the whole model? We read a story that the model did not write.
 
 # %%
-from benchmarks.shared import read_prompts
+from lab.bench.shared import read_prompts
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:200]
 trace = dict.fromkeys(range(2 * c.n_layers))                            # `run` fills in what we ask for

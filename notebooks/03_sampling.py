@@ -143,7 +143,7 @@ figure
 # **Predict:** which of the three curves is flat? Which of the other two jumps higher?
 
 # %%
-from benchmarks.shared import read_prompts
+from lab.bench.shared import read_prompts
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:60]
 along = model(torch.tensor([story], device=device))[0].cpu()            # (T, V)

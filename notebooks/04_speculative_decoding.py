@@ -59,7 +59,7 @@ print(inspect.getsource(minimal.distribution))
 # We take a story and look for a place in it where the part and the whole disagree a good deal.
 
 # %%
-from benchmarks.shared import read_prompts
+from lab.bench.shared import read_prompts
 from layerskip import Teacher
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
@@ -382,7 +382,7 @@ for name, seen in runs.items():
 # **Predict:** is the sixth guess, *if it is tested*, accepted less often than the first one?
 
 # %%
-from benchmarks.shared import prompt_ids
+from lab.bench.shared import prompt_ids
 
 K = 6
 prompts = prompt_ids("stories", tokenizer, c)[:4]

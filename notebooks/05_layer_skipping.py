@@ -83,7 +83,7 @@ figure
 # For an early exit it is easy to check by hand: its guess is the best token of the state after E blocks.
 
 # %%
-from benchmarks.shared import read_prompts
+from lab.bench.shared import read_prompts
 from layerskip import Teacher
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:160]

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import checkpoint
-from benchmarks import search as bench
+from lab.bench import search as bench
 from control import weight_costs
 from search import Calibration, speedup
 from support import plots
@@ -60,7 +60,7 @@ for name, subs in (("everything", range(2 * L)), ("a quarter", range(2 * max(1, 
 #
 # All sub-layers together have more sets than anybody can score. So let groups of them be skipped or not:
 # bands of blocks, which widen with the depth, and of each band the attentions or the MLPs. Twelve groups have
-# 2^12 = 4,096 sets. `bench.py search` has scored all of them for the shipped Llama and keeps them in
+# 2^12 = 4,096 sets. `lab.bench search` has scored all of them for the shipped Llama and keeps them in
 # `notebooks/landscape.npz`. (For a model of your own the next cell scores 64 sets of six groups.) A set is
 # written as a row of bits, 1 for each group that is skipped; `a3-4` are the attentions of the blocks 3 and 4,
 # and `m3-4` their MLPs.
@@ -85,7 +85,7 @@ print("bits:", *names)
 # %%
 for k in (0, 5, 2**n - 1):
     fresh = speedup(calibration, costs, space.sublayers(z[k]))
-    assert abs(fresh.speedup - value[k]) < 0.02, "the landscape is of other weights: python bench.py search"
+    assert abs(fresh.speedup - value[k]) < 0.02, "other weights: python -m lab.bench search"
     print(f"set {k:4}: {float(value[k]):.3f} in the file, {fresh.speedup:.3f} now")
 
 # %% [markdown]

@@ -263,7 +263,7 @@ print(source[source.index("    for k in range(K):      # rest") : source.index("
 # and add up how likely each token is. `rules.tried` asks `verify_tree` itself how likely each flip was.
 
 # %%
-from benchmarks import rules
+from lab.bench import rules
 
 some = (p[0] + q[0]).topk(6).indices
 small_p, small_q = (x[some].double() / x[some].sum() for x in (p[0], q[0]))
@@ -328,7 +328,7 @@ figure
 # finds the best tree of so many nodes (Sequoia, section 3.1). Here for greedy decoding, on a story.
 
 # %%
-from benchmarks.shared import read_prompts
+from lab.bench.shared import read_prompts
 from methods.trees import best_tree, rank_acceptance, tree_tokens
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:120]
@@ -347,7 +347,7 @@ figure
 
 # %% [markdown]
 # These numbers count passes. On a GPU that waits for its memory a pass over 16 tokens costs about as much as
-# one over a single token. On a CPU it does not, and a large tree may lose: `bench.py heads` measures it.
+# one over a single token. On a CPU it does not, and a large tree may lose: `lab.bench heads` measures it.
 #
 # ## What each head sees
 #
@@ -439,11 +439,11 @@ figure
 # model will say some places later. The loss is KL(p || q), the sum of p log(p / q): 0 where q is p, and
 # larger, the less q gives to what p says. The model stays as it is. Here we train three very small heads for
 # a few steps, on text that the model writes: pseudo states from the embedding (t = 0, a stream of
-# ProphetNet), from the middle, and from the end (t = L, Medusa without its residual block). (`train_heads.py`
-# does the same for minutes, and then they are worth something.)
+# ProphetNet), from the middle, and from the end (t = L, Medusa without its residual block). (For minutes,
+# `lab/train_heads.py` does the same, and then they are worth something.)
 
 # %%
-import train_heads
+from lab import train_heads
 from speculative import generate
 
 length, first = 40, prompt[:1]                                  # each text begins as a text does
@@ -489,7 +489,7 @@ figure
 # %% [markdown]
 # The farther away, the harder. A row that begins early costs more, and it can look back at the text on its
 # way up. One that begins late is cheap, and must know everything from one vector. The paper begins at a block
-# in between; `bench.py heads` trains longer and draws this curve for your model.
+# in between; `lab.bench heads` trains longer and draws this curve for your model.
 #
 # ## In the loop
 #
@@ -527,7 +527,7 @@ figure
 # %% [markdown]
 # A tree can write more tokens a pass than the chain in it, as it holds more guesses; it never holds fewer.
 # Whether it is also *faster* depends on what a wider pass costs on your machine. That is measured, not
-# argued: `python bench.py heads`.
+# argued: `python -m lab.bench heads`.
 #
 # ## Questions
 #
@@ -596,7 +596,7 @@ for seed in range(50):
 print("fifty seeds, the same end and the same token")
 
 # %% [markdown]
-# `train_heads.py` trains heads, `generate.py --draft transfer --tree 8` drafts with them, and
-# [BENCHMARKS.md](../BENCHMARKS.md) says what they are worth on a machine.
+# `lab/train_heads.py` trains heads, `generate.py --draft transfer --tree 8` drafts with them, and
+# [BENCHMARKS.md](../lab/BENCHMARKS.md) says what they are worth on a machine.
 #
 # Next: [adapting](08_adapting.ipynb). Which draft is the best one changes with the text. Who chooses?

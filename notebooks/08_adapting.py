@@ -31,7 +31,7 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 import torch
 
 import checkpoint
-from benchmarks.shared import read_prompts
+from lab.bench.shared import read_prompts
 from control import weight_costs
 from support import plots
 
@@ -225,7 +225,7 @@ print(f"the search itself took as long as {len(scores) * costs.step(swift.kept(s
 # of prompts whose kind changes:
 
 # %%
-from benchmarks.dynamic import Thinking, stream
+from lab.bench.dynamic import Thinking, stream
 from methods.pace import Pace, candidates
 
 prompts, kinds = stream(tokenizer, c, 2)

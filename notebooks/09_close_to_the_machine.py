@@ -33,7 +33,7 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 import torch
 
 import checkpoint
-from benchmarks.shared import read_prompts
+from lab.bench.shared import read_prompts
 from kvcache import KVCache
 from speculative import generate, prefill, rounds
 from support import plots
@@ -141,8 +141,8 @@ print(f"{'together':30} {sum(table.values()) / 1e6:7.2f} MB for one token")
 # %%
 from dataclasses import replace
 
-from benchmarks.plain import matrices
-from benchmarks.shared import random_model
+from lab.bench.plain import matrices
+from lab.bench.shared import random_model
 from control import interleave
 
 narrow = random_model(replace(c, vocab_size=64, dim=32, hidden_dim=32, head_dim=8))
@@ -170,7 +170,7 @@ figure
 # That a launch takes 5 microseconds is assumed.
 
 # %%
-from benchmarks.quant import READS, SHAPES, paper_bytes
+from lab.bench.quant import READS, SHAPES, paper_bytes
 
 each, shapes = 5e-6, {"this one": c} | SHAPES
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
@@ -266,10 +266,10 @@ figure
 #
 # A compiled program saves more than launches: it *fuses*. An addition and the multiplication after it become
 # one loop over memory, and nothing in between is written and read again. How much that is on a real machine
-# is measured by `python bench.py plain --fast`; the repository's own measurement names its machine.
+# is measured by `python -m lab.bench plain --fast`; the repository's own measurement names its machine.
 
 # %%
-paragraphs = (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8").split("\n\n")
+paragraphs = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8").split("\n\n")
 found = [i for i, text in enumerate(paragraphs) if text.startswith("|") and "ours, recorded" in text]
 for i in found[:1]:
     print(paragraphs[i - 2], paragraphs[i], sep="\n\n")
@@ -393,7 +393,7 @@ for kind, twin in twins.items():
 # in bytes (c).
 
 # %%
-from benchmarks.quant import acceptance
+from lab.bench.quant import acceptance
 from layerskip import Teacher
 
 stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:200] for line in read_prompts("stories")[:3]]
@@ -460,7 +460,7 @@ assert " ".join(alone.split()) in " ".join(out.stdout.split()), "the text of one
 # microseconds.
 
 # %%
-from benchmarks.quant import LARGE, SUMS
+from lab.bench.quant import LARGE, SUMS
 
 blocks, head, _ = paper_bytes(LARGE)
 worlds = 1, 2, 4, 8
@@ -523,7 +523,7 @@ for alpha, cost in ((0.95, 0.3), (0.8, 0.15)):
     assert round(expected_speedup(alpha, gamma, cost), 2) == {0.95: 2.18, 0.8: 2.11}[alpha]
 
 # %% [markdown]
-# Readers who have Triton, or its interpreter, go one step closer: [kernels.py](kernels.py) writes four
+# Readers who have Triton, or its interpreter, go one step closer: [kernels.py](../lab/kernels.py) writes four
 # operations of this model by hand, each beside the line of torch that it replaces.
 #
-# Next: [beyond](10_beyond.ipynb). Four ideas that go further than all of this.
+# In the lab: [beyond](../lab/notebooks/10_beyond.ipynb), four ideas rebuilt small.

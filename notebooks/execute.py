@@ -21,8 +21,9 @@ LIMIT = 600  # seconds for a cell, on a machine that is busy
 
 
 def sources(*names):
-    """The notebooks whose names begin with one of `names`; all of them if there is none."""
-    return [p for p in sorted(HERE.glob("[0-9][0-9]_*.py")) if p.name.startswith(names or "")]
+    """The notebooks, here and in the lab, whose names begin with one of `names`; all if there is none."""
+    files = [*HERE.glob("[0-9][0-9]_*.py"), *HERE.parent.glob("lab/notebooks/[0-9][0-9]_*.py")]
+    return [p for p in sorted(files) if p.name.startswith(names or "")]
 
 
 def smaller(png):
@@ -51,7 +52,7 @@ def execute(path, where):
 
 def main(names):
     for path in sources(*names):
-        notebook = execute(path, HERE)
+        notebook = execute(path, path.parent)
         nbformat.write(notebook, path.with_suffix(".ipynb"))
         (best,) = (cell for cell in notebook.cells if "gallery" in cell.metadata.get("tags", ()))
         path.with_suffix(".png").write_bytes(base64.b64decode(best.outputs[-1].data["image/png"]))

@@ -67,7 +67,7 @@ def read_beside(folder, name, read, size):
 
 
 def read_costs(path, c):
-    """The Costs that `bench.py costs --out` wrote for a model of this shape: {"sublayers": [2L numbers],
+    """The Costs that `lab.bench costs --out` wrote for a model of this shape: {"sublayers": [2L numbers],
     "head": number}, and maybe "blocks": [[T, relative to one token], ...], "slot", "call" and "at"; see
     Costs."""
     raw = read_json(Path(path))
@@ -76,7 +76,7 @@ def read_costs(path, c):
     fine = isinstance(parts, list) and all(map(is_cost, [*parts, raw.get("head")]))
     if not fine or len(parts) != 2 * c.n_layers or sum(parts) <= 0:
         raise ValueError(f'{path}: expected {2 * c.n_layers} costs under "sublayers" and one under "head", '
-                         "as bench.py costs --out writes them for this model")
+                         "as lab.bench costs --out writes them for this model")
     blocks = raw.get("blocks", [[1, 1.0]])
     fine = isinstance(blocks, list) and blocks and all(
         isinstance(b, list) and len(b) == 2 and type(b[0]) is int and is_cost(b[1]) and b[1] > 0

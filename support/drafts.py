@@ -16,7 +16,6 @@ from machine.quant import KINDS, byte_costs, quantise, size
 from machine.recorded import Recorded
 from methods import heads
 from methods.pace import Pace, candidates
-from methods.sparse import SparseDraft, step_cost
 from methods.trees import best_tree
 from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli
@@ -24,39 +23,36 @@ from support.costs import kept_costs
 
 LARGE = 64e6    # bytes of blocks from which on costs are measured without being asked
 SMALL = Path(__file__).resolve().parent.parent / "weights" / "stories-draft"
-OWNER = {"window": "sparse", "sinks": "sparse", "costs": "auto", "exit_layer": "exit", "skip": "skip",
+OWNER = {"costs": "auto", "exit_layer": "exit", "skip": "skip",
          "draft_model": "model"}    # the draft that a flag goes with
-ALSO = {"auto": ("skip",), **dict.fromkeys(("sparse", *KINDS), ("exit", "skip"))}   # go with it, too
-GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 8, "model": 3, "sparse": 4,
+ALSO = {"auto": ("skip",), **dict.fromkeys(KINDS, ("exit", "skip"))}   # go with it, too
+GAMMA = {"auto": MOST, "none": 0, "exit": 2, "skip": 3, "ngram": 8, "model": 3,
          **dict.fromkeys((*KINDS, *heads.KINDS), 3)}    # if neither a flag nor a file says
 
 
 def add_flags(group):
     add = group.add_argument
     add("--draft", choices=GAMMA, help="where drafts come from (default: auto); auto: what promises "
-        "most, judged anew before every draft; sparse: the model itself, which then reads few tokens of the "
-        "text; int8 and nf4: a copy of it in few bits; all three with all of it or what --exit-layer or "
-        "--skip leaves; kangaroo and below: trained heads")
+        "most, judged anew before every draft; int8 and nf4: the model itself in few bits, all of it or what "
+        "--exit-layer or --skip leaves; kangaroo and below: trained heads")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
         'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--draft-model", metavar="DIR", help="draft with a small model that has the same tokenizer")
     add("--draft-vocab", metavar="FILE", help="draft with few tokens only, and so with a shorter head, as "
         "search.py --draft-vocab writes it")
-    add("--sinks", type=int, metavar="N", help="sparse: read the first N tokens (default: 4)")
-    add("--window", type=int, metavar="N", help="sparse: and the last N (default: 64)")
-    add("--heads", metavar="DIR", help="the trained heads to draft with, as train_heads.py writes them "
+    add("--heads", metavar="DIR", help="the trained heads to draft with, as lab/train_heads.py writes them "
         "(default: heads/KIND in the model's folder)")
     add("--tree", type=int, metavar="N", help="with trained heads: draft a tree of N tokens, in the shape "
         "that promises most")
     add("--costs", metavar="HOW", help="auto: what the parts of a pass take: weights, by what is read of "
-        "them; measured, once on this machine, and then kept; or a file from bench.py costs --out (default: "
+        "them; measured, once on this machine, and then kept; or a file from lab.bench costs --out (default: "
         "measured for large models at temperature 0, else weights)")
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto: at most); levels of a tree")
     add("--do-no-harm", action="store_true",
         help="draft only as far as it pays, judging by what has been accepted so far and by the bytes that "
-        "are read (nf4 and sparse drafts take longer); G is then the most, and a --tail is not judged")
+        "are read (nf4 drafts take longer); G is then the most, and a --tail is not judged")
     add("--tail", type=int, metavar="N",
         help="after each draft, append up to N tokens copied from earlier text")
 
@@ -94,8 +90,7 @@ def check(a):
 
 def drafters(a, model, tokenizer):
     """A function that makes the drafter which the flags ask for: a new one for each run, because a rule
-    learns from the text. Fills in a.gamma, a.exit_layer, a.sinks, a.window and a.gainless (a search
-    found no gain)."""
+    learns from the text. Fills in a.gamma, a.exit_layer and a.gainless (a search found no gain)."""
     a.gainless = False
     if a.draft == "auto":
         return automatic(a, model)
@@ -134,10 +129,6 @@ def part(a, model, tokenizer):
     if a.gamma is None:
         a.gamma = MOST if a.do_no_harm else GAMMA[a.draft] if found is None else found
     own, every = byte_costs(drafting), range(2 * drafting.c.n_layers)
-    if a.draft == "sparse":
-        a.sinks, a.window = 4 if a.sinks is None else a.sinks, 64 if a.window is None else a.window
-        cost = step_cost(own, a.max_new, a.sinks, a.window, sublayers, share)   # when the text is that long
-        return lambda rule: SparseDraft(drafting, rule, a.sinks, a.window, sublayers), cost
     cost = own.step(sublayers or every, share) * own.whole / byte_costs(model).whole
     if small:
         return lambda rule: ModelDraft(drafting, rule, sublayers), cost
@@ -200,8 +191,8 @@ def trained(a, model):
     a.gamma, a.exit_layer and a.tree, as not every tree can be drafted."""
     folder = Path(a.heads or Path(a.model) / "heads" / a.draft)
     if not (folder / heads.FILE).is_file():
-        raise FileNotFoundError(f"{folder}: no heads: train them, python train_heads.py {a.draft} --model "
-                                f"{a.model} --out {folder}")
+        raise FileNotFoundError(f"{folder}: no heads: train them, python -m lab.train_heads {a.draft} "
+                                f"--model {a.model} --out {folder}")
     head = load_heads(folder, model)
     if head.kind != a.draft:
         raise ValueError(f"{folder}: these heads are for --draft {head.kind}, not {a.draft}")
@@ -246,7 +237,6 @@ def told(r, a):
         return chosen(r)
     where = "" if r["exit_layer"] is None else f" after block {r['exit_layer']}"
     where += "" if a.skip is None else f" {a.skip}" if a.draft == "skip" else f" without {a.skip}"
-    where += f", {a.sinks} sinks and a window of {a.window}" if a.draft == "sparse" else ""
     where += f", trees of {r['tree']} tokens" if r["tree"] else ""
     far = f"gamma up to {a.gamma} as it pays" if a.do_no_harm else f"gamma {a.gamma}"
     tail = f", then up to {a.tail} by n-gram" if a.tail is not None else ""

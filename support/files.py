@@ -16,6 +16,8 @@ except ImportError:  # Windows
     import msvcrt
 
 TEMPORARY = ".part"  # the ending of a file that is being written
+BOUNDARY = "<|endoftext|>"  # separates the documents of a file; its id begins a document and ends an answer
+PROMPTS = Path(__file__).resolve().parent / "prompts"
 LOCK = ".lock"  # an empty file, held open by the process that writes to its folder
 
 
@@ -73,6 +75,23 @@ def read_jsonl(path, key, expected):
             raise ValueError(f"{path}, {place}: expected a JSON object with {expected}")
         texts.append(text)
     return texts
+
+
+def read_documents(path):
+    """The documents of a text file, which `<|endoftext|>` separates, or those under "text" in the lines of a
+    .jsonl file. Raises ValueError where there is none."""
+    if path.suffix.lower() in (".json", ".jsonl"):
+        documents = read_jsonl(path, "text", '"text"')
+    else:
+        documents = [text for part in read_text(path).split(BOUNDARY) if (text := part.strip("\n"))]
+    if not documents:
+        raise ValueError(f"{path}: no text in it")
+    return documents
+
+
+def read_prompts(name):
+    """The lines of support/prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
+    return [parse(line) for _, line in read_lines(PROMPTS / f"{name}.jsonl")]
 
 
 def parse(text):

@@ -10,16 +10,14 @@ import model
 import sampling
 import speculative
 import verification
-from benchmarks import shared
 from machine import quant
-from methods import sparse, trees
+from methods import trees
 from porting import check
 
 EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"],
             verification: ["verify", "verify_tree"], speculative: ["ancestors"],
             layerskip: ["without", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
             checkpoint: ["parts"], check: ["fingerprint"], quant: ["codebook"],
-            sparse: ["sparse", "unread"], shared: ["by_position", "figures"],
             trees: ["chain_with_siblings", "widths_of", "tree_tokens", "best_tree"]}
 
 

@@ -20,7 +20,6 @@ from layerskip import SelfDraft
 from machine.quant import KINDS, byte_costs
 from machine.recorded import Recorded
 from methods import heads
-from methods.sparse import step_cost
 from speculative import Then
 from speculative import generate as write
 from support import drafts, stats
@@ -81,7 +80,6 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     (["--exit-layer", "3", "--gamma", "1"], "exit", 1), (["--draft", "ngram"], "ngram", 8),
     (["--draft-model", SMALL, "--gamma", "0"], "model", 0),
     (["--draft", "nf4", "--skip", "a3,m4,a11"], "nf4", 3), (["--draft", "int8"], "int8", 3),
-    (["--window", "3", "--sinks", "1", "--exit-layer", "3", "--gamma", "2"], "sparse", 2),
     (["--draft", "eagle", "--gamma", "6", "--tree", "600"], "eagle", 6),
     (["--skip", "a3,m4", "--do-no-harm", "--gamma", "5"], "skip", 5),
     (["--draft", "model", "--do-no-harm", "--tail", "4"], "model", MOST)])
@@ -110,9 +108,6 @@ def test_a_step_costs_the_weights_that_it_reads(drafter, stories):
     cost = (SMALL_BLOCKS + SMALL_HEAD) / (24 * BLOCK + HEAD)
     assert head_draft.rule.cost == pytest.approx(cost) and head_draft.rule.most == 3
     assert isinstance(both, Then) and (tail.rule.most, tail.n) == (7, 3)
-    sparse = drafter("--window", "8", "--sinks", "0", "--exit-layer", "2", "--do-no-harm", "--max-new", "50")
-    assert (sparse.sinks, sparse.window, list(sparse.sublayers)) == (0, 8, [0, 1, 2, 3])
-    assert sparse.rule.cost == step_cost(byte_costs(stories[0]), 50, 0, 8, range(4))
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plain, drafter, tmp_path):

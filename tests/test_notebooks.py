@@ -12,8 +12,8 @@ from PIL import Image
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
-SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
 execute = runpy.run_path(str(FOLDER / "execute.py"))
+SOURCES = execute["sources"]()
 each = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 
 

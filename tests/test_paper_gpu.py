@@ -8,8 +8,8 @@ from paper_gpu import PaperGPU
 from tiny import FAMILIES, LLAMA, PROMPTS, make
 
 import checkpoint
-from benchmarks import counts
 from control import AdaptiveExit, Confidence, ValueGate
+from lab.bench import counts
 from layerskip import SelfDraft, Teacher
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, Rule, State, Then, rounds

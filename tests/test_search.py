@@ -25,8 +25,7 @@ from layerskip import ShortHead
 from sampling import to_probs
 from search import Calibration, Space, Trial, matchness, speedup, tokens_per_second
 from support import cli, plots
-from support.corpus import BOUNDARY
-from support.files import LOCK, lock
+from support.files import BOUNDARY, LOCK, lock
 
 TEXTS = ["Once upon a time", "She saw", "x", "never read"]      # 16 tokens, 7, 1
 SMALL = dict(vocab_size=64, n_layers=3)

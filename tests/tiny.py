@@ -11,11 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from model import Config, Transformer
 from sampling import Coins, to_probs
 from speculative import Draft, Round, Rule
-from support.corpus import BOUNDARY, train_tokenizer
+from support.files import BOUNDARY
 
 torch.set_num_threads(1)  # these models are too small to share
 DEVICES = ["cpu", "cuda"]  # conftest.py: of paper, where there is none
@@ -232,7 +233,14 @@ def story(seed, count=60):
 
 
 def story_tokenizer():
-    return train_tokenizer(story(0).split(BOUNDARY), 300)
+    """A byte-level BPE of 300 tokens, whose id 0 separates documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.train_from_iterator(story(0).split(BOUNDARY), trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[BOUNDARY], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    tokenizer.post_processor = processors.TemplateProcessing(f"{BOUNDARY} $A", None, [(BOUNDARY, 0)])
+    return tokenizer
 
 
 def foreseeable():

@@ -8,12 +8,12 @@ import pytest
 import torch
 from tiny import GEMMA, PROMPTS, command, make
 
-import bench
-from benchmarks import costs as bench_costs
-from benchmarks import drafters, gpu
-from benchmarks.drafters import Bench, Method, Sample, divergences
-from benchmarks.shared import WEIGHTS, random_model
 from control import Costs, weight_costs
+from lab.bench import __main__ as bench
+from lab.bench import costs as bench_costs
+from lab.bench import drafters, gpu
+from lab.bench.drafters import Bench, Method, Sample, divergences
+from lab.bench.shared import WEIGHTS, random_model
 from layerskip import SelfDraft, ShortHead
 from speculative import Drafter, ModelDraft, generate, rounds
 

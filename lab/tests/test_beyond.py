@@ -1,5 +1,5 @@
 """A sparse draft: what it reads, how often it is accepted, what it is worth on paper; streams that
-teach their model; and `bench.py beyond` as a whole."""
+teach their model; and `lab.bench beyond` as a whole."""
 import itertools
 import json
 from dataclasses import replace
@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from test_heads import Turns, wild
 from tiny import PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, fork, warm
 
-import bench
-import train
-from benchmarks import beyond
-from benchmarks.shared import WEIGHTS
 from control import Costs, expected_tokens
+from lab import train
+from lab.bench import __main__ as bench
+from lab.bench import beyond
+from lab.bench.shared import WEIGHTS
+from lab.sparse import SparseDraft, step_cost, unread
 from layerskip import SelfDraft, Teacher, early_exit
 from methods.heads import Transfer, judged
-from methods.sparse import SparseDraft, step_cost, unread
 from methods.trees import Siblings
 from sampling import Coins
 from speculative import NGram, generate, rounds

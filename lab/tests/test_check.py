@@ -1,4 +1,4 @@
-"""`bench.py check` calls right what is right, and catches each planted error."""
+"""`lab.bench check` calls right what is right, and catches each planted error."""
 import json
 import sys
 from dataclasses import replace
@@ -8,11 +8,11 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
 
-import bench
 import checkpoint
-from benchmarks import check
-from benchmarks.check import NONE, OPEN, RIGHT, WRONG
 from kvcache import KVCache
+from lab.bench import __main__ as bench
+from lab.bench import check
+from lab.bench.check import NONE, OPEN, RIGHT, WRONG
 from layerskip import SelfDraft
 
 COMMON = dict(vocab_size=64, max_len=128, bos=0, eos=(1,), norm_eps=1e-2)
@@ -43,7 +43,7 @@ def asked(tmp_path_factory):
 
 @pytest.fixture
 def call(asked, capsys, monkeypatch):
-    """bench.py check, but what starts processes and looks at the clock: (status, {row: verdict})"""
+    """lab.bench check, but what starts processes and looks at the clock: (status, {row: verdict})"""
     monkeypatch.setattr(check, "run_help", lambda a: ("", {}, None))
     monkeypatch.setattr(check, "loading", lambda folder, dtype, repeats: {"ours": [1.0, 2.0]})
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 from tiny import story
 
-from support.corpus import BOUNDARY, Corpus, read
+from lab.corpus import BOUNDARY, Corpus, read
 
 
 def test_documents_come_back_as_they_were_and_the_end_is_held_out(tmp_path):

@@ -10,9 +10,9 @@ from test_heads import wild
 from test_pace import IDS, SKIP
 from tiny import LIVELY, PROMPTS, each_family, make
 
-from benchmarks import dynamic
-from benchmarks.drafters import metered
 from control import weight_costs
+from lab.bench import dynamic
+from lab.bench.drafters import metered
 from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
 from methods.pace import STAKE, Pace, candidates
 from speculative import generate

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from tiny import PROMPTS, TINY, TINY_GEMMA, each_family, oracle
 
-from notebooks import hamburger
-from notebooks.hamburger import BurgerDraft, Hamburger, begins, latest, losses, pack, score, write
+from lab import hamburger
+from lab.hamburger import BurgerDraft, Hamburger, begins, latest, losses, pack, score, write
 from speculative import NGram, Then
 
 TEXTS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 7, 7], [3, 8, 8, 8, 1, 2, 2, 16, 0, 4]])

@@ -8,14 +8,14 @@ import torch
 from test_heads import wild
 from tiny import PROMPTS, command, law, oracle
 
-import bench
 import checkpoint
-from benchmarks import heads as measured
-from benchmarks import rules
-from benchmarks.drafters import Method, Sample
-from benchmarks.heads import Exit, Way, along, followed, head_ways
-from benchmarks.shared import WEIGHTS
 from control import expected_tokens, weight_costs
+from lab.bench import __main__ as bench
+from lab.bench import heads as measured
+from lab.bench import rules
+from lab.bench.drafters import Method, Sample
+from lab.bench.heads import Exit, Way, along, followed, head_ways
+from lab.bench.shared import WEIGHTS
 from layerskip import Teacher
 from methods import heads
 from methods.heads import Kangaroo, Medusa, Prophet, Transfer

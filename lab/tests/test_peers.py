@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
 
-from benchmarks import gguf
+from lab.bench import gguf
 from model import frequencies, rope, rotate
 
 CONFIGS = {"llama": replace(LLAMA, vocab_size=5, dim=20, hidden_dim=12),    # few end at 32 bytes

@@ -7,8 +7,8 @@ import torch
 from test_quant import dense
 from tiny import FAMILIES, PROMPTS, each_family, make, warm
 
-import bench
-from benchmarks import quant as bench_quant
+from lab.bench import __main__ as bench
+from lab.bench import quant as bench_quant
 from layerskip import Teacher
 from machine.quant import KINDS, byte_costs, quantise
 

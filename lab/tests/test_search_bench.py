@@ -8,8 +8,8 @@ import torch
 from test_search import SMALL, calibrate, everything, planted, run, sets, states
 from tiny import FAMILIES, make
 
-from benchmarks import search as bench
 from control import weight_costs
+from lab.bench import search as bench
 from search import Space, speedup
 
 

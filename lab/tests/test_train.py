@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny import FAMILIES, LLAMA, argv_of, command, each_family, make, story
 
 import checkpoint
-import train
+from lab import train
 
 SMALL = dict(layers=3, dim=32, heads=4, kv_heads=2, head_dim=8, hidden=48, window=5, context=16,
              batch=4, vocab=300, tokens=640, warmup=3, every=1e6, prompt="Lily", device="cpu")

@@ -9,8 +9,7 @@ from tiny import LLAMA, PROMPTS, argv_of, command, foreseeable, make, story_toke
 
 import checkpoint
 import generate
-import train
-import train_heads
+from lab import train, train_heads
 from methods import heads
 
 FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from paper_gpu import PaperGPU
 
-import train
+from lab import train
 
 FLAGS = ("--layers 3 --dim 32 --heads 4 --kv-heads 2 --head-dim 8 --hidden 48 --context 16 "
          "--window 5 --batch 2 --tokens 320 --curriculum 0")

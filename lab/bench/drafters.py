@@ -13,9 +13,9 @@ import torch
 from tqdm import tqdm
 
 import control
-from benchmarks.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
 from control import expected_speedup, weight_costs
 from kvcache import KVCache
+from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, without
 from machine.recorded import Recorded
 from methods.heads import count
@@ -385,7 +385,7 @@ def divergences(bench, methods, title):
 
 def markdown(a, results, notes):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
-             f"tokens after each prompt of benchmarks/prompts, {a.repeats} interleaved runs: medians, of the "
+             f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs: medians, of the "
              "ratios the geometric mean over the prompts; every greedy method of ours wrote the same text as "
              "plain decoding in float64", ""]
     for title, rows in results.items():

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import checkpoint
-from benchmarks import peers
-from benchmarks.shared import LLAMA, ROOT, WEIGHTS, page, random_model, table
 from control import interleave
 from kvcache import KVCache
+from lab.bench import peers
+from lab.bench.shared import LLAMA, ROOT, WEIGHTS, page, random_model, table
 from layerskip import SelfDraft, early_exit
 from machine.recorded import Recorded
 from model import SPARE, Config
@@ -118,7 +118,7 @@ START = """
 import sys, time, torch
 sys.path.insert(0, {here!r})
 import checkpoint
-from benchmarks import plain
+from lab.bench import plain
 model, _ = checkpoint.load({folder!r}, {device!r}, {dtype})
 start = time.perf_counter()
 plain.recorded(model, {prompt}, 8)()

@@ -6,7 +6,7 @@ any exact rule could keep; a rule that is not exact is judged by how far its tex
 import torch
 
 import checkpoint
-from benchmarks.shared import read_prompts, table
+from lab.bench.shared import read_prompts, table
 from layerskip import Teacher, early_exit
 from sampling import Coins, to_probs
 from verification import verify_tree

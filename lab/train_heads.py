@@ -1,6 +1,6 @@
 """Training heads on a frozen model: Kangaroo, an exit block, EAGLE, M2R2, Medusa, Hidden Transfer, a prophet.
 
-    python train_heads.py medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
+    python -m lab.train_heads medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
 
 The one thing to remember: the teacher is the model itself. By default it also writes the text, at a
 low temperature, so that its heads learn what it says where they will draft, and nobody needs its training
@@ -15,14 +15,14 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-import train
+from lab import card, corpus, train
 from methods import heads
 from methods.heads import M2R2
 from methods.trees import rank_acceptance
 from sampling import Coins, to_probs
 from speculative import rounds
-from support import card, cli, corpus, plots
-from support.files import replacing, write_file
+from support import cli, plots
+from support.files import BOUNDARY, replacing, write_file
 
 SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": [],
          "m2r2": ["exit_layer", "rank", "align"], "medusa": ["heads", "own_head"],
@@ -58,7 +58,7 @@ def parse(argv):
     shape.add_argument("--blocks", type=int, metavar="N", help="prophet: how many (default: 1)")
     text = p.add_argument_group("text")
     text.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
-                      f"{corpus.BOUNDARY}, drawn W times as often (default: what the model writes)")
+                      f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
     text.add_argument("--text", type=float, metavar="N", help="how many tokens it writes (default: "
                       f"{OWN_TEXT:g}), or are taken from --data, by weight (default: all)")
     text.add_argument("--temperature", type=float, default=0.5, metavar="T", help="at which it writes")
@@ -187,7 +187,7 @@ def evaluate(head, tokens, context, most):
 
 
 class Run(train.Run):
-    """A head, its optimiser and what was done so far, kept as train.py keeps a model."""
+    """A head, its optimiser and what was done so far, kept as lab/train.py keeps a model."""
 
     def __init__(self, a, model, text, device, head=None):
         self.a, self.model, self.text, self.device = a, model, text, device

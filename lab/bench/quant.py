@@ -9,9 +9,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from benchmarks.costs import teachers
-from benchmarks.plain import step
-from benchmarks.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
 from control import (
     MOST,
     best_gamma,
@@ -21,6 +18,9 @@ from control import (
     measure_costs,
     weight_costs,
 )
+from lab.bench.costs import teachers
+from lab.bench.plain import step
+from lab.bench.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
 from speculative import ModelDraft, rounds

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.shared import ROOT, SETS, WEIGHTS, figures, load, page, prompt_ids, read_prompts, table
 from control import measure_costs, weight_costs
+from lab.bench.shared import ROOT, SETS, WEIGHTS, figures, load, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit
 from methods.dynamic import aside, nearest
 from search import Calibration, Space, Trial, matchness, search, speedup, tokens_per_second

@@ -10,8 +10,6 @@ from functools import partial
 
 from tqdm import tqdm
 
-from benchmarks.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
-from benchmarks.shared import SETS, beside, figures, load_both, page, prompt_ids, table
 from control import (
     AdaptiveExit,
     AnnealedConfidence,
@@ -23,6 +21,8 @@ from control import (
     ValueGate,
     weight_costs,
 )
+from lab.bench.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
+from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids, table
 from layerskip import Teacher, early_exit
 from methods.dynamic import DEL, SWIFT, CLaSp
 from methods.pace import Pace, candidates

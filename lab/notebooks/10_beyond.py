@@ -17,7 +17,7 @@
 # > checked is another model.**
 #
 # The trainings in this notebook take seconds, and only show that something is learnt. The answers are those
-# of `python bench.py beyond`, which trains for half an hour; where it was run, they are quoted at each
+# of `python -m lab.bench beyond`, which trains for half an hour; where it was run, they are quoted at each
 # section's end.
 
 # %%
@@ -43,13 +43,13 @@ import torch
 from IPython.display import Markdown
 
 import checkpoint
-import train_heads
-from benchmarks import beyond
+from lab import train_heads
+from lab.bench import beyond
 from support import plots
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c, device, L = model.c, model.tok.device, model.c.n_layers
-LONG = ROOT / "notebooks" / "beyond.json"       # python bench.py beyond --out notebooks/beyond
+LONG = ROOT / "lab" / "notebooks" / "beyond.json"   # python -m lab.bench beyond --out lab/notebooks/beyond
 long = json.loads(LONG.read_text(encoding="utf-8")) if LONG.is_file() else {}
 later = Markdown("*The long run has not been made yet.*")
 
@@ -83,7 +83,7 @@ print(tokenizer.decode(held_out[:60].tolist()))
 # weights.
 
 # %%
-from benchmarks.beyond import taught
+from lab.bench.beyond import taught
 from methods.heads import M2R2, count
 
 E = max(1, L // 6)
@@ -135,7 +135,7 @@ figure
 # many blocks as it has.
 
 # %%
-import train
+from lab import train
 
 lens = train.evaluate(model, held_out, 128, 1024)["agreement"]
 judged = {name: train_heads.evaluate(head, held_out, 128, 1024) for name, head in heads.items()}
@@ -220,7 +220,7 @@ Markdown("\n".join(beyond.prophet_lines(long["prophet"]))) if long else later
 # A small model is hardly ever sure at temperature 1. So we imitate it at temperature 0.5 (`cooled`).
 
 # %%
-from notebooks.hamburger import BurgerDraft, Hamburger, begins, score, tune, write
+from lab.hamburger import BurgerDraft, Hamburger, begins, score, tune, write
 
 cold = beyond.cooled(model, 0.5)
 words = beyond.own_text(cold, tokenizer, 2000, 500, length)
@@ -247,7 +247,7 @@ figure
 # Then everything learns together: a copy of the model as the *trunk*, an embedder that merges the tokens of
 # an entry, a small decoder that says the tokens after the first, and a head that says where the entry ends.
 # This is **another model**, and alone it writes another text; that is why it is a file beside this notebook
-# ([hamburger.py](hamburger.py)) and no part of the library.
+# ([hamburger.py](../hamburger.py)) and no part of the library.
 
 # %%
 burger = Hamburger(cold, blocks=1)
@@ -399,4 +399,4 @@ print("4 sinks and a window of 16 see all of 20 tokens")
 # Four ideas, one loop. Three of them only draft, and cost the text nothing; the fourth trusted itself, until
 # we had it checked. What is checked can be as wild as one likes: that is the freedom of speculative
 # decoding. The figures stand in [BENCHMARKS.md](../BENCHMARKS.md), and everything else begins at the
-# [README](../README.md).
+# [README](../../README.md).

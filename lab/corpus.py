@@ -11,18 +11,9 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from support.files import read_text
+from support.files import BOUNDARY, read_documents
 
-BOUNDARY = "<|endoftext|>"  # separates the documents of a file; its id begins a document and ends an answer
 HELD_OUT = 0.02             # the share of each training file that is measured on where no other file is given
-
-
-def read_documents(path):
-    """The documents of a file, which `<|endoftext|>` separates. Raises ValueError where there is none."""
-    documents = [text for part in read_text(path).split(BOUNDARY) if (text := part.strip("\n"))]
-    if not documents:
-        raise ValueError(f"{path}: no text in it")
-    return documents
 
 
 def own_sources():

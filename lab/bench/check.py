@@ -15,10 +15,10 @@ from jinja2 import TemplateError
 from tqdm import tqdm
 
 import checkpoint
-from benchmarks.costs import run_help
-from benchmarks.plain import loading, their_text
-from benchmarks.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from kvcache import KVCache
+from lab.bench.costs import run_help
+from lab.bench.plain import loading, their_text
+from lab.bench.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit, without
 from speculative import NGram, generate, rounds
 from support.chat import read_template

@@ -2,7 +2,6 @@
 
 The one thing to remember: a speed is a ratio, measured in one process A B A B, medians after a warm-up.
 """
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from control import best_gamma, expected_speedup
 from model import Config, Transformer
 from speculative import Wrapper
 from support.cli import read_beside
+from support.files import read_prompts
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = ROOT / "weights"
 SETS = "stories", "dialogues", "maths", "code"
 LLAMA = Config(vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
@@ -60,12 +60,6 @@ def random_model(c, dtype=torch.float32, seed=0, device="cpu"):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02) if p.dim() > 1 else torch.nn.init.constant_(p, 1 - c.norm_offset)
     return model
-
-
-def read_prompts(name):
-    """The lines of benchmarks/prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
-    lines = (ROOT / "benchmarks" / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines if line]
 
 
 def prompt_ids(name, tokenizer, c):

@@ -1,6 +1,6 @@
 """Training tiny models that can be left early: LayerSkip's recipe (Elhoushi et al. 2024) for both families.
 
-    python train.py --out my-model --data stories.txt=2 code.txt --valid stories-valid.txt --tokens 8e6
+    python -m lab.train --out my-model --data stories.txt=2 code.txt --valid stories-valid.txt --tokens 8e6
 
 The one thing to remember: training skips sub-layers with the same call that drafting uses, `run` over a part
 of them, so a draft computes exactly what was trained.
@@ -24,11 +24,12 @@ from tqdm import tqdm
 
 import checkpoint
 from control import best_gamma, expected_speedup, weight_costs
+from lab import card, corpus
 from layerskip import early_exit
 from model import Config, Transformer, fill
 from speculative import generate
-from support import card, cli, corpus, plots
-from support.files import LOCK, TEMPORARY, lock, replacing, write_file
+from support import cli, plots
+from support.files import BOUNDARY, LOCK, TEMPORARY, lock, replacing, write_file
 
 STATE = "checkpoint.safetensors"
 LITTER = ".tmp??????"  # safetensors writes such a file and renames it: a kill in between leaves it there
@@ -46,7 +47,7 @@ def parse(argv):
     p.add_argument("--out", required=True, metavar="DIR", help="for the model, its card and its checkpoint")
     p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
-                   f"{corpus.BOUNDARY}, drawn W times as often (default: Python's own standard library)")
+                   f"{BOUNDARY}, drawn W times as often (default: Python's own standard library)")
     p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these (default: "
                    f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not trained on)")
     p.add_argument("--start", metavar="DIR", help="train the model in DIR further, with its shape and "
@@ -228,7 +229,7 @@ def speedups(c, agreement):
 
 def shape(a, tokenizer):
     """The Config that the flags and the tokenizer ask for."""
-    boundary, vocab = tokenizer.token_to_id(corpus.BOUNDARY), tokenizer.get_vocab()
+    boundary, vocab = tokenizer.token_to_id(BOUNDARY), tokenizer.get_vocab()
     fields = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
                   n_kv_heads=a.kv_heads, head_dim=a.head_dim, hidden_dim=a.hidden, max_len=a.context,
                   tied=True, bos=boundary, eos=(boundary,))
@@ -506,7 +507,7 @@ def twin(a):
     changes = {"recipe": {}, "plain": {"dropout": 0.0, "exit_weight": 0.0}}
     runs = {name: open_run(argparse.Namespace(**{**vars(a), "out": str(out / name), "twin": None, **change}))
             for name, change in changes.items()}
-    result = {"command": f"python train.py {repeat(a)}"}
+    result = {"command": f"python -m lab.train {repeat(a)}"}
     for name, run in runs.items():
         train(run)
         result[name] = {"tokens": run.step * a.batch * a.context, "files": finish(run),

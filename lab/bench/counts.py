@@ -7,8 +7,8 @@ launch an operation, and by a wait it loses all that it was ahead.
 import sys
 from functools import cache
 
-from benchmarks.shared import ROOT, page, random_model, table
 from control import Confidence, DoNoHarm, Gate, ValueGate
+from lab.bench.shared import ROOT, page, random_model, table
 from layerskip import SelfDraft
 from model import Config
 from speculative import ModelDraft, NGram, Then, rounds

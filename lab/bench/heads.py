@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-import train_heads
-from benchmarks import rules, sweep
-from benchmarks.drafters import TAIL, Bench, Method, in_the_loop, own_methods, pilot
-from benchmarks.shared import SETS, Noting, beside, by_position, figures, load_both, page, prompt_ids, steps
 from control import MOST, DoNoHarm, weight_costs
+from lab import train_heads
+from lab.bench import rules, sweep
+from lab.bench.drafters import TAIL, Bench, Method, in_the_loop, own_methods, pilot
+from lab.bench.shared import SETS, Noting, beside, by_position, figures, load_both, page, prompt_ids, steps
 from layerskip import SelfDraft, early_exit
 from methods import heads
 from methods.heads import AHEAD, judged
@@ -43,7 +43,7 @@ def folders(a):
     for where in map(Path, a.heads or [Path(a.model) / "heads"]):
         files = sorted(where.glob(heads.FILE)) or sorted(where.glob(f"*/{heads.FILE}"))
         if a.heads and not files:
-            raise FileNotFoundError(f"{where}: no trained heads, as train_heads.py writes them")
+            raise FileNotFoundError(f"{where}: no trained heads, as lab/train_heads.py writes them")
         found += [file.parent for file in files]
     names = [folder.name for folder in found]
     return {name if names.count(name) == 1 else str(folder): folder
@@ -282,11 +282,11 @@ TREES = {"tree": "{tree}", "nodes": "{nodes}", "block": "{block:.2f}", "tau by r
 
 def markdown(a, results, said, facts):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
-             f"tokens after each prompt of benchmarks/prompts, {a.repeats} interleaved runs; every greedy "
+             f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs; every greedy "
              "text is that of plain decoding in float64; c and block: by the clock of the loop; alpha: of "
              "first tokens along the text; by position: how often it was accepted where it was tested", ""]
     if not facts:
-        lines += [f"No trained heads beside these weights: python train_heads.py KIND --model {a.model} "
+        lines += [f"No trained heads beside these weights: python -m lab.train_heads KIND --model {a.model} "
                   f"--out {a.model}/heads/KIND", ""]
     else:
         body = [(name, facts[name] | {"text": title, "one": steps(t["agreement"]), "five": steps(t["top 5"])})

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import gguf
-from benchmarks.shared import table
+from lab.bench import gguf
+from lab.bench.shared import table
 from model import frequencies, rope, rotate
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoint
-from benchmarks.shared import SETS, figures, forecast, load, page, prompt_ids, table
 from control import measure_costs, weight_costs
+from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids, table
 from layerskip import ShortHead, Teacher, early_exit
 from speculative import generate
 from support.cli import read_skip, read_vocab
@@ -71,7 +71,7 @@ def run_help(a):
     short = short_heads(a, model, texts, costs, found[best]["sublayers"])
     scored = sum(len(t.p[0]) - unscored for t, unscored in texts)
     lines = [f"{a.model}, {a.dtype}; {a.machine}; greedy, {scored} tokens of "
-             f"{a.text or 'its own answers to benchmarks/prompts'}", "",
+             f"{a.text or 'its own answers to support/prompts'}", "",
              *figures(found.items(), PROMISED, "draft"),
              f"{best} with a draft vocabulary, the first tokens {source}:", "",
              *figures(short.items(), PROMISED, "tokens")]

@@ -1,17 +1,16 @@
 """The command that measures: side by side in one process, A B A B, medians, after a warm-up.
 
-    python bench.py counts       operations of a round, and waits for a GPU: counted, so free of noise
-    python bench.py plain        plain decoding beside transformers
-    python bench.py costs        what each sub-layer and the head take on this machine
-    python bench.py help         will a draft help this model? every exit, or a skip set, and a verdict
-    python bench.py check        does this library compute your model right? beside transformers
-    python bench.py self         every way to draft, four kinds of text, beside transformers
-    python bench.py dynamic      drafts that adapt, on a stream of prompts whose kind changes; for a model of
-                                 24 small blocks about half an hour on two cores
-    python bench.py quant        drafts and targets in few bits, predicted and measured; large models on paper
-    python bench.py heads        trained heads: chains and trees of them, beside drafts without training
-    python bench.py search       the search for a skip set against the truth of all 4,096
-    python bench.py beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
+    python -m lab.bench counts       operations of a round, and waits for a GPU: counted, so free of noise
+    python -m lab.bench plain        plain decoding beside transformers
+    python -m lab.bench costs        what each sub-layer and the head take on this machine
+    python -m lab.bench help         will a draft help this model? every exit, or a skip set, and a verdict
+    python -m lab.bench check        does this library compute your model right? beside transformers
+    python -m lab.bench self         every way to draft, four kinds of text, beside transformers
+    python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
+    python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
+    python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
+    python -m lab.bench search       the search for a skip set against the truth of all 4,096
+    python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
@@ -23,8 +22,8 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from benchmarks import beyond, check, costs, counts, drafters, dynamic, heads, plain, quant, search
-from benchmarks.shared import SETS, WEIGHTS
+from lab.bench import beyond, check, costs, counts, drafters, dynamic, heads, plain, quant, search
+from lab.bench.shared import SETS, WEIGHTS
 from support import cli
 from support.files import replacing, write_file
 
@@ -34,7 +33,7 @@ RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "hel
 
 
 def parse(argv):
-    p = cli.Parser(usage="python bench.py WHAT [flags]", description="Measure.", allow_abbrev=False)
+    p = cli.Parser(usage="python -m lab.bench WHAT [flags]", description="Measure.", allow_abbrev=False)
     p.add_argument("what", choices=RUNS)
     p.add_argument("--model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-llama"))
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16")
@@ -46,7 +45,7 @@ def parse(argv):
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes; self: all of it")
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
     p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with: weights, measured, or "
-                   "a file from bench.py costs --out (default: as in generate.py)")
+                   "a file from lab.bench costs --out (default: as in generate.py)")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, heads: this skip set, a3,m4 or "
                    "a skip.json (the last three: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "

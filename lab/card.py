@@ -16,7 +16,7 @@ def card(run, tables, sample, command):
     count = sum(p.numel() for p in run.model.parameters())
     exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
     lines = [f"# {Path(a.out).name}", "", f"A {count / 1e6:.1f} M-parameter "
-             f"{'Gemma-2' if c.post_norm else 'Llama'}, made by this repository's `train.py` to show "
+             f"{'Gemma-2' if c.post_norm else 'Llama'}, made by this repository's `lab/train.py` to show "
              "self-speculative decoding on weights small enough to ship.", "", "| | |", "|---|---|",
              *(f"| {name} | {value} |" for name, value in facts(run, command)), "",
              f"Validation text, up to 32,768 tokens of each file in windows of {a.context}, float32, "
@@ -55,7 +55,7 @@ def facts(run, command):
         ("optimiser", f"Muon (lr {a.muon_lr:g}) for matrices, AdamW (lr {a.lr:g}) for embeddings and norms, "
          f"warm-up {a.warmup} steps, linear to 2 % over the last {a.decay:.0%}; products in {a.dtype}"),
         ("hardware, time", f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"),
-        ("command", f"`python train.py {command}`")]
+        ("command", f"`python -m lab.train {command}`")]
 
 
 def head_card(run, tables, command):
@@ -77,10 +77,10 @@ def head_card(run, tables, command):
         "optimiser": f"AdamW (lr {a.lr:g}), warm-up {a.warmup} steps, linear to 2 % over the last "
         f"{a.decay:.0%}; float32",
         "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes",
-        "command": f"`python train_heads.py {command}`"}
+        "command": f"`python -m lab.train_heads {command}`"}
     lines = [f"# {head.kind} for {Path(a.model).resolve().name}", "",
-             "Trained heads, made by this repository's `train_heads.py`. They draft for the model with whose "
-             "weights they were trained, and for no other.",
+             "Trained heads, made by this repository's `lab/train_heads.py`. They draft for the model with "
+             "whose weights they were trained, and for no other.",
              "", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), "",
              "Held-out text, float32, teacher-forced. Step: the first, second, ... token that a head says "
              "of a text. Loss: KL(p || q) in nats. Agreement: how often its best token is the model's. "

@@ -1,8 +1,8 @@
 """One command for the day a GPU is there: what the machine can do, and what is made of it, in ten minutes.
 
-    python -m benchmarks.gpu --out gpu.json                     everything
-    python -m benchmarks.gpu --out gpu.json --resume            the parts that gpu.json lacks
-    python -m benchmarks.gpu --out x.json --tiny --device cpu   whether it runs at all: no figure counts
+    python -m lab.bench.gpu --out gpu.json                     everything
+    python -m lab.bench.gpu --out gpu.json --resume            the parts that gpu.json lacks
+    python -m lab.bench.gpu --out x.json --tiny --device cpu   whether it runs at all: no figure counts
 
 The one thing to remember: one token costs the bytes that it reads, and so the bound of each speed is measured
 in the same run: bytes of weights and cache, divided by the rate at which this device reads.
@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-from benchmarks.plain import agree, launches, step, their_text
-from benchmarks.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model, read_prompts, table
 from control import expected_speedup, interleave, weight_costs
 from kvcache import KVCache
+from lab.bench.plain import agree, launches, step, their_text
+from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model, read_prompts, table
 from layerskip import SelfDraft, early_exit
 from speculative import NGram, generate, prefill
 from support import cli
@@ -273,7 +273,7 @@ def show(name, rows):
 
 
 def parse(argv):
-    p = cli.Parser(usage="python -m benchmarks.gpu --out FILE [flags]", description="Measure a GPU.",
+    p = cli.Parser(usage="python -m lab.bench.gpu --out FILE [flags]", description="Measure a GPU.",
                    allow_abbrev=False)
     p.add_argument("--out", required=True, metavar="FILE", help="JSON, written anew after each part")
     p.add_argument("--resume", action="store_true", help="keep the parts that FILE holds")

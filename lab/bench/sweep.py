@@ -2,19 +2,18 @@
 Transfer should begin, and the prophet beside early exit, extra block and recycling.
 
 The one thing to remember: these heads are trained for a minute or so, and are worth less than those that
-train_heads.py makes; but they differ in one thing only, and so they can be compared.
+lab/train_heads.py makes; but they differ in one thing only, and so they can be compared.
 """
 import time
 
 from tqdm import tqdm
 
-import train_heads
-from benchmarks.shared import Noting, by_position, load, prompt_ids, steps, table
+from lab import corpus, train_heads
+from lab.bench.shared import Noting, by_position, load, prompt_ids, steps, table
 from layerskip import SelfDraft, early_exit
 from methods import heads
 from methods.heads import AHEAD, Eagle, ExitBlock, Prophet, Transfer
 from speculative import rounds
-from support import corpus
 
 STEPS = 3   # of a Transfer
 
@@ -36,7 +35,7 @@ def train(head, flags, text):
 
 
 def prepare(a, model, tokenizer, count):
-    """(flags of train_heads.py, the text) for `count` heads that share the minutes."""
+    """(flags of lab/train_heads.py, the text) for `count` heads that share the minutes."""
     context = min(64 if a.quick else 256, model.c.max_len)
     flags = train_heads.parse(["transfer", "--model", str(a.model), "--out", "-", "--tokens", "1e12",
                                "--batch", "2" if a.quick else "4", "--context", str(context),

@@ -15,19 +15,17 @@ from torch import nn
 from tqdm import tqdm
 
 import checkpoint
-import train
-import train_heads
-from benchmarks.shared import SETS, SHAPES, figures, load, page, prompt_ids, read_prompts, table
 from control import Foreseen, weight_costs
+from lab import corpus, sparse, train, train_heads
+from lab.bench.shared import SETS, SHAPES, figures, load, page, prompt_ids, read_prompts, table
+from lab.hamburger import BurgerDraft, Hamburger, score, tune
+from lab.train_heads import OWN
 from layerskip import Teacher
-from methods import heads, sparse
+from methods import heads
 from methods.heads import M2R2, Transfer
-from notebooks.hamburger import BurgerDraft, Hamburger, score, tune
 from sampling import to_probs
 from speculative import ahead, rounds
-from support import corpus
 from support.stats import Counts
-from train_heads import OWN
 
 CONTEXT, BATCH, GAMMA, SINKS = 128, 8, 3, 4
 LENGTH = 256        # of the longest text: a group of texts takes as long as its longest
@@ -62,7 +60,7 @@ def own_text(model, tokenizer, count, measured, length=LENGTH):
 
 
 def taught(model, text, tokens, kind, *words):
-    """A head of train_heads.py, with its flags, trained on the text."""
+    """A head of lab/train_heads.py, with its flags, trained on the text."""
     sizes = {"tokens": tokens, "context": CONTEXT, "batch": BATCH, "device": model.tok.device.type}
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     run = train_heads.Run(train_heads.parse([kind, "--model", "given", "--out", "nowhere", *flags, *words]),
@@ -153,7 +151,7 @@ class Streams(train.Run):
 
 
 def prophet(text, device, streams, seed, tokens, shape=SHAPE):
-    """A finished run of a tiny model with so many streams. shape: some flags of train.py."""
+    """A finished run of a tiny model with so many streams. shape: some flags of lab/train.py."""
     flags = {"context": CONTEXT, "batch": BATCH, "warmup": 20, "dropout": 0, "exit-weight": 0, "seed": seed,
              "tokens": tokens, "dtype": "float32", "device": device.type} | shape
     a = train.parse(["--out", "nowhere", *(word for k, v in flags.items() for word in (f"--{k}", str(v)))])
@@ -240,7 +238,7 @@ def sparse_acceptance(teacher, sinks, window):
 
 
 def long_texts(tokenizer, c, count):
-    """The longest texts of benchmarks/prompts, as ids, cut to the same length, at most 256 tokens."""
+    """The longest texts of support/prompts, as ids, cut to the same length, at most 256 tokens."""
     texts = [checkpoint.encode(tokenizer, line["text"], c.bos)[: min(256, c.max_len)]
              for name in SETS for line in read_prompts(name)]
     texts = sorted(texts, key=len, reverse=True)[:count]

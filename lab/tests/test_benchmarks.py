@@ -1,0 +1,63 @@
+"""BENCHMARKS.md tells the truth: commands parse, links lead somewhere, figures are those of the files that
+hold them, and README has no others."""
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import generate
+import search
+from lab import train, train_heads
+from lab.bench import __main__ as bench
+from lab.bench import counts
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8")
+PARSE = {"generate.py": generate.parse, "search.py": search.parse, "-m lab.bench": bench.parse,
+         "-m lab.train": train.parse, "-m lab.train_heads": train_heads.parse}
+
+
+def test_every_quoted_command_and_link_works(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    quoted = re.findall(r"(?:^|`)python (\w+\.py|-m lab\.\w+)(?![.\w]) ?([^`\n]*)", README + BENCHMARKS, re.M)
+    assert {"-m lab.bench", "generate.py"} <= {name for name, _ in quoted}
+    for name, flags in quoted:
+        PARSE[name](shlex.split(flags))
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert set(re.findall(r"(?:^|`)make (\w+)", BENCHMARKS, re.M)) <= set(targets)
+    for link in re.findall(r"\]\(([^)#]+)\)", BENCHMARKS):
+        assert link.startswith("https://") or (ROOT / "lab" / link).is_file(), link
+
+
+def test_the_figures_in_the_table_of_papers_stand_in_the_benchmarks():
+    rows = [row.split("|") for row in README[README.index("| paper |") :].splitlines()[2:] if row]
+    known = set(re.findall(r"-?\d*\.\d\d", BENCHMARKS))
+    for _, paper, files, ours, *_ in rows:
+        figures = re.findall(r"-?\d*\.\d\d", ours)
+        assert figures and set(figures) <= known, f"{paper}: {ours}"
+        assert all((ROOT / name).is_file() for name in re.findall(r"`([\w/.]+)`", files)), paper
+
+
+def test_the_counts_of_operations_are_those_of_the_code(monkeypatch):
+    some = "plain", "exit, stop rule"
+    monkeypatch.setattr(counts, "DRAFTERS", {name: counts.DRAFTERS[name] for name in some})
+    for name, row in counts.counts.__wrapped__().items():
+        cells = name, *(n for part in row.values() for n in part.values())
+        assert f"| {' | '.join(map(str, cells))} |\n" in BENCHMARKS
+
+
+def test_the_twin_table_says_what_the_file_says():
+    twin = json.loads((ROOT / "weights" / "twin.json").read_text(encoding="utf-8"))
+    head = re.search(r"\| exit after block \|([\d |]+)\|\n", BENCHMARKS)[1]
+    exits = [int(e) for e in head.split("|")]
+    keys = {"loss": "loss", "alpha": "agreement", "speed-up": "speedup"}
+    rows = re.findall(r"^\| (loss|alpha|speed-up).*: (recipe|plain) \|(.*)\|$", BENCHMARKS, re.M)
+    assert len(rows) == 6
+    for key, name, row in rows:
+        for e, cell in zip(exits, row.split("|"), strict=True):
+            if cell.strip():
+                found = [table[keys[key]][e - 1] for table in twin[name]["files"].values()]
+                assert float(cell) == pytest.approx(sum(found) / len(found), abs=0.0051)
