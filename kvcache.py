@@ -21,18 +21,18 @@ class KVCache:
         self.v = torch.zeros_like(self.k)                                   # both (L, B, Hkv, S, D)
         self.layers = list(zip(self.k, self.v, strict=True))                # views: a write indexes only once
 
-    def write(self, layer, k, v, slots, end, recent=None):
-        """Store k, v (B, Hkv, T, D) at `slots`, a slice or (B, T), and return what the block may read: the
-        slots before `end`, (B, Hkv, end, D), or only the last `recent` of them."""
-        keys, values = self.layers[layer]
-        if isinstance(slots, slice):
-            keys[:, :, slots], values[:, :, slots] = k, v
+    def write(self, layer, k, v, at, start=0):
+        """Store k, v (B, Hkv, T, D) where their tokens stand, `at` a Placement, and return what they may
+        read: the slots from `start` to before at.end, (B, Hkv, S, D)."""
+        (keys, values), T = self.layers[layer], k.shape[2]
+        if at.same:
+            here = slice(at.first, at.first + T)
+            keys[:, :, here], values[:, :, here] = k, v
         else:
-            at = slots[:, None, :, None].expand_as(k)
-            keys.scatter_(2, at, k)
-            values.scatter_(2, at, v)
-        read = slice(0 if recent is None else max(0, end - recent), end)
-        return keys[:, :, read], values[:, :, read]
+            slots = at.slots[:, None, -T:, None].expand_as(k)
+            keys.scatter_(2, slots, k)
+            values.scatter_(2, slots, v)
+        return keys[:, :, start : at.end], values[:, :, start : at.end]
 
     def move(self, src, dst):
         """Copy the slots src (B, A) to dst (B, A), in all layers at once. The two may overlap."""
@@ -40,18 +40,3 @@ class KVCache:
             shape = *t.shape[:3], src.shape[1], t.shape[4]                      # (L, B, Hkv, A, D)
             source, target = (slots[None, :, None, :, None].expand(shape) for slots in (src, dst))
             t.scatter_(3, target, t.gather(3, source))
-
-
-class Beside:
-    """A cache for a block of which only the first T tokens are kept: the others foresee, see each other from
-    the slot `end` on, for this one pass, and what they write goes nowhere."""
-
-    def __init__(self, cache, T, end):
-        self.cache, self.T, self.end = cache, T, end
-
-    def write(self, layer, k, v, slots, end, recent):
-        T = self.T
-        if T > 0:   # trap: in training nothing may be written to what gradients flow through
-            self.cache.write(layer, k[:, :, :T], v[:, :, :T], slots[:, :T], self.end)
-        keys, values = (t[:, :, end - recent : self.end] for t in self.cache.layers[layer])
-        return torch.cat([keys, k[:, :, T:]], 2), torch.cat([values, v[:, :, T:]], 2)

@@ -9,6 +9,7 @@ import math
 import torch
 
 from kvcache import KVCache
+from model import Placement
 from sampling import to_probs
 from speculative import Draft, Drafter, ModelDraft, chain
 
@@ -139,14 +140,13 @@ class SelfDraft(Drafter):
 
         def run_shared(token, k):  # what the verifier will not repeat
             traces.append(dict.fromkeys(tap for tap in state.taps if tap < shared))
-            xs.append(m.run(m.embed(token), state.at(k), state.cache, subs[:shared], trace=traces[-1],
-                            span=state.span(k, k + 1)))                         # (B, 1, dim)
-            return xs[-1]
+            xs.append(m.run(m.embed(token), state.at(k), state.cache, subs[:shared], traces[-1]))
+            return xs[-1]                                                       # (B, 1, dim)
 
         def step(token, k):
             x = run_shared(token, k)
             if shared < len(subs):
-                x = m.run(x, state.at(k), state.cache, subs[shared:], span=state.span(k, k + 1))
+                x = m.run(x, state.at(k), state.cache, subs[shared:])
             return self.logits(state, x, k)
 
         tokens, q, length = chain(state, step, self.rule)
@@ -183,7 +183,7 @@ class Teacher:
         self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
         x = model.embed(self.tokens)
         trace = dict.fromkeys(range(2 * c.n_layers))
-        model.run(x, slice(0, T), self.cache, trace=trace)
+        model.run(x, Placement.at(0, T, x.device), self.cache, trace=trace)
         self.states = [x, *trace.values()]                  # states[i] enters sub-layer i: (1, T, dim) each
         self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
 
@@ -193,8 +193,10 @@ class Teacher:
         in for the model while it drafts, such as a `ShortHead`."""
         subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
         shared = shared_prefix(subs)
-        own = torch.eye(T, dtype=torch.bool, device=self.p.device)
-        x = self.model.run(self.states[shared], slice(0, T), self.cache, subs[shared:], slice(T, 2 * T), own)
+        here, spare = (torch.arange(i, i + T, device=self.p.device)[None] for i in (0, T))
+        own = torch.eye(T, dtype=torch.bool, device=self.p.device)[None]
+        at = Placement(here, spare, 0, 2 * T, own)
+        x = self.model.run(self.states[shared], at, self.cache, subs[shared:])
         return self.probs((self.model if drafting is None else drafting).unembed(x))
 
     def acceptance(self, sublayers, drafting=None):

@@ -10,13 +10,15 @@ from pathlib import Path
 import torch
 
 import checkpoint
+from model import Placement
 from sampling import Coins, to_probs
 
 
 def distribution(model, tokens, blocks, probs):
     """What the first `blocks` blocks of the model, and its head, say of the token after `tokens`. (V,)"""
     x = model.embed(torch.tensor([tokens]))                                     # (1, T, dim)
-    x = model.run(x, slice(0, len(tokens)), sublayers=range(2 * blocks))        # a block is two sub-layers
+    at = Placement.at(0, len(tokens))
+    x = model.run(x, at, sublayers=range(2 * blocks))                           # a block is two sub-layers
     return probs(model.unembed(x[:, -1:]))[0, 0]
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -118,9 +119,26 @@ def visible(positions, slots, end, tree=None, window=None):
     return mask
 
 
-def last(places, T):
-    """The last T of the places of a block, a slice or (B, M)."""
-    return slice(places.stop - T, places.stop) if isinstance(places, slice) else places[:, -T:]
+class Placement(NamedTuple):
+    """Where the T tokens of a block stand.
+
+    A position sets the rotation, a slot the place in the cache. They differ only in a tree, whose siblings
+    share a position, and without a cache, where slots count from 0. M > T only while a tree grows: then the
+    block is the last T of the M tokens. `first` and `end` are known to the host, so that a pass never waits
+    for a GPU.
+    """
+    positions: torch.Tensor             # (B or 1, M)
+    slots: torch.Tensor                 # (B or 1, M)
+    first: int                          # the lowest position of the block in any row
+    end: int                            # one past the last slot that is read
+    tree: torch.Tensor | None = None    # (B or 1, T, M) who sees whom, see `visible`; None: a chain
+    same: bool = False                  # all rows stand at first .. first+T-1, in the cache, too
+
+    @classmethod
+    def at(cls, first, stop, device=None):
+        """The positions first .. stop-1 in every row."""
+        here = torch.arange(first, stop, device=device)[None]
+        return cls(here, here, first, stop, same=True)
 
 
 # --- modules
@@ -241,9 +259,10 @@ class Transformer(nn.Module):
         w = self.tok
         return w.dtype if w.is_cuda else torch.promote_types(w.dtype, torch.float32)
 
-    def angles(self, positions, end):
-        """Rows of the cos/sin table, ([B or 1,] T, 1, 1, D) each. The table follows the weights' dtype and
-        device and doubles when `end` outgrows it, so that a short prompt does not pay for a long context."""
+    def angles(self, end):
+        """The table of cos and sin for the positions before `end`, and maybe more: (rows, D) each. It follows
+        the weights' dtype and device and doubles when `end` outgrows it, so that a short prompt does not pay
+        for a long context."""
         t, dtype, device = self.table, self.attention_dtype(), self.tok.device
         if t is None or t[0].dtype != dtype or t[0].device != device or t[0].shape[0] < end:
             c, rows = self.c, max(256, 1 << (end - 1).bit_length())
@@ -251,35 +270,17 @@ class Transformer(nn.Module):
                 freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
                 at = torch.arange(rows, device=device, dtype=torch.float64)
                 t = self.table = [part.to(dtype) for part in rope(at, freqs)]   # (rows, D)
-        cos, sin = t[0][positions], t[1][positions]                             # (T, D) or (B, T, D)
-        return cos.unflatten(-2, (-1, 1, 1)), sin.unflatten(-2, (-1, 1, 1))
+        return t
 
-    def run(self, x, positions, cache=None, sublayers: Sequence[int] | None = None, slots=None, tree=None,
-            trace=None, span=None):
-        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
-
-        positions, slots: a slice where all rows stand at the same place, else (B or 1, T) int64. A position
-        sets the rotation, a slot the place in the cache; they are the same unless `slots` is given, as for a
-        tree, whose siblings share a position. A slice of one token reads the cache without a mask. `tree` (B
-        or 1, T, M): see `visible`; positions and slots are then those of all M. `trace`: a dict whose keys
-        are the sub-layers to look at; each gets x (B, T, dim) as it is after it. `span`, known to the host,
-        since nothing here waits for a GPU: from the lowest position of the block in any row to one past the
-        last slot to read; sliding layers begin a window before it. Without a cache any positions will do.
-        """
+    def run(self, x, at, cache=None, sublayers: Sequence[int] | None = None, trace=None, table=None):
+        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim), whose
+        tokens stand `at` a Placement. trace: a dict whose keys are the sub-layers to look at; each gets
+        x (B, T, dim) as it is after it. table: what `angles` returns, if the caller has it."""
         c, T = self.c, x.shape[1]
-        if slots is None:
-            slots = positions if cache is not None else slice(0, T)
-        if isinstance(slots, slice) and (span is None or isinstance(positions, slice)):
-            span = slots if slots == positions else slice(0, slots.stop)
-        span = span or slice(0, cache.k.shape[3])
-        end = span.stop
-        near = end if c.window is None else end - max(0, span.start + 1 - c.window)     # for sliding layers
-        masks = self.masks(x, positions, slots, end, tree, near)
-        positions, slots = last(positions, T), last(slots, T)
-        if isinstance(positions, slice):
-            cos, sin = self.angles(positions, positions.stop)
-        else:
-            cos, sin = self.angles(positions, c.max_len + SPARE if cache is None else end)
+        start = 0 if c.window is None else max(0, at.first + 1 - c.window)      # sliding layers begin here
+        masks = self.masks(at, T, start)
+        here = slice(at.first, at.first + T) if at.same else at.positions[:, -T:]
+        cos, sin = (t[here].unflatten(-2, (-1, 1, 1)) for t in table or self.angles(at.end))
         store, blocks = block_only, tuple(self.blocks)      # indexing a ModuleList takes longer than a norm
         for i in range(2 * c.n_layers) if sublayers is None else sublayers:
             layer, is_mlp = divmod(i, 2)
@@ -289,24 +290,23 @@ class Transformer(nn.Module):
             else:
                 window = c.window if layer % 2 == 0 else None
                 if cache is not None:
-                    store = partial(cache.write, layer, slots=slots, end=end, recent=near if window else end)
+                    store = partial(cache.write, layer, at=at, start=start if window else 0)
                 x = x + b.attn_post(b.attn(b.attn_norm(x), cos, sin, masks[window], store))
             if trace is not None and i in trace:
                 trace[i] = x
         return x
 
-    def masks(self, x, positions, slots, end, tree, near=None):
+    def masks(self, at, T, start):
         """{window: what is added to the scores, 0 where visible and -inf elsewhere, (B or 1, 1, 1, T, S), for
-        the slots before `end`, or with a window the last `near` of them; or None where nothing is hidden}."""
-        T, reads = x.shape[1], {None: end, self.c.window: near or end}
-        if T == 1 and tree is None and isinstance(slots, slice) and slots == positions:
+        the slots that a layer with this window reads, from 0 or `start` on; None where nothing is hidden}."""
+        reads = {None: 0, self.c.window: start}
+        if T == 1 and at.same:
             return dict.fromkeys(reads)
-        at, slots = torch.broadcast_tensors(*(
-            torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s
-            for s in (positions, slots)))                                       # (1 or B, M)
-        zeros = torch.zeros((), dtype=self.attention_dtype(), device=x.device)
-        seen = {w: visible(at, slots, end, tree, w)[:, None, None, :, end - S :] for w, S in reads.items()}
-        return {w: zeros.masked_fill(~each, -math.inf) for w, each in seen.items()}
+        positions, slots = torch.broadcast_tensors(at.positions, at.slots)
+        zeros = torch.zeros((), dtype=self.attention_dtype(), device=slots.device)
+        seen = {window: visible(positions, slots, at.end, at.tree, window)[:, None, None, :, first:]
+                for window, first in reads.items()}
+        return {window: zeros.masked_fill(~each, -math.inf) for window, each in seen.items()}
 
     def unembed(self, x, rows=None):
         """(B, T, dim) -> raw logits (B, T, V): final norm, head, final soft-cap. rows (N, dim): some rows of
@@ -316,4 +316,4 @@ class Transformer(nn.Module):
 
     def forward(self, tokens):
         """(B, T) ids -> logits (B, T, V), without a cache."""
-        return self.unembed(self.run(self.embed(tokens), slice(0, tokens.shape[1])))
+        return self.unembed(self.run(self.embed(tokens), Placement.at(0, tokens.shape[1], tokens.device)))

@@ -17,13 +17,12 @@ because the distribution of the token after it is needed. In the first round D i
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from kvcache import Beside, KVCache
-from model import SPARE, Transformer
+from kvcache import KVCache
+from model import SPARE, Placement, Transformer
 from sampling import Coins, raw_probs, to_probs
 from verification import verify, verify_tree
 
@@ -38,41 +37,32 @@ class State:
     model: Transformer         # the target
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
-    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see. It may change them in
-    #                            `propose`: a pass with a trace cannot be replayed from a recording
+    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see
     known: list[list[int]]     # the known tokens once more, on the host: reading them waits for nobody
     left_cpu: list[int]        # `left`, on the host
 
     def at(self, first, stop=None):
-        """The positions of the offsets first .. stop-1, or of `first` alone, counted from each row's last
-        known token (offset 0). A slice if there is one row on the CPU, else (B, T)."""
+        """The Placement of the offsets first .. stop-1, or of `first` alone, counted from each row's last
+        known token (offset 0)."""
         stop = first + 1 if stop is None else stop
-        if len(self.known) == 1 and not self.n.is_cuda:
-            last = len(self.known[0]) - 1
-            return slice(last + first, last + stop)
-        return self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
+        last = [len(text) - 1 for text in self.known]
+        if len(last) == 1 and not self.n.is_cuda:
+            return Placement.at(last[0] + first, last[0] + stop)
+        slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
+        return Placement(slots, slots, max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
 
     def after(self, steps):
-        """As `at`, for a tensor (B or 1, T) that counts from the first unknown token instead. (B, T)"""
+        """The positions of `steps` (B or 1, T), counted from each row's first unknown token. (B, T)"""
         # beside a longer draft a row at its limit overshoots: clamped, into a slot that is always dead
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
-    def span(self, first, stop):
-        """The slots of blocks that read the offsets first .. stop-1, from where the block of the shortest row
-        begins to one past the end of the longest row's, known to the host: for `Transformer.run`."""
-        last = [len(text) - 1 for text in self.known]
-        return slice(max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
+    def last(self):
+        """The last known token of each row. (B, 1)"""
+        return self.read(self.n[:, None] - 1)
 
-    def read(self, positions):
-        """The tokens at `positions`, a slice or (B, T). (B, T)"""
-        return self.tokens[:, positions] if isinstance(positions, slice) else self.tokens.gather(1, positions)
-
-    def write(self, positions, tokens):
-        """Put tokens (B, T) at `positions`, a slice or (B, T)."""
-        if isinstance(positions, slice):
-            self.tokens[:, positions] = tokens
-        else:
-            self.tokens.scatter_(1, positions, tokens)
+    def read(self, slots):
+        """The tokens at `slots` (B, T). (B, T)"""
+        return self.tokens.gather(1, slots)
 
     def send(self, rows):
         """Host ints, lists or a tensor, as a tensor on the state's device; the host does not wait for it."""
@@ -91,7 +81,7 @@ class Draft:
     #                                       x (B, K+1, dim) enters sub-layer i, trace holds the taps before it
     parents: torch.Tensor | None = None   # (B or 1, K) what each hangs on: 0 = the last known token, k =
     #                                       proposal k - 1, which comes before it; None: a chain
-    extra: tuple | None = None            # (i, spread): rows of future tokens that ride along: `run_ahead`
+    traced: bool = True                   # False: nothing is read of this round's trace
 
     @classmethod
     def none(cls, state):
@@ -106,7 +96,7 @@ class Draft:
             first, x, trace = reuse
             reuse = first, x[:, : K + 1], {tap: y[:, : K + 1] for tap, y in trace.items()}
         return Draft(self.tokens[:, :K], None if q is None else q[:, :K], self.length, reuse,
-                     None if parents is None else parents[:, :K], self.extra)
+                     None if parents is None else parents[:, :K], self.traced)
 
 
 @dataclass
@@ -120,8 +110,7 @@ class Round:
     proposed: torch.Tensor     # (B,) on the CPU; drafted tokens, less those after an accepted end of text
     new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
     sure: list[list[float]]    # what the target gave each of them: `raw_probs`
-    trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`; and
-    #                            {"extra": (B, K+1, N, dim)} the final states of rows that rode along
+    trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
 
 
 # --- how far to draft, and where drafts come from
@@ -215,7 +204,7 @@ def chain(state, step, rule):
     """
     most, varied = wanted(state, rule)
     K, own = max(most), state.send(most) if varied else None                    # (B,) each row its own
-    token, tokens, qs = state.read(state.at(0)), [], []
+    token, tokens, qs = state.last(), [], []
     length, going = own, None                                                   # (B,)
     if rule.stop:
         length, going = None, state.left > 1 if own is None else (state.left > 1) & (own > 0)
@@ -253,54 +242,13 @@ def ancestors(parents):
 
 
 def layout(state, K, parents=None):
-    """Where the last known token and K proposals stand: positions, slots and tree for `Transformer.run`."""
-    slots = state.at(0, K + 1)
+    """The Placement of the last known token and K proposals."""
+    at = state.at(0, K + 1)
     if parents is None:
-        return slots, None, None
+        return at
     tree = ancestors(parents)                                                   # (B or 1, K+1, K+1)
-    return state.after(tree.sum(-1) - 2), slots, tree           # the last known token, alone, stands at n - 1
-
-
-def ahead(tree, N):
-    """Which of T nodes, and which of the N rows that ride along with each of them, does each such row see?
-    What its node sees, and of its node's rows itself and those before it. (B or 1, T, T) -> (B or 1, T*N,
-    T + T*N) bool
-
-    >>> ahead(torch.tensor([[[True, False], [True, True]]]), 2).int().tolist()[0][2:]   # the rows of node 1
-    [[1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
-    """
-    every = torch.arange(tree.shape[1] * N, device=tree.device)
-    own = (every[:, None] // N == every // N) & (every <= every[:, None])       # (T*N, T*N)
-    return torch.cat([tree.repeat_interleave(N, 1), own.expand(len(tree), -1, -1)], 2)
-
-
-def run_ahead(model, extra, x, positions, cache, sublayers, slots, tree, trace, span):
-    """`Transformer.run` over a block, with rows of future tokens that ride along from sub-layer i on.
-
-    extra is (i, spread): spread makes of the states x (B, T, dim) that enter sub-layer i the rows (B, T, N,
-    dim), N for each token of the block, which stand 1, 2, ... places after it. A row sees what its token sees
-    and the rows before it. The block itself sees no row and the cache keeps none, so that they cannot change
-    the text. Their final states become trace["extra"]. All this takes no pass of its own.
-    """
-    (i, spread), T = extra, x.shape[1]
-    positions, slots = (torch.arange(s.start, s.stop, device=x.device)[None] if isinstance(s, slice) else s
-                        for s in (positions, positions if slots is None else slots))    # (1 or B, T)
-    if tree is None:
-        tree = torch.ones(1, T, T, dtype=torch.bool, device=x.device).tril()
-    early, late = (dict.fromkeys(tap for tap in trace if (tap < i) == first) for first in (True, False))
-    x = model.run(x, positions, cache, [s for s in sublayers if s < i], slots, tree, early, span)
-    rows = spread(x)                                                            # (B, T, N, dim)
-    N = rows.shape[2]
-    places = positions[..., None] + torch.arange(1, N + 1, device=x.device)     # (1 or B, T, N)
-    beside = span.stop + torch.arange(T * N, device=x.device)                   # slots that no cache has
-    seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)              # (B or 1, T+T*N, T+T*N)
-    x = model.run(torch.cat([x, rows.flatten(1, 2)], 1), torch.cat([positions, places.flatten(1)], 1),
-                  Beside(cache, T, span.stop), [s for s in sublayers if s >= i],
-                  torch.cat([slots, beside.expand(len(slots), -1)], 1), seen, late,
-                  slice(span.start, span.stop + T * N))
-    trace.update(early | {tap: y[:, :T] for tap, y in late.items()})
-    trace["extra"] = x[:, T:].unflatten(1, (T, N))                              # (B, T, N, dim)
-    return x[:, :T]
+    positions = state.after(tree.sum(-1) - 2)                   # the last known token, alone, stands at n - 1
+    return at._replace(positions=positions, tree=tree, same=False)
 
 
 def straighten(state, draft, tree, node, logits, p, trace):
@@ -332,8 +280,8 @@ def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
     xs, traces = [], []
     for i, part in enumerate(tokens.split(block, 1)):
         traces.append(dict.fromkeys(trace or ()))
-        here = slice(i * block, i * block + part.shape[1])
-        xs.append(model.run(model.embed(part), here, cache, sublayers, trace=traces[-1]))
+        at = Placement.at(i * block, i * block + part.shape[1], tokens.device)
+        xs.append(model.run(model.embed(part), at, cache, sublayers, traces[-1]))
     for tap in trace or ():
         trace[tap] = torch.cat([seen[tap] for seen in traces], 1)
     return torch.cat(xs, 1)
@@ -398,22 +346,20 @@ def loop(state, drafter, eos):
         length = (state.left - 1).clamp_(0, K)                                  # (B,)
         draft = replace(draft, length=length if draft.length is None else torch.minimum(draft.length, length))
         # 2. The block: the last known token and the drafts; sub-layers that already ran are not run again.
-        block = torch.cat([state.read(state.at(0)), draft.tokens], 1)           # (B, K+1)
+        block = torch.cat([state.last(), draft.tokens], 1)                      # (B, K+1)
         first, x, before = draft.reuse or (0, model.embed(block), {})
-        trace = dict.fromkeys(state.taps) | before
+        trace = dict.fromkeys(state.taps if draft.traced else ()) | before
         # 3. One pass of the target over the block gives the distribution after each of its tokens.
-        positions, slots, tree = layout(state, K, draft.parents)
-        run = partial(run_ahead, model, draft.extra) if draft.extra else model.run
-        x = run(x, positions, state.cache, every[first:], slots=slots, tree=tree, trace=trace,
-                span=state.span(0, K + 1))                                      # (B, K+1, dim)
+        at = layout(state, K, draft.parents)
+        x = model.run(x, at, state.cache, every[first:], trace)                 # (B, K+1, dim)
         logits = model.unembed(x)                                               # (B, K+1, V)
         p = state.probs(logits)
         # 4. Verify: how many drafts are accepted, and which token comes after them?
-        if tree is None:
+        if at.tree is None:
             accepted, next_token = verify(p, draft.q, draft.tokens, state.coins, draft.length)
         else:
             node, next_token = verify_tree(p, draft.tokens, draft.parents, state.coins, draft.q, draft.length)
-            draft, accepted, logits, p, trace = straighten(state, draft, tree, node, logits, p, trace)
+            draft, accepted, logits, p, trace = straighten(state, draft, at.tree, node, logits, p, trace)
         # 5. Append them: n grows, and with it the place where the next block starts. Nothing is rolled back.
         new, sure, accepted, proposed = commit(state, draft, accepted, next_token, logits, eos)
         # 6. Let the drafter learn from it.
@@ -439,7 +385,7 @@ def commit(state, draft, accepted, next_token, logits, eos):
     """Append what was accepted and the token after it. Only here does the loop wait for the device."""
     K = draft.tokens.shape[1]
     out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])   # (B, K+1)
-    state.write(state.at(1, K + 2), out)
+    state.tokens.scatter_(1, state.at(1, K + 2).slots, out)
     peak = largest(logits)
     sure = raw_probs(logits).gather(2, out[..., None])[..., 0]                  # (B, K+1)
     # one copy for all, in peak's float64, which holds every token id exactly
@@ -557,8 +503,8 @@ class ModelDraft(Drafter):
         prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
         self.held = [len(text) for text in state.known]  # per row: how many slots hold what the text says
 
-    def run(self, tokens, at, span):
-        return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers, span=span)
+    def run(self, tokens, at):
+        return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
 
     def propose(self, state):
         n = [len(text) for text in state.known]
@@ -566,13 +512,12 @@ class ModelDraft(Drafter):
 
         def step(token, k):
             if k > 0:
-                return self.model.unembed(self.run(token, state.at(k), state.span(k, k + 1)))
+                return self.model.unembed(self.run(token, state.at(k)))
             at = state.at(1 - T, 1)
-            if isinstance(at, slice):
-                return self.model.unembed(self.run(state.read(at), at, None)[:, -1:])
             # a row shorter than T starts at its first token instead and reads on into dead slots
-            short = at[:, :1].clamp(max=0)              # (B, 1) minus how many are missing
-            x = self.run(state.read(at - short), at - short, state.span(1 - T, 1))
+            short = at.slots[:, :1].clamp(max=0)        # (B, 1) minus how many are missing
+            at = at._replace(positions=at.slots - short, slots=at.slots - short)
+            x = self.run(state.read(at.slots), at)                              # (B, T, dim)
             return self.model.unembed(x.gather(1, (T - 1 + short)[..., None].expand(-1, 1, x.shape[-1])))
 
         tokens, q, length = chain(state, step, self.rule)
@@ -623,7 +568,7 @@ class Then(Wrapper):
         longer = replace(state, tokens=state.tokens.clone(), n=n, left=left_device, known=known,
                          left_cpu=left)
         if K > 0:
-            longer.write(state.at(1, K + 1), head.tokens)
+            longer.tokens.scatter_(1, state.at(1, K + 1).slots, head.tokens)
         return join(head, length, b.propose(longer), max(self.drafted))
 
     def observe(self, state, r):
@@ -654,7 +599,7 @@ def join(head, length, tail, longest):
 
     q = None if head.q is None and tail.q is None else place(one_hot(head, tail.q), one_hot(tail, head.q))
     return Draft(place(head.tokens, tail.tokens), q, length + (T if tail.length is None else tail.length),
-                 extra=head.extra)
+                 traced=head.traced)
 
 
 def one_hot(draft, like):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from methods.heads import graft
+from model import Placement
 from sampling import Coins, to_probs
 from speculative import Draft, Drafter, Rule, chain
 
@@ -58,14 +59,17 @@ class Hamburger(nn.Module):
     def read(self, tokens, count):
         """The trunk's states of entries after each quarter of its blocks: (B, N, 4, dim)."""
         trace = dict.fromkeys(self.taps)
-        self.trunk.run(self.compose(tokens, count), count.cumsum(1) - 1, trace=trace)
+        slots = torch.arange(count.shape[1], device=count.device)[None]
+        at = Placement(count.cumsum(1) - 1, slots, 0, count.shape[1])
+        table = self.trunk.angles(self.trunk.c.max_len)
+        self.trunk.run(self.compose(tokens, count), at, trace=trace, table=table)
         return torch.stack([trace[tap] for tap in self.taps], 2)
 
     def following(self, features, tokens):
         """The states that say the entries after those read. features (B, N, 4, dim), tokens (B, N, J) that
         the next entries begin with -> (B, N, 1 + J, dim)."""
         x = torch.cat([features, self.micro.embed(tokens)], 2).flatten(0, 1)    # (B*N, 4+J, dim)
-        x = self.micro.run(x, slice(0, x.shape[1])).unflatten(0, features.shape[:2])
+        x = self.micro.run(x, Placement.at(0, x.shape[1], x.device)).unflatten(0, features.shape[:2])
         return torch.cat([features[:, :, 3:], x[:, :, 4:]], 2)
 
     def ending(self, x):

@@ -2,8 +2,8 @@
 have Triton, or only its interpreter.
 
     python -m pip install triton numpy
-    TRITON_INTERPRET=1 python notebooks/kernels.py      on a CPU: slow, but step by step
-    python notebooks/kernels.py                         on a GPU
+    TRITON_INTERPRET=1 python lab/kernels.py      on a CPU: slow, but step by step
+    python lab/kernels.py                         on a GPU
 
 The one thing to remember: a kernel is written for one *program*, and many programs run at once, each with a
 number of its own (`program_id`). It loads some numbers, computes with them as long as they are close, and
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch.nn.functional as F  # noqa: E402
 
 from kvcache import KVCache  # noqa: E402
-from model import Config, frequencies, rope, rotate  # noqa: E402
+from model import Config, Placement, frequencies, rope, rotate  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -134,7 +134,8 @@ def main():
     c = Config(vocab_size=8, dim=256, n_layers=1, n_heads=4, n_kv_heads=Hkv, head_dim=D, hidden_dim=8)
     cache = KVCache(c, 1, S, torch.float32, DEVICE)
     k, v = rotate(qkv[..., -2, :], cos, sin), qkv[..., -1, :]                               # (T, Hkv, D)
-    cache.write(0, k.transpose(0, 1)[None], v.transpose(0, 1)[None], slots[None], S)
+    at = Placement(slots[None], slots[None], 9, S)
+    cache.write(0, k.transpose(0, 1)[None], v.transpose(0, 1)[None], at)
     keys, values = (torch.zeros(Hkv, S, D, device=DEVICE) for _ in "kv")
     rope_and_write(qkv, cos, sin, slots, keys, values)
     compare("rope and write, k", keys, cache.k[0, 0])

@@ -17,6 +17,7 @@ import torch
 
 from control import best_gamma, expected_speedup
 from methods.drafting import same_model
+from model import Placement
 from speculative import Draft, Drafter, chain
 
 
@@ -55,14 +56,14 @@ class SparseDraft(Drafter):
         m = self.model
 
         def step(token, k):
-            at, span = state.after(torch.arange(k - 1, k, device=state.n.device)), state.span(k, k + 1)
-            end = span.stop
-            seen = sparse(at, end, self.sinks, self.window)                                 # (B, end)
+            at = state.at(k)
+            own, every = at.slots, torch.arange(at.end, device=at.slots.device)             # (B, 1), (end,)
+            seen = sparse(own, at.end, self.sinks, self.window)                             # (B, end)
             # for `visible` a tree that grows: it has all slots, and the block is the last node
-            slots = torch.cat([torch.arange(end, device=at.device).expand(len(at), end), at], 1)
-            tree = torch.cat([seen, torch.ones_like(at, dtype=torch.bool)], 1)[:, None]     # (B, 1, end+1)
-            x = m.run(m.embed(token), slots, state.cache, self.sublayers, slots, tree, span=span)
-            return m.unembed(x)
+            slots = torch.cat([every.expand(len(own), -1), own], 1)
+            tree = torch.cat([seen, torch.ones_like(own, dtype=torch.bool)], 1)[:, None]    # (B, 1, end+1)
+            at = Placement(slots, slots, at.first, at.end, tree)
+            return m.unembed(m.run(m.embed(token), at, state.cache, self.sublayers))
 
         return Draft(*chain(state, step, self.rule))
 

@@ -26,7 +26,7 @@ from torch import nn
 import model as model_code
 from kvcache import KVCache
 from layerskip import StandIn
-from model import SPARE
+from model import SPARE, Placement
 from support import files
 from support.cli import machine
 
@@ -44,12 +44,12 @@ class Slots(KVCache):
     def __init__(self, layers):
         self.layers = layers
 
-    def write(self, layer, k, v, slots, end, recent):
+    def write(self, layer, k, v, at, start=0):
         keys, values = self.layers[layer]
         rows, heads = (torch.arange(n, device=k.device) for n in k.shape[:2])
-        at = rows[:, None, None], heads[:, None], slots[:, None]                # (B, Hkv, T) together
-        keys[at], values[at] = k, v     # trap: for `scatter_` Inductor copies the whole cache in every layer
-        return keys[:, :, end - recent : end], values[:, :, end - recent : end]
+        here = rows[:, None, None], heads[:, None], at.slots[:, None]           # (B, Hkv, T) together
+        keys[here], values[here] = k, v     # trap: for `scatter_` Inductor copies the cache in every layer
+        return keys[:, :, start : at.end], values[:, :, start : at.end]
 
 
 def block(sublayers, model, x, first, cos, sin, near, *caches):
@@ -57,16 +57,12 @@ def block(sublayers, model, x, first, cos, sin, near, *caches):
     table of angles, whose length says how many slots are read, and that of near, how many of them by sliding
     layers; caches: keys and values of each attention."""
     end, window = cos.shape[0], model.c.window
-    span = slice(0 if window is None else end - near.shape[0] + window - 1, end)
+    low = 0 if window is None else end - near.shape[0] + window - 1
     steps, last = torch.arange(x.shape[1], device=x.device), torch.arange(end, device=x.device)[-1]
-    at = torch.minimum(first + steps, last)     # (B, W) beyond the last slot there is nothing to write to
+    slots = torch.minimum(first + steps, last)  # (B, W) beyond the last slot there is nothing to write to
     layers = (i // 2 for i in sublayers if i % 2 == 0)
     cache = Slots(dict(zip(layers, zip(caches[::2], caches[1::2], strict=True), strict=True)))
-    table, model.table = model.table, (cos, sin)
-    try:
-        return model.run(x, at, cache, sublayers, span=span)
-    finally:
-        model.table = table
+    return model.run(x, Placement(slots, slots, low, end), cache, sublayers, table=(cos, sin))
 
 
 def head(model, x):
@@ -212,7 +208,7 @@ class Recorded(StandIn):
         self.folder = folder
         self.tapes = WeakKeyDictionary()    # {a cache whose addresses they hold, or this object: {key: tape}}
         self.frozen = False                 # True: nothing new is recorded
-        model.angles(slice(0, 1), 1)        # trap: the table may be that of another dtype
+        model.angles(1)                     # trap: the table may be that of another dtype
 
     def __call__(self, tokens):
         return self.model(tokens)
@@ -225,25 +221,23 @@ class Recorded(StandIn):
         write()
         self.frozen = True
 
-    def run(self, x, positions, cache=None, sublayers=None, slots=None, tree=None, trace=None, span=None):
+    def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
         (B, T, _), subs = x.shape, tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
-        width, here = self.width(T), isinstance(positions, slice)
-        prompt = here and positions.start == 0 and not self.exact       # is read once, and that does not pay
-        usual = subs and cache is not None and slots is None and tree is None and not trace
+        width = self.width(T)
+        prompt = at.same and at.first == 0 and not self.exact       # is read once, and that does not pay
+        usual = subs and cache is not None and at.tree is None and not trace
         if usual and width is not None and not prompt:
             S, after = cache.k.shape[3], width - T
-            span = positions if here else span or slice(0, S)
-            if not here or span.stop + after <= S:
-                first = torch.full((B, 1), positions.start, device=x.device) if here else positions[:, :1]
+            if not at.same or at.end + after <= S:
                 # trap: a program trusts in the strides of its inputs, too
-                inputs = pad(x, after), first.expand(B, 1).contiguous()
-                fixed = self.lengths(slice(span.start, min(span.stop + after, S)), width, S)
+                inputs = pad(x, after), at.slots[:, :1].expand(B, 1).contiguous()
+                fixed = self.lengths(at.first, min(at.end + after, S), width, S)
                 fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
                 y = self.play(cache, (subs, B, width), partial(block, subs), inputs, fixed)
                 if y is not None:
                     return y[:, :T]
-        return self.model.run(x, positions, cache, sublayers, slots, tree, trace, span)
+        return self.model.run(x, at, cache, sublayers, trace)
 
     def unembed(self, x, rows=None):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
@@ -267,18 +261,16 @@ class Recorded(StandIn):
         count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
         return 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
 
-    def lengths(self, span, width, slots):
+    def lengths(self, first, end, width, slots):
         """[cos, sin, near] for `block`: the table of angles for all positions that are read, (reach, D) each,
         and a part of it that is as long as what sliding layers read."""
         step, window = self.spacing(slots), self.c.window
-        reach = near = min(slots, -(-span.stop // step) * step)
+        reach = near = min(slots, -(-end // step) * step)
         if window is not None:      # the same for all places of a single row within one `reach`
             least = window + width
-            more = reach - max(0, span.start + 1 - window) - least
+            more = reach - max(0, first + 1 - window) - least
             near = min(reach, least + (max(0, more) // step + 1) * step)
-        if len(self.model.table[0]) < reach:
-            self.model.angles(slice(0, 1), reach)
-        cos, sin = (t[:reach] for t in self.model.table)
+        cos, sin = (t[:reach] for t in self.model.angles(reach))
         return [cos, sin, cos[:near]]
 
     @torch.inference_mode()

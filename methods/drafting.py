@@ -1,4 +1,4 @@
-"""Drafting with a trained head: six drafters for the kinds of heads in methods/heads.py.
+"""Drafting with a trained head: four drafters for the kinds of heads in methods/heads.py.
 
 The one thing to remember: a head drafts from states that the target computed anyway. They come as `taps` of
 the prompt and of every round, so that a head knows the text also where another drafter drafted.
@@ -6,15 +6,12 @@ the prompt and of every round, so that a head knows the text also where another 
     drafter        heads                  drafts from                               its draft
     ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
     EagleDraft     Eagle                  each token, the final state before it     a chain
-    TwoRowDraft    M2R2                   a second row, beside each token's         a chain
     MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
-    TransferDraft  Transfer               rows that rode along with that token      a chain or a tree
     ProphetDraft   Prophet                its final state, and the draft so far     a chain
 
 The last token read is the one before the last known token D: the target chose D after it, and nobody has
 run D itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
 """
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -24,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit
 from methods.trees import siblings
+from model import Placement
 from speculative import Draft, Drafter, chain
 
 
@@ -36,6 +34,21 @@ def unit(x):
 def pick(x, at):
     """Of x (B, T, ...) the one at place `at` (B,) of each row. (B, ...)"""
     return x[torch.arange(len(at), device=at.device), at]
+
+
+class ScratchTail:
+    """A cache for one pass over a block of which it keeps the first T tokens. The others see what it holds
+    before the slot `end`, and each other; what they write is forgotten. Their slots begin at `end`."""
+
+    def __init__(self, cache, T, end):
+        self.cache, self.T, self.end = cache, T, end
+
+    def write(self, layer, k, v, at, start=0):
+        T = self.T
+        if T > 0:   # trap: in training nothing may be written to what gradients flow through
+            self.cache.write(layer, k[:, :, :T], v[:, :, :T], at._replace(slots=at.slots[:, :T]))
+        keys, values = (t[:, :, start : self.end] for t in self.cache.layers[layer])
+        return torch.cat([keys, k[:, :, T:]], 2), torch.cat([values, v[:, :, T:]], 2)
 
 
 def same_model(model, state):
@@ -59,7 +72,7 @@ class Reader(Drafter):
         self.noted, self.unread = [[] for _ in state.known], 0      # of each row some (T, dim)
         self.held = [len(text) - 1 for text in state.known]         # how many tokens are read or noted
         for i, x in enumerate(self.inputs(state, trace).split(256, 1)):
-            self.own.run(x, slice(256 * i, 256 * i + x.shape[1]), self.cache, [0])
+            self.own.run(x, Placement.at(256 * i, 256 * i + x.shape[1], x.device), self.cache, [0])
 
     def observe(self, state, r):
         super().observe(state, r)
@@ -71,17 +84,18 @@ class Reader(Drafter):
         self.unread = max(sum(map(len, states)) for states in self.noted)
 
     def take_noted(self, state, last):
-        """(x, at, span, more): the noted states (B, T, dim), where the run stands whose last one belongs at
+        """(x, at, more): the noted states (B, T, dim), the Placement of the run whose last one belongs at
         offset `last` from D, and how many states each row has. A row with fewer of them than another one gets
         dead states after its own, for slots that are overwritten before anybody reads them."""
         x = pad_sequence([torch.cat(states) for states in self.noted], batch_first=True)    # (B, T, dim)
         more = [sum(map(len, states)) for states in self.noted]
         self.noted, self.unread = [[] for _ in more], 0
         if len(more) == 1:
-            return x, state.at(last + 1 - more[0], last + 1), None, more
+            return x, state.at(last + 1 - more[0], last + 1), more
         steps = torch.arange(last, last + x.shape[1], device=state.n.device)                # (T,)
-        at = state.after(steps - state.send(more)[:, None])                                 # (B, T)
-        return x, at, state.span(last + 1 - max(more), last + 1 + x.shape[1] - min(more)), more
+        slots = state.after(steps - state.send(more)[:, None])                              # (B, T)
+        at = state.at(last + 1 - max(more), last + 1 + x.shape[1] - min(more))
+        return x, at._replace(positions=slots, slots=slots), more
 
 
 class ExitDraft(Reader, SelfDraft):
@@ -98,9 +112,9 @@ class ExitDraft(Reader, SelfDraft):
 
     def logits(self, state, x, k):
         if self.unread:     # keys and values alone are needed: the adapter's attention
-            noted, at, span, _ = self.take_noted(state, -1)
-            self.own.run(noted, at, self.cache, [0], span=span)
-        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers, span=state.span(k, k + 1))
+            noted, at, _ = self.take_noted(state, -1)
+            self.own.run(noted, at, self.cache, [0])
+        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers)
         return self.own.unembed(x)
 
 
@@ -127,34 +141,19 @@ class EagleDraft(Reader):
     def propose(self, state):
         def step(token, k):
             if k > 0:
-                x, at, span = self.said, state.at(k), state.span(k, k + 1)
+                x, at = self.said, state.at(k)
             else:
-                x, at, span, more = self.take_noted(state, 0)
-                token = state.read(at)
-            x = self.own.run(self.head.join(token, x), at, self.cache, span=span)
+                x, at, more = self.take_noted(state, 0)
+                token = state.read(at.slots)
+            x = self.own.run(self.head.join(token, x), at, self.cache)
             self.said = x[:, -1:] if k > 0 or len(more) == 1 else pick(x, state.send(more) - 1)[:, None]
             return self.own.unembed(self.said)                                  # (B, 1, V)
 
         return Draft(*chain(state, step, self.rule))
 
 
-class TwoRowDraft(SelfDraft):
-    """Early exit by an accelerated row that runs beside the ordinary one (M2R2, arXiv 2502.02040). What is
-    handed over to the target is the ordinary row. The gate is a rule, `control.Foreseen(head.foresee)`."""
-
-    def __init__(self, head, rule):
-        super().__init__(head, early_exit(head.c.n_layers, head.shape["exit_layer"]), rule)
-
-    def begin(self, state, trace):
-        same_model(self.model.model, state)
-        super().begin(state, trace)
-
-    def logits(self, state, x, k):
-        return self.model.unembed(self.model.states[:, :, -1])
-
-
 class LastState(Drafter):
-    """Keeps what is known of the last token read: its final state, or the rows that rode along with it."""
+    """Keeps the state of the last token read."""
 
     def __init__(self, head, rule):
         super().__init__(rule)
@@ -210,32 +209,6 @@ class MedusaDraft(LastState):
         return self.shape.grow(state, draft, torch.cat(said, 1))
 
 
-class TransferDraft(MedusaDraft):
-    """Drafting and verifying are one pass (Hidden Transfer, arXiv 2404.12022): along with each token of the
-    block ride rows of the tokens to come, `Draft.extra`. Those of the last token read say the next draft.
-
-    In the first round, and after a round in which another drafter drafted, no rows have ridden along: then
-    the draft is empty, but for the rows.
-    """
-
-    def __init__(self, head, rule, shape=None):
-        super().__init__(head, rule, shape)
-        self.taps = ()
-
-    def cold(self):
-        """Whether no rows have ridden along."""
-        return "extra" not in self.read[0]
-
-    def last(self, state):
-        """The final states of the rows of each row's last token read. (B, N, dim)"""
-        trace, at = self.read
-        return pick(trace["extra"], state.send(at))
-
-    def propose(self, state):
-        draft = Draft.none(state) if self.cold() else super().propose(state)
-        return replace(draft, extra=(2 * self.head.shape["inject_layer"], self.head.spread))
-
-
 class Shape:
     """A tree's parents, level by level, and how its tokens are found among those drawn for each level."""
 
@@ -281,9 +254,10 @@ class ProphetDraft(LastState):
         own, last = self.head.own, self.last(state)
 
         def step(token, k):     # its slots count from the state, and so all rows stand at the same place
-            x, at = own.embed(token), slice(k + 1, k + 2)
+            x, first = own.embed(token), k + 1
             if k == 0:
-                x, at = torch.cat([unit(last), x], 1), slice(0, 2)
+                x, first = torch.cat([unit(last), x], 1), 0
+            at = Placement.at(first, k + 2, x.device)
             return own.unembed(own.run(x, at, self.cache)[:, -1:])              # (B, 1, V)
 
         return Draft(*chain(state, step, self.rule))

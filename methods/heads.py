@@ -8,10 +8,8 @@ computed anyway. The model does not change, and neither does its text.
     ExitBlock    the state after block E            the next token                     a block
     Eagle        the token, the final state         the next token                     a block, a matrix
                  before it
-    M2R2         the token, from block 1 to E       the next token                     low-rank matrices
     Medusa       the final state                    by head k, from 1 on, the token    a matrix for each head
                                                     k places after the next
-    Transfer     the state after block t            by row k, the same                 a matrix for each row
     Prophet      the final state, the next token    the tokens after that, one by      one block or two
                  and its own drafts                 one
 
@@ -23,7 +21,7 @@ model), `taps` (the states it reads), `predict` (its logits for a whole text, fo
 import copy
 import hashlib
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -34,14 +32,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 import checkpoint
-from control import weight_costs
-from kvcache import Beside, KVCache
-from layerskip import ShortHead, StandIn, early_exit
+from control import MOST, weight_costs
+from kvcache import KVCache
+from layerskip import ShortHead, early_exit
 from methods import drafting
 from methods.drafting import unit
 from methods.trees import Siblings, widths_of
-from model import Transformer
-from speculative import ahead
+from model import Placement, Transformer
 from support.files import replacing
 
 FILE = "heads.safetensors"
@@ -82,13 +79,25 @@ def graft(model, first, count, hidden_dim=None):
     return own
 
 
+@dataclass(frozen=True)
+class Step:
+    """What one drafted token costs: `trunk` blocks of the model run for it, `weights` of the head's own are
+    read, and the model's output head unless it has its own. reads: whether its attention reads the whole
+    text. most: the longest draft."""
+    weights: float
+    trunk: int = 0
+    output: bool = True
+    reads: bool = False
+    most: int = MOST
+
+
 class Head:
-    """What all kinds share. draft: the class of its drafter, in methods/drafting.py; branches: whether any
-    node of its trees may have children, or else only first children; reads: whether a drafted token reads the
-    keys and values of the whole text; reads_cache: whether these are the model's own. ranks: how likely the
-    model's greedy token is the head's first, second, ... guess, if that was measured. strange: whether it was
-    trained for other weights than the model's."""
-    branches = reads = reads_cache = False
+    """What all kinds share. draft: the class of its drafter, in methods/drafting.py; step: what a drafted
+    token costs; branches: whether any node of its trees may have children, or else only first children;
+    reads_cache: whether it reads the model's own keys and values. ranks: how likely the model's greedy token
+    is the head's first, second, ... guess, if that was measured. strange: whether it was trained for other
+    weights than the model's."""
+    branches = reads_cache = False
     strange, ranks = False, ()
 
     def drafter(self, rule, shape=None):
@@ -103,15 +112,17 @@ class Head:
 class ExitBlock(Head):
     """An exit with a block of its own, which reads a copy of the state, so that the trunk is untouched
     (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
-    kind, draft, reads, sublayers = "exit_block", drafting.ExitDraft, True, [0, 1]
+    kind, draft, sublayers = "exit_block", drafting.ExitDraft, [0, 1]
 
     def __init__(self, model, exit_layer):
         self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
         self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, exit_layer, 1)
         self.weights = self.own.blocks
+        self.step = Step(count(self), trunk=exit_layer, reads=True)
 
     def predict(self, tokens, trace, cache):
-        x = self.own.run(trace[self.taps[0]], slice(0, tokens.shape[1]), sublayers=self.sublayers)
+        at = Placement.at(0, tokens.shape[1], tokens.device)
+        x = self.own.run(trace[self.taps[0]], at, sublayers=self.sublayers)
         yield 0, self.own.unembed(x)
 
 
@@ -123,6 +134,7 @@ class Kangaroo(ExitBlock):
         super().__init__(model, exit_layer)
         block = self.own.blocks[0]
         del block.mlp, block.mlp_norm, block.mlp_post
+        self.step = Step(count(self), trunk=exit_layer, reads=True)
 
 
 class Eagle(Head):
@@ -134,7 +146,7 @@ class Eagle(Head):
     It learns the first token of a draft, and the second, which reads what the block said (HASS, arXiv
     2408.15766); those after it are drafted as the second is.
     """
-    kind, draft, reads = "eagle", drafting.EagleDraft, True
+    kind, draft = "eagle", drafting.EagleDraft
     reach = 2   # steps that it learns; more can be judged
 
     def __init__(self, model):
@@ -142,6 +154,7 @@ class Eagle(Head):
         self.taps, self.weights = [2 * model.c.n_layers - 1], nn.Module()
         self.weights.blocks = self.own.blocks
         self.weights.matrix = nn.Parameter(torch.zeros_like(model.tok[:1]).repeat(model.c.dim, 1))
+        self.step = Step(count(self), reads=True)
 
     def join(self, tokens, before):
         """The block's input for tokens (B, T) and the states (B, T, dim) of those before them."""
@@ -156,91 +169,11 @@ class Eagle(Head):
             drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one row of each step after the first
             seen = [F.pad(rows, (0, T)) for rows in seen] + [torch.cat([ones.tril(1 - k), *drafted], 1)]
             nothing = KVCache(self.own.c, B, 0, self.own.attention_dtype(), device)
-            x = self.own.run(torch.cat(inputs, 1), torch.arange(T, device=device).repeat(k)[None],
-                             Beside(nothing, 0, 0), slots=torch.arange(k * T, device=device)[None],
-                             tree=torch.cat(seen)[None], span=slice(0, k * T))[:, -T:]
+            positions, slots = (torch.arange(n, device=device)[None] for n in (T, k * T))
+            at = Placement(positions.repeat(1, k), slots, 0, k * T, torch.cat(seen)[None])
+            x = self.own.run(torch.cat(inputs, 1), at, drafting.ScratchTail(nothing, 0, 0))[:, -T:]
             before = x.detach()
             yield k, self.own.unembed(x[:, k:])
-
-
-class M2R2(Head, StandIn):
-    """Accelerated residuals (M2R2, arXiv 2502.02040). This is a reconstruction: no code is public, and where
-    the adapters stand and what they are trained on are our reading of the paper's idea.
-
-    Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
-    and an adapter of rank r for each block: f <- block(f) + up down unit(f). After block i it should equal
-    the ordinary row after block i L / E, and so at the exit the final one. It reads the ordinary keys and
-    values of the tokens before it and its own, and writes none, so that the cache stays the target's. Both
-    rows are in one pass, which reads each weight once. Without adapters, rank 0, the second row is the first:
-    a bare early exit.
-
-    rank: None for as many weights as Kangaroo's adapter has. align: what the distance from those
-    states counts in training, beside the distributions. The head stands in for its model while it drafts.
-    Of the paper's loading of experts ahead of time there is nothing here: Llama and Gemma-2 are dense.
-    """
-    kind, draft, reads, reads_cache = "m2r2", drafting.TwoRowDraft, True, True
-
-    def __init__(self, model, exit_layer, rank=None, align=0.1):
-        (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
-        rank = like_rank(Kangaroo(model, exit_layer)) if rank is None else rank
-        check_count("rank", rank, 0)
-        self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
-        self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
-        down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
-        self.weights = own_weights(
-            model, down=down, up=torch.zeros(E, dim, rank),
-            ask=torch.zeros(1, dim), judge=torch.zeros(1, dim))         # the gate's query and its verdict
-
-    def rise(self, x, positions, slots, tree, cache, span, trace=None):
-        """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim) those that
-        the cache, a Beside, does not keep are accelerated."""
-        kept, w = cache.T, self.weights
-        for i, (down, up) in enumerate(zip(w.down, w.up, strict=True)):
-            more = F.linear(F.linear(unit(x[:, kept:]), down), up)
-            x = self.model.run(x, positions, cache, [2 * i, 2 * i + 1], slots, tree, trace, span)
-            x = torch.cat([x[:, :kept], x[:, kept:] + more], 1)
-            yield x
-
-    def run(self, x, positions, cache, sublayers, trace, span):
-        """`Transformer.run` of the first E blocks over one token of each row, x (B, 1, dim). Beside it runs
-        the accelerated row, whose states stay in `states` (B, 1, E, dim)."""
-        if isinstance(positions, slice):
-            positions = torch.arange(positions.start, positions.stop, device=x.device)[None]
-        slots = torch.cat([positions, torch.full_like(positions, span.stop)], 1)    # (B or 1, 2)
-        alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]           # neither sees the other
-        rows = list(self.rise(torch.cat([x, x], 1), torch.cat([positions, positions], 1), slots, alone,
-                              Beside(cache, 1, span.stop), slice(span.start, span.stop + 1), trace))
-        trace.update({tap: y[:, :1] for tap, y in trace.items()})
-        self.states = torch.stack([y[:, 1:] for y in rows], 2)
-        return rows[-1][:, :1]
-
-    def predict(self, tokens, trace, cache):
-        T, device = tokens.shape[1], tokens.device
-        at = torch.arange(T, device=device)[None]                               # (1, T)
-        before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
-        own = torch.eye(T, dtype=torch.bool, device=device)
-        rows = list(self.rise(self.model.embed(tokens), torch.cat([at, at], 1), torch.cat([at, T + at], 1),
-                              torch.cat([before, own], 1)[None], Beside(cache, 0, T), slice(0, 2 * T)))
-        self.states = torch.stack(rows, 2)                                      # (B, T, E, dim)
-        self.ahead = torch.stack([trace[tap] for tap in self.taps], 2)
-        yield 0, self.model.unembed(rows[-1])
-
-    def gate(self):
-        """How likely what was said of `states` is accepted, as logits (B, T): attention over the states of
-        all depths, whose query is learnt (the paper's ARLA)."""
-        x = unit(self.states.detach())                                          # (B, T, E, dim)
-        heed = F.linear(x, self.weights.ask).softmax(2)                         # (B, T, E, 1)
-        return F.linear((heed * x).sum(2), self.weights.judge)[..., 0]
-
-    def foresee(self):
-        """For `control.Foreseen`: how likely the token just drafted is accepted. (B,)"""
-        return self.gate()[:, -1].sigmoid()
-
-    def besides(self, overlap):
-        """What counts in training besides the distributions: how far the accelerated states are from where
-        they belong, and how wrong the gate is about the overlap (B, T), the acceptance at temperature 1."""
-        apart = (unit(self.states) - unit(self.ahead)).pow(2).mean()
-        return self.shape["align"] * apart + F.binary_cross_entropy_with_logits(self.gate(), overlap)
 
 
 class Medusa(Head):
@@ -260,6 +193,7 @@ class Medusa(Head):
         if own_head:
             rows = (model.tok if model.head is None else model.head).detach()
             self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
+        self.step = Step(count(self) / heads, output=not own_head, most=heads)
 
     def after(self, x, k):
         """What head k, from 0 on, says after final states x (B, T, dim): raw logits (B, T, V) of the token
@@ -276,48 +210,6 @@ class Medusa(Head):
             yield k, self.after(x[:, :-k], k - 1)
 
 
-class Transfer(Head):
-    """Hidden Transfer (arXiv 2404.12022): linear maps of a token's state after block t make pseudo states of
-    the tokens to come, which run through the blocks above t, each one seeing what its token sees and those
-    before it. The model's own head says of pseudo state k the token k places after the next.
-
-    t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
-    head without its residual block. The pseudo states start as copies.
-    """
-    kind, draft, branches, reads_cache = "transfer", drafting.TransferDraft, True, True
-
-    def __init__(self, model, inject_layer, steps):
-        check_count("steps", steps)
-        L, dim = model.c.n_layers, model.c.dim
-        if not 0 <= inject_layer <= L:
-            raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got {inject_layer}")
-        self.model, self.shape, self.steps = model, {"inject_layer": inject_layer, "steps": steps}, steps
-        self.taps = [2 * inject_layer - 1] * (inject_layer > 0)
-        self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
-                                   bias=torch.zeros(steps, dim))
-
-    def spread(self, x):
-        """The pseudo states of each token: (B, T, dim) -> (B, T, steps, dim)."""
-        w = self.weights
-        return F.linear(x, w.matrix.flatten(0, 1)).unflatten(-1, w.bias.shape) + w.bias
-
-    def after(self, rows, k):
-        """What row k of the final pseudo states (B, steps, dim) says: (B, 1, V)."""
-        return self.model.unembed(rows[:, k : k + 1])
-
-    def predict(self, tokens, trace, cache):
-        T, t, m = tokens.shape[1], self.shape["inject_layer"], self.model
-        rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
-        tree = ahead(torch.ones(1, T, T, dtype=torch.bool, device=tokens.device).tril(), self.steps)
-        at = torch.arange(T, device=tokens.device)[None]                        # (1, T)
-        after = (at[..., None] + 1 + torch.arange(self.steps, device=tokens.device)).flatten(1)
-        slots = torch.arange(T * (1 + self.steps), device=tokens.device)[None]  # (1, T+T*steps)
-        x = m.run(rows, torch.cat([at, after], 1), Beside(cache, 0, T), range(2 * t, 2 * m.c.n_layers), slots,
-                  tree, span=slice(0, slots.shape[1])).unflatten(1, (T, -1))    # (B, T, steps, dim)
-        for k in range(1, self.steps + 1):
-            yield k, m.unembed(x[:, :-k, k - 1])
-
-
 class Prophet(Head):
     """A decoder of one or two blocks that reads the final state of the last token read, the next token, which
     the target chose by it, and its own drafts (lucidrains' "prophet transformer"). Its MLPs are half as wide
@@ -329,18 +221,20 @@ class Prophet(Head):
         self.model, self.shape = model, {"blocks": blocks}
         self.own = graft(model, 0, blocks, max(1, model.c.hidden_dim // 2))
         self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks
+        self.step = Step(count(self))
 
     def predict(self, tokens, trace, cache):
         N = tokens.shape[1] - AHEAD                                             # a window for each state
         start = unit(trace[self.taps[0]][:, :N, None])                          # (B, N, 1, dim)
         ids = tokens[:, 1:].unfold(1, AHEAD, 1)                                 # (B, N, AHEAD)
         x = torch.cat([start, self.own.embed(ids)], 2).flatten(0, 1)            # (B*N, 1+AHEAD, dim)
-        x = self.own.run(x, slice(0, 1 + AHEAD)).unflatten(0, (-1, N))          # (B, N, 1+AHEAD, dim)
+        at = Placement.at(0, 1 + AHEAD, x.device)
+        x = self.own.run(x, at).unflatten(0, (-1, N))                           # (B, N, 1+AHEAD, dim)
         for k in range(1, 1 + AHEAD):
             yield k, self.own.unembed(x[:, :, k])
 
 
-KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, M2R2, Medusa, Transfer, Prophet)}
+KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet)}
 
 
 def judged(head, tokens, memory=None):
@@ -355,7 +249,7 @@ def judged(head, tokens, memory=None):
     def read(rows):     # (len(taps), len(rows), T, dim), and the cache
         cache = KVCache(model.c, len(rows), T, model.attention_dtype(), tokens.device)
         trace = dict.fromkeys(taps)
-        model.run(model.embed(rows), slice(0, T), cache, trace=trace)
+        model.run(model.embed(rows), Placement.at(0, T, rows.device), cache, trace=trace)
         return torch.stack(list(trace.values())), cache
 
     with torch.no_grad():
@@ -383,23 +277,16 @@ def count(head):
     return sum(p.numel() for p in head.weights.parameters())
 
 
-def like_rank(head):
-    """The rank at which an M2R2 with the exit of another head has about as many weights as that head."""
-    dim = head.model.c.dim
-    return max(1, round((count(head) - 2 * dim) / (2 * dim * head.shape["exit_layer"])))
-
-
 def pricing(head, costs, share=1.0):
     """n -> what a drafted token takes after n others, relative to a pass of the target, by a Costs table.
     share: of the output head that it reads. The head's own weights are not in the table: each counts as much
     as one of the model's blocks, or of its output head, whichever takes more."""
-    c, by_count, own_head = head.model.c, weight_costs(head.model.c), head.shape.get("own_head")
+    step, by_count = head.step, weight_costs(head.model.c)
     rate = max(sum(costs.sublayers) / sum(by_count.sublayers), costs.head / by_count.head)
-    own = rate * count(head) / getattr(head, "steps", 1)
-    exit_layer = head.shape.get("exit_layer", 0)
-    part = costs.pricing(range(2 * exit_layer), 0.0 if own_head else share)
-    whole, slot = costs.pricing(range(2 * c.n_layers)), costs.slot * head.reads
-    return lambda n: (part(n) + own + slot * (n - costs.at)) / whole(n)     # an adapter reads the text, too
+    own, slot = rate * step.weights, costs.slot * step.reads
+    part = costs.pricing(range(2 * step.trunk), share * step.output)
+    whole = costs.pricing(range(len(costs.sublayers)))
+    return lambda n: (part(n) + own + slot * (n - costs.at)) / whole(n)
 
 
 def step_cost(head):
@@ -411,7 +298,7 @@ def shorter(head, ids):
     """The same head with a draft vocabulary, `layerskip.ShortHead`; one with output heads of its own stays as
     it is."""
     twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
-    if not head.shape.get("own_head"):
+    if head.step.output:
         setattr(twin, part, ShortHead(getattr(head, part), ids))
     return twin
 
@@ -437,7 +324,7 @@ def save(head, folder):
                   metadata={"heads": json.dumps(facts)})
 
 
-def load(folder, model):
+def load(folder, model, kinds=KINDS):
     """The head that `save` wrote, on this model and in its dtype. If it is `strange`, its drafts may be
     accepted less often. Raises FileNotFoundError or ValueError, in one line, for a file that is missing or
     damaged or was made for a model of another shape or vocabulary."""
@@ -452,7 +339,7 @@ def load(folder, model):
         raise ValueError(f"{path}: trained for a model of another shape or vocabulary: train heads anew for "
                          "this one")
     with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
-        head = KINDS[facts["kind"]](model, **facts["shape"])
+        head = kinds[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]
         head.strange = made != fingerprint(model)

@@ -149,7 +149,7 @@ class Siblings(Wrapper):
             length = torch.where(length == K, K + sum(widths), length)
         reuse = draft.reuse and share(state, draft.reuse, tokens, parents)
         return Draft(torch.cat([draft.tokens, tokens], 1), torch.cat([draft.q, q], 1), length, reuse, parents,
-                     draft.extra)
+                     draft.traced)
 
 
 def siblings(draft, logits, widths, coins):
@@ -172,8 +172,7 @@ def share(state, reuse, tokens, parents):
     """The `reuse` of a chain, with its siblings: tokens (B, S) run through the sub-layers that the target
     need not run again. parents (1, K+S)"""
     (first, x, trace), more, N = reuse, dict.fromkeys(reuse[2]), parents.shape[1]
-    positions, slots, tree = layout(state, N, parents)
-    y = state.model.run(state.model.embed(tokens), positions, state.cache, range(first), slots=slots,
-                        tree=tree[:, -tokens.shape[1] :], trace=more,
-                        span=state.span(0, N + 1))                              # (B, S, dim)
+    at = layout(state, N, parents)
+    at = at._replace(tree=at.tree[:, -tokens.shape[1] :])
+    y = state.model.run(state.model.embed(tokens), at, state.cache, range(first), more)     # (B, S, dim)
     return first, torch.cat([x, y], 1), {tap: torch.cat([trace[tap], more[tap]], 1) for tap in trace}

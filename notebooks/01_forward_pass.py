@@ -19,25 +19,14 @@
 # model of your own. Change `MODEL` in the first cell.
 
 # %%
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
-if ROOT is None:
-    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
-for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
-sys.path.insert(0, str(ROOT))
-# %matplotlib inline
-# %config InlineBackend.figure_formats = ["retina"]
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
 import torch
 
 import checkpoint
+from model import Placement
 from support import plots
 
 torch.set_grad_enabled(False)                   # nothing is trained here
@@ -100,7 +89,7 @@ print(x[0, :3, :6])
 # `model.run` applies any list of them. So we can apply them one at a time and keep every state on the way.
 
 # %%
-states, where = [model.embed(tokens)], slice(0, len(ids))       # the positions 0 .. T-1
+states, where = [model.embed(tokens)], Placement.at(0, len(ids), device)    # the positions 0 .. T-1
 for i in range(2 * c.n_layers):
     states.append(model.run(states[-1], where, sublayers=[i]))
 logits = model.unembed(states[-1])                              # (1, T, V)
@@ -259,8 +248,8 @@ layer, G = c.n_layers // 2, c.n_heads // c.n_kv_heads
 block = model.blocks[layer]
 heads = [head(layer, kv, g)[1] for kv in range(c.n_kv_heads) for g in range(G)]
 naive = torch.cat(heads, -1) @ block.attn.wo.T                          # (T, H*D) -> (T, dim)
-cos, sin = model.angles(torch.arange(len(ids), device=device), len(ids))
-mask = model.masks(states[0], where, where, len(ids), None)[c.window if layer % 2 == 0 else None]
+cos, sin = (t[: len(ids), None, None] for t in model.angles(len(ids)))  # (T, 1, 1, D)
+mask = model.masks(where, len(ids), 0)[c.window if layer % 2 == 0 else None]
 library = block.attn(block.attn_norm(states[2 * layer]), cos, sin, mask, block_only)[0]
 assert torch.allclose(naive, library, atol=1e-4)
 print("naive", naive[4, :4], "library", library[4, :4])
@@ -332,7 +321,7 @@ print(f"{c.dim} -> {up.shape[-1]} -> {c.dim} numbers; "
 # %%
 x = model.tok[tokens] * c.embed_scale
 for i, block in enumerate(model.blocks):
-    mask = model.masks(x, where, where, T, None)[c.window if i % 2 == 0 else None]
+    mask = model.masks(where, T, 0)[c.window if i % 2 == 0 else None]
     x = x + block.attn_post(block.attn(block.attn_norm(x), cos, sin, mask, block_only))
     x = x + block.mlp_post(block.mlp(block.mlp_norm(x)))
 final = model.tok if c.tied else model.head                             # (V, dim)
@@ -384,11 +373,11 @@ figure
 # the whole model? We read a story that the model did not write.
 
 # %%
-from lab.bench.shared import read_prompts
+from support.files import read_prompts
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:200]
 trace = dict.fromkeys(range(2 * c.n_layers))                            # `run` fills in what we ask for
-model.run(model.embed(torch.tensor([story], device=device)), slice(0, len(story)), trace=trace)
+model.run(model.embed(torch.tensor([story], device=device)), Placement.at(0, len(story), device), trace=trace)
 best = torch.stack([model.unembed(trace[i])[0].argmax(-1) for i in trace])      # (2L, T)
 agreement = (best == best[-1]).float().mean(1).cpu()
 figure, ((side,),) = plots.axes(1, 1, width=7)

@@ -12,25 +12,14 @@
 # Before it: [1, the forward pass](01_forward_pass.ipynb). After it: [3, sampling](03_sampling.ipynb).
 
 # %%
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
-if ROOT is None:
-    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
-for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
-sys.path.insert(0, str(ROOT))
-# %matplotlib inline
-# %config InlineBackend.figure_formats = ["retina"]
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
 import torch
 
 import checkpoint
+from model import Placement
 from support import plots
 
 torch.set_grad_enabled(False)
@@ -82,13 +71,14 @@ print("k and v:", tuple(cache.k.shape), "= blocks, rows, key-value heads, slots,
 
 # %%
 def write_cached(ids, count, cache):
-    ids, computed, block = list(ids), 0, slice(0, len(ids))     # the first block is the whole prompt
+    ids, computed, first = list(ids), 0, 0                      # the first block is the whole prompt
     for _ in range(count):
-        tokens = torch.tensor([ids[block]], device=device)
-        x = model.run(model.embed(tokens), block, cache)        # slot = position: one slice says both
+        tokens = torch.tensor([ids[first:]], device=device)
+        at = Placement.at(first, len(ids), device)              # slot = position: one range says both
+        x = model.run(model.embed(tokens), at, cache)
         computed += tokens.shape[1]
         ids.append(int(model.unembed(x[:, -1:])[0, -1].argmax()))
-        block = slice(len(ids) - 1, len(ids))                   # from now on one token
+        first = len(ids) - 1                                    # from now on one token
     return ids, computed
 
 
@@ -106,12 +96,12 @@ from control import interleave
 lengths = [n for n in (16, 64, 128, 256, 384, 500) if n <= c.max_len]
 line = torch.randint(c.vocab_size, (1, max(lengths)), device=device)
 full = KVCache(c, 1, max(lengths), model.attention_dtype(), device)
-model.run(model.embed(line), slice(0, max(lengths)), full)
+model.run(model.embed(line), Placement.at(0, max(lengths), device), full)
 actions = {}
 for n in lengths:
     actions["without", n] = lambda n=n: model(line[:, :n])
     actions["with", n] = lambda n=n: model.unembed(
-        model.run(model.embed(line[:, n - 1 : n]), slice(n - 1, n), full))
+        model.run(model.embed(line[:, n - 1 : n]), Placement.at(n - 1, n, device), full))
 times = interleave(actions, repeats=5)      # seconds, the median of five; the actions take turns
 
 # %%
@@ -187,7 +177,8 @@ draw([("after the prompt", past[:4]),
 def step(ids, start, cache):
     """Read ids[start:] as one block and return the logits after its last token. (V,)"""
     block = torch.tensor([ids[start:]], device=device)
-    return model.unembed(model.run(model.embed(block), slice(start, len(ids)), cache)[:, -1:])[0, 0]
+    x = model.run(model.embed(block), Placement.at(start, len(ids), device), cache)
+    return model.unembed(x[:, -1:])[0, 0]
 
 
 n = len(prompt)
@@ -274,7 +265,7 @@ class CatCache:
     def __init__(self, layers):
         self.k, self.v = [None] * layers, [None] * layers
 
-    def write(self, layer, k, v, slots, end, recent=None):      # the arguments of KVCache.write
+    def write(self, layer, k, v, at, start=0):                  # the arguments of KVCache.write
         for kept, new in ((self.k, k), (self.v, v)):
             kept[layer] = new if kept[layer] is None else torch.cat([kept[layer], new], 2)
         return self.k[layer], self.v[layer]
@@ -365,7 +356,8 @@ sliding = [[2 * i, 2 * i + 1] for i in range(0, gemma.c.n_layers, 2)][:6]
 reach = []
 for count in range(len(sliding) + 1):
     subs = [i for pair in sliding[:count] for i in pair]
-    a, b = (narrow.run(narrow.embed(t), slice(0, T), sublayers=subs)[:, -1] for t in (line, changed))
+    at = Placement.at(0, T, device)
+    a, b = (narrow.run(narrow.embed(t), at, sublayers=subs)[:, -1] for t in (line, changed))
     reach.append(((a - b).abs().amax(1) > 1e-8).float().cpu())
     assert int(reach[-1].sum()) == min(T, 1 + 3 * count), "each block reaches window - 1 = 3 further"
 figure, ((side,),) = plots.axes(1, 1, width=8, height=2.6)
@@ -452,8 +444,8 @@ print("counted")
 # %%
 poisoned = KVCache(c, 1, m + 8, model.attention_dtype(), device)
 poisoned.v[:, :, :, m + 4 :] = torch.nan                        # beyond what the block writes
-ends = torch.arange(m, device=device)[None]                     # positions as a tensor: all slots are read
-spoilt = model.unembed(model.run(model.embed(torch.tensor([prompt], device=device)), ends, poisoned))
+at = Placement.at(0, m, device)._replace(end=m + 8)             # all slots are read
+spoilt = model.unembed(model.run(model.embed(torch.tensor([prompt], device=device)), at, poisoned))
 assert spoilt.isnan().any()
 print("NaN in slots that nobody may see reached the logits")
 

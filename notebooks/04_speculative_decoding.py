@@ -13,19 +13,7 @@
 # Before it: [3, sampling](03_sampling.ipynb). After it: [5, layer skipping](05_layer_skipping.ipynb).
 
 # %%
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
-if ROOT is None:
-    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
-for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
-sys.path.insert(0, str(ROOT))
-# %matplotlib inline
-# %config InlineBackend.figure_formats = ["retina"]
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
@@ -59,7 +47,7 @@ print(inspect.getsource(minimal.distribution))
 # We take a story and look for a place in it where the part and the whole disagree a good deal.
 
 # %%
-from lab.bench.shared import read_prompts
+from support.files import read_prompts
 from layerskip import Teacher
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
@@ -322,11 +310,10 @@ state, r = next(run)
 HTML(show.round_html(r, tokenizer))
 
 # %% [markdown]
-# Every field of a round, and what the loop knows after it. The first five belong to the draft: its tokens,
-# their q, how many there are, `parents`, which only drafts that branch have, and `extra`, which only Hidden
-# Transfer fills (notebook 7). Then: the target's logits and its p, how many guesses were accepted and how
-# many proposed, the `new` tokens, how `sure` the target was of each (its probability, at temperature 1), and
-# a `trace` of states for whoever asks for one.
+# Every field of a round, and what the loop knows after it. The draft comes first: its tokens, their q, how
+# many there are, `parents`, which only drafts that branch have (notebook 7), and `traced`. Then: the
+# target's logits and its p, how many guesses were accepted and how many proposed, the `new` tokens, how
+# `sure` the target was of each (its probability, at temperature 1), and a `trace` of states.
 
 # %%
 def brief(value):
@@ -382,10 +369,9 @@ for name, seen in runs.items():
 # **Predict:** is the sixth guess, *if it is tested*, accepted less often than the first one?
 
 # %%
-from lab.bench.shared import prompt_ids
 
 K = 6
-prompts = prompt_ids("stories", tokenizer, c)[:4]
+prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")[:4]]
 tested, kept = torch.zeros(K), torch.zeros(K)
 for ids in prompts:
     for _, r in rounds(model, [ids], 48, SelfDraft(model, range(2 * EXIT), K)):

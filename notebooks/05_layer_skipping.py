@@ -10,19 +10,7 @@
 # Before it: [4, speculative decoding](04_speculative_decoding.ipynb). After it: [6, search](06_search.ipynb).
 
 # %%
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
-if ROOT is None:
-    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
-for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
-sys.path.insert(0, str(ROOT))
-# %matplotlib inline
-# %config InlineBackend.figure_formats = ["retina"]
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
@@ -83,7 +71,7 @@ figure
 # For an early exit it is easy to check by hand: its guess is the best token of the state after E blocks.
 
 # %%
-from lab.bench.shared import read_prompts
+from support.files import read_prompts
 from layerskip import Teacher
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:160]
@@ -209,7 +197,7 @@ figure
 # guesses is accepted.
 
 # %%
-from control import AdaptiveExit, DoNoHarm, ValueGate
+from control import AdaptiveExit, DoNoHarm, Gate
 
 subs, cost = early_exit(L, max(1, L // 6)), costs.step(early_exit(L, max(1, L // 6)))
 
@@ -240,11 +228,11 @@ right.legend(frameon=False, fontsize=8)
 figure
 
 # %% [markdown]
-# **The value gate** asks before drafting: how sure was the target of its last token? It learns how often
-# drafts are accepted after a token of each confidence, and drafts only where that exceeds the cost.
+# **The gate** (fast-llm-inference) asks before drafting: how sure was the target of its last token? It drafts
+# only where that exceeds a threshold.
 
 # %%
-drafted, kept, sure = traced(ValueGate(cost), subs, lambda rule: rule.sure[0])
+drafted, kept, sure = traced(Gate(4, 0.6), subs, lambda rule: rule.sure[0])
 figure, ((left, right),) = plots.axes(1, 2, width=6, height=2.8)
 draw_trace(left, drafted, kept)
 before = [1.0, *sure[:-1]]                                      # the confidence that the gate saw

@@ -13,25 +13,14 @@
 # [5, layer skipping](05_layer_skipping.ipynb) for the early exit that drafts here.
 
 # %%
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
-if ROOT is None:
-    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
-for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
-sys.path.insert(0, str(ROOT))
-# %matplotlib inline
-# %config InlineBackend.figure_formats = ["retina"]
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
 import torch
 
 import checkpoint
+from model import Placement
 from layerskip import SelfDraft, Teacher
 from sampling import Coins, to_probs
 from support import plots
@@ -144,8 +133,8 @@ with torch.no_grad():
     prefill(model, torch.tensor([known], device=device), cache)
     positions = n - 2 + tree.sum(-1)[None].to(device)           # D stands at n - 1
     slots = torch.arange(n - 1, n + K, device=device)[None]
-    x = model.run(model.embed(block), positions, cache, slots=slots, tree=tree[None].to(device),
-                  span=slice(n - 1, n + K))
+    at = Placement(positions, slots, n - 1, n + K, tree[None].to(device))
+    x = model.run(model.embed(block), at, cache)
     together = model.unembed(x)[0]                              # (K+1, V): one row after each node
     for k in range(K + 1):
         path = [int(t) for t, on in zip(block[0], tree[k], strict=True) if on]
@@ -328,7 +317,7 @@ figure
 # finds the best tree of so many nodes (Sequoia, section 3.1). Here for greedy decoding, on a story.
 
 # %%
-from lab.bench.shared import read_prompts
+from support.files import read_prompts
 from methods.trees import best_tree, rank_acceptance, tree_tokens
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:120]
@@ -352,25 +341,22 @@ figure
 # ## What each head sees
 #
 # An early exit drafts token by token. A trained head can do better, since it may read states that the target
-# has computed anyway. Six kinds of the library are drawn here, and they differ in what they read. Below, a
+# has computed anyway. Five kinds of the library are drawn here, and they differ in what they read. Below, a
 # column is a token and a row is a height in the model; D is the last known token, which nobody has run yet.
 # Blue: states that exist before the draft; a square is what the head reads. Orange: what the drafting
 # itself must run. Dotted: what begins with that state. Arrows: who says which token.
 
 # %%
-from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 
-E, T = max(1, L // 3), L // 2
-all_kinds = [Kangaroo(model, E), ExitBlock(model, E), Eagle(model), Medusa(model, 3),
-             Transfer(model, T, 3), Prophet(model, 1)]
+E = max(1, L // 3)
+all_kinds = [Kangaroo(model, E), ExitBlock(model, E), Eagle(model), Medusa(model, 3), Prophet(model, 1)]
 
 
 def runs(head):
     """What drafting runs: [(column, lowest, highest block)]; the last token read is column 0, and D is 1."""
     if head.kind in ("kangaroo", "exit_block"):
         return [(1 + k, 0, E) for k in range(3)]                # the trunk up to the exit, for each token
-    if head.kind == "transfer":
-        return [(1 + k, T, L) for k in range(3)]                # the rows ride along in the verifying pass
     return [(1 + k, 0, 1) for k in range(3)] if head.kind in ("eagle", "prophet") else []
 
 # %%
@@ -382,20 +368,19 @@ def sees(side, head):
         side.bar(column, high - low, 0.7, bottom=low, color="#f2d0b8")
     for column in range(-2, 4) if exits else range(-2, 1) if head.kind == "eagle" else [0]:
         side.plot(column, top, "s", color=plots.HUES[0], ms=8)
-    feeds = {"transfer": [(1 + k, top) for k in range(3)], "prophet": [(1, 1)], "eagle": [(1, 0)]}
+    feeds = {"prophet": [(1, 1)], "eagle": [(1, 0)]}
     for column, height in feeds.get(head.kind, []):
         side.plot([0, column], [top, height], color="#808080", ls=":")
     for k in range(3):
-        start = {"medusa": (0, L), "transfer": (1 + k, L), "prophet": (1 + k, 1),
-                 "eagle": (1 + k, 1)}.get(head.kind, (1 + k, top))
+        start = {"medusa": (0, L), "prophet": (1 + k, 1), "eagle": (1 + k, 1)}.get(head.kind, (1 + k, top))
         side.annotate("", (2 + k, L * 1.12), start, arrowprops=dict(arrowstyle="->", color=plots.HUES[1]))
 
 # %%
-figure, (sides,) = plots.axes(1, 6, width=2.6, height=3.6)
+figure, (sides,) = plots.axes(1, 5, width=2.8, height=3.6)
 for side, head in zip(sides, all_kinds, strict=True):
     sees(side, head)
     side.set_xticks(range(-2, 5), ["", "", "read", "D", "+1", "+2", "+3"], fontsize=8)
-    side.set(title=head.kind, ylim=(0, L * 1.15), yticks=[0, E, T, L])
+    side.set(title=head.kind, ylim=(0, L * 1.15), yticks=[0, E, L])
 sides[0].set_ylabel("block")
 figure
 
@@ -408,100 +393,23 @@ figure
 #   the token before it. After D there are no final states yet, and it reads what it said itself.
 # - **Medusa** (arXiv 2401.10774) reads the final state of the last token read, and nothing else. It says
 #   three tokens at once: cheap, but its second head does not know what the first one has said.
-# - **Hidden Transfer** (arXiv 2404.12022) makes *pseudo states* of the tokens to come, in the middle of the
-#   model. They run through the upper blocks beside the real tokens, in the pass that verifies.
-# - **The prophet** (lucidrains; not ProphetNet, which is in notebook 10) is a small decoder. It begins with
+# - **The prophet** (lucidrains; not ProphetNet, which is in the lab) is a small decoder. It begins with
 #   the final state and reads its own drafts.
-#
-# The pseudo states of Hidden Transfer must not disturb anybody. Here is who sees whom, for a block of three
-# tokens with two rows each. No real token sees a row, and the cache keeps none.
-
-# %%
-from speculative import ahead
-
-real = torch.ones(1, 3, 3, dtype=torch.bool).tril()
-mask = torch.cat([torch.nn.functional.pad(real, (0, 6)), ahead(real, 2)], 1)[0]
-who = ["D", "d1", "d2", *(f"{token} + {k}" for token in ("D", "d1", "d2") for k in (1, 2))]
-figure, ((side,),) = plots.axes(1, 1, width=4.6, height=3.8)
-side.imshow(mask, cmap="Blues", vmax=1.5)
-side.axhline(2.5, color=plots.HUES[1], lw=1)
-side.axvline(2.5, color=plots.HUES[1], lw=1)
-side.set_xticks(range(9), who, rotation=90)
-side.set_yticks(range(9), who)
-side.set_title("above the orange line: real tokens; below: pseudo states")
-assert not mask[:3, 3:].any()
-figure
-
-# %% [markdown]
-# ## Where should pseudo states begin?
-#
-# Training is simple: the teacher is the model itself. A head learns to say, at each place of a text, what the
-# model will say some places later. The loss is KL(p || q), the sum of p log(p / q): 0 where q is p, and
-# larger, the less q gives to what p says. The model stays as it is. Here we train three very small heads for
-# a few steps, on text that the model writes: pseudo states from the embedding (t = 0, a stream of
-# ProphetNet), from the middle, and from the end (t = L, Medusa without its residual block). (For minutes,
-# `lab/train_heads.py` does the same, and then they are worth something.)
-
-# %%
-from lab import train_heads
-from speculative import generate
-
-length, first = 40, prompt[:1]                                  # each text begins as a text does
-written, _ = generate(model, [first] * 20, length - 1, None, warm, Coins(0))
-texts = torch.tensor([first + row for row in written], device=device)           # (20, length)
-print("the model writes:", repr(tokenizer.decode(written[0])))
-
-# %%
-def fit(head, steps=10):
-    optimiser = torch.optim.AdamW(head.weights.parameters(), lr=5e-3)
-    for step in range(steps):
-        found, _ = train_heads.losses(head, texts[2 * step % 16 :][:2])         # one for each row of a token
-        sum(found).backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    return head
-
-# %% [markdown]
-# **Predict:** the later the rows begin, the less they cost, since they run through fewer blocks. Which of the
-# three says the next-but-one token best after so little training? Which one the token after that?
-
-# %%
-trained, worth = {}, {}
-for t in (0, L // 2, L):
-    head = Transfer(model, t, 3)
-    before = train_heads.evaluate(head, texts[16:].flatten(), length, 4 * length)
-    trained[t] = fit(head)
-    worth[t] = train_heads.evaluate(head, texts[16:].flatten(), length, 4 * length)
-    fell = [f"{old:.2f} -> {new:.2f}" for old, new in zip(before["loss"], worth[t]["loss"], strict=True)]
-    print(f"from block {t:2}: loss by row {', '.join(fell)}; {3 * (L - t) / L:.1f} passes over a token more")
-assert all(sum(worth[t]["loss"]) < 100 for t in worth)
-
-# %%
-figure, ((side,),) = plots.axes(1, 1, width=7, height=3.2)
-for (t, said), hue, mark in zip(worth.items(), plots.HUES, "osD", strict=False):
-    side.plot([1, 2, 3], said["overlap"], color=hue, marker=mark,
-              label=f"from block {t}: {3 * (L - t) / L:.1f} passes over a token more")
-side.set(xlabel="places after the next token", ylabel="sum of min(p, q): accepted", xticks=[1, 2, 3],
-         ylim=(0, 1.1 * max(max(said["overlap"]) for said in worth.values())))
-side.legend(frameon=False, fontsize=8)
-figure
-
-# %% [markdown]
-# The farther away, the harder. A row that begins early costs more, and it can look back at the text on its
-# way up. One that begins late is cheap, and must know everything from one vector. The paper begins at a block
-# in between; `lab.bench heads` trains longer and draws this curve for your model.
 #
 # ## In the loop
 #
-# A head is a drafter like any other. Here are trees of the best head at hand: the one beside the weights, if
-# there is one, else ours from the middle. The text cannot change; only the number of passes can.
+# A head learns from the model itself: at each place of a text, what the model will say some places later.
+# The loss is KL(p || q), the sum of p log(p / q), and the model stays as it is (`lab/train_heads.py`). Once
+# trained it is a drafter like any other. Here are trees of the Medusa heads that lie beside the weights;
+# without any, of fresh ones. The text cannot change; only the number of passes can.
 
 # %%
 from methods import heads
+from speculative import generate
 
-found = next((Path(MODEL) / "heads" / kind for kind in ("transfer", "medusa")
-              if (Path(MODEL) / "heads" / kind / heads.FILE).is_file()), None)
-head = heads.load(found, model) if found else trained[L // 2]
+folder = MODEL / "heads" / "medusa"
+found = (folder / heads.FILE).is_file()
+head = heads.load(folder, model) if found else Medusa(model, 3)
 levels = min(3, head.steps)
 wide = best_tree([0.5, 0.15, 0.08, 0.05], 8, 0.0, 0.0, levels=levels)
 drafters = {"plain": None, f"{head.kind}, a chain": head.drafter(levels),
@@ -514,7 +422,7 @@ done = {name: generate(model, [prompt], 48, drafter) for name, drafter in drafte
 taus = {name: len(row) / passes for name, ((row,), passes) in done.items()}
 same = sum(out == done["plain"][0] for out, _ in done.values())
 assert same >= len(done) - 1                                    # in float32 a near-tie may fall otherwise
-print(f"{head.kind}, {'trained' if found else 'ten steps old'}; {same} of {len(done)} texts are the same")
+print(f"{head.kind}, {'trained' if found else 'untrained'}; {same} of {len(done)} texts are the same")
 
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=7, height=2.6)
@@ -596,7 +504,7 @@ for seed in range(50):
 print("fifty seeds, the same end and the same token")
 
 # %% [markdown]
-# `lab/train_heads.py` trains heads, `generate.py --draft transfer --tree 8` drafts with them, and
+# `lab/train_heads.py` trains heads, `generate.py --draft medusa --tree 8` drafts with them, and
 # [BENCHMARKS.md](../lab/BENCHMARKS.md) says what they are worth on a machine.
 #
 # Next: [adapting](08_adapting.ipynb). Which draft is the best one changes with the text. Who chooses?

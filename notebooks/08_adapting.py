@@ -12,26 +12,15 @@
 # Before it: [5, layer skipping](05_layer_skipping.ipynb), and [6, search](06_search.ipynb).
 
 # %%
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
-if ROOT is None:
-    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
-for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
-sys.path.insert(0, str(ROOT))
-# %matplotlib inline
-# %config InlineBackend.figure_formats = ["retina"]
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
 import torch
 
 import checkpoint
-from lab.bench.shared import read_prompts
+from model import Placement
+from support.files import read_prompts
 from control import weight_costs
 from support import plots
 
@@ -90,7 +79,8 @@ from layerskip import without
 
 gap = without(L, attn=[L // 3], mlp=[L // 3])
 x = model.embed(torch.tensor([story], device=model.tok.device))
-before, after = (model.run(x, slice(0, len(story)), sublayers=gap[:n]) for n in (2 * (L // 3), len(gap)))
+at = Placement.at(0, len(story), x.device)
+before, after = (model.run(x, at, sublayers=gap[:n]) for n in (2 * (L // 3), len(gap)))
 assert torch.allclose(before, teacher.states[2 * (L // 3)], atol=1e-4)
 print("before its gap the draft has the target's states; at its end it is off by",
       f"{float((after - teacher.states[-1]).norm() / teacher.states[-1].norm()):.0%}")
@@ -165,7 +155,7 @@ figure
 # A better set takes the place of the one that drafts.
 
 # %%
-from methods.dynamic import SWIFT
+from lab.swift import SWIFT
 
 swift, best = SWIFT(model, window=24, gamma=8, widths=()), []
 for _ in rounds(model, [prompt], 90, swift):
@@ -226,7 +216,8 @@ print(f"the search itself took as long as {len(scores) * costs.step(swift.kept(s
 
 # %%
 from lab.bench.dynamic import Thinking, stream
-from methods.pace import Pace, candidates
+from methods.arms import candidates
+from methods.pace import Pace
 
 prompts, kinds = stream(tokenizer, c, 2)
 pace, texts, passes = Thinking(Pace(model, candidates(model, costs), costs)), [], []
@@ -254,29 +245,30 @@ figure
 # ## What it may lose
 #
 # A draft can fail. But its price is known before: a token of a draft costs c, and so many are drafted. Pace
-# has a purse, which begins with two passes in it, the *stake*. Whatever it wins over plain decoding goes in,
-# and each token that is written adds `risk`, 1 % of a pass. No draft is begun whose whole price the purse
-# could not pay, and what is only tried out leaves the stake there. So the purse never falls below zero, and
-# that *is* the promise: by its table of costs, never slower than plain decoding by more than 1 %, and two
-# passes. By the clock it holds as far as the table is right.
+# keeps a balance, which begins with two passes, the *stake*. Whatever it wins over plain decoding goes in, and
+# each token that is written adds `risk`, 1 % of a pass. A round begins only if the balance covers its cost
+# with nothing accepted. So the balance never falls below zero, and that *is* the guarantee: by its table of
+# costs, never slower than plain decoding by more than 1 %, and two passes. By the clock it holds as far as the
+# table is right.
 #
 # We give it a draft that is worth nothing, and compare with one who drafts two tokens in every round.
 
 # %%
 from layerskip import SelfDraft
-from methods.pace import STAKE, self_draft
+from methods.arms import self_draft
+from methods.pace import STAKE
 
 useless = list(range(L, 2 * L))                                 # the second half of the model, alone
 careful = Pace(model, [self_draft("useless", model, useless, costs)], costs)
 purse, tokens = [], []
 for state, _ in rounds(model, [prompt], 120, careful):
-    purse.append(careful.purse)
+    purse.append(careful.balance)
     tokens.append(len(state.known[0]) - len(prompt))
 stubborn, c_useless = [], costs.step(useless)
 for state, r in rounds(model, [prompt], 120, SelfDraft(model, useless, 2)):
     before = stubborn[-1][1] if stubborn else 0.0
     stubborn.append((len(state.known[0]) - len(prompt), before + len(r.new[0]) - 1 - 2 * c_useless))
-print(f"rounds: {careful.chosen}; the purse was never below {min(purse):.2f}")
+print(f"rounds: {careful.chosen}; the balance was never below {min(purse):.2f}")
 
 # %%
 won = [p - STAKE - 0.01 * t for p, t in zip(purse, tokens, strict=True)]

@@ -14,26 +14,15 @@
 # decoding](04_speculative_decoding.ipynb).
 
 # %%
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
-if ROOT is None:
-    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
-for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
-sys.path.insert(0, str(ROOT))
-# %matplotlib inline
-# %config InlineBackend.figure_formats = ["retina"]
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
 import torch
 
 import checkpoint
-from lab.bench.shared import read_prompts
+from model import Placement
+from support.files import read_prompts
 from kvcache import KVCache
 from speculative import generate, prefill, rounds
 from support import plots
@@ -76,7 +65,7 @@ from collections import Counter
 def one_pass(model, T=1, sublayers=None, cache=cache):
     """A pass over T tokens after the prompt, with a cache."""
     x = model.embed(torch.full((1, T), 5))
-    return model.unembed(model.run(x, slice(n, n + T), cache, sublayers))
+    return model.unembed(model.run(x, Placement.at(n, n + T), cache, sublayers))
 
 
 def count(action):

@@ -173,21 +173,21 @@ def attend(r, dtype, coins):
 
 def sublayer(r, dtype, coins):
     m, x, first = load(ROOT / r["model"], dtype), unpack(r["x"], dtype), r["first"]
-    at, layer = slice(first, first + len(x)), r["sublayer"] // 2
-    cache = KVCache(m.c, 1, at.stop, dtype)
+    at, layer = model.Placement.at(first, first + len(x)), r["sublayer"] // 2
+    cache = KVCache(m.c, 1, at.end, dtype)
     if r["past"]:
         cache.k[layer, 0, :, :first], cache.v[layer, 0, :, :first] = (
             unpack(r["past"][name], dtype) for name in ("k", "v"))
     y = {"x": pack(m.run(x[None], at, cache, [r["sublayer"]])[0])}
     if r["past"]:
-        y |= {"k": pack(cache.k[layer, 0, :, at]), "v": pack(cache.v[layer, 0, :, at])}
+        y |= {"k": pack(cache.k[layer, 0, :, first:]), "v": pack(cache.v[layer, 0, :, first:])}
     return y
 
 
 def forward(r, dtype, coins):
     m = load(ROOT / r["model"], dtype)
     x, trace = m.embed(torch.tensor([r["tokens"]])), dict.fromkeys(range(2 * m.c.n_layers))
-    logits = m.unembed(m.run(x, slice(0, x.shape[1]), trace=trace))
+    logits = m.unembed(m.run(x, model.Placement.at(0, x.shape[1]), trace=trace))
     return {"embedded": pack(x[0]), "sublayers": [pack(y[0]) for y in trace.values()],
             "logits": pack(logits[0])}
 
@@ -197,13 +197,11 @@ def blocks(r, dtype, coins):
     cache = KVCache(m.c, 1, m.c.max_len + model.SPARE, dtype)
     for b in r["blocks"]:
         first, T = b["first"], len(b["tokens"])
-        slots, tree = torch.arange(first, first + T)[None], None
-        positions = slots
+        at = model.Placement.at(first, first + T)
         if b["parents"] is not None:
             tree = ancestors(torch.tensor([b["parents"]], dtype=torch.long))
-            positions = first + tree.sum(-1) - 1
-        x = m.run(m.embed(torch.tensor([b["tokens"]])), positions, cache, b["sublayers"], slots, tree,
-                  span=slice(first, first + T))
+            at = at._replace(positions=first + tree.sum(-1) - 1, tree=tree, same=False)
+        x = m.run(m.embed(torch.tensor([b["tokens"]])), at, cache, b["sublayers"])
         logits.append(pack(m.unembed(x)[0]))
         if b["keep"] is not None:
             src = first + torch.tensor([b["keep"]])

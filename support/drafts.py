@@ -15,7 +15,8 @@ from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise, size
 from machine.recorded import Recorded
 from methods import heads
-from methods.pace import Pace, candidates
+from methods.arms import candidates
+from methods.pace import Pace
 from methods.trees import best_tree
 from speculative import ModelDraft, NGram, Then, ancestors
 from support import cli

@@ -47,8 +47,8 @@ def drafters(m, small):
 
 def trained(m, folder):
     """Drafters with the trained heads beside the weights: chains, and two of them as trees."""
-    found = {file.parent.name: heads.load(file.parent, m)
-             for file in sorted(folder.glob(f"heads/*/{heads.FILE}"))}
+    found = {kind: heads.load(folder / "heads" / kind, m) for kind in sorted(heads.KINDS)
+             if (folder / "heads" / kind).is_dir()}
     trees = {f"{kind}, tree": found[kind].drafter(3, [0, 0, 0, 1, 1, 2, 4]) for kind in ("eagle", "medusa")}
     return {kind: head.drafter(3) for kind, head in found.items()} | trees
 

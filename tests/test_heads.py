@@ -8,17 +8,16 @@ import promises
 import pytest
 import torch
 from promises import Watched, compared
-from teach import picture
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, warm
 
 from control import Confidence
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from methods import heads
-from methods.heads import M2R2, Eagle, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from methods.trees import Siblings
 from sampling import Coins
-from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, ahead, ancestors, generate, rounds
+from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, generate, rounds
 
 
 def wild(head, size=0.3):
@@ -56,8 +55,7 @@ DRAFTERS = {
     "in turns": lambda m: Turns(
         wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, without(6, [3], [4]), 2), NGram(3, 1),
         wild(Medusa(m, 3)).drafter(3), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
-        wild(M2R2(m, 4)).drafter(2), wild(Eagle(m)).drafter(3), wild(Prophet(m, 1)).drafter(2),
-        wild(Transfer(m, 2, 2)).drafter(2)),
+        wild(Eagle(m)).drafter(3), wild(Prophet(m, 1)).drafter(2)),
 }
 ENDS = ["eagle", "medusa, uneven tree", "in turns"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
@@ -183,12 +181,6 @@ def test_a_long_prompt_is_read_in_parts():
     text = [i * i % 17 for i in range(300)]
     next(rounds(m, [text], 5, checked(wild(Kangaroo(m, 2)), 2, far), warm))
     assert len(far) == 2 and max(far) < 1e-9
-
-
-def test_rows_that_ride_along_by_hand():
-    tree = ancestors(torch.tensor([[0, 0]]))    # a token and its two children, two rows for each
-    assert picture(ahead(tree, 2)[0]) == [
-        "x..x.....", "x..xx....", "xx...x...", "xx...xx..", "x.x....x.", "x.x....xx"]
 
 
 def test_judged_compares_the_same_tokens():

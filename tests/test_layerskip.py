@@ -11,6 +11,7 @@ from tiny import LIVELY, LLAMA, PROMPTS, each_family, make, read, warm
 
 from kvcache import KVCache
 from layerskip import SelfDraft, ShortHead, Teacher, early_exit, shared_prefix, skipped, without
+from model import Placement
 from sampling import Coins, to_probs
 from speculative import generate, rounds
 from support.cli import read_beside, read_skip, read_vocab
@@ -178,11 +179,11 @@ def drafted_states(text, tokens, sublayers, slip=None):
     has read all of the text but its last token."""
     m, n, ids, xs = TARGET, len(text), torch.tensor([[*text, *tokens]]), []
     cache = KVCache(m.c, 1, n + len(tokens) + 2, torch.float64)
-    m.run(m.embed(ids[:, : n - 1]), slice(0, n - 1), cache)
+    m.run(m.embed(ids[:, : n - 1]), Placement.at(0, n - 1), cache)
     for k in range(len(tokens)):
         at = n - 1 + {"stands": 0, "late": k + 1}.get(slip, k)
         token = ids[:, n - 1 + (0 if slip == "repeats" else k)]
-        xs.append(m.run(m.embed(token[:, None]), slice(at, at + 1), None if slip == "alone" else cache,
+        xs.append(m.run(m.embed(token[:, None]), Placement.at(at, at + 1), None if slip == "alone" else cache,
                         None if slip == "all" else sublayers))
     return torch.cat(xs, 1)
 

@@ -15,7 +15,7 @@ from tiny import FAMILIES, GEMMA, LLAMA, fork, make
 
 import checkpoint
 from kvcache import KVCache
-from model import RMSNorm, Transformer, frequencies, rope, rotate, softcap, visible
+from model import Placement, RMSNorm, Transformer, frequencies, rope, rotate, softcap, visible
 from speculative import prefill
 
 families = pytest.mark.parametrize("name", FAMILIES)
@@ -57,7 +57,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 def test_cached_blocks_equal_the_full_pass(name, block):
     """Also where the window, 5, is shorter than the block, and where the last block is short."""
     m, tokens = make(FAMILIES[name]), torch.arange(40).view(2, 20) * 7 % 17
-    want = m.run(m.embed(tokens), slice(0, 20))
+    want = m.run(m.embed(tokens), Placement.at(0, 20))
     assert error(prefill(m, tokens, new_cache(m, 2, 24), block), want) < 1e-12
 
 
@@ -65,52 +65,51 @@ def test_cached_blocks_equal_the_full_pass(name, block):
 def test_rows_at_different_places_equal_their_full_passes(name):
     """Rows advance unevenly, and dead slots hold garbage."""
     m, x, n = make(FAMILIES[name]), some_x(3, 32), torch.tensor([4, 13, 1])
-    cache, want, row = new_cache(m, 3, 32), m.run(x, slice(0, 32)), torch.arange(3)[:, None]
-    m.run(x[:, :13], slice(0, 13), cache)
+    cache, want, row = new_cache(m, 3, 32), m.run(x, Placement.at(0, 32)), torch.arange(3)[:, None]
+    m.run(x[:, :13], Placement.at(0, 13), cache)
     for advance in ([1, 4, 2], [4, 0, 3], [2, 1, 4], [0, 0, 0]):
         dead = (torch.arange(32) >= n[:, None])[None, :, None, :, None]
         cache.k.masked_fill_(dead, 1e3)
         cache.v.masked_fill_(dead, -1e3)
         at = n[:, None] + torch.arange(4)
-        for span in (None, slice(int(n.min()), int(n.max()) + 4), slice(0, 24)):
-            assert error(m.run(x[row, at], at, cache, span=span), want[row, at]) < 1e-12
+        for first, end in ((int(n.min()), int(n.max()) + 4), (0, 24)):
+            assert error(m.run(x[row, at], Placement(at, at, first, end), cache), want[row, at]) < 1e-12
         n = n + torch.tensor(advance)
 
 
 BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()    # a root and two children
 RAGGED = torch.tensor([[14, 15, 16], [11, 12, 13]])
-LAYOUTS = {  # positions of three tokens, the first slot that a window of 5 still sees, the rest
-    "slice": (slice(12, 15), 8, {}),
-    "rows": (RAGGED, 7, dict(span=slice(11, 17))),
-    "tree": (RAGGED - torch.tensor([0, 0, 1]), 7,
-             dict(slots=RAGGED, tree=BRANCHES, span=slice(11, 17))),
-    "tree of one row": (torch.tensor([[12, 13, 13]]), 8,    # as the loop lays it out on the CPU
-                        dict(slots=slice(12, 15), tree=BRANCHES, span=slice(12, 15)))}
+LAYOUTS = {  # where three tokens stand, the first slot that a window of 5 still sees
+    "slice": (Placement.at(12, 15), 8),
+    "rows": (Placement(RAGGED, RAGGED, 11, 17), 7),
+    "tree": (Placement(RAGGED - torch.tensor([0, 0, 1]), RAGGED, 11, 17, BRANCHES[None]), 7),
+    "tree of one row": (Placement(torch.tensor([[12, 13, 13]]), torch.arange(12, 15)[None], 12, 15,
+                                  BRANCHES[None]), 8)}      # as the loop lays it out on the CPU
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sliding_layers_read_their_window_only(layout):
     """The slots before it are not touched, though they hold NaN."""
-    m, x, (at, first, where) = make(GEMMA), some_x(2, 24), LAYOUTS[layout]
+    m, x, (at, first) = make(GEMMA), some_x(2, 24), LAYOUTS[layout]
     cache, block = new_cache(m, 2, 24), x[:, 12:15]
-    m.run(x[:, :14], slice(0, 14), cache)
-    want = m.run(block, at, fork(cache), **where | {"span": None})    # all slots are read
+    m.run(x[:, :14], Placement.at(0, 14), cache)
+    want = m.run(block, at._replace(first=0, same=False), fork(cache))    # all slots are read
     cache.k[::2, :, :, :first] = cache.v[::2, :, :, :first] = math.nan
-    assert error(m.run(block, at, cache, **where), want) < 1e-12
+    assert error(m.run(block, at, cache), want) < 1e-12
 
 
 @families
-def test_only_distances_matter_without_a_cache(name):
+def test_only_distances_matter(name):
     """Rotary positions are relative: any start will do, also behind the table's first 256 rows."""
     m, x = make(FAMILIES[name]), some_x(2, 9)
-    want = m.run(x, slice(0, 9))
+    want = m.run(x, Placement.at(0, 9))
     for start in (7, 252, 900):
-        assert error(m.run(x, slice(start, start + 9)), want) < 1e-11  # cos(900): three digits less
-    assert error(m.run(x, torch.tensor([[3], [40]]) + torch.arange(9)), want) < 1e-12
+        later = [t[start : start + 9] for t in m.angles(start + 9)]
+        assert error(m.run(x, Placement.at(0, 9), table=later), want) < 1e-11   # cos(900): three digits less
 
 
 def test_the_angles_follow_the_type_of_the_weights():
-    m, x, at = make(LLAMA), some_x(1, 9), slice(0, 9)
+    m, x, at = make(LLAMA), some_x(1, 9), Placement.at(0, 9)
     assert error(m.float().run(x.float(), at), make(LLAMA).run(x, at)) < 1e-5
     fresh = make(LLAMA).float().double()
     assert torch.equal(m.double().run(x, at), fresh.run(x, at)), "the table has stayed in float32"
@@ -121,15 +120,13 @@ def test_one_scoring_pass_equals_each_token_on_its_own(name):
     """In slots 9 .. 17 of a cache that holds the text; its tokens do not see each other."""
     m, x, alone = make(FAMILIES[name]), some_x(2, 9), torch.eye(9, dtype=torch.bool)
     cache, at, some = new_cache(m, 2, 18), torch.arange(9).expand(2, -1), [0, 1, 4, 5, 7, 10]
-    m.run(x, slice(0, 9), cache)
+    m.run(x, Placement.at(0, 9), cache)
     held = cache.k[:, :, :, :9].clone()
-    same = m.run(x, slice(0, 9), fork(cache), some, slots=slice(9, 18), tree=alone)
-    got = m.run(x, at, cache, some, slots=9 + at, tree=alone)
-    assert error(same, got) < 1e-12 and torch.equal(cache.k[:, :, :, :9], held)
+    one = m.run(x, Placement(at[:1], 9 + at[:1], 0, 18, alone[None]), fork(cache), some)
+    got = m.run(x, Placement(at, 9 + at, 0, 18, alone[None]), cache, some)
+    assert error(one, got) < 1e-12 and torch.equal(cache.k[:, :, :, :9], held)
     for j in range(9):
-        for slots in (None, slice(9, 10)):
-            solo = m.run(x[:, [j]], slice(j, j + 1), fork(cache), some, slots=slots)
-            assert error(got[:, [j]], solo) < 1e-12
+        assert error(got[:, [j]], m.run(x[:, [j]], Placement.at(j, j + 1), fork(cache), some)) < 1e-12
 
 
 # --- sub-layers
@@ -138,7 +135,7 @@ def test_one_scoring_pass_equals_each_token_on_its_own(name):
 @families
 def test_the_trace_holds_the_state_after_each_sublayer(name):
     """And each can be the border between a draft and what verification still has to run."""
-    m, x, at = make(FAMILIES[name]), some_x(2, 8), slice(0, 8)
+    m, x, at = make(FAMILIES[name]), some_x(2, 8), Placement.at(0, 8)
     for sublayers in (range(12), [0, 3, 4, 11], []):
         trace, some = dict.fromkeys(range(12)), {3: None}
         out = m.run(x, at, sublayers=sublayers, trace=trace)
@@ -181,7 +178,7 @@ def test_an_attention_by_hand(name, layer):
             y[i, h] = scores.softmax(0) @ heads[first : i + 1, h // 2, 3]
     out = y.view(T, -1) @ b.attn.wo.T
     out = by_hand_norm(c, out, b.attn_post.weight) if gemma else out
-    assert error(m.run(x, slice(0, T), sublayers=[2 * layer]), x + out) < 1e-12
+    assert error(m.run(x, Placement.at(0, T), sublayers=[2 * layer]), x + out) < 1e-12
 
 
 # --- norms, scales, the cache
@@ -217,8 +214,8 @@ def test_a_new_cache_is_all_zeros():
 def test_slots_as_a_slice_and_as_a_tensor_write_the_same():
     k, v = torch.rand(2, 3, 2, 4, 16, dtype=torch.float64)
     one, other = (KVCache(GEMMA, 3, 10, torch.float64) for _ in range(2))
-    a = one.write(2, k, v, slice(3, 7), 7)
-    b = other.write(2, k, v, torch.arange(3, 7).expand(3, -1), 7)
+    a = one.write(2, k, v, Placement.at(3, 7))
+    b = other.write(2, k, v, Placement.at(3, 7)._replace(same=False))
     assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
     for got, same, new in zip(a, b, (k, v), strict=True):
         assert torch.equal(got, same)

@@ -16,7 +16,7 @@ import checkpoint
 from control import expected_tokens
 from kvcache import KVCache
 from layerskip import skipped, without
-from model import frequencies, rope, rotate, visible
+from model import Placement, frequencies, rope, rotate, visible
 from sampling import Coins, to_probs, uniforms
 from speculative import ancestors
 from verification import verify, verify_tree
@@ -180,10 +180,10 @@ def test_a_cache_is_a_table_of_slots(data, B, T):
     for step in range(4):
         at = torch.tensor([data.draw(st.permutations(range(S))) for _ in range(B)])
         value = (torch.arange(T).double() / 8 + step + 1)[:, None].expand(B, LLAMA.n_kv_heads, T, D)
-        end, recent = data.draw(st.integers(1, S)), data.draw(st.none() | st.integers(1, S))
-        keys, values = cache.write(step % 2, value, -value, at[:, :T], end, recent)
+        end, start = data.draw(st.integers(1, S)), data.draw(st.integers(0, S))
+        keys, values = cache.write(step % 2, value, -value, Placement(at, at[:, :T], 0, end), start)
         table |= {(step % 2, b, int(at[b, t])): step + 1 + t / 8 for b in range(B) for t in range(T)}
-        assert keys.shape[2] == min(end, recent or end)
+        assert keys.shape[2] == values.shape[2] == max(0, end - start)
         src = torch.tensor([data.draw(st.permutations(range(S))) for _ in range(B)])[:, :T]
         cache.move(src, at[:, :T])
         old = dict(table)

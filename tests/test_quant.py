@@ -16,6 +16,7 @@ import checkpoint
 from control import weight_costs
 from layerskip import SelfDraft, ShortHead, Teacher, without
 from machine.quant import KINDS, NF4, Int8, byte_costs, codebook, quantise, size
+from model import Placement
 from sampling import Coins
 from speculative import ModelDraft, generate, rounds
 
@@ -131,7 +132,7 @@ def test_a_quantised_model_is_the_model_of_its_matrices(kind, family):
     t, ids = quantise(m, kind), torch.tensor([PROMPTS[0]])
     other = dense(t)
     assert torch.equal(t(ids), other(ids)) and not torch.allclose(t(ids), m(ids), atol=1e-3)
-    a, b = (x.run(x.embed(ids), slice(0, 8), sublayers=[0, 3, 4, 11]) for x in (t, other))
+    a, b = (x.run(x.embed(ids), Placement.at(0, 8), sublayers=[0, 3, 4, 11]) for x in (t, other))
     assert torch.equal(a, b)
     a, b = (Teacher(x, PROMPTS[0], warm).acceptance([0, 1, 4, 7]) for x in (t, other))
     assert torch.equal(a, b)

@@ -16,6 +16,7 @@ from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine import recorded
 from machine.recorded import Recorded
+from model import Placement
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, prefill, rounds
 
@@ -68,27 +69,28 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
         m = on_paper(eager, widths=widths)
         for start in range(1, S - T + as_slice, 2 - as_slice):  # the last slot of a tensor is dead
             caches = KVCache(m.c, 2, S, torch.float64), KVCache(m.c, 2, S, torch.float64)
-            here, x = slice(start, start + T), m.embed(tokens[:, start : start + T])
-            at = here if as_slice else torch.arange(start, start + T).expand(2, T)
+            here, x = Placement.at(start, start + T), m.embed(tokens[:, start : start + T])
+            at = here if as_slice else here._replace(same=False)
             for cache in caches:
                 prefill(eager, tokens[:, :start], cache)
             want = eager.run(x, here, caches[1])
             for _ in range(2):
-                assert (m.run(x, at, caches[0], span=here) - want).abs().max() < 1e-9, (T, start)
+                assert (m.run(x, at, caches[0]) - want).abs().max() < 1e-9, (T, start)
             off = caches[0].k[:, :, :, : start + T] - caches[1].k[:, :, :, : start + T]
             assert off.abs().max() < 1e-9, (T, start)
 
 
 def test_what_has_a_trace_or_a_tree_or_is_wide_runs_eagerly(models):
     m = on_paper(models["llama"].model)
-    x, own = m.embed(torch.tensor([[1, 2, 3]])), torch.ones(3, 3, dtype=torch.bool).tril()
+    x, own = m.embed(torch.tensor([[1, 2, 3]])), torch.ones(1, 3, 3, dtype=torch.bool).tril()
     for _ in range(3):
         cache = KVCache(m.c, 1, 30, torch.float64)
         for trace, tree in (({3: None}, None), (None, own)):
-            y = m.run(x, slice(4, 7), cache, trace=trace, tree=tree)
-            assert torch.equal(y, m.model.run(x, slice(4, 7), cache, tree=tree))
-        assert m.run(x.repeat(1, 3, 1), slice(4, 13), cache).shape == (1, 9, 32)
-        assert m.run(x, slice(4, 7), cache, []) is x and m.run(x, slice(4, 7)).shape == x.shape
+            at = Placement.at(4, 7)._replace(tree=tree, same=tree is None)
+            y = m.run(x, at, cache, trace=trace)
+            assert torch.equal(y, m.model.run(x, at, cache))
+        assert m.run(x.repeat(1, 3, 1), Placement.at(4, 13), cache).shape == (1, 9, 32)
+        assert m.run(x, Placement.at(4, 7), cache, []) is x and m.run(x, Placement.at(0, 3)).shape == x.shape
     assert not m.tapes
 
 
@@ -151,7 +153,7 @@ def test_sliding_layers_read_little(models, slots, width, how):
     m, W = models["gemma2"].model, 5
     fast, seen = Recorded(m, how, widths=(width,), reach=16, say=wrong), {}
     for at in range(slots - width + 1):
-        cos, _, near = fast.lengths(slice(at, at + width), width, slots)
+        cos, _, near = fast.lengths(at, at + width, width, slots)
         assert at + width <= len(cos) <= slots and torch.equal(near, cos[: len(near)])
         assert len(cos) - len(near) <= max(0, at - W + 1), "the first token's window is cut"
         seen.setdefault((len(cos), len(near)), at)
@@ -329,9 +331,9 @@ def test_one_program_reads_any_window_and_a_part_of_any_cache(folder, c, first):
     for t in (caches[0].k, caches[0].v, caches[1].k, caches[1].v):  # what lies in a wrong place is not 0
         t.copy_(torch.ones_like(t).cumsum(-2))
     for x in states[:2]:
-        fast.run(x, slice(1, 2), early, [0])
+        fast.run(x, Placement.at(1, 2), early, [0])
     for at, x in enumerate(states):
-        got, want = (m.run(x, slice(at, at + 1), cache, [0])
+        got, want = (m.run(x, Placement.at(at, at + 1), cache, [0])
                      for m, cache in zip((fast, model), caches, strict=True))
         assert (got - want).abs().max() < 1e-9, at
     assert len(said) == 1 and "compiling" in said[0] and fast.replays()

@@ -136,9 +136,9 @@ def test_what_is_shared_is_handed_over_and_not_run_again(models, sublayers, shar
             for tap, x in read(m, block, drafter.taps)[1].items():
                 assert (r.trace[tap][b] - x[0, start - 1 :]).abs().max() < 1e-9, f"sub-layer {tap}"
 
-    def watched(x, positions, cache, sublayers, **kwargs):
+    def watched(x, at, cache, sublayers=None, trace=None):
         ran.append(list(FULL if sublayers is None else sublayers))
-        return run(x, positions, cache, sublayers, **kwargs)
+        return run(x, at, cache, sublayers, trace)
 
     m.run = watched
     try:

@@ -18,7 +18,7 @@ from kvcache import KVCache
 from layerskip import SelfDraft, Teacher, without
 from methods import trees
 from methods.trees import Siblings, chain_with_siblings, rank_acceptance, tree_tokens, widths_of
-from model import visible
+from model import Placement, visible
 from sampling import Coins, to_probs
 from speculative import Draft, Drafter, ModelDraft, NGram, Then, ancestors, generate, rounds
 from verification import verify, verify_tree
@@ -61,37 +61,37 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family):
     m, n, parents = make(LIVELY[family]), [9, 4], [[0, 0, 1, 1, 2, 5], [0, 1, 2, 0, 4, 0]]
     texts, nodes = torch.arange(18).view(2, 9) * 5 % 17, torch.arange(14).view(2, 7) * 3 % 17
     cache = KVCache(m.c, 2, 24, torch.float64)
-    m.run(m.embed(texts), slice(0, 9), cache)
+    m.run(m.embed(texts), Placement.at(0, 9), cache)
     for row, length in enumerate(n):
         cache.k[:, row, :, length:], cache.v[:, row, :, length:] = 1e3, -1e3
     tree, first = ancestors(torch.tensor(parents)), torch.tensor(n)[:, None]
     slots, positions = first + torch.arange(7), first + tree.sum(-1) - 1
-    x, span = m.embed(nodes), slice(4, 20)
-    whole = m.run(x, positions, fork(cache), slots=slots, tree=tree, span=span)
+    x, at = m.embed(nodes), Placement(positions, slots, 4, 20, tree)
+    whole = m.run(x, at, fork(cache))
     for a, b in ((0, 1), (1, 3), (3, 4), (4, 7)):
-        part = m.run(x[:, a:b], positions[:, :b], cache, slots=slots[:, :b], tree=tree[:, a:b, :b],
-                     span=span)
+        part = m.run(x[:, a:b], Placement(positions[:, :b], slots[:, :b], 4, 20, tree[:, a:b, :b]), cache)
         assert (part - whole[:, a:b]).abs().max() < 1e-11
     for row, text in enumerate(texts):
         for path in paths(parents[row]):
             ids = torch.cat([text[: n[row]], nodes[row, path]])[None]
-            want = m.run(m.embed(ids), slice(0, ids.shape[1]))[0, n[row] :]
+            want = m.run(m.embed(ids), Placement.at(0, ids.shape[1]))[0, n[row] :]
             assert (whole[row, path] - want).abs().max() < 1e-11
 
 
 @each_family
-def test_a_tree_of_one_row_by_slices(family):
+def test_a_tree_of_one_row(family):
     """A root with two children, of which the second, in slot 10, is a block of its own."""
     m, tree = make(LIVELY[family]), torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
     cache, x = KVCache(m.c, 1, 16, torch.float64), m.embed(torch.tensor([[3, 5, 11]]))
-    m.run(m.embed(torch.tensor([PROMPTS[0]])), slice(0, 8), cache)
-    want = m.run(x[:, [0, 2]], slice(8, 10), fork(cache))[:, 1:]
-    m.run(x[:, :2], slice(8, 10), cache)
-    got = m.run(x[:, 2:], torch.tensor([[8, 9, 9]]), cache, slots=slice(8, 11), tree=tree[2:])
+    m.run(m.embed(torch.tensor([PROMPTS[0]])), Placement.at(0, 8), cache)
+    want = m.run(x[:, [0, 2]], Placement.at(8, 10), fork(cache))[:, 1:]
+    m.run(x[:, :2], Placement.at(8, 10), cache)
+    at = Placement(torch.tensor([[8, 9, 9]]), torch.arange(8, 11)[None], 8, 11, tree[None, 2:])
+    got = m.run(x[:, 2:], at, cache)
     assert (got - want).abs().max() < 1e-12
-    alone = torch.tensor([[False, False, True]])    # it sees only itself and the text
-    got = m.run(x[:, 2:], slice(8, 11), cache, slots=slice(8, 11), tree=alone)
-    assert (got - m.run(x[:, 2:], slice(10, 11), cache)).abs().max() > 1e-3, "the tree is ignored"
+    alone = torch.tensor([[[False, False, True]]])  # it sees only itself and the text
+    got = m.run(x[:, 2:], Placement.at(8, 11)._replace(tree=alone, same=False), cache)
+    assert (got - m.run(x[:, 2:], Placement.at(10, 11), cache)).abs().max() > 1e-3, "the tree is ignored"
 
 
 # --- recursive rejection

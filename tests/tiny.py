@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from model import Config, Transformer
+from model import Config, Placement, Transformer
 from sampling import Coins, to_probs
 from speculative import Draft, Round, Rule
 from support.files import BOUNDARY
@@ -72,7 +72,7 @@ def oracle(m, prompt, count):
 def read(m, ids, taps=(), cache=None, sublayers=None):
     """One pass over a text: its states (1, T, dim), and those after each of these sub-layers."""
     x, trace = m.embed(torch.tensor([ids], device=m.tok.device)), dict.fromkeys(taps)
-    return m.run(x, slice(0, len(ids)), cache, sublayers, trace=trace), trace
+    return m.run(x, Placement.at(0, len(ids)), cache, sublayers, trace=trace), trace
 
 
 def warm(logits):

@@ -7,7 +7,8 @@ launch an operation, and by a wait it loses all that it was ahead.
 import sys
 from functools import cache
 
-from control import Confidence, DoNoHarm, Gate, ValueGate
+from control import Confidence, DoNoHarm, Gate
+from lab.rules import ValueGate
 from lab.bench.shared import ROOT, page, random_model, table
 from layerskip import SelfDraft
 from model import Config

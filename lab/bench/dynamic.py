@@ -25,7 +25,8 @@ from lab.bench.drafters import TAIL, After, Bench, Method, divergences, fixed, m
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids, table
 from layerskip import Teacher, early_exit
 from methods.dynamic import DEL, SWIFT, CLaSp
-from methods.pace import Pace, candidates
+from methods.arms import candidates
+from methods.pace import Pace
 from speculative import NGram, Wrapper
 from support import plots
 from support.cli import read_skip, read_vocab

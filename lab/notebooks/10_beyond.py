@@ -21,19 +21,7 @@
 # section's end.
 
 # %%
-import importlib.util
-import sys
-from pathlib import Path
-
-ROOT = next((p for p in (Path.cwd(), *Path.cwd().parents) if (p / "minimal.py").is_file()), None)
-if ROOT is None:
-    sys.exit("Start Jupyter in the repository's root or in its notebooks folder.")
-for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
-    if importlib.util.find_spec(name) is None:
-        sys.exit(f"{name} is missing: python -m pip install -r {ROOT / 'requirements.txt'}")
-sys.path.insert(0, str(ROOT))
-# %matplotlib inline
-# %config InlineBackend.figure_formats = ["retina"]
+# %run ../../notebooks/start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
@@ -43,6 +31,7 @@ import torch
 from IPython.display import Markdown
 
 import checkpoint
+from model import Placement
 from lab import train_heads
 from lab.bench import beyond
 from support import plots
@@ -84,7 +73,8 @@ print(tokenizer.decode(held_out[:60].tolist()))
 
 # %%
 from lab.bench.beyond import taught
-from methods.heads import M2R2, count
+from lab.m2r2 import M2R2
+from methods.heads import count
 
 E = max(1, L // 6)
 few = "--exit-layer", str(E), "--batch", "4", "--context", "64", "--lr", "4e-3", "--warmup", "5"
@@ -109,7 +99,7 @@ def nearness(head, tokens):
     """How near the fast row, after each of its blocks, is to each state of the ordinary one. (E, L)"""
     trace, T = dict.fromkeys(range(1, 2 * L, 2)), tokens.shape[1]
     cache = KVCache(c, 1, T, model.attention_dtype(), device)
-    model.run(model.embed(tokens), slice(0, T), cache, trace=trace)
+    model.run(model.embed(tokens), Placement.at(0, T, device), cache, trace=trace)
     next(iter(head.predict(tokens, trace, cache)))                 # fills head.states
     slow = torch.stack(list(trace.values()), 2)                 # (1, T, L, dim)
     return torch.cosine_similarity(head.states[:, :, :, None], slow[:, :, None], dim=-1).mean((0, 1)).cpu()
@@ -175,7 +165,7 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # model as it is. For each of the others a row beside each token starts from an embedding of its own, and
 # foresees the second next token, the third next, and so on. It sees what its token sees, and nobody sees it.
 # It was published as a way to write better texts, not to write faster. But a row that foresees is just what
-# drafts in `Transfer` with t = 0 (methods/heads.py); notebook 7 draws who sees whom.
+# drafts in `Transfer` with t = 0 (lab/transfer.py).
 #
 # In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a relative
 # of this is open: does the loss of the streams help the model's own? Nothing but a comparison can say so: the

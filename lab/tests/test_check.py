@@ -108,7 +108,7 @@ def test_a_config_that_is_misread_is_caught(asked, monkeypatch, family, lie):
 def test_an_angle_that_is_misread_far_away_and_a_cache_that_errs_are_caught(asked, monkeypatch):
     folder, passes, _, said = asked["llama"]
     model = load(folder)
-    model.angles(slice(0, 1), 128)
+    model.angles(128)
     model.table = [t.clone().index_copy_(0, torch.arange(100, 256), t[:156]) for t in model.table]
     rows, _ = check.check_logits(model, passes, said, "")
     assert wrong(rows) == ["logits, 48 tokens spread over positions 0 to 127"]

@@ -13,7 +13,9 @@ from tiny import LIVELY, PROMPTS, each_family, make
 from control import weight_costs
 from lab.bench import dynamic
 from lab.bench.drafters import metered
-from methods.heads import M2R2, ExitBlock, Kangaroo, Medusa, Prophet, Transfer
+from lab.m2r2 import M2R2
+from lab.transfer import Transfer
+from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet
 from methods.pace import STAKE, Pace, candidates
 from speculative import generate
 

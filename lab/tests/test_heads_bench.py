@@ -16,9 +16,10 @@ from lab.bench import rules
 from lab.bench.drafters import Method, Sample
 from lab.bench.heads import Exit, Way, along, followed, head_ways
 from lab.bench.shared import WEIGHTS
+from lab.transfer import Transfer
 from layerskip import Teacher
 from methods import heads
-from methods.heads import Kangaroo, Medusa, Prophet, Transfer
+from methods.heads import Kangaroo, Medusa, Prophet
 from methods.trees import tree_tokens
 from sampling import Coins, to_probs
 from speculative import rounds

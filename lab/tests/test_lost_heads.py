@@ -3,17 +3,19 @@ stays the target's, and drafting says what training trained."""
 import promises
 import pytest
 import torch
-from test_heads import GROVE, Turns, both_ways, wild
+from teach import picture
+from test_heads import GROVE, both_ways, wild
 from tiny import PROMPTS, TINY_GEMMA, Unsure, each_family, fork, read, warm
 
-from control import Foreseen
 from kvcache import KVCache
+from lab.m2r2 import M2R2, Foreseen
+from lab.transfer import Transfer, ahead
 from layerskip import SelfDraft
 from methods import heads
-from methods.heads import M2R2, Prophet, Transfer
+from methods.heads import Prophet
 from methods.trees import Siblings
 from sampling import Coins
-from speculative import NGram, Then, rounds
+from speculative import NGram, Then, ancestors, rounds
 
 DRAFTERS = {
     "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
@@ -59,8 +61,8 @@ def test_an_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache(model
     found = []
     for head in wild(M2R2(m, 3)), wild(M2R2(m, 3), 30.0), m:
         cache, trace = fork(state.cache), dict.fromkeys((1, 4))
-        x, at, span = m.embed(state.read(state.at(0))), state.at(0), state.span(0, 1)
-        head.run(x, at, cache, range(6), trace=trace, span=span)
+        x, at = m.embed(state.last()), state.at(0)
+        head.run(x, at, cache, range(6), trace)
         found.append((*trace.values(), cache.k, cache.v))
     for row, other, bare in zip(*found, strict=True):
         assert torch.equal(row, other), "the ordinary row saw the other"
@@ -99,11 +101,7 @@ def test_the_gate_stops_right_after_a_token_that_it_foresees_to_be_refused(model
         assert K == min(next((k + 1 for k, p in enumerate(foreseen) if p < 0.5), 5), room - 1)
 
 
-def test_a_transfer_drafts_nothing_where_no_rows_rode_along(models):
-    """In its first round and after one of another drafter; wrapped by others it does draft."""
-    m = models["llama"]
-    inner, other = wild(Transfer(m, 3, 3)).drafter(3), SelfDraft(m, range(2), 1)
-    drafters = Turns(inner, inner, other), Siblings(inner, [1, 1]), Then(inner, NGram(1, 1))
-    turns, trees, tails = ([int(r.proposed[0]) for _, r in rounds(m, PROMPTS[:1], 24, drafter)]
-                           for drafter in drafters)
-    assert turns[:7] == [0, 1, 0, 3, 1, 0, 3] and min(trees[1:-3]) >= 1 and min(tails[1:-3]) >= 3
+def test_pseudo_states_by_hand():
+    tree = ancestors(torch.tensor([[0, 0]]))    # a token and its two children, two rows for each
+    assert picture(ahead(tree, 2)[0]) == [
+        "x..x.....", "x..xx....", "xx...x...", "xx...xx..", "x.x....x.", "x.x....xx"]

@@ -9,7 +9,8 @@ import torch
 from test_control import outcome, play, state_of
 from tiny import TINY
 
-from control import AnnealedConfidence, Beta, Entropy, Gate, Schedule, Thompson, ValueGate
+from control import Beta, Gate
+from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from layerskip import SelfDraft
 from speculative import NGram
 

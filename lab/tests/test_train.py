@@ -12,6 +12,7 @@ from tiny import FAMILIES, LLAMA, argv_of, command, each_family, make, story
 
 import checkpoint
 from lab import train
+from model import Placement
 
 SMALL = dict(layers=3, dim=32, heads=4, kv_heads=2, head_dim=8, hidden=48, window=5, context=16,
              batch=4, vocab=300, tokens=640, warmup=3, every=1e6, prompt="Lily", device="cpu")
@@ -176,7 +177,7 @@ def test_the_learning_rate_of_each_step(begin):
 def test_each_exit_is_measured_as_a_truncated_model():
     m, tokens = make(FAMILIES["gemma2"]), torch.arange(649) ** 2 % 17
     x, labels = m.embed(tokens[:640].view(40, 16)), tokens[1:641].view(40, 16, 1)
-    logits = [m.unembed(m.run(x, slice(0, 16), sublayers=range(2 * e))) for e in range(1, 7)]
+    logits = [m.unembed(m.run(x, Placement.at(0, 16), sublayers=range(2 * e))) for e in range(1, 7)]
     loss = [float(-z.log_softmax(-1).gather(-1, labels).mean()) for z in logits]
     agreement = [float((z.argmax(-1) == logits[-1].argmax(-1)).double().mean()) for z in logits]
     got = train.evaluate(m, tokens, 16, 10**6)

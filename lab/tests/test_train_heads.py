@@ -11,6 +11,7 @@ import checkpoint
 import generate
 from lab import train, train_heads
 from methods import heads
+from model import Placement
 
 FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9,
              every=1e6, device="cpu")
@@ -75,7 +76,7 @@ def test_the_loss_is_the_kl_divergence_from_the_model():
     head, tokens, trace = heads.Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5, {11: None}
     (first, second), _ = train_heads.losses(head, tokens)
     p = m(tokens).softmax(-1).detach()
-    m.run(m.embed(tokens), slice(0, 8), trace=trace)
+    m.run(m.embed(tokens), Placement.at(0, 8), trace=trace)
     q = head.after(trace[11], 1).softmax(-1).detach()
     want = (p[0, 2:] * (p[0, 2:] / q[0, :6]).log()).sum(-1).mean()
     assert second.item() == pytest.approx(want.item(), rel=1e-5)

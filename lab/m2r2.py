@@ -1,0 +1,125 @@
+"""M2R2 (arXiv 2502.02040), reconstructed: a second row of each token runs ahead through the first blocks. By
+our tables it is worth no more than a bare exit."""
+import torch
+import torch.nn.functional as F
+
+from control import MOST
+from layerskip import SelfDraft, StandIn, early_exit
+from methods.drafting import ScratchTail, same_model, unit
+from methods.heads import Head, Kangaroo, Step, check_count, count, own_weights
+from model import Placement
+from speculative import Rule
+
+
+class TwoRowDraft(SelfDraft):
+    """Early exit by an accelerated row that runs beside the ordinary one (M2R2, arXiv 2502.02040). What is
+    handed over to the target is the ordinary row. The gate is a rule, `Foreseen(head.foresee)`."""
+
+    def __init__(self, head, rule):
+        super().__init__(head, early_exit(head.c.n_layers, head.shape["exit_layer"]), rule)
+
+    def begin(self, state, trace):
+        same_model(self.model.model, state)
+        super().begin(state, trace)
+
+    def logits(self, state, x, k):
+        return self.model.unembed(self.model.states[:, :, -1])
+
+
+class M2R2(Head, StandIn):
+    """Accelerated residuals (M2R2, arXiv 2502.02040). This is a reconstruction: no code is public, and where
+    the adapters stand and what they are trained on are our reading of the paper's idea.
+
+    Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
+    and an adapter of rank r for each block: f <- block(f) + up down unit(f). After block i it should equal
+    the ordinary row after block i L / E, and so at the exit the final one. It reads the ordinary keys and
+    values of the tokens before it and its own, and writes none, so that the cache stays the target's. Both
+    rows are in one pass, which reads each weight once. Without adapters, rank 0, the second row is the first:
+    a bare early exit.
+
+    rank: None for as many weights as Kangaroo's adapter has. align: what the distance from those
+    states counts in training, beside the distributions. The head stands in for its model while it drafts.
+    Of the paper's loading of experts ahead of time there is nothing here: Llama and Gemma-2 are dense.
+    """
+    kind, draft, reads_cache = "m2r2", TwoRowDraft, True
+
+    def __init__(self, model, exit_layer, rank=None, align=0.1):
+        (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
+        rank = like_rank(Kangaroo(model, exit_layer)) if rank is None else rank
+        check_count("rank", rank, 0)
+        self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
+        self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
+        down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
+        self.weights = own_weights(
+            model, down=down, up=torch.zeros(E, dim, rank),
+            ask=torch.zeros(1, dim), judge=torch.zeros(1, dim))         # the gate's query and its output
+        self.step = Step(trunk=E, weights=count(self), reads=True)
+
+    def rise(self, x, at, cache, trace=None):
+        """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim) those that
+        the cache, a ScratchTail, does not keep are accelerated."""
+        kept, w = cache.T, self.weights
+        for i, (down, up) in enumerate(zip(w.down, w.up, strict=True)):
+            more = F.linear(F.linear(unit(x[:, kept:]), down), up)
+            x = self.model.run(x, at, cache, [2 * i, 2 * i + 1], trace)
+            x = torch.cat([x[:, :kept], x[:, kept:] + more], 1)
+            yield x
+
+    def run(self, x, at, cache, sublayers, trace):
+        """`Transformer.run` of the first E blocks over one token of each row, x (B, 1, dim). Beside it runs
+        the accelerated row, whose states stay in `states` (B, 1, E, dim)."""
+        end, places = at.end, at.positions                                      # (B or 1, 1)
+        slots = torch.cat([places, torch.full_like(places, end)], 1)            # (B or 1, 2)
+        alone = torch.eye(2, dtype=torch.bool, device=x.device)[None]           # neither sees the other
+        both = Placement(torch.cat([places, places], 1), slots, at.first, end + 1, alone)
+        rows = list(self.rise(torch.cat([x, x], 1), both, ScratchTail(cache, 1, end), trace))
+        trace.update({tap: y[:, :1] for tap, y in trace.items()})
+        self.states = torch.stack([y[:, 1:] for y in rows], 2)
+        return rows[-1][:, :1]
+
+    def predict(self, tokens, trace, cache):
+        T, device = tokens.shape[1], tokens.device
+        at = torch.arange(T, device=device)[None]                               # (1, T)
+        before = torch.ones(T, T, dtype=torch.bool, device=device).tril(-1)
+        own = torch.eye(T, dtype=torch.bool, device=device)
+        at = Placement(torch.cat([at, at], 1), torch.cat([at, T + at], 1), 0, 2 * T,
+                       torch.cat([before, own], 1)[None])
+        rows = list(self.rise(self.model.embed(tokens), at, ScratchTail(cache, 0, T)))
+        self.states = torch.stack(rows, 2)                                      # (B, T, E, dim)
+        self.ahead = torch.stack([trace[tap] for tap in self.taps], 2)
+        yield 0, self.model.unembed(rows[-1])
+
+    def gate(self):
+        """How likely what was said of `states` is accepted, as logits (B, T): attention over the states of
+        all depths, whose query is learnt (the paper's ARLA)."""
+        x = unit(self.states.detach())                                          # (B, T, E, dim)
+        heed = F.linear(x, self.weights.ask).softmax(2)                         # (B, T, E, 1)
+        return F.linear((heed * x).sum(2), self.weights.judge)[..., 0]
+
+    def foresee(self):
+        """For `Foreseen`: how likely the token just drafted is accepted. (B,)"""
+        return self.gate()[:, -1].sigmoid()
+
+    def besides(self, overlap):
+        """What counts in training besides the distributions: how far the accelerated states are from where
+        they belong, and how wrong the gate is about the overlap (B, T), the acceptance at temperature 1."""
+        apart = (unit(self.states) - unit(self.ahead)).pow(2).mean()
+        return self.shape["align"] * apart + F.binary_cross_entropy_with_logits(self.gate(), overlap)
+
+
+def like_rank(head):
+    """The rank at which an M2R2 with the exit of another head has about as many weights as that head."""
+    dim = head.model.c.dim
+    return max(1, round((count(head) - 2 * dim) / (2 * dim * head.shape["exit_layer"])))
+
+
+class Foreseen(Rule):
+    """Stop after a token that the drafter itself foresees to be refused. foresee(): how likely the token just
+    drafted is accepted, (B,), such as the gate of `M2R2`."""
+
+    def __init__(self, foresee, threshold=0.5, gamma=MOST):
+        super().__init__(gamma)
+        self.foresee, self.threshold = foresee, threshold
+
+    def stop(self, k, logits, token):
+        return self.foresee() < self.threshold

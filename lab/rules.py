@@ -1,0 +1,121 @@
+"""Rules for how far to draft that were published, and that only the benchmarks compare: by our own tables
+none of them beats those of control.py."""
+import random
+
+import torch
+
+from control import MOST, Beta, Confidence, Gate, outcomes, plan
+from sampling import raw_probs
+from speculative import Rule
+
+
+class Schedule(Rule):
+    """Longer after a draft that was accepted whole, shorter otherwise, each row on its own.
+
+    `Schedule(start)` adds and takes one (the baseline "FS" of DEL, arXiv 2504.05598); `Schedule(start, up=2)`
+    is transformers' "heuristic", and up=0, down=0 its "constant".
+    """
+
+    def __init__(self, start, up=1, down=1, most=MOST):
+        self.start = Rule(start).most   # checked like any other length
+        super().__init__(max(self.start, most))
+        self.up, self.down = up, down
+
+    def begin(self, state):
+        self.now = [self.start] * len(state.known)
+
+    def gamma(self, state):
+        return self.now
+
+    def learn(self, state, r):
+        for b, (drafted, kept) in enumerate(outcomes(r)):
+            if drafted:
+                change = self.up if kept == drafted else -self.down
+                self.now[b] = min(max(1, self.now[b] + change), self.most)
+
+
+class Entropy(Rule):
+    """Stop after a token whose distribution has a high entropy H: the acceptance is at least about
+    1 - sqrt(`scale` H) (SVIP, arXiv 2411.18462; the constants are those of its repository)."""
+
+    def __init__(self, threshold=0.3, scale=0.15, gamma=40):
+        super().__init__(gamma)
+        self.threshold, self.scale = threshold, scale
+
+    def stop(self, k, logits, token):
+        # trap: -q log q is NaN where a draft vocabulary leaves q = 0; `entr` knows the limit
+        return (self.scale * torch.special.entr(raw_probs(logits)).sum(1)).sqrt() > self.threshold
+
+
+class AnnealedConfidence(Confidence):
+    """Confidence at a temperature of its own for each exit, 1 + slope (1 - depth), because early exits are
+    surer than they should be (SpecBound, arXiv 2604.12247). depth: the share of the blocks that draft. The
+    threshold and the slope are ours."""
+
+    def __init__(self, depth, threshold=0.6, slope=1.0, gamma=MOST):
+        super().__init__(threshold, gamma)
+        self.temperature = 1 + slope * (1 - depth)
+
+    def stop(self, k, logits, token):
+        return super().stop(k, logits / self.temperature, token)
+
+
+class Thompson(Rule):
+    """Go on after each token with a probability drawn from a Beta distribution of what became of all drafts
+    so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform prior is ours). It
+    ignores the tokens, so the length is drawn ahead, with random numbers of its own.
+    """
+
+    def __init__(self, gamma=MOST, seed=0):
+        super().__init__(gamma)
+        self.random, self.seen = random.Random(seed), []
+
+    def begin(self, state):
+        if len(self.seen) != len(state.known):
+            self.seen = [Beta() for _ in state.known]
+
+    def gamma(self, state):
+        lengths = [min(1, self.most) for _ in self.seen]
+        for b, seen in enumerate(self.seen):
+            while 0 < lengths[b] < self.most and self.random.random() < seen.draw(self.random):
+                lengths[b] += 1
+        return lengths
+
+    def learn(self, state, r):
+        for row, (drafted, kept) in zip(self.seen, outcomes(r), strict=True):
+            row.add(kept, kept < drafted)
+
+
+class ValueGate(Gate):
+    """The gate by expected value: it learns how often drafts are accepted after a target's token of each
+    confidence, and drafts where that exceeds the cost, as far as the formula says.
+
+    First drafts are counted in ten classes of confidence, and later ones in one more.
+    Old evidence fades, and a class with almost no evidence drafts one token, to learn: so none is given up
+    for good.
+    """
+
+    def __init__(self, cost, gamma=MOST, fade=0.99):
+        super().__init__(gamma)
+        self.cost, self.fade = cost, fade
+        self.first, self.later = [Beta() for _ in range(10)], Beta()
+
+    def kind(self, sure):
+        return self.first[min(9, int(10 * sure))]
+
+    def gamma(self, state):
+        self.asked = [self.kind(sure) for sure in self.sure]
+        wanted = []
+        for kind in self.asked:
+            to_learn = min(1, self.most) if kind.hits + kind.misses < 0.5 else 0
+            wanted.append(max(to_learn, plan(kind.mean(), self.later.mean(), self.cost, self.most)))
+        return wanted
+
+    def learn(self, state, r):
+        for beta in (*self.first, self.later):
+            beta.fade(self.fade)
+        for (drafted, kept), kind in zip(outcomes(r), self.asked, strict=True):
+            if drafted:
+                kind.add(min(kept, 1), kept == 0)
+                self.later.add(max(0, kept - 1), 0 < kept < drafted)
+        super().learn(state, r)

@@ -1,0 +1,103 @@
+"""SWIFT (arXiv 2410.06916): a search for the sub-layers to skip on the text itself, while it is written. By
+our tables it needs more text than an answer has."""
+import torch
+
+from control import Confidence
+from gaussian import GaussianProcess, expected_improvement
+from layerskip import SelfDraft, check_sublayers
+from methods.drafting import same_model
+from methods.dynamic import aside
+from methods.trees import Siblings
+from speculative import Wrapper
+
+
+class SWIFT(Wrapper):
+    """Search for the sub-layers to skip on the text itself (SWIFT, arXiv 2410.06916).
+
+    Each candidate, a random set of the published size and every 25th time one that the Gaussian process
+    promises most of, is scored in one pass by its *matchness*: how often its likeliest token is the next one
+    of the window, the first `window` tokens that this text wrote. A better set takes the incumbent's place.
+    The search (the "optimisation phase") ends at a score above `enough`, after more than `patience`
+    candidates in a row that were no better, or after `most` in all; then nothing but drafting is left (the
+    "acceleration phase").
+
+    Mended. Theirs keeps the best score of all texts, so that a search that has ended never begins again, and
+    does not score the set that it starts with: here the incumbent is scored anew when a text begins. They
+    tell the process a point of the box [0, 1]^n that is not the set that was scored, and maximise mean + 2.5
+    deviations: here it sees sets, and of them the one with the largest expected improvement is tried. They
+    copy the whole cache for every draft and every score; and they draw the bonus token from the unprocessed
+    distribution. Their places have 1 to 10 guesses, by confidence; here all have 1 + len(widths).
+    """
+
+    def __init__(self, model, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000, every=25,
+                 threshold=0.8, gamma=25, widths=(25, 25), seed=0):
+        self.model, self.c = model, model.c
+        self.free = range(2, 2 * model.c.n_layers - 2)      # the first and the last block stay
+        self.count = int(len(self.free) * skip_ratio)
+        if not self.count:
+            raise ValueError(f"of {model.c.n_layers} blocks SWIFT skips none at a ratio of {skip_ratio}")
+        odd_first = sorted(self.free, key=lambda i: (i // 2 % 2 == 0, i))
+        self.gone = frozenset(odd_first[: self.count])      # blocks 1, 3, 5, ...
+        self.draft = SelfDraft(model, self.kept(self.gone), Confidence(threshold, gamma))
+        super().__init__(Siblings(self.draft, widths))
+        self.window, self.enough, self.patience, self.most = window, enough, patience, most
+        self.every, self.random = every, torch.Generator().manual_seed(seed)
+        self.tried, self.stale, self.seen = 0, 0, []        # seen: [(set, its score)]
+
+    def kept(self, gone):
+        return check_sublayers([i for i in range(2 * self.c.n_layers) if i not in gone], self.c.n_layers)
+
+    def begin(self, state, trace):
+        same_model(self.model, state)
+        super().begin(state, trace)
+        self.start, self.best = [len(text) for text in state.known], None
+
+    def observe(self, state, r):
+        super().observe(state, r)
+        written = [len(text) - n for text, n in zip(state.known, self.start, strict=True)]
+        rows = [b for b, count in enumerate(written) if count >= self.window]
+        if not rows or self.searched():
+            return
+        if self.best is None:                               # a new text: first of all the incumbent
+            self.best = self.score(state, self.gone, rows)
+            return
+        self.tried, self.stale = self.tried + 1, self.stale + 1
+        gone = self.candidate()
+        score = self.score(state, gone, rows)
+        if score > self.best:
+            self.gone, self.best, self.stale = gone, score, 0
+            self.draft.sublayers = self.kept(gone)
+
+    def searched(self):
+        """Whether the search has ended."""
+        if self.best is None:
+            return False
+        return self.best > self.enough or self.stale > self.patience or self.tried >= self.most
+
+    @torch.inference_mode(False)    # trap: in the loop's inference mode nothing can be fitted
+    def candidate(self):
+        """The next set to try."""
+        count = 1 if self.tried % self.every or len(self.seen) < 2 else 256
+        sets = [self.random_set() for _ in range(count)]
+        if count == 1:
+            return sets[0]
+        z, y = self.bits([gone for gone, _ in self.seen]), torch.tensor([score for _, score in self.seen])
+        mean, std = GaussianProcess(z, y, torch.tensor([i % 2 for i in self.free])).predict(self.bits(sets))
+        return sets[int(expected_improvement(mean, std, self.best).argmax())]
+
+    def random_set(self):
+        order = torch.randperm(len(self.free), generator=self.random).tolist()
+        return frozenset(self.free[j] for j in order[: self.count])
+
+    def bits(self, sets):
+        return torch.tensor([[float(i in gone) for i in self.free] for gone in sets], dtype=torch.float64)
+
+    def score(self, state, gone, rows):
+        """The matchness of a set, over the rows that have written a window, and a note of it."""
+        at = state.send([[n - 1 + k for k in range(self.window)] for n in self.start])      # (B, W)
+        at = at.clamp(max=state.tokens.shape[1] - 2)    # a row near the end of the context has no such window
+        x = aside(self.model, state.cache, self.model.embed(state.read(at)), at, self.kept(gone))
+        hits = self.model.unembed(x).argmax(-1) == state.read(at + 1)
+        score = float(hits[state.send(rows)].double().mean())
+        self.seen.append((gone, score))
+        return score

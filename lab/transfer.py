@@ -1,0 +1,84 @@
+"""Hidden Transfer (arXiv 2404.12022): pseudo states of the tokens to come, which run through the upper
+blocks. By our tables Medusa and EAGLE gain more."""
+import torch
+import torch.nn.functional as F
+
+from control import weight_costs
+from methods.drafting import MedusaDraft, ScratchTail
+from methods.heads import Head, Step, check_count, count, own_weights
+from model import Placement
+
+
+class TransferDraft(MedusaDraft):
+    """In the paper drafting and verifying are one pass, in which the pseudo states ride along with each token
+    of the block. Here those of the last token read take a pass of their own through the upper blocks: they
+    stand where the next tokens will, see what that token sees and those before them, and what they write is
+    overwritten by the verification of the same round."""
+
+    def last(self, state):
+        """The final states of each row's pseudo states. (B, N, dim)"""
+        head, N = self.head, max(1, min(self.head.steps, max(state.left_cpu) - 1))
+        if head.taps:
+            x = super().last(state)                                             # (B, 1, dim)
+        else:
+            x = head.model.embed(state.read((state.n[:, None] - 2).clamp(min=0)))
+        rows, first = head.spread(x)[:, 0, :N], 2 * head.shape["inject_layer"]  # (B, N, dim)
+        return head.model.run(rows, state.at(0, N), state.cache, range(first, 2 * head.model.c.n_layers))
+
+
+class Transfer(Head):
+    """Hidden Transfer (arXiv 2404.12022): linear maps of a token's state after block t make pseudo states of
+    the tokens to come, which run through the blocks above t, each one seeing what its token sees and those
+    before it. The model's own head says of pseudo state k the token k places after the next.
+
+    t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
+    head without its residual block. The pseudo states start as copies.
+    """
+    kind, draft, branches, reads_cache = "transfer", TransferDraft, True, True
+
+    def __init__(self, model, inject_layer, steps):
+        check_count("steps", steps)
+        L, dim = model.c.n_layers, model.c.dim
+        if not 0 <= inject_layer <= L:
+            raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got {inject_layer}")
+        self.model, self.shape, self.steps = model, {"inject_layer": inject_layer, "steps": steps}, steps
+        self.taps = [2 * inject_layer - 1] * (inject_layer > 0)
+        self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
+                                   bias=torch.zeros(steps, dim))
+        above = sum(weight_costs(model.c).sublayers[2 * inject_layer :])    # one pass of them for all rows
+        self.step = Step(weights=(count(self) + above) / steps, most=steps)
+
+    def spread(self, x):
+        """The pseudo states of each token: (B, T, dim) -> (B, T, steps, dim)."""
+        w = self.weights
+        return F.linear(x, w.matrix.flatten(0, 1)).unflatten(-1, w.bias.shape) + w.bias
+
+    def after(self, rows, k):
+        """What row k of the final pseudo states (B, steps, dim) says: (B, 1, V)."""
+        return self.model.unembed(rows[:, k : k + 1])
+
+    def predict(self, tokens, trace, cache):
+        T, t, m = tokens.shape[1], self.shape["inject_layer"], self.model
+        rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
+        tree = ahead(torch.ones(1, T, T, dtype=torch.bool, device=tokens.device).tril(), self.steps)
+        at = torch.arange(T, device=tokens.device)[None]                        # (1, T)
+        after = (at[..., None] + 1 + torch.arange(self.steps, device=tokens.device)).flatten(1)
+        slots = torch.arange(T * (1 + self.steps), device=tokens.device)[None]  # (1, T+T*steps)
+        at = Placement(torch.cat([at, after], 1), slots, 0, slots.shape[1], tree)
+        x = m.run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers))
+        x = x.unflatten(1, (T, -1))                                             # (B, T, steps, dim)
+        for k in range(1, self.steps + 1):
+            yield k, m.unembed(x[:, :-k, k - 1])
+
+
+def ahead(tree, N):
+    """Which of T nodes, and which of the N rows that ride along with each of them, does each such row see?
+    What its node sees, and of its node's rows itself and those before it. (B or 1, T, T) -> (B or 1, T*N,
+    T + T*N) bool
+
+    >>> ahead(torch.tensor([[[True, False], [True, True]]]), 2).int().tolist()[0][2:]   # the rows of node 1
+    [[1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
+    """
+    every = torch.arange(tree.shape[1] * N, device=tree.device)
+    own = (every[:, None] // N == every // N) & (every <= every[:, None])       # (T*N, T*N)
+    return torch.cat([tree.repeat_interleave(N, 1), own.expand(len(tree), -1, -1)], 2)

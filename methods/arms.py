@@ -1,0 +1,114 @@
+"""Arms, ways to draft whose costs are known beforehand, and a rule that stops a draft by calibrated
+confidence: what `methods.pace` chooses from."""
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from control import MOST, Beta, outcomes
+from layerskip import SelfDraft, ShortHead, early_exit, shared_prefix
+from methods.drafting import Reader
+from methods.heads import pricing, shorter
+from sampling import raw_probs
+from speculative import Drafter, Rule
+
+FADE = 0.95     # the share of the counts that remains after each round
+SLOW = 0.99     # the same of what outlives a text
+TRUST = 0.98    # the same of a tenth of confidence, after each of its tokens
+
+
+class Calibrated(Rule):
+    """Stop drafting where the next token's chance of being accepted falls below its price.
+
+    The draft's own confidence, in tenths, is calibrated by how often it was right at that confidence. `skill`
+    is its acceptance rate in this text, `past` in all texts. bars: a price for each token after the first, in
+    tokens: what one more costs, times the tokens per pass that drafting reaches. prior: the acceptance rate
+    that is expected at first.
+    """
+
+    def __init__(self, bars=(0.3,) * MOST, gamma=MOST, prior=0.5):
+        super().__init__(gamma)
+        self.bars, self.sure, self.skill, self.past = bars, [], Beta(prior=prior), Beta(prior=prior)
+        self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)]
+
+    def gamma(self, state):
+        self.sure = []
+        self.reach = self.skill.mean()      # the chance that all tokens so far, and the next, are accepted
+        self.table = state.send([beta.mean() for beta in self.trust])           # (11,)
+        return self.most
+
+    def stop(self, k, logits, token):
+        # trap: NaN, of damaged weights, is no index; the loop reports it
+        tenth = (10 * raw_probs(logits).amax(-1)).nan_to_num().int()            # (B,) 0 to 10
+        self.sure.append(tenth)
+        self.reach = self.reach * self.table.index_select(0, tenth)
+        return self.reach < self.bars[k]
+
+    def learn(self, state, r):
+        if not self.sure:       # another drafter drafted
+            return
+        K, tenths = len(self.sure), torch.stack(self.sure, 1).tolist()          # (B, K)
+        hits = torch.minimum(r.p[:, :K], r.draft.q[:, :K]).sum(-1).clamp(max=1).tolist()
+        self.fade()
+        for b, (drafted, kept) in enumerate(outcomes(r)):
+            for k in range(min(drafted, kept + 1, K)):
+                self.count(hits[b][k], tenths[b][k])
+        self.sure = []
+
+    def fade(self):
+        """A round has passed."""
+        self.skill.fade(FADE)
+        self.past.fade(SLOW)
+
+    def count(self, hit, tenth):
+        """A token of this confidence would be accepted with probability `hit`."""
+        self.trust[tenth].fade(TRUST)
+        for beta in (self.skill, self.past, self.trust[tenth]):
+            beta.add(hit, 1 - hit)
+
+
+@dataclass(eq=False)
+class Arm:
+    """A way to draft. price(n): passes that a drafted token costs after n others. once(block): what a round
+    costs besides. shared: the part of a pass that is lost where a tail continues its draft. leaves: the block
+    after which an early exit leaves, else 0. most: the longest draft."""
+    name: str
+    drafter: Drafter
+    price: Callable
+    once: Callable = lambda block: 0.0
+    shared: float = 0.0
+    leaves: int = 0
+    most: int = MOST
+
+
+def self_draft(name, model, sublayers, costs):
+    """The Arm of a SelfDraft. model: the target, or a ShortHead in its stead."""
+    exact, share = shared_prefix(sublayers), getattr(model, "share", 1.0)
+    leaves = exact // 2 if exact == len(sublayers) and exact % 2 == 0 else 0
+    own, whole = costs.pricing(sublayers, share), costs.pricing(range(2 * model.c.n_layers))
+    return Arm(name, SelfDraft(model, sublayers, Calibrated()), lambda n: own(n) / whole(n),
+               shared=sum(costs.sublayers[:exact]) / costs.whole, leaves=leaves)
+
+
+def head_draft(head, costs, vocab=None):
+    """The Arm of a trained head (methods/heads.py), with a draft vocabulary (its ids) if there is one."""
+    head, share = (shorter(head, vocab), len(vocab) / head.model.c.vocab_size) if vocab else (head, 1.0)
+    trunk, drafter = head.step.trunk, head.drafter(Calibrated(prior=head.ranks[0] if head.ranks else 0.5,
+                                                              gamma=head.step.most))
+    arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs, share),
+              shared=sum(costs.sublayers[: 2 * trunk]) / costs.whole, most=head.step.most)
+    if isinstance(drafter, Reader):         # it reads what it has missed; an EAGLE's block does so with D
+        own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
+        arm.once = lambda block: own * (block(max(1, drafter.unread)) - (not trunk))
+    return arm
+
+
+def candidates(model, costs, skip=None, vocab=None, heads=()):
+    """The usual arms: a few exits; a skip set (its sub-layers) if there is one; trained heads. All of them
+    draft with a vocabulary of their own (its ids) if there is one."""
+    L = model.c.n_layers
+    drafting = ShortHead(model, vocab) if vocab else model
+    exits = sorted({max(1, round(L * part)) for part in (1 / 12, 1 / 6, 1 / 4, 1 / 3)} - {L})
+    drafts = {f"exit {e}": early_exit(L, e) for e in exits} | ({"skip set": skip} if skip else {})
+    return ([self_draft(name, drafting, subs, costs) for name, subs in drafts.items()]
+            + [head_draft(head, costs, vocab) for head in heads])
