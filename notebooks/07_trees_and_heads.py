@@ -596,7 +596,7 @@ for seed in range(50):
 print("fifty seeds, the same end and the same token")
 
 # %% [markdown]
-# `lab/train_heads.py` trains heads, `generate.py --draft transfer --tree 8` drafts with them, and
+# `lab/train_heads.py` trains heads, `generate.py --draft eagle --tree 8` drafts with them, and
 # [BENCHMARKS.md](../lab/BENCHMARKS.md) says what they are worth on a machine.
 #
 # Next: [adapting](08_adapting.ipynb). Which draft is the best one changes with the text. Who chooses?

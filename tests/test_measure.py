@@ -1,5 +1,5 @@
-"""What `control.measure_costs` makes of timings that are known; and a table is measured once for each
-machine, model and dtype, whatever lies in the folder."""
+"""What `measure_costs` makes of known timings; and a table is measured once for each machine, model and
+dtype, whatever lies in the cache folder."""
 import json
 import pwd
 from dataclasses import replace
@@ -8,24 +8,25 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
 
-from control import WIDTHS, Costs, measure_costs
+from control import WIDTHS, Costs
 from machine.quant import quantise
-from support import costs as module
-from support.costs import identity, kept_costs, quick
+from support import measure
 from support.files import cache_folder
+from support.measure import as_data, identity, kept_costs, measure_costs, quick, read_costs
 
 
-class Measured:
-    """In place of a stopwatch: each measurement gives another table."""
+@pytest.fixture
+def measured(monkeypatch):
+    """The tables that were measured so far. Each is another one."""
+    tables = []
 
-    def __init__(self, monkeypatch):
-        self.times = 0
-        monkeypatch.setattr(module, "quick", self)
+    def another(model):
+        parts, blocks = (0.1 * (len(tables) + 1), 1 / 3) * model.c.n_layers, ((1, 1.0), (17, 4 / 3))
+        tables.append(Costs(parts, 0.7, blocks, 1e-7, 64, model.c.window, 0.1))
+        return tables[-1]
 
-    def __call__(self, model):
-        self.times += 1
-        parts, blocks = (0.1 * self.times, 1 / 3) * model.c.n_layers, ((1, 1.0), (17, 4 / 3))
-        return Costs(parts, 0.7, blocks, 1e-7, 64, model.c.window, 0.1)
+    monkeypatch.setattr(measure, "quick", another)
+    return tables
 
 
 def test_costs_leave_out_the_call_itself(models, monkeypatch):
@@ -40,7 +41,7 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
                   for T in WIDTHS for which in ("before", "")}
         return times | {"empty": 0.5, "step": 3.0, "head": 2.0, "far": 13.6} | blocks
 
-    monkeypatch.setattr("control.interleave", fake)
+    monkeypatch.setattr(measure, "interleave", fake)
     with torch.no_grad():
         costs = measure_costs(models["llama"], repeats=3)
     assert costs == Costs(tuple(0.5 * (1.5 + i) for i in range(12)), 2.0,
@@ -60,20 +61,17 @@ def test_a_real_measurement_is_a_table(models):
 @pytest.mark.parametrize("one, repeats", [(5.0, 3), (0.01, 10), (0.0, 30)])
 def test_measuring_is_quick(monkeypatch, one, repeats):
     """Fewer repeats where a pass takes long: three seconds in all, where three repeats allow it."""
-    monkeypatch.setattr(module, "interleave", lambda actions, count: dict.fromkeys(actions, one))
-    monkeypatch.setattr(module, "measure_costs", lambda model, repeats: repeats)
+    monkeypatch.setattr(measure, "interleave", lambda actions, count: dict.fromkeys(actions, one))
+    monkeypatch.setattr(measure, "measure_costs", lambda model, repeats: repeats)
     assert quick(make(LLAMA)) == repeats
 
 
-def test_a_table_is_measured_once(tmp_path, monkeypatch):
+def test_a_table_is_measured_once(tmp_path, monkeypatch, measured):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    model, measured, said = make(GEMMA), Measured(monkeypatch), []
-    first, path = kept_costs(model, say=said.append)
-    assert path.parent == cache_folder() == tmp_path / "self-speculative-decoding" and len(said) == 2
-    assert kept_costs(make(GEMMA, seed=1), say=said.append) == (first, path), "other weights: no matter"
-    assert measured.times == 1 and len(said) == 2
-    measured.times = 0
-    assert first == measured(model), "not a digit is lost"
+    first = kept_costs(make(GEMMA))
+    assert [path.parent for path in cache_folder().iterdir()] == [tmp_path / "self-speculative-decoding"]
+    assert kept_costs(make(GEMMA, seed=1)) == first, "other weights do not matter, and no digit is lost"
+    assert measured == [first]
 
 
 def test_other_machines_models_and_types_have_other_tables(monkeypatch):
@@ -82,36 +80,40 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
                                    make(replace(LLAMA, n_layers=5)), make(GEMMA))]
     assert names[0] == names[1] and len(set(names)) == 5
     model(torch.tensor([[1, 2, 3]])), model.angles(slice(0, 50), 60)
-    assert identity(model) == names[0], "what it has read so far is no matter"
-    monkeypatch.setattr(module, "machine", lambda device: "another one, 64 threads")
+    assert identity(model) == names[0], "what it has read so far does not matter"
+    monkeypatch.setattr(measure, "machine", lambda device: "another one, 64 threads")
     assert identity(model) not in names
 
 
 @pytest.mark.parametrize("damage", [
     "{", "[]", {"sublayers": [1.0]}, {"head": -1}, {"at": -1}, {"slot": "0"}, {"call": float("inf")},
-    {"blocks": [[1, 1.0], [1, 2.0]]}, {"blocks": [[2, 1.0]]}, {"blocks": [[1, 0]]}], ids=str)
-def test_a_damaged_table_is_measured_anew(tmp_path, monkeypatch, damage):
-    model, measured, said = make(LLAMA), Measured(monkeypatch), []
-    _, path = kept_costs(model, tmp_path, said.append)
+    {"blocks": [[1, 1.0], [1, 2.0]]}, {"blocks": [[2, 1.0]]}, {"blocks": [[1, 0]]}, {"blocks": []}], ids=str)
+def test_a_damaged_table_is_measured_anew(tmp_path, measured, capsys, damage):
+    model = make(LLAMA)
+    kept_costs(model, tmp_path)
+    (path,) = tmp_path.iterdir()
     whole = json.loads(path.read_text())
     path.write_text(damage if isinstance(damage, str) else json.dumps(whole | damage))
-    costs, _ = kept_costs(model, tmp_path, said.append)
-    assert costs.sublayers[0] == 0.2 and path.name in said[2] and len(said) == 5
-    assert kept_costs(model, tmp_path, said.append)[0] == costs and measured.times == 2
+    assert kept_costs(model, tmp_path) == kept_costs(model, tmp_path) == measured[1] != measured[0]
+    assert "measured anew" in capsys.readouterr().err and len(measured) == 2
 
 
-def unknown(uid):
-    raise KeyError(uid)
+def test_a_table_of_another_tool_may_be_shorter(tmp_path):
+    (tmp_path / "costs.json").write_text('{"sublayers": [1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], "head": 5}')
+    costs = read_costs(tmp_path / "costs.json", LLAMA)
+    assert costs == Costs((1, 2) * 6, 5) and as_data(costs)["blocks"] == ((1, 1.0),)
 
 
 @pytest.mark.parametrize("cache", ["/dev/null", "/" + "x" * 300, None])
-def test_where_nothing_can_be_kept_the_run_goes_on(cache, monkeypatch):
+def test_where_nothing_can_be_kept_the_run_goes_on(cache, monkeypatch, measured, capsys):
     """It is no folder, or cannot be looked at; None: the user has no home, either."""
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME"):
         monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid):
+        raise KeyError(uid)
+
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     if cache:
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    measured, said = Measured(monkeypatch), []
-    costs, path = kept_costs(make(LLAMA), say=said.append)
-    assert path is None and costs.head == 0.7 and measured.times == 1 and "not kept" in said[-1]
+    assert [kept_costs(make(LLAMA))] == measured and "not kept" in capsys.readouterr().err
