@@ -2,7 +2,6 @@
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,30 +12,18 @@ from tiny import command
 
 import checkpoint
 import generate
-from control import MOST, Costs
-from machine.quant import KINDS, byte_costs
+from control import MOST
+from machine.quant import KINDS
 from machine.recorded import Recorded
-from methods import heads
 from speculative import generate as write
-from support import drafts, measure, stats
+from support import drafts, stats
 from support.stats import Run
 
 ROOT = Path(__file__).parent.parent
 STORIES, SMALL = ROOT / "weights" / "stories-llama", ROOT / "weights" / "stories-draft"
+TEXT = ", there was a little girl named Lily. She loved to"
 SHORT = ["--max-new", "12", "--device", "cpu", "--dtype", "float32"]
 call = command(generate.main)
-
-
-@pytest.fixture(scope="module")
-def stories():
-    """(model, tokenizer)"""
-    return checkpoint.load(STORIES, dtype=torch.float32)
-
-
-@pytest.fixture
-def plan(stories):
-    """The Plan that flags ask for."""
-    return lambda *flags: drafts.plan(generate.parse(["x", *map(str, flags)]), *stories)
 
 
 @pytest.fixture
@@ -46,12 +33,11 @@ def once(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def plain(stories):
-    """The answer of plain decoding, by the library: (text, ids)."""
-    model, tokenizer = stories
+def ids():
+    """The answer of plain decoding, by the library."""
+    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
     prompt = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
-    ids = write(model, [prompt], 12, eos=set(model.c.eos))[0][0]
-    return tokenizer.decode(prompt + ids)[len("Once upon a time"):], ids
+    return write(model, [prompt], 12, eos=set(model.c.eos))[0][0]
 
 
 def as_json(call, *argv):
@@ -64,9 +50,8 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     status, out, err = call("Once upon a time", *SHORT, "--draft", "exit", "--picture", tmp_path / "run.png")
     assert (status, err) == (0, "") and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     text, summary = out.split("\n", 1)
-    assert text == "Once upon a time, there was a little girl named Lily. She loved to"
+    assert text == "Once upon a time" + TEXT and "\x1b" not in out, "no colours in a pipe"
     assert "12 tokens in" in summary and "draft: exit after block 4, gamma 2\n" in summary
-    assert "\x1b" not in out, "no colours in a pipe"
 
 
 @pytest.mark.parametrize("flags, draft, gamma", [
@@ -77,10 +62,9 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     (["--draft", "eagle", "--gamma", "6", "--tree", "600"], "eagle", 6),
     (["--draft", STORIES / "heads" / "kangaroo"], "kangaroo", 3),
     (["--skip", "a3,m4", "--gamma", "5"], "skip", 5)], ids=str)
-def test_json_of_every_way_to_draft(call, plain, flags, draft, gamma):
+def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
     r = as_json(call, *flags)
-    text, ids = plain
-    assert r["outputs"] == [{"prompt": "Once upon a time", "text": text, "ids": ids}], "the text stays"
+    assert r["outputs"] == [{"prompt": "Once upon a time", "text": TEXT, "ids": ids}], "the text stays"
     assert (r["draft"], r["gamma"], r["dtype"], r["device"], r["seed"]) == (draft, gamma, "float32", "cpu", 0)
     assert r["new_tokens"] == 12 and r["tokens_per_pass"] == pytest.approx(12 / r["target_passes"])
     assert r["tokens_per_second"] == pytest.approx(12 / r["seconds"])
@@ -90,17 +74,6 @@ def test_json_of_every_way_to_draft(call, plain, flags, draft, gamma):
     assert r["exit_layer"] == {"exit": 3, "kangaroo": 2}.get(draft)
     assert r["tree"] == (30 if draft == "eagle" else None), "there are places for 6 levels of 5 ranks"
     assert sum((r["chosen"] or {}).values()) == (r["target_passes"] if draft == "auto" else 0)
-
-
-def test_a_draft_vocabulary_shortens_the_head(call, plain, plan, tmp_path):
-    """Of the draft, whether it is the model's own or a small model's; the text stays."""
-    path, ids = tmp_path / "vocab.json", [0, *range(200, 1223)]
-    path.write_text(json.dumps({"ids": ids}))
-    for draft in (["--exit-layer", "2"], ["--draft", SMALL]):
-        assert as_json(call, "--draft-vocab", path, *draft)["outputs"][0]["ids"] == plain[1]
-        assert plan("--draft-vocab", path, *draft).make().model.ids.tolist() == ids
-    path.write_text('{"ids": [4096]}')
-    call.refuses(["x", "--draft-vocab", path], tmp_path, "vocab.json", "4095")
 
 
 @pytest.mark.parametrize("kind, flags", [
@@ -114,79 +87,6 @@ def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     assert all(isinstance(args[0].blocks[0].mlp.down, KINDS[kind]) for args in begun)
     draft = begun[0][3].drafters[0].model
     assert isinstance(draft.blocks[0].mlp.down, torch.nn.Parameter) == (SMALL in flags)
-
-
-def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp_path):
-    (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
-    L = stories[0].c.n_layers
-    pace = plan("--draft", "auto", "--skip", "a3,m4", "--gamma", "5",
-                "--draft-vocab", tmp_path / "draft_vocab.json").make()
-    ways = {way.name: way.drafter for way in pace.ways}
-    assert pace.most == 5 and len(ways["skip set"].sublayers) == 2 * L - 2
-    (tmp_path / "skip.json").write_text('{"attn": [2]}')
-    pace = plan("--draft", "auto", "--model", tmp_path).make()
-    assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share == 1024 / 4096
-
-
-def test_trained_heads_beside_the_weights_are_candidates(tmp_path, capsys):
-    """Those of other weights, too, but not those of another shape, and none where passes are replayed."""
-    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
-    for kind in ("kangaroo", "prophet", "medusa"):
-        (tmp_path / "heads" / kind).mkdir(parents=True)
-    heads.save(heads.Kangaroo(model, 2), tmp_path / "heads" / "kangaroo")
-    heads.save(heads.Medusa(checkpoint.load(STORIES.parent / "stories-gemma2")[0], 2),
-               tmp_path / "heads" / "medusa")
-    model.norm.weight.data *= 1.5
-    heads.save(heads.Prophet(model, 1), tmp_path / "heads" / "prophet")
-    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
-
-    def names(*flags):
-        a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in drafts.plan(a, model, tokenizer).make().ways]
-
-    found = names()
-    assert found[-2:] == ["kangaroo", "prophet"] and "medusa" not in found
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draft: ")]
-    assert [["medusa" in line, "prophet" in line] for line in lines] == [[True, False], [False, True]]
-    for flags in (["--fast"], ["--quant", "int8"]):
-        assert not {"kangaroo", "prophet"} & set(names(*flags))
-
-
-def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_path, monkeypatch):
-    """The second run reads the table of the first one, and so it repeats round by round."""
-    assert plan().table == byte_costs(stories[0]), "a small model"
-    table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
-    measured = []
-    monkeypatch.setattr(measure, "quick", lambda model: measured.append(model) or table)
-    monkeypatch.setattr(measure, "LARGE", 1e3)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    status, out, err = call("Once upon a time", *SHORT, "--json")
-    assert status == 0 and err.startswith("costs: measuring")
-    first, second = json.loads(out), as_json(call)
-    assert all(first[key] == second[key] for key in ("outputs", "chosen", "beliefs", "cost_table"))
-    assert first["costs"] == "measured" and first["cost_table"]["blocks"] == [[1, 1.0], [17, 4 / 3]]
-    assert len(measured) == 1 and as_json(call, "--draft", "none")["cost_table"] is None
-    assert plan("--draft", "auto", "--fast").costs == "weights", "passes of parts are not recorded"
-    assert plan("--temperature", "0.8").costs == "weights", "the same seed writes the same text"
-    monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
-    assert plan().costs == "weights", "each process would measure its own"
-
-
-def test_gamma_of_a_skip_file(plan, tmp_path):
-    """0 says that the search which wrote the file found no gain: then nothing is drafted unasked."""
-    file = tmp_path / "skip.json"
-
-    def found(more, *flags):
-        file.write_text(json.dumps({"attn": [3, 11], "mlp": [4], "note": "ignored"} | more))
-        made = plan("--skip", file, *flags)
-        return made.gamma, "found no gain" in made.note
-
-    assert found({}) == (3, False)
-    assert found({"gamma": 5}) == (5, False) and found({"gamma": 0}) == (0, True)
-    assert found({"gamma": 0}, "--gamma", "1") == (1, False), "what the user says comes first"
-    for wrong in (-1, 2.5, True):
-        with pytest.raises(ValueError, match="skip.json.*gamma"):
-            found({"gamma": wrong})
 
 
 # --- beside plain decoding
@@ -204,13 +104,13 @@ def test_compare(call, once):
 
 
 @pytest.mark.parametrize("flags", [["--draft", "int8"], ["--draft", "ngram", "--compare"]])
-def test_recorded_passes_write_the_same_text(call, once, plain, monkeypatch, flags):
+def test_recorded_passes_write_the_same_text(call, once, ids, monkeypatch, flags):
     """On recordings of paper, as compiling takes long; all is recorded before the first token is printed."""
     made = []
     for module in (generate, drafts):
         monkeypatch.setattr(module, "Recorded", lambda m: made.append(Recorded(m, "paper")) or made[-1])
     r = as_json(call, "--fast", *flags)
-    assert r["outputs"][0]["ids"] == plain[1] and r["fast"] and r.get("identical", True)
+    assert r["outputs"][0]["ids"] == ids and r["fast"] and r.get("identical", True)
     assert len(made) == (2 if "int8" in flags else 1) and made[0].frozen and made[0].replays()
 
 
@@ -232,9 +132,8 @@ def test_compare_divides_tokens_a_second(call, monkeypatch):
 
 
 @pytest.mark.parametrize("near", [None, True, False])
-def test_compare_reports_a_difference_and_its_gap(call, once, monkeypatch, near):
-    """The text that is judged is the printed one, whose token 5 is made wrong here. What no near-tie explains
-    is a failure."""
+def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
+    """Its token 5 is made wrong here. Only a near-tie explains a difference."""
     honest, runs = generate.rounds, []
 
     def crooked(*args):
@@ -256,7 +155,7 @@ def test_compare_reports_a_difference_and_its_gap(call, once, monkeypatch, near)
     status, out, _ = call("Once upon a time", *SHORT, "--compare", "--json")
     r = json.loads(out)
     ours, plain, d = r["outputs"][0]["ids"], r["baseline"]["outputs"][0]["ids"], r["first_divergence"]
-    assert status == 1 and r["identical"] is False and len(runs) > 2
+    assert status == 1 and r["identical"] is False
     assert d["ids"] == [ours[5], plain[5]] == [plain[5] + 1, plain[5]]
     assert (d["output"], d["position"], d["near_tie"]) == (0, 5, False) and d["gap"] > d["rounding"] > 0
 
@@ -300,8 +199,6 @@ def test_ctrl_c_prints_what_there_is(call, monkeypatch):
     monkeypatch.setattr(generate, "rounds", interrupted)
     status, out, err = call("Once upon a time", *SHORT, "--draft", "exit", "--compare")
     assert status == 130 and out.startswith("Once upon a time, there was") and "3 tokens in 1 pass" in out
-    status, out, _ = call("Once upon a time", *SHORT, "--draft", "exit", "--json")
-    assert status == 130 and json.loads(out)["interrupted"] and json.loads(out)["new_tokens"] == 3
 
 
 def test_as_a_program_from_another_folder(tmp_path):
@@ -339,18 +236,7 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
     call.refuses(argv, tmp_path, culprit)
 
 
-def test_what_goes_with_one_process_only(call, monkeypatch, tmp_path):
+@pytest.mark.parametrize("argv, culprit", [(["-"], "standard input"), (["x", "--fast"], "--fast")])
+def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
     monkeypatch.setattr(generate.parallel, "place", lambda: (0, 2))
-    for argv, culprit in ((["-"], "standard input"), (["x", "--fast"], "--fast")):
-        call.refuses(argv, tmp_path, culprit)
-
-
-def test_draft_model_of_another_tokenizer(call, tmp_path):
-    shutil.copytree(SMALL, tmp_path / "other")
-    file = tmp_path / "other" / "tokenizer.json"
-    spec = json.loads(file.read_text())
-    vocab = spec["model"]["vocab"]
-    first, second = list(vocab)[300:302]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    file.write_text(json.dumps(spec))
-    call.refuses(["x", "--draft", tmp_path / "other"], tmp_path, "other: its tokenizer differs")
+    call.refuses(argv, tmp_path, culprit)
