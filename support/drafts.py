@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     gamma: int
     note: str                       # the line that the run prints about it
     exit_layer: int | None = None
-    tree: int | None = None         # nodes; fewer than --tree where there are no places for so many
+    tree: int | None = None         # its nodes: fewer than --tree if it has no places for more
     costs: str = "weights"          # auto: where the costs come from, and the costs
     table: Costs | None = None
 
@@ -45,15 +45,16 @@ def add_flags(group):
     add("--draft", metavar="HOW", help=f"{', '.join(NAMES)}; or a folder with a small model of the same "
         "tokenizer, or with trained heads. auto (the default) chooses before every draft what promises most; "
         f"{' and '.join(KINDS)} draft with the model itself in few bits; from {next(iter(heads.KINDS))} on "
-        "they are trained heads, in heads/HOW in the model's folder")
-    add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
-    add("--skip", metavar="SET", help="draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
-        'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
+        "they are trained heads, read from heads/HOW in the model's folder")
+    add("--exit-layer", type=int, metavar="E", help="exit, int8, nf4: draft with the first E blocks (exit: a "
+        "sixth by default)")
+    add("--skip", metavar="SET", help="skip, auto, int8, nf4: draft without some sub-layers: a3,m4 skips "
+        'attention 3 and MLP 4; or a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto: at most); levels of a tree")
-    add("--tree", type=int, metavar="N", help="with trained heads: draft a tree of N tokens")
-    add("--draft-vocab", metavar="FILE", help="draft with few tokens only, and so with a shorter head, as "
-        "search.py --draft-vocab writes it")
+    add("--tree", type=int, metavar="N", help="trained heads: draft a tree of N tokens")
+    add("--draft-vocab", metavar="FILE", help="but for ngram and trained heads: draft with few tokens only, "
+        "and so with a shorter output head, as search.py --draft-vocab writes it")
 
 
 def kind_of(a):
@@ -75,7 +76,7 @@ def check(a):
     kind = kind_of(a)
     for flag, kinds in GOES_WITH.items():
         if getattr(a, flag) is not None and kind not in kinds:
-            raise ValueError(f"--{flag.replace('_', '-')} goes with --draft {', '.join(kinds)}, not {kind}")
+            raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see --help")
     if a.exit_layer is not None and a.skip:
         raise ValueError("--exit-layer and --skip say twice which sub-layers draft: leave one of them out")
     if kind == "skip" and not a.skip:
@@ -199,11 +200,7 @@ def trained(a, model, kind):
     gamma = a.gamma if a.gamma is not None else min(most, MOST if a.tree else 3)
     if a.tree:
         levels = max(1, min(most, gamma))
-        # more nodes than this have no place, and looking for the best ones takes long
-        ways = len(head.ranks) or 1
-        places = sum(ways ** d for d in range(1, levels + 1)) if head.branches else ways * levels
-        shape = best_tree(head.ranks, min(a.tree, places), heads.step_cost(head), 0.0, head.branches,
-                          levels) or [0]
+        shape = best_tree(head.ranks, a.tree, heads.step_cost(head), 0.0, head.branches, levels) or [0]
         gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
         tree = f", trees of {len(shape)} tokens"
     E = head.shape.get("exit_layer")

@@ -59,7 +59,7 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     (["--exit-layer", "3", "--gamma", "1"], "exit", 1), (["--draft", "ngram"], "ngram", 8),
     (["--draft", SMALL, "--gamma", "0"], "model", 0), (["--draft", SMALL], "model", 3),
     (["--draft", "nf4", "--skip", "a3,m4,a11"], "nf4", 3), (["--draft", "int8"], "int8", 3),
-    (["--draft", "eagle", "--gamma", "6", "--tree", "600"], "eagle", 6),
+    (["--draft", "eagle", "--gamma", "6", "--tree", "128"], "eagle", 6),
     (["--draft", STORIES / "heads" / "kangaroo"], "kangaroo", 3),
     (["--skip", "a3,m4", "--gamma", "5"], "skip", 5)], ids=str)
 def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
