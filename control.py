@@ -6,19 +6,13 @@ draft is accepted, and c is the cost of a drafted step relative to a pass of the
 A rule says how far a drafter drafts, and none can change what the text is drawn from. Confidences come from
 the raw softmax, and so they mean something at temperature 0, too.
 """
-import statistics
-import time
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 import torch
 
-from kvcache import KVCache
-from model import Placement
-from sampling import Coins, raw_probs, to_probs
+from sampling import raw_probs
 from speculative import Rule
-from verification import verify
 
 MOST = 16  # drafts longer than this are not weighed; a rule with a published limit may go further
 WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1  # of the blocks that are measured
@@ -147,53 +141,6 @@ def weight_costs(c):
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim,
                  slot=2 * c.n_kv_heads * c.head_dim, window=c.window)
-
-
-@torch.inference_mode()
-def interleave(actions, repeats):
-    """{name: median seconds} of actions, which are run in turn, A B A B, after one warm-up of each: then a
-    machine that slows down slows all of them."""
-    seconds = {name: [] for name in actions}
-    for repeat in range(repeats + 1):
-        for name, action in actions.items():
-            start = time.perf_counter()
-            action()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds[name] += [time.perf_counter() - start] * (repeat > 0)
-    return {name: statistics.median(s) for name, s in seconds.items()}
-
-
-def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds, on one token after `at` others: the head; all else of a drafted step but its
-    sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17 tokens,
-    with their verification; and what an attention takes more after 16 times as many tokens."""
-    far, unbounded = 16 * at, 2 * (model.c.n_layers > 1)     # an attention without a window, if there is one
-    cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
-    tokens = torch.full((1, MOST + 1), 5, device=model.tok.device)
-    here, away = (Placement.at(i, i + 1, tokens.device) for i in (at, far))
-    x, coins = model.embed(tokens[:, :1]), Coins()
-
-    def step():
-        logits = model.unembed(model.run(model.embed(tokens[:, :1]), here, cache, []))
-        return coins.choose(to_probs(logits, 1.0)), raw_probs(logits)
-
-    def read(T):
-        block = Placement.at(at, at + T, x.device)
-        logits = model.unembed(model.run(model.embed(tokens[:, :T]), block, cache))
-        return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
-    parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
-    # trap: after other work a pass takes longer. In plain decoding it comes after another one, so here, too
-    blocks = {(T, which): partial(read, width) for T in WIDTHS for which, width in (("before", 1), ("", T))}
-    times = interleave({**parts, "empty": partial(model.run, x, here, cache, []), "step": step,
-                        "head": partial(model.unembed, x), **blocks,
-                        "far": partial(model.run, x, away, cache, [unbounded])}, repeats)
-    plain, rest, head = times[1, ""], times["step"], times["head"]
-    alone = [max(0.0, times[i] - times["empty"]) for i in parts]
-    scale = max(0.0, plain - rest) / (sum(alone) or 1.0)
-    slot = scale * max(0.0, times["far"] - times[unbounded]) / (far - at)
-    return Costs(tuple(scale * s for s in alone), head, tuple((T, times[T, ""] / plain) for T in WIDTHS),
-                 slot, at, model.c.window, max(0.0, rest - head))
 
 
 # --- rules

@@ -1,4 +1,4 @@
-"""A prompt in, coloured text out: self-speculative decoding from the command line.
+"""The command line: a prompt goes in, its continuation comes out while it is written, coloured by origin.
 
     python generate.py "Once upon a time" --compare
     torchrun --nproc-per-node 2 generate.py "Once upon a time"      on two devices
@@ -11,24 +11,20 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import checkpoint
 import sampling
-from layerskip import StandIn
 from machine import parallel
 from machine.quant import KINDS
 from machine.recorded import Recorded
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import chat, cli, drafts, page, show, stats
-from support.costs import as_data
 from support.files import read_jsonl, read_lines
+from support.measure import as_data
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
-PATHS = "model", "skip", "draft_model", "draft_vocab", "heads", "costs", "prompt_file", "picture", "page"
-LARGEST = {"gamma": 1000, "tail": 1000, "tree": 1000,    # the most that make sense per round
-           "max_new": 10**7, "top_k": 10**7}
+LARGEST = {"gamma": 1000, "tree": 128, "max_new": 10**7, "top_k": 10**7}   # more makes no sense
 REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
@@ -37,8 +33,7 @@ def flags():
     p = cli.Parser(
         description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
     add = p.add_argument_group("text").add_argument
-    add("prompt", nargs="?", metavar="PROMPT")
-    add("--prompt", dest="text", metavar="TEXT", help="the same as PROMPT; - reads standard input")
+    add("prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
     add("--prompt-file", metavar="FILE", help='a batch: one prompt per line, or JSON or JSONL with '
         '{"prompt": ...}')
     add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
@@ -48,7 +43,6 @@ def flags():
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P")
-    add("--min-p", type=float, metavar="P", help="no token below P times the most likely one")
     add("--seed", type=int, default=0, help="of the random numbers (default: 0)")
     add = p.add_argument_group("model and machine").add_argument
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
@@ -67,11 +61,13 @@ def flags():
 
 def parse(argv):
     a = flags().parse_args(argv)
-    drafts.check(a)
-    far = next((flag for flag, most in LARGEST.items() if (getattr(a, flag) or 0) > most), None)
-    if far:
-        raise ValueError(f"--{far.replace('_', '-')} must be at most {LARGEST[far]}, "
-                         f"got {getattr(a, far)}")
+    for flag, value in vars(a).items():
+        if value == "" and flag != "prompt":
+            raise ValueError(f"--{flag.replace('_', '-')} is empty")
+        if flag in LARGEST and (value or 0) > LARGEST[flag]:
+            raise ValueError(f"--{flag.replace('_', '-')} must be at most {LARGEST[flag]}, got {value}")
+    if (a.prompt is None) == (a.prompt_file is None):
+        raise ValueError("give one prompt, or a batch with --prompt-file")
     if not -(2**63) <= a.seed < 2**63:
         raise ValueError(f"--seed must fit in 64 bits, got {a.seed}")
     if a.picture and Path(a.picture).suffix not in (".png", ".svg"):
@@ -80,24 +76,19 @@ def parse(argv):
         raise ValueError(f"--page must name a .html file, got {a.page}")
     if a.page and a.tree:
         raise ValueError("--page shows chains, coin by coin, and no trees: leave out --page or --tree")
-    empty = next((name for name in PATHS if getattr(a, name) == ""), None)
-    if empty:
-        raise ValueError(f"--{empty.replace('_', '-')} is empty")
-    if sum(given is not None for given in (a.prompt, a.text, a.prompt_file)) != 1:
-        raise ValueError("give one prompt: as an argument, with --prompt, or a batch with --prompt-file")
-    sampling.check(a.temperature, a.top_k, a.top_p, a.min_p)
+    sampling.check(a.temperature, a.top_k, a.top_p, None)
+    drafts.check(a)
     return a
 
 
 def read_prompts(a):
     """The texts to continue: one, or the batch of --prompt-file."""
-    if a.prompt_file is None:
-        text = a.prompt if a.text is None else a.text
-        if text == "-" and parallel.place() != (0, 1):
+    if a.prompt == "-":
+        if parallel.place() != (0, 1):
             raise ValueError("standard input goes to one process only: give the prompt, or --prompt-file")
-        if text == "-":
-            text = cli.read_input().removesuffix("\n")
-        return [text]
+        return [cli.read_input().removesuffix("\n")]
+    if a.prompt_file is None:
+        return [a.prompt]
     path = Path(a.prompt_file)
     as_json = path.suffix.lower() in (".json", ".jsonl")
     prompts = (read_jsonl(path, "prompt", 'a text under "prompt"') if as_json else
@@ -107,67 +98,59 @@ def read_prompts(a):
     return prompts
 
 
-class Reading(StandIn):
-    """A stand-in that shows on a terminal how much of a long prompt has been read."""
+class Writer:
+    """Continues the prompts, as the flags ask, with any drafter."""
 
-    def __init__(self, model, tokens):
-        self.model, few = model, tokens < 1024
-        self.bar = tqdm(total=tokens, desc="reading", unit=" tokens", leave=False, disable=few or None)
+    def __init__(self, a, model, tokenizer, texts):
+        self.a, self.texts, self.eos, self.cache = a, texts, set(model.c.eos), None
+        if a.chat:
+            render = chat.read_template(a.model)
+            texts = [render([{"role": "user", "content": text}]) for text in texts]
+            self.eos |= set(chat.end_of_turn(a.model, render, tokenizer))
+        self.prompts = [checkpoint.encode(tokenizer, text, model.c.bos, not a.chat) for text in texts]
+        self.model, self.tokenizer = Recorded(model) if a.fast else model, tokenizer
 
-    def run(self, x, positions, *args, **kwargs):
-        x = self.model.run(x, positions, *args, **kwargs)
-        if not self.bar.disable:
-            self.bar.update(x.shape[1])
-            if self.bar.n >= self.bar.total:
-                self.bar.close()
-        return x
+    def rounds(self, drafter, coins=None):
+        """What `speculative.rounds` yields. coins: those of a page, which looks at them."""
+        a, coins = self.a, coins or Coins(self.a.seed)
+        if parallel.place() != (0, 1):
+            coins = parallel.Agreed(coins)
+        return rounds(self.model, self.prompts, a.max_new, drafter,
+                      lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p), coins, self.eos,
+                      self.cache)
 
+    def rehearse(self, makers):
+        """Have recorded what the first rounds need, before anything is timed or printed."""
+        def write():
+            for make in makers:
+                for state, _ in islice(self.rounds(make()), REHEARSED):
+                    self.cache = state.cache    # whose addresses graphs hold
+        self.model.rehearse(write)
 
-def begin(model, prompts, a, drafter, coins=None):
-    """The rounds that the flags ask for. coins: those of a page, which looks at them."""
-    probs = lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p, a.min_p)  # noqa: E731
-    coins, eos = coins or Coins(a.seed), {*model.c.eos, *a.eos}
-    if parallel.place() != (0, 1):
-        coins = parallel.Agreed(coins)
-    return rounds(model, prompts, a.max_new, drafter, probs, coins, eos, a.cache)
-
-
-def rehearse(model, prompts, a, makers):
-    """Have recorded what the first rounds need, before anything is timed or printed."""
-    def write():
-        for make in makers:
-            for state, _ in islice(begin(model, prompts, a, make()), REHEARSED):
-                a.cache = state.cache   # whose addresses graphs hold
-    model.rehearse(write)
-
-
-def watch(model, tokenizer, prompts, a, drafter):
-    """One run as a show.Generation; a single text is printed while it is written. Ctrl-C ends it early."""
-    seen, colour = show.Generation(tokenizer, prompts, stats.Timed(drafter)), show.colours(sys.stdout)
-    seen.interrupted, started, live = False, False, not a.json and len(prompts) == 1
-    seen.player = page.Player(tokenizer, prompts[0], a.seed) if a.page else None
-    coins = seen.player.coins if a.page else None
-    try:
-        for step in seen.watch(begin(Reading(model, max(map(len, prompts))), prompts, a, seen.timed, coins)):
-            if a.page:
-                seen.player.add(*step)
-            if live:
-                before, started = "" if started else opening(seen.prompts[0], a), True
-                print(before + seen.fresh(colour), end="", flush=True)
-    except KeyboardInterrupt:
-        seen.close()
-        seen.interrupted = True
-    if live:
-        print(seen.fresh(colour))
-    elif not a.json:
-        for b, prompt in enumerate(seen.prompts):
-            print(f"{opening(prompt, a)}{seen.fresh(colour, b)}\n")
-    return seen
-
-
-def opening(prompt, a):
-    """The prompt as it is printed before the answer, which continues it. A message is not printed."""
-    return "" if a.chat else show.paint([(prompt, None)])
+    def watch(self, drafter, player=None):
+        """One run as a show.Generation, and whether Ctrl-C ended it early. A single text is printed while it
+        is written. player: of the page, which gets every round."""
+        seen, interrupted = show.Generation(self.tokenizer, self.prompts, drafter), False
+        colour = show.colours(sys.stdout)
+        opening = ["" if self.a.chat else show.paint([(prompt, None)]) for prompt in seen.prompts]
+        live = not self.a.json and len(opening) == 1
+        steps = seen.watch(self.rounds(drafter, player and player.coins))
+        print(opening[0] if live else "", end="", flush=True)
+        try:
+            for step in steps:
+                if player:
+                    player.add(*step)
+                if live:
+                    print(seen.fresh(colour), end="", flush=True)
+        except KeyboardInterrupt:
+            seen.close()
+            interrupted = True
+        if live:
+            print(seen.fresh(colour))
+        elif not self.a.json:
+            for b, prompt in enumerate(opening):
+                print(f"{prompt}{seen.fresh(colour, b)}\n")
+        return seen, interrupted
 
 
 def run(a):
@@ -175,53 +158,42 @@ def run(a):
     if a.fast and world > 1:
         raise ValueError("--fast goes with one process, not with several")
     model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype),
-                                       KINDS.get(a.quant), (rank, world))
-    model = parallel.join(model) if world > 1 else model
-    prompts, a.eos = texts, ()
-    if a.chat:
-        render = chat.read_template(a.model)
-        prompts = [render([{"role": "user", "content": text}]) for text in texts]
-        a.eos = chat.end_of_turn(a.model, render, tokenizer)
-    prompts = [checkpoint.encode(tokenizer, prompt, model.c.bos, not a.chat) for prompt in prompts]
-    a.cache, model = None, Recorded(model) if a.fast else model
-    make = drafts.drafters(a, model, tokenizer)
+                                       KINDS.get(a.quant), parallel.place())
+    writer = Writer(a, parallel.join(model) if world > 1 else model, tokenizer, texts)
+    plan = drafts.plan(a, writer.model, tokenizer)
     if a.fast:
-        rehearse(model, prompts, a, [make, lambda: None] if a.compare else [make])
-    seen = watch(model, tokenizer, prompts, a, make())
-    r = report(a, model, seen, texts)
+        writer.rehearse([plan.make, lambda: None] if a.compare else [plan.make])
+    player = page.Player(tokenizer, writer.prompts[0], a.seed) if a.page else None
+    seen, interrupted = writer.watch(stats.Timed(plan.make()), player)
+    r = report(writer, plan, seen) | {"interrupted": interrupted}
     if a.picture and rank == 0:
         show.picture(seen, a.picture)
-    if a.page and rank == 0:
-        seen.player.save(a.page)
-    if a.compare and not seen.interrupted:
-        r |= against_plain(a, model, tokenizer, prompts, r["outputs"], make)
-    print(json.dumps(r) if a.json else summary(r, a, seen))
+    if player and rank == 0:
+        player.save(a.page)
+    if a.compare and not interrupted:
+        r |= against_plain(writer, plan, r["outputs"])
+    print(json.dumps(r) if a.json else summary(r, plan, seen))
     unexplained = r.get("first_divergence") and not r["first_divergence"]["near_tie"]
-    return 130 if seen.interrupted else int(bool(unexplained))
+    return 130 if interrupted else int(bool(unexplained))
 
 
-def report(a, model, seen, texts):
+def report(writer, plan, seen):
+    """What --json prints of one run."""
+    a, model, n, auto = writer.a, writer.model, seen.counts, plan.draft == "auto"
     outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
-               for text, row in zip(texts, seen.rows, strict=True)]
-    n, seconds = seen.counts, sum(seen.timed.seconds.values())
+               for text, row in zip(writer.texts, seen.rows, strict=True)]
+    drafter = seen.timed.drafters[0]
     return {
-        "outputs": outputs, **speed(n.tokens, seen.timed.reading, seconds),
+        "outputs": outputs, **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
-        "draft": a.draft, "exit_layer": a.exit_layer, "gamma": a.gamma, "do_no_harm": a.do_no_harm,
-        "tail": a.tail, "tree": a.tree, "fast": a.fast and model.replays(), "quant": a.quant,
-        "processes": parallel.place()[1], **automatic(a, seen.timed.drafters[0]),
+        "draft": plan.draft, "exit_layer": plan.exit_layer, "gamma": plan.gamma, "tree": plan.tree,
+        "fast": a.fast and model.replays(), "quant": a.quant, "processes": parallel.place()[1],
+        "costs": plan.costs, "cost_table": as_data(plan.table) if auto else None,
+        "chosen": drafter.chosen if auto else None, "beliefs": drafter.beliefs() if auto else None,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
-        "threads": torch.get_num_threads(), "seed": a.seed, "interrupted": seen.interrupted,
+        "threads": torch.get_num_threads(), "seed": a.seed,
     }
-
-
-def automatic(a, drafter):
-    """What --draft auto reckoned with, chose and believes now."""
-    if a.draft != "auto":
-        return {"costs": "weights", "cost_table": None, "chosen": None, "beliefs": None}
-    return {"costs": a.costs, "cost_table": as_data(a.table), "chosen": drafter.chosen,
-            "beliefs": drafter.beliefs()}
 
 
 def speed(tokens, reading, seconds):
@@ -230,31 +202,33 @@ def speed(tokens, reading, seconds):
             "tokens_per_second": tokens / seconds if seconds else 0.0}
 
 
-def against_plain(a, model, tokenizer, prompts, printed, make):
+def against_plain(writer, plan, printed):
     """Drafting timed beside plain decoding, and the printed text compared with the plain one."""
-    makers = {"drafted": make} if a.draft != "none" else {}
-    runs = stats.compare(lambda drafter: begin(model, prompts, a, drafter), makers | {"plain": lambda: None},
-                         len(prompts), REPEATS)
+    prompts, decode, greedy = writer.prompts, writer.tokenizer.decode, writer.a.temperature == 0
+    makers = {"drafted": plan.make} if plan.draft != "none" else {}
+    runs = stats.compare(writer.rounds, makers | {"plain": lambda: None}, len(prompts), REPEATS)
     plain, drafted = runs["plain"], runs.get("drafted", runs["plain"])
-    ours = [output["ids"] for output in printed]
-    different = stats.divergence(model, prompts, ours, plain.outputs) if a.temperature == 0 else None
-    outputs = [{"prompt": o["prompt"], "text": tokenizer.decode(ids + out)[len(tokenizer.decode(ids)):],
-                "ids": out} for o, ids, out in zip(printed, prompts, plain.outputs, strict=True)]
+    different = (stats.divergence(writer.model, prompts, [o["ids"] for o in printed], plain.outputs)
+                 if greedy else None)
+    outputs = [{"prompt": o["prompt"], "text": decode(ids + out)[len(decode(ids)):], "ids": out}
+               for o, ids, out in zip(printed, prompts, plain.outputs, strict=True)]
     return {
         **speed(drafted.tokens, drafted.reading, drafted.seconds),
-        "identical": different is None if a.temperature == 0 else None, "first_divergence": different,
+        "identical": different is None if greedy else None, "first_divergence": different,
         "ratio": drafted.rate / plain.rate if plain.tokens else None,
         "baseline": speed(plain.tokens, plain.reading, plain.seconds)
         | {"target_passes": plain.passes, "outputs": outputs},
     }
 
 
-def summary(r, a, seen):
-    plain, one = r.get("baseline"), None
-    if plain:
-        one = plain["seconds"] / max(1, plain["target_passes"])
+def summary(r, plan, seen):
+    """What follows the text: the legend, the counts, how it drafted, how fast it was, and the verdict."""
+    plain, note = r.get("baseline"), plan.note
+    one = plain["seconds"] / max(1, plain["target_passes"]) if plain else None
+    if r["chosen"] is not None:
+        note += f": {drafts.chosen(r['chosen'], r['beliefs'])}"
     return "\n".join(filter(None, [show.legend(show.colours(sys.stdout)), seen.summary(one, r.get("ratio")),
-                                   drafts.told(r, a), rates(r), verdict(r) if plain else ""]))
+                                   note, rates(r), verdict(r) if plain else ""]))
 
 
 def rates(r):

@@ -29,6 +29,7 @@ from sampling import to_probs
 from speculative import generate
 from support import cli, plots
 from support.files import BOUNDARY, LOCK, lock, read_documents, replacing, write_file
+from support.measure import read_costs
 
 LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "draft_vocab.json"
 FIRST = 10   # random trials, before the process is asked
@@ -386,7 +387,7 @@ def run(argv):
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     documents, space = read_documents(Path(a.text)), find_space(a, model.c.n_layers)
     vocab = most_frequent(documents, tokenizer, model.c, a.draft_vocab) if a.draft_vocab else None
-    costs = cli.read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
+    costs = read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
     head = header(a, model, tokenizer, documents, costs, space)
     calibration = Calibration(model, tokenizer, documents, a.tokens,
                               partial(to_probs, temperature=a.temperature, top_p=a.top_p),

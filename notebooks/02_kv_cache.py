@@ -91,7 +91,7 @@ print(f"the same text, with {computed} positions instead")
 # one? Sketch both curves before you run the next cell.
 
 # %%
-from control import interleave
+from support.measure import interleave
 
 lengths = [n for n in (16, 64, 128, 256, 384, 500) if n <= c.max_len]
 line = torch.randint(c.vocab_size, (1, max(lengths)), device=device)

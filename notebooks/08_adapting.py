@@ -245,11 +245,11 @@ figure
 # ## What it may lose
 #
 # A draft can fail. But its price is known before: a token of a draft costs c, and so many are drafted. Pace
-# keeps a balance, which begins with two passes, the *stake*. Whatever it wins over plain decoding goes in, and
-# each token that is written adds `risk`, 1 % of a pass. A round begins only if the balance covers its cost
-# with nothing accepted. So the balance never falls below zero, and that *is* the guarantee: by its table of
-# costs, never slower than plain decoding by more than 1 %, and two passes. By the clock it holds as far as the
-# table is right.
+# keeps a balance, which begins with two passes, the *stake*. Whatever it wins over plain decoding goes in,
+# and each token that is written adds `risk`, 1 % of a pass. A round begins only if the balance covers its
+# cost with nothing accepted. So the balance never falls below zero, and that *is* the guarantee: by its table
+# of costs, never slower than plain decoding by more than 1 %, and two passes. By the clock it holds as far as
+# the table is right.
 #
 # We give it a draft that is worth nothing, and compare with one who drafts two tokens in every round.
 

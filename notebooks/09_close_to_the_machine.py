@@ -132,7 +132,7 @@ from dataclasses import replace
 
 from lab.bench.plain import matrices
 from lab.bench.shared import random_model
-from control import interleave
+from support.measure import interleave
 
 narrow = random_model(replace(c, vocab_size=64, dim=32, hidden_dim=32, head_dim=8))
 thin = KVCache(narrow.c, 1, n + 8, torch.float32)

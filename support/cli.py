@@ -1,11 +1,9 @@
-"""What the command lines share: bad input is one clear line and exit status 2, never a traceback.
+"""What the command lines share. Bad input is one clear line and exit status 2, never a traceback.
 
-The one thing to remember: a ValueError or an OSError is a message to the user; anything else is our own bug.
+A ValueError or an OSError is a message to the user; anything else is our own bug.
 """
 import argparse
 import io
-import itertools
-import math
 import os
 import platform
 import re
@@ -14,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from control import Costs
 from layerskip import without
 from support.files import read_json
 
@@ -24,6 +21,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise ValueError(f"{message}; see --help")
+
+
+# --- files that say how to draft
 
 
 def read_skip(text, n_layers):
@@ -45,6 +45,16 @@ def read_gamma(text):
     return gamma
 
 
+def skip_set(text):
+    names = [name.strip() for name in text.split(",")]
+    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
+        return {key: [int(name[1:]) for name in names if name[0] == key[0]] for key in ("attn", "mlp")}
+    sets = read_json(Path(text))
+    if not {"attn", "mlp"} & sets.keys():
+        raise ValueError(f'{text}: expected block numbers under "attn" and "mlp", as search.py writes them')
+    return sets
+
+
 def read_vocab(path, vocab_size):
     """The ids of a draft vocabulary, the most frequent first, from a file with {"ids": [...]}."""
     ids = read_json(Path(path)).get("ids")
@@ -56,8 +66,8 @@ def read_vocab(path, vocab_size):
 
 
 def read_beside(folder, name, read, size):
-    """read(FILE, size) of NAME.json beside the weights. None where there is no such file, or one that is not
-    ours: what lies beside the weights by chance must not end a run."""
+    """read(FILE, size) of NAME.json beside the weights. None if there is no such file, or if it is not ours:
+    what lies beside the weights by chance must not end a run."""
     path = Path(folder) / f"{name}.json"
     try:
         return read(str(path), size) if path.is_file() else None
@@ -66,42 +76,7 @@ def read_beside(folder, name, read, size):
         return None
 
 
-def read_costs(path, c):
-    """The Costs that `lab.bench costs --out` wrote for a model of this shape: {"sublayers": [2L numbers],
-    "head": number}, and maybe "blocks": [[T, relative to one token], ...], "slot", "call" and "at"; see
-    Costs."""
-    raw = read_json(Path(path))
-    parts, at, slot, call = (raw.get(key, usual) for key, usual in
-                             (("sublayers", None), ("at", 0), ("slot", 0.0), ("call", 0.0)))
-    fine = isinstance(parts, list) and all(map(is_cost, [*parts, raw.get("head")]))
-    if not fine or len(parts) != 2 * c.n_layers or sum(parts) <= 0:
-        raise ValueError(f'{path}: expected {2 * c.n_layers} costs under "sublayers" and one under "head", '
-                         "as lab.bench costs --out writes them for this model")
-    blocks = raw.get("blocks", [[1, 1.0]])
-    fine = isinstance(blocks, list) and blocks and all(
-        isinstance(b, list) and len(b) == 2 and type(b[0]) is int and is_cost(b[1]) and b[1] > 0
-        for b in blocks) and [1] == blocks[0][:1]
-    if not fine or any(one[0] >= other[0] for one, other in itertools.pairwise(blocks)):
-        raise ValueError(f'{path}: expected pairs under "blocks", [tokens, cost relative to one token], of '
-                         "rising widths from 1 on")
-    if not (is_cost(slot) and is_cost(call)) or type(at) is not int or at < 0:
-        raise ValueError(f'{path}: expected costs under "slot" and "call", and a number of tokens under "at"')
-    window = c.window if slot else None
-    return Costs(tuple(parts), raw["head"], tuple(map(tuple, blocks)), slot, at, window, call)
-
-
-def is_cost(x):
-    return type(x) in (int, float) and 0 <= x < math.inf
-
-
-def skip_set(text):
-    names = [name.strip() for name in text.split(",")]
-    if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
-        return {key: [int(name[1:]) for name in names if name[0] == key[0]] for key in ("attn", "mlp")}
-    sets = read_json(Path(text))
-    if not {"attn", "mlp"} & sets.keys():
-        raise ValueError(f'{text}: expected block numbers under "attn" and "mlp", as search.py writes them')
-    return sets
+# --- the machine and its streams
 
 
 def machine(device):
@@ -117,22 +92,6 @@ def machine(device):
     return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
-def lacks_memory(error):
-    """Whether there was too little memory. trap: other errors name it, too, such as CUDA's "an illegal memory
-    access", and those are bugs."""
-    words = "DefaultCPUAllocator", "CUDA error: out of memory"  # torch has no class of its own for these two
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(w in str(error) for w in words)
-
-
-def open_streams():
-    """Let the program print whatever it wants, wherever its output goes."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # trap: it is closed, and then `print` takes the other one
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not so in a notebook
-        sys.stdout.reconfigure(errors="replace")  # the encoding of a pipe may lack most characters
-
-
 def read_input():
     """Standard input as text; bytes that are not UTF-8 become surrogates."""
     if sys.stdin is None:
@@ -142,9 +101,13 @@ def read_input():
 
 
 def main(run, argv):
-    """Exit status: what run(argv) returns, or 0; 2 after bad input, told in one line; 130 after Ctrl-C; 141
-    if whoever read our output has left."""
-    open_streams()
+    """Exit status: what run(argv) returns, or 0; 2 after bad input, with one line; 130 after Ctrl-C; 141 if
+    the program that reads our output has ended."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # trap: it is closed, and then `print` takes the other one
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not so in a notebook
+        sys.stdout.reconfigure(errors="replace")  # the encoding of a pipe may lack most characters
     try:
         return run(argv) or 0
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
@@ -153,7 +116,10 @@ def main(run, argv):
     except (ValueError, OSError) as e:
         message = str(e)
     except (RuntimeError, MemoryError) as e:
-        if not lacks_memory(e):
+        # torch has no class of its own for the first two. trap: other errors name memory, too, such as CUDA's
+        # "an illegal memory access", and those are bugs
+        words = "DefaultCPUAllocator", "CUDA error: out of memory"
+        if not (isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(w in str(e) for w in words)):
             raise
         message = "not enough memory for this model, batch and context: try smaller ones, or a half dtype"
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """Reading and writing files, so that bad input gives one clear line and a kill at any moment loses nothing.
 
-The one thing to remember: a new file takes the place of the old one only once all of it is on the disk.
+A new file replaces the old one only once all of it is on the disk.
 """
 import json
 import os
@@ -23,11 +23,9 @@ LOCK = ".lock"  # an empty file, held open by the process that writes to its fol
 
 @contextmanager
 def replacing(path, writer=""):
-    """A temporary path to write to, which takes the place of `path` once all is written. After a
-    kill at any moment either the old file is there or the new one. writer: part of the temporary
-    name, where several processes may write at once. Raises OSError, in one line, if it cannot be
-    written.
-    """
+    """A temporary path to write to, which replaces `path` once all is written. After a kill at any moment
+    either the old file is there or the new one. writer: part of the temporary name, if several processes may
+    write at once. Raises OSError, in one line, if it cannot be written."""
     temporary = path.with_name(f"{path.name}{writer}{TEMPORARY}")
     try:
         yield temporary
@@ -42,7 +40,7 @@ def replacing(path, writer=""):
 
 
 def write_file(path, text):
-    """Let a text take the place of a file; see `replacing`."""
+    """Replace a file by a text; see `replacing`."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
@@ -63,8 +61,8 @@ def read_lines(path):
 
 
 def read_jsonl(path, key, expected):
-    """The texts under `key` of a file with one JSON object per line. A .json file may instead hold
-    one list, of such objects or of texts. `expected`: what a message says is missing."""
+    """The texts under `key` of a file with one JSON object per line. A .json file may instead hold one list,
+    of such objects or of texts. expected: what the message of a ValueError says is missing."""
     whole = parse(read_text(path)) if path.suffix.lower() == ".json" else None
     listed, texts = isinstance(whole, list), []
     entries = ([(f"entry {i}", entry) for i, entry in enumerate(whole, 1)] if listed else
@@ -79,7 +77,7 @@ def read_jsonl(path, key, expected):
 
 def read_documents(path):
     """The documents of a text file, which `<|endoftext|>` separates, or those under "text" in the lines of a
-    .jsonl file. Raises ValueError where there is none."""
+    .jsonl file. Raises ValueError if there is none."""
     if path.suffix.lower() in (".json", ".jsonl"):
         documents = read_jsonl(path, "text", '"text"')
     else:
@@ -95,7 +93,7 @@ def read_prompts(name):
 
 
 def parse(text):
-    """The value of a JSON text; None where it is not valid."""
+    """The value of a JSON text; None if it is not valid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -113,9 +111,9 @@ def read_json(path):
 
 
 def lock(folder):
-    """The lock of a folder, as an open file: until it is closed, every other call raises ValueError, in this
-    process and in others. The system closes it when its process ends, even if it is killed; an empty file
-    stays and locks nothing."""
+    """The lock of a folder, as an open file. Until it is closed, every other call raises ValueError, in this
+    process and in others. The system closes it when its process ends, even if that is killed; the empty file
+    that stays locks nothing."""
     file = open(folder / LOCK, "ab")
     try:
         if fcntl:
@@ -129,7 +127,7 @@ def lock(folder):
 
 
 def cache_folder():
-    """Where this user's programs keep what they can make again. OSError if there is no home."""
+    """The folder for what can be made again. Raises OSError if the user has no home."""
     try:
         home = (os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
                 or Path.home() / ".cache")
@@ -148,8 +146,8 @@ def kept(name, folder=None):
 
 
 def keep(name, content, folder=None):
-    """Write bytes to a file in the cache folder, and return its path. Raises OSError, in one line,
-    if that is not possible: the caller reports it and goes on."""
+    """Write bytes to a file in the cache folder, and return its path. Raises OSError, in one line, if that is
+    not possible: the caller reports it and goes on."""
     path = (folder or cache_folder()) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, f".{os.getpid()}") as temporary:

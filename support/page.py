@@ -1,6 +1,6 @@
 """A run as one page to step through: a single file, which needs no network, for a browser or a phone.
 
-The one thing to remember: a page is data beside a template, `page.html`. Whatever a model writes is data.
+A page is data beside a template, `page.html`. What a model writes is data, too.
 """
 import html
 import json

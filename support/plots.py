@@ -1,6 +1,6 @@
 """The charts. Each function takes plain data, draws one figure and writes it to a file.
 
-The one thing to remember: nothing is measured here; a chart shows what another module has found.
+Nothing is measured here; a chart shows what another module has found.
 """
 from matplotlib.figure import Figure
 

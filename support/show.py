@@ -1,22 +1,21 @@
 """What people look at: tokens coloured by where they came from, in a terminal, in a notebook, as a picture.
 
-The one thing to remember: all of it consumes what `speculative.rounds` yields; the loop knows nothing of it.
+All of it consumes what `speculative.rounds` yields; the loop knows nothing of it.
 """
 import html
 import os
 import re
-import sys
 from dataclasses import dataclass
 
 import torch
 
 from sampling import to_probs
-from speculative import Round, rounds
+from speculative import rounds
 from support.stats import Counts, Timed, limit
 
-# For each origin of a token: a hue that the colour-blind tell from the others (Okabe & Ito 2008). What tells
-# the origins apart without hues: how a terminal writes the token (underlined, bold, dim) and, elsewhere, the
-# line below it. Last, the name in the legend.
+# For each origin of a token: a hue that the colour-blind tell from the others (Okabe & Ito 2008); what tells
+# the origins apart without hues: in a terminal (underlined, bold, dim), and elsewhere the line below the
+# token; and the name in the legend.
 STYLES = {
     "accepted": ("#0072b2", "38;5;32", "solid", "accepted draft"),
     "correction": ("#d55e00", "4;38;5;166", "dashed", "correction"),
@@ -29,7 +28,7 @@ SIGNS |= dict.fromkeys(range(128, 160), "\ufffd")
 
 
 def origins(r, b=0):
-    """Where each of r.new[b] came from, as keys of STYLES: accepted drafts, then the correction of a refused
+    """Where each of r.new[b] came from, as keys of STYLES: accepted drafts, then the correction of a rejected
     one, the bonus after a draft that was accepted whole or, if nothing was proposed, a plain token."""
     accepted, proposed = int(r.accepted[b]), int(r.proposed[b])
     last = "plain" if proposed == 0 else "bonus" if accepted == proposed else "correction"
@@ -38,8 +37,7 @@ def origins(r, b=0):
 
 
 def colours(stream):
-    """Whether this stream is a terminal that has colours and whose user has not refused them
-    (no-color.org)."""
+    """Whether this stream is a terminal with colours, whose user wants them (no-color.org)."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
@@ -136,30 +134,23 @@ class Generation:
                 unseen.append((rest, row[-1].origin))
 
     def fresh(self, colour=True, b=0):
-        """What row b has to print since the last call. Ask once more after the last round."""
+        """What row b has to print since the last call. Call it once more after the last round."""
         pieces, self.unseen[b] = self.unseen[b], []
         return paint(pieces, colour)
-
-    def pieces(self):
-        """(text, origin) of the first prompt, whose origin is None, and of each of its tokens."""
-        return [(self.prompts[0], None), *((t.text, t.origin) for t in self.rows[0])]
 
     def summary(self, plain=None, speedup=None):
         """Counts, where the time went, and what limits the speed, in up to four lines. plain: the seconds
         that a pass takes in plain decoding, speedup: that over plain decoding, if they were measured."""
-        n, seconds = self.counts, None
+        n, timed = self.counts, self.timed if self.counts.passes else None
         batch = f" over {len(self.rows)} rows" if len(self.rows) > 1 else ""
         lines = [f"{n.tokens} tokens in {n.passes} passes{batch}: {n.tau:.2f} a pass (tau)"]
         if n.proposed:
             lines += [f"{n.accepted} of {n.proposed} drafted tokens accepted "
                       f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones (alpha)"]
-        if self.timed and n.passes:
-            spent = self.timed.seconds
-            lines += ["time: " + ", ".join(f"{k} {s / sum(spent.values()):.0%}" for k, s in spent.items())]
-            seconds, plain = {k: s / n.passes for k, s in spent.items()}, plain or self.timed.plain()
-        turns = max(1, n.turns)
-        return "\n".join([*lines, limit(n.passes, n.tau, n.proposed / turns, n.alpha, n.drafted / turns,
-                                        seconds, plain, speedup, self.timed.spread() if seconds else 0.0)])
+        if timed:
+            total = sum(timed.seconds.values())
+            lines += ["time: " + ", ".join(f"{k} {s / total:.0%}" for k, s in timed.seconds.items())]
+        return "\n".join([*lines, limit(n, timed, plain, speedup)])
 
     def html(self):
         """Legend, texts and summary. A token's tooltip has its origin, its id and the target's own raw
@@ -172,6 +163,8 @@ class Generation:
         style = "white-space:pre-wrap;line-height:1.9;background:none;color:inherit"
         return "".join(f'<pre style="{style}">{block}</pre>' for block in [*blocks, span(self.summary())])
 
+    _repr_html_ = html      # in a notebook
+
 
 def record(model, tokenizer, prompts, max_new, drafter=None, probs=to_probs, eos=()):
     """A whole run, timed, as a Generation. All but the tokenizer are arguments of `rounds`."""
@@ -183,7 +176,7 @@ def record(model, tokenizer, prompts, max_new, drafter=None, probs=to_probs, eos
 
 def round_html(r, tokenizer=None):
     """A Round as a table: p, q and the verdict on each drafted token, then the row's new tokens. A token that
-    was never tested is dead: it stands after a refusal, after an end of text or beyond its row's own draft.
+    was never tested is dead: it stands after a rejection, after an end of text or beyond its row's own draft.
     A tokenizer puts texts beside the ids."""
 
     def name(token):
@@ -231,7 +224,8 @@ def picture(generation, path):
 
     # points; a character of DejaVu Sans Mono is 1233/2048 of its size wide: 8, a whole number, stays sharp
     columns, wide, pitch, margin, size = 72, 8, 27, 20, 8 * 2048 / 1233
-    shown, at = wrap(generation.pieces(), columns), 0
+    text = [(generation.prompts[0], None), *((t.text, t.origin) for t in generation.rows[0])]
+    shown, at = wrap(text, columns), 0
     last = max((line for line, *_ in shown), default=0)
     for origin, (*_, name) in STYLES.items():
         if count := sum(t.origin == origin for t in generation.rows[0]):
@@ -254,15 +248,3 @@ def picture(generation, path):
         axes.text(x, y, text, family="DejaVu Sans Mono", size=size, color="#1a1a1a" if origin else "#666666",
                   va="center_baseline", parse_math=False)
     figure.savefig(path, dpi=144)
-
-
-def register():
-    """Show Rounds and Generations as HTML, if this module is imported into a running IPython."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is not None:
-        formatter = shell.display_formatter.formatters["text/html"]
-        formatter.for_type(Round, round_html)
-        formatter.for_type(Generation, Generation.html)
-
-
-register()

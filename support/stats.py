@@ -1,7 +1,7 @@
 """What a run did and what it cost: counts, a stopwatch, what limits the speed, and plain decoding beside it.
 
-The one thing to remember: a rate is the tokens divided by the seconds of one and the same run, and the
-reading of the prompts does not count, because drafting speeds up only the writing.
+A rate is the tokens divided by the seconds of the same run. Reading the prompts does not count, because
+drafting speeds up only the writing.
 """
 import math
 import statistics
@@ -49,8 +49,8 @@ class Counts:
 
 
 class Stopwatch(Wrapper):
-    """Goes around a drafter (None: plain decoding) and notes the seconds until the prompts were read, the
-    draft model's reading included. It starts when it is made: make one right before each run."""
+    """Wraps a drafter (None: plain decoding) and notes the seconds until the prompts were read, also by the
+    draft model. It starts when it is made: make one right before each run."""
 
     def __init__(self, drafter=None):
         super().__init__(drafter or Drafter())
@@ -69,10 +69,9 @@ class Stopwatch(Wrapper):
 
 
 class Timed(Stopwatch):
-    """A stopwatch that also tells the parts of each round apart. `seconds`: what drafting (with `observe`),
-    verifying and the rest of the loop took after the prompts were read; the rest includes whoever consumes
-    the rounds. On CUDA it waits for the device four times a round, which costs a little of what it measures.
-    """
+    """A stopwatch for the parts of a round, too. `seconds`: what drafting (with `observe`), verifying and the
+    rest of the loop took after the prompts were read; the rest includes the code that consumes the rounds.
+    On CUDA it synchronises four times per round, which costs a little of what it measures."""
 
     def __init__(self, drafter=None):
         super().__init__(drafter)
@@ -111,45 +110,36 @@ class Timed(Stopwatch):
 # --- what limits the speed
 
 
-def limit(passes, tau, gamma, alpha, share=1.0, seconds=None, plain=None, speedup=None, spread=0.0):
+def limit(n, timed=None, plain=None, speedup=None):
     """One sentence: what keeps a run from being faster.
 
-    tau: mean tokens per pass. gamma: mean drafted tokens per pass. share: fraction of passes with a draft.
-    alpha: how often a draft's first token was accepted. seconds: what {"draft", "verify", "loop"} took in a
-    mean pass, if measured. plain: what a pass of plain decoding takes; None if none was timed. speedup: that
-    over plain decoding, if it was measured. spread: see `Timed.spread`; an effect must be larger.
+    n: its Counts. timed: its Timed drafter, if it had one. plain: the seconds that a pass of plain decoding
+    takes, if that is known. speedup: over plain decoding, if it was measured.
     """
-    if gamma == 0:
+    if n.proposed == 0:
         return "Nothing was drafted: every token cost a pass of the whole model."
-    if passes < 8:
+    if n.passes < 8:
         return "The answer is too short to say what limits it: it took fewer than 8 passes."
-    if seconds is None:
+    alpha, tau, gamma, share = n.alpha, n.tau, n.proposed / n.turns, n.drafted / n.turns
+    if timed is None:
         return f"A gain needs alpha > c: drafting a token must cost less than {alpha:.0%} of a target pass."
-    cost = sum(seconds.values())
+    draft, verify, loop = (timed.seconds[part] / n.passes for part in ("draft", "verify", "loop"))
+    cost, spread, plain = draft + verify + loop, timed.spread(), plain or timed.plain()
     busy = ("The machine was too busy to say what limits the speed: passes over equally many tokens "
             f"differ by {spread / cost:.0%} of the time of a round.")
     # trap: without `plain` there is no c. The time of verifying cannot stand for a whole pass, because it
     # omits the sub-layers whose results the draft has handed over.
     if plain is not None:
-        c = seconds["draft"] / gamma / plain
+        c = draft / gamma / plain
         if alpha <= c and (tau * plain / cost if speedup is None else speedup) <= 1:
             return busy if speedup is None and spread > cost - tau * plain else (
                 f"No gain, as alpha <= c: {alpha:.0%} of the first drafts are accepted, but drafting a "
                 f"token costs {c:.0%} of a target pass.")
-    counted, timed = ideals(tau, gamma, alpha, share, **seconds, plain=plain)
-    gains = counted | timed
-    best = max(gains, key=gains.get)
-    return busy if best in timed and spread > cost - cost / gains[best] else best
-
-
-def ideals(tau, gamma, alpha, share, draft, verify, loop, plain):
-    """{sentence: how many times as fast the run would be if what the sentence names were ideal}, twice: by
-    what was counted, and by what was timed. The arguments are those of `limit`."""
-    cost, now = draft + verify + loop, max(1, round(gamma / share))  # now: the length of a draft, if any
+    now = max(1, round(gamma / share))  # how long a draft is, if there is one
     # Leviathan et al. 2023, Theorem 3.8, with the measured costs
-    speed = {g: expected_tokens(alpha, g) / (draft / gamma * g + verify + loop)
-             for g in range(now, now + 9)}
+    speed = {g: expected_tokens(alpha, g) / (draft / gamma * g + verify + loop) for g in range(now, now + 9)}
     best = max(speed, key=speed.get)
+    # {sentence: how many times as fast the run would be if what the sentence names were ideal}
     counted = {
         f"Acceptance is the limit: {tau - 1:.1f} of {gamma:.1f} drafted tokens a pass are accepted; try a "
         "draft nearer to the target.": (gamma + 1) / tau,
@@ -157,15 +147,17 @@ def ideals(tau, gamma, alpha, share, draft, verify, loop, plain):
         f"{speed[best] / speed[now]:.1f} times the speed.": speed[best] / speed[now],
         f"Drafts are too rare: only {share:.0%} of the passes had one to check.":
             (1 + (tau - 1) / share) / tau}
-    timed = {
+    clocked = {
         f"Drafting is the limit: it takes {draft / cost:.0%} of the time; try a cheaper draft, such as an "
         "earlier exit.": cost / (verify + loop),
         f"The loop is the limit: {loop / cost:.0%} of the time is spent outside drafter and target.":
             cost / (draft + verify)}
     if plain is not None:
-        timed[f"The block is the limit: on this machine a pass over it costs {verify / plain:.1f} passes "
-              "over a single token."] = cost / (draft + min(plain, verify) + loop)
-    return counted, timed
+        clocked[f"The block is the limit: on this machine a pass over it costs {verify / plain:.1f} passes "
+                "over a single token."] = cost / (draft + min(plain, verify) + loop)
+    gains = counted | clocked
+    most = max(gains, key=gains.get)
+    return busy if most in clocked and spread > cost - cost / gains[most] else most
 
 
 # --- drafted and plain decoding, side by side
@@ -189,7 +181,7 @@ class Run(NamedTuple):
 
 
 def measure(start, drafter, rows):
-    """A Run of `start(drafter)`, which continues so many rows and yields what `rounds` yields."""
+    """A Run of `start(drafter)`, which yields what `rounds` yields for this number of rows."""
     watch = Stopwatch(drafter)
     outputs, passes = collect(start(watch), rows)
     return Run(outputs, passes, watch.reading, time.perf_counter() - watch.now)
@@ -198,8 +190,8 @@ def measure(start, drafter, rows):
 def compare(start, makers, rows, repeats):
     """{name: the Run whose rate is the median of its name's}: a warm-up of each, then A B A B.
 
-    makers: {name: a function that makes a drafter, or None for plain decoding}. trap: a drafter is made anew
-    for every run, because a rule that has learnt from a text knows it the second time.
+    makers: {name: () -> a drafter, or None for plain decoding}. trap: every run needs a new drafter, because
+    a rule that has learnt from a text knows it the second time.
     """
     runs = {name: [] for name in makers}
     for _ in range(repeats + 1):
@@ -209,8 +201,8 @@ def compare(start, makers, rows, repeats):
 
 
 def divergence(model, prompts, ours, plain):
-    """Where greedy texts differ from plain decoding, and whether rounding explains it; None where they are
-    the same. Of several rows that differ it is the first that rounding does not explain, else the first."""
+    """Where greedy texts differ from plain decoding, and whether rounding explains it; None if they are the
+    same. If several rows differ: the first that rounding does not explain, or else the first."""
     rows = enumerate(zip(prompts, ours, plain, strict=True))
     found = [{"output": b} | parting(model, *row) for b, row in rows if row[1] != row[2]]
     return next((d for d in found if not d["near_tie"]), found[0] if found else None)
@@ -221,10 +213,10 @@ def parting(model, prompt, ours, plain):
     """The first position where two answers differ, the ids there, and their `gap`: how far the less likely
     one's logit lies below the best.
 
-    `rounding` is how far apart two logits may be and still change places, because a block of tokens rounds
-    otherwise than a single one: each sub-layer rounds its result to the model's dtype, and its sums of `dim`
-    products to float32 or wider. Independent errors add up like the root of their number, and here are four,
-    two logits in two runs, which gives the 2.
+    `rounding` is how far apart two logits may be and still change places, because a block of tokens is
+    rounded differently from a single one: each sub-layer rounds its result to the model's dtype, and its sums
+    of `dim` products to float32 or wider. Independent errors add up like the root of their number. Here are
+    four, two logits in two runs, which gives the 2.
     """
     both = enumerate(zip(ours, plain, strict=False))
     at = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))

@@ -1,5 +1,4 @@
-"""What the command lines share: how a program ends, whatever happens inside it; and what it is given to
-read."""
+"""What the command lines share: how a program ends, whatever happens inside it; and what it reads."""
 import io
 import sys
 
@@ -17,16 +16,7 @@ def ending(error):
     return run
 
 
-def told(capsys, error):
-    """The one line that stands on standard error."""
-    status = cli.main(ending(error), [])
-    out, err = capsys.readouterr()
-    assert status == 2 and out == "" and err.count("\n") == 1 and err.endswith("\n")
-    assert err.startswith("test_cli.py: "), "the line names the program"
-    return err[len("test_cli.py: ") : -1]
-
-
-@pytest.mark.parametrize("returned, status", [(None, 0), (0, 0), (1, 1), (130, 130)])
+@pytest.mark.parametrize("returned, status", [(None, 0), (1, 1)])
 def test_a_program_ends_with_what_it_returns(returned, status, capsys):
     seen = []
     assert cli.main(lambda argv: seen.append(argv) or returned, ["a", "b"]) == status
@@ -36,18 +26,14 @@ def test_a_program_ends_with_what_it_returns(returned, status, capsys):
 @pytest.mark.parametrize("error, line", [
     (ValueError("two\nlines,\ta tab\r\n and  blanks "), "two lines, a tab and blanks"),
     (OSError("\x1b[31mred\x07 \udcff naïve 日本語"), "\ufffd[31mred\ufffd \ufffd naïve 日本語"),
-    (UnicodeError("a" * 300 + "b" * 10**6 + "c" * 200), "a" * 240 + " ... " + "c" * 100)],
-    ids=["blanks", "signs", "long"])
+    (UnicodeError("a" * 300 + "b" * 10**6 + "c" * 200), "a" * 240 + " ... " + "c" * 100),
+    *((error, "not enough memory for this model, batch and context: try smaller ones, or a half dtype")
+      for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: no"),
+                    RuntimeError("CUDA error: out of memory\nkernel errors might be reported elsewhere")))],
+    ids=lambda x: type(x).__name__)
 def test_bad_input_is_one_printable_line_and_status_2(error, line, capsys):
-    assert told(capsys, error) == line
-
-
-def test_too_little_memory_is_no_bug(capsys):
-    with pytest.raises(RuntimeError) as e:
-        torch.empty(1 << 60, dtype=torch.int8)
-    for error in (e.value, MemoryError(), torch.OutOfMemoryError("CUDA"),
-                  RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere")):
-        assert "not enough memory" in told(capsys, error)
+    assert cli.main(ending(error), []) == 2
+    assert capsys.readouterr() == ("", f"test_cli.py: {line}\n"), "the line names the program"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"),
@@ -60,15 +46,6 @@ def test_our_own_bugs_are_not_hidden(error):
 def test_ctrl_c_is_status_130_without_a_word(capsys):
     assert cli.main(ending(KeyboardInterrupt()), []) == 130
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_reader_that_has_left_is_status_141(capsys, monkeypatch, tmp_path):
-    """What is still printed then, such as by Python at its end, goes nowhere."""
-    with open(tmp_path / "out", "w") as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        assert cli.main(ending(BrokenPipeError()), []) == 141
-        print("more", flush=True)
-    assert (tmp_path / "out").read_text() == capsys.readouterr().err == ""
 
 
 def test_an_encoding_that_lacks_a_character_replaces_it(monkeypatch):
@@ -93,7 +70,7 @@ def test_a_closed_stream_swallows_what_is_its_own(closed, monkeypatch):
     assert out.getvalue() == ("text\n" if closed == "stderr" else "test_cli.py: bad\n")
 
 
-def test_standard_input_of_any_make(monkeypatch):
+def test_standard_input_in_any_encoding(monkeypatch):
     for raw, text in ((b"a\r\nb\r\n", "a\nb\n"), (b"\xef\xbb\xbfa", "a"), (b"a\xff", "a\udcff")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "ascii", newline="\n"))
         assert cli.read_input() == text
@@ -110,26 +87,15 @@ def prompts_of(path, content):
 @pytest.mark.parametrize("name, content", [
     ("a.txt", "\ufeffone\u2028\r\n\r\n two\x85"), ("a.json", '["one\u2028",\n {"prompt": " two\x85"}]'),
     ("a.JSONL", '\ufeff{"prompt": "one\u2028", "id": 1}\r\n{"prompt": " two\x85"}')])
-def test_prompt_files_of_any_make(name, content, tmp_path):
+def test_prompt_files(name, content, tmp_path):
     """Only a newline ends a prompt: a text may hold what Python's `splitlines` takes for one."""
     assert prompts_of(tmp_path / name, content) == ["one\u2028", " two\x85"]
 
 
 @pytest.mark.parametrize("name, content, culprit", [
     ("p.txt", "\n  \n", "no prompts"), ("p.txt", b"caf\xe9", "UTF-8"), ("p.jsonl", "Once", "line 1"),
-    ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "line 2"), ("p.jsonl", '{"prompt": 3}', "line 1"),
-    ("p.json", '["one", 2]', "entry 2"), ("p.json", '[""]', "entry 1"), ("p.json", "[" * 10**5, "line 1")])
+    ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "line 2"), ("p.json", '["one", 2]', "entry 2"),
+    ("p.json", "[" * 10**5, "line 1")])
 def test_prompt_files_that_make_no_sense_are_refused(name, content, culprit, tmp_path):
     with pytest.raises(ValueError, match=f"{name}.*{culprit}"):
         prompts_of(tmp_path / name, content)
-
-
-def test_the_machine_is_named(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(cli.Path, "read_text", lambda *args, **kwargs: "model name\t: A chip\nflags: y\n")
-    assert cli.machine(torch.device("cpu")) == "A chip, 3 threads"
-    monkeypatch.setattr(cli.Path, "read_text", lambda *args, **kwargs: "vendor: x\nflags: y\n")
-    monkeypatch.setattr(cli.platform, "processor", lambda: "riscv64")
-    assert cli.machine(torch.device("cpu")) == "riscv64, 3 threads"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Giant {device}")
-    assert cli.machine(torch.device("cuda", 1)) == "Giant cuda:1"

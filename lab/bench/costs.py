@@ -8,13 +8,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 import checkpoint
-from control import measure_costs, weight_costs
+from control import weight_costs
 from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids, table
 from layerskip import ShortHead, Teacher, early_exit
 from speculative import generate
 from support.cli import read_skip, read_vocab
-from support.costs import as_data
 from support.files import read_text
+from support.measure import as_data, measure_costs
 
 # --- costs
 

@@ -8,8 +8,8 @@ import sys
 from functools import cache
 
 from control import Confidence, DoNoHarm, Gate
-from lab.rules import ValueGate
 from lab.bench.shared import ROOT, page, random_model, table
+from lab.rules import ValueGate
 from layerskip import SelfDraft
 from model import Config
 from speculative import ModelDraft, NGram, Then, rounds

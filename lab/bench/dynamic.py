@@ -24,14 +24,14 @@ from control import (
 from lab.bench.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids, table
 from layerskip import Teacher, early_exit
-from methods.dynamic import DEL, SWIFT, CLaSp
 from methods.arms import candidates
+from methods.dynamic import DEL, SWIFT, CLaSp
 from methods.pace import Pace
 from speculative import NGram, Wrapper
 from support import plots
 from support.cli import read_skip, read_vocab
-from support.costs import as_data
-from support.drafts import costs_of, trained_beside
+from support.drafts import trained_beside
+from support.measure import as_data, costs_of
 
 TURN = 4  # prompts of one kind in a row
 GAMMAS = 1, 2, 4
@@ -279,11 +279,11 @@ def markdown(a, results, kinds):
 def run(a):
     a.repeats = a.repeats or 1
     models, tokenizer = load_both(a)
-    heads = {dtype: trained_beside(a, model) for dtype, (model, _) in models.items()}
+    heads = {dtype: trained_beside(a.model, model) for dtype, (model, _) in models.items()}
     model = models[a.dtype][0]
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
-    costs = costs_of(a, model)
+    a.costs, costs = costs_of(model, a.costs)
     prompts, kinds = stream(tokenizer, model.c, 1 if a.quick else TURN)
     if a.quick:
         prompts, kinds = prompts[: len(SETS)], kinds[: len(SETS)]

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-from control import expected_speedup, interleave, weight_costs
+from control import expected_speedup, weight_costs
 from kvcache import KVCache
 from lab.bench.plain import agree, launches, step, their_text
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model, read_prompts, table
@@ -29,6 +29,7 @@ from layerskip import SelfDraft, early_exit
 from speculative import NGram, generate, prefill
 from support import cli
 from support.files import read_json, write_file
+from support.measure import interleave
 
 NAMES = "Llama 3.2 1B", "Llama 3.1 8B", "Gemma-2 2B", "Gemma-2 9B"
 SMALL = dict(vocab_size=64, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import checkpoint
-from control import interleave
 from kvcache import KVCache
 from lab.bench import peers
 from lab.bench.shared import LLAMA, ROOT, WEIGHTS, page, random_model, table
@@ -25,6 +24,7 @@ from layerskip import SelfDraft, early_exit
 from machine.recorded import Recorded
 from model import SPARE, Config
 from speculative import generate, prefill, rounds
+from support.measure import interleave
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
                     hidden_dim=2048, max_len=1024)

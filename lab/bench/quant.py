@@ -14,8 +14,6 @@ from control import (
     best_gamma,
     expected_speedup,
     expected_tokens,
-    interleave,
-    measure_costs,
     weight_costs,
 )
 from lab.bench.costs import teachers
@@ -24,6 +22,7 @@ from lab.bench.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, 
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
 from speculative import ModelDraft, rounds
+from support.measure import interleave, measure_costs
 from support.stats import compare
 
 GAMMA, MEGABYTE = 3, 1e6

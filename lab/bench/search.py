@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from control import measure_costs, weight_costs
+from control import weight_costs
 from lab.bench.shared import ROOT, SETS, WEIGHTS, figures, load, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit
 from methods.dynamic import aside, nearest
 from search import Calibration, Space, Trial, matchness, search, speedup, tokens_per_second
 from speculative import generate
 from support import plots
+from support.measure import measure_costs
 
 LANDSCAPE = ROOT / "notebooks" / "landscape.npz"
 BUDGETS, SEEDS = (25, 50, 100), 20

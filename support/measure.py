@@ -1,0 +1,157 @@
+"""What the parts of a pass cost on this machine: a stopwatch, and tables of costs that are kept.
+
+A table of costs decides how a text is drafted, never what it says. Two measurements are never the same, and
+only with the same table does a run repeat round by round. So a table is measured once for each machine, model
+and dtype, and then lies in the user's cache folder.
+"""
+import hashlib
+import json
+import math
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from control import MOST, WIDTHS, Costs
+from kvcache import KVCache
+from machine.quant import byte_costs, size
+from model import Placement
+from sampling import Coins, raw_probs, to_probs
+from support.cli import machine
+from support.files import keep, kept, read_json
+from verification import verify
+
+LARGE = 64e6        # bytes of a model's blocks from which on costs are measured by default
+SECONDS = 3.0       # that a measurement may take, as far as the number of repeats allows
+REPEATS = 3, 30     # at least, at most
+PASSES = 30         # one repeat of a measurement takes about as long as this many passes
+
+
+@torch.inference_mode()
+def interleave(actions, repeats):
+    """{name: median seconds} of actions that run in turn, A B A B, after one warm-up of each. So a machine
+    that slows down slows all of them."""
+    seconds = {name: [] for name in actions}
+    for repeat in range(repeats + 1):
+        for name, action in actions.items():
+            start = time.perf_counter()
+            action()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds[name] += [time.perf_counter() - start] * (repeat > 0)
+    return {name: statistics.median(s) for name, s in seconds.items()}
+
+
+def measure_costs(model, at=64, repeats=50):
+    """Costs in seconds, on one token after `at` others: the head; the rest of a drafted step but its
+    sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17 tokens,
+    with their verification; and what an attention costs more after 16 times as many tokens."""
+    far, unbounded = 16 * at, 2 * (model.c.n_layers > 1)     # an attention without a window, if there is one
+    cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
+    tokens = torch.full((1, MOST + 1), 5, device=model.tok.device)
+    here, away = (Placement.at(i, i + 1, tokens.device) for i in (at, far))
+    x, coins = model.embed(tokens[:, :1]), Coins()
+
+    def step():
+        logits = model.unembed(model.run(model.embed(tokens[:, :1]), here, cache, []))
+        return coins.choose(to_probs(logits, 1.0)), raw_probs(logits)
+
+    def read(T):
+        block = Placement.at(at, at + T, x.device)
+        logits = model.unembed(model.run(model.embed(tokens[:, :T]), block, cache))
+        return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
+
+    parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
+    # trap: after other work a pass takes longer. In plain decoding it comes after another one, so here, too
+    blocks = {(T, which): partial(read, width) for T in WIDTHS for which, width in (("before", 1), ("", T))}
+    times = interleave({**parts, "empty": partial(model.run, x, here, cache, []), "step": step,
+                        "head": partial(model.unembed, x), **blocks,
+                        "far": partial(model.run, x, away, cache, [unbounded])}, repeats)
+    plain, rest, head = times[1, ""], times["step"], times["head"]
+    alone = [max(0.0, times[i] - times["empty"]) for i in parts]
+    scale = max(0.0, plain - rest) / (sum(alone) or 1.0)
+    slot = scale * max(0.0, times["far"] - times[unbounded]) / (far - at)
+    return Costs(tuple(scale * s for s in alone), head, tuple((T, times[T, ""] / plain) for T in WIDTHS),
+                 slot, at, model.c.window, max(0.0, rest - head))
+
+
+# --- tables in files
+
+
+def as_data(costs):
+    """A Costs table as JSON holds it. The window is the model's."""
+    return {"sublayers": costs.sublayers, "head": costs.head, "blocks": costs.blocks, "slot": costs.slot,
+            "at": costs.at, "call": costs.call}
+
+
+def read_costs(path, c):
+    """The Costs in a file that holds what `as_data` gives, for a model of this Config; "blocks", "slot", "at"
+    and "call" may be missing. Raises ValueError for any other file."""
+    raw = {"blocks": [[1, 1.0]], "slot": 0.0, "at": 0, "call": 0.0} | read_json(Path(path))
+    try:
+        parts, head, slot, at, call = (raw[key] for key in ("sublayers", "head", "slot", "at", "call"))
+        blocks = tuple((width, ratio) for width, ratio in raw["blocks"])
+        widths, ratios = zip(*blocks, strict=True)
+        costs = [*parts, head, slot, call, *ratios]
+        fine = (len(parts) == 2 * c.n_layers and sum(parts) > 0 and min(ratios) > 0
+                and all(type(x) in (int, float) and 0 <= x < math.inf for x in costs)
+                and all(type(x) is int and x >= 0 for x in (at, *widths))
+                and widths[0] == 1 and list(widths) == sorted(set(widths)))
+    except (KeyError, TypeError, ValueError):
+        fine = False
+    if not fine:
+        raise ValueError(f"{path}: not a table of costs for a model of {2 * c.n_layers} sub-layers, as "
+                         "lab.bench costs --out writes it")
+    return Costs(tuple(parts), head, blocks, slot, at, c.window if slot else None, call)
+
+
+def costs_of(model, how=None):
+    """(how, the Costs). how: "weights", by the bytes that are read; "measured"; or the name of a file. By
+    default they are measured for large models."""
+    how = how or ("measured" if size(model.blocks) >= LARGE else "weights")
+    if how == "weights":
+        return how, byte_costs(model)
+    return how, kept_costs(model) if how == "measured" else read_costs(how, model.c)
+
+
+def kept_costs(model, folder=None):
+    """The Costs of this model on this machine, in seconds. They are measured if no table is kept yet, or if
+    it cannot be read; standard error then has a line about it."""
+    name = f"costs-{identity(model)}.json"
+    path = kept(name, folder)
+    if path is not None:
+        try:
+            return read_costs(path, model.c)
+        except ValueError as e:
+            say(f"measured anew: {e}")
+    say(f"measuring what a pass takes, about {SECONDS:.0f} seconds")
+    costs = quick(model)
+    try:
+        path = keep(name, f"{json.dumps(as_data(costs))}\n".encode(), folder)
+        say(f"kept for later runs; if the machine was busy, delete {path} to measure anew")
+    except OSError as e:
+        say(f"not kept, so the next run measures anew: {e}")
+    return costs
+
+
+def say(line):
+    print(f"costs: {line}", file=sys.stderr, flush=True)
+
+
+def quick(model):
+    """Costs in seconds, from as many repeats as fit into `SECONDS`."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.tok.device)
+    one = interleave({"pass": lambda: model(token)}, 3)["pass"]
+    low, high = REPEATS
+    return measure_costs(model, repeats=max(low, min(high, int(SECONDS / PASSES / max(one, 1e-9)))))
+
+
+def identity(model):
+    """A name for all that costs depend on: how they are measured, torch, the machine with its number of
+    threads, and the shapes and types of the weights, but not their values."""
+    weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
+    facts = "rounds", torch.__version__, machine(model.tok.device), model.tok.device.type, model.c, weights
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -1,0 +1,136 @@
+"""The Plan that generate.py's flags ask for: what drafts, and what is read for it."""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import command
+
+import checkpoint
+import generate
+from control import Costs
+from machine.quant import byte_costs
+from methods import heads
+from support import drafts, measure
+
+STORIES = Path(__file__).parent.parent / "weights" / "stories-llama"
+SMALL = STORIES.with_name("stories-draft")
+call = command(generate.main)
+
+
+@pytest.fixture(scope="module")
+def stories():
+    """(model, tokenizer)"""
+    return checkpoint.load(STORIES, dtype=torch.float32)
+
+
+@pytest.fixture
+def plan(stories):
+    """The Plan that flags ask for."""
+    return lambda *flags: drafts.plan(generate.parse(["x", *map(str, flags)]), *stories)
+
+
+def as_json(call, *argv):
+    status, out, err = call("Once upon a time", "--max-new", "12", "--dtype", "float32", "--json", *argv)
+    assert status == 0 and err == ""
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("flags, kind", [
+    ([], "auto"), (["--draft-vocab", "v.json"], "auto"), (["--exit-layer", "2"], "exit"),
+    (["--fast"], "exit"), (["--skip", "a3"], "skip"), (["--draft", str(SMALL)], "model"),
+    (["--draft", str(STORIES / "heads" / "eagle"), "--tree", "4"], "heads")], ids=str)
+def test_which_draft_the_flags_choose(flags, kind):
+    a = generate.parse(["x", *flags])
+    before = dict(vars(a))
+    assert drafts.kind_of(a) == kind and vars(a) == before
+
+
+def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
+    """Of the draft, whether it is the model's own or a small model's; the text stays."""
+    plain = as_json(call, "--draft", "none")["outputs"]
+    path, few = tmp_path / "vocab.json", [0, *range(200, 1223)]
+    path.write_text(json.dumps({"ids": few}))
+    for draft in (["--exit-layer", "2"], ["--draft", SMALL]):
+        assert as_json(call, "--draft-vocab", path, *draft)["outputs"] == plain
+        assert plan("--draft-vocab", path, *draft).make().model.ids.tolist() == few
+    path.write_text('{"ids": [4096]}')
+    call.refuses(["x", "--draft-vocab", path], tmp_path, "vocab.json", "4095")
+
+
+def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp_path):
+    (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
+    L = stories[0].c.n_layers
+    pace = plan("--draft", "auto", "--skip", "a3,m4", "--gamma", "5",
+                "--draft-vocab", tmp_path / "draft_vocab.json").make()
+    ways = {way.name: way.drafter for way in pace.ways}
+    assert pace.most == 5 and len(ways["skip set"].sublayers) == 2 * L - 2
+    (tmp_path / "skip.json").write_text('{"attn": [2]}')
+    pace = plan("--draft", "auto", "--model", tmp_path).make()
+    assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share == 1024 / 4096
+
+
+def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
+    """Those of other weights, too, but not those of another shape, and none where passes are replayed."""
+    model, _ = checkpoint.load(STORIES, dtype=torch.float32)
+    other, _ = checkpoint.load(STORIES.parent / "stories-gemma2")
+    model.norm.weight.data *= 1.5
+    for head in (heads.Prophet(model, 1), heads.Medusa(other, 2)):
+        (tmp_path / "heads" / head.kind).mkdir(parents=True)
+        heads.save(head, tmp_path / "heads" / head.kind)
+
+    def names(*flags):
+        a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
+        return [way.name for way in drafts.plan(a, *stories).make().ways]
+
+    assert "prophet" in names() and "medusa" not in names()
+    lines = capsys.readouterr().err.splitlines()
+    assert "left out" in lines[0] and "medusa" in lines[0] and "trained for other weights" in lines[1]
+    assert not any("prophet" in names(*flags) for flags in (["--fast"], ["--quant", "int8"]))
+
+
+def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_path, monkeypatch):
+    """The second run reads the table of the first one, and so it repeats round by round."""
+    assert plan().table == byte_costs(stories[0]), "a small model"
+    table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
+    measured = []
+    monkeypatch.setattr(measure, "quick", lambda model: measured.append(model) or table)
+    monkeypatch.setattr(measure, "LARGE", 1e3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert plan().costs == "measured" and "measuring" in call.capsys.readouterr().err
+    first, second = as_json(call), as_json(call)
+    assert all(first[key] == second[key] for key in ("outputs", "chosen", "beliefs", "cost_table"))
+    assert first["costs"] == "measured" and first["cost_table"]["blocks"] == [[1, 1.0], [17, 4 / 3]]
+    assert len(measured) == 1
+    assert plan("--draft", "auto", "--fast").costs == "weights", "passes of parts are not recorded"
+    assert plan("--temperature", "0.8").costs == "weights", "the same seed writes the same text"
+    monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
+    assert plan().costs == "weights", "each process would measure its own"
+
+
+def test_gamma_of_a_skip_file(plan, tmp_path):
+    """0: the search that wrote the file found no gain, and so nothing is drafted by default."""
+    file = tmp_path / "skip.json"
+
+    def found(more, *flags):
+        file.write_text(json.dumps({"attn": [3, 11], "mlp": [4]} | more))
+        made = plan("--skip", file, *flags)
+        return made.gamma, "found no gain" in made.note
+
+    assert found({}) == (3, False)
+    assert found({"gamma": 5}) == (5, False) and found({"gamma": 0}) == (0, True)
+    assert found({"gamma": 0}, "--gamma", "1") == (1, False), "what the user says comes first"
+    with pytest.raises(ValueError, match="skip.json.*gamma"):
+        found({"gamma": -1})
+
+
+def test_draft_model_of_another_tokenizer(call, tmp_path):
+    shutil.copytree(SMALL, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    spec = json.loads(file.read_text())
+    vocab = spec["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    file.write_text(json.dumps(spec))
+    call.refuses(["x", "--draft", tmp_path / "other"], tmp_path, "other: its tokenizer differs")

@@ -1,0 +1,110 @@
+"""What `measure_costs` makes of known timings; and a table is measured once for each machine, model and
+dtype, whatever lies in the cache folder."""
+import json
+import pwd
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import GEMMA, LLAMA, make
+
+from control import WIDTHS, Costs
+from machine.quant import quantise
+from support import measure
+from support.files import cache_folder
+from support.measure import as_data, identity, kept_costs, measure_costs, read_costs
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The tables that were measured so far. Each is another one."""
+    tables = []
+
+    def another(model):
+        parts, blocks = (0.1 * (len(tables) + 1), 1 / 3) * model.c.n_layers, ((1, 1.0), (17, 4 / 3))
+        tables.append(Costs(parts, 0.7, blocks, 1e-7, 64, model.c.window, 0.1))
+        return tables[-1]
+
+    monkeypatch.setattr(measure, "quick", another)
+    return tables
+
+
+def test_costs_leave_out_the_call_itself(models, monkeypatch):
+    """Here a call takes half a second, each part 1.5 s and its number more; the sub-layers, of 84 s
+    together, are scaled to what a pass takes besides the step around them."""
+    called = []
+
+    def fake(actions, repeats):
+        called.extend(action() for action in actions.values())
+        times = {name: 2.0 + name for name in actions if isinstance(name, int)}
+        blocks = {(T, which): 99.0 if which else 43.0 + 2 * T
+                  for T in WIDTHS for which in ("before", "")}
+        return times | {"empty": 0.5, "step": 3.0, "head": 2.0, "far": 13.6} | blocks
+
+    monkeypatch.setattr(measure, "interleave", fake)
+    with torch.no_grad():
+        costs = measure_costs(models["llama"], repeats=3)
+    assert costs == Costs(tuple(0.5 * (1.5 + i) for i in range(12)), 2.0,
+                          tuple((T, (43 + 2 * T) / 45) for T in WIDTHS),
+                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), at=64, call=1.0)
+    assert costs.whole == 45 and costs.step(range(2)) == pytest.approx((0.5 * 4 + 3) / 45)
+    assert [x.shape for _, x in called[15:33:2]] == [(1, 1, 17)] * 9, "one token before each block"
+    assert [x.shape for _, x in called[16:33:2]] == [(1, T, 17) for T in WIDTHS]
+
+
+def test_a_real_measurement_is_a_table(models):
+    costs = measure_costs(models["gemma2"], repeats=1)
+    assert len(costs.sublayers) == 12 and min(costs.sublayers) > 0 and costs.head > 0 and costs.window == 5
+    assert 0 < costs.step(range(4)) < costs.step(range(12)) == 1
+
+
+def test_a_table_is_measured_once(tmp_path, monkeypatch, measured):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = kept_costs(make(GEMMA))
+    assert [path.parent for path in cache_folder().iterdir()] == [tmp_path / "self-speculative-decoding"]
+    assert kept_costs(make(GEMMA, seed=1)) == first, "other weights do not matter, and no digit is lost"
+    assert measured == [first]
+
+
+def test_other_machines_models_and_types_have_other_tables(monkeypatch):
+    model, same = make(LLAMA), make(LLAMA, seed=1)
+    same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
+    names = [identity(m) for m in (model, same, make(LLAMA).float(), quantise(model, "int8"),
+                                   make(replace(LLAMA, n_layers=5)), make(GEMMA))]
+    assert names[0] == names[1] and len(set(names)) == 5
+    monkeypatch.setattr(measure, "machine", lambda device: "another one, 64 threads")
+    assert identity(model) not in names
+
+
+@pytest.mark.parametrize("damage", [
+    "{", "[]", {"sublayers": [1.0]}, {"head": -1}, {"at": -1}, {"slot": "0"}, {"call": float("inf")},
+    {"blocks": [[1, 1.0], [1, 2.0]]}, {"blocks": [[2, 1.0]]}, {"blocks": [[1, 0]]}, {"blocks": []}], ids=str)
+def test_a_damaged_table_is_measured_anew(tmp_path, measured, capsys, damage):
+    model = make(LLAMA)
+    kept_costs(model, tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = json.loads(path.read_text())
+    path.write_text(damage if isinstance(damage, str) else json.dumps(whole | damage))
+    assert kept_costs(model, tmp_path) == kept_costs(model, tmp_path) == measured[1] != measured[0]
+    assert "measured anew" in capsys.readouterr().err and len(measured) == 2
+
+
+def test_a_table_of_another_tool_may_be_shorter(tmp_path):
+    (tmp_path / "costs.json").write_text('{"sublayers": [1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], "head": 5}')
+    costs = read_costs(tmp_path / "costs.json", LLAMA)
+    assert costs == Costs((1, 2) * 6, 5) and as_data(costs)["blocks"] == ((1, 1.0),)
+
+
+@pytest.mark.parametrize("cache", ["/dev/null", "/" + "x" * 300, None])
+def test_where_nothing_can_be_kept_the_run_goes_on(cache, monkeypatch, measured, capsys):
+    """It is no folder, or cannot be looked at; None: the user has no home, either."""
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    if cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert [kept_costs(make(LLAMA))] == measured and "not kept" in capsys.readouterr().err
