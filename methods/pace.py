@@ -54,6 +54,7 @@ class Pace(Wrapper):
         self.whole = self.costs.pricing(range(last + 1))
         self.copied, self.tails = Beta(), Beta()    # tokens copied right; the same per round without a copy
         self.balance, self.chosen, self.due, self.idle, self.arm = STAKE, {}, 0, 0, self.nothing
+        self.n = 0      # how long the text is
 
     def begin(self, state, trace):
         same_model(self.model, state)
