@@ -175,7 +175,7 @@ def run(a):
     if a.fast and world > 1:
         raise ValueError("--fast goes with one process, not with several")
     model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype),
-                                       KINDS.get(a.quant), (rank, world))
+                                       KINDS.get(a.quant), parallel.place())
     model = parallel.join(model) if world > 1 else model
     prompts, a.eos = texts, ()
     if a.chat:
