@@ -17,7 +17,9 @@ all, what rank 0 drew counts (`Agreed`). (Shoeybi et al. 2019, Megatron-LM, arXi
 """
 import os
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,15 +28,44 @@ from torch import nn
 
 from checkpoint import put
 from machine.quant import Matrix
+from model import Transformer
 from sampling import Coins
 
 LIMIT = timedelta(minutes=5)  # so long a process waits for the others, which may still be reading weights
 
 
+class Part(NamedTuple):
+    """What one process reads of a model, for `checkpoint.load`."""
+    rank: int
+    world: int
+
+    def of(self, model):
+        """The same model, without memory, with this process's heads, columns of each MLP and rows of the head
+        only. Raises ValueError where the heads or columns cannot be shared evenly."""
+        c, world = model.c, self.world
+        for what, count in (("key-value heads", c.n_kv_heads), ("columns of an MLP", c.hidden_dim)):
+            if count % world:
+                raise ValueError(f"{world} processes cannot share {count} {what} evenly")
+        with torch.device("meta"):
+            own = Transformer(replace(c, n_heads=c.n_heads // world, n_kv_heads=c.n_kv_heads // world,
+                                      hidden_dim=c.hidden_dim // world))
+        if own.head is not None:
+            own.head = nn.Parameter(own.head[: -(-c.vocab_size // world)].detach())
+        return own
+
+    def read(self, stored, shape):
+        """This process's slice of a stored tensor, where `shape` is smaller than the tensor."""
+        cuts = []
+        for whole, own in zip(stored.get_shape(), shape, strict=True):
+            first = min(self.rank * own, whole - own)   # where uneven, the last slice overlaps
+            cuts.append(slice(first, first + own))
+        return stored[tuple(cuts)].contiguous()
+
+
 def place():
-    """(rank, world): which process this is, and of how many."""
+    """The part of this process: which one it is, and of how many."""
     alone = not (dist.is_available() and dist.is_initialized())
-    return (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
+    return Part(0, 1) if alone else Part(dist.get_rank(), dist.get_world_size())
 
 
 def talk(collective, *args):

@@ -424,7 +424,9 @@ figure
 # starts them.
 
 # %%
-share = [checkpoint.load(MODEL, "cpu", torch.float32, part=(rank, 2))[0] for rank in range(2)]
+from machine.parallel import Part
+
+share = [checkpoint.load(MODEL, "cpu", torch.float32, part=Part(rank, 2))[0] for rank in range(2)]
 for rank, half in enumerate(share):
     print(f"process {rank}: {size(half.blocks) / 1e6:5.1f} of {size(model.blocks) / 1e6:.1f} MB of blocks,",
           f"wqkv {tuple(half.blocks[0].attn.wqkv.shape)} of {tuple(model.blocks[0].attn.wqkv.shape)}")

@@ -5,9 +5,11 @@ A new file replaces the old one only once all of it is on the disk.
 import json
 import os
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
 try:
     import fcntl
@@ -108,6 +110,60 @@ def read_json(path):
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+@contextmanager
+def guarded(what):
+    """Whatever is raised inside becomes a ValueError of one line.
+
+    trap: where the tokenizer library, which is written in Rust, panics at a damaged file, that is a
+    BaseException, not an Exception.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as e:
+        reason = str(e) if isinstance(e, ValueError) else repr(e)
+        raise ValueError(f"{what}: {' '.join(reason.split())[:300]}") from None
+
+
+def open_with(reader, path, what):
+    """reader(path). Raises FileNotFoundError or ValueError, also for what Git leaves in the place of a file
+    that LFS has not fetched. what: the message, should the reader fail."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    with open(path, "rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise ValueError(f"{path}: a Git LFS pointer instead of the file: run git lfs pull in its folder")
+    with guarded(f"{path}: {what}"):
+        return reader(str(path))
+
+
+def read_tokenizer(folder):
+    """The tokenizer of a Hugging Face folder."""
+    tokenizer = open_with(Tokenizer.from_file, folder / "tokenizer.json", "not a readable tokenizer")
+    tokenizer.no_padding()  # trap: the file may ask for some length, but a prompt must stay as it is
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def find_weights(folder):
+    """{tensor name: safetensors' lazy slice of it}, from the one file of a Hugging Face folder or from all
+    that its index names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    paths, found = [single], {}
+    if not single.is_file() and index.is_file():
+        listed = read_json(index)
+        with guarded(f"{index}: weight_map must name a file for each tensor"):
+            paths = [folder / name for name in sorted(set(listed["weight_map"].values()))]
+    elif not single.is_file() and any(folder.glob("*.bin")):
+        raise ValueError(f"{folder}: only pickles, which can run code and are never opened; convert them by "
+                         "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+    for path in paths:
+        file = open_with(partial(safe_open, framework="pt"), path, "truncated or damaged safetensors file")
+        found |= {name: file.get_slice(name) for name in file.keys()}
+    return found
 
 
 def lock(folder):

@@ -22,6 +22,7 @@ from layerskip import SelfDraft, ShortHead
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
 from methods.trees import Siblings
+from model import Transformer
 from sampling import Coins, to_probs
 from speculative import ModelDraft, generate
 
@@ -181,10 +182,9 @@ def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
     whole, _ = checkpoint.load(folders / family, "cpu")
     find, read = checkpoint.find_weights, {}
     monkeypatch.setattr(checkpoint, "find_weights", lambda folder: {
-        name: lambda name=name, opened=opened: Counted(name, opened(), read)
-        for name, opened in find(folder).items()})
+        name: Counted(name, stored, read) for name, stored in find(folder).items()})
     for rank in range(4):
-        m, _ = checkpoint.load(folders / family, "cpu", part=(rank, 4))
+        m, _ = checkpoint.load(folders / family, "cpu", part=parallel.Part(rank, 4))
     for name, piece in checkpoint.parts(whole):
         times = 1 if "proj" in name else 4
         times = 20 / 17 if name == "lm_head.weight" else times  # 20 rows, where 17 cannot be shared
@@ -194,9 +194,9 @@ def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
 
 def test_sizes_that_do_not_fit_are_refused(folders):
     with pytest.raises(ValueError, match="3 processes cannot share 4 key-value heads evenly"):
-        checkpoint.load(folders / "llama", "cpu", part=(0, 3))
+        checkpoint.load(folders / "llama", "cpu", part=parallel.Part(0, 3))
     with pytest.raises(ValueError, match="2 processes cannot share 3 columns of an MLP evenly"):
-        checkpoint.share(replace(SHAPES["llama"], hidden_dim=3), 2)
+        parallel.Part(0, 2).of(Transformer(replace(SHAPES["llama"], hidden_dim=3)))
 
 
 # --- the command
