@@ -11,12 +11,12 @@ pass. The constants are the published ones; the docstrings name the faults that 
 import torch
 
 from control import Confidence, expected_speedup, plan, weight_costs
-from gaussian import GaussianProcess, expected_improvement
 from kvcache import Beside
 from layerskip import SelfDraft, check_sublayers, early_exit
 from methods.drafting import pick, same_model
 from methods.trees import Siblings
 from sampling import raw_probs
+from search import GaussianProcess, expected_improvement
 from speculative import Wrapper
 
 # --- trying a draft without a trace

@@ -60,7 +60,7 @@ print(inspect.getsource(minimal.distribution))
 
 # %%
 from lab.bench.shared import read_prompts
-from layerskip import Teacher
+from search import Teacher
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:80]

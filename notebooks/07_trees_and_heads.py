@@ -32,8 +32,9 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 import torch
 
 import checkpoint
-from layerskip import SelfDraft, Teacher
+from layerskip import SelfDraft
 from sampling import Coins, to_probs
+from search import Teacher
 from support import plots
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
+from gaussian import GaussianProcess, climb, distances, expected_improvement, kernel
 from teach import compare, fail
 from tiny import wide
-
-from gaussian import GaussianProcess, climb, distances, expected_improvement, kernel
 
 THETA = [-1.0, 0.3, 0.4, math.log(0.05)]
 GROUPS = torch.tensor([0, 1, 0, 1, 1, 0, 1])

@@ -11,11 +11,12 @@ from test_heads import wild
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, warm
 
 from control import MOST, Beta, Costs, plan, weight_costs
-from layerskip import ShortHead, Teacher, without
+from layerskip import ShortHead, without
 from methods import pace
 from methods.heads import M2R2, Eagle, Kangaroo, Medusa, Prophet, Transfer, count, shorter
 from methods.pace import STAKE, TAIL, TRUST, Memory, Pace, Way, candidates, head_draft, self_draft
 from sampling import Coins
+from search import Teacher
 from speculative import Drafter, ModelDraft, generate, rounds, wanted
 
 SKIP, IDS = without(6, attn=[1, 4], mlp=[2]), [4, 9, 0, 2, 16, 3]

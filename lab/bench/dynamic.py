@@ -23,9 +23,10 @@ from control import (
 )
 from lab.bench.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids, table
-from layerskip import Teacher, early_exit
+from layerskip import early_exit
 from methods.dynamic import DEL, SWIFT, CLaSp
 from methods.pace import Pace, candidates
+from search import Teacher
 from speculative import NGram, Wrapper
 from support import plots
 from support.cli import read_skip, read_vocab
