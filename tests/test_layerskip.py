@@ -60,7 +60,7 @@ def test_a_draft_vocabulary_is_of_the_most_frequent_tokens():
 
 @pytest.mark.parametrize("ids", [None, SOME], ids=["whole", "short"])
 @each_family
-def test_acceptance_is_the_overlap_of_the_loops_distributions(models, family, ids):
+def test_acceptance_is_that_of_the_loop(models, family, ids):
     """Of its first round after each prefix, of one drafted token. One teacher scores all."""
     m, probs = models[family], lambda logits: to_probs(logits, 1.3, top_p=0.95)
     teacher, short, seen = Teacher(m, IDS, probs), ids and ShortHead(m, ids), set()
