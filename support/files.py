@@ -112,10 +112,10 @@ def resume(path, header):
     if found == header:
         lines = list(itertools.takewhile(bool, lines))
     elif isinstance(found, dict) and found.keys() == header.keys():
-        print(f"{path}: of another model, text or flags; it starts anew", file=sys.stderr)
+        print(f"{path}: of another model, text or flags; the search starts anew", file=sys.stderr)
         lines = []
     elif path.parent.exists() and any(path.parent.iterdir()):
-        raise ValueError(f"{path.parent} holds something else than {path.name}: name another --out")
+        raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
     return lines
