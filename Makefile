@@ -70,7 +70,7 @@ benchmarks: $(VENV)/dev $(SHIPPED:%=results/%/skip.json) \
 	$(MAKE) notebooks picture
 
 results/%/skip.json:
-	$(PY) search.py --model weights/$* --text support/prompts/stories.jsonl --trials 200 --out $(@D) $(RESUME)
+	$(PY) search.py --model weights/$* --text support/prompts/stories.jsonl --trials 200 --out $(@D)
 	cp $@ weights/$*/skip.json
 results/search.json:
 	rm -f notebooks/landscape.npz

@@ -1,16 +1,14 @@
 """Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify), one
-drafter for both; and how often a text accepts such a draft.
+drafter for both; and drafting with few of the tokens.
 
 The one thing to remember: the sub-layers before the first gap compute exactly what the verifier would, so
 their keys, values and hidden states are handed over (`reuse`), not computed again.
 """
 import math
+from collections import Counter
 
 import torch
 
-from kvcache import KVCache
-from model import Placement
-from sampling import to_probs
 from speculative import Draft, Drafter, ModelDraft, chain
 
 
@@ -98,6 +96,16 @@ class ShortHead(StandIn):
         return logits.index_copy_(2, self.ids, short)                           # (B, T, V)
 
 
+def most_frequent(texts, count):
+    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent of them, the most frequent
+    first, "share": of the texts}. Raises ValueError where they hold fewer different ones."""
+    seen = Counter(token for ids in texts for token in ids)
+    if len(seen) < count:
+        raise ValueError(f"a draft vocabulary of {count}: the text holds only {len(seen)} different tokens")
+    ids = sorted(seen, key=lambda i: (-seen[i], i))[:count]
+    return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}
+
+
 class SelfDraft(Drafter):
     """Draft with a subset of the target's sub-layers: range(2E) is early exit after block E (Elhoushi et al.
     2024, section 4), any other subset is layer skipping (Zhang et al. 2023, section 3).
@@ -156,55 +164,3 @@ class SelfDraft(Drafter):
         run_shared(tokens[:, -1:], K)       # the last draft is not drafted from, but it is verified
         trace = {tap: torch.cat([seen[tap] for seen in traces], 1) for tap in traces[0]}
         return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1), trace))
-
-
-class Teacher:
-    """One pass of the target over a text, kept so that any number of drafts can be scored against it without
-    decoding: how likely would the *first* drafted token be accepted, if a draft began at each position?
-
-    Each position drafts on its own, in a spare slot, and all of them in one pass. For a text of T = 4:
-
-        slot      0 1 2 3 | 4 5 6 7
-        query 2   x x . . | . . x .     the target's keys before position 2, and the draft's own key of it
-
-    Raises ValueError for a text that is empty or longer than the context, and for ids beyond the vocabulary.
-    """
-
-    @torch.inference_mode()
-    def __init__(self, model, ids, probs=to_probs):
-        c, T = model.c, len(ids)
-        if not 0 < T <= c.max_len:
-            raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to {c.max_len}")
-        if not 0 <= min(ids) <= max(ids) < c.vocab_size:
-            bad = next(t for t in ids if not 0 <= t < c.vocab_size)
-            raise ValueError(f"the text holds token id {bad}, but ids run from 0 to {c.vocab_size - 1}")
-        self.model, self.probs = model, probs
-        self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
-        self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
-        x = model.embed(self.tokens)
-        trace = dict.fromkeys(range(2 * c.n_layers))
-        model.run(x, Placement.at(0, T, x.device), self.cache, trace=trace)
-        self.states = [x, *trace.values()]                  # states[i] enters sub-layer i: (1, T, dim) each
-        self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
-
-    @torch.inference_mode()
-    def draft(self, sublayers, drafting=None):
-        """q (1, T, V): what the first drafted token after each position is drawn from. drafting: what stands
-        in for the model while it drafts, such as a `ShortHead`."""
-        subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
-        shared = shared_prefix(subs)
-        here, spare = (torch.arange(i, i + T, device=self.p.device)[None] for i in (0, T))
-        own = torch.eye(T, dtype=torch.bool, device=self.p.device)[None]
-        at = Placement(here, spare, 0, 2 * T, own)
-        x = self.model.run(self.states[shared], at, self.cache, subs[shared:])
-        return self.probs((self.model if drafting is None else drafting).unembed(x))
-
-    def acceptance(self, sublayers, drafting=None):
-        """How likely the first drafted token after each position is accepted. (T,) float64, on the CPU"""
-        return self.overlap(self.draft(sublayers, drafting))
-
-    def overlap(self, q):
-        """The same where the tokens are drawn from q (1, T, V), whatever drafts: the sum of q min(1, p / q),
-        which is that of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
-        both = torch.minimum(self.p, q).double().sum(-1)
-        return both[0].clamp(max=1).cpu()  # trap: the float32 sum of a distribution can exceed 1

@@ -1,43 +1,86 @@
-"""Which sub-layers to skip: a search that repeats exactly and, killed at any moment, can be resumed.
+"""Which sub-layers to skip: what a skip set is worth on a text, and the search for a good one.
 
     python search.py --model weights/stories-llama --text stories.txt --trials 200 --out found
     python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json --compare
 
-The one thing to remember: a trial needs one forward pass over a text and no stopwatch; alpha and c say what a
-skip set is worth, and trial i depends on nothing but the seed and the trials before it.
+The one thing to remember: a trial is one pass over a text and needs no stopwatch, and trial i depends on
+nothing but the seed and the trials before it: a search that was killed goes on where it was.
 """
 import hashlib
 import itertools
 import json
 import math
-import os
 import sys
-import time
-from collections import Counter
-from dataclasses import astuple, dataclass
+from collections import namedtuple
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import checkpoint
-from control import AdaptiveExit, best_gamma, expected_speedup, weight_costs
-from gaussian import GaussianProcess, climb, expected_improvement
-from layerskip import SelfDraft, ShortHead, Teacher, skipped
+from control import best_gamma, expected_speedup, weight_costs
+from kvcache import KVCache
+from layerskip import ShortHead, check_sublayers, most_frequent, shared_prefix, skipped
+from model import Placement
 from sampling import to_probs
-from speculative import generate
-from support import cli, plots
-from support.files import BOUNDARY, LOCK, lock, read_documents, replacing, write_file
+from support import cli, files
 from support.measure import read_costs
 
+JITTER = 1e-10  # on the diagonal, relative to the signal: rounding must make no matrix indefinite
+FIRST, REFIT = 10, 5  # random trials at the start; trials between two fits of the process
 LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "draft_vocab.json"
-FIRST = 10   # random trials, before the process is asked
-REFIT = 5    # trials between two fits of its hyper-parameters
-MAY_CHANGE = {"trials", "out", "resume", "device"}  # when a run is resumed
 
 
-# --- objectives
+class Teacher:
+    """One pass of the target over a text, kept so that any number of drafts can be scored against it without
+    decoding: how likely would the *first* drafted token after each position be accepted? All positions draft
+    in one pass, each in a spare slot of its own. For a text of T = 4:
+
+        slot      0 1 2 3 | 4 5 6 7
+        query 2   x x . . | . . x .     the target's keys before position 2, and the draft's own key of it
+
+    Raises ValueError for a text that is empty or longer than the context, and for ids beyond the vocabulary.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model, ids, probs=to_probs):
+        c, T = model.c, len(ids)
+        if not 0 < T <= c.max_len:
+            raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to {c.max_len}")
+        for bad in (t for t in ids if not 0 <= t < c.vocab_size):
+            raise ValueError(f"the text holds token id {bad}, but ids run from 0 to {c.vocab_size - 1}")
+        self.model, self.probs = model, probs
+        self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
+        self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
+        x, trace = model.embed(self.tokens), dict.fromkeys(range(2 * c.n_layers))
+        model.run(x, Placement.at(0, T, x.device), self.cache, trace=trace)
+        self.states = [x, *trace.values()]                  # states[i] enters sub-layer i: (1, T, dim) each
+        self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
+
+    @torch.inference_mode()
+    def draft(self, sublayers, drafting=None):
+        """q (1, T, V), from which the first token after each position is drafted. drafting: a `ShortHead`."""
+        subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
+        shared = shared_prefix(subs)
+        here, spare = (torch.arange(i, i + T, device=self.p.device)[None] for i in (0, T))
+        own = torch.eye(T, dtype=torch.bool, device=self.p.device)[None]
+        at = Placement(here, spare, 0, 2 * T, own)
+        x = self.model.run(self.states[shared], at, self.cache, subs[shared:])
+        return self.probs((drafting or self.model).unembed(x))
+
+    def acceptance(self, sublayers, drafting=None):
+        """How likely the first drafted token after each position is accepted. (T,) float64, on the CPU"""
+        return self.overlap(self.draft(sublayers, drafting))
+
+    def overlap(self, q):
+        """The same for tokens that are drawn from any q (1, T, V): the sum of q min(1, p / q), which is that
+        of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
+        both = torch.minimum(self.p, q).double().sum(-1)[0].cpu()
+        # trap: the float32 sum of a distribution can exceed 1. NaN: the draft overflows; `verify` rejects it
+        return both.clamp(max=1).nan_to_num(0.0)
 
 
 class Calibration:
@@ -45,388 +88,292 @@ class Calibration:
     drafting: a ShortHead that stands in for the model while it drafts."""
 
     def __init__(self, model, tokenizer, documents, tokens, probs=to_probs, drafting=None):
-        self.model, self.probs, self.teachers, self.ids = model, probs, [], []
-        self.drafting, self.share = (model, 1.0) if drafting is None else (drafting, drafting.share)
+        self.drafting, self.share, self.ids = drafting, drafting.share if drafting else 1.0, []
         for text in documents:
-            ids = checkpoint.encode(tokenizer, text, model.c.bos)[: min(tokens, model.c.max_len)]
-            self.ids.append(ids)
-            self.teachers.append(Teacher(model, ids, probs))
-            tokens -= len(ids)
+            ids = checkpoint.encode(tokenizer, text, model.c.bos)
+            self.ids.append(ids[: min(tokens, model.c.max_len)])
+            tokens -= len(self.ids[-1])
             if tokens <= 0:
                 break
-
-    def acceptance(self, sublayers):
-        """A series of acceptances for each document. Where a draft overflows its dtype the acceptance is NaN;
-        it counts as 0, as `verify` would refuse that draft."""
-        return [teacher.acceptance(sublayers, self.drafting).nan_to_num(0.0) for teacher in self.teachers]
+        self.teachers = [Teacher(model, ids, probs) for ids in self.ids]
 
 
-@dataclass
-class Trial:
-    """What is known about a set of sub-layers after it was scored."""
-    value: float    # what the search maximises
-    alpha: float
-    cost: float     # the c of the formulas
-    gamma: int      # the best one
-    speedup: float  # expected with this gamma
-
-
-TRIAL = ["trial", "bits", "value", "alpha", "c", "gamma", "speedup", "theta", "expected"]  # a line of the log
+# what a set scored: the value that the search maximises; the c of the formulas; the best gamma
+Trial = namedtuple("Trial", "value alpha cost gamma speedup")
 
 
 def speedup(calibration, costs, sublayers):
     """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances along a
     text). Gamma is at least 1: values below 1 still tell a bad set from a worse one."""
-    series, cost = calibration.acceptance(sublayers), costs.step(sublayers, calibration.share)
+    series = [t.acceptance(sublayers, calibration.drafting) for t in calibration.teachers]
+    cost = costs.step(sublayers, calibration.share)
     gamma = best_gamma(series, cost, least=1, block=costs.block)
     gain = expected_speedup(series, gamma, cost, costs.block(gamma + 1))
     return Trial(gain, float(torch.cat(series).mean()), cost, gamma, gain)
 
 
-def matchness(calibration, costs, sublayers):
-    """How often the draft's best token is also the target's (SWIFT, arXiv 2410.06916). It ignores costs: set
-    `--min-skips`, or the best set is the one that skips nothing."""
-    found, hits = speedup(calibration, costs, sublayers), []
-    for teacher in calibration.teachers:
-        q = teacher.draft(sublayers, calibration.drafting)
-        hits.append((q.argmax(-1) == teacher.p.argmax(-1)).double().flatten())
-    found.value = float(torch.cat(hits).mean())
-    return found
+def distances(a, b, groups):
+    """How many bits of each group differ: a (N, n), b (M, n) -> (G, N, M). groups (n,): see below."""
+    kinds = F.one_hot(groups).T.to(a.dtype)[:, None]                            # (G, 1, n)
+    return torch.cdist(a * kinds, b * kinds, p=1)
 
 
-def tokens_per_second(calibration, costs, sublayers):
-    """Measured: the first 32 tokens of each document are continued by as many, with the adaptive exit (Draft
-    & Verify, Zhang et al. 2023, section 3.2). The values are as noisy as the machine."""
-    found = speedup(calibration, costs, sublayers)
-    prompt, count, start = min(32, calibration.model.c.max_len - 1), 0, time.perf_counter()
-    for ids in calibration.ids:
-        drafter = SelfDraft(calibration.drafting, sublayers, AdaptiveExit())
-        (out,), _ = generate(calibration.model, [ids[:prompt]], 32, drafter, calibration.probs)
-        count += len(out)
-    found.value = count / (time.perf_counter() - start)
-    return found
+def kernel(d, theta):
+    """The covariance of two sets: exp(theta_s - sum over groups g of e^theta_g d_g). d (G, N, M) -> (N, M).
+
+    theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance (theta_s), and of
+    the noise's variance. Each bit that differs contributes the factor e^-weight, so that the matrix over all
+    sets is a Kronecker product of positive definite 2 x 2 matrices. Draft & Verify's search rounds points of
+    the box [0, 1]^n to bits instead; then it must learn steps that are only an effect of rounding.
+    """
+    return torch.exp(theta[-2] - (theta[:-2].exp()[:, None, None] * d).sum(0))
 
 
-OBJECTIVES = {f.__name__: f for f in (speedup, matchness, tokens_per_second)}
+class GaussianProcess:
+    """Regression on observed values (Rasmussen and Williams 2006, Algorithm 2.1), in float64.
+
+    z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted from 0; the
+    bits of a group share one weight. theta: where the fit starts, or what is used if `fit` is false; None is
+    the centre of the priors. Inside, y always has mean 0 and deviation 1.
+    """
+
+    def __init__(self, z, y, groups, theta=None, fit=True):
+        self.z, self.groups, y = z.double(), groups, y.double()
+        self.mean, self.std = float(y.mean()), max(float(y.std(correction=0)), 1e-12)
+        self.y, self.d = (y - self.mean) / self.std, distances(self.z, self.z, groups)
+        centre = [math.log(1 / z.shape[1])] * len(self.d) + [0.0, math.log(1e-3)]
+        self.prior = torch.tensor(centre, dtype=torch.float64)                  # (G + 2,)
+        self.theta = self.prior if theta is None else torch.tensor(theta, dtype=torch.float64)
+        if fit:
+            self.fit()
+        self.L = torch.linalg.cholesky(self.covariance(self.theta))             # (N, N)
+        self.dual = torch.cholesky_solve(self.y[:, None], self.L)               # (N, 1): covariance^-1 y
+
+    def covariance(self, theta):
+        noise = theta[-1].exp() + JITTER * theta[-2].exp()
+        return kernel(self.d, theta) + noise * torch.eye(len(self.y), dtype=torch.float64)
+
+    def loss(self, theta):
+        """Minus the log marginal likelihood (ibid., eq. 2.30), minus the log of a weak prior, without
+        which a handful of values could move theta anywhere: normal, with a deviation of 2."""
+        L = torch.linalg.cholesky(self.covariance(theta))
+        half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)   # (N, 1)
+        return (0.5 * half.square().sum() + L.diagonal().log().sum()
+                + 0.5 * len(self.y) * math.log(2 * math.pi) + 0.125 * (theta - self.prior).square().sum())
+
+    def fit(self):
+        """Move theta to where the loss is lower; keep it where that ends in numbers that are not finite."""
+        theta = self.theta.clone().requires_grad_()
+
+        def closure():
+            loss = self.loss(theta)
+            theta.grad, = torch.autograd.grad(loss, theta)
+            return loss
+
+        torch.optim.LBFGS([theta], max_iter=30, line_search_fn="strong_wolfe").step(closure)
+        self.theta = theta.detach() if theta.isfinite().all() else self.theta
+
+    def predict(self, z):
+        """Mean and standard deviation of the value, without noise, at the sets z (M, n): two tensors (M,)."""
+        k = kernel(distances(self.z, z.double(), self.groups), self.theta)      # (N, M)
+        half = torch.linalg.solve_triangular(self.L, k, upper=False)            # (N, M)
+        variance = (self.theta[-2].exp() - half.square().sum(0)).clamp(min=0)   # (M,)
+        return self.mean + self.std * (k.T @ self.dual)[:, 0], self.std * variance.sqrt()
 
 
-# --- the search itself
+def expected_improvement(mean, std, best):
+    """E[max(0, f - best)] for a normal f with this mean and deviation (Jones et al. 1998, eq. 15)."""
+    gap, std = mean - best, std.clamp(min=1e-12)
+    u = gap / std
+    # trap: where the mean is far below the best, the two terms nearly cancel, and torch.special.ndtr of
+    # many numbers at once is not exact enough for that
+    above = torch.special.log_ndtr(u).exp()                                     # how likely f exceeds best
+    return (gap * above + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
+
+
+def climb(score, starts, allowed):
+    """Local search: from each start (S, n), flip the bit that raises the score most, as long as one does.
+
+    score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores (S,).
+    """
+    z, n = starts.double(), starts.shape[1]
+    value = score(z)
+    flips = torch.eye(n, dtype=torch.float64)
+    while True:
+        near = (z[:, None] - flips).abs()                                       # (S, n, n): bit j flipped
+        flat = near.flatten(0, 1)                                               # (S * n, n)
+        scores = torch.where(allowed(flat), score(flat), -math.inf).view(len(z), n)
+        top, which = scores.max(1)                                              # (S,)
+        better = top > value
+        if not better.any():
+            return z, value
+        z = torch.where(better[:, None], near[torch.arange(len(z)), which], z)
+        value = torch.where(better, top, value)
+
+
+# --- the search
 
 
 @dataclass(frozen=True)
 class Space:
     """All sets that may be tried, as vectors of bits: bit j is 1 where sub-layer `skippable[j]` is skipped.
-    From `least` to `most` bits are 1."""
+    From `least` to `most` bits are 1, and some sub-layer stays."""
     n_layers: int
     skippable: tuple[int, ...]
     least: int = 0
     most: int = 10**9
+
+    def counts(self):
+        """How many sub-layers may be skipped."""
+        return range(self.least, min(self.most, len(self.skippable), 2 * self.n_layers - 1) + 1)
 
     def sublayers(self, z):
         """The sub-layers that stay."""
         gone = {sub for sub, bit in zip(self.skippable, z, strict=True) if bit}
         return [i for i in range(2 * self.n_layers) if i not in gone]
 
+    def allowed(self, z):
+        """z (..., n) -> (...) bool."""
+        return (z.sum(-1) >= self.counts()[0]) & (z.sum(-1) <= self.counts()[-1])
+
+    def random(self, g):
+        """First draw the number of skips, each equally likely; then one of the sets of that size."""
+        count = self.counts()[int(torch.randint(len(self.counts()), (), generator=g))]
+        z = torch.zeros(len(self.skippable), dtype=torch.float64)
+        z[torch.randperm(len(z), generator=g)[:count]] = 1
+        return z
+
     def groups(self):
         """The group of each bit, for the kernel: 0 for attention, 1 for an MLP."""
         return torch.tensor([sub % 2 for sub in self.skippable])
 
-    def allowed(self, z):
-        """z (..., n) -> (...) bool."""
-        count = z.sum(-1)
-        return (count >= self.least) & (count <= min(self.most, len(self.skippable)))
 
-    def counts(self):
-        """How many sub-layers may be skipped."""
-        return range(self.least, min(self.most, len(self.skippable)) + 1)
-
-    def random(self, g):
-        """First draw the number of skips, each equally likely; then one of the sets of that size."""
-        n, counts = len(self.skippable), self.counts()
-        count = counts[int(torch.randint(len(counts), (), generator=g))]
-        z = torch.zeros(n, dtype=torch.float64)
-        z[torch.randperm(n, generator=g)[:count]] = 1
-        return z
-
-    def every(self):
-        """Every set, those with few skips first."""
-        n = len(self.skippable)
-        for count in self.counts():
-            for gone in itertools.combinations(range(n), count):
-                yield torch.tensor([float(j in gone) for j in range(n)], dtype=torch.float64)
-
-
-def propose(space, zs, ys, seed, theta=None):
-    """(z, theta, expected) for trial i = len(zs).
-
-    z (n,): the set to try, None where every set was tried. theta: the hyper-parameters of the process.
-    expected: [mean, standard deviation] of the value that it expects of z. Both are None in the first,
-    random, trials. zs (i, n), ys (i,): the trials so far; the argument theta: that of trial i - 1.
-    """
-    i, g = len(zs), torch.Generator().manual_seed((seed * 1_000_003 + len(zs)) % 2**63)
-    known = {tuple(z) for z in zs.tolist()}
+def propose(space, entries, seed):
+    """(z, theta, expected) of the trial that follows the trials `entries`. z (n,): the set to try, None where
+    1000 random ones are all known. theta: the hyper-parameters of the process; expected: [mean, standard
+    deviation] of the value that it expects of z. Both are None in the first, random, trials."""
+    zs = torch.tensor([[float(b) for b in e["bits"]] for e in entries], dtype=torch.float64)    # (N, n)
+    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)                       # (N,)
+    g, known = torch.Generator().manual_seed((seed * 1_000_003 + len(entries)) % 2**63), zs.tolist()
     drawn = (space.random(g) for _ in range(1000))
-    untried = (z for z in itertools.chain(drawn, space.every()) if tuple(z.tolist()) not in known)
-    if i < FIRST:
+    untried = (z for z in drawn if z.tolist() not in known)
+    if len(entries) < FIRST:
         return next(untried, None), None, None
-    process = GaussianProcess(zs, ys, space.groups(), theta, fit=theta is None or i % REFIT == 0)
+    theta = entries[-1]["theta"]
+    process = GaussianProcess(zs, ys, space.groups(), theta, fit=theta is None or len(entries) % REFIT == 0)
 
     def score(z):
         new = torch.cdist(z, zs, p=1).min(1).values > 0.5
         return torch.where(new, expected_improvement(*process.predict(z), float(ys.max())), -math.inf)
 
     tops = zs[ys.argsort(descending=True, stable=True)[:8]]
-    ends, values = climb(score, torch.stack([*tops, *(next(drawn) for _ in range(16))]), space.allowed)
-    z = ends[int(values.argmax())]
-    if float(values.max()) == -math.inf:
-        z = next(untried, None)
+    ends, values = climb(score, torch.stack([*tops, *itertools.islice(drawn, 16)]), space.allowed)
+    z = ends[int(values.argmax())] if float(values.max()) > -math.inf else next(untried, None)
     expected = None if z is None else [float(v) for v in process.predict(z[None])]
     return z, process.theta.tolist(), expected
 
 
-def observed(space, entries):
-    """The sets that were tried (N, n) and their values (N,). A value that is not finite counts as much as the
-    worst of the others."""
-    zs = torch.tensor([[int(b) for b in e["bits"]] for e in entries], dtype=torch.float64)
-    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)
-    fine = ys.isfinite()
-    worst = float(ys[fine].min()) if fine.any() else 0.0
-    return zs.view(-1, len(space.skippable)), torch.where(fine, ys, worst)
-
-
 def search(space, evaluate, count, seed=0, entries=()):
-    """Continue from the trials in `entries` until there are `count`, or until every set was tried. Yields
-    each new trial as an entry of the log, with the seconds that proposing it took. evaluate(sublayers) ->
-    Trial."""
+    """Continue from the trials in `entries` until there are `count`, or until no other set is found. Yields
+    each new trial as an entry of the log. evaluate(sublayers) -> Trial."""
     entries = list(entries)
     while len(entries) < count:
-        start = time.perf_counter()
-        theta = entries[-1]["theta"] if entries else None
-        z, theta, expected = propose(space, *observed(space, entries), seed, theta)
+        z, theta, expected = propose(space, entries, seed)
         if z is None:
             return
-        seconds = time.perf_counter() - start
-        bits, found = "".join(str(int(b)) for b in z), astuple(evaluate(space.sublayers(z)))
-        entries.append(dict(zip(TRIAL, (len(entries), bits, *found, theta, expected), strict=True)))
-        yield entries[-1], seconds
+        t, bits = evaluate(space.sublayers(z)), "".join(str(int(b)) for b in z)
+        entries.append({"trial": len(entries), "bits": bits, "value": t.value, "alpha": t.alpha, "c": t.cost,
+                        "gamma": t.gamma, "speedup": t.speedup, "theta": theta, "expected": expected})
+        yield entries[-1]
 
 
-# --- the log
-
-
-def header(a, model, tokenizer, documents, costs, space):
-    """The first line of the log: everything that the trials depend on."""
-    weights = hashlib.sha256()
-    for name, piece in checkpoint.parts(model):
-        raw = piece.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()
-        weights.update(name.encode() + raw)
-    settings = {k: v for k, v in vars(a).items() if k not in MAY_CHANGE | {"model", "text", "costs"}}
-    text = hashlib.sha256("\0".join(documents).encode() + tokenizer.to_str().encode())
-    return {"model": weights.hexdigest(), "text": text.hexdigest(), **settings, "free": list(space.skippable),
-            "costs": [*costs.sublayers, costs.head, *itertools.chain(*costs.blocks), costs.call]}
-
-
-def as_line(entry):
-    """An entry as a line of the log, in bytes."""
-    return (json.dumps(entry) + "\n").encode()
-
-
-def is_trial(entry, number, head):
-    """Whether an entry could have been written by this program as trial `number` of this run."""
-    def numbers(values, count):
-        return (isinstance(values, list) and len(values) == count
-                and all(type(x) is float and math.isfinite(x) for x in values))
-
-    if not isinstance(entry, dict) or list(entry) != TRIAL:
-        return False
-    bits, kinds = entry["bits"], 1 + max(sub % 2 for sub in head["free"])
-    return (type(entry["trial"]) is type(entry["gamma"]) is int and entry["trial"] == number
-            and isinstance(bits, str) and len(bits) == len(head["free"]) and not set(bits) - {"0", "1"}
-            and numbers([entry[key] for key in ("value", "alpha", "c", "speedup")], 4) and entry["gamma"] > 0
-            and (entry["theta"] is entry["expected"] is None
-                 or numbers(entry["theta"], kinds + 2) and numbers(entry["expected"], 2)))
-
-
-def read_log(path, head):
-    """The trials of a log that an interrupted run left, and how many bytes of it are whole lines. A last line
-    that does not end was being written when the run stopped, and is ignored. Raises ValueError, naming file
-    and line, for anything else that this run could not have written."""
-    def refuse(number, why):
-        raise ValueError(f"{path}, line {number}: {why}; nothing was changed") from None
-
-    raw, entries = path.read_bytes(), []
-    whole = raw.rfind(b"\n") + 1
-    if not whole and not as_line(head).startswith(raw):
-        refuse(1, "not the beginning of this run")
-    for number, line in enumerate(raw[:whole].split(b"\n")[:-1], 1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            refuse(number, "not a line of this program")
-        if number > 1:
-            if not is_trial(entry, number - 2, head):
-                refuse(number, f"not trial {number - 2} of this run")
-            entries.append(entry)
-        elif not isinstance(entry, dict) or entry.keys() != head.keys():
-            refuse(number, "not a line of this program")
-        elif entry != head:
-            wrong = next(key for key in head if entry[key] != head[key])
-            refuse(number, f"this run had another {wrong}: repeat that, or name another --out")
-    return entries, whole
-
-
-# --- the command line
+# --- the command
 
 
 def parse(argv):
+    def numbers(text):
+        return [int(i) for i in text.split(",") if i.strip()]
+
     p = cli.Parser(description="Search for the sub-layers to skip while drafting.", allow_abbrev=False)
-    p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
-    p.add_argument("--text", required=True, metavar="FILE", help="text of the kind that will be written: "
-                   f'documents separated by {BOUNDARY}, or lines of JSON with "text"')
-    p.add_argument("--out", required=True, metavar="DIR", help="for the log, skip.json, the front, a picture")
-    p.add_argument("--resume", action="store_true", help="continue where the log in --out ends")
-    p.add_argument("--trials", type=int, default=100, metavar="N", help="in all, resumed runs included")
-    p.add_argument("--objective", choices=OBJECTIVES, default="speedup", help="what a set is judged by")
-    p.add_argument("--tokens", type=int, default=512, metavar="N", help="of the text, to score drafts on")
-    p.add_argument("--temperature", type=float, default=0.0, metavar="T", help="at which drafts will be used")
-    p.add_argument("--top-p", type=float, metavar="P", help="with which drafts will be used")
-    p.add_argument("--costs", metavar="FILE", help="measured costs, from lab.bench costs --out (default: the "
-                   "weights read)")
-    p.add_argument("--protect", default="0,1", metavar="I,J", help="sub-layers that are never skipped")
-    p.add_argument("--min-skips", type=int, default=0, metavar="N", help="skip at least N sub-layers")
-    p.add_argument("--max-skips", type=int, metavar="N", help="skip at most N sub-layers")
-    p.add_argument("--draft-vocab", type=int, metavar="N", help="draft with only the N most frequent "
-                   f"tokens of the text, which are written to {VOCAB} in --out (FR-Spec, arXiv 2502.14856)")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
+    add = p.add_argument
+    add("--model", required=True, metavar="DIR", help="a Hugging Face folder")
+    add("--text", required=True, metavar="FILE",
+        help=f'of documents, separated by {files.BOUNDARY} or in lines of JSON under "text"')
+    add("--out", required=True, metavar="DIR", help="of the results; a search that was stopped there goes on")
+    add("--trials", type=int, default=100, metavar="N", help="in all, those of earlier runs included")
+    add("--tokens", type=int, default=512, metavar="N", help="of the text, to score drafts on")
+    add("--temperature", type=float, default=0.0, metavar="T", help="at which drafts will be used")
+    add("--top-p", type=float, metavar="P", help="with which drafts will be used")
+    add("--costs", metavar="FILE", help="from lab.bench costs --out (default: the weights that are read)")
+    add("--protect", type=numbers, default="0,1", metavar="I,J", help="sub-layers that are never skipped")
+    add("--min-skips", type=int, default=0, metavar="N", help="skip at least N sub-layers")
+    add("--max-skips", type=int, default=10**9, metavar="N", help="skip at most N sub-layers")
+    add("--draft-vocab", type=int, metavar="N",
+        help=f"draft with only the N most frequent tokens of the text, written to {VOCAB} (FR-Spec)")
+    add("--seed", type=int, default=0)
+    add("--device", help="cpu or cuda (default: cuda if there is one)")
+    add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
     a = p.parse_args(argv)
     if a.trials < 1 or a.tokens < 16 or a.draft_vocab is not None and a.draft_vocab < 1:
         raise ValueError("--trials and --draft-vocab must be at least 1 and --tokens at least 16")
     return a
 
 
-def find_space(a, n_layers):
-    """The Space that --protect, --min-skips and --max-skips describe."""
-    try:
-        kept = {int(i) for i in a.protect.split(",") if i.strip()}
-    except ValueError:
-        raise ValueError(f"--protect takes numbers of sub-layers, such as 0,1, got {a.protect!r}") from None
-    if kept and not 0 <= min(kept) <= max(kept) < 2 * n_layers:
-        raise ValueError(f"--protect: sub-layers run from 0 to {2 * n_layers - 1}, got {a.protect}")
-    skippable = tuple(i for i in range(2 * n_layers) if i not in kept)
-    most = min(len(skippable), 2 * n_layers - 1)  # something must stay
-    most = most if a.max_skips is None else min(most, a.max_skips)
-    if not 0 <= a.min_skips <= most or not skippable:
-        raise ValueError(f"--min-skips {a.min_skips} and --max-skips {most} leave no set of {len(skippable)} "
-                         "sub-layers to choose from")
-    return Space(n_layers, skippable, a.min_skips, most)
-
-
-def most_frequent(documents, tokenizer, c, count):
-    """The draft vocabulary: {"ids": the `count` most frequent tokens of the documents, the most frequent
-    first, "share": of the text}. Each document ends with an end of text, which drafts should know, too."""
-    seen = Counter()
-    for text in documents:
-        seen.update(checkpoint.encode(tokenizer, text) + list(c.eos[:1]))
-    if len(seen) < count:
-        raise ValueError(f"--draft-vocab {count}: the text holds only {len(seen)} different tokens")
-    ids = sorted(seen, key=lambda i: (-seen[i], i))[:count]
-    return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}
-
-
-def append(file, entry):
-    """Write one line of the log; it is on the disk before the next trial begins."""
-    file.write(as_line(entry))
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def front(entries):
-    """The trials that no other one beats in both alpha and c, ordered by c."""
-    best, kept = -1.0, []
-    for e in sorted(entries, key=lambda e: (e["c"], -e["alpha"])):
-        if e["alpha"] > best:
-            best = e["alpha"]
-            kept.append(e)
-    return kept
+def header(a, model, tokenizer, documents, costs, space):
+    """The first line of the log: a hash of all that the trials depend on, and the sub-layer of each bit."""
+    facts = (a.tokens, a.temperature, a.top_p, a.draft_vocab, a.seed, a.dtype, model.c, tokenizer.to_str(),
+             documents, costs, space)
+    h = hashlib.sha256(repr(facts).encode())
+    for p in model.parameters():
+        h.update(p.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return {"search": h.hexdigest(), "skippable": list(space.skippable)}
 
 
 def describe(space, entry):
     """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and what that is worth."""
     sublayers = space.sublayers([int(b) for b in entry["bits"]])
     attn, mlp = skipped(space.n_layers, sublayers)
-    return {"attn": attn, "mlp": mlp, "gamma": entry["gamma"] if entry["speedup"] > 1 else 0,
-            "alpha": entry["alpha"], "c": entry["c"], "predicted_speedup": entry["speedup"],
-            "sublayers": sublayers}
-
-
-def finish(space, entries, out):
-    """Write skip.json, front.json and search.png beside the log. Returns the best trial."""
-    best = max(entries, key=lambda e: e["value"])
-    for name, content in {FOUND: describe(space, best),
-                          "front.json": [describe(space, e) for e in front(entries)]}.items():
-        write_file(out / name, json.dumps(content) + "\n")
-    zs, ys = observed(space, entries)
-    z = zs[entries.index(best)]
-    process = GaussianProcess(zs, ys, space.groups(), entries[-1]["theta"])
-    flips = process.predict((z - torch.eye(len(z), dtype=torch.float64)).abs())
-    with replacing(out / "search.png") as path:
-        plots.search(entries, front(entries), best, space.skippable, [t.tolist() for t in flips], path)
-    return best
+    gamma = entry["gamma"] if entry["speedup"] > 1 else 0
+    return {"attn": attn, "mlp": mlp, "gamma": gamma, "alpha": entry["alpha"], "c": entry["c"],
+            "predicted_speedup": entry["speedup"], "sublayers": sublayers}
 
 
 def run(argv):
+    from support import plots  # late: it needs matplotlib
+
     a = parse(argv)
-    out = Path(a.out)
-    there = {p.name for p in out.iterdir()} - {LOCK} if out.is_dir() else set()
-    if there and not a.resume:
-        raise ValueError(f"{out} is not empty: continue with --resume, or name another --out")
-    if there and LOG not in there:
-        raise ValueError(f"{out} holds no {LOG}, so no search made it: name another --out")
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
-    documents, space = read_documents(Path(a.text)), find_space(a, model.c.n_layers)
-    vocab = most_frequent(documents, tokenizer, model.c, a.draft_vocab) if a.draft_vocab else None
-    costs = read_costs(a.costs, model.c) if a.costs else weight_costs(model.c)
-    head = header(a, model, tokenizer, documents, costs, space)
-    calibration = Calibration(model, tokenizer, documents, a.tokens,
-                              partial(to_probs, temperature=a.temperature, top_p=a.top_p),
-                              vocab and ShortHead(model, vocab["ids"]))
-    out.mkdir(parents=True, exist_ok=True)
-    with lock(out):
-        best = run_trials(a, out, head, space, partial(OBJECTIVES[a.objective], calibration, costs))
-        if vocab:
-            write_file(out / VOCAB, json.dumps(vocab) + "\n")
-    print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * model.c.n_layers} sub-layers, alpha "
+    documents, c, out = files.read_documents(Path(a.text)), model.c, Path(a.out)
+    skippable = tuple(i for i in range(2 * c.n_layers) if i not in a.protect)
+    space = Space(c.n_layers, skippable, a.min_skips, a.max_skips)
+    if not set(a.protect) <= set(range(2 * c.n_layers)):
+        raise ValueError(f"--protect: sub-layers run from 0 to {2 * c.n_layers - 1}, got {a.protect}")
+    if a.min_skips < 0 or not skippable or not space.counts():
+        raise ValueError(f"--min-skips {a.min_skips}: there is no such set of {len(skippable)} sub-layers")
+    costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
+    probs, short = partial(to_probs, temperature=a.temperature, top_p=a.top_p), None
+    if a.draft_vocab:  # each document ends with an end of text, which drafts should know, too
+        texts = [checkpoint.encode(tokenizer, text) + list(c.eos[:1]) for text in documents]
+        vocab = most_frequent(texts, a.draft_vocab)
+        short = ShortHead(model, vocab["ids"])
+    calibration = Calibration(model, tokenizer, documents, a.tokens, probs, short)
+    entries = files.resume(out / LOG, header(a, model, tokenizer, documents, costs, space))
+    trials = search(space, partial(speedup, calibration, costs), a.trials, a.seed, entries)
+    with open(out / LOG, "a") as log:
+        for entry in tqdm(trials, initial=len(entries), total=a.trials, unit="trial", disable=None):
+            log.write(json.dumps(entry) + "\n")
+            log.flush()
+            entries.append(entry)
+    best, front = max(entries, key=lambda e: e["value"]), plots.front(entries)
+    files.write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
+    files.write_file(out / "front.json", json.dumps([describe(space, e) for e in front]) + "\n")
+    plots.search(entries, front, best, skippable, out / "search.png")
+    print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * c.n_layers} sub-layers, alpha "
           f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} "
           "times plain decoding")
-    if vocab:
-        print(f"{out / VOCAB}: {len(vocab['ids'])} of {model.c.vocab_size} tokens, which are "
-              f"{vocab['share']:.1%} of the text")
-
-
-def run_trials(a, out, head, space, evaluate):
-    """Read the log, make the trials that are left, and write what was found. Returns the best trial. Only one
-    process at a time may be here."""
-    log = out / LOG
-    entries, whole = read_log(log, head) if log.is_file() else ([], 0)
-    proposing, start, old = 0.0, time.time(), len(entries)
-    bar = tqdm(total=max(a.trials, old), initial=old, unit="trial", disable=None)
-    with bar, open(log, "ab") as file:
-        file.truncate(whole)
-        if whole == 0:
-            append(file, head)
-        for entry, seconds in search(space, evaluate, a.trials, a.seed, entries):
-            append(file, entry)
-            entries.append(entry)
-            proposing += seconds
-            bar.set_postfix_str(f"best {max(e['value'] for e in entries):.4g}", refresh=False)
-            bar.update()
-    best, spent = finish(space, entries, out), time.time() - start
-    if len(entries) > old:
-        print(f"{(len(entries) - old) / spent:.1f} trials/s, {proposing / spent:.0%} of the time in the "
-              "Gaussian process", file=sys.stderr)
-    return best
+    if short:
+        files.write_file(out / VOCAB, json.dumps(vocab) + "\n")
+        print(f"{out / VOCAB}: {a.draft_vocab} tokens, which are {vocab['share']:.1%} of the text")
 
 
 def main(argv=None):

@@ -85,11 +85,11 @@ TASKS = [
         by_hand="expected_tokens_of_a_number best_gamma_of_a_number expected_tokens_of_a_series "
         "best_gamma_within_its_bounds a_draft_must_fit_into_a_series",
         control="expected_tokens_along_a_series_by_trying_every_outcome best_gamma_by_brute_force")),
-    Task(13, "predict, expected_improvement", "gaussian.py",
+    Task(13, "predict, expected_improvement", "search.py",
          ("GaussianProcess.predict", "expected_improvement"), 40, 2, tests(
              gaussian="predictions_by_the_dense_formula improvements_by_hand a_single_observation_is_enough "
              "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
-    Task(14, "climb", "gaussian.py", ("climb",), 35, 2, tests(
+    Task(14, "climb", "search.py", ("climb",), 35, 2, tests(
         gaussian="a_climb_by_hand a_climb_ends_where_no_allowed_flip_is_better")),
     Task(15, "verify_tree", "verification.py", ("verify_tree",), 60, 3, tests(
         by_outcomes="verify_tree_drawn_siblings verify_tree_copied_siblings "

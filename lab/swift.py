@@ -3,11 +3,11 @@ our tables it needs more text than an answer has."""
 import torch
 
 from control import Confidence
-from gaussian import GaussianProcess, expected_improvement
 from layerskip import SelfDraft, check_sublayers
 from methods.drafting import same_model
 from methods.dynamic import aside
 from methods.trees import Siblings
+from search import GaussianProcess, expected_improvement
 from speculative import Wrapper
 
 

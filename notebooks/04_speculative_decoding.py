@@ -47,8 +47,8 @@ print(inspect.getsource(minimal.distribution))
 # We take a story and look for a place in it where the part and the whole disagree a good deal.
 
 # %%
+from search import Teacher
 from support.files import read_prompts
-from layerskip import Teacher
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:80]

@@ -66,13 +66,13 @@ figure
 # One could decode and count. But there is a cheaper way that needs no decoding. Take a text, run the whole
 # model over it once, and keep all states. Then ask, *for every position at once*: if a draft began here, what
 # would its first guess be, and how likely would it be accepted? That is the sum of min(p, q) (Leviathan et
-# al. 2023, Corollary 3.6). `layerskip.Teacher` does this.
+# al. 2023, Corollary 3.6). `search.Teacher` does this.
 #
 # For an early exit it is easy to check by hand: its guess is the best token of the state after E blocks.
 
 # %%
+from search import Teacher
 from support.files import read_prompts
-from layerskip import Teacher
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:160]
 teacher = Teacher(model, story)                                 # greedy: p and q are one-hot

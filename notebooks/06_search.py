@@ -132,7 +132,7 @@ figure
 # and both are learnt.
 
 # %%
-from gaussian import GaussianProcess, distances, expected_improvement, kernel
+from search import GaussianProcess, distances, expected_improvement, kernel
 
 groups = space.groups()                                         # 0: attention, 1: MLP
 theta = torch.tensor([0.3, 0.1, 1.0, 1e-3], dtype=torch.float64).log()  # two weights, signal, noise

@@ -21,8 +21,9 @@ import torch
 
 import checkpoint
 from model import Placement
-from layerskip import SelfDraft, Teacher
+from layerskip import SelfDraft
 from sampling import Coins, to_probs
+from search import Teacher
 from support import plots
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

@@ -43,7 +43,8 @@ print(f"{L} blocks; a story of {len(story)} tokens, of which {len(prompt)} are t
 # pass.
 
 # %%
-from layerskip import Teacher, early_exit
+from layerskip import early_exit
+from search import Teacher
 
 teacher = Teacher(model, story)                                 # greedy: p and q are one-hot
 shadows = torch.stack([model.unembed(teacher.states[2 * e])[0].argmax(-1) for e in range(1, L)])    # (L-1, T)

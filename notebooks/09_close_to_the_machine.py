@@ -383,7 +383,7 @@ for kind, twin in twins.items():
 
 # %%
 from lab.bench.quant import acceptance
-from layerskip import Teacher
+from search import Teacher
 
 stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:200] for line in read_prompts("stories")[:3]]
 teachers = [Teacher(model, ids) for ids in stories]

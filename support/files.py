@@ -2,8 +2,10 @@
 
 A new file replaces the old one only once all of it is on the disk.
 """
+import itertools
 import json
 import os
+import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -100,6 +102,23 @@ def parse(text):
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def resume(path, header):
+    """Make a log of JSON lines ready to be appended to. Returns the lines below its `header` that an earlier
+    run wrote, up to one that a kill has cut off; none if it had another header. Raises ValueError for a
+    folder that holds something else."""
+    found, *lines = map(parse, (read_text(path) if path.is_file() else "").split("\n"))
+    if found == header:
+        lines = list(itertools.takewhile(bool, lines))
+    elif isinstance(found, dict) and found.keys() == header.keys():
+        print(f"{path}: of another model, text or flags; the search starts anew", file=sys.stderr)
+        lines = []
+    elif path.parent.exists() and any(path.parent.iterdir()):
+        raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    return lines
 
 
 def read_json(path):

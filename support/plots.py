@@ -177,11 +177,20 @@ def draw_positions(side, drafts, title):
     side.xaxis.get_major_locator().set_params(integer=True)
 
 
-def search(entries, front, best, skippable, flips, path):
+def front(entries):
+    """The trials of a search that no other one beats in both alpha and c, ordered by c."""
+    best, kept = -1.0, []
+    for e in sorted(entries, key=lambda e: (e["c"], -e["alpha"])):
+        if e["alpha"] > best:
+            best = e["alpha"]
+            kept.append(e)
+    return kept
+
+
+def search(entries, front, best, skippable, path):
     """What a search found. entries: its trials {"bits", "value", "alpha", "c", "speedup", "expected"}; front:
-    those that no other trial beats; best: the best of them; skippable: the sub-layer of each bit; flips:
-    (means, standard deviations) that the process expects of the sets one flip away from the best."""
-    figure, ((where, sets), (single, sure)) = axes(2, 2)
+    those that no other trial beats; best: the best of them; skippable: the sub-layer of each bit."""
+    figure, ((where, sets, sure),) = axes(1, 3)
     draw_plane(where, [e["alpha"] for e in entries], [e["c"] for e in entries])
     where.plot([e["c"] for e in front], [e["alpha"] for e in front], color=HUES[1], marker=".", lw=1,
                label="front")
@@ -191,13 +200,6 @@ def search(entries, front, best, skippable, flips, path):
     names = [f"{'am'[sub % 2]}{sub // 2}" for sub in skippable]
     sets.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     sets.set(title="skipped sub-layers along the front", ylabel="cheapest at the top")
-    means, stds = flips
-    hues = [HUES[0] if b == "0" else HUES[1] for b in best["bits"]]
-    for j, (mean, std, hue) in enumerate(zip(means, stds, hues, strict=True)):
-        single.errorbar([j], [mean], [2 * std], color=hue, marker=".", capsize=2, lw=1)
-    single.axhline(best["value"], color=HUES[-1], lw=0.8)
-    single.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    single.set(title="one flip from the best: expected value, 2 sd", ylabel="blue: also skipped, red: kept")
     expected = [(*e["expected"], e["value"]) for e in entries if e["expected"]]
     for mean, std, value in expected:
         sure.errorbar([mean], [value], xerr=[2 * std], color=HUES[0], marker=".", lw=0.6, alpha=0.6)
@@ -205,7 +207,7 @@ def search(entries, front, best, skippable, flips, path):
         ends = [min(v for *_, v in expected), max(v for *_, v in expected)]
         sure.plot(ends, ends, color=HUES[-1], lw=0.8)
         inside = sum(abs(mean - value) <= 2 * std for mean, std, value in expected) / len(expected)
-        sure.set_title(f"{inside:.0%} of the trials lie within 2 sd of what was expected")
+        sure.set_title(f"{inside:.0%} of the trials lie within 2 sd")
     sure.set(xlabel="expected value, 2 sd", ylabel="value found")
     figure.savefig(path, dpi=110, format="png")
 

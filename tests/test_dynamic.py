@@ -10,10 +10,11 @@ import torch
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, read, warm
 
 from control import Costs
-from layerskip import Teacher, early_exit
+from layerskip import early_exit
 from methods import dynamic
 from methods.dynamic import DEL, CLaSp, nearest, overlaps
 from sampling import Coins, to_probs
+from search import Teacher
 from speculative import generate, rounds
 
 FREE = Costs((0.001,) * 11 + (1.0,), 0.0)    # with these every draft gains, the earlier ones more

@@ -15,8 +15,8 @@ from exercises import diagnose, specs, splice, start, variants
 from exercises.answers import SHAPES, WRONG
 from exercises.check import answer, changed
 from exercises.tasks import TASKS, VARIANT, choose, file_name
-from gaussian import climb
 from sampling import Coins
+from search import climb
 from verification import verify
 
 ROOT = Path(__file__).parent.parent

@@ -10,9 +10,10 @@ from teach import compare, fail
 from tiny import LIVELY, LLAMA, PROMPTS, each_family, make, read, warm
 
 from kvcache import KVCache
-from layerskip import SelfDraft, ShortHead, Teacher, early_exit, shared_prefix, skipped, without
+from layerskip import SelfDraft, ShortHead, early_exit, most_frequent, shared_prefix, skipped, without
 from model import Placement
 from sampling import Coins, to_probs
+from search import Teacher
 from speculative import generate, rounds
 from support.cli import read_beside, read_skip, read_vocab
 
@@ -50,12 +51,17 @@ def test_a_short_head_knows_its_tokens_and_no_other(models, family):
     assert short.share == 7 / 17 and short.blocks is m.blocks and short.c is m.c
 
 
-# --- acceptance
+def test_a_draft_vocabulary_is_of_the_most_frequent_tokens():
+    texts = [3, 1, 1, 2, 2, 7], [1, 3, 2, 7], [2, 7]
+    assert most_frequent(texts, 3) == {"ids": [2, 1, 7], "share": 10 / 12}
+
+
+# --- acceptance, as a Teacher scores it
 
 
 @pytest.mark.parametrize("ids", [None, SOME], ids=["whole", "short"])
 @each_family
-def test_acceptance_is_the_overlap_of_the_loops_distributions(models, family, ids):
+def test_acceptance_is_that_of_the_loop(models, family, ids):
     """Of its first round after each prefix, of one drafted token. One teacher scores all."""
     m, probs = models[family], lambda logits: to_probs(logits, 1.3, top_p=0.95)
     teacher, short, seen = Teacher(m, IDS, probs), ids and ShortHead(m, ids), set()
@@ -80,11 +86,12 @@ def test_texts_of_one_token_and_of_the_whole_context(models, family):
         assert torch.equal(short, long[:n]), "no place knows of later ones"
 
 
-def test_acceptances_are_float64_and_never_above_1(monkeypatch):
-    """Whatever the weights are, and whatever two rounded distributions sum to."""
+def test_acceptances_are_float64_and_from_0_to_1():
+    """Whatever the weights are, whatever two rounded distributions sum to, and where a draft overflows."""
     teacher = Teacher(make(LLAMA).to(torch.bfloat16), IDS, warm)
     got = teacher.acceptance(DRAFTS["exit"])
     assert got.dtype == torch.float64 and got.device.type == "cpu" and got.shape == (len(IDS),)
+    assert teacher.overlap(torch.full_like(teacher.p, torch.nan)).tolist() == [0.0] * len(IDS)
     teacher.p = teacher.p * 1.0001
     assert teacher.overlap(teacher.p).tolist() == [1.0] * len(IDS)
 
@@ -101,6 +108,7 @@ def test_acceptances_are_float64_and_never_above_1(monkeypatch):
     (lambda m: Teacher(m, IDS).acceptance([0, 12]), "must rise within 0 .. 11"),
     (lambda m: Teacher(m, IDS).acceptance([-1, 2]), "must rise"),
     (lambda m: Teacher(m, IDS).acceptance([1, 1]), "must rise"),
+    (lambda m: most_frequent([[5], [5, 2]], 3), "only 2 different tokens"),
     (lambda m: ShortHead(m, []), "a draft vocabulary needs different token ids from 0 to 16"),
     (lambda m: ShortHead(m, [1, 2, 1]), "different token ids"),
     (lambda m: ShortHead(m, [-1, 2]), "different token ids"),

@@ -11,12 +11,13 @@ from test_heads import wild
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
-from layerskip import SelfDraft, ShortHead, Teacher, without
+from layerskip import SelfDraft, ShortHead, without
 from methods import pace
 from methods.arms import FADE, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
 from methods.pace import STAKE, TAIL, Pace
 from sampling import Coins
+from search import Teacher
 from speculative import ModelDraft, generate, rounds
 
 SKIP, IDS = without(6, attn=[1, 4], mlp=[2]), [4, 9, 0, 2, 16, 3]

@@ -10,8 +10,9 @@ from tiny import FAMILIES, LLAMA, PROMPTS, make
 import checkpoint
 from control import AdaptiveExit, Confidence, Gate
 from lab.bench import counts
-from layerskip import SelfDraft, Teacher
+from layerskip import SelfDraft
 from sampling import Coins, to_probs
+from search import Teacher
 from speculative import ModelDraft, NGram, Rule, State, Then, rounds
 
 DRAFTERS = {

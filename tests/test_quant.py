@@ -14,10 +14,11 @@ from torch import nn
 
 import checkpoint
 from control import weight_costs
-from layerskip import SelfDraft, ShortHead, Teacher, without
+from layerskip import SelfDraft, ShortHead, without
 from machine.quant import KINDS, NF4, Int8, byte_costs, codebook, quantise, size
 from model import Placement
 from sampling import Coins
+from search import Teacher
 from speculative import ModelDraft, generate, rounds
 
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -15,11 +15,12 @@ from test_speculative import on_and_off
 from tiny import LIVELY, PROMPTS, TINY, each_family, fork, make, read, small, warm
 
 from kvcache import KVCache
-from layerskip import SelfDraft, Teacher, without
+from layerskip import SelfDraft, without
 from methods import trees
 from methods.trees import Siblings, chain_with_siblings, rank_acceptance, tree_tokens, widths_of
 from model import Placement, visible
 from sampling import Coins, to_probs
+from search import Teacher
 from speculative import Draft, Drafter, ModelDraft, NGram, Then, ancestors, generate, rounds
 from verification import verify, verify_tree
 

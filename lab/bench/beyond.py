@@ -20,10 +20,10 @@ from lab import corpus, sparse, train, train_heads
 from lab.bench.shared import SETS, SHAPES, figures, load, page, prompt_ids, read_prompts, table
 from lab.hamburger import BurgerDraft, Hamburger, score, tune
 from lab.train_heads import OWN
-from layerskip import Teacher
 from methods import heads
 from methods.heads import M2R2, Transfer
 from sampling import to_probs
+from search import Teacher
 from speculative import ahead, rounds
 from support.stats import Counts
 

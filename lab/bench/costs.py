@@ -10,7 +10,8 @@ from tqdm import tqdm
 import checkpoint
 from control import weight_costs
 from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids, table
-from layerskip import ShortHead, Teacher, early_exit
+from layerskip import ShortHead, early_exit
+from search import Teacher
 from speculative import generate
 from support.cli import read_skip, read_vocab
 from support.files import read_text

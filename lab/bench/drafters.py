@@ -16,11 +16,12 @@ import control
 from control import expected_speedup, weight_costs
 from kvcache import KVCache
 from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
-from layerskip import SelfDraft, ShortHead, Teacher, early_exit, without
+from layerskip import SelfDraft, ShortHead, early_exit, without
 from machine.recorded import Recorded
 from methods.heads import count
 from model import SPARE
 from sampling import Coins, to_probs
+from search import Teacher
 from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, rounds
 from support.cli import read_skip, read_vocab
 from support.stats import Timed, parting

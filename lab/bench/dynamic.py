@@ -23,10 +23,12 @@ from control import (
 )
 from lab.bench.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids, table
-from layerskip import Teacher, early_exit
+from lab.swift import SWIFT
+from layerskip import early_exit
 from methods.arms import candidates
-from methods.dynamic import DEL, SWIFT, CLaSp
+from methods.dynamic import DEL, CLaSp
 from methods.pace import Pace
+from search import Teacher
 from speculative import NGram, Wrapper
 from support import plots
 from support.cli import read_skip, read_vocab

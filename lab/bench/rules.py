@@ -7,8 +7,9 @@ import torch
 
 import checkpoint
 from lab.bench.shared import read_prompts, table
-from layerskip import Teacher, early_exit
+from layerskip import early_exit
 from sampling import Coins, to_probs
+from search import Teacher
 from verification import verify_tree
 
 TOKENS = 6                  # of a vocabulary in which everything is enumerated

@@ -306,7 +306,7 @@ figure
 # **Predict:** which costs more: a window of 8 instead of 64, or to lose the sinks, which are 4 tokens?
 
 # %%
-from layerskip import Teacher
+from search import Teacher
 
 teachers = [Teacher(model, ids) for ids in beyond.long_texts(tokenizer, c, 2)]
 size = teachers[0].p.shape[1]

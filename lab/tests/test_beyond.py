@@ -18,10 +18,11 @@ from lab.bench import beyond
 from lab.bench.shared import WEIGHTS
 from lab.sparse import SparseDraft, step_cost, unread
 from lab.transfer import Transfer
-from layerskip import SelfDraft, Teacher, early_exit
+from layerskip import SelfDraft, early_exit
 from methods.heads import judged
 from methods.trees import Siblings
 from sampling import Coins
+from search import Teacher
 from speculative import NGram, generate, rounds
 from support.stats import Counts
 

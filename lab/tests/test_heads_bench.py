@@ -17,11 +17,11 @@ from lab.bench.drafters import Method, Sample
 from lab.bench.heads import Exit, Way, along, followed, head_ways
 from lab.bench.shared import WEIGHTS
 from lab.transfer import Transfer
-from layerskip import Teacher
 from methods import heads
 from methods.heads import Kangaroo, Medusa, Prophet
 from methods.trees import tree_tokens
 from sampling import Coins, to_probs
+from search import Teacher
 from speculative import rounds
 from verification import verify_tree
 

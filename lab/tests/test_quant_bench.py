@@ -9,8 +9,8 @@ from tiny import FAMILIES, PROMPTS, each_family, make, warm
 
 from lab.bench import __main__ as bench
 from lab.bench import quant as bench_quant
-from layerskip import Teacher
 from machine.quant import KINDS, byte_costs, quantise
+from search import Teacher
 
 
 @each_family

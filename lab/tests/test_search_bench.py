@@ -1,14 +1,17 @@
-"""The bench that judges the search: sets of bands, competitors, CLaSp's table, statistics."""
+"""The bench that judges the search: sets of bands, published objectives, competitors, CLaSp's table,
+statistics."""
+import math
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from test_search import SMALL, calibrate, everything, planted, run, sets, states
+from test_search import SMALL, WARM, calibrate, everything, planted, run, sets
 from tiny import FAMILIES, make
 
-from control import weight_costs
+from control import AdaptiveExit, weight_costs
+from kvcache import KVCache
 from lab.bench import search as bench
 from search import Space, speedup
 
@@ -21,6 +24,40 @@ def test_bands_cover_every_block_but_the_first_once(n_layers):
     for j, band in enumerate(space.bands):
         z = [int(i == j) for i in range(len(space.bands))]
         assert sorted(set(range(2 * n_layers)) - set(space.sublayers(z))) == list(band)
+
+
+def states(model, ids, sublayers):
+    """The residual stream after a draft of these sub-layers, at each position of a text that the model has
+    read, as of the first token that is drafted there. (T, dim)"""
+    rows, cache = [], KVCache(model.c, 1, len(ids), torch.float64)
+    x = model.embed(torch.tensor([ids]))
+    model.run(x, slice(0, len(ids)), cache)
+    k, v = cache.k.clone(), cache.v.clone()
+    for at in (slice(i, i + 1) for i in range(len(ids))):
+        rows.append(model.run(x[:, at], at, cache, sublayers)[0, 0])
+        cache.k.copy_(k), cache.v.copy_(v)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matchness_is_how_often_the_likeliest_tokens_agree(family):
+    """Whatever is sampled."""
+    model, subs = make(replace(FAMILIES[family], **SMALL)), [1, 2, 5]
+    calibration, costs = calibrate(model, probs=WARM), weight_costs(model.c)
+    best = [[model.unembed(states(model, ids, some)).argmax(-1) for some in (range(6), subs)]
+            for ids in calibration.ids]
+    hits = torch.cat([p == q for p, q in best]).double()
+    want = speedup(calibration, costs, subs)._replace(value=float(hits.mean()))
+    assert bench.matchness(calibration, costs, subs) == want
+
+
+def test_tokens_per_second_continues_each_document(monkeypatch):
+    model, seen = make(replace(FAMILIES["llama"], **SMALL, max_len=16)), []
+    calibration = calibrate(model)
+    monkeypatch.setattr(bench, "generate", lambda model, prompts, count, drafter, probs: (
+        seen.append((prompts, drafter.sublayers, type(drafter.rule))) or ([[1]], None)))
+    assert 0 < bench.tokens_per_second(calibration, weight_costs(model.c), [0, 1, 4]).value < math.inf
+    assert seen == [([ids[:15]], [0, 1, 4], AdaptiveExit) for ids in calibration.ids]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

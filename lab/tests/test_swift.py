@@ -7,8 +7,8 @@ import torch
 from tiny import LLAMA, PROMPTS, TINY, each_family, make
 
 from lab.swift import SWIFT
-from layerskip import Teacher
 from sampling import to_probs
+from search import Teacher
 from speculative import generate, rounds
 
 DRAFTERS = {"swift": lambda m: SWIFT(m, 0.7, window=3, every=2, threshold=0.2, widths=(2,))}
