@@ -5,15 +5,10 @@ any exact rule could keep; a rule that is not exact is judged by how far its tex
 """
 import torch
 
-import checkpoint
-from lab.bench.shared import read_prompts, table
-from layerskip import Teacher, early_exit
-from sampling import Coins, to_probs
+from sampling import Coins
 from verification import verify_tree
 
-TOKENS = 6                  # of a vocabulary in which everything is enumerated
-TEMPERATURES = 0.3, 0.7, 1.0
-GUESSES = 1, 2, 4
+TOKENS = 6      # of a vocabulary in which everything is enumerated
 
 
 # --- how k tokens can be drawn
@@ -61,13 +56,6 @@ def tried(p, tokens, q):
     verify_tree(p[:, None].expand(-1, k + 1, -1), tokens, tokens.new_zeros(1, k), coins, q)
     refused = (1 - coins.noted).cumprod(1)                                      # (N, k)
     return coins.noted * torch.cat([torch.ones_like(refused[:, :1]), refused[:, :-1]], 1)
-
-
-def recursive(p, q, tokens, drawn, coins):
-    """Recursive rejection, the library's own rule: a token for each row (N,)."""
-    N, k = tokens.shape
-    node, token = verify_tree(p.expand(N, k + 1, -1), tokens, tokens.new_zeros(1, k), coins, drawn)
-    return torch.where(node > 0, tokens.gather(1, (node - 1).clamp(min=0)[:, None])[:, 0], token)
 
 
 def shared_part(p, q, k):
@@ -136,7 +124,7 @@ def law_of_typical(p, tokens, chance):
     return torch.zeros_like(p).index_add_(0, typical(p, None, tokens, None, None), chance)
 
 
-# --- the table
+# --- what each keeps
 
 
 def pairs(teacher, sublayers, count):
@@ -162,26 +150,3 @@ def judge(p, q, k):
             "optimum": optimum(p, tokens, chance),
             "typical": float(passes(p, tokens).any(1).double() @ chance),
             "its bias": float((law_of_typical(p, tokens, chance) - p).abs().sum() / 2)}
-
-
-def compare(logits):
-    """(lines, data): acceptance of each rule by temperature and guesses, means over places, logits (N, 2,
-    V)."""
-    rows, data = [], {}
-    for T in TEMPERATURES:
-        laws = [to_probs(z, T) for z in logits]                                 # (2, V) each
-        for k in GUESSES:
-            found = [judge(p, q, k) for p, q in laws]
-            data[f"{T}, {k}"] = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
-            rows.append([f"{T}", f"{k}", *(f"{x:.3f}" for x in data[f"{T}, {k}"].values())])
-    return [f"**Verification rules**: how likely one of k guesses is kept, at {len(logits)} places of a "
-            f"story, where model and exit keep {logits.shape[-1]} tokens; enumerated, not sampled", "",
-            *table(["T", "k", *next(iter(data.values()))], rows)], data
-
-
-def run(a, model, tokenizer):
-    """(lines, data), on what the model and its exit after a sixth of the blocks say."""
-    ids = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], model.c.bos)[: model.c.max_len]
-    teacher = Teacher(model, ids, lambda logits: logits)
-    subs = early_exit(model.c.n_layers, max(1, model.c.n_layers // 6))
-    return compare(pairs(teacher, subs, 4 if a.quick else 32))

@@ -9,7 +9,7 @@ from paper_gpu import PaperGPU
 from lab import train
 
 FLAGS = ("--layers 3 --dim 32 --heads 4 --kv-heads 2 --head-dim 8 --hidden 48 --context 16 "
-         "--window 5 --batch 2 --tokens 320 --curriculum 0")
+         "--window 5 --batch 2 --tokens 320")
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
