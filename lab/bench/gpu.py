@@ -1,4 +1,4 @@
-"""One command for the day a GPU is there: what the machine can do, and what is made of it, in ten minutes.
+"""One command for the day a GPU is there: what the machine can do, and what is made of it.
 
     python -m lab.bench.gpu --out gpu.json                     everything
     python -m lab.bench.gpu --out gpu.json --resume            the parts that gpu.json lacks
@@ -10,7 +10,6 @@ in the same run: bytes of weights and cache, divided by the rate at which this d
 import json
 import math
 import sys
-import time
 import traceback
 from dataclasses import replace
 from functools import partial
@@ -22,11 +21,10 @@ import torch.nn.functional as F
 
 import checkpoint
 from control import expected_speedup, interleave, weight_costs
-from kvcache import KVCache
 from lab.bench.plain import agree, launches, step, their_text
-from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model, read_prompts, table
+from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, figures, random_model, read_prompts
 from layerskip import SelfDraft, early_exit
-from speculative import NGram, generate, prefill
+from speculative import NGram, generate
 from support import cli
 from support.files import read_json, write_file
 
@@ -43,7 +41,7 @@ class Bench:
     def __init__(self, a):
         self.device, self.repeats = checkpoint.find_device(a.device), a.repeats
         self.shapes = TINY if a.tiny else {name: SHAPES[name] for name in NAMES}
-        self.found, self.held = {}, None
+        self.found, self.held = {}, (None, None)
         self.trained = ["stories-draft"] if a.tiny else ["stories-llama", "stories-gemma2"]
         self.prompt, self.new = (12, 8) if a.tiny else (128, 128)
         self.bytes, self.side, self.calls = (2**12, 16, 2) if a.tiny else (2**30, 8192, 1000)
@@ -51,8 +49,8 @@ class Bench:
     def model(self, name):
         """Random weights, of which the later three quarters of the blocks say little, so that an early exit
         often agrees: the acceptance is planted, the work is that of a trained model."""
-        if self.held is None or self.held[0] != name:
-            self.held = None  # the last one makes room first
+        if self.held[0] != name:
+            self.held = None, None  # the last one makes room first
             model = random_model(self.shapes[name], torch.bfloat16, device=self.device)
             for b in model.blocks[len(model.blocks) // 4 :]:
                 b.attn.wo.mul_(0.1)
@@ -64,19 +62,20 @@ class Bench:
         """trap: zeros are multiplied faster, as a GPU that has less to switch runs at a higher clock."""
         return torch.randn(*size, dtype=torch.bfloat16, device=self.device)
 
-    def ids(self, count, c, seed=0):
-        """(1, count), the same on every device."""
-        ids = torch.randint(c.vocab_size, (1, count), generator=torch.Generator().manual_seed(seed))
+    def ids(self, c):
+        """(1, T), the same on every device."""
+        ids = torch.randint(c.vocab_size, (1, self.prompt), generator=torch.Generator().manual_seed(0))
         return ids.to(self.device)
 
     def speeds(self, ways, c=None):
-        """What {name: write(count)} takes a token: many tokens less one, and so without the prompt."""
+        """What {name: write(count)} takes a token: many tokens less one, and so without the prompt. With a
+        Config: beside the bytes of weights, keys and values that a token reads, at the measured rate."""
         s = interleave({(way, count): partial(write, count) for way, write in ways.items()
                         for count in (1, 1 + self.new)}, self.repeats)
         s = {way: (s[way, 1 + self.new] - s[way, 1]) / self.new for way in ways}
         rows = {way: {"ms a token": 1e3 * s[way], "tokens/s": 1 / s[way],
                       "times the first row": s[next(iter(ways))] / s[way]} for way in ways}
-        if c:  # the bytes of weights, keys and values that a token reads, at the measured rate
+        if c:
             context = c.n_layers * c.n_kv_heads * c.head_dim * (self.prompt + self.new / 2)
             bound = 2 * (weight_costs(c).whole + 2 * context) / self.found["constants"]["read"]["per second"]
             for way in ways:
@@ -162,38 +161,10 @@ def blocks(bench, name):
     return rows
 
 
-@torch.no_grad()
-def exactness(bench, name):
-    """Which widths give the same bits in bfloat16, all else equal? One cache, one reach, the same tokens."""
-    model, start, count = bench.model(name), bench.prompt, 24
-    end = start + count
-    ids, cache = bench.ids(end, model.c), KVCache(model.c, 1, end, model.attention_dtype(), bench.device)
-    prefill(model, ids[:, :start], cache)
-
-    def logits(ids, first, width):
-        at = torch.arange(first, first + width, device=bench.device)[None]
-        x = model.embed(ids[:, first : first + width])
-        return model.unembed(model.run(x, at, cache, span=slice(0, end)))[0]
-
-    def compare(a, b):
-        return {"share of equal rows": (a == b).all(1).float().mean().item(),
-                "largest difference": (a - b).abs().max().item(), "largest logit": b.abs().max().item()}
-
-    def chain(width):
-        return torch.cat([logits(ids, i, width) for i in range(start, end, width)])
-    one = chain(1)
-    rows = {f"blocks of {T} against blocks of 1": compare(chain(T), one) for T in (2, 3, 4, 6, 8, 12, 24)}
-    other = torch.cat([ids[:, : start + 1], bench.ids(count - 1, model.c, seed=1)], 1)
-    changed, whole, later = logits(other, start, 8), logits(ids, start, 8), logits(ids, start + 3, 8)
-    rows["a block of 8 of which only the first token stays"] = compare(changed[:1], whole[:1])
-    rows["a block of 8 that begins 3 tokens later"] = compare(later[:5], whole[3:])
-    return rows
-
-
 def decoding(bench, name):
     """Plain and self-speculative decoding of the same text."""
     model, c, texts = bench.model(name), bench.shapes[name], {}
-    ids, E = bench.ids(bench.prompt, c).tolist(), c.n_layers // 4
+    ids, E = bench.ids(c).tolist(), c.n_layers // 4
     drafters = {"plain": lambda: None,
                 f"exit {E}": partial(SelfDraft, model, early_exit(c.n_layers, E), GAMMA)}
 
@@ -217,7 +188,7 @@ def beside(bench, name):
     with torch.device(bench.device):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given), dtype=dtype).eval()
     theirs.generation_config.eos_token_id = None  # all write all the tokens
-    ids = bench.ids(bench.prompt, c)
+    ids = bench.ids(c)
     write = partial(their_text, theirs, ids)
     ways = {"ours": lambda count: generate(model, ids.tolist(), count),
             "transformers": partial(write, disable_compile=True)}
@@ -254,7 +225,7 @@ def parts(bench):
     """{name: what measures it}, in this order: the later ones need the earlier ones, or take longer."""
     todo = {"constants": partial(constants, bench), "products": partial(products, bench)}
     for name in bench.shapes:
-        todo |= {f"{name}: {f.__name__}": partial(f, bench, name) for f in (blocks, exactness, decoding)}
+        todo |= {f"{name}: {f.__name__}": partial(f, bench, name) for f in (blocks, decoding)}
     todo |= {name: partial(shipped, bench, name) for name in bench.trained}
     if find_spec("transformers"):
         todo |= {f"{name}: beside transformers": partial(beside, bench, name) for name in bench.shapes}
@@ -266,10 +237,10 @@ def parts(bench):
 
 def show(name, rows):
     """A part as a Markdown table."""
-    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-    cells = [[key, *("" if (v := row.get(k)) is None else f"{v:.3g}" if isinstance(v, float) else str(v)
-                     for k in columns)] for key, row in rows.items()]
-    print("\n".join(["", f"## {name}", "", *table(["", *columns], cells)[:-1]]), flush=True)
+    columns = dict.fromkeys(key for row in rows.values() for key in row)
+    print("\n".join(["", f"## {name}", "", *figures(rows.items(), {
+        key: f"{{{key}:.3g}}" if isinstance(next(r[key] for r in rows.values() if key in r), float)
+        else f"{{{key}}}" for key in columns})[:-1]]), flush=True)
 
 
 def parse(argv):
@@ -277,42 +248,31 @@ def parse(argv):
                    allow_abbrev=False)
     p.add_argument("--out", required=True, metavar="FILE", help="JSON, written anew after each part")
     p.add_argument("--resume", action="store_true", help="keep the parts that FILE holds")
-    p.add_argument("--minutes", type=float, default=10, metavar="M", help="begin no more parts after that")
     p.add_argument("--repeats", type=int, default=5, metavar="N", help="of each timing")
     p.add_argument("--device", default="cuda", metavar="NAME", help="cuda, or cpu for a trial")
     p.add_argument("--tiny", action="store_true", help="a trial: sizes at which no figure means anything")
     a = p.parse_args(argv)
-    if a.repeats < 1 or not a.minutes > 0:
-        raise ValueError("--repeats must be at least 1 and --minutes positive")
+    if a.repeats < 1:
+        raise ValueError("--repeats must be at least 1")
     if not Path(a.out).resolve().parent.is_dir():
         raise ValueError(f"--out {a.out}: no such folder")
+    if Path(a.out).exists() and not a.resume:
+        raise ValueError(f"{a.out} is there already: go on with --resume, or name another --out")
     return a
 
 
-def reopen(a, head):
-    """The parts that --out holds. Raises ValueError where they cannot be gone on with."""
-    if not Path(a.out).exists():
-        return {}
-    if not a.resume:
-        raise ValueError(f"{a.out} is there already: go on with --resume, or name another --out")
-    old = read_json(Path(a.out))
-    wrong = next((key for key in head if old.get(key) != head[key]), None)
-    if wrong or not isinstance(old.get("parts"), dict):
-        raise ValueError(f"{a.out} is of a run with another {wrong or 'form'}: name another --out")
-    return old["parts"]
-
-
 def run(argv):
-    a, start, failed = parse(argv), time.monotonic(), 0
-    bench = Bench(a)
+    a, failed = parse(argv), 0
+    bench, out = Bench(a), Path(a.out)
     head = {"machine": cli.machine(bench.device), "torch": torch.__version__, "tiny": a.tiny,
             "repeats": a.repeats}
-    bench.found = reopen(a, head)
+    old = read_json(out) if out.exists() else head | {"parts": {}}
+    wrong = next((key for key in head if old.get(key) != head[key]), None)
+    if wrong:
+        raise ValueError(f"{out} is of a run with another {wrong}: name another --out")
+    bench.found = old["parts"]
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
     for name, measure in parts(bench).items():
-        if name not in bench.found and time.monotonic() - start > 60 * a.minutes:
-            print(f"{name}: not measured, the time is up; --resume goes on")
-            continue
         try:
             bench.found[name] = bench.found.get(name) or measure()
         except Exception:  # whatever one part meets, the others can still be measured
@@ -320,7 +280,7 @@ def run(argv):
             print(f"{name}: failed")
             failed += 1
             continue
-        write_file(Path(a.out), json.dumps(head | {"parts": bench.found}, indent=1) + "\n")
+        write_file(out, json.dumps(head | {"parts": bench.found}, indent=1) + "\n")
         show(name, bench.found[name])
     return int(failed > 0)
 

@@ -11,19 +11,17 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from control import MOST, DoNoHarm, weight_costs
-from lab import train_heads
-from lab.bench import rules, sweep
+from control import MOST, DoNoHarm
+from lab import plots, train_heads
+from lab.bench import rules
 from lab.bench.drafters import TAIL, Bench, Method, in_the_loop, own_methods, pilot
-from lab.bench.shared import SETS, Noting, beside, by_position, figures, load_both, page, prompt_ids, steps
+from lab.bench.shared import SETS, Noting, by_position, figures, load_both, page, prompt_ids, steps
 from layerskip import SelfDraft, early_exit
 from methods import heads
 from methods.heads import AHEAD, judged
 from methods.trees import best_tree, siblings, tree_tokens
 from sampling import Coins
-from speculative import Draft, Drafter, NGram, Then
-from support import plots
-from support.cli import read_skip
+from speculative import Draft, Drafter, NGram, Then, ancestors
 
 GAMMA = 3               # tokens that each head drafts while its cost is taken
 NODES = 8               # of the tree in every table
@@ -104,17 +102,23 @@ def along(head, ids, unscored, probs, coins):
     return torch.stack([each[:N] for each in found[:K]], 1)[max(0, unscored - late) :]
 
 
+def depths(parents):
+    """How deep each node lies, the last known token, at 0, first.
+
+    >>> depths([0, 1, 0])
+    [0, 1, 2, 1]
+    """
+    return (ancestors(torch.tensor([list(parents)]))[0].sum(-1) - 1).tolist()
+
+
 def followed(series, parents):
     """Tokens that a pass over a tree of these parents yields: `control.expected_tokens` for trees. series:
     for each text what `along` returns. Rounds are followed one after the other, since those that end early
     start again where the text is hard. Raises ValueError where no text is as long as a draft."""
-    depths, places = [0], []
-    for k, parent in enumerate(parents):
-        depths.append(depths[parent] + 1)
-        places.append((depths[parent], list(parents[:k]).count(parent)))        # level and rank
-    tokens = rounds = 0.0
+    deep, tokens, rounds = depths(parents), 0.0, 0.0
+    places = [(deep[parent], list(parents[:k]).count(parent)) for k, parent in enumerate(parents)]
     for A in series:
-        starts = [1.0] + [0.0] * (len(A) + max(depths))
+        starts = [1.0] + [0.0] * (len(A) + max(deep))
         for n, levels in enumerate(A.tolist()):
             reach, ends = [starts[n]], [starts[n]]
             for parent, (level, rank) in zip(parents, places, strict=True):
@@ -122,10 +126,10 @@ def followed(series, parents):
                 ends.append(reach[-1])
                 ends[parent] -= reach[-1]       # goes on
             rounds, tokens = rounds + starts[n], tokens + sum(reach)
-            for depth, end in zip(depths, ends, strict=True):
+            for depth, end in zip(deep, ends, strict=True):
                 starts[n + depth + 1] += end
     if not rounds:
-        raise ValueError(f"no text is as long as a draft of {max(depths)} tokens")
+        raise ValueError(f"no text is as long as a draft of {max(deep)} tokens")
     return tokens / rounds
 
 
@@ -145,10 +149,7 @@ class Way:
 
     @property
     def levels(self):
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return max(depths)
+        return max(depths(self.parents))
 
     def method(self, timed):
         """Its Method. Rounds of the model `timed` are noted, those of the last start only."""
@@ -157,14 +158,6 @@ class Way:
             return lambda model, small: (Noting(self.make(model), self.rounds) if model is timed
                                          else self.make(model))
         return Method(start, gamma=self.levels)
-
-
-def skipping(model, subs, gamma, texts):
-    """The Way of a skip set."""
-    series = [t.acceptance(subs)[unscored:] for t, unscored in texts]
-    series = [a.unfold(0, gamma, 1)[..., None] for a in series if len(a) >= gamma]      # (N, gamma, 1)
-    cost = weight_costs(model.c).step(subs)
-    return Way(lambda m: SelfDraft(m, subs, gamma), list(range(gamma)), cost, series)
 
 
 def head_ways(name, loaded, series, cost, sizes):
@@ -193,12 +186,8 @@ def ruled_head(name, loaded, cost):
     as the exits have it that need no training. cost: of a drafted token."""
     def start(tail):
         rule = DoNoHarm(cost, min(MOST, farthest(next(iter(loaded.values())))))
-
-        def make(m, small):
-            drafter = loaded[m.tok.dtype].drafter(rule)
-            return Then(drafter, NGram(TAIL, 3)) if tail else drafter
-
-        return make
+        drafter = lambda m: loaded[m.tok.dtype].drafter(rule)  # noqa: E731
+        return lambda m, small: Then(drafter(m), NGram(TAIL, 3)) if tail else drafter(m)
 
     return {f"{name}, do no harm{', n-gram tail' * tail}": Method(partial(start, tail))
             for tail in (False, True)}
@@ -207,18 +196,19 @@ def ruled_head(name, loaded, cost):
 # --- one table
 
 
-def ways_of(bench, found, skip, sizes):
+def ways_of(bench, found, sizes):
     """({name: Way}, {name: Method} of rules, {name of a rule with a head: the head}, what plain decoding
     wrote, as `pilot` has it, and as ids). found: {name: {dtype: head}}."""
     model, L = bench.model, bench.model.c.n_layers
     texts, cost, best = pilot(bench, L)
-    depths = {loaded[model.tok.dtype].shape.get("exit_layer", best[0][0]) for loaded in found.values()}
+    exits = {loaded[model.tok.dtype].shape.get("exit_layer", best[0][0]) for loaded in found.values()}
     measured = {f"exit {e}": {m.tok.dtype: Exit(m, e) for m, _ in bench.models.values()}
-                for e in sorted(depths | {best[0][0]})} | found
+                for e in sorted(exits | {best[0][0]})} | found
     makers = {name: lambda m, small, h=h: h[m.tok.dtype].drafter(min(GAMMA, farthest(h[m.tok.dtype])))
               for name, h in measured.items()}
     seconds, written = in_the_loop(bench, makers | {"plain": lambda m, small: Drafter()})
-    ways, ruled, owners = {"skip set, gamma 2": skipping(model, skip, 2, texts)} if skip else {}, {}, {}
+    ways, owners, free = {}, {}, own_methods(L, best, None, cost, False)
+    ruled = {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
     for name, loaded in measured.items():
         head = loaded[model.tok.dtype]
         each = max(0.0, seconds[name] / seconds["plain"] - 1) / min(GAMMA, farthest(head))
@@ -228,8 +218,6 @@ def ways_of(bench, found, skip, sizes):
         if name in found and "inject_layer" not in head.shape:     # its rows ride along even where it rests
             methods = ruled_head(name, loaded, each)
             ruled, owners = ruled | methods, owners | dict.fromkeys(methods, name)
-    free = own_methods(L, best, None, cost, False)
-    ruled |= {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
     return ways, ruled, owners, texts, written
 
 
@@ -248,9 +236,9 @@ def widen(r, way, m, plain):
     return r
 
 
-def column(bench, found, skip, title, sizes, bar):
+def column(bench, found, title, sizes, bar):
     """One table: {method: row}, what the heads say of these texts, and where greedy texts parted."""
-    ways, ruled, owners, texts, written = ways_of(bench, found, skip, sizes)
+    ways, ruled, owners, texts, written = ways_of(bench, found, sizes)
     methods = {"plain": Method(gamma=0)}
     methods |= {name: way.method(bench.model) for name, way in ways.items()} | ruled
     rows, parted = bench.table(methods, texts, title, bar)
@@ -270,14 +258,11 @@ def column(bench, found, skip, title, sizes, bar):
 
 
 COLUMNS = {"ratio to plain": "{ratio:.2f}", "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}",
-           "tau": "{tau:.2f}", "tau predicted": "{tau_predicted:.2f}", "alpha": "{alpha:.2f}",
-           "c": "{c:.3f}", "c by weights": "{c_weights:.3f}", "block": "{block:.2f}",
-           "alpha by position": "{places}"}
+           "tau": "{tau:.2f}", "tau predicted": "{tau_predicted:.2f}", "tau by ranks": "{sequoia:.2f}",
+           "alpha": "{alpha:.2f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",
+           "block": "{block:.2f}", "alpha by position": "{places}"}
 FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}",
          "text": "{text}", "top 1 by step": "{one}", "top 5 by step": "{five}"}
-TREES = {"tree": "{tree}", "nodes": "{nodes}", "block": "{block:.2f}", "tau by ranks": "{sequoia:.2f}",
-         "tau along the text": "{tau_predicted:.2f}", "tau measured": "{tau:.2f}",
-         "speed-up predicted": "{predicted:.2f}", "measured": "{ratio:.2f}"}
 
 
 def markdown(a, results, said, facts):
@@ -295,7 +280,7 @@ def markdown(a, results, said, facts):
     for title, rows in results.items():
         told = [(name, r | {"places": steps(r.get("positions", []))}) for name, r in rows.items()]
         lines += [f"**{title}**", "", *figures(told, COLUMNS), verdict(rows), ""]
-    return lines + trees(results)
+    return lines
 
 
 def verdict(rows):
@@ -309,21 +294,6 @@ def verdict(rows):
             f"times the best without training, {best}.")
 
 
-def trees(results):
-    """The lines about trees by size: what a block costs, what the tree yields, and which one is fastest."""
-    body = [(title, r | {"tree": name, "nodes": len(r["parents"])})
-            for title, rows in results.items() for name, r in rows.items() if "sequoia" in r]
-    if not body:
-        return []
-    best = []
-    for title in results:
-        r = max((r for text, r in body if text == title), key=lambda r: r["ratio"])
-        best.append(f"- {title}: {r['tree']} is the fastest, and its tau is off by "
-                    f"{r['tau'] / r['tau_predicted'] - 1:+.1%} from what was predicted along the text")
-    return ["**Trees** (Sequoia's best shapes, from the acceptance of each rank)", "",
-            *figures(body, TREES, "text"), *best, ""]
-
-
 # --- the command
 
 
@@ -333,13 +303,12 @@ def run(a):
     model = models[a.dtype][0]
     found = {name: {m.tok.dtype: heads.load(folder, m) for m, _ in models.values()}
              for name, folder in where.items()}
-    skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     for loaded in found.values():
         for head in loaded.values():
             head.reach = LEVELS     # an eagle drafts farther than it learns
+    own = {name: loaded[model.tok.dtype] for name, loaded in found.items()}
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
-                    "parameters": sum(p.numel() for p in h.weights.parameters())}
-             for name, (h, *_) in ((name, tuple(loaded.values())) for name, loaded in found.items())}
+                    "parameters": heads.count(h)} for name, h in own.items()}
     tasks = [(name, T) for T in (0.0, 0.8) for name in a.prompts or SETS]
     results, said, notes = {}, {}, []
     with tqdm(disable=None) as bar:
@@ -347,12 +316,10 @@ def run(a):
             prompts, title = prompt_ids(name, tokenizer, model.c), f"{name}, T {T:g}"
             bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {})
             sizes = SIZES if name == "stories" and not a.quick else [NODES]
-            results[title], told, seen = column(bench, found, skip, title, sizes, bar)
+            results[title], told, seen = column(bench, found, title, sizes, bar)
             said |= {title: told} if told else {}
             notes += seen
-    lines = markdown(a, results, said, facts)
-    swept, more = sweep.run(a, tokenizer)
-    ruled, judged_ = rules.run(a, model, tokenizer)
-    data = {"results": results, "said": said, "heads": facts, "divergences": notes, "sweep": more,
-            "rules": judged_, "new": a.new, "repeats": a.repeats, "model": str(a.model)}
-    return page(lines + swept + ruled), data, partial(plots.drafted, results, more, f"{a.model}, {a.dtype}")
+    data = {"results": results, "said": said, "heads": facts, "divergences": notes, "new": a.new,
+            "repeats": a.repeats, "model": str(a.model)}
+    draw = partial(plots.drafted, results, f"{a.model}, {a.dtype}")
+    return page(markdown(a, results, said, facts)), data, draw

@@ -1,5 +1,5 @@
-"""Other programs on the same weights, with the same prompt and as many threads, where they are installed:
-llama.cpp on the CPU, gpt-fast's recipe on a GPU, and transformers at its fastest.
+"""Other programs on the same weights, with the same prompt and as many threads: llama.cpp, where it is
+installed, and transformers at its fastest.
 
 The one thing to remember: a peer that is not there is a row that is not there.
 """
@@ -8,12 +8,58 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lab.bench import gguf
+from checkpoint import parts, stored_shape
 from lab.bench.shared import table
-from model import frequencies, rope, rotate
+from model import frequencies
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}    # their numbers in a GGUF file
+
+
+def neighbours(w, head_dim):
+    """Rows (H * D, dim) in the order 0, D/2, 1, D/2 + 1 ... of each head: llama.cpp rotates neighbours
+    (x_2i, x_2i+1) where `model.rotate` rotates the halves (x_i, x_{i+D/2}).
+
+    >>> neighbours(torch.arange(8.0)[:, None], 4).flatten().tolist()
+    [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
+    """
+    return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def write_gguf(model, path):
+    """A Llama as one GGUF file, which is what llama.cpp reads, without a vocabulary: texts go in and out as
+    ids. Raises ValueError for Gemma-2 and for a dtype that GGUF does not have."""
+    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+
+    c, names = model.c, get_tensor_name_map(MODEL_ARCH.LLAMA, model.c.n_layers)
+    if c.post_norm or model.tok.dtype not in TYPES:
+        raise ValueError(f"only a Llama in {', '.join(str(t)[6:] for t in TYPES)} can be written as GGUF")
+    file = GGUFWriter(path, "llama")
+    for name, value in {
+            "tokenizer_model": "none", "vocab_size": c.vocab_size, "context_length": c.max_len,
+            "embedding_length": c.dim, "block_count": c.n_layers, "feed_forward_length": c.hidden_dim,
+            "head_count": c.n_heads, "head_count_kv": c.n_kv_heads, "key_length": c.head_dim,
+            "value_length": c.head_dim, "rope_dimension_count": c.head_dim, "rope_freq_base": c.rope_theta,
+            "layer_norm_rms_eps": c.norm_eps}.items():
+        getattr(file, f"add_{name}")(value)
+
+    def add(name, w):
+        # vectors are float32: llama.cpp takes them in no other type; numpy has no bfloat16, so bytes go in
+        w = (w.float() if w.dim() == 1 else w).contiguous()
+        kind = GGMLQuantizationType(TYPES[w.dtype])
+        file.add_tensor(name, w.view(torch.uint8).numpy(), raw_dtype=kind)
+
+    for name, part in parts(model):
+        w = part.detach().reshape(stored_shape(part)).cpu()
+        turned = name.endswith(("q_proj.weight", "k_proj.weight"))
+        add(names.get_name(name, (".weight",)), neighbours(w, c.head_dim) if turned else w)
+    if c.rope_scaling:  # by what each angle is divided: whatever the scaling, nothing else need be known
+        plain = frequencies(c.head_dim, c.rope_theta)
+        add("rope_freqs.weight", (plain / frequencies(c.head_dim, c.rope_theta, c.rope_scaling)).float())
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
 
 
 class LlamaCpp:
@@ -22,10 +68,10 @@ class LlamaCpp:
     def __init__(self, model):
         from llama_cpp import Llama
         threads, dtype = torch.get_num_threads(), model.tok.dtype
-        kept = gguf.TYPES[torch.float32 if dtype == torch.float32 else torch.float16]  # of keys and values
+        kept = TYPES[torch.float32 if dtype == torch.float32 else torch.float16]    # of keys and values
         with tempfile.TemporaryDirectory() as made:
             path = Path(made) / "model.gguf"
-            gguf.write(model, path)
+            write_gguf(model, path)
             self.llama = Llama(str(path), n_ctx=model.c.max_len, n_threads=threads, n_threads_batch=threads,
                                n_gpu_layers=0, type_k=kept, type_v=kept, use_mmap=False, verbose=False)
 
@@ -48,13 +94,11 @@ class Static:
     """transformers with a cache of fixed size and the step of one token compiled, as its guide to fast
     decoding says. theirs: its model."""
 
-    def __init__(self, theirs, slots, compiled=True):
+    def __init__(self, theirs, slots):
         from transformers import StaticCache
-        self.model, self.step = theirs, theirs
-        self.cache = lambda: StaticCache(config=theirs.config, max_cache_len=slots)
-        if compiled:
-            # trap: a sliding layer's cache counts in Python: were its numbers fixed, each token compiled anew
-            self.step = torch.compile(theirs.forward)
+        self.model, self.cache = theirs, lambda: StaticCache(config=theirs.config, max_cache_len=slots)
+        # trap: a sliding layer's cache counts in Python: were its numbers fixed, each token compiled anew
+        self.step = torch.compile(theirs.forward)
 
     @torch.no_grad()
     def write(self, prompt, new):
@@ -68,70 +112,11 @@ class Static:
         return torch.cat(ids, 1)[0].tolist()
 
 
-class GptFast(torch.nn.Module):
-    """gpt-fast's recipe (PyTorch, 2023) on our weights: a cache of fixed size, written in place at a position
-    that lies on the device; `scaled_dot_product_attention` over all of it under a mask; and the step of one
-    token compiled as a whole, into one CUDA graph."""
-
-    @torch.no_grad()
-    def __init__(self, model, compiled=True):
-        super().__init__()
-        c, w = model.c, model.tok
-        self.model, self.shape = model, model.blocks[0].attn.grouped
-        at = torch.arange(c.max_len, device=w.device, dtype=torch.float64)
-        freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, w.device)
-        self.cos, self.sin = (t.to(w.dtype) for t in rope(at, freqs))            # (S, D)
-        self.mask = torch.ones(c.max_len, c.max_len, dtype=torch.bool, device=w.device).tril()
-        shape = c.n_layers, 2, 1, c.n_kv_heads, c.max_len, c.head_dim
-        # trap: a tensor that is no buffer may not be written to inside a graph, and then there is no graph
-        self.register_buffer("cache", torch.zeros(shape, dtype=w.dtype, device=w.device))
-        self.step = self.forward
-        if compiled:
-            torch._inductor.config.coordinate_descent_tuning = True
-            self.step = torch.compile(self.forward, mode="reduce-overhead", fullgraph=True)
-
-    def attention(self, i, x, at):
-        c, (Hkv, N, D), T = self.model.c, self.shape, x.shape[1]
-        attn, (keys, values) = self.model.blocks[i].attn, self.cache[i]          # (1, Hkv, S, D) each
-        qkv = F.linear(x, attn.wqkv).view(1, T, Hkv, N, D).transpose(1, 2)       # (1, Hkv, T, G+2, D)
-        cos, sin = self.cos[at][:, None], self.sin[at][:, None]                  # (T, 1, D)
-        qk = rotate(qkv[..., :-1, :], cos, sin)
-        keys[:, :, at], values[:, :, at] = qk[..., -1, :], qkv[..., -1, :]
-        q = qk[..., :-1, :].transpose(2, 3).flatten(1, 2)                        # (1, H, T, D)
-        y = F.scaled_dot_product_attention(q, keys, values, self.mask[at], enable_gqa=c.n_heads > Hkv)
-        return F.linear(y.transpose(1, 2).flatten(2), attn.wo)
-
-    def forward(self, tokens, at):
-        """The likeliest token (1, 1) after tokens (1, T), which stand at the positions at (T,)."""
-        m = self.model
-        x = F.embedding(tokens, m.tok)
-        for i, b in enumerate(m.blocks):
-            x = x + self.attention(i, b.attn_norm(x), at)
-            x = x + b.mlp(b.mlp_norm(x))
-        return F.linear(m.norm(x[:, -1:]), m.tok if m.head is None else m.head).argmax(-1)
-
-    @torch.no_grad()
-    def write(self, prompt, new):
-        device = self.model.tok.device
-        at = torch.arange(len(prompt), device=device)
-        token, at = self.forward(torch.tensor([prompt], device=device), at), at[-1:] + 1
-        out = [token]
-        with sdpa_kernel(SDPBackend.MATH):  # of which the compiler makes one kernel, better than a ready one
-            for _ in range(new - 1):
-                token = self.step(token, at).clone()  # trap: the next step overwrites what a graph returned
-                out.append(token)
-                at = at + 1
-        return torch.cat(out, 1)[0].tolist()
-
-
 def find_peers(model):
     """{name: write(prompt, new)} of those that are installed and can compute this model."""
-    if model.c.post_norm:
-        return {}
-    if model.tok.is_cuda:
-        return {"gpt-fast's recipe": GptFast(model).write}
-    found = find_spec("llama_cpp") and model.tok.dtype in gguf.TYPES
-    return {"llama.cpp": LlamaCpp(model).write} if found else {}
+    found = all(map(find_spec, ("llama_cpp", "gguf"))) and not model.tok.is_cuda
+    return {"llama.cpp": LlamaCpp(model).write} if (
+        found and not model.c.post_norm and model.tok.dtype in TYPES) else {}
 
 
 def markdown(results, new):

@@ -2,12 +2,10 @@
 
 The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
 """
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +19,6 @@ from control import interleave
 from kvcache import KVCache
 from lab.bench import peers
 from lab.bench.shared import LLAMA, ROOT, WEIGHTS, page, random_model, table
-from layerskip import SelfDraft, early_exit
 from machine.recorded import Recorded
 from model import SPARE, Config
 from speculative import generate, prefill, rounds
@@ -63,77 +60,17 @@ def their_text(model, ids, new, **flags):
                           max_new_tokens=new, **flags)[:, ids.shape[1] :]
 
 
-def recorded_rounds(fast, prompt, new, drafter=None):
-    """A function that begins to continue the prompt in recorded passes, which are all recorded now."""
-    c = fast.c
-    slots = min(len(prompt) + new, c.max_len) + SPARE
-    cache = KVCache(c, 1, slots, fast.attention_dtype(), fast.tok.device)
-    steps = lambda: rounds(fast, [prompt], new, drafter, cache=cache)  # noqa: E731
-    fast.rehearse(lambda: list(steps()))
-    return steps
-
-
 def recorded(model, prompt, new):
-    """A function that continues the prompt in recorded passes, and returns the ids."""
-    steps = recorded_rounds(Recorded(model), prompt, new)
-    return lambda: [token for _, r in steps() for token in r.new[0]]
+    """A function that continues the prompt in recorded passes, which are all recorded now. It returns the
+    ids."""
+    fast, slots = Recorded(model), min(len(prompt) + new, model.c.max_len) + SPARE
+    cache = KVCache(model.c, 1, slots, fast.attention_dtype(), fast.tok.device)
 
+    def write():
+        return [token for _, r in rounds(fast, [prompt], new, cache=cache) for token in r.new[0]]
 
-class Watched:
-    """Stands in for a model and adds up the seconds of its passes."""
-
-    def __init__(self, model):
-        self.model, self.seconds = model, 0.0
-
-    def __getattr__(self, name):
-        part = getattr(self.model, name)
-        return partial(self.timed, part) if name in ("embed", "run", "unembed") else part
-
-    def timed(self, part, *args, **more):
-        start = self.now()
-        out = part(*args, **more)
-        self.seconds += self.now() - start
-        return out
-
-    def now(self):
-        if self.model.tok.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-
-def loop_share(model, prompt, new, exit_layer=None):
-    """Which part of the time of recorded rounds goes into the loop itself: all but passes, the first round
-    left out. With an exit layer 3 tokens are drafted there a round."""
-    fast = Watched(Recorded(model))
-    draft = exit_layer and SelfDraft(fast, early_exit(model.c.n_layers, exit_layer), 3)
-    steps = recorded_rounds(fast, prompt, new, draft)()
-    next(steps)     # it also reads the prompt
-    before, start = fast.seconds, fast.now()
-    for _ in steps:
-        pass
-    return 1 - (fast.seconds - before) / (fast.now() - start)
-
-
-START = """
-import sys, time, torch
-sys.path.insert(0, {here!r})
-import checkpoint
-from lab.bench import plain
-model, _ = checkpoint.load({folder!r}, {device!r}, {dtype})
-start = time.perf_counter()
-plain.recorded(model, {prompt}, 8)()
-print(time.perf_counter() - start)
-"""
-
-
-def starts(folder, dtype, device, prompt):
-    """Seconds until a fresh process that has loaded its weights has recorded the passes of plain decoding and
-    written 8 tokens: for the first time on a machine, and the next time."""
-    code = START.format(here=str(ROOT), folder=str(folder), device=str(device), dtype=dtype, prompt=prompt)
-    with tempfile.TemporaryDirectory() as empty:
-        there = os.environ | {"XDG_CACHE_HOME": empty, "TORCHINDUCTOR_CACHE_DIR": empty}
-        return [float(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-                                     check=True, env=there).stdout.split()[-1]) for _ in range(2)]
+    fast.rehearse(write)
+    return write
 
 
 def matrices(model):
@@ -217,9 +154,6 @@ def measure(folder, dtype, device, a, bar):
     bar.update()
     single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
     r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
-    if a.fast:
-        r["starts"], E = starts(folder, dtype, device, prompt), max(1, pair.c.n_layers // 4)
-        r["loop"] = [loop_share(pair.ours, prompt, a.new, exit_layer) for exit_layer in (None, E)]
     if a.quick:
         return r
     r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
@@ -248,11 +182,6 @@ def markdown(results, a):
     lines += table(["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"],
                    speed)
     lines += peers.markdown(results, a.new)
-    if a.fast:
-        head = ["recorded passes", "s to the first start", "to later ones", "the loop's share, plain",
-                "a quarter of the blocks drafts 3"]
-        lines += table(head, [[name, *(f"{s:.1f}" for s in r["starts"]), *(f"{x:.0%}" for x in r["loop"])]
-                              for name, r in results.items()])
     return page(lines if a.quick else lines + details(results))
 
 

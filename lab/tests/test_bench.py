@@ -161,7 +161,7 @@ def test_every_part_for_a_gpu_runs(call_gpu, tmp_path, device):
     file = tmp_path / "gpu.json"
     assert call_gpu("--out", file, "--tiny", "--repeats", "1", "--device", device)[0] == 0
     parts = json.loads(file.read_text())["parts"]
-    kinds = "blocks", "exactness", "decoding", "beside transformers"
+    kinds = "blocks", "decoding", "beside transformers"
     assert set(parts) == {"constants", "products", "stories-draft"} | {
         f"{name}: {kind}" for name in gpu.TINY for kind in kinds}
     rows = [row for way, row in parts["stories-draft"].items() if way.endswith("float32")]
@@ -179,7 +179,6 @@ def test_a_part_that_fails_costs_no_other(call_gpu, monkeypatch, tmp_path):
 
     todo = {name: lambda name=name: part(name) for name in ("one", "two", "three")}
     monkeypatch.setattr(gpu, "parts", lambda bench: todo)
-    assert call_gpu(*argv, "--minutes", 1e-9)[0] == 0 and ran == [], "the time is up"
     assert call_gpu(*argv)[0] == 1
     assert list(json.loads(file.read_text())["parts"]) == ["one", "three"]
     failing.clear()
