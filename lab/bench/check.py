@@ -17,7 +17,7 @@ from tqdm import tqdm
 import checkpoint
 from kvcache import KVCache
 from lab.bench.costs import run_help
-from lab.bench.plain import loading, their_text
+from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit, without
 from speculative import NGram, generate, rounds
@@ -67,8 +67,7 @@ def attempt(action, *args):
     except ModuleNotFoundError as e:
         return None, f"{e.name} is not installed"
     except Exception as e:
-        last = (getattr(e, "stderr", None) or "").splitlines()[-1:]     # where it failed in another process
-        return None, f"transformers: {' '.join(' '.join(last or [str(e)]).split())[:80]}"
+        return None, f"transformers: {' '.join(str(e).split())[:80]}"
 
 
 # --- transformers: one model in memory at a time, and only what it says is kept
@@ -263,7 +262,7 @@ def check_rounding(half, said, want, stored, why):
     return [judge(name, f"{ours:.1e}", f"{theirs:.1e}", ours <= 1.5 * theirs)]
 
 
-# --- texts, context, loading
+# --- texts, context
 
 
 def check_texts(model, prompts, new, sublayers, said, why):
@@ -301,13 +300,6 @@ def check_context(model, ids, said, why):
     ours = f"a prompt of {limit - 1} and a new token fit, one of {limit} is refused" if fine else answer
     return [judge(name, ours, str(said["max_len"]), fine and said["max_len"] == limit) if said
             else Row(name, ours, why, OPEN if fine else WRONG)]
-
-
-def check_loading(folder, stored):
-    times, why = attempt(loading, folder, stored, 1)
-    seen = {name: f"{s:.1f} s, {mb:.0f} MB" for name, (s, mb) in (times or {}).items()}
-    name = f"loading in {str(stored)[6:]}, memory"
-    return [Row(name, seen.get("ours", ""), seen.get("transformers", why), NONE)]
 
 
 # --- all of it
@@ -348,7 +340,7 @@ def run(a):
     first = passes[0]._replace(ids=ids[: SIZES[1]])
     half = our_logits(model, first) if stored in HALF else None
     del model
-    with tqdm(total=4, disable=None, leave=False) as bar:
+    with tqdm(total=3, disable=None, leave=False) as bar:
         theirs, why = attempt(quiet_tokenizer, folder)
         rows = check_tokenizer(tokenizer, theirs, why) + check_chat(folder, tokenizer, theirs, why)
         said, why = attempt(ask, folder, a.device, passes, prompts, new, half is not None and first, stored)
@@ -359,8 +351,6 @@ def run(a):
         bar.update()
         rows += check_texts(model, prompts, new, sublayers, said, why) + check_context(model, ids, said, why)
         del model, said, want
-        bar.update()
-        rows += check_loading(folder, stored)
         bar.update()
         a.dtype = str(stored)[6:]  # in which the model will be used
         helps, found, _ = run_help(a) if c.n_layers > 1 else ("", {}, None)

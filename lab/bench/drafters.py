@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from tqdm import tqdm
@@ -158,43 +158,36 @@ class After(Wrapper):
 def metered(models, heads=()):
     """Within it the list that it yields gets the weights that each call reads, as `weight_costs` counts
     them; with the matrices of trained heads."""
-    spent, owns = [], [head.own for head in heads if hasattr(head, "own")]
+    spent, patched = [], []
 
-    def watch(model, costs):
-        every = range(2 * model.c.n_layers)
+    def watch(thing, name, weights):
+        act = getattr(thing, name)
 
-        def run(x, positions, cache=None, sublayers=None, *args, **kwargs):
-            spent.append(sum(costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
-            return type(model).run(model, x, positions, cache, sublayers, *args, **kwargs)
+        def acted(*args, **kwargs):
+            spent.append(weights(*args, **kwargs))
+            return act(*args, **kwargs)
 
-        def unembed(x, rows=None):
-            spent.append(costs.head if rows is None else costs.head * len(rows) / model.c.vocab_size)
-            return type(model).unembed(model, x, rows)
+        setattr(thing, name, acted)
+        patched.append((thing, name))
 
-        model.run, model.unembed = run, unembed
-
-    def counting(act, weights):
-        def acted(*args):
-            spent.append(weights)
-            return act(*args)
-        return acted
-
-    named = [(head, [name for name in READS if name in vars(type(head))]) for head in heads]
-    matrices = [(head, names[0]) for head, names in named if names]
-    for model in (*models, *owns):
-        watch(model, weight_costs(model.c))
-    for head, name in matrices:     # the output heads of a Medusa are counted where the model is told of them
-        one = next(head.weights.parameters())[0].numel()
-        own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
-               "join": one * head.model.c.dim}[name]    # of an Eagle `one` is a row of its matrix
-        setattr(head, name, counting(getattr(head, name), own))
+    for model in (*models, *(head.own for head in heads if hasattr(head, "own"))):
+        costs, V, every = weight_costs(model.c), model.c.vocab_size, range(2 * model.c.n_layers)
+        watch(model, "run", lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
+            costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
+        watch(model, "unembed", lambda x, rows=None, costs=costs, V=V: (
+            costs.head if rows is None else costs.head * len(rows) / V))
+    for head in heads:  # the output heads of a Medusa are counted where the model is told of them
+        name = next((name for name in READS if name in vars(type(head))), None)
+        if name:
+            one = next(head.weights.parameters())[0].numel()    # of an Eagle this is a row of its matrix
+            own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
+                   "join": one * head.model.c.dim}[name]
+            watch(head, name, lambda *_, own=own: own)
     try:
         yield spent
     finally:
-        for model in (*models, *owns):
-            del model.run, model.unembed
-        for head, name in matrices:
-            delattr(head, name)
+        for thing, name in patched:
+            delattr(thing, name)
 
 
 # --- the methods
@@ -211,13 +204,10 @@ def ruled(sublayers, new_rule, tail=False, vocab=None):
     `tail`, an n-gram goes on where the draft ends; with `vocab`, the draft has only these tokens."""
 
     def start():
-        rule, heads = new_rule(), {}  # a short head is copied once, whatever the number of prompts
+        rule, short = new_rule(), cache(lambda model: ShortHead(model, vocab) if vocab else model)
 
         def make(model, small):
-            drafting = model
-            if vocab:
-                drafting = heads[model] = heads.get(model) or ShortHead(model, vocab)
-            drafter = SelfDraft(drafting, sublayers, rule)
+            drafter = SelfDraft(short(model), sublayers, rule)
             return Then(drafter, NGram(TAIL, 3)) if tail else drafter
 
         return make
@@ -231,21 +221,21 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
     vocab: the ids of a draft vocabulary."""
     (e, g), bad = exits[0], without(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
+    no_harm = partial(control.DoNoHarm, cost[e])
     for gamma in sorted({*(GAMMAS if everything else GAMMAS[:4]), g}):
         methods |= fixed(f"exit {e}", best, gamma)
     for gamma in ((2, 4) if everything else (2,)) if skip else ():
         methods |= fixed("skip set", skip, gamma)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
                 "n-gram tail": ruled(best, lambda: g, tail=True),
-                "do no harm": ruled(best, lambda: control.DoNoHarm(cost[e])),
-                "do no harm, n-gram tail": ruled(best, lambda: control.DoNoHarm(cost[e]), tail=True),
+                "do no harm": ruled(best, no_harm),
+                "do no harm, n-gram tail": ruled(best, no_harm, tail=True),
                 "expected-value gate": ruled(best, lambda: control.ValueGate(cost[e])),
                 "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"]))}
     if vocab:
         for gamma in sorted({g, g + 1}):
             methods |= fixed(f"exit {e}, draft vocabulary", best, gamma, vocab)
-        rule = partial(control.DoNoHarm, cost[e])
-        methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, rule, tail=True, vocab=vocab)
+        methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, no_harm, tail=True, vocab=vocab)
     if everything:
         for other, gamma in exits[1:]:
             methods |= fixed(f"exit {other}", early_exit(L, other), gamma)

@@ -13,7 +13,6 @@ import sys
 import traceback
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 
 import checkpoint
 from control import expected_speedup, interleave, weight_costs
-from lab.bench.plain import agree, launches, step, their_text
+from lab.bench.plain import agree, launches, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, figures, random_model, read_prompts
 from layerskip import SelfDraft, early_exit
 from speculative import NGram, generate
@@ -179,24 +178,6 @@ def decoding(bench, name):
     return rows
 
 
-def beside(bench, name):
-    """The same shape in transformers: eager with a growing cache, and compiled with a static one."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model, c, dtype = bench.model(name), bench.shapes[name], torch.bfloat16
-    given = {key: value for key, value in checkpoint.write_config(c, dtype).items() if value is not None}
-    with torch.device(bench.device):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given), dtype=dtype).eval()
-    theirs.generation_config.eos_token_id = None  # all write all the tokens
-    ids = bench.ids(c)
-    write = partial(their_text, theirs, ids)
-    ways = {"ours": lambda count: generate(model, ids.tolist(), count),
-            "transformers": partial(write, disable_compile=True)}
-    if can_record(bench.device):  # there it compiles by itself, in the warm-up
-        ways["transformers, static cache, compiled"] = partial(write, cache_implementation="static")
-    return bench.speeds(ways, c)
-
-
 def shipped(bench, name):
     """A trained model end to end in both dtypes: its speed, and how far its texts are those of plain decoding
     and of float32 on the CPU."""
@@ -227,8 +208,6 @@ def parts(bench):
     for name in bench.shapes:
         todo |= {f"{name}: {f.__name__}": partial(f, bench, name) for f in (blocks, decoding)}
     todo |= {name: partial(shipped, bench, name) for name in bench.trained}
-    if find_spec("transformers"):
-        todo |= {f"{name}: beside transformers": partial(beside, bench, name) for name in bench.shapes}
     return todo
 
 

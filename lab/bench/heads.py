@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from control import MOST, DoNoHarm
-from lab import plots, train_heads
+from lab import plots
 from lab.bench import rules
 from lab.bench.drafters import TAIL, Bench, Method, in_the_loop, own_methods, pilot
 from lab.bench.shared import SETS, Noting, by_position, figures, load_both, page, prompt_ids, steps
@@ -198,7 +198,7 @@ def ruled_head(name, loaded, cost):
 
 def ways_of(bench, found, sizes):
     """({name: Way}, {name: Method} of rules, {name of a rule with a head: the head}, what plain decoding
-    wrote, as `pilot` has it, and as ids). found: {name: {dtype: head}}."""
+    wrote, as `pilot` has it). found: {name: {dtype: head}}."""
     model, L = bench.model, bench.model.c.n_layers
     texts, cost, best = pilot(bench, L)
     exits = {loaded[model.tok.dtype].shape.get("exit_layer", best[0][0]) for loaded in found.values()}
@@ -218,7 +218,7 @@ def ways_of(bench, found, sizes):
         if name in found and "inject_layer" not in head.shape:     # its rows ride along even where it rests
             methods = ruled_head(name, loaded, each)
             ruled, owners = ruled | methods, owners | dict.fromkeys(methods, name)
-    return ways, ruled, owners, texts, written
+    return ways, ruled, owners, texts
 
 
 def widen(r, way, m, plain):
@@ -237,8 +237,8 @@ def widen(r, way, m, plain):
 
 
 def column(bench, found, title, sizes, bar):
-    """One table: {method: row}, what the heads say of these texts, and where greedy texts parted."""
-    ways, ruled, owners, texts, written = ways_of(bench, found, sizes)
+    """One table: {method: row}, and where greedy texts parted."""
+    ways, ruled, owners, texts = ways_of(bench, found, sizes)
     methods = {"plain": Method(gamma=0)}
     methods |= {name: way.method(bench.model) for name, way in ways.items()} | ruled
     rows, parted = bench.table(methods, texts, title, bar)
@@ -246,12 +246,7 @@ def column(bench, found, title, sizes, bar):
         widen(rows[name], way, methods[name], methods["plain"])
     for name, head in owners.items():
         rows[name] |= {"head": head, "by_weights": None}        # what a head reads of itself is not metered
-    said, ids = {}, torch.tensor(sum(written, []))
-    for name, loaded in found.items() if bench.greedy else ():
-        window = min(256, len(ids), bench.model.c.max_len)
-        told = train_heads.evaluate(loaded[bench.model.tok.dtype], ids, window, len(ids))
-        said[name] = {key: told[key] for key in ("agreement", "top 5", "overlap")}
-    return rows, said, parted
+    return rows, parted
 
 
 # --- what is reported
@@ -261,11 +256,10 @@ COLUMNS = {"ratio to plain": "{ratio:.2f}", "predicted": "{predicted:.2f}", "by 
            "tau": "{tau:.2f}", "tau predicted": "{tau_predicted:.2f}", "tau by ranks": "{sequoia:.2f}",
            "alpha": "{alpha:.2f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",
            "block": "{block:.2f}", "alpha by position": "{places}"}
-FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}",
-         "text": "{text}", "top 1 by step": "{one}", "top 5 by step": "{five}"}
+FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}"}
 
 
-def markdown(a, results, said, facts):
+def markdown(a, results, facts):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
              f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs; every greedy "
              "text is that of plain decoding in float64; c and block: by the clock of the loop; alpha: of "
@@ -274,9 +268,7 @@ def markdown(a, results, said, facts):
         lines += [f"No trained heads beside these weights: python -m lab.train_heads KIND --model {a.model} "
                   f"--out {a.model}/heads/KIND", ""]
     else:
-        body = [(name, facts[name] | {"text": title, "one": steps(t["agreement"]), "five": steps(t["top 5"])})
-                for title, told in said.items() for name, t in told.items()]
-        lines += figures(body, FACTS, "heads")
+        lines += figures(facts.items(), FACTS, "heads")
     for title, rows in results.items():
         told = [(name, r | {"places": steps(r.get("positions", []))}) for name, r in rows.items()]
         lines += [f"**{title}**", "", *figures(told, COLUMNS), verdict(rows), ""]
@@ -310,16 +302,15 @@ def run(a):
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
                     "parameters": heads.count(h)} for name, h in own.items()}
     tasks = [(name, T) for T in (0.0, 0.8) for name in a.prompts or SETS]
-    results, said, notes = {}, {}, []
+    results, notes = {}, []
     with tqdm(disable=None) as bar:
         for name, T in tasks[:: len(a.prompts or SETS)] if a.quick else tasks:
             prompts, title = prompt_ids(name, tokenizer, model.c), f"{name}, T {T:g}"
             bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {})
             sizes = SIZES if name == "stories" and not a.quick else [NODES]
-            results[title], told, seen = column(bench, found, title, sizes, bar)
-            said |= {title: told} if told else {}
+            results[title], seen = column(bench, found, title, sizes, bar)
             notes += seen
-    data = {"results": results, "said": said, "heads": facts, "divergences": notes, "new": a.new,
-            "repeats": a.repeats, "model": str(a.model)}
+    data = {"results": results, "heads": facts, "divergences": notes, "new": a.new, "repeats": a.repeats,
+            "model": str(a.model)}
     draw = partial(plots.drafted, results, f"{a.model}, {a.dtype}")
-    return page(markdown(a, results, said, facts)), data, draw
+    return page(markdown(a, results, facts)), data, draw

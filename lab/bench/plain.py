@@ -2,12 +2,8 @@
 
 The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
 """
-import statistics
-import subprocess
-import sys
 import tempfile
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,7 +14,7 @@ import checkpoint
 from control import interleave
 from kvcache import KVCache
 from lab.bench import peers
-from lab.bench.shared import LLAMA, ROOT, WEIGHTS, page, random_model, table
+from lab.bench.shared import LLAMA, WEIGHTS, page, random_model, table
 from machine.recorded import Recorded
 from model import SPARE, Config
 from speculative import generate, prefill, rounds
@@ -92,36 +88,6 @@ def step(model, T, at, sublayers=None):
     return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
 
 
-LOAD = """
-import sys, time, torch
-sys.path.insert(0, {here!r})
-import {module}
-def anonymous():
-    lines = open("/proc/self/status")
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
-before, start = anonymous(), time.perf_counter()
-model = {call}
-print(time.perf_counter() - start, anonymous() - before)
-"""
-
-
-def loading(folder, dtype, repeats):
-    """Median seconds and MB of anonymous memory, each in a fresh process. transformers, where there is one,
-    leaves the weights in the mapped file, to be paged in at first use."""
-    folder, seen = str(folder), {}
-    calls = {"ours": f"checkpoint.load({folder!r}, 'cpu', {dtype})",
-             "transformers": f"transformers.AutoModelForCausalLM.from_pretrained({folder!r}, dtype={dtype})"}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            module = call.partition(".")[0]
-            if find_spec(module) is None:
-                continue
-            argv = [sys.executable, "-c", LOAD.format(here=str(ROOT), module=module, call=call)]
-            out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-            seen.setdefault(name, []).append([float(n) for n in out.split()[-2:]])
-    return {name: list(map(statistics.median, zip(*rows, strict=True))) for name, rows in seen.items()}
-
-
 def launches(model, prompt):
     """Kernel launches of a plain round, counted by the profiler."""
     steps = rounds(model, [prompt], 16)
@@ -164,7 +130,6 @@ def measure(folder, dtype, device, a, bar):
     r["batches"] = {B: interleave(pair.generators([prompt] * B, a.new // 4), a.repeats) for B in BATCHES}
     bar.update()
     r["contexts"] = interleave({n: step(pair.ours, 1, n) for n in contexts}, 5 * a.repeats)
-    r["loading"] = loading(folder, dtype, max(1, a.repeats // 2)) if device == "cpu" else None
     r["launches"] = launches(pair.ours, prompt) if device == "cuda" else None
     bar.update()
     return r
@@ -194,10 +159,9 @@ def details(results):
         batches = " ".join(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())
         read = r["prompt"]
         prompt = f"{read['tokens'] / read['ours']:.0f} ({read['transformers'] / read['ours']:.2f})"
-        loads = [f"{s:.1f} s, {mb:.0f} MB" for s, mb in (r["loading"] or {}).values()]
-        work.append([name, contexts, prompt, batches, *(loads or ["", ""])])
+        work.append([name, contexts, prompt, batches])
     head = ["model, dtype", "a token after n others, relative to 64", "reading a prompt, tokens/s (ratio)",
-            f"ratio at batch {' '.join(map(str, BATCHES))}", "loading, memory", "transformers"]
+            f"ratio at batch {' '.join(map(str, BATCHES))}"]
     lines = table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks) + table(head, work)
     return lines + [f"{name}: {r['launches']} kernel launches a plain round"
                     for name, r in results.items() if r["launches"]]

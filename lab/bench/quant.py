@@ -18,13 +18,12 @@ from control import (
     measure_costs,
     weight_costs,
 )
-from lab.bench.costs import teachers
+from lab.bench.costs import against_plain, teachers
 from lab.bench.plain import step
 from lab.bench.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
-from speculative import ModelDraft, rounds
-from support.stats import compare
+from speculative import ModelDraft
 
 GAMMA, MEGABYTE = 3, 1e6
 BITS = {"bfloat16": 16, "int8": 8, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}  # a weight; int8 without its scales
@@ -54,19 +53,6 @@ def acceptance(teacher, draft, subs):
         return teacher.overlap(teacher.probs(draft.unembed(x)))
 
 
-def written(model, prompts, drafter, a):
-    """(tau, speed relative to plain decoding), drafted and plain in turn, prompt by prompt."""
-    runs = {"plain": [], "drafted": []}
-    for prompt in prompts:
-        made = compare(lambda d, p=prompt: rounds(model, [p], a.new, d),
-                       {"plain": lambda: None, "drafted": drafter}, 1, a.repeats or 3)
-        for name, run in made.items():
-            runs[name].append(run)
-    rate = {name: sum(r.tokens for r in some) / sum(r.seconds for r in some) for name, some in runs.items()}
-    tau = sum(r.tokens for r in runs["drafted"]) / sum(r.passes for r in runs["drafted"])
-    return tau, rate["drafted"] / rate["plain"]
-
-
 def measure(a, model, tokenizer, drafts, owns):
     """{name: what was found} of each draft, {name: (model, sub-layers)}, of one target. owns: {name: bytes}
     that a draft takes which is a model of its own; the others are the target's own sub-layers."""
@@ -82,7 +68,7 @@ def measure(a, model, tokenizer, drafts, owns):
         by_bytes, by_clock = own.step(subs) * own.whole / whole, clock[name] / clock["target"]
         make = (lambda d=draft, s=subs: ModelDraft(d, GAMMA, s)) if name in owns else (
             lambda s=subs: SelfDraft(model, s, GAMMA))
-        tau, speed = written(model, prompts, make, a)
+        tau, speed = against_plain(model, prompts, make, a.new, a.repeats or 3)
         rows[name] = {"alpha": float(torch.cat(series).mean()), "megabytes": owns.get(name, 0) / MEGABYTE,
                       "c_bytes": by_bytes, "c_clock": by_clock, "tau": tau,
                       "tau_predicted": expected_tokens(series, GAMMA), "speed": speed,
