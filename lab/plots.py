@@ -43,11 +43,11 @@ def choices(chosen, kinds, title, path):
 
 
 def drafted(results, title, path):
-    """Trained heads on the first of the texts. results: {text: {method: {"positions", "head", "sequoia",
+    """Trained heads on the first of the texts. results: {text: {method: {"positions", "tree",
     "parents", "tau", "tau_predicted", "block"}}}."""
     figure, ((where, size),) = axes(1, 2)
     text, rows = next(iter(results.items()))
-    chains = {name: r["positions"] for name, r in rows.items() if r.get("positions") and "sequoia" not in r}
+    chains = {name: r["positions"] for name, r in rows.items() if r.get("positions") and not r["tree"]}
     for i, (name, shares) in enumerate(chains.items()):
         where.plot(range(1, len(shares) + 1), shares, color=HUES[i % len(HUES)], marker="osD^v<"[i % 6], lw=1,
                    markersize=4, label=name)
@@ -56,7 +56,7 @@ def drafted(results, title, path):
     where.xaxis.get_major_locator().set_params(integer=True)
     trees, order = {}, [name.split(",")[0] for name in chains]     # each draft has one colour
     for name, r in rows.items():
-        if "sequoia" in r:
+        if r.get("tree"):
             found = trees.setdefault(name.split(", tree")[0], [])
             found.append((len(r["parents"]), r["tau"], r["tau_predicted"], r["block"]))
     for name, found in trees.items():

@@ -124,53 +124,53 @@ def ask(folder, device, passes, prompts, new, half, stored):
     return said
 
 
-def quiet_tokenizer(folder):
+def ask_tokenizer(folder, texts, ours):
+    """What its tokenizer makes of the texts, of our ids, and of the CHATS: (text, ids), or None where the
+    template refuses the messages."""
     from transformers import AutoTokenizer, logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+
+    def chat(messages, more):
+        try:
+            text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
+        except TemplateError:
+            return None
+        return text, theirs(text, add_special_tokens=False).input_ids
+
+    return {"ids": [theirs(text).input_ids for text in texts],
+            "texts": [theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                      for ids in ours],
+            "chats": theirs.chat_template and {name: chat(*given) for name, given in CHATS.items()}}
 
 
 # --- tokenizer and chat template
 
 
-def check_tokenizer(tokenizer, theirs, why):
-    """Ids, and the text that they make again."""
+def check_tokenizer(folder, tokenizer):
+    """Ids, and the text that they make again; the prompts that messages become, as text and as ids."""
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
     texts = [*TEXTS, f"a {' b'.join(special)} c", *(read_prompts(name)[0]["text"][:500] for name in SETS)]
     ours = [checkpoint.encode(tokenizer, text) for text in texts]
-    name = f"tokenizer: ids of {len(texts)} texts, and back"
-    if not why:
-        others, why = attempt(lambda: [(theirs(text).input_ids, theirs.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-            for text, ids in zip(texts, ours, strict=True)])
-    if why:
-        return [Row(name, "", why, OPEN)]
-    wrong = [repr(text[:20]) for text, ids, other in zip(texts, ours, others, strict=True)
-             if (ids, tokenizer.decode(ids)) != other]
+    said, why = attempt(ask_tokenizer, folder, texts, ours)
+    if not said:
+        return [Row("tokenizer and chat template", "", why, OPEN)]
+    wrong = [repr(text[:20])
+             for text, ids, *theirs in zip(texts, ours, said["ids"], said["texts"], strict=True)
+             if theirs != [ids, tokenizer.decode(ids)]]
     found = f"not equal: {', '.join(wrong)}" if wrong else "equal"
-    return [judge(name, found, "AutoTokenizer", not wrong)]
+    rows = [judge(f"tokenizer: ids of {len(texts)} texts, and back", found, "AutoTokenizer", not wrong)]
+    return rows + check_chats(folder, tokenizer, said["chats"])
 
 
-def their_chat(theirs, messages, more):
-    """(text, ids), or None where the template refuses the messages."""
-    try:
-        text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
-    except TemplateError:
-        return None
-    return text, theirs(text, add_special_tokens=False).input_ids
-
-
-def check_chat(folder, tokenizer, theirs, why):
-    """The prompt that a message becomes, as text and as ids. A template that refuses must refuse both."""
+def check_chats(folder, tokenizer, said):
+    """A template that refuses messages must refuse them in both."""
     try:
         render = read_template(folder)
     except ValueError:
-        if not why and theirs.chat_template:
-            return [Row("chat template", "none found", "has one", WRONG)]
-        return [Row("chat template", "none: a base model", "", NONE)]
-    if why:
-        return [Row("chat template", "", why, OPEN)]
+        return [judge("chat template", "none found", "has one", False) if said
+                else Row("chat template", "none: a base model", "", NONE)]
     rows = []
     for name, (messages, more) in CHATS.items():
         try:
@@ -178,10 +178,8 @@ def check_chat(folder, tokenizer, theirs, why):
             ours = text, checkpoint.encode(tokenizer, text, special=False)
         except ValueError:
             ours = None
-        other, why = attempt(their_chat, theirs, messages, more)
-        rows.append(Row(f"chat template: {name}", "", why, OPEN) if why else judge(
-            f"chat template: {name}", "refused" if ours is None else "text and ids",
-            "refused" if other is None else "apply_chat_template", ours == other))
+        rows.append(judge(f"chat template: {name}", "text and ids" if ours else "refused",
+                          "text and ids" if said[name] else "refused", ours == said[name]))
     return rows
 
 
@@ -236,13 +234,12 @@ def within(name, gap, tolerance):
     return judge(name, f"{gap:.1e}", f"{tolerance:.1e}", gap <= tolerance)
 
 
-def check_logits(model, passes, said, why):
+def check_logits(model, passes, said):
     """(rows, logits of the first pass), in float32. Without transformers the cache can still be compared with
     one pass over all of the text."""
-    ours, most = [our_logits(model, p) for p in passes], TOLERANCE
-    if not said:
-        rows, want = [Row(p.name, "", why, OPEN) for p in passes], ours[0]
-    else:
+    ours, rows, most = [our_logits(model, p) for p in passes], [], TOLERANCE
+    want = ours[0]
+    if said:
         want, most = said["logits"][0], said["tolerance"][0]
         rows = [within(p.name, apart(*both), tolerance) for p, tolerance, *both in zip(
             passes, said["tolerance"], ours, said["logits"], strict=True)]
@@ -250,42 +247,36 @@ def check_logits(model, passes, said, why):
     return [*rows, within(name, apart(cached_logits(model, passes[0].ids), want), most)], want
 
 
-def check_rounding(half, said, want, stored, why):
+def check_rounding(half, theirs, want, stored):
     """How far the stored dtype is from float32, root mean square: a half dtype rounds in both libraries."""
-    if half is None:
-        return [Row("the stored dtype", str(stored)[6:], "", NONE)]
-    name, want = f"error of {str(stored)[6:]} against float32, root mean square", want[: len(half)]
-    ours, theirs = (None if x is None else float((x - want).norm() / want.norm())
-                    for x in (half, said and said["half"]))
-    if theirs is None:
-        return [Row(name, f"{ours:.1e}", why, OPEN)]
-    return [judge(name, f"{ours:.1e}", f"{theirs:.1e}", ours <= 1.5 * theirs)]
+    want = want[: len(half)]
+    ours, theirs = (float((x - want).norm() / want.norm()) for x in (half, theirs))
+    return judge(f"error of {str(stored)[6:]} against float32, root mean square", f"{ours:.1e}",
+                 f"{theirs:.1e}", ours <= 1.5 * theirs)
 
 
 # --- texts, context
 
 
-def check_texts(model, prompts, new, sublayers, said, why):
-    """Greedy texts in float32, both prompts in one ragged batch. Where two logits tie, texts may part."""
+def check_texts(model, prompts, new, sublayers, said):
+    """Greedy texts in float32, both prompts in one ragged batch, beside theirs or else our own plain
+    decoding. Where two logits tie, texts may part."""
     L = model.c.n_layers
     exit_layer = (L + 2) // 3
     drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3),
                 "a skip set": SelfDraft(model, sublayers, 3), "an n-gram": NGram(6, 2)}
     plain, rows = generate(model, prompts, new)[0], []
+    want = said["greedy"] if said else plain
     for name, drafter in drafters.items():
-        name = f"greedy text, {name}: {len(prompts)} x {new} tokens"
-        if not said and drafter is None:
-            rows.append(Row(name, "", why, OPEN))
-            continue
-        texts, want = generate(model, prompts, new, drafter)[0], said["greedy"] if said else plain
+        texts = generate(model, prompts, new, drafter)[0] if drafter else plain
         parts = [parting(model, *row) for row in zip(prompts, texts, want, strict=True) if row[1] != row[2]]
         ours = "; ".join(f"parts at token {p['position']}, logits {p['gap']:.0e} apart" for p in parts)
-        rows.append(judge(name, ours or "equal", "its text" if said else "plain decoding",
-                          all(p["near_tie"] for p in parts)))
-    return rows
+        rows.append(judge(f"greedy text, {name}: {len(prompts)} x {new} tokens", ours or "equal",
+                          "its text" if said else "plain decoding", all(p["near_tie"] for p in parts)))
+    return rows if said else rows[1:]
 
 
-def check_context(model, ids, said, why):
+def check_context(model, ids, said):
     """The last position that fits is computed (in a long context only without what comes before it, see
     `plan`), and one more is refused in one line."""
     limit, answer = model.c.max_len, "fits"
@@ -296,10 +287,9 @@ def check_context(model, ids, said, why):
     fine = f"context of {limit}" in answer and "\n" not in answer
     if limit <= 1024:
         fine &= len(generate(model, [(ids * limit)[: limit - 1]], 2)[0][0]) == 1
-    name = "context: the last position, and one more"
+    theirs = said["max_len"] if said else limit
     ours = f"a prompt of {limit - 1} and a new token fit, one of {limit} is refused" if fine else answer
-    return [judge(name, ours, str(said["max_len"]), fine and said["max_len"] == limit) if said
-            else Row(name, ours, why, OPEN if fine else WRONG)]
+    return judge("context: the last position, and one more", ours, str(theirs), fine and limit == theirs)
 
 
 # --- all of it
@@ -341,15 +331,18 @@ def run(a):
     half = our_logits(model, first) if stored in HALF else None
     del model
     with tqdm(total=3, disable=None, leave=False) as bar:
-        theirs, why = attempt(quiet_tokenizer, folder)
-        rows = check_tokenizer(tokenizer, theirs, why) + check_chat(folder, tokenizer, theirs, why)
+        rows = check_tokenizer(folder, tokenizer)
         said, why = attempt(ask, folder, a.device, passes, prompts, new, half is not None and first, stored)
+        if not said:
+            rows.append(Row("logits and texts", "", why, OPEN))
         bar.update()
         model, _ = checkpoint.load(folder, a.device, torch.float32)
-        logits, want = check_logits(model, passes, said, why)
-        rows += logits + check_rounding(half, said, want, stored, why)
+        logits, want = check_logits(model, passes, said)
+        rows += logits
+        if said and half is not None:
+            rows.append(check_rounding(half, said["half"], want, stored))
         bar.update()
-        rows += check_texts(model, prompts, new, sublayers, said, why) + check_context(model, ids, said, why)
+        rows += [*check_texts(model, prompts, new, sublayers, said), check_context(model, ids, said)]
         del model, said, want
         bar.update()
         a.dtype = str(stored)[6:]  # in which the model will be used

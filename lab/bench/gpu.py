@@ -8,7 +8,6 @@ The one thing to remember: one token costs the bytes that it reads, and so the b
 in the same run: bytes of weights and cache, divided by the rate at which this device reads.
 """
 import json
-import math
 import sys
 import traceback
 from dataclasses import replace
@@ -16,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import checkpoint
 from control import expected_speedup, interleave, weight_costs
@@ -123,29 +121,6 @@ def constants(bench):
     return rows
 
 
-def products(bench):
-    """Each matrix of each shape times 1 to 64 rows, in a graph, and more copies of it than a cache holds."""
-    rows, read = {}, bench.found["constants"]["read"]["per second"]
-    for name, c in bench.shapes.items():
-        heads = c.n_heads * c.head_dim
-        for part, size in {"wqkv": (heads + 2 * c.n_kv_heads * c.head_dim, c.dim), "wo": (c.dim, heads),
-                           "gate_up": (2 * c.hidden_dim, c.dim), "down": (c.dim, c.hidden_dim),
-                           "head": (c.vocab_size, c.dim)}.items():
-            w = bench.noise(1 + bench.bytes // 4 // math.prod(size), *size)
-            again = 1 + bench.bytes // w.nbytes
-
-            def times(x, w=w, again=again):
-                for each in [*w] * again:
-                    F.linear(x, each)
-            actions = {T: recorded(partial(times, bench.noise(T, size[1])), bench.device) for T in WIDTHS}
-            s = interleave(actions, bench.repeats)
-            rate = again * w.nbytes / s[1]
-            rows[f"{name}, {part} {size[0]} x {size[1]}"] = {
-                "GB/s": rate / 1e9, "share of reading": rate / read,
-                **{f"{T} rows": s[T] / s[1] for T in WIDTHS}}
-    return rows
-
-
 def blocks(bench, name):
     """What a block of T tokens costs, and a drafted step, relative to one token through the whole model."""
     model, at, L = bench.model(name), bench.prompt, bench.shapes[name].n_layers
@@ -204,7 +179,7 @@ def shipped(bench, name):
 
 def parts(bench):
     """{name: what measures it}, in this order: the later ones need the earlier ones, or take longer."""
-    todo = {"constants": partial(constants, bench), "products": partial(products, bench)}
+    todo = {"constants": partial(constants, bench)}
     for name in bench.shapes:
         todo |= {f"{name}: {f.__name__}": partial(f, bench, name) for f in (blocks, decoding)}
     todo |= {name: partial(shipped, bench, name) for name in bench.trained}

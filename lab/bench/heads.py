@@ -12,22 +12,19 @@ from torch import nn
 from tqdm import tqdm
 
 from control import MOST, DoNoHarm
-from lab import plots
-from lab.bench import rules
+from lab import plots, train_heads
 from lab.bench.drafters import TAIL, Bench, Method, in_the_loop, own_methods, pilot
 from lab.bench.shared import SETS, Noting, by_position, figures, load_both, page, prompt_ids, steps
 from layerskip import SelfDraft, early_exit
 from methods import heads
-from methods.heads import AHEAD, judged
-from methods.trees import best_tree, siblings, tree_tokens
-from sampling import Coins
-from speculative import Draft, Drafter, NGram, Then, ancestors
+from methods.heads import AHEAD
+from methods.trees import best_tree, tree_tokens
+from speculative import Drafter, NGram, Then, ancestors
 
 GAMMA = 3               # tokens that each head drafts while its cost is taken
 NODES = 8               # of the tree in every table
 SIZES = 4, 8, 16, 32    # of the trees of stories
 LEVELS = 8              # no chain or tree here is deeper
-RANKS = heads.RANKS
 
 
 # --- the heads
@@ -70,69 +67,6 @@ class Exit(heads.Head):
         yield 0, self.model.unembed(trace[self.taps[0]])
 
 
-# --- what its drafts are worth along a text
-
-
-def family(p, logits, probs, coins):
-    """How likely each of RANKS siblings is the accepted one, at places whose distribution is p (N, V), when
-    they are drawn as a tree draws them from what a head says, logits (N, V). (N, RANKS)"""
-    q, N = probs(logits), len(logits)
-    tokens = coins.choose(q)                                                    # (N,)
-    others, drawn = siblings(Draft(tokens[None], q[None]), logits[None], [N] * (RANKS - 1), coins)
-    tokens = torch.cat([tokens[None], others.view(RANKS - 1, N)]).T             # (N, RANKS)
-    drawn = torch.cat([q[None], drawn.view(RANKS - 1, N, -1)]).transpose(0, 1)  # (N, RANKS, V)
-    return rules.tried(p, tokens, drawn).double().cpu()
-
-
-@torch.inference_mode()
-def along(head, ids, unscored, probs, coins):
-    """How likely child number r at level k of a draft is the accepted one, for drafts that begin at each
-    place of the text `ids` from `unscored` on: (N, K, RANKS), where K is as far as the head drafts, at most
-    LEVELS. Of an exit all levels are alike: it reads its own drafts. N is 0 for a text that is too short."""
-    K = min(LEVELS, farthest(head))
-    if len(ids) - unscored < K:
-        return torch.zeros(0, K, RANKS, dtype=torch.float64)
-    found = []
-    for said, target in judged(head, torch.tensor([ids], device=head.model.tok.device)):
-        parts = zip(probs(target[0]).split(64), said[0].split(64), strict=True)
-        found.append(torch.cat([family(p, logits, probs, coins) for p, logits in parts]))
-    found += [found[-1][k:] for k in range(1, 1 + K - len(found))]
-    N = min(map(len, found[:K]))
-    late = "exit_layer" not in head.shape       # row n is of a draft after the token at place n + 1, not n
-    return torch.stack([each[:N] for each in found[:K]], 1)[max(0, unscored - late) :]
-
-
-def depths(parents):
-    """How deep each node lies, the last known token, at 0, first.
-
-    >>> depths([0, 1, 0])
-    [0, 1, 2, 1]
-    """
-    return (ancestors(torch.tensor([list(parents)]))[0].sum(-1) - 1).tolist()
-
-
-def followed(series, parents):
-    """Tokens that a pass over a tree of these parents yields: `control.expected_tokens` for trees. series:
-    for each text what `along` returns. Rounds are followed one after the other, since those that end early
-    start again where the text is hard. Raises ValueError where no text is as long as a draft."""
-    deep, tokens, rounds = depths(parents), 0.0, 0.0
-    places = [(deep[parent], list(parents[:k]).count(parent)) for k, parent in enumerate(parents)]
-    for A in series:
-        starts = [1.0] + [0.0] * (len(A) + max(deep))
-        for n, levels in enumerate(A.tolist()):
-            reach, ends = [starts[n]], [starts[n]]
-            for parent, (level, rank) in zip(parents, places, strict=True):
-                reach.append(reach[parent] * levels[level][rank])
-                ends.append(reach[-1])
-                ends[parent] -= reach[-1]       # goes on
-            rounds, tokens = rounds + starts[n], tokens + sum(reach)
-            for depth, end in zip(deep, ends, strict=True):
-                starts[n + depth + 1] += end
-    if not rounds:
-        raise ValueError(f"no text is as long as a draft of {max(deep)} tokens")
-    return tokens / rounds
-
-
 # --- the ways to draft
 
 
@@ -142,14 +76,14 @@ class Way:
     make: object
     parents: list               # of the tree, or of the chain
     step: float                 # what a level costs by weights
-    series: list                # see `along`
-    ranks: list | None = None   # of a tree: acceptance by rank, levels alike
+    ranks: list                 # see `train_heads.evaluate`
+    tree: bool = False
     head: str | None = None
     rounds: list | None = None  # what `method` noted
 
     @property
     def levels(self):
-        return max(depths(self.parents))
+        return int(ancestors(torch.tensor([self.parents])).sum(-1).max()) - 1
 
     def method(self, timed):
         """Its Method. Rounds of the model `timed` are noted, those of the last start only."""
@@ -160,24 +94,24 @@ class Way:
         return Method(start, gamma=self.levels)
 
 
-def head_ways(name, loaded, series, cost, sizes):
+def head_ways(name, loaded, ranks, cost, sizes):
     """{name: Way} of one head, or of an Exit: the chain of the gamma that promises most, and for each of
     `sizes` the best tree of so many nodes, where these are free and a level costs `cost`. loaded: {dtype:
-    head}."""
-    head, K = next(iter(loaded.values())), series[0].shape[1]
-    gamma = max(range(1, K + 1), key=lambda g: followed(series, range(g)) / (1 + g * cost))
-    ranks = torch.cat([A.flatten(0, 1) for A in series]).mean(0).tolist()
+    head}; ranks: the acceptance of its first, second, ... guess."""
+    head = next(iter(loaded.values()))
+    K = min(LEVELS, farthest(head))
+    gamma = max(range(1, K + 1), key=lambda g: tree_tokens(range(g), ranks) / (1 + g * cost))
 
-    def way(parents, shape=None):
-        made = Way(None, list(parents), heads.step_cost(head), series, shape and ranks,
+    def way(parents, tree):
+        made = Way(None, list(parents), heads.step_cost(head), ranks, tree,
                    name if heads.count(head) else None)
-        made.make = lambda m: loaded[m.tok.dtype].drafter(made.levels, shape)
+        made.make = lambda m: loaded[m.tok.dtype].drafter(made.levels, made.parents if tree else None)
         return made
 
-    ways = {f"{name}, gamma {gamma}": way(range(gamma))}
+    ways = {f"{name}, gamma {gamma}": way(range(gamma), False)}
     for nodes in sizes:
         shape = best_tree(ranks, nodes, cost, 0.0, head.branches, K) or [0]
-        ways[f"{name}, tree of {nodes}"] = way(shape, shape)
+        ways[f"{name}, tree of {nodes}"] = way(shape, True)
     return ways
 
 
@@ -209,31 +143,23 @@ def ways_of(bench, found, sizes):
     seconds, written = in_the_loop(bench, makers | {"plain": lambda m, small: Drafter()})
     ways, owners, free = {}, {}, own_methods(L, best, None, cost, False)
     ruled = {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
+    ids = torch.tensor(sum(written, []))
     for name, loaded in measured.items():
         head = loaded[model.tok.dtype]
         each = max(0.0, seconds[name] / seconds["plain"] - 1) / min(GAMMA, farthest(head))
-        series = [along(head, ids, unscored, bench.probs, Coins(i))
-                  for i, (ids, (_, unscored)) in enumerate(zip(written, texts, strict=True))]
-        ways |= head_ways(name, loaded, series, each, sizes)
+        ranks = train_heads.evaluate(head, ids, min(256, len(ids), model.c.max_len), len(ids))["ranks"]
+        ways |= head_ways(name, loaded, ranks, each, sizes)
         if name in found and "inject_layer" not in head.shape:     # its rows ride along even where it rests
             methods = ruled_head(name, loaded, each)
             ruled, owners = ruled | methods, owners | dict.fromkeys(methods, name)
     return ways, ruled, owners, texts
 
 
-def widen(r, way, m, plain):
+def widen(r, way):
     """What is reported of a Way beside what `drafters.row` says."""
-    def seconds(method):
-        samples = [s for runs in method.samples.values() for s in runs]
-        return sum(s.decode for s in samples) / sum(s.passes for s in samples)
-
-    r |= {"alpha": float(torch.cat(way.series)[:, 0, 0].mean()), "positions": by_position(way.rounds),
-          "tau_predicted": followed(way.series, way.parents), "c_weights": way.step, "head": way.head,
-          "by_weights": r["tau"] / (1 + way.levels * way.step), "parents": way.parents}
-    r["predicted"] = r["tau_predicted"] * seconds(plain) / seconds(m)
-    if way.ranks:
-        r["sequoia"] = tree_tokens(way.parents, way.ranks)
-    return r
+    return r | {"alpha": way.ranks[0], "positions": by_position(way.rounds), "c_weights": way.step,
+                "tau_predicted": tree_tokens(way.parents, way.ranks), "head": way.head, "tree": way.tree,
+                "by_weights": r["tau"] / (1 + way.levels * way.step), "parents": way.parents}
 
 
 def column(bench, found, title, sizes, bar):
@@ -243,7 +169,7 @@ def column(bench, found, title, sizes, bar):
     methods |= {name: way.method(bench.model) for name, way in ways.items()} | ruled
     rows, parted = bench.table(methods, texts, title, bar)
     for name, way in ways.items():
-        widen(rows[name], way, methods[name], methods["plain"])
+        rows[name] = widen(rows[name], way)
     for name, head in owners.items():
         rows[name] |= {"head": head, "by_weights": None}        # what a head reads of itself is not metered
     return rows, parted
@@ -252,10 +178,9 @@ def column(bench, found, title, sizes, bar):
 # --- what is reported
 
 
-COLUMNS = {"ratio to plain": "{ratio:.2f}", "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}",
-           "tau": "{tau:.2f}", "tau predicted": "{tau_predicted:.2f}", "tau by ranks": "{sequoia:.2f}",
-           "alpha": "{alpha:.2f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",
-           "block": "{block:.2f}", "alpha by position": "{places}"}
+COLUMNS = {"ratio to plain": "{ratio:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
+           "tau by ranks": "{tau_predicted:.2f}", "alpha": "{alpha:.2f}", "c": "{c:.3f}",
+           "c by weights": "{c_weights:.3f}", "block": "{block:.2f}", "alpha by position": "{places}"}
 FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}"}
 
 
@@ -263,7 +188,7 @@ def markdown(a, results, facts):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
              f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs; every greedy "
              "text is that of plain decoding in float64; c and block: by the clock of the loop; alpha: of "
-             "first tokens along the text; by position: how often it was accepted where it was tested", ""]
+             "first guesses along the text; by ranks: Sequoia's formula; by position: where it was tested", ""]
     if not facts:
         lines += [f"No trained heads beside these weights: python -m lab.train_heads KIND --model {a.model} "
                   f"--out {a.model}/heads/KIND", ""]

@@ -144,25 +144,8 @@ def paper_table():
     return [*table(head, rows), seed, ""]
 
 
-def several_table():
-    """A 70B model on several devices (machine/parallel.py): bytes and latency of a token."""
-    head, rows = ["70B", "devices", "GB on each", "GB a token reads on each", "sums", "KB a sum"], []
-    head += [f"ms a token, {1e6 * s:.0f} us a sum" for s in SUMS]
-    for kind in ("bfloat16", "nf4"):
-        blocks, lm_head, _ = paper_bytes(LARGE, kind)
-        for world in (1, 2, 4, 8):
-            read = (blocks + lm_head) / world
-            talks = 2 * LARGE.n_layers + 2 if world > 1 else 0      # and the logits, and the drawn token
-            latency = [f"{1e3 * (read / READS + talks * s):.1f}" for s in SUMS]
-            rows.append([kind, f"{world}", f"{(read + lm_head) / 1e9:.1f}", f"{read / 1e9:.1f}", f"{talks}",
-                         f"{2 * LARGE.dim / 1024:.0f}", *latency])
-    return table(head, rows)
-
-
 def run(a):
     lines, data = measured(a)
     lines += ["On paper, by bytes alone, with products that read few bits as they are (here only int8 in "
-              "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table(),
-              f"On several devices that read {READS / 1e12:.2f} TB/s each; what a sum takes is assumed:", "",
-              *several_table()]
+              "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table()]
     return page(lines), {"models": data, "gamma": GAMMA}, None

@@ -70,19 +70,6 @@ def shared_part(p, q, k):
     return torch.minimum(q, p / high), high
 
 
-def k_sequential(p, q, tokens, drawn, coins):
-    """SpecTr's rule: the first draw x that passes a flip with min(1, p(x) / (rho q(x))); where none does, a
-    token from what they leave of p. One uniform for each draw, and one for each row. (N,)"""
-    N, k = tokens.shape
-    part, rho = shared_part(p, q, k)
-    passed = coins.flip((p / (rho * q))[tokens])                                # (N, k)
-    b = part.sum()
-    left = (p - part * (1 - (1 - b) ** k) / b.clamp(min=1e-300)).clamp(min=0) if b > 0 else p
-    other = coins.choose((left if left.sum() > 0 else p).expand(N, -1))
-    first = tokens.gather(1, passed.int().argmax(1, keepdim=True))[:, 0]
-    return torch.where(passed.any(1), first, other)
-
-
 def k_sequential_acceptance(p, q, k):
     """How likely one of k independent draws passes."""
     return 1 - (1 - float(shared_part(p, q, k)[0].sum())) ** k
@@ -94,7 +81,7 @@ def passes(p, tokens, epsilon=0.09, delta=0.3):
     return p[tokens] > min(epsilon, delta * float(torch.exp(-torch.special.entr(p).sum())))
 
 
-def typical(p, q, tokens, drawn, coins):
+def typical(p, tokens):
     """Medusa's typical acceptance: the likeliest of the draws that pass, and p's best token where none does.
     No coin is flipped, and so it cannot be exact. (N,)"""
     worth = torch.where(passes(p, tokens), p[tokens], -1.0)                     # (N, k)
@@ -121,7 +108,7 @@ def optimum(p, tokens, chance):
 
 def law_of_typical(p, tokens, chance):
     """The distribution of its token over all draws. (V,)"""
-    return torch.zeros_like(p).index_add_(0, typical(p, None, tokens, None, None), chance)
+    return torch.zeros_like(p).index_add_(0, typical(p, tokens), chance)
 
 
 # --- what each keeps
