@@ -188,7 +188,7 @@ def markdown(a, results, facts):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
              f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs; every greedy "
              "text is that of plain decoding in float64; c and block: by the clock of the loop; alpha: of "
-             "first guesses along the text; by ranks: Sequoia's formula; by position: where it was tested", ""]
+             "first guesses; by ranks: Sequoia's formula; by position: where it was tested", ""]
     if not facts:
         lines += [f"No trained heads beside these weights: python -m lab.train_heads KIND --model {a.model} "
                   f"--out {a.model}/heads/KIND", ""]
