@@ -44,7 +44,7 @@ class Sample:
     proposed: int = 0
     accepted: int = 0
     split: dict | None = None
-    read: float = 0.0       # weights, in passes of the target, where a run is timed and metered at once
+    read: float = 0.0       # weights, in passes of the target over one token; over a block they count once
 
 
 @dataclass
@@ -57,15 +57,14 @@ class Method:
     gamma: int | None = None                       # of a fixed draft, to which the formula applies
     vocab: list | None = None                      # what it drafts with, if not with all tokens
     samples: dict = field(default_factory=dict)    # prompt -> [Sample], without the warm-up
-    weights_read: float = 0.0                      # in passes of the target, for the tokens written:
-    tokens_written: int = 0
 
 
 class Bench:
-    """Some prompts and one way of sampling: models[dtype] = (target, small model or None)."""
+    """Some prompts and one way of sampling: models[dtype] = (target, small model or None). heads: those that
+    draft for the timed target."""
 
-    def __init__(self, a, models, prompts, flags):
-        self.a, self.models, self.prompts = a, models, prompts
+    def __init__(self, a, models, prompts, flags, heads=()):
+        self.a, self.models, self.prompts, self.heads = a, models, prompts, heads
         self.model, self.small = models[a.dtype]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
         self.costs, self.cache = weight_costs(self.model.c), None
@@ -85,37 +84,31 @@ class Bench:
                 model.rehearse(lambda: [self.write(make, longest) for make in makers])
 
     def write(self, make, i):
-        """Prompt i, timed."""
-        timed, s = Timed(make(self.model, self.small)), Sample([], 0.0, 0.0)
-        for _, r in self.steps(i, timed):
-            s.ids += r.new[0]
-            s.passes += 1
-            s.proposed += int(r.proposed[0])
-            s.accepted += int(r.accepted[0])
+        """Prompt i, timed and metered."""
+        s = Sample([], 0.0, 0.0)
+        with metered([m for m in (self.model, self.small) if m], self.heads) as spent:
+            timed = Timed(After(make(self.model, self.small), spent.clear))
+            for _, r in self.steps(i, timed):
+                s.ids += r.new[0]
+                s.passes += 1
+                s.proposed += int(r.proposed[0])
+                s.accepted += int(r.accepted[0])
         s.prefill, s.decode, s.split = timed.reading, sum(timed.seconds.values()), timed.seconds
+        s.read = sum(spent) / self.costs.whole
         return s
 
-    def meter(self, make, i):
-        """Prompt i's continuation in float64, and the weights that were read for it, in passes of the target;
-        a pass over a block counts once."""
-        (model, small), ids = self.models["float64"], []
-        with metered([m for m in (model, small) if m]) as spent:
-            for _, r in self.steps(i, After(make(model, small), spent.clear), model):
-                ids += r.new[0]
-        return ids, sum(spent) / self.costs.whole
-
     def check_texts(self, methods, bar):
-        """Each method of ours writes each prompt once, metered. Raises RuntimeError where a greedy text is
-        not that of plain decoding: that is a bug, and its speed would mean nothing."""
+        """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain decoding: that is
+        a bug, and its speed would mean nothing."""
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
+        model, small = self.models["float64"]
         for i in range(len(self.prompts)):
             texts = {}
             for name, make in makers.items():
-                texts[name], read = self.meter(make, i)
-                if self.greedy and texts[name] != texts["plain"]:  # which comes first
+                steps = self.steps(i, make(model, small), model)
+                texts[name] = [token for _, r in steps for token in r.new[0]]
+                if texts[name] != texts["plain"]:       # which comes first
                     raise RuntimeError(f"{name} differs from plain decoding in float64 on prompt {i}")
-                methods[name].weights_read += read
-                methods[name].tokens_written += len(texts[name])
                 bar.update()
 
     def run(self, methods, bar):
@@ -135,8 +128,9 @@ class Bench:
         """({method: row}, where greedy texts parted from plain decoding). texts: see `pilot`."""
         ours, prompts = sum(not m.ask for m in methods.values()), len(self.prompts)
         bar.set_description(title)
-        bar.reset(ours * prompts + len(methods) * (1 + self.a.repeats * prompts))
-        self.check_texts(methods, bar)
+        bar.reset(ours * prompts * self.greedy + len(methods) * (1 + self.a.repeats * prompts))
+        if self.greedy:
+            self.check_texts(methods, bar)
         self.run(methods, bar)
         rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
         return rows, divergences(self, methods, title) if self.greedy else []
@@ -345,7 +339,7 @@ def drafting(m, samples, plain, texts):
     whole = sum(sum(s.split.values()) for s in samples)
     r = {"tau": sum(len(s.ids) for s in samples) / passes,
          "acceptance": sum(s.accepted for s in samples) / proposed if proposed else None,
-         "by_weights": m.tokens_written / m.weights_read,
+         "by_weights": sum(len(s.ids) for s in samples) / sum(s.read for s in samples),
          "split": {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}}
     if proposed:
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))

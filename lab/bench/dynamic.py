@@ -22,7 +22,7 @@ from control import (
     weight_costs,
 )
 from lab import plots
-from lab.bench.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
+from lab.bench.drafters import TAIL, Bench, Method, divergences, fixed, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
 from layerskip import early_exit
 from methods.dynamic import DEL, SWIFT, CLaSp
@@ -46,21 +46,14 @@ def stream(tokenizer, c, each):
 
 
 class Stream(Bench):
-    """A Bench that meters what it times: a drafter that lives through a stream drafts otherwise in another
-    run. heads: {dtype: the trained heads of that model}."""
+    """A Bench for which drafters live on from prompt to prompt. trained: {dtype: heads}."""
 
-    def __init__(self, a, models, prompts, flags, heads):
-        super().__init__(a, models, prompts, flags)
-        self.heads = heads
+    def __init__(self, a, models, prompts, flags, trained):
+        super().__init__(a, models, prompts, flags, trained[a.dtype])
+        self.trained = trained
 
     def heads_of(self, model):
-        return self.heads[next(dtype for dtype, (target, _) in self.models.items() if target is model)]
-
-    def write(self, make, i):
-        with metered([self.model], self.heads[self.a.dtype]) as spent:
-            s = super().write(lambda model, small: After(make(model, small), spent.clear), i)
-        s.read = sum(spent) / self.costs.whole
-        return s
+        return self.trained[next(dtype for dtype, (target, _) in self.models.items() if target is model)]
 
 
 class Thinking(Wrapper):
@@ -173,11 +166,8 @@ def along(values, best, kinds):
 def both_ways(rows, methods, names, kinds):
     """Fill in what only a stream tells, by the clock and by the weights that were read."""
     for name, m in methods.items():
-        runs = [m.samples[i] for i in range(len(kinds))]
-        m.tokens_written, m.weights_read = (sum(x) for x in zip(*(
-            (len(s.ids), s.read) for each in runs for s in each), strict=True))
-        rows[name]["by_weights"] = m.tokens_written / m.weights_read
-        rows[name]["read"] = [sum(len(s.ids) for s in each) / sum(s.read for s in each) for each in runs]
+        rows[name]["read"] = [sum(len(s.ids) for s in m.samples[i]) / sum(s.read for s in m.samples[i])
+                              for i in range(len(kinds))]
     for key, source in (("clock", "ratios"), ("weights", "read")):
         best = [max(1.0, *(rows[name][source][i] for name in names)) for i in range(len(kinds))]
         for r in rows.values():
@@ -190,10 +180,9 @@ def column(a, bench, kinds, skip, vocab, costs, bar):
     methods, names = all_methods(a, bench, skip, vocab, costs, thoughts)
     bar.reset(len(methods) * (len(few) * bench.greedy + 1 + a.repeats * len(bench.prompts)))
     if bench.greedy:
-        Stream(a, bench.models, few, {}, bench.heads).check_texts(methods, bar)
+        Stream(a, bench.models, few, {}, bench.trained).check_texts(methods, bar)
     bench.run(methods, bar)
-    rows = {name: row(replace(m, sublayers=None, weights_read=1.0), methods["plain"], [])
-            for name, m in methods.items()}
+    rows = {name: row(replace(m, sublayers=None), methods["plain"], []) for name, m in methods.items()}
     both_ways(rows, methods, names, kinds)
     return rows, thoughts["Pace"][-1].choices(), divergences(bench, methods, "the stream")
 

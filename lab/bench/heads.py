@@ -159,7 +159,7 @@ def widen(r, way):
     """What is reported of a Way beside what `drafters.row` says."""
     return r | {"alpha": way.ranks[0], "positions": by_position(way.rounds), "c_weights": way.step,
                 "tau_predicted": tree_tokens(way.parents, way.ranks), "head": way.head, "tree": way.tree,
-                "by_weights": r["tau"] / (1 + way.levels * way.step), "parents": way.parents}
+                "parents": way.parents}
 
 
 def column(bench, found, title, sizes, bar):
@@ -171,7 +171,7 @@ def column(bench, found, title, sizes, bar):
     for name, way in ways.items():
         rows[name] = widen(rows[name], way)
     for name, head in owners.items():
-        rows[name] |= {"head": head, "by_weights": None}        # what a head reads of itself is not metered
+        rows[name]["head"] = head
     return rows, parted
 
 
@@ -231,7 +231,8 @@ def run(a):
     with tqdm(disable=None) as bar:
         for name, T in tasks[:: len(a.prompts or SETS)] if a.quick else tasks:
             prompts, title = prompt_ids(name, tokenizer, model.c), f"{name}, T {T:g}"
-            bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {})
+            bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {},
+                          own.values())
             sizes = SIZES if name == "stories" and not a.quick else [NODES]
             results[title], seen = column(bench, found, title, sizes, bar)
             notes += seen

@@ -41,9 +41,9 @@ def test_a_round_costs_its_drafts_and_one_pass(models, name, family):
     (drafter, cost), m, small = READ[name], models[family], make(GEMMA, 1)
     own, each = set(vars(m)), cost(weight_costs(m.c), weight_costs(small.c))
     lengths = [r.draft.tokens.shape[1] for _, r in rounds(m, PROMPTS[:1], 20, drafter(m, small))]
-    ids, got = bench_of(m, small).meter(drafter, 0)
-    assert got == pytest.approx(sum(k * each + 1 for k in lengths), abs=1e-9)
-    assert len(ids) == 20 and max(lengths) == 3 and set(vars(m)) == own, "the meter is gone"
+    s = bench_of(m, small).write(drafter, 0)
+    assert s.read == pytest.approx(sum(k * each + 1 for k in lengths), abs=1e-9)
+    assert len(s.ids) == 20 and max(lengths) == 3 and set(vars(m)) == own, "the meter is gone"
 
 
 def test_help_by_hand(call, monkeypatch, tmp_path):
@@ -90,19 +90,18 @@ def test_the_warm_up_is_one_prompt_and_does_not_count(models):
         assert [s.ids for s in runs] == [want] * 2
 
 
-def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0):
+def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0, read=8.0):
     split = {"draft": draft, "verify": decode - draft, "loop": 0.0}
-    return Sample([1] * tokens, 0.5, decode, passes, proposed, accepted, split)
+    return Sample([1] * tokens, 0.5, decode, passes, proposed, accepted, split, read)
 
 
 def test_a_row_by_hand():
     """Three prompts, two runs each: plain decoding at 3 (2 and 4), 8, 8 tokens/s; 8, 16, 8."""
-    quick, slow = sample(8, 0.5, 4, 8, 4, 0.25), sample(8, 1.0, 4, 8, 4, 0.5)
-    plain = Method(weights_read=24.0, tokens_written=24, samples={
+    quick, slow = sample(8, 0.5, 4, 8, 4, 0.25, 3.0), sample(8, 1.0, 4, 8, 4, 0.5, 3.0)
+    plain = Method(samples={
         0: [sample(8, 4.0, 8), sample(8, 2.0, 8)], 1: [sample(8, 1.0, 8)] * 2,
         2: [sample(8, 1.0, 8)] * 2})
-    fixed = Method(sublayers=[0, 1], gamma=2, weights_read=9.0, tokens_written=24,
-                   samples={0: [slow] * 2, 1: [quick] * 2, 2: [slow] * 2})
+    fixed = Method(sublayers=[0, 1], gamma=2, samples={0: [slow] * 2, 1: [quick] * 2, 2: [slow] * 2})
     texts = [(SimpleNamespace(acceptance=lambda *_, a=a: torch.tensor(a)), unscored) for a, unscored
              in (([9.0, 0.5, 1.0], 1), ([1.0, 1.0, 0.0], 0), ([1.0], 0))]   # the last is too short
     got, ratios = drafters.row(fixed, plain, texts), [8 / 3, 2, 1]
@@ -110,7 +109,7 @@ def test_a_row_by_hand():
     assert got.pop("ratios") == pytest.approx(ratios)
     assert got == pytest.approx({
         "tokens_per_second": 8, "spread": 1, "ratio": math.prod(ratios) ** (1 / 3), "prefill": 0.5,
-        "tau": 2, "acceptance": 0.5, "by_weights": 24 / 9, "alpha": 4.5 / 6,
+        "tau": 2, "acceptance": 0.5, "by_weights": 8 / 3, "alpha": 4.5 / 6,
         "c": 2.5 / 48 / (10 / 48),          # seconds of drafting per token, against a plain pass
         "block": 2.5 / 24 / (10 / 48),      # of the prompts alone: 1/6 and 1/3, 1/4 and 1/2
         "predicted": math.sqrt((1 + 0.5 + 0.5) / (2 / 6 + 1 / 3) * 3 / (2 / 4 + 1 / 2))})
