@@ -48,8 +48,6 @@ def model_card(run, tables, sample):
         f"sub-layer dropout up to {a.dropout}; loss of one random exit a step, weight {a.exit_weight:g}, "
         f"{a.distil:.0%} of it distilled from the final distribution; {a.shallow:.0%} of the exits in the "
         f"first {a.shallow_end:.0%} of the blocks")
-    if a.teacher:
-        recipe += f"; {a.taught:.0%} of the final loss imitates {Path(a.teacher).name}"
     facts = {
         "shape": f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for "
         f"keys and values, hidden {c.hidden_dim}, vocabulary {c.vocab_size:,}, context {c.max_len}"

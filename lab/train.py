@@ -42,8 +42,7 @@ RECIPE = (
      "distribution instead of the labels, as acceptance compares the two (Kangaroo, arXiv 2404.18911)"),
     ("shallow", 0.7, 0.0, 1.0, "how often the exit is a shallow one, where drafts come from (our choice; "
      "LayerSkip weighs deep exits more)"),
-    ("shallow-end", 1 / 6, 0.0, 1.0, "the share of the blocks up to which an exit is shallow"),
-    ("taught", 0.7, 0.0, 1.0, "the share of the final loss that imitates --teacher instead of the labels"))
+    ("shallow-end", 1 / 6, 0.0, 1.0, "the share of the blocks up to which an exit is shallow"))
 STEPS = (
     ("tokens", 8e6, 1.0, 1e30, "how many to train on"), ("context", 512, 1, 2**20, "tokens of a sequence"),
     ("batch", 16, 1, 2**20, "sequences of a step"), ("warmup", 100, 0, 2**40, "steps to the full rate"),
@@ -85,8 +84,6 @@ def parse(argv):
     p.add_argument("--start", metavar="DIR", help="train the model in DIR further, with its shape and "
                    "tokenizer (continual pretraining), such as a model that cannot yet be left early")
     p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of training one")
-    p.add_argument("--teacher", metavar="DIR", help="the final distribution imitates that of the model in "
-                   "DIR, which has the same tokenizer (soft labels, arXiv 1503.02531)")
     p.add_argument("--family", choices=["llama", "gemma2"], default="llama")
     add_numbers(p.add_argument_group("shape"), SHAPE)
     add_numbers(p.add_argument_group("recipe, after LayerSkip (arXiv 2404.16710), one random exit a step "
@@ -128,13 +125,13 @@ def choose(a, n_layers, g):
     return kept.nonzero()[:, 0].tolist(), exit_layer
 
 
-def losses(model, batch, sublayers, exit_layer=None, distil=0.0, teacher=None, taught=0.0):
+def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
     """(final loss, early-exit loss or None) of windows (B, T+1), in nats a token.
 
-    The final targets are the labels and, for the share `taught`, the distribution of another model, the
-    teacher. The early exit uses the final norm and head, which all exits share. Its targets are the labels
-    and, for the distilled share, the final distribution of this same pass, as acceptance compares the two. No
-    gradient flows into that target: else the whole model would learn to be as simple as its exit.
+    The early exit uses the final norm and head, which all exits share. Its targets are the labels and, for
+    the share `distil`, the final distribution of this same pass, as acceptance compares the two (soft labels:
+    Hinton et al. 2015, arXiv 1503.02531). No gradient flows into that target: else the whole model would
+    learn to be as simple as its exit.
     """
     tokens, labels = batch[:, :-1].long(), batch[:, 1:].long().flatten()        # (B, T), (B*T,)
     at, x = slice(0, tokens.shape[1]), model.embed(tokens)                      # (B, T, dim)
@@ -142,23 +139,11 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0, teacher=None, t
         x = exit_x = model.run(x, at, sublayers=[i for i in sublayers if i < 2 * exit_layer])
     x = model.run(x, at, sublayers=[i for i in sublayers if i >= 2 * (exit_layer or 0)])
     logits = model.unembed(x).float().flatten(0, 1)                             # (B*T, V)
-    with torch.no_grad():
-        target = teacher and teacher.unembed(teacher.run(teacher.embed(tokens), at)).float().flatten(0, 1)
-    final = imitation(logits, labels, target, taught if teacher else 0.0)
+    final = F.cross_entropy(logits, labels)
     if exit_layer is None:
         return final, None
-    return final, imitation(model.unembed(exit_x).float().flatten(0, 1), labels, logits.detach(), distil)
-
-
-def imitation(logits, labels, target, share):
-    """The cross-entropy of logits (N, V) with labels (N,) and, for a share of it, with the distribution that
-    the logits `target` (N, V) stand for (soft labels: Hinton et al. 2015, arXiv 1503.02531)."""
-    logq, loss = logits.log_softmax(-1), 0.0
-    if share < 1:
-        loss = loss + (1 - share) * F.nll_loss(logq, labels)
-    if share > 0:
-        loss = loss - share * (target.softmax(-1) * logq).sum(-1).mean()
-    return loss
+    logq, p = model.unembed(exit_x).float().flatten(0, 1).log_softmax(-1), logits.detach().softmax(-1)
+    return final, (1 - distil) * F.nll_loss(logq, labels) - distil * (p * logq).sum(-1).mean()
 
 
 @torch.no_grad()
@@ -212,17 +197,6 @@ def first_model(a, tokenizer, device):
     return model.to(device)
 
 
-def find_teacher(a, tokenizer, device):
-    """The model of --teacher in float32, or None. It has to give the tokens the same numbers."""
-    if not a.teacher:
-        return None
-    model, its_own = long_enough(a, a.teacher, device)
-    if its_own.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"the teacher {a.teacher} has another tokenizer: take it with --tokenizer, or leave "
-                         "--teacher out")
-    return model
-
-
 def long_enough(a, folder, device):
     """(model, tokenizer) of a folder, in float32. Raises ValueError if its context is below --context."""
     model, tokenizer = checkpoint.load(folder, device, torch.float32)
@@ -237,7 +211,6 @@ class Run:
     def __init__(self, a, text, device):
         self.a, self.text, self.device = a, text, device
         self.model = self.trained = first_model(a, text.tokenizer, device)
-        self.teacher = find_teacher(a, text.tokenizer, device)
         matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
         chosen = set(map(id, matrices))
         rest = [p for p in self.model.parameters() if id(p) not in chosen]
@@ -251,9 +224,9 @@ class Run:
         self.steps = max(1, round(self.a.tokens / self.block))
         self.step, self.seconds, self.losses, self.evals = 0, 0.0, [], []
         self.settings = {k: v for k, v in vars(self.a).items() if k not in MAY_CHANGE}
-        for name in ("start", "teacher"):       # a folder may lie elsewhere
-            self.settings[name] = self.settings[name] and Path(self.settings[name]).name
-        self.settings |= {"data": [Path(f).name for f in self.a.data], "text": self.text.hash()}
+        self.settings |= {      # folders may lie elsewhere
+            "start": self.a.start and Path(self.a.start).name, "text": self.text.hash(),
+            "data": [Path(f).name for f in self.a.data]}
 
     @property
     def block(self):
@@ -273,8 +246,8 @@ class Run:
         kept, exit_layer = choose(a, self.model.c.n_layers, g)
         batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
         with self.precision():
-            final, exit_loss = losses(self.model, batch, kept, exit_layer if a.exit_weight else None,
-                                      a.distil, self.teacher, a.taught)
+            exits = exit_layer if a.exit_weight else None
+            final, exit_loss = losses(self.model, batch, kept, exits, a.distil)
         self.update(final if exit_loss is None else final + a.exit_weight * exit_loss)
         self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
 

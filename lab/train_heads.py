@@ -66,8 +66,7 @@ def parse(argv):
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("shape", FLAGS), ("text", TEXT), ("optimisation", steps)):
         train.add_numbers(p.add_argument_group(title), rows)
-    p.set_defaults(tokens=6e5, batch=4, context=256, lr=2e-3, warmup=20, dtype="float32", start=None,
-                   teacher=None)
+    p.set_defaults(tokens=6e5, batch=4, context=256, lr=2e-3, warmup=20, dtype="float32", start=None)
     a = p.parse_args(argv)
     a.command = f"python -m lab.train_heads {shlex.join(argv)}"
     for name in sorted(set().union(*SHAPE.values()) - {*SHAPE[a.kind]}):

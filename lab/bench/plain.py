@@ -3,7 +3,6 @@
 The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
 """
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,6 @@ from tqdm import tqdm
 import checkpoint
 from control import interleave
 from kvcache import KVCache
-from lab.bench import peers
 from lab.bench.shared import LLAMA, WEIGHTS, page, random_model, table
 from machine.recorded import Recorded
 from model import SPARE, Config
@@ -54,6 +52,27 @@ def their_text(model, ids, new, **flags):
     """What a model of transformers writes after ids (B, T), greedily. (B, new)"""
     return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
                           max_new_tokens=new, **flags)[:, ids.shape[1] :]
+
+
+def compiled(theirs, prompt, new):
+    """A function that returns what transformers writes with a cache of fixed size and the step of one token
+    compiled, as its guide to fast decoding says."""
+    from transformers import StaticCache
+    device, ids = theirs.device, torch.tensor([prompt], device=theirs.device)
+    # trap: a sliding layer's cache counts in Python: were its numbers fixed, each token compiled anew
+    one = torch.compile(theirs.forward)
+
+    @torch.no_grad()
+    def write():
+        cache, run, found = StaticCache(config=theirs.config, max_cache_len=len(prompt) + new), theirs, []
+        tokens, at = ids, torch.arange(len(prompt), device=device)
+        for _ in range(new):
+            said = run(tokens, past_key_values=cache, cache_position=at, logits_to_keep=1)
+            tokens, at, run = said.logits[:, -1:].argmax(-1).clone(), at[-1:] + 1, one
+            found.append(tokens)
+        return torch.cat(found, 1)[0].tolist()
+
+    return write
 
 
 def recorded(model, prompt, new):
@@ -107,14 +126,11 @@ def measure(folder, dtype, device, a, bar):
     pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
     contexts = [n for n in CONTEXTS if n < pair.c.max_len] + [pair.c.max_len - 1]
     both = pair.generators([prompt], a.new)
-    others = {name: partial(write, prompt, a.new) for name, write in peers.find_peers(pair.ours).items()}
-    if a.fast:
-        others["ours, recorded"] = recorded(pair.ours, prompt, a.new)
-        static = peers.Static(pair.theirs, len(prompt) + a.new)
-        others["transformers, compiled"] = partial(static.write, prompt, a.new)
+    others = {"ours, recorded": recorded(pair.ours, prompt, a.new),
+              "transformers, compiled": compiled(pair.theirs, prompt, a.new)} if a.fast else {}
     ours, theirs = (run()[0] for run in both.values())
-    r = {"same tokens": agree(ours, theirs)}
-    r["peers"] = {name: agree(ours, run()) for name, run in others.items()}
+    r = {"same tokens": agree(ours, theirs),
+         "others": {name: agree(ours, run()) for name, run in others.items()}}
     bar.update()
     r["decode"] = interleave(both | others, a.repeats)
     bar.update()
@@ -146,7 +162,11 @@ def markdown(results, a):
                       f"{r['bound']:.2f}", f"{r['same tokens']} of {a.new}"])
     lines += table(["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"],
                    speed)
-    lines += peers.markdown(results, a.new)
+    if a.fast:
+        lines += table(["model, dtype", "way", "tokens/s", "ours / it", "same first tokens"], [
+            [name, way, f"{a.new / r['decode'][way]:.1f}",
+             f"{r['decode'][way] / r['decode']['ours']:.2f}", f"{same} of {a.new}"]
+            for name, r in results.items() for way, same in r["others"].items()])
     return page(lines if a.quick else lines + details(results))
 
 

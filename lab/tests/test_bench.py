@@ -13,9 +13,9 @@ from lab.bench import __main__ as bench
 from lab.bench import costs as bench_costs
 from lab.bench import drafters, gpu
 from lab.bench.drafters import Bench, Method, Sample
-from lab.bench.shared import WEIGHTS, random_model
+from lab.bench.shared import WEIGHTS
 from layerskip import SelfDraft, ShortHead
-from speculative import Drafter, ModelDraft, generate, rounds
+from speculative import Drafter, ModelDraft, rounds
 
 DRAFT = WEIGHTS / "stories-draft"
 BAR = SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
@@ -80,16 +80,6 @@ def test_a_method_that_writes_another_text_stops_the_benchmark(models):
         b.check_texts(methods, BAR)
 
 
-def test_the_warm_up_is_one_prompt_and_does_not_count(models):
-    b, asked = bench_of(models["llama"], new=3), []
-    theirs = Method(ask=lambda ids: asked.append(ids) or Sample([1], 0, 1))
-    b.a.repeats, plain = 2, Method()
-    b.run({"plain": plain, "theirs": theirs}, BAR)
-    assert asked == [PROMPTS[0], *PROMPTS, *PROMPTS]
-    for runs, want in zip(plain.samples.values(), generate(b.model, PROMPTS, 3)[0], strict=True):
-        assert [s.ids for s in runs] == [want] * 2
-
-
 def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0, read=8.0):
     split = {"draft": draft, "verify": decode - draft, "loop": 0.0}
     return Sample([1] * tokens, 0.5, decode, passes, proposed, accepted, split, read)
@@ -129,10 +119,6 @@ def test_the_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     assert rows.pop("transformers, assistant_early_exit")["tokens_per_second"] > 0
     assert {"plain", "skip set, gamma 2", "do no harm, n-gram tail"} <= set(rows)
     assert all(f"| {name} |" in out and r["by_weights"] > 0 for name, r in rows.items())
-
-
-def test_a_random_model_keeps_its_scale():
-    assert float(random_model(GEMMA).scale) == pytest.approx(GEMMA.embed_scale)
 
 
 @pytest.mark.parametrize("device", ["cuda"])

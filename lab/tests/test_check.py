@@ -156,13 +156,6 @@ def test_a_context_that_is_misread_or_not_enforced_is_caught(asked, monkeypatch)
     assert verdicts == [[RIGHT, RIGHT], [WRONG, RIGHT], [WRONG, WRONG]]
 
 
-def test_differences_are_of_the_largest_logit():
-    want, got = torch.zeros(2, 70, 3)
-    want[0, 0], got[0, 0], got[69, 2] = -8.0, -8.0, 2.0
-    assert check.apart(want, want) == 0 and check.apart(got, want) == 0.25
-    assert not check.apart(got * float("nan"), want) <= 1e9
-
-
 def test_rounding_is_held_against_theirs():
     want = torch.full((70, 4), 2.0)
     verdicts = [check.check_rounding(want[:64] + off, want[:64] + 0.1, want, torch.half).verdict

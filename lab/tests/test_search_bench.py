@@ -61,17 +61,6 @@ def test_a_method_sees_as_many_sets_as_it_may(method, count):
         assert asked == sets(run(Space(3, (0, 1, 2, 4, 5)), values.get, count, seed=7))
 
 
-def test_local_search_climbs_by_flips_and_starts_anew_on_a_top():
-    values, asked = {z: -sum(z) for z in everything(6)}, []
-    bench.run_method(bench.local_search, Space(3, tuple(range(6))),
-                     lambda z: asked.append(z) or values[z], 3, 20)
-    here, top = asked[0], asked.index((0,) * 6)
-    for z in asked[1 : top + 1]:
-        assert sum(a != b for a, b in zip(here, z, strict=True)) == 1, "one flip from the best"
-        here = max(here, z, key=values.get)
-    assert here == (0,) * 6 and any(sum(z) > 1 for z in asked[top + 1 :])
-
-
 def test_methods_end_at_the_best_of_all_sets(monkeypatch):
     model, space = make(replace(FAMILIES["llama"], **SMALL)), Space(3, (1, 2, 4))
     calibration, costs = calibrate(model), weight_costs(model.c)
