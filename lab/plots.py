@@ -47,7 +47,7 @@ def drafted(results, title, path):
     "parents", "tau", "tau_predicted", "block"}}}."""
     figure, ((where, size),) = axes(1, 2)
     text, rows = next(iter(results.items()))
-    chains = {name: r["positions"] for name, r in rows.items() if r.get("positions") and not r["tree"]}
+    chains = {name: r["positions"] for name, r in rows.items() if ", gamma" in name}
     for i, (name, shares) in enumerate(chains.items()):
         where.plot(range(1, len(shares) + 1), shares, color=HUES[i % len(HUES)], marker="osD^v<"[i % 6], lw=1,
                    markersize=4, label=name)

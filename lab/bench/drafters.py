@@ -40,11 +40,24 @@ class Sample:
     ids: list
     prefill: float
     decode: float
-    passes: int = 0
-    proposed: int = 0
-    accepted: int = 0
+    rounds: list = field(default_factory=list)      # (accepted, proposed)
     split: dict | None = None
     read: float = 0.0       # weights, in passes of the target over one token; over a block they count once
+
+    @property
+    def proposed(self):
+        return sum(proposed for _, proposed in self.rounds)
+
+
+def by_position(rounds):
+    """How often the first, second, ... token of a draft was accepted, where it was tested.
+
+    >>> by_position([(2, 2), (0, 2), (1, 2), (0, 0)])
+    [0.6666666666666666, 0.5]
+    """
+    most = max((proposed for _, proposed in rounds), default=0)
+    tested = [[kept > k for kept, proposed in rounds if proposed > k and kept >= k] for k in range(most)]
+    return [sum(t) / len(t) for t in tested if t]
 
 
 @dataclass
@@ -90,9 +103,7 @@ class Bench:
             timed = Timed(After(make(self.model, self.small), spent.clear))
             for _, r in self.steps(i, timed):
                 s.ids += r.new[0]
-                s.passes += 1
-                s.proposed += int(r.proposed[0])
-                s.accepted += int(r.accepted[0])
+                s.rounds.append((int(r.accepted[0]), int(r.proposed[0])))
         s.prefill, s.decode, s.split = timed.reading, sum(timed.seconds.values()), timed.seconds
         s.read = sum(spent) / self.costs.whole
         return s
@@ -276,7 +287,7 @@ def in_the_loop(bench, makers):
     for i, ids in enumerate(bench.prompts):
         for name, make in makers.items():
             s = bench.write(make, i)
-            times[name].append(s.decode / s.passes)
+            times[name].append(s.decode / len(s.rounds))
         texts.append(ids + s.ids)
     return {name: statistics.median(v) for name, v in times.items()}, texts
 
@@ -327,19 +338,19 @@ def row(m, plain, texts):
 
 def taken(samples, plain):
     """(what a drafted token takes, what a round takes beside its drafts), relative to a plain round."""
-    one = sum(s.decode for s in plain) / sum(s.passes for s in plain)
+    one = sum(s.decode for s in plain) / sum(len(s.rounds) for s in plain)
     drafts, proposed = sum(s.split["draft"] for s in samples), sum(s.proposed for s in samples)
     rest = sum(sum(s.split.values()) for s in samples) - drafts
-    return drafts / proposed / one, rest / sum(s.passes for s in samples) / one
+    return drafts / proposed / one, rest / sum(len(s.rounds) for s in samples) / one
 
 
 def drafting(m, samples, plain, texts):
     """The part of `row` that only our own methods have."""
-    passes, proposed = sum(s.passes for s in samples), sum(s.proposed for s in samples)
-    whole = sum(sum(s.split.values()) for s in samples)
-    r = {"tau": sum(len(s.ids) for s in samples) / passes,
-         "acceptance": sum(s.accepted for s in samples) / proposed if proposed else None,
-         "by_weights": sum(len(s.ids) for s in samples) / sum(s.read for s in samples),
+    rounds, whole = sum((s.rounds for s in samples), []), sum(sum(s.split.values()) for s in samples)
+    accepted, proposed = (sum(column) for column in zip(*rounds, strict=True))
+    tokens = sum(len(s.ids) for s in samples)
+    r = {"tau": tokens / len(rounds), "acceptance": accepted / proposed if proposed else None,
+         "positions": by_position(rounds), "by_weights": tokens / sum(s.read for s in samples),
          "split": {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}}
     if proposed:
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))

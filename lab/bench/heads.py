@@ -3,31 +3,25 @@
 The one thing to remember: tau, the tokens that a pass writes, says how well a head drafts; the speed-up also
 says what its drafts cost. A head is worth its training where it beats the best draft that needs none.
 """
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from control import MOST, DoNoHarm
-from lab import plots, train_heads
-from lab.bench.drafters import TAIL, Bench, Method, in_the_loop, own_methods, pilot
-from lab.bench.shared import SETS, Noting, by_position, figures, load_both, page, prompt_ids, steps
-from layerskip import SelfDraft, early_exit
+from lab import plots
+from lab.bench.drafters import TAIL, Bench, Method, fixed, own_methods, pilot
+from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, steps
+from layerskip import early_exit
 from methods import heads
 from methods.heads import AHEAD
 from methods.trees import best_tree, tree_tokens
-from speculative import Drafter, NGram, Then, ancestors
+from speculative import NGram, Then, ancestors
 
-GAMMA = 3               # tokens that each head drafts while its cost is taken
 NODES = 8               # of the tree in every table
 SIZES = 4, 8, 16, 32    # of the trees of stories
 LEVELS = 8              # no chain or tree here is deeper
-
-
-# --- the heads
 
 
 def folders(a):
@@ -50,145 +44,82 @@ def farthest(head):
     return {"prophet": AHEAD}.get(head.kind, getattr(head, "steps", MOST))
 
 
-class Exit(heads.Head):
-    """A bare early exit, measured as a head that has no weights of its own."""
-    kind, reads = "exit", True
-
-    def __init__(self, model, exit_layer):
-        self.subs = early_exit(model.c.n_layers, exit_layer)
-        self.model, self.shape, self.weights = model, {"exit_layer": exit_layer}, nn.Module()
-        self.taps = self.subs[-1:]
-
-    @staticmethod
-    def draft(head, rule):
-        return SelfDraft(head.model, head.subs, rule)
-
-    def predict(self, tokens, trace, cache):
-        yield 0, self.model.unembed(trace[self.taps[0]])
-
-
 # --- the ways to draft
 
 
-@dataclass
-class Way:
-    """A way to draft, and what is known of it before it is timed. make(model): a fresh drafter."""
-    make: object
-    parents: list               # of the tree, or of the chain
-    step: float                 # what a level costs by weights
-    ranks: list                 # see `train_heads.evaluate`
-    tree: bool = False
-    head: str | None = None
-    rounds: list | None = None  # what `method` noted
-
-    @property
-    def levels(self):
-        return int(ancestors(torch.tensor([self.parents])).sum(-1).max()) - 1
-
-    def method(self, timed):
-        """Its Method. Rounds of the model `timed` are noted, those of the last start only."""
-        def start():
-            self.rounds = []
-            return lambda model, small: (Noting(self.make(model), self.rounds) if model is timed
-                                         else self.make(model))
-        return Method(start, gamma=self.levels)
-
-
-def head_ways(name, loaded, ranks, cost, sizes):
-    """{name: Way} of one head, or of an Exit: the chain of the gamma that promises most, and for each of
-    `sizes` the best tree of so many nodes, where these are free and a level costs `cost`. loaded: {dtype:
-    head}; ranks: the acceptance of its first, second, ... guess."""
-    head = next(iter(loaded.values()))
-    K = min(LEVELS, farthest(head))
+def shapes(head, sizes):
+    """{name: parents} of the chain that promises most, and of the best tree for each of `sizes`, where a
+    level costs what its weights say, and further nodes nothing."""
+    cost, K, ranks = heads.step_cost(head), min(LEVELS, farthest(head)), head.ranks or [0.5]
     gamma = max(range(1, K + 1), key=lambda g: tree_tokens(range(g), ranks) / (1 + g * cost))
-
-    def way(parents, tree):
-        made = Way(None, list(parents), heads.step_cost(head), ranks, tree,
-                   name if heads.count(head) else None)
-        made.make = lambda m: loaded[m.tok.dtype].drafter(made.levels, made.parents if tree else None)
-        return made
-
-    ways = {f"{name}, gamma {gamma}": way(range(gamma), False)}
+    found = {f"gamma {gamma}": list(range(gamma))}
     for nodes in sizes:
-        shape = best_tree(ranks, nodes, cost, 0.0, head.branches, K) or [0]
-        ways[f"{name}, tree of {nodes}"] = way(shape, True)
-    return ways
+        found[f"tree of {nodes}"] = best_tree(ranks, nodes, cost, 0.0, head.branches, K) or [0]
+    return found
 
 
-def ruled_head(name, loaded, cost):
-    """{name: Method} of a head under the rule that drafts as far as it pays, alone and with an n-gram tail,
-    as the exits have it that need no training. cost: of a drafted token."""
-    def start(tail):
-        rule = DoNoHarm(cost, min(MOST, farthest(next(iter(loaded.values())))))
-        drafter = lambda m: loaded[m.tok.dtype].drafter(rule)  # noqa: E731
-        return lambda m, small: Then(drafter(m), NGram(TAIL, 3)) if tail else drafter(m)
-
-    return {f"{name}, do no harm{', n-gram tail' * tail}": Method(partial(start, tail))
-            for tail in (False, True)}
-
-
-# --- one table
-
-
-def ways_of(bench, found, sizes):
-    """({name: Way}, {name: Method} of rules, {name of a rule with a head: the head}, what plain decoding
-    wrote, as `pilot` has it). found: {name: {dtype: head}}."""
-    model, L = bench.model, bench.model.c.n_layers
-    texts, cost, best = pilot(bench, L)
-    exits = {loaded[model.tok.dtype].shape.get("exit_layer", best[0][0]) for loaded in found.values()}
-    measured = {f"exit {e}": {m.tok.dtype: Exit(m, e) for m, _ in bench.models.values()}
-                for e in sorted(exits | {best[0][0]})} | found
-    makers = {name: lambda m, small, h=h: h[m.tok.dtype].drafter(min(GAMMA, farthest(h[m.tok.dtype])))
-              for name, h in measured.items()}
-    seconds, written = in_the_loop(bench, makers | {"plain": lambda m, small: Drafter()})
-    ways, owners, free = {}, {}, own_methods(L, best, None, cost, False)
-    ruled = {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
-    ids = torch.tensor(sum(written, []))
-    for name, loaded in measured.items():
-        head = loaded[model.tok.dtype]
-        each = max(0.0, seconds[name] / seconds["plain"] - 1) / min(GAMMA, farthest(head))
-        ranks = train_heads.evaluate(head, ids, min(256, len(ids), model.c.max_len), len(ids))["ranks"]
-        ways |= head_ways(name, loaded, ranks, each, sizes)
-        if name in found and "inject_layer" not in head.shape:     # its rows ride along even where it rests
-            methods = ruled_head(name, loaded, each)
-            ruled, owners = ruled | methods, owners | dict.fromkeys(methods, name)
-    return ways, ruled, owners, texts
+def head_methods(name, loaded, sizes):
+    """({name: Method}, {name: what is known before it is timed}) of one head: a chain, trees, and the rule
+    that drafts as far as it pays, alone and with an n-gram tail, as the exits have it that need no training.
+    loaded: {dtype: head}."""
+    head, methods, known = next(iter(loaded.values())), {}, {}
+    cost = heads.step_cost(head)
+    for shape, parents in shapes(head, sizes).items():
+        tree, levels = "tree" in shape, int(ancestors(torch.tensor([parents])).sum(-1).max()) - 1
+        make = partial(drafter, loaded, levels, parents if tree else None)
+        methods[f"{name}, {shape}"] = Method(lambda make=make: make, gamma=levels)
+        known[f"{name}, {shape}"] = {
+            "head": name, "parents": parents, "tree": tree, "c_weights": cost,
+            "tau_predicted": tree_tokens(parents, head.ranks or [0.5])}
+    if "inject_layer" not in head.shape:        # its rows ride along even where it rests
+        for tail in (False, True):
+            title = f"{name}, do no harm{', n-gram tail' * tail}"
+            methods[title] = Method(partial(ruled_head, loaded, cost, min(MOST, farthest(head)), tail))
+            known[title] = {"head": name}
+    return methods, known
 
 
-def widen(r, way):
-    """What is reported of a Way beside what `drafters.row` says."""
-    return r | {"alpha": way.ranks[0], "positions": by_position(way.rounds), "c_weights": way.step,
-                "tau_predicted": tree_tokens(way.parents, way.ranks), "head": way.head, "tree": way.tree,
-                "parents": way.parents}
+def drafter(loaded, rule, shape, model, small):
+    return loaded[model.tok.dtype].drafter(rule, shape)
+
+
+def ruled_head(loaded, cost, most, tail):
+    make = partial(drafter, loaded, DoNoHarm(cost, most), None)
+    return lambda model, small: Then(make(model, small), NGram(TAIL, 3)) if tail else make(model, small)
 
 
 def column(bench, found, title, sizes, bar):
-    """One table: {method: row}, and where greedy texts parted."""
-    ways, ruled, owners, texts = ways_of(bench, found, sizes)
-    methods = {"plain": Method(gamma=0)}
-    methods |= {name: way.method(bench.model) for name, way in ways.items()} | ruled
+    """One table: {method: row}, and where greedy texts parted. found: {name: {dtype: head}}."""
+    L = bench.model.c.n_layers
+    texts, cost, exits = pilot(bench, L)
+    free, best = own_methods(L, exits, None, cost, False), dict(exits)
+    methods, known = {"plain": free["plain"]}, {}
+    layers = {h.shape["exit_layer"] for h in bench.heads if "exit_layer" in h.shape}
+    for e in sorted(layers | {exits[0][0]}):
+        methods |= fixed(f"exit {e}", early_exit(L, e), best.get(e, 2))
+    methods |= {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
+    for name, loaded in found.items():
+        more, facts = head_methods(name, loaded, sizes)
+        methods, known = methods | more, known | facts
     rows, parted = bench.table(methods, texts, title, bar)
-    for name, way in ways.items():
-        rows[name] = widen(rows[name], way)
-    for name, head in owners.items():
-        rows[name]["head"] = head
-    return rows, parted
+    return {name: r | known.get(name, {}) for name, r in rows.items()}, parted
 
 
 # --- what is reported
 
 
 COLUMNS = {"ratio to plain": "{ratio:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
-           "tau by ranks": "{tau_predicted:.2f}", "alpha": "{alpha:.2f}", "c": "{c:.3f}",
-           "c by weights": "{c_weights:.3f}", "block": "{block:.2f}", "alpha by position": "{places}"}
-FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}"}
+           "tau by ranks": "{tau_predicted:.2f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",
+           "block": "{block:.2f}", "alpha by position": "{places}"}
+FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}",
+         "acceptance by rank": "{ranks}"}
 
 
 def markdown(a, results, facts):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
              f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs; every greedy "
-             "text is that of plain decoding in float64; c and block: by the clock of the loop; alpha: of "
-             "first guesses; by ranks: Sequoia's formula; by position: where it was tested", ""]
+             "text is that of plain decoding in float64; c and block: by the clock of the loop; by ranks: "
+             "Sequoia's formula; by position: how often it was accepted where it was tested", ""]
     if not facts:
         lines += [f"No trained heads beside these weights: python -m lab.train_heads KIND --model {a.model} "
                   f"--out {a.model}/heads/KIND", ""]
@@ -202,16 +133,13 @@ def markdown(a, results, facts):
 
 def verdict(rows):
     """Which head is best, and how it compares with the best that needs no training."""
-    free = {name: r["ratio"] for name, r in rows.items() if not r.get("head")}
-    best, trained = max(free, key=free.get), {name: r["ratio"] for name, r in rows.items() if r.get("head")}
+    free = {name: r["ratio"] for name, r in rows.items() if "head" not in r}
+    best, trained = max(free, key=free.get), {name: r["ratio"] for name, r in rows.items() if "head" in r}
     if not trained:
         return f"Without training {best} is best, {free[best]:.2f} times plain decoding."
     top = max(trained, key=trained.get)
     return (f"Best: {top}, {trained[top]:.2f} times plain decoding, and {trained[top] / free[best]:.2f} "
             f"times the best without training, {best}.")
-
-
-# --- the command
 
 
 def run(a):
@@ -220,12 +148,9 @@ def run(a):
     model = models[a.dtype][0]
     found = {name: {m.tok.dtype: heads.load(folder, m) for m, _ in models.values()}
              for name, folder in where.items()}
-    for loaded in found.values():
-        for head in loaded.values():
-            head.reach = LEVELS     # an eagle drafts farther than it learns
     own = {name: loaded[model.tok.dtype] for name, loaded in found.items()}
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
-                    "parameters": heads.count(h)} for name, h in own.items()}
+                    "parameters": heads.count(h), "ranks": steps(h.ranks)} for name, h in own.items()}
     tasks = [(name, T) for T in (0.0, 0.8) for name in a.prompts or SETS]
     results, notes = {}, []
     with tqdm(disable=None) as bar:

@@ -82,7 +82,8 @@ def test_a_method_that_writes_another_text_stops_the_benchmark(models):
 
 def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0, read=8.0):
     split = {"draft": draft, "verify": decode - draft, "loop": 0.0}
-    return Sample([1] * tokens, 0.5, decode, passes, proposed, accepted, split, read)
+    rounds = [(accepted // passes, proposed // passes)] * passes
+    return Sample([1] * tokens, 0.5, decode, rounds, split, read)
 
 
 def test_a_row_by_hand():
@@ -96,6 +97,7 @@ def test_a_row_by_hand():
              in (([9.0, 0.5, 1.0], 1), ([1.0, 1.0, 0.0], 0), ([1.0], 0))]   # the last is too short
     got, ratios = drafters.row(fixed, plain, texts), [8 / 3, 2, 1]
     assert got.pop("split") == {"draft": 0.5, "verify": 0.5, "loop": 0.0}
+    assert got.pop("positions") == [1, 0]
     assert got.pop("ratios") == pytest.approx(ratios)
     assert got == pytest.approx({
         "tokens_per_second": 8, "spread": 1, "ratio": math.prod(ratios) ** (1 / 3), "prefill": 0.5,

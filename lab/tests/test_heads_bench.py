@@ -5,17 +5,13 @@ import shutil
 
 import pytest
 import torch
-from tiny import PROMPTS, command, law, oracle
+from tiny import command, law
 
 import checkpoint
-from control import weight_costs
-from lab import train_heads
 from lab.bench import __main__ as bench
 from lab.bench import heads as measured
 from lab.bench import rules
-from lab.bench.heads import Exit, Way, head_ways
 from lab.bench.shared import WEIGHTS
-from layerskip import Teacher
 from methods import heads
 from methods.heads import Kangaroo, Medusa
 from sampling import to_probs
@@ -91,23 +87,13 @@ def test_typical_acceptance_by_hand():
     assert rules.typical(p, tokens).tolist() == [0, 1, 0]
 
 
-def test_the_ways_of_an_exit(models):
-    """Its agreement is the teacher's; its best chain costs what a self-draft costs; and a tree."""
-    m = models["gemma2"]
-    bare, text = Exit(m, 2), PROMPTS[0] + oracle(m, PROMPTS[0], 20)
-    told = train_heads.evaluate(bare, torch.tensor(text), len(text), len(text))
-    assert told["agreement"] == [pytest.approx(float(Teacher(m, text).acceptance(range(4)).mean()))]
-    chain, tree = head_ways("exit", {torch.float64: bare}, [0.8, 0.1], 0.3, (4,)).values()
-    assert chain.step == pytest.approx(weight_costs(m.c).step(range(4)))
-    assert chain.parents == [0, 1, 2], "2.95 tokens for 1.9 passes"
-    assert len(tree.parents) == 4 and 1 < tree.levels <= 4
-
-
-def test_what_a_head_is_worth_by_hand():
-    way = Way(None, [0, 1], 0.25, [0.5], False, "it", [(2, 2), (0, 2), (1, 2)])
-    got = measured.widen({}, way)
-    assert got["alpha"] == 0.5 and got["positions"] == pytest.approx([2 / 3, 1 / 2])
-    assert got["tau_predicted"] == 1.75, "1 + .5 + .5 * .5"
+def test_the_shapes_of_a_head_are_those_that_promise_most(models, monkeypatch):
+    head = Kangaroo(models["llama"], 2)
+    head.ranks = [0.8, 0.1]
+    monkeypatch.setattr(measured.heads, "step_cost", lambda head: 0.3)
+    chain, tree = measured.shapes(head, (4,)).values()
+    assert chain == [0, 1, 2], "2.95 tokens for 1.9 passes"
+    assert tree == [0, 0, 1, 1], "2.62 tokens for 1.6 passes"
 
 
 def test_the_whole_benchmark(call, tmp_path):
@@ -123,5 +109,5 @@ def test_the_whole_benchmark(call, tmp_path):
     data = json.loads((tmp_path / "made.json").read_text())
     for rows in data["results"].values():
         assert {r.get("head") for r in rows.values()} == {None, "kangaroo", "medusa"}
-        assert {"do no harm, n-gram tail", "exit 1, tree of 8"} <= {*rows}
+        assert {"do no harm, n-gram tail", "medusa, tree of 8"} <= {*rows}
         assert all(r["tau"] >= 1 and f"| {name} | " in out for name, r in rows.items())
