@@ -29,7 +29,7 @@ def count(module):
 
 def card(title, about, run, facts, words, head, numbers, tables):
     """A card in Markdown. about: a sentence or two; facts: {name: value}; words: what the table's words mean;
-    head: what the numbers count; numbers: those to show, from 1 on; tables: {file: {what: [value of each]}}."""
+    head: what the numbers count; numbers: those to show, from 1 on; tables: {file: {what: [values]}}."""
     given = {name: v for name, v in run.settings.items() if v is not None and name not in ("text", "data")}
     facts |= {"data": facts["data"] or ", ".join(run.text.train),
               "settings": ", ".join(f"{name.replace('_', ' ')} {v}" for name, v in given.items()),
@@ -68,8 +68,8 @@ def head_card(run, tables):
     facts = {"shape": f"{shape}; {count(head.weights) / 1e6:.2f} M weights in bfloat16",
              "data": "" if a.data else f"own text at temperature {a.temperature:g}"}
     words = ("Before: at the start. Step: the first, second, ... token that a head foresees. Loss: "
-             "KL(p || q) in nats. Top 5: how often that token is among the head's best five. Overlap: the sum "
-             "of min(p, q), the acceptance at temperature 1.")
+             "KL(p || q) in nats. Top 5: how often that token is among the head's best five. Overlap: the "
+             "sum of min(p, q), the acceptance at temperature 1.")
     before = {name: {"agreement before": t["agreement"]} for name, t in run.evals[0]["files"].items()}
     tables = {name: table | before[name] for name, table in tables.items()}
     steps = range(1, 1 + len(next(iter(tables.values()))["loss"]))

@@ -30,10 +30,9 @@ from support.files import BOUNDARY, LOCK, TEMPORARY, lock, replacing, write_file
 STATE = "checkpoint.pt"
 # when a run is resumed
 MAY_CHANGE = {"out", "resume", "valid", "tokenizer", "every", "about", "prompt", "device", "dtype", "command"}
-SHAPE = (   # or that of --start; (flag, default, lowest, highest, help)
-    ("layers", 12, 1, 2**20, "blocks"), ("dim", 256, 1, 2**20, ""), ("heads", 4, 1, 2**20, ""),
-    ("kv-heads", 2, 1, 2**20, ""), ("head-dim", 64, 1, 2**20, ""), ("hidden", 704, 1, 2**20, "of an MLP"),
-    ("window", 128, 1, 2**20, "of Gemma-2's sliding layers"), ("vocab", 4096, 1, 2**20, "of a new tokenizer"))
+SHAPE = [(flag, default, 1, 2**20, f"(default: {default})") for flag, default in {     # or that of --start
+    "layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "head-dim": 64, "hidden": 704, "window": 128,
+    "vocab": 4096}.items()]     # (flag, default, lowest, highest, help)
 RECIPE = (
     ("dropout", 0.15, 0.0, 1.0, "how often the last sub-layer is dropped; the others less, the earlier they "
      "come (LayerSkip, section 4.1)"),

@@ -9,15 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from control import (
-    MOST,
-    best_gamma,
-    expected_speedup,
-    expected_tokens,
-    interleave,
-    measure_costs,
-    weight_costs,
-)
+import control
 from lab.bench.costs import against_plain, teachers
 from lab.bench.plain import step
 from lab.bench.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
@@ -59,8 +51,8 @@ def measure(a, model, tokenizer, drafts, owns):
     texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
     prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS][: 1 if a.quick else len(SETS)]
     repeats, whole, rows = 2 if a.quick else 20, byte_costs(model).whole, {}
-    block = measure_costs(model, repeats=repeats).block(GAMMA + 1)
-    clock = interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
+    block = control.measure_costs(model, repeats=repeats).block(GAMMA + 1)
+    clock = control.interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
         {"target": (model, every)} | drafts).items()}, repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
         series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]
@@ -71,9 +63,9 @@ def measure(a, model, tokenizer, drafts, owns):
         tau, speed = against_plain(model, prompts, make, a.new, a.repeats or 3)
         rows[name] = {"alpha": float(torch.cat(series).mean()), "megabytes": owns.get(name, 0) / MEGABYTE,
                       "c_bytes": by_bytes, "c_clock": by_clock, "tau": tau,
-                      "tau_predicted": expected_tokens(series, GAMMA), "speed": speed,
-                      "speed_bytes": expected_speedup(series, GAMMA, by_bytes),
-                      "speed_clock": expected_speedup(series, GAMMA, by_clock, block)}
+                      "tau_predicted": control.expected_tokens(series, GAMMA), "speed": speed,
+                      "speed_bytes": control.expected_speedup(series, GAMMA, by_bytes),
+                      "speed_clock": control.expected_speedup(series, GAMMA, by_clock, block)}
     return rows
 
 
@@ -122,7 +114,7 @@ def measured(a):
 
 def paper_bytes(c, kind="bfloat16"):
     """(bytes of the blocks, bytes of the head, bytes of the whole model) with its blocks in few bits."""
-    costs = weight_costs(c)
+    costs = control.weight_costs(c)
     blocks, head = sum(costs.sublayers) * BITS[kind] / 8, 2 * costs.head
     return blocks, head, blocks + head * (1 if c.tied else 2)
 
@@ -135,8 +127,8 @@ def paper_table():
         row, whole = [name, *(f"{paper_bytes(c, kind)[2] / 1e9:.1f}" for kind in BITS)], paper_bytes(c)
         for kind in KINDS:
             cost = sum(paper_bytes(c, kind)[:2]) / sum(whole[:2])
-            gamma = best_gamma(0.9, cost, MOST)
-            row += [f"{cost:.2f}", f"{gamma}", f"{expected_speedup(0.9, gamma, cost):.2f}"]
+            gamma = control.best_gamma(0.9, cost, control.MOST)
+            row += [f"{cost:.2f}", f"{gamma}", f"{control.expected_speedup(0.9, gamma, cost):.2f}"]
         rows.append(row)
     small, large = paper_bytes(SHAPES["TinyLlama 1.1B"]), paper_bytes(SHAPES["Llama 2 13B"], "nf4")
     seed = (f"Llama 2 13B in nf4 with TinyLlama in bfloat16: {(small[2] + large[2]) / 1e9:.1f} GB together, "
