@@ -489,7 +489,7 @@ figure
 # %% [markdown]
 # The farther away, the harder. A row that begins early costs more, and it can look back at the text on its
 # way up. One that begins late is cheap, and must know everything from one vector. The paper begins at a block
-# in between; `lab.bench heads` trains longer and draws this curve for your model.
+# in between; [BENCHMARKS.md](../lab/BENCHMARKS.md) has this table after longer training.
 #
 # ## In the loop
 #
