@@ -52,7 +52,7 @@ class Pass(NamedTuple):
     name: str
     ids: list
     window: int | None
-    positions: torch.Tensor | None = None   # (T,) where they are not 0 .. T-1
+    positions: torch.Tensor     # (T,)
 
 
 def judge(name, ours, theirs, fine):
@@ -84,15 +84,10 @@ def theirs_in(folder, dtype, device):
 def their_logits(model, p):
     """(T, V) float32, on the CPU."""
     device, model.config.sliding_window = model.device, p.window
-    ids = torch.tensor([p.ids], device=device)
-    at = places(p)
+    ids, at = torch.tensor([p.ids], device=device), p.positions[None].to(device)
     # trap: without an attention mask they take a jump of the positions for the start of another text
-    out = model(ids, position_ids=at[None].to(device), attention_mask=torch.ones_like(ids), use_cache=False)
+    out = model(ids, position_ids=at, attention_mask=torch.ones_like(ids), use_cache=False)
     return out.logits[0].float().cpu()
-
-
-def places(p):
-    return torch.arange(len(p.ids)) if p.positions is None else p.positions
 
 
 def shaken(p):
@@ -101,7 +96,7 @@ def shaken(p):
     transformers computes its angles in float32, which is no more exact than that. How far it moves the logits
     depends on the context, on theta and on the depth, and so it is measured.
     """
-    at = places(p).float()
+    at = p.positions.float()
     return p._replace(positions=torch.nextafter(at, math.inf * (-1.0) ** torch.arange(len(at))))
 
 
@@ -189,10 +184,10 @@ def check_chats(folder, tokenizer, said):
 def plan(c, ids):
     """The passes that both compute: the text; with a smaller window where the text does not fill it; and
     tokens spread over the whole context, for the angles that a long text will meet."""
-    T, count = len(ids), min(len(ids), 48)
-    passes = [Pass(f"logits, {T} tokens at once", ids, c.window)]
+    T, count, at = len(ids), min(len(ids), 48), torch.arange(len(ids))
+    passes = [Pass(f"logits, {T} tokens at once", ids, c.window, at)]
     if c.window and 4 <= T <= c.window:
-        passes.append(Pass(f"logits, window {T // 4} instead of {c.window}", ids, T // 4))
+        passes.append(Pass(f"logits, window {T // 4} instead of {c.window}", ids, T // 4, at))
     at = torch.linspace(0, c.max_len - 1, count, dtype=torch.float64).long()
     passes.append(Pass(f"logits, {count} tokens spread over positions 0 to {c.max_len - 1}", ids[:count],
                        c.window and c.max_len, at))
@@ -204,8 +199,7 @@ def our_logits(model, p):
     """(T, V) float32, on the CPU."""
     whole, tokens = model.c, torch.tensor([p.ids], device=model.tok.device)
     model.c = replace(whole, window=p.window)
-    at = slice(0, len(p.ids)) if p.positions is None else p.positions[None].to(tokens.device)
-    logits = model.unembed(model.run(model.embed(tokens), at))              # (1, T, V)
+    logits = model.unembed(model.run(model.embed(tokens), p.positions[None].to(tokens.device)))   # (1, T, V)
     model.c = whole
     return logits[0].float().cpu()
 
@@ -327,7 +321,7 @@ def run(a):
     odd = without(c.n_layers, range(1, c.n_layers, 2))
     sublayers = beside(a, "skip", a.skip, read_skip, c.n_layers) or odd
     passes = plan(c, ids)
-    first = passes[0]._replace(ids=ids[: SIZES[1]])
+    first = passes[0]._replace(ids=ids[: SIZES[1]], positions=torch.arange(len(ids))[: SIZES[1]])
     half = our_logits(model, first) if stored in HALF else None
     del model
     with tqdm(total=3, disable=None, leave=False) as bar:
