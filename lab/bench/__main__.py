@@ -47,7 +47,7 @@ def parse(argv):
     p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with: weights, measured, or "
                    "a file from lab.bench costs --out (default: as in generate.py)")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
-                   "skip.json (the last two: by default the one beside the weights, if there is one)")
+                   "skip.json (all but help: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
                    "the most frequent first (self, dynamic: by default draft_vocab.json beside the weights)")
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
