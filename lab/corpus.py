@@ -77,32 +77,28 @@ class Corpus:
         return h.hexdigest()[:16]
 
 
-def split_weight(item):
-    """(path, weight) of FILE=WEIGHT. A FILE alone weighs 1."""
-    path, _, weight = item.rpartition("=") if "=" in item else (item, "", "1")
-    try:
-        value = float(weight)
-    except ValueError:
-        raise ValueError(f"{item}: the weight must be a number, got {weight!r}") from None
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{item}: the weight must be positive")
-    return Path(path), value
-
-
-def read_all(items, paths):
-    """{file name: its documents}. items: what the user called the files."""
-    documents = {}
-    for item, path in zip(items, paths, strict=True):
-        if path.name in documents:
-            raise ValueError(f"{item}: two files have the same name")
-        documents[path.name] = read_documents(path)
-    return documents
+def windows(tokens, size, most, stride):
+    """Rows of `size` tokens, each begun `stride` later, of the first `most` tokens (N,): (n, size) int64, of
+    which there is at least one."""
+    count = max(1, min(most, len(tokens) - size + stride) // stride)
+    return tokens.unfold(0, size, stride)[:count].long()
 
 
 def read_weighted(items):
-    """(documents by file name, the weight of each file) of FILE or FILE=WEIGHT."""
-    pairs = [split_weight(item) for item in items]
-    return read_all(items, [path for path, _ in pairs]), [weight for _, weight in pairs]
+    """(documents by file name, the weight of each file) of FILE or FILE=WEIGHT; a FILE alone weighs 1."""
+    documents, weights = {}, []
+    for item in items:
+        path, _, weight = item.rpartition("=") if "=" in item else (item, "", "1")
+        try:
+            weights.append(float(weight))
+        except ValueError:
+            raise ValueError(f"{item}: the weight must be a number, got {weight!r}") from None
+        if not 0 < weights[-1] < float("inf"):
+            raise ValueError(f"{item}: the weight must be positive")
+        if Path(path).name in documents:
+            raise ValueError(f"{item}: two files have the same name")
+        documents[Path(path).name] = read_documents(Path(path))
+    return documents, weights
 
 
 def read(files, valid, length, vocab=4096, tokenizer=None, start=None):
@@ -115,7 +111,7 @@ def read(files, valid, length, vocab=4096, tokenizer=None, start=None):
     one line, for files that are missing, empty or too short.
     """
     documents, weights = read_weighted(files) if files else ({"python": own_sources()}, [1.0])
-    held_out = read_all(valid, map(Path, valid))
+    held_out, _ = read_weighted(valid)
     tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
     start = start or [tokenizer.token_to_id(BOUNDARY)]
     if None in start:

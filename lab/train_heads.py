@@ -7,6 +7,7 @@ low temperature, so that its heads learn what it says where they will draft, and
 data. What a head is told to say is not the text but the model's whole distribution, because acceptance
 compares the two.
 """
+import shlex
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -15,18 +16,33 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from lab import card, corpus, train
+from lab import card, corpus, plots, train
 from methods import heads
 from methods.heads import M2R2
 from methods.trees import rank_acceptance
 from sampling import Coins, to_probs
 from speculative import rounds
-from support import cli, plots
-from support.files import BOUNDARY, replacing, write_file
+from support import cli
+from support.files import BOUNDARY, write_file
 
 SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": [],
          "m2r2": ["exit_layer", "rank", "align"], "medusa": ["heads", "own_head"],
          "transfer": ["inject_layer", "steps"], "prophet": ["blocks"]}  # the flags of each kind
+FLAGS = (   # as in train.add_numbers; a default of None depends on the model
+    ("exit-layer", None, 0, 2**20, "kangaroo, exit_block, m2r2: after which block (default: a sixth)"),
+    ("rank", None, 1, 2**20, "m2r2: of each adapter (default: in all as many weights as Kangaroo's has)"),
+    ("align", None, 0.0, 1e30, "m2r2: what the distance from the states further up counts, beside the "
+     "distributions (default: 0.1)"),
+    ("heads", None, 1, 2**20, "medusa: how many (default: 3)"),
+    ("inject-layer", None, 0, 2**20, "transfer: after which block rows of future tokens begin (default: "
+     "half of them)"),
+    ("steps", None, 1, 2**20, "transfer: rows for each token (default: 3)"),
+    ("blocks", None, 1, 2**20, "prophet: how many (default: 1)"))
+TEXT = (
+    ("text", None, 1.0, 1e30, "how many tokens it writes (default: 150,000), or are taken from --data, by "
+     "weight (default: all)"),
+    ("temperature", 0.5, 1e-30, 1e30, "at which it writes"),
+    ("opening", 0, 0, 2**40, "but the first N tokens at 1"))
 MEASURED = 4096     # tokens of held-out text
 OWN = "own text"    # the name of what the model writes itself
 OWN_TEXT = 1.5e5    # tokens of it
@@ -43,62 +59,22 @@ def parse(argv):
     p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks into "
                    "heads/KIND in the model's folder")
     p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
-    shape = p.add_argument_group("shape")
-    shape.add_argument("--exit-layer", type=int, metavar="E", help="kangaroo, exit_block, m2r2: after which "
-                       "block (default: a sixth)")
-    shape.add_argument("--rank", type=int, metavar="R", help="m2r2: of each adapter (default: in all as many "
-                       "weights as Kangaroo's adapter has)")
-    shape.add_argument("--align", type=float, metavar="W", help="m2r2: what the distance from the states "
-                       "further up counts, beside the distributions (default: 0.1)")
-    shape.add_argument("--heads", type=int, metavar="N", help="medusa: how many (default: 3)")
-    shape.add_argument("--own-head", action="store_true", default=None, help="medusa: one output head each")
-    shape.add_argument("--inject-layer", type=int, metavar="T", help="transfer: after which block rows of "
-                       "future tokens begin (default: half of them)")
-    shape.add_argument("--steps", type=int, metavar="N", help="transfer: rows for each token (default: 3)")
-    shape.add_argument("--blocks", type=int, metavar="N", help="prophet: how many (default: 1)")
-    text = p.add_argument_group("text")
-    text.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
-                      f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
-    text.add_argument("--text", type=float, metavar="N", help="how many tokens it writes (default: "
-                      f"{OWN_TEXT:g}), or are taken from --data, by weight (default: all)")
-    text.add_argument("--temperature", type=float, default=0.5, metavar="T", help="at which it writes")
-    text.add_argument("--opening", type=int, default=0, metavar="N", help="but the first N tokens at 1")
-    steps = p.add_argument_group("optimisation")
-    for flag, default, what in (
-            ("tokens", 6e5, "how many to train on"), ("lr", 2e-3, "of AdamW"),
-            ("decay", 0.5, "in the last P of the run the rate falls linearly to 2 %%"),
-            ("clip", 1.0, "the greatest norm of a gradient"), ("every", 5, "minutes between checkpoints")):
-        steps.add_argument(f"--{flag}", type=float, default=default, metavar="X", help=what)
-    for flag, default, what in (
-            ("batch", 4, "sequences of --context tokens"), ("context", 256, "tokens of a sequence"),
-            ("warmup", 20, "steps to the full rate"), ("seed", 0, "of texts and batches")):
-        steps.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=what)
-    steps.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    p.set_defaults(valid=[], minutes=None, dtype="float32", start=None, teacher=None)
-    return check_flags(p.parse_args(argv))
-
-
-def check_flags(a):
-    """The same flags. Raises ValueError for numbers that make no sense, and for a flag of another kind."""
-    for low, high, names in ((heads.AHEAD + 1, 2**20, "context"), (1, 2**20, "batch"),
-                             (0, 2**40, "seed warmup opening"), (0, 1, "decay")):
-        for name in names.split():
-            if not low <= getattr(a, name) <= high:
-                raise ValueError(f"--{name} must lie within {low} and {high}, got {getattr(a, name)}")
-    for name in ("tokens", "text", "lr", "clip", "every", "temperature"):
-        if getattr(a, name) is not None and not 0 < getattr(a, name) < 1e30:
-            raise ValueError(f"--{name} must be positive and below 1e30, got {getattr(a, name)}")
-    if a.rank is not None and a.rank < 1:
-        raise ValueError(f"--rank must be at least 1, or nothing is trained, got {a.rank}")
-    if a.align is not None and not 0 <= a.align < 1e30:
-        raise ValueError(f"--align must lie within 0 and 1e30, got {a.align}")
+    p.add_argument("--own-head", action="store_true", default=None, help="medusa: one output head each")
+    p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
+                   f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
+    p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    steps = [row for row in train.STEPS if row[0] != "muon-lr"]
+    for title, rows in (("shape", FLAGS), ("text", TEXT), ("optimisation", steps)):
+        train.add_numbers(p.add_argument_group(title), rows)
+    p.set_defaults(tokens=6e5, batch=4, context=256, lr=2e-3, warmup=20, dtype="float32", start=None)
+    a = p.parse_args(argv)
+    a.command = f"python -m lab.train_heads {shlex.join(argv)}"
     for name in sorted(set().union(*SHAPE.values()) - {*SHAPE[a.kind]}):
         if getattr(a, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
-    steps = a.heads or a.steps or 3
-    if steps >= a.context:
-        raise ValueError(f"--context {a.context} is too short for {steps} steps")
-    a.tokenizer = a.model
+    ahead = max(heads.AHEAD, a.heads or 0, a.steps or 0)
+    if ahead >= a.context:
+        raise ValueError(f"--context {a.context} is too short for {ahead} steps")
     return a
 
 
@@ -168,9 +144,7 @@ def evaluate(head, tokens, context, most):
     "agreement" of its best token with the model's, how often the model's is among its best five, "top 5",
     and the "overlap", the sum of min(p, q). "ranks": the greedy acceptance of its first, second, ... guess,
     averaged over its steps."""
-    starts = range(0, max(1, min(most, len(tokens)) // context) * context, context)
-    windows = torch.stack([tokens[i : i + context] for i in starts]).long().to(head.model.tok.device)
-    total, count = 0.0, 0
+    windows, total = corpus.windows(tokens, context, most, context).to(head.model.tok.device), 0.0
     for rows in windows.split(max(1, 1024 // context)):
         found = []
         for said, target in heads.judged(head, rows):
@@ -179,8 +153,7 @@ def evaluate(head, tokens, context, most):
             kl = (p * (target.float().log_softmax(-1) - said.float().log_softmax(-1))).sum(-1).mean()
             found.append([float(kl), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
         total = total + len(rows) * torch.tensor(found, dtype=torch.float64)
-        count += len(rows)
-    loss, overlap, *ranks = (total / count).T.tolist()      # lists over the steps
+    loss, overlap, *ranks = (total / len(windows)).T.tolist()       # lists over the steps
     five = [sum(column) for column in zip(*ranks, strict=True)]
     return {"loss": loss, "agreement": ranks[0], "top 5": five, "overlap": overlap,
             "ranks": [sum(r) / len(r) for r in ranks]}
@@ -189,9 +162,9 @@ def evaluate(head, tokens, context, most):
 class Run(train.Run):
     """A head, its optimiser and what was done so far, kept as lab/train.py keeps a model."""
 
-    def __init__(self, a, model, text, device, head=None):
+    def __init__(self, a, model, text, device):
         self.a, self.model, self.text, self.device = a, model, text, device
-        self.head = build(a, model) if head is None else head
+        self.head = build(a, model)
         self.trained = self.head.weights
         self.optimisers = [torch.optim.AdamW(self.trained.parameters(), lr=a.lr, betas=(0.9, 0.95),
                                              weight_decay=0.0)]
@@ -200,44 +173,36 @@ class Run(train.Run):
         self.settings |= {"model": heads.fingerprint(model)}
 
     def train_step(self):
-        a, progress = self.a, self.progress()
+        a = self.a
         # the same windows come again and again, so that the model reads each of them once only
         batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1, grid=a.context)
         found, besides = losses(self.head, batch.long().to(self.device), self.memory)
         weights = [0.8 ** k for k in range(len(found))]     # later steps count less (Medusa, section 2.2.1)
         loss = sum(w * step for w, step in zip(weights, found, strict=True)) / sum(weights)
-        self.update(loss + besides, progress)
+        self.update(loss + besides)
         self.losses.append([sum(loss.item() for loss in found) / len(found), None, None])
 
-    def measure(self):
-        a, held_out = self.a, self.text.valid.items()
-        files = {name: evaluate(self.head, s, a.context, MEASURED) for name, s in held_out}
-        self.evals.append({"tokens": self.step * a.batch * a.context, "files": files})
+    def evaluate(self, tokens, most=MEASURED):
+        return evaluate(self.head, tokens, self.a.context, most)
 
-    def lines(self):
-        for name, table in self.evals[-1]["files"].items():
-            yield f"{name}: agreement by step " + " ".join(f"{v:.2f}" for v in table["agreement"])
-
-    def tensors(self):
-        yield from super().tensors()
-        if not self.a.data:     # what was written is not written again
-            yield from ((f"text.{kind}", s) for kind, s in (("train", self.text.train[OWN]),
-                                                            ("valid", self.text.valid[OWN])))
+    def state(self):
+        """What the model wrote is not written again."""
+        written = None if self.a.data else (self.text.train[OWN], self.text.valid[OWN])
+        return super().state() | {"text": written}
 
 
-def fresh_run(a, device, tokenizer, file):
+def fresh_run(a, device, state):
     """As `train.fresh_run`. The text that the model wrote is read from the checkpoint, where there is one."""
-    model, _ = train.long_enough(a, a.model, device)
+    model, tokenizer = train.long_enough(a, a.model, device)
     build(a, model)     # a wrong shape is refused before minutes of writing
     if a.data:
         text = read_text(a, model, tokenizer)
-    elif file is None:
+    elif state and state["text"]:
+        parts = [{OWN: tokens} for tokens in state["text"]]
+        text = corpus.Corpus(*parts, [1.0], tokenizer)
+    else:
         written = write_text(model, a.text or OWN_TEXT, a.seed, a.context, a.temperature, a.opening)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
-    else:
-        with checkpoint.guarded(f"{a.out}: not a checkpoint of this program, or damaged"):
-            parts = [{OWN: file.get_tensor(f"text.{kind}")} for kind in ("train", "valid")]
-        text = corpus.Corpus(*parts, [1.0], tokenizer)
     return Run(a, model, text, device)
 
 
@@ -246,16 +211,12 @@ def finish(run):
     written."""
     out = Path(run.a.out)
     run.head.weights.bfloat16().float()     # as the file will hold them
-    tables = {name: evaluate(run.head, s, run.a.context, 4 * MEASURED) for name, s in run.text.valid.items()}
+    tables = {name: run.evaluate(s, 4 * MEASURED) for name, s in run.text.valid.items()}
     ranks = zip(*(table.pop("ranks") for table in tables.values()), strict=True)
     run.head.ranks = [sum(r) / len(r) for r in ranks]
     heads.save(run.head, out)
-    with replacing(out / "training.png") as path:
-        plots.heads(run.losses, run.a.batch * run.a.context, run.evals, path)
-    default = vars(parse([run.a.kind, "--model", "x", "--out", "x"]))
-    given = {name: getattr(run.a, name) for name in default if name not in ("kind", "tokenizer")}
-    command = f"{run.a.kind} {card.command(given, default)}"
-    write_file(out / "README.md", card.head_card(run, tables, command))
+    plots.training(run, tables, "step", out / "training.png")
+    write_file(out / "README.md", card.head_card(run, tables))
     return tables
 
 
@@ -266,7 +227,7 @@ def run(argv):
 
 
 def main(argv=None):
-    return cli.main(run, argv)
+    return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -514,7 +514,7 @@ for alpha, cost in ((0.95, 0.3), (0.8, 0.15)):
     assert round(expected_speedup(alpha, gamma, cost), 2) == {0.95: 2.18, 0.8: 2.11}[alpha]
 
 # %% [markdown]
-# Readers who have Triton, or its interpreter, go one step closer: [kernels.py](../lab/kernels.py) writes four
-# operations of this model by hand, each beside the line of torch that it replaces.
+# Readers who have Triton, or its interpreter, go one step closer: [kernels.py](../lab/notebooks/kernels.py)
+# writes four operations of this model by hand, each beside the line of torch that it replaces.
 #
 # In the lab: [beyond](../lab/notebooks/10_beyond.ipynb), four ideas rebuilt small.

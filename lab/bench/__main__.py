@@ -46,8 +46,8 @@ def parse(argv):
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
     p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with: weights, measured, or "
                    "a file from lab.bench costs --out (default: as in generate.py)")
-    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, heads: this skip set, a3,m4 or "
-                   "a skip.json (the last three: by default the one beside the weights, if there is one)")
+    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
+                   "skip.json (all but help: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
                    "the most frequent first (self, dynamic: by default draft_vocab.json beside the weights)")
     p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
@@ -58,15 +58,12 @@ def parse(argv):
                    "these words in their names, and what they are compared with")
     p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
                    "several (default: those beside the weights)")
-    p.add_argument("--minutes", type=float, metavar="X", help="heads: for its own small heads (default: 8)")
     p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
     p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     a = p.parse_args(argv)
     if a.new < 8 or a.repeats is not None and a.repeats < 1:
         raise ValueError("--new must be at least 8 and --repeats at least 1")
-    if a.minutes is not None and not 0 < a.minutes < 1e6:
-        raise ValueError(f"--minutes must be positive, got {a.minutes}")
     if a.out and not Path(a.out).resolve().parent.is_dir():
         raise ValueError(f"--out {a.out}: no such folder")
     checkpoint.find_device(a.device)

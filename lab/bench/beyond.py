@@ -146,7 +146,7 @@ class Streams(train.Run):
         a = self.a
         batch = self.text.batch(a.seed, self.step, a.batch, a.context).long().to(self.device)
         found = stream_losses(self.model, self.head, batch)
-        self.update(sum(found) / len(found), self.progress())
+        self.update(sum(found) / len(found))
         self.losses.append([found[0].item(), None, None])
 
 

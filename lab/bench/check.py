@@ -17,7 +17,7 @@ from tqdm import tqdm
 import checkpoint
 from kvcache import KVCache
 from lab.bench.costs import run_help
-from lab.bench.plain import loading, their_text
+from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit, without
 from speculative import NGram, generate, rounds
@@ -52,7 +52,7 @@ class Pass(NamedTuple):
     name: str
     ids: list
     window: int | None
-    positions: torch.Tensor | None = None   # (T,) where they are not 0 .. T-1
+    positions: torch.Tensor     # (T,)
 
 
 def judge(name, ours, theirs, fine):
@@ -67,8 +67,7 @@ def attempt(action, *args):
     except ModuleNotFoundError as e:
         return None, f"{e.name} is not installed"
     except Exception as e:
-        last = (getattr(e, "stderr", None) or "").splitlines()[-1:]     # where it failed in another process
-        return None, f"transformers: {' '.join(' '.join(last or [str(e)]).split())[:80]}"
+        return None, f"transformers: {' '.join(str(e).split())[:80]}"
 
 
 # --- transformers: one model in memory at a time, and only what it says is kept
@@ -85,15 +84,10 @@ def theirs_in(folder, dtype, device):
 def their_logits(model, p):
     """(T, V) float32, on the CPU."""
     device, model.config.sliding_window = model.device, p.window
-    ids = torch.tensor([p.ids], device=device)
-    at = places(p)
+    ids, at = torch.tensor([p.ids], device=device), p.positions[None].to(device)
     # trap: without an attention mask they take a jump of the positions for the start of another text
-    out = model(ids, position_ids=at[None].to(device), attention_mask=torch.ones_like(ids), use_cache=False)
+    out = model(ids, position_ids=at, attention_mask=torch.ones_like(ids), use_cache=False)
     return out.logits[0].float().cpu()
-
-
-def places(p):
-    return torch.arange(len(p.ids)) if p.positions is None else p.positions
 
 
 def shaken(p):
@@ -102,7 +96,7 @@ def shaken(p):
     transformers computes its angles in float32, which is no more exact than that. How far it moves the logits
     depends on the context, on theta and on the depth, and so it is measured.
     """
-    at = places(p).float()
+    at = p.positions.float()
     return p._replace(positions=torch.nextafter(at, math.inf * (-1.0) ** torch.arange(len(at))))
 
 
@@ -125,53 +119,53 @@ def ask(folder, device, passes, prompts, new, half, stored):
     return said
 
 
-def quiet_tokenizer(folder):
+def ask_tokenizer(folder, texts, ours):
+    """What its tokenizer makes of the texts, of our ids, and of the CHATS: (text, ids), or None where the
+    template refuses the messages."""
     from transformers import AutoTokenizer, logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(folder)
+
+    def chat(messages, more):
+        try:
+            text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
+        except TemplateError:
+            return None
+        return text, theirs(text, add_special_tokens=False).input_ids
+
+    return {"ids": [theirs(text).input_ids for text in texts],
+            "texts": [theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+                      for ids in ours],
+            "chats": theirs.chat_template and {name: chat(*given) for name, given in CHATS.items()}}
 
 
 # --- tokenizer and chat template
 
 
-def check_tokenizer(tokenizer, theirs, why):
-    """Ids, and the text that they make again."""
+def check_tokenizer(folder, tokenizer):
+    """Ids, and the text that they make again; the prompts that messages become, as text and as ids."""
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
     texts = [*TEXTS, f"a {' b'.join(special)} c", *(read_prompts(name)[0]["text"][:500] for name in SETS)]
     ours = [checkpoint.encode(tokenizer, text) for text in texts]
-    name = f"tokenizer: ids of {len(texts)} texts, and back"
-    if not why:
-        others, why = attempt(lambda: [(theirs(text).input_ids, theirs.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-            for text, ids in zip(texts, ours, strict=True)])
-    if why:
-        return [Row(name, "", why, OPEN)]
-    wrong = [repr(text[:20]) for text, ids, other in zip(texts, ours, others, strict=True)
-             if (ids, tokenizer.decode(ids)) != other]
+    said, why = attempt(ask_tokenizer, folder, texts, ours)
+    if not said:
+        return [Row("tokenizer and chat template", "", why, OPEN)]
+    wrong = [repr(text[:20])
+             for text, ids, *theirs in zip(texts, ours, said["ids"], said["texts"], strict=True)
+             if theirs != [ids, tokenizer.decode(ids)]]
     found = f"not equal: {', '.join(wrong)}" if wrong else "equal"
-    return [judge(name, found, "AutoTokenizer", not wrong)]
+    rows = [judge(f"tokenizer: ids of {len(texts)} texts, and back", found, "AutoTokenizer", not wrong)]
+    return rows + check_chats(folder, tokenizer, said["chats"])
 
 
-def their_chat(theirs, messages, more):
-    """(text, ids), or None where the template refuses the messages."""
-    try:
-        text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
-    except TemplateError:
-        return None
-    return text, theirs(text, add_special_tokens=False).input_ids
-
-
-def check_chat(folder, tokenizer, theirs, why):
-    """The prompt that a message becomes, as text and as ids. A template that refuses must refuse both."""
+def check_chats(folder, tokenizer, said):
+    """A template that refuses messages must refuse them in both."""
     try:
         render = read_template(folder)
     except ValueError:
-        if not why and theirs.chat_template:
-            return [Row("chat template", "none found", "has one", WRONG)]
-        return [Row("chat template", "none: a base model", "", NONE)]
-    if why:
-        return [Row("chat template", "", why, OPEN)]
+        return [judge("chat template", "none found", "has one", False) if said
+                else Row("chat template", "none: a base model", "", NONE)]
     rows = []
     for name, (messages, more) in CHATS.items():
         try:
@@ -179,10 +173,8 @@ def check_chat(folder, tokenizer, theirs, why):
             ours = text, checkpoint.encode(tokenizer, text, special=False)
         except ValueError:
             ours = None
-        other, why = attempt(their_chat, theirs, messages, more)
-        rows.append(Row(f"chat template: {name}", "", why, OPEN) if why else judge(
-            f"chat template: {name}", "refused" if ours is None else "text and ids",
-            "refused" if other is None else "apply_chat_template", ours == other))
+        rows.append(judge(f"chat template: {name}", "text and ids" if ours else "refused",
+                          "text and ids" if said[name] else "refused", ours == said[name]))
     return rows
 
 
@@ -192,10 +184,10 @@ def check_chat(folder, tokenizer, theirs, why):
 def plan(c, ids):
     """The passes that both compute: the text; with a smaller window where the text does not fill it; and
     tokens spread over the whole context, for the angles that a long text will meet."""
-    T, count = len(ids), min(len(ids), 48)
-    passes = [Pass(f"logits, {T} tokens at once", ids, c.window)]
+    T, count, at = len(ids), min(len(ids), 48), torch.arange(len(ids))
+    passes = [Pass(f"logits, {T} tokens at once", ids, c.window, at)]
     if c.window and 4 <= T <= c.window:
-        passes.append(Pass(f"logits, window {T // 4} instead of {c.window}", ids, T // 4))
+        passes.append(Pass(f"logits, window {T // 4} instead of {c.window}", ids, T // 4, at))
     at = torch.linspace(0, c.max_len - 1, count, dtype=torch.float64).long()
     passes.append(Pass(f"logits, {count} tokens spread over positions 0 to {c.max_len - 1}", ids[:count],
                        c.window and c.max_len, at))
@@ -207,8 +199,7 @@ def our_logits(model, p):
     """(T, V) float32, on the CPU."""
     whole, tokens = model.c, torch.tensor([p.ids], device=model.tok.device)
     model.c = replace(whole, window=p.window)
-    at = slice(0, len(p.ids)) if p.positions is None else p.positions[None].to(tokens.device)
-    logits = model.unembed(model.run(model.embed(tokens), at))              # (1, T, V)
+    logits = model.unembed(model.run(model.embed(tokens), p.positions[None].to(tokens.device)))   # (1, T, V)
     model.c = whole
     return logits[0].float().cpu()
 
@@ -237,13 +228,12 @@ def within(name, gap, tolerance):
     return judge(name, f"{gap:.1e}", f"{tolerance:.1e}", gap <= tolerance)
 
 
-def check_logits(model, passes, said, why):
+def check_logits(model, passes, said):
     """(rows, logits of the first pass), in float32. Without transformers the cache can still be compared with
     one pass over all of the text."""
-    ours, most = [our_logits(model, p) for p in passes], TOLERANCE
-    if not said:
-        rows, want = [Row(p.name, "", why, OPEN) for p in passes], ours[0]
-    else:
+    ours, rows, most = [our_logits(model, p) for p in passes], [], TOLERANCE
+    want = ours[0]
+    if said:
         want, most = said["logits"][0], said["tolerance"][0]
         rows = [within(p.name, apart(*both), tolerance) for p, tolerance, *both in zip(
             passes, said["tolerance"], ours, said["logits"], strict=True)]
@@ -251,42 +241,36 @@ def check_logits(model, passes, said, why):
     return [*rows, within(name, apart(cached_logits(model, passes[0].ids), want), most)], want
 
 
-def check_rounding(half, said, want, stored, why):
+def check_rounding(half, theirs, want, stored):
     """How far the stored dtype is from float32, root mean square: a half dtype rounds in both libraries."""
-    if half is None:
-        return [Row("the stored dtype", str(stored)[6:], "", NONE)]
-    name, want = f"error of {str(stored)[6:]} against float32, root mean square", want[: len(half)]
-    ours, theirs = (None if x is None else float((x - want).norm() / want.norm())
-                    for x in (half, said and said["half"]))
-    if theirs is None:
-        return [Row(name, f"{ours:.1e}", why, OPEN)]
-    return [judge(name, f"{ours:.1e}", f"{theirs:.1e}", ours <= 1.5 * theirs)]
+    want = want[: len(half)]
+    ours, theirs = (float((x - want).norm() / want.norm()) for x in (half, theirs))
+    return judge(f"error of {str(stored)[6:]} against float32, root mean square", f"{ours:.1e}",
+                 f"{theirs:.1e}", ours <= 1.5 * theirs)
 
 
-# --- texts, context, loading
+# --- texts, context
 
 
-def check_texts(model, prompts, new, sublayers, said, why):
-    """Greedy texts in float32, both prompts in one ragged batch. Where two logits tie, texts may part."""
+def check_texts(model, prompts, new, sublayers, said):
+    """Greedy texts in float32, both prompts in one ragged batch, beside theirs or else our own plain
+    decoding. Where two logits tie, texts may part."""
     L = model.c.n_layers
     exit_layer = (L + 2) // 3
     drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3),
                 "a skip set": SelfDraft(model, sublayers, 3), "an n-gram": NGram(6, 2)}
     plain, rows = generate(model, prompts, new)[0], []
+    want = said["greedy"] if said else plain
     for name, drafter in drafters.items():
-        name = f"greedy text, {name}: {len(prompts)} x {new} tokens"
-        if not said and drafter is None:
-            rows.append(Row(name, "", why, OPEN))
-            continue
-        texts, want = generate(model, prompts, new, drafter)[0], said["greedy"] if said else plain
+        texts = generate(model, prompts, new, drafter)[0] if drafter else plain
         parts = [parting(model, *row) for row in zip(prompts, texts, want, strict=True) if row[1] != row[2]]
         ours = "; ".join(f"parts at token {p['position']}, logits {p['gap']:.0e} apart" for p in parts)
-        rows.append(judge(name, ours or "equal", "its text" if said else "plain decoding",
-                          all(p["near_tie"] for p in parts)))
-    return rows
+        rows.append(judge(f"greedy text, {name}: {len(prompts)} x {new} tokens", ours or "equal",
+                          "its text" if said else "plain decoding", all(p["near_tie"] for p in parts)))
+    return rows if said else rows[1:]
 
 
-def check_context(model, ids, said, why):
+def check_context(model, ids, said):
     """The last position that fits is computed (in a long context only without what comes before it, see
     `plan`), and one more is refused in one line."""
     limit, answer = model.c.max_len, "fits"
@@ -297,17 +281,9 @@ def check_context(model, ids, said, why):
     fine = f"context of {limit}" in answer and "\n" not in answer
     if limit <= 1024:
         fine &= len(generate(model, [(ids * limit)[: limit - 1]], 2)[0][0]) == 1
-    name = "context: the last position, and one more"
+    theirs = said["max_len"] if said else limit
     ours = f"a prompt of {limit - 1} and a new token fit, one of {limit} is refused" if fine else answer
-    return [judge(name, ours, str(said["max_len"]), fine and said["max_len"] == limit) if said
-            else Row(name, ours, why, OPEN if fine else WRONG)]
-
-
-def check_loading(folder, stored):
-    times, why = attempt(loading, folder, stored, 1)
-    seen = {name: f"{s:.1f} s, {mb:.0f} MB" for name, (s, mb) in (times or {}).items()}
-    name = f"loading in {str(stored)[6:]}, memory"
-    return [Row(name, seen.get("ours", ""), seen.get("transformers", why), NONE)]
+    return judge("context: the last position, and one more", ours, str(theirs), fine and limit == theirs)
 
 
 # --- all of it
@@ -345,22 +321,23 @@ def run(a):
     odd = without(c.n_layers, range(1, c.n_layers, 2))
     sublayers = beside(a, "skip", a.skip, read_skip, c.n_layers) or odd
     passes = plan(c, ids)
-    first = passes[0]._replace(ids=ids[: SIZES[1]])
+    first = passes[0]._replace(ids=ids[: SIZES[1]], positions=torch.arange(len(ids))[: SIZES[1]])
     half = our_logits(model, first) if stored in HALF else None
     del model
-    with tqdm(total=4, disable=None, leave=False) as bar:
-        theirs, why = attempt(quiet_tokenizer, folder)
-        rows = check_tokenizer(tokenizer, theirs, why) + check_chat(folder, tokenizer, theirs, why)
+    with tqdm(total=3, disable=None, leave=False) as bar:
+        rows = check_tokenizer(folder, tokenizer)
         said, why = attempt(ask, folder, a.device, passes, prompts, new, half is not None and first, stored)
+        if not said:
+            rows.append(Row("logits and texts", "", why, OPEN))
         bar.update()
         model, _ = checkpoint.load(folder, a.device, torch.float32)
-        logits, want = check_logits(model, passes, said, why)
-        rows += logits + check_rounding(half, said, want, stored, why)
+        logits, want = check_logits(model, passes, said)
+        rows += logits
+        if said and half is not None:
+            rows.append(check_rounding(half, said["half"], want, stored))
         bar.update()
-        rows += check_texts(model, prompts, new, sublayers, said, why) + check_context(model, ids, said, why)
+        rows += [*check_texts(model, prompts, new, sublayers, said), check_context(model, ids, said)]
         del model, said, want
-        bar.update()
-        rows += check_loading(folder, stored)
         bar.update()
         a.dtype = str(stored)[6:]  # in which the model will be used
         helps, found, _ = run_help(a) if c.n_layers > 1 else ("", {}, None)

@@ -12,10 +12,11 @@ from control import weight_costs
 from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids, table
 from layerskip import ShortHead, early_exit
 from search import Teacher
-from speculative import generate
+from speculative import generate, rounds
 from support.cli import read_skip, read_vocab
 from support.files import read_text
 from support.measure import as_data, measure_costs
+from support.stats import compare
 
 # --- costs
 
@@ -35,6 +36,19 @@ def run_costs(a):
                     [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]]),
              f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an attention."]
     return page(lines), {"model": str(a.model), **as_data(costs), "unit": "seconds"}, None
+
+
+def against_plain(model, prompts, drafter, new, repeats):
+    """(tau, speed relative to plain decoding): drafted and plain in turn, prompt by prompt. drafter(): a new
+    one."""
+    makers, runs = {"plain": lambda: None, "drafted": drafter}, {"plain": [], "drafted": []}
+    for ids in prompts:
+        start = lambda d, ids=ids: rounds(model, [ids], new, d, eos=model.c.eos)  # noqa: E731
+        for name, run in compare(start, makers, 1, repeats).items():
+            runs[name].append(run)
+    rate = {name: sum(r.tokens for r in some) / sum(r.seconds for r in some) for name, some in runs.items()}
+    tau = sum(r.tokens for r in runs["drafted"]) / sum(r.passes for r in runs["drafted"])
+    return tau, rate["drafted"] / rate["plain"]
 
 
 # --- will it help?

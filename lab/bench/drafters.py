@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from tqdm import tqdm
@@ -41,11 +41,24 @@ class Sample:
     ids: list
     prefill: float
     decode: float
-    passes: int = 0
-    proposed: int = 0
-    accepted: int = 0
+    rounds: list = field(default_factory=list)      # (accepted, proposed)
     split: dict | None = None
-    read: float = 0.0       # weights, in passes of the target, where a run is timed and metered at once
+    read: float = 0.0       # weights, in passes of the target over one token; over a block they count once
+
+    @property
+    def proposed(self):
+        return sum(proposed for _, proposed in self.rounds)
+
+
+def by_position(rounds):
+    """How often the first, second, ... token of a draft was accepted, where it was tested.
+
+    >>> by_position([(2, 2), (0, 2), (1, 2), (0, 0)])
+    [0.6666666666666666, 0.5]
+    """
+    most = max((proposed for _, proposed in rounds), default=0)
+    tested = [[kept > k for kept, proposed in rounds if proposed > k and kept >= k] for k in range(most)]
+    return [sum(t) / len(t) for t in tested if t]
 
 
 @dataclass
@@ -58,15 +71,14 @@ class Method:
     gamma: int | None = None                       # of a fixed draft, to which the formula applies
     vocab: list | None = None                      # what it drafts with, if not with all tokens
     samples: dict = field(default_factory=dict)    # prompt -> [Sample], without the warm-up
-    weights_read: float = 0.0                      # in passes of the target, for the tokens written:
-    tokens_written: int = 0
 
 
 class Bench:
-    """Some prompts and one way of sampling: models[dtype] = (target, small model or None)."""
+    """Some prompts and one way of sampling: models[dtype] = (target, small model or None). heads: those that
+    draft for the timed target."""
 
-    def __init__(self, a, models, prompts, flags):
-        self.a, self.models, self.prompts = a, models, prompts
+    def __init__(self, a, models, prompts, flags, heads=()):
+        self.a, self.models, self.prompts, self.heads = a, models, prompts, heads
         self.model, self.small = models[a.dtype]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
         self.costs, self.cache = weight_costs(self.model.c), None
@@ -86,37 +98,29 @@ class Bench:
                 model.rehearse(lambda: [self.write(make, longest) for make in makers])
 
     def write(self, make, i):
-        """Prompt i, timed."""
-        timed, s = Timed(make(self.model, self.small)), Sample([], 0.0, 0.0)
-        for _, r in self.steps(i, timed):
-            s.ids += r.new[0]
-            s.passes += 1
-            s.proposed += int(r.proposed[0])
-            s.accepted += int(r.accepted[0])
+        """Prompt i, timed and metered."""
+        s = Sample([], 0.0, 0.0)
+        with metered([m for m in (self.model, self.small) if m], self.heads) as spent:
+            timed = Timed(After(make(self.model, self.small), spent.clear))
+            for _, r in self.steps(i, timed):
+                s.ids += r.new[0]
+                s.rounds.append((int(r.accepted[0]), int(r.proposed[0])))
         s.prefill, s.decode, s.split = timed.reading, sum(timed.seconds.values()), timed.seconds
+        s.read = sum(spent) / self.costs.whole
         return s
 
-    def meter(self, make, i):
-        """Prompt i's continuation in float64, and the weights that were read for it, in passes of the target;
-        a pass over a block counts once."""
-        (model, small), ids = self.models["float64"], []
-        with metered([m for m in (model, small) if m]) as spent:
-            for _, r in self.steps(i, After(make(model, small), spent.clear), model):
-                ids += r.new[0]
-        return ids, sum(spent) / self.costs.whole
-
     def check_texts(self, methods, bar):
-        """Each method of ours writes each prompt once, metered. Raises RuntimeError where a greedy text is
-        not that of plain decoding: that is a bug, and its speed would mean nothing."""
+        """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain decoding: that is
+        a bug, and its speed would mean nothing."""
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
+        model, small = self.models["float64"]
         for i in range(len(self.prompts)):
             texts = {}
             for name, make in makers.items():
-                texts[name], read = self.meter(make, i)
-                if self.greedy and texts[name] != texts["plain"]:  # which comes first
+                steps = self.steps(i, make(model, small), model)
+                texts[name] = [token for _, r in steps for token in r.new[0]]
+                if texts[name] != texts["plain"]:       # which comes first
                     raise RuntimeError(f"{name} differs from plain decoding in float64 on prompt {i}")
-                methods[name].weights_read += read
-                methods[name].tokens_written += len(texts[name])
                 bar.update()
 
     def run(self, methods, bar):
@@ -136,8 +140,9 @@ class Bench:
         """({method: row}, where greedy texts parted from plain decoding). texts: see `pilot`."""
         ours, prompts = sum(not m.ask for m in methods.values()), len(self.prompts)
         bar.set_description(title)
-        bar.reset(ours * prompts + len(methods) * (1 + self.a.repeats * prompts))
-        self.check_texts(methods, bar)
+        bar.reset(ours * prompts * self.greedy + len(methods) * (1 + self.a.repeats * prompts))
+        if self.greedy:
+            self.check_texts(methods, bar)
         self.run(methods, bar)
         rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
         return rows, divergences(self, methods, title) if self.greedy else []
@@ -159,43 +164,36 @@ class After(Wrapper):
 def metered(models, heads=()):
     """Within it the list that it yields gets the weights that each call reads, as `weight_costs` counts
     them; with the matrices of trained heads."""
-    spent, owns = [], [head.own for head in heads if hasattr(head, "own")]
+    spent, patched = [], []
 
-    def watch(model, costs):
-        every = range(2 * model.c.n_layers)
+    def watch(thing, name, weights):
+        act = getattr(thing, name)
 
-        def run(x, positions, cache=None, sublayers=None, *args, **kwargs):
-            spent.append(sum(costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
-            return type(model).run(model, x, positions, cache, sublayers, *args, **kwargs)
+        def acted(*args, **kwargs):
+            spent.append(weights(*args, **kwargs))
+            return act(*args, **kwargs)
 
-        def unembed(x, rows=None):
-            spent.append(costs.head if rows is None else costs.head * len(rows) / model.c.vocab_size)
-            return type(model).unembed(model, x, rows)
+        setattr(thing, name, acted)
+        patched.append((thing, name))
 
-        model.run, model.unembed = run, unembed
-
-    def counting(act, weights):
-        def acted(*args):
-            spent.append(weights)
-            return act(*args)
-        return acted
-
-    named = [(head, [name for name in READS if name in vars(type(head))]) for head in heads]
-    matrices = [(head, names[0]) for head, names in named if names]
-    for model in (*models, *owns):
-        watch(model, weight_costs(model.c))
-    for head, name in matrices:     # the output heads of a Medusa are counted where the model is told of them
-        one = next(head.weights.parameters())[0].numel()
-        own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
-               "join": one * head.model.c.dim}[name]    # of an Eagle `one` is a row of its matrix
-        setattr(head, name, counting(getattr(head, name), own))
+    for model in (*models, *(head.own for head in heads if hasattr(head, "own"))):
+        costs, V, every = weight_costs(model.c), model.c.vocab_size, range(2 * model.c.n_layers)
+        watch(model, "run", lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
+            costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
+        watch(model, "unembed", lambda x, rows=None, costs=costs, V=V: (
+            costs.head if rows is None else costs.head * len(rows) / V))
+    for head in heads:  # the output heads of a Medusa are counted where the model is told of them
+        name = next((name for name in READS if name in vars(type(head))), None)
+        if name:
+            one = next(head.weights.parameters())[0].numel()    # of an Eagle this is a row of its matrix
+            own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
+                   "join": one * head.model.c.dim}[name]
+            watch(head, name, lambda *_, own=own: own)
     try:
         yield spent
     finally:
-        for model in (*models, *owns):
-            del model.run, model.unembed
-        for head, name in matrices:
-            delattr(head, name)
+        for thing, name in patched:
+            delattr(thing, name)
 
 
 # --- the methods
@@ -212,13 +210,10 @@ def ruled(sublayers, new_rule, tail=False, vocab=None):
     `tail`, an n-gram goes on where the draft ends; with `vocab`, the draft has only these tokens."""
 
     def start():
-        rule, heads = new_rule(), {}  # a short head is copied once, whatever the number of prompts
+        rule, short = new_rule(), cache(lambda model: ShortHead(model, vocab) if vocab else model)
 
         def make(model, small):
-            drafting = model
-            if vocab:
-                drafting = heads[model] = heads.get(model) or ShortHead(model, vocab)
-            drafter = SelfDraft(drafting, sublayers, rule)
+            drafter = SelfDraft(short(model), sublayers, rule)
             return Then(drafter, NGram(TAIL, 3)) if tail else drafter
 
         return make
@@ -232,21 +227,21 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
     vocab: the ids of a draft vocabulary."""
     (e, g), bad = exits[0], without(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
+    no_harm = partial(control.DoNoHarm, cost[e])
     for gamma in sorted({*(GAMMAS if everything else GAMMAS[:4]), g}):
         methods |= fixed(f"exit {e}", best, gamma)
     for gamma in ((2, 4) if everything else (2,)) if skip else ():
         methods |= fixed("skip set", skip, gamma)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
                 "n-gram tail": ruled(best, lambda: g, tail=True),
-                "do no harm": ruled(best, lambda: control.DoNoHarm(cost[e])),
-                "do no harm, n-gram tail": ruled(best, lambda: control.DoNoHarm(cost[e]), tail=True),
+                "do no harm": ruled(best, no_harm),
+                "do no harm, n-gram tail": ruled(best, no_harm, tail=True),
                 "expected-value gate": ruled(best, lambda: control.ValueGate(cost[e])),
                 "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"]))}
     if vocab:
         for gamma in sorted({g, g + 1}):
             methods |= fixed(f"exit {e}, draft vocabulary", best, gamma, vocab)
-        rule = partial(control.DoNoHarm, cost[e])
-        methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, rule, tail=True, vocab=vocab)
+        methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, no_harm, tail=True, vocab=vocab)
     if everything:
         for other, gamma in exits[1:]:
             methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
@@ -293,7 +288,7 @@ def in_the_loop(bench, makers):
     for i, ids in enumerate(bench.prompts):
         for name, make in makers.items():
             s = bench.write(make, i)
-            times[name].append(s.decode / s.passes)
+            times[name].append(s.decode / len(s.rounds))
         texts.append(ids + s.ids)
     return {name: statistics.median(v) for name, v in times.items()}, texts
 
@@ -344,19 +339,19 @@ def row(m, plain, texts):
 
 def taken(samples, plain):
     """(what a drafted token takes, what a round takes beside its drafts), relative to a plain round."""
-    one = sum(s.decode for s in plain) / sum(s.passes for s in plain)
+    one = sum(s.decode for s in plain) / sum(len(s.rounds) for s in plain)
     drafts, proposed = sum(s.split["draft"] for s in samples), sum(s.proposed for s in samples)
     rest = sum(sum(s.split.values()) for s in samples) - drafts
-    return drafts / proposed / one, rest / sum(s.passes for s in samples) / one
+    return drafts / proposed / one, rest / sum(len(s.rounds) for s in samples) / one
 
 
 def drafting(m, samples, plain, texts):
     """The part of `row` that only our own methods have."""
-    passes, proposed = sum(s.passes for s in samples), sum(s.proposed for s in samples)
-    whole = sum(sum(s.split.values()) for s in samples)
-    r = {"tau": sum(len(s.ids) for s in samples) / passes,
-         "acceptance": sum(s.accepted for s in samples) / proposed if proposed else None,
-         "by_weights": m.tokens_written / m.weights_read,
+    rounds, whole = sum((s.rounds for s in samples), []), sum(sum(s.split.values()) for s in samples)
+    accepted, proposed = (sum(column) for column in zip(*rounds, strict=True))
+    tokens = sum(len(s.ids) for s in samples)
+    r = {"tau": tokens / len(rounds), "acceptance": accepted / proposed if proposed else None,
+         "positions": by_position(rounds), "by_weights": tokens / sum(s.read for s in samples),
          "split": {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}}
     if proposed:
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))

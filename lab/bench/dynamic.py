@@ -4,7 +4,7 @@ The one thing to remember: on one kind of text a fixed draft is hard to beat; a 
 it loses to the best fixed draft of each prompt, its regret, which nobody could have known beforehand.
 """
 import statistics
-import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -21,23 +21,22 @@ from control import (
     ValueGate,
     weight_costs,
 )
-from lab.bench.drafters import TAIL, After, Bench, Method, divergences, fixed, metered, row, ruled
-from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids, table
+from lab import plots
+from lab.bench.drafters import TAIL, Bench, Method, divergences, fixed, row, ruled
+from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
 from lab.swift import SWIFT
 from layerskip import early_exit
 from methods.arms import candidates
 from methods.dynamic import DEL, CLaSp
 from methods.pace import Pace
-from search import Teacher
 from speculative import NGram, Wrapper
-from support import plots
 from support.cli import read_skip, read_vocab
 from support.drafts import trained_beside
 from support.measure import as_data, costs_of
 
 TURN = 4  # prompts of one kind in a row
 GAMMAS = 1, 2, 4
-NEEDED = "plain", "n-gram", "SWIFT", "DEL", "Pace"      # whatever --only says: what is reported compares them
+NEEDED = "plain", "n-gram", "Pace"      # whatever --only says
 
 
 def stream(tokenizer, c, each):
@@ -49,58 +48,34 @@ def stream(tokenizer, c, each):
 
 
 class Stream(Bench):
-    """A Bench that meters what it times: a drafter that lives through a stream drafts otherwise in another
-    run. heads: {dtype: the trained heads of that model}."""
+    """A Bench for which drafters live on from prompt to prompt. trained: {dtype: heads}."""
 
-    def __init__(self, a, models, prompts, flags, heads):
-        super().__init__(a, models, prompts, flags)
-        self.heads = heads
+    def __init__(self, a, models, prompts, flags, trained):
+        super().__init__(a, models, prompts, flags, trained[a.dtype])
+        self.trained = trained
 
     def heads_of(self, model):
-        return self.heads[next(dtype for dtype, (target, _) in self.models.items() if target is model)]
-
-    def write(self, make, i):
-        with metered([self.model], self.heads[self.a.dtype]) as spent:
-            s = super().write(lambda model, small: After(make(model, small), spent.clear), i)
-        s.read = sum(spent) / self.costs.whole
-        return s
+        return self.trained[next(dtype for dtype, (target, _) in self.models.items() if target is model)]
 
 
 class Thinking(Wrapper):
-    """A drafter, the seconds that it spends deciding, and what it knew at the start of each prompt."""
+    """A drafter, and how often it had chosen each way to draft at the start of each prompt."""
 
     def __init__(self, drafter):
         super().__init__(drafter)
-        self.seconds, self.alphas, self.chosen = 0.0, [], []
-        if isinstance(drafter, Pace):
-            for name in ("choose", "prepare", "enough"):
-                setattr(drafter, name, self.timed(getattr(drafter, name)))
+        self.chosen = []
 
-    def timed(self, act):
-        def acted(*args):
-            start = time.perf_counter()
-            done = act(*args)
-            self.seconds += time.perf_counter() - start
-            return done
-        return acted
+    def seen(self):
+        return Counter(getattr(self.drafters[0], "chosen", {}))
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        drafter = self.drafters[0]
-        if isinstance(drafter, DEL):
-            hits, misses = drafter.counts[:2]
-            self.alphas.append(((hits + 1) / (hits + misses + 2)).tolist())
-        self.chosen.append(dict(getattr(drafter, "chosen", {})))
-
-    def observe(self, state, r):
-        self.timed(super().observe)(state, r)
+        self.chosen.append(self.seen())
 
     def choices(self):
         """[{way: rounds}] of each prompt."""
-        after = [*self.chosen[1:], dict(getattr(self.drafters[0], "chosen", {}))]
-        rounds = [{name: count - before.get(name, 0) for name, count in now.items()}
-                  for before, now in zip(self.chosen, after, strict=True)]
-        return [{name: count for name, count in each.items() if count} for each in rounds]
+        return [dict(now - before) for before, now in
+                zip(self.chosen, [*self.chosen[1:], self.seen()], strict=True)]
 
 
 def living(make, seen):
@@ -193,67 +168,30 @@ def along(values, best, kinds):
 def both_ways(rows, methods, names, kinds):
     """Fill in what only a stream tells, by the clock and by the weights that were read."""
     for name, m in methods.items():
-        runs = [m.samples[i] for i in range(len(kinds))]
-        m.tokens_written, m.weights_read = (sum(x) for x in zip(*(
-            (len(s.ids), s.read) for each in runs for s in each), strict=True))
-        rows[name]["by_weights"] = m.tokens_written / m.weights_read
-        rows[name]["read"] = [sum(len(s.ids) for s in each) / sum(s.read for s in each) for each in runs]
+        rows[name]["read"] = [sum(len(s.ids) for s in m.samples[i]) / sum(s.read for s in m.samples[i])
+                              for i in range(len(kinds))]
     for key, source in (("clock", "ratios"), ("weights", "read")):
         best = [max(1.0, *(rows[name][source][i] for name in names)) for i in range(len(kinds))]
         for r in rows.values():
             r[key] = along(r[source], best, kinds)
 
 
-def reach(rows, names):
-    """{currency: what Pace reaches}: relative to plain decoding, to the best single fixed draft, to the best
-    of each kind, to DEL and to SWIFT."""
-    found = {}
-    for key in ("clock", "weights"):
-        of = {name: r[key] for name, r in rows.items()}
-        best = max(names, key=lambda name: of[name]["ratio"])
-        pace = of["Pace"]
-        found[key] = {"best fixed": best, "over it": pace["ratio"] / of[best]["ratio"],
-                      "of each kind's best": {kind: x / max(of[name]["sets"][kind] for name in names)
-                                              for kind, x in pace["sets"].items()},
-                      "over DEL": pace["ratio"] / of["DEL"]["ratio"],
-                      "over SWIFT": pace["ratio"] / of["SWIFT"]["ratio"], "over plain": pace["ratio"]}
-    return found
-
-
-def alphas_of(bench, methods, thoughts):
-    """{exit: (how often DEL expected its drafts to be accepted, how often they would have been in the texts
-    that plain decoding wrote)}"""
-    L, true = bench.model.c.n_layers, []
-    for i, ids in enumerate(bench.prompts):
-        text = methods["plain"].samples[i][0].ids
-        teacher = Teacher(bench.model, ids + text, bench.probs)
-        true.append([float(teacher.acceptance(early_exit(L, e))[len(ids) - 1 :].mean()) for e in range(1, L)])
-    believed, true = ([statistics.mean(seen) for seen in zip(*columns, strict=True)]
-                      for columns in (thoughts["DEL"][-1].alphas, true))
-    return {e + 1: both for e, both in enumerate(zip(believed, true, strict=True))}
-
-
 def column(a, bench, kinds, skip, vocab, costs, bar):
-    """One table: {method: row}; what Pace chose; the exits' alphas; where texts parted; what Pace reaches."""
+    """One table: {method: row}; what Pace chose; where texts parted."""
     thoughts, few = {}, bench.prompts[::TURN][: len(SETS)]
     methods, names = all_methods(a, bench, skip, vocab, costs, thoughts)
     bar.reset(len(methods) * (len(few) * bench.greedy + 1 + a.repeats * len(bench.prompts)))
     if bench.greedy:
-        Stream(a, bench.models, few, {}, bench.heads).check_texts(methods, bar)
+        Stream(a, bench.models, few, {}, bench.trained).check_texts(methods, bar)
     bench.run(methods, bar)
-    rows = {name: row(replace(m, sublayers=None, weights_read=1.0), methods["plain"], [])
-            for name, m in methods.items()}
+    rows = {name: row(replace(m, sublayers=None), methods["plain"], []) for name, m in methods.items()}
     both_ways(rows, methods, names, kinds)
-    for name, lives in ((name, lives) for name, lives in thoughts.items() if name in methods):
-        whole = sum(sum(s.split.values()) for runs in methods[name].samples.values() for s in runs)
-        rows[name]["deciding"] = sum(t.seconds for t in lives[-a.repeats :]) / whole
-    return (rows, thoughts["Pace"][-1].choices(), alphas_of(bench, methods, thoughts),
-            divergences(bench, methods, "the stream"), reach(rows, names))
+    return rows, thoughts["Pace"][-1].choices(), divergences(bench, methods, "the stream")
 
 
 COLUMNS = {"ratio to plain": "{clock[ratio]:.2f}", "regret": "{clock[regret]:.0%}",
            "by weights": "{weights[ratio]:.2f}", "its regret": "{weights[regret]:.0%}",
-           "deciding": "{deciding:.1%}", "tau": "{tau:.2f}", "accepted": "{acceptance:.2f}"}
+           "tau": "{tau:.2f}", "accepted": "{acceptance:.2f}"}
 
 
 def markdown(a, results, kinds):
@@ -261,17 +199,9 @@ def markdown(a, results, kinds):
              f"{1 if a.quick else TURN}, up to {a.new} new tokens each, {a.repeats} interleaved runs; regret "
              "against the best fixed draft, or none, of each prompt; the last columns are ratios by the "
              "clock; on the first prompt of each kind the greedy texts were plain decoding's in float64", ""]
-    for title, (rows, _, alphas, _, reached) in results.items():
+    for title, (rows, _, _) in results.items():
         columns = COLUMNS | {kind: f"{{clock[sets][{kind}]:.2f}}" for kind in kinds}
         lines += [f"**{title}**", "", *figures(rows.items(), columns)]
-        for key, r in reached.items():
-            each = ", ".join(f"{kind} {x:.2f}" for kind, x in r["of each kind's best"].items())
-            lines += [f"- Pace by the {key}: {r['over plain']:.2f} times plain decoding, {r['over it']:.2f} "
-                      f"times the best fixed draft ({r['best fixed']}), {r['over DEL']:.2f} times DEL, "
-                      f"{r['over SWIFT']:.2f} times SWIFT; of the best of each kind: {each}"]
-        head = ["alpha of exit", *map(str, alphas)]
-        both = zip(("as DEL expected it", "in the texts"), zip(*alphas.values(), strict=True), strict=True)
-        lines += ["", *table(head, [[name, *(f"{x:.2f}" for x in values)] for name, values in both])]
     return page(lines)
 
 
@@ -295,8 +225,7 @@ def run(a):
             bar.set_description(title)
             bench = Stream(a, models, prompts, flags, heads)
             results[title] = column(a, bench, kinds, skip, vocab, costs, bar)
-    parts = zip(("results", "chosen", "alphas", "divergences", "reach"), zip(*results.values(), strict=True),
-                strict=True)
+    parts = zip(("results", "chosen", "divergences"), zip(*results.values(), strict=True), strict=True)
     data = {name: dict(zip(results, values, strict=True)) for name, values in parts}
     data["divergences"].pop("T 0.8", None)      # where texts are drawn they may differ
     data |= {"kinds": kinds, "costs": a.costs, "cost_table": as_data(costs), "new": a.new,

@@ -1,4 +1,4 @@
-"""One command for the day a GPU is there: what the machine can do, and what is made of it, in ten minutes.
+"""One command for the day a GPU is there: what the machine can do, and what is made of it.
 
     python -m lab.bench.gpu --out gpu.json                     everything
     python -m lab.bench.gpu --out gpu.json --resume            the parts that gpu.json lacks
@@ -8,25 +8,20 @@ The one thing to remember: one token costs the bytes that it reads, and so the b
 in the same run: bytes of weights and cache, divided by the rate at which this device reads.
 """
 import json
-import math
 import sys
-import time
 import traceback
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 import checkpoint
 from control import expected_speedup, weight_costs
-from kvcache import KVCache
-from lab.bench.plain import agree, launches, step, their_text
-from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model, read_prompts, table
+from lab.bench.plain import agree, launches, step
+from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, figures, random_model, read_prompts
 from layerskip import SelfDraft, early_exit
-from speculative import NGram, generate, prefill
+from speculative import NGram, generate
 from support import cli
 from support.files import read_json, write_file
 from support.measure import interleave
@@ -38,60 +33,34 @@ TINY = {"tiny Llama": replace(LLAMA, **SMALL), "tiny Gemma-2": replace(GEMMA, **
 WIDTHS, GAMMA = (1, 2, 3, 4, 5, 6, 8, 16, 64), 4
 
 
-class Bench:
-    """Sizes, what was found so far, and one model at a time."""
-
-    def __init__(self, a):
-        self.device, self.repeats = checkpoint.find_device(a.device), a.repeats
-        self.shapes = TINY if a.tiny else {name: SHAPES[name] for name in NAMES}
-        self.found, self.held = {}, None
-        self.trained = ["stories-draft"] if a.tiny else ["stories-llama", "stories-gemma2"]
-        self.prompt, self.new = (12, 8) if a.tiny else (128, 128)
-        self.bytes, self.side, self.calls = (2**12, 16, 2) if a.tiny else (2**30, 8192, 1000)
-
-    def model(self, name):
-        """Random weights, of which the later three quarters of the blocks say little, so that an early exit
-        often agrees: the acceptance is planted, the work is that of a trained model."""
-        if self.held is None or self.held[0] != name:
-            self.held = None  # the last one makes room first
-            model = random_model(self.shapes[name], torch.bfloat16, device=self.device)
-            for b in model.blocks[len(model.blocks) // 4 :]:
-                b.attn.wo.mul_(0.1)
-                b.mlp.down.mul_(0.1)
-            self.held = name, model
-        return self.held[1]
-
-    def noise(self, *size):
-        """trap: zeros are multiplied faster, as a GPU that has less to switch runs at a higher clock."""
-        return torch.randn(*size, dtype=torch.bfloat16, device=self.device)
-
-    def ids(self, count, c, seed=0):
-        """(1, count), the same on every device."""
-        ids = torch.randint(c.vocab_size, (1, count), generator=torch.Generator().manual_seed(seed))
-        return ids.to(self.device)
-
-    def speeds(self, ways, c=None):
-        """What {name: write(count)} takes a token: many tokens less one, and so without the prompt."""
-        s = interleave({(way, count): partial(write, count) for way, write in ways.items()
-                        for count in (1, 1 + self.new)}, self.repeats)
-        s = {way: (s[way, 1 + self.new] - s[way, 1]) / self.new for way in ways}
-        rows = {way: {"ms a token": 1e3 * s[way], "tokens/s": 1 / s[way],
-                      "times the first row": s[next(iter(ways))] / s[way]} for way in ways}
-        if c:  # the bytes of weights, keys and values that a token reads, at the measured rate
-            context = c.n_layers * c.n_kv_heads * c.head_dim * (self.prompt + self.new / 2)
-            bound = 2 * (weight_costs(c).whole + 2 * context) / self.found["constants"]["read"]["per second"]
-            for way in ways:
-                rows[way]["share of the bound"] = bound / s[way]
-        return rows
+# --- what is measured: each function returns {row: {column: number}}
 
 
-def can_record(device):
-    return device.type == "cuda" and torch.version.cuda is not None
+def constants(a):
+    """What bounds everything else."""
+    n, side, calls = (2**12, 16, 2) if a.tiny else (2**30, 8192, 1000)
+    # trap: zeros are multiplied faster, as a GPU that has less to switch runs at a higher clock
+    noise = partial(torch.randn, dtype=torch.bfloat16, device=a.where)
+    x, y, square, small = noise(n // 2), noise(n // 2), noise(side, side), noise(2048)
+
+    def adds():
+        for _ in range(calls):
+            small.add_(1)
+
+    work = {"copy": (16 * n, "bytes", lambda: [y.copy_(x) for _ in range(8)]),
+            "read": (8 * n, "bytes", lambda: [x.sum() for _ in range(8)]),
+            "product": (2 * side**3, "operations", lambda: square @ square),
+            "launch": (calls, "launches", adds),
+            "launch in a graph": (calls, "launches", in_a_graph(adds, a.where)),
+            "wait": (calls, "waits", lambda: [small[0].item() for _ in range(calls)])}
+    s = interleave({name: action for name, (_, _, action) in work.items()}, a.repeats)
+    return {name: {"unit": unit, "per second": size / s[name], "microseconds": 1e6 * s[name] / size}
+            for name, (size, unit, _) in work.items()}
 
 
-def recorded(action, device):
+def in_a_graph(action, device):
     """The action as one CUDA graph, whose launches cost next to nothing; elsewhere the action itself."""
-    if not can_record(device):
+    if device.type != "cuda" or not torch.version.cuda:
         return action
     action()  # libraries set themselves up at the first call, and that cannot be recorded
     torch.cuda.synchronize()
@@ -101,176 +70,92 @@ def recorded(action, device):
     return graph.replay
 
 
-# --- what is measured: each function returns {row: {column: number}}
-
-
-def constants(bench):
-    """What bounds everything else."""
-    n, side, calls = bench.bytes, bench.side, bench.calls
-    x, y, a, small = bench.noise(n // 2), bench.noise(n // 2), bench.noise(side, side), bench.noise(2048)
-
-    def adds():
-        for _ in range(calls):
-            small.add_(1)
-
-    work = {"copy": (16 * n, "bytes", lambda: [y.copy_(x) for _ in range(8)]),
-            "read": (8 * n, "bytes", lambda: [x.sum() for _ in range(8)]),
-            "product": (2 * side**3, "operations", lambda: a @ a),
-            "launch": (calls, "launches", adds),
-            "launch in a graph": (calls, "launches", recorded(adds, bench.device)),
-            "wait": (calls, "waits", lambda: [small[0].item() for _ in range(calls)])}
-    s = interleave({name: action for name, (_, _, action) in work.items()}, bench.repeats)
-    rows = {name: {"unit": unit, "per second": size / s[name]} for name, (size, unit, _) in work.items()}
-    for name in ("launch", "launch in a graph", "wait"):
-        rows[name]["microseconds"] = 1e6 * s[name] / calls
-    return rows
-
-
-def products(bench):
-    """Each matrix of each shape times 1 to 64 rows, in a graph, and more copies of it than a cache holds."""
-    rows, read = {}, bench.found["constants"]["read"]["per second"]
-    for name, c in bench.shapes.items():
-        heads = c.n_heads * c.head_dim
-        for part, size in {"wqkv": (heads + 2 * c.n_kv_heads * c.head_dim, c.dim), "wo": (c.dim, heads),
-                           "gate_up": (2 * c.hidden_dim, c.dim), "down": (c.dim, c.hidden_dim),
-                           "head": (c.vocab_size, c.dim)}.items():
-            w = bench.noise(1 + bench.bytes // 4 // math.prod(size), *size)
-            again = 1 + bench.bytes // w.nbytes
-
-            def times(x, w=w, again=again):
-                for each in [*w] * again:
-                    F.linear(x, each)
-            actions = {T: recorded(partial(times, bench.noise(T, size[1])), bench.device) for T in WIDTHS}
-            s = interleave(actions, bench.repeats)
-            rate = again * w.nbytes / s[1]
-            rows[f"{name}, {part} {size[0]} x {size[1]}"] = {
-                "GB/s": rate / 1e9, "share of reading": rate / read,
-                **{f"{T} rows": s[T] / s[1] for T in WIDTHS}}
-    return rows
-
-
-def blocks(bench, name):
-    """What a block of T tokens costs, and a drafted step, relative to one token through the whole model."""
-    model, at, L = bench.model(name), bench.prompt, bench.shapes[name].n_layers
-    exits = {f"exit {E}": early_exit(L, E) for E in sorted({max(1, L // n) for n in (8, 4, 2)})}
-    s = interleave({f"{T} tokens": step(model, T, at) for T in WIDTHS}
-                   | {key: step(model, 1, at, subs) for key, subs in exits.items()}, 4 * bench.repeats)
-    rows = {key: {"ms": 1e3 * s[key], "relative": s[key] / s["1 tokens"]} for key in s}
+def shape(a, c, read):
+    """What a block of T tokens costs, and a drafted step, relative to one token through the whole model; and
+    plain and self-speculative decoding of the same text. read: bytes a second that the device reads."""
+    # the later three quarters of the blocks say little, so that an early exit often agrees: the acceptance is
+    # planted, the work is that of a trained model
+    model, L, count = random_model(c, torch.bfloat16, device=a.where), c.n_layers, 8 if a.tiny else 128
+    for b in model.blocks[L // 4 :]:
+        b.attn.wo.mul_(0.1)
+        b.mlp.down.mul_(0.1)
+    ids = torch.randint(c.vocab_size, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    exits = {f"a step of exit {e}": early_exit(L, e) for e in sorted({max(1, L // n) for n in (8, 4, 2)})}
+    s = interleave({f"a pass over {T}": step(model, T, count) for T in WIDTHS}
+                   | {key: step(model, 1, count, subs) for key, subs in exits.items()}, 4 * a.repeats)
+    rows = {key: {"ms": 1e3 * s[key], "relative": s[key] / s["a pass over 1"]} for key in s}
     for key, subs in exits.items():
-        rows[key]["by weights"] = weight_costs(model.c).step(subs)
-    if can_record(bench.device):
-        rows["launches of a plain round"] = {"count": launches(model, [1] * at)}
+        rows[key]["by weights"] = weight_costs(c).step(subs)
+    if a.where.type == "cuda" and torch.version.cuda:
+        rows["a plain round"] = {"launches": launches(model, ids)}
+    context = L * c.n_kv_heads * c.head_dim * 1.5 * count      # keys, and as many values, half way
+    bound, e = 2 * (weight_costs(c).whole + 2 * context) / read, L // 4
+    drafters = {"plain": lambda: None, f"exit {e}": partial(SelfDraft, model, early_exit(L, e), GAMMA)}
+    found = decoded(model, ids, drafters, count, a.repeats)
+    for row in found.values():
+        row["share of the bound"] = bound * row["tokens/s"]
+    cost = rows[f"a step of exit {e}"]["relative"]
+    found[f"promised for exit {e} at alpha .8"] = {"times plain": expected_speedup(0.8, GAMMA, cost)}
+    return rows | found
+
+
+def decoded(model, ids, drafters, new, repeats):
+    """{name: speed, and how far its text is that of plain decoding} of what each drafter, {name: make()},
+    makes of `new` tokens after the first, and so without the prompt. "plain" comes first."""
+    texts, rows = {}, {}
+
+    def write(name, count):
+        texts[name] = generate(model, [ids], count, drafters[name]())
+
+    s = interleave({(name, count): partial(write, name, count) for name in drafters
+                    for count in (1, 1 + new)}, repeats)
+    for name in drafters:
+        seconds, ((text,), passes) = s[name, 1 + new] - s[name, 1], texts[name]
+        rows[name] = {"tokens/s": new / seconds, "tokens a pass": len(text) / passes,
+                      "times plain": (s["plain", 1 + new] - s["plain", 1]) / seconds,
+                      "as plain": agree(text, texts["plain"][0][0]), "text": text}
     return rows
 
 
-@torch.no_grad()
-def exactness(bench, name):
-    """Which widths give the same bits in bfloat16, all else equal? One cache, one reach, the same tokens."""
-    model, start, count = bench.model(name), bench.prompt, 24
-    end = start + count
-    ids, cache = bench.ids(end, model.c), KVCache(model.c, 1, end, model.attention_dtype(), bench.device)
-    prefill(model, ids[:, :start], cache)
-
-    def logits(ids, first, width):
-        at = torch.arange(first, first + width, device=bench.device)[None]
-        x = model.embed(ids[:, first : first + width])
-        return model.unembed(model.run(x, at, cache, span=slice(0, end)))[0]
-
-    def compare(a, b):
-        return {"share of equal rows": (a == b).all(1).float().mean().item(),
-                "largest difference": (a - b).abs().max().item(), "largest logit": b.abs().max().item()}
-
-    def chain(width):
-        return torch.cat([logits(ids, i, width) for i in range(start, end, width)])
-    one = chain(1)
-    rows = {f"blocks of {T} against blocks of 1": compare(chain(T), one) for T in (2, 3, 4, 6, 8, 12, 24)}
-    other = torch.cat([ids[:, : start + 1], bench.ids(count - 1, model.c, seed=1)], 1)
-    changed, whole, later = logits(other, start, 8), logits(ids, start, 8), logits(ids, start + 3, 8)
-    rows["a block of 8 of which only the first token stays"] = compare(changed[:1], whole[:1])
-    rows["a block of 8 that begins 3 tokens later"] = compare(later[:5], whole[3:])
-    return rows
-
-
-def decoding(bench, name):
-    """Plain and self-speculative decoding of the same text."""
-    model, c, texts = bench.model(name), bench.shapes[name], {}
-    ids, E = bench.ids(bench.prompt, c).tolist(), c.n_layers // 4
-    drafters = {"plain": lambda: None,
-                f"exit {E}": partial(SelfDraft, model, early_exit(c.n_layers, E), GAMMA)}
-
-    def write(way, count):
-        texts[way] = generate(model, ids, count, drafters[way]())
-    rows = bench.speeds({way: partial(write, way) for way in drafters}, c)
-    for way, ((text,), passes) in texts.items():
-        same = agree(text, texts["plain"][0][0])
-        rows[way] |= {"tokens a pass": len(text) / passes, "tokens as plain": same}
-    cost = bench.found[f"{name}: blocks"][f"exit {E}"]["relative"]
-    rows[f"promised for exit {E} at alpha .8"] = {"times the first row": expected_speedup(0.8, GAMMA, cost)}
-    return rows
-
-
-def beside(bench, name):
-    """The same shape in transformers: eager with a growing cache, and compiled with a static one."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model, c, dtype = bench.model(name), bench.shapes[name], torch.bfloat16
-    given = {key: value for key, value in checkpoint.write_config(c, dtype).items() if value is not None}
-    with torch.device(bench.device):
-        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given), dtype=dtype).eval()
-    theirs.generation_config.eos_token_id = None  # all write all the tokens
-    ids = bench.ids(bench.prompt, c)
-    write = partial(their_text, theirs, ids)
-    ways = {"ours": lambda count: generate(model, ids.tolist(), count),
-            "transformers": partial(write, disable_compile=True)}
-    if can_record(bench.device):  # there it compiles by itself, in the warm-up
-        ways["transformers, static cache, compiled"] = partial(write, cache_implementation="static")
-    return bench.speeds(ways, c)
-
-
-def shipped(bench, name):
+def shipped(a, name):
     """A trained model end to end in both dtypes: its speed, and how far its texts are those of plain decoding
     and of float32 on the CPU."""
-    rows, count = {}, 1 + bench.new
+    rows, count = {}, 8 if a.tiny else 128
     for dtype in (torch.float32, torch.bfloat16):
-        model, tokenizer = checkpoint.load(WEIGHTS / name, bench.device, dtype)
+        model, tokenizer = checkpoint.load(WEIGHTS / name, a.where, dtype)
         ids = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], model.c.bos)
         if not rows:
-            (truth,), _ = generate(checkpoint.load(WEIGHTS / name, "cpu", dtype)[0], [ids], count)
-        L, skip = model.c.n_layers, WEIGHTS / name / "skip.json"
-        drafts = {f"exit {max(1, L // 4)}": early_exit(L, max(1, L // 4))}
-        drafts |= {"skip set": cli.read_skip(str(skip), L)} if skip.is_file() else {}
+            (truth,), _ = generate(checkpoint.load(WEIGHTS / name, "cpu", dtype)[0], [ids], 1 + count)
+        L = model.c.n_layers
+        subs = cli.read_beside(WEIGHTS / name, "skip", cli.read_skip, L)
+        drafts = {"exit": early_exit(L, max(1, L // 4))} | ({"skip set": subs} if subs else {})
         drafters = {"plain": lambda: None, "n-gram": lambda: NGram(8, 3)}
-        drafters |= {way: partial(SelfDraft, model, subs, GAMMA) for way, subs in drafts.items()}
-        texts = {way: generate(model, [ids], count, make())[0][0] for way, make in drafters.items()}
-        ways = {way: lambda n, m=model, i=ids, make=make: generate(m, [i], n, make())
-                for way, make in drafters.items()}
-        for way, row in bench.speeds(ways).items():
-            text = texts[way]
-            rows[f"{way}, {str(dtype)[6:]}"] = row | {"tokens as plain": agree(text, texts["plain"]),
-                                                      "as float32 on the CPU": agree(text, truth)}
+        drafters |= {way: partial(SelfDraft, model, kept, GAMMA) for way, kept in drafts.items()}
+        for way, row in decoded(model, ids, drafters, count, a.repeats).items():
+            row["as float32 on the CPU"] = agree(row["text"], truth)
+            rows[f"{way}, {str(dtype)[6:]}"] = row
     return rows
-
-
-def parts(bench):
-    """{name: what measures it}, in this order: the later ones need the earlier ones, or take longer."""
-    todo = {"constants": partial(constants, bench), "products": partial(products, bench)}
-    for name in bench.shapes:
-        todo |= {f"{name}: {f.__name__}": partial(f, bench, name) for f in (blocks, exactness, decoding)}
-    todo |= {name: partial(shipped, bench, name) for name in bench.trained}
-    if find_spec("transformers"):
-        todo |= {f"{name}: beside transformers": partial(beside, bench, name) for name in bench.shapes}
-    return todo
 
 
 # --- the command line
 
 
+def parts(a, found):
+    """{name: what measures it}, in this order: all but the first need the first."""
+    shapes = TINY if a.tiny else {name: SHAPES[name] for name in NAMES}
+    todo = {"constants": partial(constants, a)}
+    for name, c in shapes.items():
+        todo[name] = lambda c=c: shape(a, c, found["constants"]["read"]["per second"])
+    for name in ["stories-draft"] if a.tiny else ["stories-llama", "stories-gemma2"]:
+        todo[name] = partial(shipped, a, name)
+    return todo
+
+
 def show(name, rows):
     """A part as a Markdown table."""
-    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-    cells = [[key, *("" if (v := row.get(k)) is None else f"{v:.3g}" if isinstance(v, float) else str(v)
-                     for k in columns)] for key, row in rows.items()]
-    print("\n".join(["", f"## {name}", "", *table(["", *columns], cells)[:-1]]), flush=True)
+    kinds = {key: type(value) for row in rows.values() for key, value in row.items() if key != "text"}
+    columns = {key: f"{{{key}:.3g}}" if kind is float else f"{{{key}}}" for key, kind in kinds.items()}
+    print("\n".join(["", f"## {name}", "", *figures(rows.items(), columns)[:-1]]), flush=True)
 
 
 def parse(argv):
@@ -278,51 +163,39 @@ def parse(argv):
                    allow_abbrev=False)
     p.add_argument("--out", required=True, metavar="FILE", help="JSON, written anew after each part")
     p.add_argument("--resume", action="store_true", help="keep the parts that FILE holds")
-    p.add_argument("--minutes", type=float, default=10, metavar="M", help="begin no more parts after that")
     p.add_argument("--repeats", type=int, default=5, metavar="N", help="of each timing")
     p.add_argument("--device", default="cuda", metavar="NAME", help="cuda, or cpu for a trial")
     p.add_argument("--tiny", action="store_true", help="a trial: sizes at which no figure means anything")
     a = p.parse_args(argv)
-    if a.repeats < 1 or not a.minutes > 0:
-        raise ValueError("--repeats must be at least 1 and --minutes positive")
+    if a.repeats < 1:
+        raise ValueError("--repeats must be at least 1")
     if not Path(a.out).resolve().parent.is_dir():
         raise ValueError(f"--out {a.out}: no such folder")
+    if Path(a.out).exists() and not a.resume:
+        raise ValueError(f"{a.out} is there already: go on with --resume, or name another --out")
+    a.where = checkpoint.find_device(a.device)
     return a
 
 
-def reopen(a, head):
-    """The parts that --out holds. Raises ValueError where they cannot be gone on with."""
-    if not Path(a.out).exists():
-        return {}
-    if not a.resume:
-        raise ValueError(f"{a.out} is there already: go on with --resume, or name another --out")
-    old = read_json(Path(a.out))
-    wrong = next((key for key in head if old.get(key) != head[key]), None)
-    if wrong or not isinstance(old.get("parts"), dict):
-        raise ValueError(f"{a.out} is of a run with another {wrong or 'form'}: name another --out")
-    return old["parts"]
-
-
 def run(argv):
-    a, start, failed = parse(argv), time.monotonic(), 0
-    bench = Bench(a)
-    head = {"machine": cli.machine(bench.device), "torch": torch.__version__, "tiny": a.tiny,
-            "repeats": a.repeats}
-    bench.found = reopen(a, head)
+    a, failed = parse(argv), 0
+    head = {"machine": cli.machine(a.where), "torch": torch.__version__, "tiny": a.tiny, "repeats": a.repeats}
+    old = read_json(Path(a.out)) if Path(a.out).exists() else head | {"parts": {}}
+    wrong = next((key for key in head if old.get(key) != head[key]), None)
+    if wrong:
+        raise ValueError(f"{a.out} is of a run with another {wrong}: name another --out")
+    found = old["parts"]
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
-    for name, measure in parts(bench).items():
-        if name not in bench.found and time.monotonic() - start > 60 * a.minutes:
-            print(f"{name}: not measured, the time is up; --resume goes on")
-            continue
+    for name, measure in parts(a, found).items():
         try:
-            bench.found[name] = bench.found.get(name) or measure()
+            found[name] = found.get(name) or measure()
         except Exception:  # whatever one part meets, the others can still be measured
             traceback.print_exc()
             print(f"{name}: failed")
             failed += 1
             continue
-        write_file(Path(a.out), json.dumps(head | {"parts": bench.found}, indent=1) + "\n")
-        show(name, bench.found[name])
+        write_file(Path(a.out), json.dumps(head | {"parts": found}, indent=1) + "\n")
+        show(name, found[name])
     return int(failed > 0)
 
 

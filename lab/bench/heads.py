@@ -3,36 +3,25 @@
 The one thing to remember: tau, the tokens that a pass writes, says how well a head drafts; the speed-up also
 says what its drafts cost. A head is worth its training where it beats the best draft that needs none.
 """
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 from tqdm import tqdm
 
-from control import MOST, DoNoHarm, weight_costs
-from lab import train_heads
-from lab.bench import rules, sweep
-from lab.bench.drafters import TAIL, Bench, Method, in_the_loop, own_methods, pilot
-from lab.bench.shared import SETS, Noting, beside, by_position, figures, load_both, page, prompt_ids, steps
-from layerskip import SelfDraft, early_exit
+from control import MOST, DoNoHarm
+from lab import plots
+from lab.bench.drafters import TAIL, Bench, Method, fixed, own_methods, pilot
+from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, steps
+from layerskip import early_exit
 from methods import heads
-from methods.heads import AHEAD, judged
-from methods.trees import best_tree, siblings, tree_tokens
-from sampling import Coins
-from speculative import Draft, Drafter, NGram, Then
-from support import plots
-from support.cli import read_skip
+from methods.heads import AHEAD
+from methods.trees import best_tree, tree_tokens
+from speculative import NGram, Then, ancestors
 
-GAMMA = 3               # tokens that each head drafts while its cost is taken
 NODES = 8               # of the tree in every table
 SIZES = 4, 8, 16, 32    # of the trees of stories
 LEVELS = 8              # no chain or tree here is deeper
-RANKS = heads.RANKS
-
-
-# --- the heads
 
 
 def folders(a):
@@ -55,276 +44,102 @@ def farthest(head):
     return {"prophet": AHEAD}.get(head.kind, getattr(head, "steps", MOST))
 
 
-class Exit(heads.Head):
-    """A bare early exit, measured as a head that has no weights of its own."""
-    kind, reads = "exit", True
-
-    def __init__(self, model, exit_layer):
-        self.subs = early_exit(model.c.n_layers, exit_layer)
-        self.model, self.shape, self.weights = model, {"exit_layer": exit_layer}, nn.Module()
-        self.taps = self.subs[-1:]
-
-    @staticmethod
-    def draft(head, rule):
-        return SelfDraft(head.model, head.subs, rule)
-
-    def predict(self, tokens, trace, cache):
-        yield 0, self.model.unembed(trace[self.taps[0]])
-
-
-# --- what its drafts are worth along a text
-
-
-def family(p, logits, probs, coins):
-    """How likely each of RANKS siblings is the accepted one, at places whose distribution is p (N, V), when
-    they are drawn as a tree draws them from what a head says, logits (N, V). (N, RANKS)"""
-    q, N = probs(logits), len(logits)
-    tokens = coins.choose(q)                                                    # (N,)
-    others, drawn = siblings(Draft(tokens[None], q[None]), logits[None], [N] * (RANKS - 1), coins)
-    tokens = torch.cat([tokens[None], others.view(RANKS - 1, N)]).T             # (N, RANKS)
-    drawn = torch.cat([q[None], drawn.view(RANKS - 1, N, -1)]).transpose(0, 1)  # (N, RANKS, V)
-    return rules.tried(p, tokens, drawn).double().cpu()
-
-
-@torch.inference_mode()
-def along(head, ids, unscored, probs, coins):
-    """How likely child number r at level k of a draft is the accepted one, for drafts that begin at each
-    place of the text `ids` from `unscored` on: (N, K, RANKS), where K is as far as the head drafts, at most
-    LEVELS. Of an exit all levels are alike: it reads its own drafts. N is 0 for a text that is too short."""
-    K = min(LEVELS, farthest(head))
-    if len(ids) - unscored < K:
-        return torch.zeros(0, K, RANKS, dtype=torch.float64)
-    found = []
-    for said, target in judged(head, torch.tensor([ids], device=head.model.tok.device)):
-        parts = zip(probs(target[0]).split(64), said[0].split(64), strict=True)
-        found.append(torch.cat([family(p, logits, probs, coins) for p, logits in parts]))
-    found += [found[-1][k:] for k in range(1, 1 + K - len(found))]
-    N = min(map(len, found[:K]))
-    late = "exit_layer" not in head.shape       # row n is of a draft after the token at place n + 1, not n
-    return torch.stack([each[:N] for each in found[:K]], 1)[max(0, unscored - late) :]
-
-
-def followed(series, parents):
-    """Tokens that a pass over a tree of these parents yields: `control.expected_tokens` for trees. series:
-    for each text what `along` returns. Rounds are followed one after the other, since those that end early
-    start again where the text is hard. Raises ValueError where no text is as long as a draft."""
-    depths, places = [0], []
-    for k, parent in enumerate(parents):
-        depths.append(depths[parent] + 1)
-        places.append((depths[parent], list(parents[:k]).count(parent)))        # level and rank
-    tokens = rounds = 0.0
-    for A in series:
-        starts = [1.0] + [0.0] * (len(A) + max(depths))
-        for n, levels in enumerate(A.tolist()):
-            reach, ends = [starts[n]], [starts[n]]
-            for parent, (level, rank) in zip(parents, places, strict=True):
-                reach.append(reach[parent] * levels[level][rank])
-                ends.append(reach[-1])
-                ends[parent] -= reach[-1]       # goes on
-            rounds, tokens = rounds + starts[n], tokens + sum(reach)
-            for depth, end in zip(depths, ends, strict=True):
-                starts[n + depth + 1] += end
-    if not rounds:
-        raise ValueError(f"no text is as long as a draft of {max(depths)} tokens")
-    return tokens / rounds
-
-
 # --- the ways to draft
 
 
-@dataclass
-class Way:
-    """A way to draft, and what is known of it before it is timed. make(model): a fresh drafter."""
-    make: object
-    parents: list               # of the tree, or of the chain
-    step: float                 # what a level costs by weights
-    series: list                # see `along`
-    ranks: list | None = None   # of a tree: acceptance by rank, levels alike
-    head: str | None = None
-    rounds: list | None = None  # what `method` noted
-
-    @property
-    def levels(self):
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return max(depths)
-
-    def method(self, timed):
-        """Its Method. Rounds of the model `timed` are noted, those of the last start only."""
-        def start():
-            self.rounds = []
-            return lambda model, small: (Noting(self.make(model), self.rounds) if model is timed
-                                         else self.make(model))
-        return Method(start, gamma=self.levels)
-
-
-def skipping(model, subs, gamma, texts):
-    """The Way of a skip set."""
-    series = [t.acceptance(subs)[unscored:] for t, unscored in texts]
-    series = [a.unfold(0, gamma, 1)[..., None] for a in series if len(a) >= gamma]      # (N, gamma, 1)
-    cost = weight_costs(model.c).step(subs)
-    return Way(lambda m: SelfDraft(m, subs, gamma), list(range(gamma)), cost, series)
-
-
-def head_ways(name, loaded, series, cost, sizes):
-    """{name: Way} of one head, or of an Exit: the chain of the gamma that promises most, and for each of
-    `sizes` the best tree of so many nodes, where these are free and a level costs `cost`. loaded: {dtype:
-    head}."""
-    head, K = next(iter(loaded.values())), series[0].shape[1]
-    gamma = max(range(1, K + 1), key=lambda g: followed(series, range(g)) / (1 + g * cost))
-    ranks = torch.cat([A.flatten(0, 1) for A in series]).mean(0).tolist()
-
-    def way(parents, shape=None):
-        made = Way(None, list(parents), heads.step_cost(head), series, shape and ranks,
-                   name if heads.count(head) else None)
-        made.make = lambda m: loaded[m.tok.dtype].drafter(made.levels, shape)
-        return made
-
-    ways = {f"{name}, gamma {gamma}": way(range(gamma))}
+def shapes(head, sizes):
+    """{name: parents} of the chain that promises most, and of the best tree for each of `sizes`, where a
+    level costs what its weights say, and further nodes nothing."""
+    cost, K, ranks = heads.step_cost(head), min(LEVELS, farthest(head)), head.ranks or [0.5]
+    gamma = max(range(1, K + 1), key=lambda g: tree_tokens(range(g), ranks) / (1 + g * cost))
+    found = {f"gamma {gamma}": list(range(gamma))}
     for nodes in sizes:
-        shape = best_tree(ranks, nodes, cost, 0.0, head.branches, K) or [0]
-        ways[f"{name}, tree of {nodes}"] = way(shape, shape)
-    return ways
+        found[f"tree of {nodes}"] = best_tree(ranks, nodes, cost, 0.0, head.branches, K) or [0]
+    return found
 
 
-def ruled_head(name, loaded, cost):
-    """{name: Method} of a head under the rule that drafts as far as it pays, alone and with an n-gram tail,
-    as the exits have it that need no training. cost: of a drafted token."""
-    def start(tail):
-        rule = DoNoHarm(cost, min(MOST, farthest(next(iter(loaded.values())))))
-
-        def make(m, small):
-            drafter = loaded[m.tok.dtype].drafter(rule)
-            return Then(drafter, NGram(TAIL, 3)) if tail else drafter
-
-        return make
-
-    return {f"{name}, do no harm{', n-gram tail' * tail}": Method(partial(start, tail))
-            for tail in (False, True)}
-
-
-# --- one table
-
-
-def ways_of(bench, found, skip, sizes):
-    """({name: Way}, {name: Method} of rules, {name of a rule with a head: the head}, what plain decoding
-    wrote, as `pilot` has it, and as ids). found: {name: {dtype: head}}."""
-    model, L = bench.model, bench.model.c.n_layers
-    texts, cost, best = pilot(bench, L)
-    depths = {loaded[model.tok.dtype].shape.get("exit_layer", best[0][0]) for loaded in found.values()}
-    measured = {f"exit {e}": {m.tok.dtype: Exit(m, e) for m, _ in bench.models.values()}
-                for e in sorted(depths | {best[0][0]})} | found
-    makers = {name: lambda m, small, h=h: h[m.tok.dtype].drafter(min(GAMMA, farthest(h[m.tok.dtype])))
-              for name, h in measured.items()}
-    seconds, written = in_the_loop(bench, makers | {"plain": lambda m, small: Drafter()})
-    ways, ruled, owners = {"skip set, gamma 2": skipping(model, skip, 2, texts)} if skip else {}, {}, {}
-    for name, loaded in measured.items():
-        head = loaded[model.tok.dtype]
-        each = max(0.0, seconds[name] / seconds["plain"] - 1) / min(GAMMA, farthest(head))
-        series = [along(head, ids, unscored, bench.probs, Coins(i))
-                  for i, (ids, (_, unscored)) in enumerate(zip(written, texts, strict=True))]
-        ways |= head_ways(name, loaded, series, each, sizes)
-        if name in found and "inject_layer" not in head.shape:     # its rows ride along even where it rests
-            methods = ruled_head(name, loaded, each)
-            ruled, owners = ruled | methods, owners | dict.fromkeys(methods, name)
-    free = own_methods(L, best, None, cost, False)
-    ruled |= {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
-    return ways, ruled, owners, texts, written
+def head_methods(name, loaded, sizes):
+    """({name: Method}, {name: what is known before it is timed}) of one head: a chain, trees, and the rule
+    that drafts as far as it pays, alone and with an n-gram tail, as the exits have it that need no training.
+    loaded: {dtype: head}."""
+    head, methods, known = next(iter(loaded.values())), {}, {}
+    cost = heads.step_cost(head)
+    for shape, parents in shapes(head, sizes).items():
+        tree, levels = "tree" in shape, int(ancestors(torch.tensor([parents])).sum(-1).max()) - 1
+        make = partial(drafter, loaded, levels, parents if tree else None)
+        methods[f"{name}, {shape}"] = Method(lambda make=make: make, gamma=levels)
+        known[f"{name}, {shape}"] = {
+            "head": name, "parents": parents, "tree": tree, "c_weights": cost,
+            "tau_predicted": tree_tokens(parents, head.ranks or [0.5])}
+    if "inject_layer" not in head.shape:        # its rows ride along even where it rests
+        for tail in (False, True):
+            title = f"{name}, do no harm{', n-gram tail' * tail}"
+            methods[title] = Method(partial(ruled_head, loaded, cost, min(MOST, farthest(head)), tail))
+            known[title] = {"head": name}
+    return methods, known
 
 
-def widen(r, way, m, plain):
-    """What is reported of a Way beside what `drafters.row` says."""
-    def seconds(method):
-        samples = [s for runs in method.samples.values() for s in runs]
-        return sum(s.decode for s in samples) / sum(s.passes for s in samples)
-
-    r |= {"alpha": float(torch.cat(way.series)[:, 0, 0].mean()), "positions": by_position(way.rounds),
-          "tau_predicted": followed(way.series, way.parents), "c_weights": way.step, "head": way.head,
-          "by_weights": r["tau"] / (1 + way.levels * way.step), "parents": way.parents}
-    r["predicted"] = r["tau_predicted"] * seconds(plain) / seconds(m)
-    if way.ranks:
-        r["sequoia"] = tree_tokens(way.parents, way.ranks)
-    return r
+def drafter(loaded, rule, shape, model, small):
+    return loaded[model.tok.dtype].drafter(rule, shape)
 
 
-def column(bench, found, skip, title, sizes, bar):
-    """One table: {method: row}, what the heads say of these texts, and where greedy texts parted."""
-    ways, ruled, owners, texts, written = ways_of(bench, found, skip, sizes)
-    methods = {"plain": Method(gamma=0)}
-    methods |= {name: way.method(bench.model) for name, way in ways.items()} | ruled
+def ruled_head(loaded, cost, most, tail):
+    make = partial(drafter, loaded, DoNoHarm(cost, most), None)
+    return lambda model, small: Then(make(model, small), NGram(TAIL, 3)) if tail else make(model, small)
+
+
+def column(bench, found, title, sizes, bar):
+    """One table: {method: row}, and where greedy texts parted. found: {name: {dtype: head}}."""
+    L = bench.model.c.n_layers
+    texts, cost, exits = pilot(bench, L)
+    free, best = own_methods(L, exits, None, cost, False), dict(exits)
+    methods, known = {"plain": free["plain"]}, {}
+    layers = {h.shape["exit_layer"] for h in bench.heads if "exit_layer" in h.shape}
+    for e in sorted(layers | {exits[0][0]}):
+        methods |= fixed(f"exit {e}", early_exit(L, e), best.get(e, 2))
+    methods |= {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
+    for name, loaded in found.items():
+        more, facts = head_methods(name, loaded, sizes)
+        methods, known = methods | more, known | facts
     rows, parted = bench.table(methods, texts, title, bar)
-    for name, way in ways.items():
-        widen(rows[name], way, methods[name], methods["plain"])
-    for name, head in owners.items():
-        rows[name] |= {"head": head, "by_weights": None}        # what a head reads of itself is not metered
-    said, ids = {}, torch.tensor(sum(written, []))
-    for name, loaded in found.items() if bench.greedy else ():
-        window = min(256, len(ids), bench.model.c.max_len)
-        told = train_heads.evaluate(loaded[bench.model.tok.dtype], ids, window, len(ids))
-        said[name] = {key: told[key] for key in ("agreement", "top 5", "overlap")}
-    return rows, said, parted
+    return {name: r | known.get(name, {}) for name, r in rows.items()}, parted
 
 
 # --- what is reported
 
 
-COLUMNS = {"ratio to plain": "{ratio:.2f}", "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}",
-           "tau": "{tau:.2f}", "tau predicted": "{tau_predicted:.2f}", "alpha": "{alpha:.2f}",
-           "c": "{c:.3f}", "c by weights": "{c_weights:.3f}", "block": "{block:.2f}",
-           "alpha by position": "{places}"}
+COLUMNS = {"ratio to plain": "{ratio:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
+           "tau by ranks": "{tau_predicted:.2f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",
+           "block": "{block:.2f}", "alpha by position": "{places}"}
 FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}",
-         "text": "{text}", "top 1 by step": "{one}", "top 5 by step": "{five}"}
-TREES = {"tree": "{tree}", "nodes": "{nodes}", "block": "{block:.2f}", "tau by ranks": "{sequoia:.2f}",
-         "tau along the text": "{tau_predicted:.2f}", "tau measured": "{tau:.2f}",
-         "speed-up predicted": "{predicted:.2f}", "measured": "{ratio:.2f}"}
+         "acceptance by rank": "{ranks}"}
 
 
-def markdown(a, results, said, facts):
+def markdown(a, results, facts):
     lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
              f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs; every greedy "
-             "text is that of plain decoding in float64; c and block: by the clock of the loop; alpha: of "
-             "first tokens along the text; by position: how often it was accepted where it was tested", ""]
+             "text is that of plain decoding in float64; c and block: by the clock of the loop; by ranks: "
+             "Sequoia's formula; by position: how often it was accepted where it was tested", ""]
     if not facts:
         lines += [f"No trained heads beside these weights: python -m lab.train_heads KIND --model {a.model} "
                   f"--out {a.model}/heads/KIND", ""]
     else:
-        body = [(name, facts[name] | {"text": title, "one": steps(t["agreement"]), "five": steps(t["top 5"])})
-                for title, told in said.items() for name, t in told.items()]
-        lines += figures(body, FACTS, "heads")
+        lines += figures(facts.items(), FACTS, "heads")
     for title, rows in results.items():
         told = [(name, r | {"places": steps(r.get("positions", []))}) for name, r in rows.items()]
         lines += [f"**{title}**", "", *figures(told, COLUMNS), verdict(rows), ""]
-    return lines + trees(results)
+    return lines
 
 
 def verdict(rows):
     """Which head is best, and how it compares with the best that needs no training."""
-    free = {name: r["ratio"] for name, r in rows.items() if not r.get("head")}
-    best, trained = max(free, key=free.get), {name: r["ratio"] for name, r in rows.items() if r.get("head")}
+    free = {name: r["ratio"] for name, r in rows.items() if "head" not in r}
+    best, trained = max(free, key=free.get), {name: r["ratio"] for name, r in rows.items() if "head" in r}
     if not trained:
         return f"Without training {best} is best, {free[best]:.2f} times plain decoding."
     top = max(trained, key=trained.get)
     return (f"Best: {top}, {trained[top]:.2f} times plain decoding, and {trained[top] / free[best]:.2f} "
             f"times the best without training, {best}.")
-
-
-def trees(results):
-    """The lines about trees by size: what a block costs, what the tree yields, and which one is fastest."""
-    body = [(title, r | {"tree": name, "nodes": len(r["parents"])})
-            for title, rows in results.items() for name, r in rows.items() if "sequoia" in r]
-    if not body:
-        return []
-    best = []
-    for title in results:
-        r = max((r for text, r in body if text == title), key=lambda r: r["ratio"])
-        best.append(f"- {title}: {r['tree']} is the fastest, and its tau is off by "
-                    f"{r['tau'] / r['tau_predicted'] - 1:+.1%} from what was predicted along the text")
-    return ["**Trees** (Sequoia's best shapes, from the acceptance of each rank)", "",
-            *figures(body, TREES, "text"), *best, ""]
-
-
-# --- the command
 
 
 def run(a):
@@ -333,26 +148,20 @@ def run(a):
     model = models[a.dtype][0]
     found = {name: {m.tok.dtype: heads.load(folder, m) for m, _ in models.values()}
              for name, folder in where.items()}
-    skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
-    for loaded in found.values():
-        for head in loaded.values():
-            head.reach = LEVELS     # an eagle drafts farther than it learns
+    own = {name: loaded[model.tok.dtype] for name, loaded in found.items()}
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
-                    "parameters": sum(p.numel() for p in h.weights.parameters())}
-             for name, (h, *_) in ((name, tuple(loaded.values())) for name, loaded in found.items())}
+                    "parameters": heads.count(h), "ranks": steps(h.ranks)} for name, h in own.items()}
     tasks = [(name, T) for T in (0.0, 0.8) for name in a.prompts or SETS]
-    results, said, notes = {}, {}, []
+    results, notes = {}, []
     with tqdm(disable=None) as bar:
         for name, T in tasks[:: len(a.prompts or SETS)] if a.quick else tasks:
             prompts, title = prompt_ids(name, tokenizer, model.c), f"{name}, T {T:g}"
-            bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {})
+            bench = Bench(a, models, prompts[:2] if a.quick else prompts, {"temperature": T} if T else {},
+                          own.values())
             sizes = SIZES if name == "stories" and not a.quick else [NODES]
-            results[title], told, seen = column(bench, found, skip, title, sizes, bar)
-            said |= {title: told} if told else {}
+            results[title], seen = column(bench, found, title, sizes, bar)
             notes += seen
-    lines = markdown(a, results, said, facts)
-    swept, more = sweep.run(a, tokenizer)
-    ruled, judged_ = rules.run(a, model, tokenizer)
-    data = {"results": results, "said": said, "heads": facts, "divergences": notes, "sweep": more,
-            "rules": judged_, "new": a.new, "repeats": a.repeats, "model": str(a.model)}
-    return page(lines + swept + ruled), data, partial(plots.drafted, results, more, f"{a.model}, {a.dtype}")
+    data = {"results": results, "heads": facts, "divergences": notes, "new": a.new, "repeats": a.repeats,
+            "model": str(a.model)}
+    draw = partial(plots.drafted, results, f"{a.model}, {a.dtype}")
+    return page(markdown(a, results, facts)), data, draw

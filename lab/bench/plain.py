@@ -2,14 +2,7 @@
 
 The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
 """
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,9 +11,7 @@ from tqdm import tqdm
 
 import checkpoint
 from kvcache import KVCache
-from lab.bench import peers
-from lab.bench.shared import LLAMA, ROOT, WEIGHTS, page, random_model, table
-from layerskip import SelfDraft, early_exit
+from lab.bench.shared import LLAMA, WEIGHTS, page, random_model, table
 from machine.recorded import Recorded
 from model import SPARE, Config
 from speculative import generate, prefill, rounds
@@ -63,77 +54,38 @@ def their_text(model, ids, new, **flags):
                           max_new_tokens=new, **flags)[:, ids.shape[1] :]
 
 
-def recorded_rounds(fast, prompt, new, drafter=None):
-    """A function that begins to continue the prompt in recorded passes, which are all recorded now."""
-    c = fast.c
-    slots = min(len(prompt) + new, c.max_len) + SPARE
-    cache = KVCache(c, 1, slots, fast.attention_dtype(), fast.tok.device)
-    steps = lambda: rounds(fast, [prompt], new, drafter, cache=cache)  # noqa: E731
-    fast.rehearse(lambda: list(steps()))
-    return steps
+def compiled(theirs, prompt, new):
+    """A function that returns what transformers writes with a cache of fixed size and the step of one token
+    compiled, as its guide to fast decoding says."""
+    from transformers import StaticCache
+    device, ids = theirs.device, torch.tensor([prompt], device=theirs.device)
+    # trap: a sliding layer's cache counts in Python: were its numbers fixed, each token compiled anew
+    one = torch.compile(theirs.forward)
+
+    @torch.no_grad()
+    def write():
+        cache, run, found = StaticCache(config=theirs.config, max_cache_len=len(prompt) + new), theirs, []
+        tokens, at = ids, torch.arange(len(prompt), device=device)
+        for _ in range(new):
+            said = run(tokens, past_key_values=cache, cache_position=at, logits_to_keep=1)
+            tokens, at, run = said.logits[:, -1:].argmax(-1).clone(), at[-1:] + 1, one
+            found.append(tokens)
+        return torch.cat(found, 1)[0].tolist()
+
+    return write
 
 
 def recorded(model, prompt, new):
-    """A function that continues the prompt in recorded passes, and returns the ids."""
-    steps = recorded_rounds(Recorded(model), prompt, new)
-    return lambda: [token for _, r in steps() for token in r.new[0]]
+    """A function that continues the prompt in recorded passes, which are all recorded now. It returns the
+    ids."""
+    fast, slots = Recorded(model), min(len(prompt) + new, model.c.max_len) + SPARE
+    cache = KVCache(model.c, 1, slots, fast.attention_dtype(), fast.tok.device)
 
+    def write():
+        return [token for _, r in rounds(fast, [prompt], new, cache=cache) for token in r.new[0]]
 
-class Watched:
-    """Stands in for a model and adds up the seconds of its passes."""
-
-    def __init__(self, model):
-        self.model, self.seconds = model, 0.0
-
-    def __getattr__(self, name):
-        part = getattr(self.model, name)
-        return partial(self.timed, part) if name in ("embed", "run", "unembed") else part
-
-    def timed(self, part, *args, **more):
-        start = self.now()
-        out = part(*args, **more)
-        self.seconds += self.now() - start
-        return out
-
-    def now(self):
-        if self.model.tok.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-
-def loop_share(model, prompt, new, exit_layer=None):
-    """Which part of the time of recorded rounds goes into the loop itself: all but passes, the first round
-    left out. With an exit layer 3 tokens are drafted there a round."""
-    fast = Watched(Recorded(model))
-    draft = exit_layer and SelfDraft(fast, early_exit(model.c.n_layers, exit_layer), 3)
-    steps = recorded_rounds(fast, prompt, new, draft)()
-    next(steps)     # it also reads the prompt
-    before, start = fast.seconds, fast.now()
-    for _ in steps:
-        pass
-    return 1 - (fast.seconds - before) / (fast.now() - start)
-
-
-START = """
-import sys, time, torch
-sys.path.insert(0, {here!r})
-import checkpoint
-from lab.bench import plain
-model, _ = checkpoint.load({folder!r}, {device!r}, {dtype})
-start = time.perf_counter()
-plain.recorded(model, {prompt}, 8)()
-print(time.perf_counter() - start)
-"""
-
-
-def starts(folder, dtype, device, prompt):
-    """Seconds until a fresh process that has loaded its weights has recorded the passes of plain decoding and
-    written 8 tokens: for the first time on a machine, and the next time."""
-    code = START.format(here=str(ROOT), folder=str(folder), device=str(device), dtype=dtype, prompt=prompt)
-    with tempfile.TemporaryDirectory() as empty:
-        there = os.environ | {"XDG_CACHE_HOME": empty, "TORCHINDUCTOR_CACHE_DIR": empty}
-        return [float(subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-                                     check=True, env=there).stdout.split()[-1]) for _ in range(2)]
+    fast.rehearse(write)
+    return write
 
 
 def matrices(model):
@@ -155,36 +107,6 @@ def step(model, T, at, sublayers=None):
     return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
 
 
-LOAD = """
-import sys, time, torch
-sys.path.insert(0, {here!r})
-import {module}
-def anonymous():
-    lines = open("/proc/self/status")
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
-before, start = anonymous(), time.perf_counter()
-model = {call}
-print(time.perf_counter() - start, anonymous() - before)
-"""
-
-
-def loading(folder, dtype, repeats):
-    """Median seconds and MB of anonymous memory, each in a fresh process. transformers, where there is one,
-    leaves the weights in the mapped file, to be paged in at first use."""
-    folder, seen = str(folder), {}
-    calls = {"ours": f"checkpoint.load({folder!r}, 'cpu', {dtype})",
-             "transformers": f"transformers.AutoModelForCausalLM.from_pretrained({folder!r}, dtype={dtype})"}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            module = call.partition(".")[0]
-            if find_spec(module) is None:
-                continue
-            argv = [sys.executable, "-c", LOAD.format(here=str(ROOT), module=module, call=call)]
-            out = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-            seen.setdefault(name, []).append([float(n) for n in out.split()[-2:]])
-    return {name: list(map(statistics.median, zip(*rows, strict=True))) for name, rows in seen.items()}
-
-
 def launches(model, prompt):
     """Kernel launches of a plain round, counted by the profiler."""
     steps = rounds(model, [prompt], 16)
@@ -204,22 +126,16 @@ def measure(folder, dtype, device, a, bar):
     pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
     contexts = [n for n in CONTEXTS if n < pair.c.max_len] + [pair.c.max_len - 1]
     both = pair.generators([prompt], a.new)
-    others = {name: partial(write, prompt, a.new) for name, write in peers.find_peers(pair.ours).items()}
-    if a.fast:
-        others["ours, recorded"] = recorded(pair.ours, prompt, a.new)
-        static = peers.Static(pair.theirs, len(prompt) + a.new)
-        others["transformers, compiled"] = partial(static.write, prompt, a.new)
+    others = {"ours, recorded": recorded(pair.ours, prompt, a.new),
+              "transformers, compiled": compiled(pair.theirs, prompt, a.new)} if a.fast else {}
     ours, theirs = (run()[0] for run in both.values())
-    r = {"same tokens": agree(ours, theirs)}
-    r["peers"] = {name: agree(ours, run()) for name, run in others.items()}
+    r = {"same tokens": agree(ours, theirs),
+         "others": {name: agree(ours, run()) for name, run in others.items()}}
     bar.update()
     r["decode"] = interleave(both | others, a.repeats)
     bar.update()
     single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
     r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
-    if a.fast:
-        r["starts"], E = starts(folder, dtype, device, prompt), max(1, pair.c.n_layers // 4)
-        r["loop"] = [loop_share(pair.ours, prompt, a.new, exit_layer) for exit_layer in (None, E)]
     if a.quick:
         return r
     r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
@@ -230,7 +146,6 @@ def measure(folder, dtype, device, a, bar):
     r["batches"] = {B: interleave(pair.generators([prompt] * B, a.new // 4), a.repeats) for B in BATCHES}
     bar.update()
     r["contexts"] = interleave({n: step(pair.ours, 1, n) for n in contexts}, 5 * a.repeats)
-    r["loading"] = loading(folder, dtype, max(1, a.repeats // 2)) if device == "cpu" else None
     r["launches"] = launches(pair.ours, prompt) if device == "cuda" else None
     bar.update()
     return r
@@ -247,12 +162,11 @@ def markdown(results, a):
                       f"{r['bound']:.2f}", f"{r['same tokens']} of {a.new}"])
     lines += table(["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"],
                    speed)
-    lines += peers.markdown(results, a.new)
     if a.fast:
-        head = ["recorded passes", "s to the first start", "to later ones", "the loop's share, plain",
-                "a quarter of the blocks drafts 3"]
-        lines += table(head, [[name, *(f"{s:.1f}" for s in r["starts"]), *(f"{x:.0%}" for x in r["loop"])]
-                              for name, r in results.items()])
+        lines += table(["model, dtype", "way", "tokens/s", "ours / it", "same first tokens"], [
+            [name, way, f"{a.new / r['decode'][way]:.1f}",
+             f"{r['decode'][way] / r['decode']['ours']:.2f}", f"{same} of {a.new}"]
+            for name, r in results.items() for way, same in r["others"].items()])
     return page(lines if a.quick else lines + details(results))
 
 
@@ -265,10 +179,9 @@ def details(results):
         batches = " ".join(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())
         read = r["prompt"]
         prompt = f"{read['tokens'] / read['ours']:.0f} ({read['transformers'] / read['ours']:.2f})"
-        loads = [f"{s:.1f} s, {mb:.0f} MB" for s, mb in (r["loading"] or {}).values()]
-        work.append([name, contexts, prompt, batches, *(loads or ["", ""])])
+        work.append([name, contexts, prompt, batches])
     head = ["model, dtype", "a token after n others, relative to 64", "reading a prompt, tokens/s (ratio)",
-            f"ratio at batch {' '.join(map(str, BATCHES))}", "loading, memory", "transformers"]
+            f"ratio at batch {' '.join(map(str, BATCHES))}"]
     lines = table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks) + table(head, work)
     return lines + [f"{name}: {r['launches']} kernel launches a plain round"
                     for name, r in results.items() if r["launches"]]

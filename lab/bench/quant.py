@@ -9,21 +9,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from control import (
-    MOST,
-    best_gamma,
-    expected_speedup,
-    expected_tokens,
-    weight_costs,
-)
-from lab.bench.costs import teachers
+import control
+from lab.bench.costs import against_plain, teachers
 from lab.bench.plain import step
 from lab.bench.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
-from speculative import ModelDraft, rounds
-from support.measure import interleave, measure_costs
-from support.stats import compare
+from speculative import ModelDraft
 
 GAMMA, MEGABYTE = 3, 1e6
 BITS = {"bfloat16": 16, "int8": 8, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}  # a weight; int8 without its scales
@@ -53,27 +45,14 @@ def acceptance(teacher, draft, subs):
         return teacher.overlap(teacher.probs(draft.unembed(x)))
 
 
-def written(model, prompts, drafter, a):
-    """(tau, speed relative to plain decoding), drafted and plain in turn, prompt by prompt."""
-    runs = {"plain": [], "drafted": []}
-    for prompt in prompts:
-        made = compare(lambda d, p=prompt: rounds(model, [p], a.new, d),
-                       {"plain": lambda: None, "drafted": drafter}, 1, a.repeats or 3)
-        for name, run in made.items():
-            runs[name].append(run)
-    rate = {name: sum(r.tokens for r in some) / sum(r.seconds for r in some) for name, some in runs.items()}
-    tau = sum(r.tokens for r in runs["drafted"]) / sum(r.passes for r in runs["drafted"])
-    return tau, rate["drafted"] / rate["plain"]
-
-
 def measure(a, model, tokenizer, drafts, owns):
     """{name: what was found} of each draft, {name: (model, sub-layers)}, of one target. owns: {name: bytes}
     that a draft takes which is a model of its own; the others are the target's own sub-layers."""
     texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
     prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS][: 1 if a.quick else len(SETS)]
     repeats, whole, rows = 2 if a.quick else 20, byte_costs(model).whole, {}
-    block = measure_costs(model, repeats=repeats).block(GAMMA + 1)
-    clock = interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
+    block = control.measure_costs(model, repeats=repeats).block(GAMMA + 1)
+    clock = control.interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
         {"target": (model, every)} | drafts).items()}, repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
         series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]
@@ -81,12 +60,12 @@ def measure(a, model, tokenizer, drafts, owns):
         by_bytes, by_clock = own.step(subs) * own.whole / whole, clock[name] / clock["target"]
         make = (lambda d=draft, s=subs: ModelDraft(d, GAMMA, s)) if name in owns else (
             lambda s=subs: SelfDraft(model, s, GAMMA))
-        tau, speed = written(model, prompts, make, a)
+        tau, speed = against_plain(model, prompts, make, a.new, a.repeats or 3)
         rows[name] = {"alpha": float(torch.cat(series).mean()), "megabytes": owns.get(name, 0) / MEGABYTE,
                       "c_bytes": by_bytes, "c_clock": by_clock, "tau": tau,
-                      "tau_predicted": expected_tokens(series, GAMMA), "speed": speed,
-                      "speed_bytes": expected_speedup(series, GAMMA, by_bytes),
-                      "speed_clock": expected_speedup(series, GAMMA, by_clock, block)}
+                      "tau_predicted": control.expected_tokens(series, GAMMA), "speed": speed,
+                      "speed_bytes": control.expected_speedup(series, GAMMA, by_bytes),
+                      "speed_clock": control.expected_speedup(series, GAMMA, by_clock, block)}
     return rows
 
 
@@ -135,7 +114,7 @@ def measured(a):
 
 def paper_bytes(c, kind="bfloat16"):
     """(bytes of the blocks, bytes of the head, bytes of the whole model) with its blocks in few bits."""
-    costs = weight_costs(c)
+    costs = control.weight_costs(c)
     blocks, head = sum(costs.sublayers) * BITS[kind] / 8, 2 * costs.head
     return blocks, head, blocks + head * (1 if c.tied else 2)
 
@@ -148,8 +127,8 @@ def paper_table():
         row, whole = [name, *(f"{paper_bytes(c, kind)[2] / 1e9:.1f}" for kind in BITS)], paper_bytes(c)
         for kind in KINDS:
             cost = sum(paper_bytes(c, kind)[:2]) / sum(whole[:2])
-            gamma = best_gamma(0.9, cost, MOST)
-            row += [f"{cost:.2f}", f"{gamma}", f"{expected_speedup(0.9, gamma, cost):.2f}"]
+            gamma = control.best_gamma(0.9, cost, control.MOST)
+            row += [f"{cost:.2f}", f"{gamma}", f"{control.expected_speedup(0.9, gamma, cost):.2f}"]
         rows.append(row)
     small, large = paper_bytes(SHAPES["TinyLlama 1.1B"]), paper_bytes(SHAPES["Llama 2 13B"], "nf4")
     seed = (f"Llama 2 13B in nf4 with TinyLlama in bfloat16: {(small[2] + large[2]) / 1e9:.1f} GB together, "
@@ -157,25 +136,8 @@ def paper_table():
     return [*table(head, rows), seed, ""]
 
 
-def several_table():
-    """A 70B model on several devices (machine/parallel.py): bytes and latency of a token."""
-    head, rows = ["70B", "devices", "GB on each", "GB a token reads on each", "sums", "KB a sum"], []
-    head += [f"ms a token, {1e6 * s:.0f} us a sum" for s in SUMS]
-    for kind in ("bfloat16", "nf4"):
-        blocks, lm_head, _ = paper_bytes(LARGE, kind)
-        for world in (1, 2, 4, 8):
-            read = (blocks + lm_head) / world
-            talks = 2 * LARGE.n_layers + 2 if world > 1 else 0      # and the logits, and the drawn token
-            latency = [f"{1e3 * (read / READS + talks * s):.1f}" for s in SUMS]
-            rows.append([kind, f"{world}", f"{(read + lm_head) / 1e9:.1f}", f"{read / 1e9:.1f}", f"{talks}",
-                         f"{2 * LARGE.dim / 1024:.0f}", *latency])
-    return table(head, rows)
-
-
 def run(a):
     lines, data = measured(a)
     lines += ["On paper, by bytes alone, with products that read few bits as they are (here only int8 in "
-              "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table(),
-              f"On several devices that read {READS / 1e12:.2f} TB/s each; what a sum takes is assumed:", "",
-              *several_table()]
+              "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table()]
     return page(lines), {"models": data, "gamma": GAMMA}, None

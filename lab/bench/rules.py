@@ -5,16 +5,10 @@ any exact rule could keep; a rule that is not exact is judged by how far its tex
 """
 import torch
 
-import checkpoint
-from lab.bench.shared import read_prompts, table
-from layerskip import early_exit
-from sampling import Coins, to_probs
-from search import Teacher
+from sampling import Coins
 from verification import verify_tree
 
-TOKENS = 6                  # of a vocabulary in which everything is enumerated
-TEMPERATURES = 0.3, 0.7, 1.0
-GUESSES = 1, 2, 4
+TOKENS = 6      # of a vocabulary in which everything is enumerated
 
 
 # --- how k tokens can be drawn
@@ -64,13 +58,6 @@ def tried(p, tokens, q):
     return coins.noted * torch.cat([torch.ones_like(refused[:, :1]), refused[:, :-1]], 1)
 
 
-def recursive(p, q, tokens, drawn, coins):
-    """Recursive rejection, the library's own rule: a token for each row (N,)."""
-    N, k = tokens.shape
-    node, token = verify_tree(p.expand(N, k + 1, -1), tokens, tokens.new_zeros(1, k), coins, drawn)
-    return torch.where(node > 0, tokens.gather(1, (node - 1).clamp(min=0)[:, None])[:, 0], token)
-
-
 def shared_part(p, q, k):
     """min(q, p / rho) (V,) of k-sequential selection, for k independent draws: rho is the least number with
     1 - (1 - b)^k <= rho b, where b is the sum of that minimum (Sun et al. 2023, SpecTr). Returns it and
@@ -81,19 +68,6 @@ def shared_part(p, q, k):
         b = float(torch.minimum(q, p / rho).sum())
         low, high = (low, rho) if 1 - (1 - b) ** k <= rho * b else (rho, high)
     return torch.minimum(q, p / high), high
-
-
-def k_sequential(p, q, tokens, drawn, coins):
-    """SpecTr's rule: the first draw x that passes a flip with min(1, p(x) / (rho q(x))); where none does, a
-    token from what they leave of p. One uniform for each draw, and one for each row. (N,)"""
-    N, k = tokens.shape
-    part, rho = shared_part(p, q, k)
-    passed = coins.flip((p / (rho * q))[tokens])                                # (N, k)
-    b = part.sum()
-    left = (p - part * (1 - (1 - b) ** k) / b.clamp(min=1e-300)).clamp(min=0) if b > 0 else p
-    other = coins.choose((left if left.sum() > 0 else p).expand(N, -1))
-    first = tokens.gather(1, passed.int().argmax(1, keepdim=True))[:, 0]
-    return torch.where(passed.any(1), first, other)
 
 
 def k_sequential_acceptance(p, q, k):
@@ -107,7 +81,7 @@ def passes(p, tokens, epsilon=0.09, delta=0.3):
     return p[tokens] > min(epsilon, delta * float(torch.exp(-torch.special.entr(p).sum())))
 
 
-def typical(p, q, tokens, drawn, coins):
+def typical(p, tokens):
     """Medusa's typical acceptance: the likeliest of the draws that pass, and p's best token where none does.
     No coin is flipped, and so it cannot be exact. (N,)"""
     worth = torch.where(passes(p, tokens), p[tokens], -1.0)                     # (N, k)
@@ -134,10 +108,10 @@ def optimum(p, tokens, chance):
 
 def law_of_typical(p, tokens, chance):
     """The distribution of its token over all draws. (V,)"""
-    return torch.zeros_like(p).index_add_(0, typical(p, None, tokens, None, None), chance)
+    return torch.zeros_like(p).index_add_(0, typical(p, tokens), chance)
 
 
-# --- the table
+# --- what each keeps
 
 
 def pairs(teacher, sublayers, count):
@@ -163,26 +137,3 @@ def judge(p, q, k):
             "optimum": optimum(p, tokens, chance),
             "typical": float(passes(p, tokens).any(1).double() @ chance),
             "its bias": float((law_of_typical(p, tokens, chance) - p).abs().sum() / 2)}
-
-
-def compare(logits):
-    """(lines, data): acceptance of each rule by temperature and guesses, means over places, logits (N, 2,
-    V)."""
-    rows, data = [], {}
-    for T in TEMPERATURES:
-        laws = [to_probs(z, T) for z in logits]                                 # (2, V) each
-        for k in GUESSES:
-            found = [judge(p, q, k) for p, q in laws]
-            data[f"{T}, {k}"] = {name: sum(f[name] for f in found) / len(found) for name in found[0]}
-            rows.append([f"{T}", f"{k}", *(f"{x:.3f}" for x in data[f"{T}, {k}"].values())])
-    return [f"**Verification rules**: how likely one of k guesses is kept, at {len(logits)} places of a "
-            f"story, where model and exit keep {logits.shape[-1]} tokens; enumerated, not sampled", "",
-            *table(["T", "k", *next(iter(data.values()))], rows)], data
-
-
-def run(a, model, tokenizer):
-    """(lines, data), on what the model and its exit after a sixth of the blocks say."""
-    ids = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], model.c.bos)[: model.c.max_len]
-    teacher = Teacher(model, ids, lambda logits: logits)
-    subs = early_exit(model.c.n_layers, max(1, model.c.n_layers // 6))
-    return compare(pairs(teacher, subs, 4 if a.quick else 32))

@@ -10,7 +10,6 @@ import torch
 import checkpoint
 from control import best_gamma, expected_speedup
 from model import Config, Transformer
-from speculative import Wrapper
 from support.cli import read_beside
 from support.files import read_prompts
 
@@ -73,30 +72,6 @@ def forecast(series, cost, block=lambda T: 1.0):
     gamma = best_gamma(series, cost, block=block)
     gain = expected_speedup(series, gamma, cost, block(gamma + 1))
     return float(torch.cat(series).mean()), gamma, gain
-
-
-class Noting(Wrapper):
-    """A drafter of one row, and a list that gets (accepted, proposed) of each round."""
-
-    def __init__(self, drafter, seen):
-        super().__init__(drafter)
-        self.seen = seen
-
-    def observe(self, state, r):
-        super().observe(state, r)
-        self.seen.append((int(r.accepted[0]), int(r.proposed[0])))
-
-
-def by_position(seen):
-    """How often the first, second, ... token of a draft was accepted, where it was tested. seen: what a
-    `Noting` noted.
-
-    >>> by_position([(2, 2), (0, 2), (1, 2), (0, 0)])
-    [0.6666666666666666, 0.5]
-    """
-    most = max((proposed for _, proposed in seen), default=0)
-    tested = [[kept > k for kept, proposed in seen if proposed > k and kept >= k] for k in range(most)]
-    return [sum(t) / len(t) for t in tested if t]
 
 
 def beside(a, name, given, read, size):

@@ -2,8 +2,8 @@
 have Triton, or only its interpreter.
 
     python -m pip install triton numpy
-    TRITON_INTERPRET=1 python lab/kernels.py      on a CPU: slow, but step by step
-    python lab/kernels.py                         on a GPU
+    TRITON_INTERPRET=1 python lab/notebooks/kernels.py     on a CPU: slow, but step by step
+    python lab/notebooks/kernels.py                         on a GPU
 
 The one thing to remember: a kernel is written for one *program*, and many programs run at once, each with a
 number of its own (`program_id`). It loads some numbers, computes with them as long as they are close, and
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.nn.functional as F  # noqa: E402
 
