@@ -11,12 +11,13 @@ import torch
 from tiny import tree
 
 from control import expected_tokens
-from exercises import diagnose, specs, splice, start, variants
+from exercises import diagnose, specs, splice, start
 from exercises.answers import SHAPES, WRONG
-from exercises.check import answer, changed
-from exercises.tasks import TASKS, VARIANT, choose, file_name
+from exercises.check import answer, wrong_answers
+from exercises.tasks import TASKS, TEXTS, choose, file_name
 from gaussian import climb
 from sampling import Coins
+from tests.mistakes import find
 from verification import verify
 
 ROOT = Path(__file__).parent.parent
@@ -31,11 +32,9 @@ def out(tmp_path):
 
 @each_task
 def test_a_task_has_wrong_answers_and_tests_that_exist(task):
-    assert set(WRONG) == {task.name for task in TASKS} and set(SHAPES) <= set(WRONG)
+    assert set(WRONG) == set(TEXTS) == {task.name for task in TASKS} and set(SHAPES) <= set(WRONG)
     assert all(choose(word) is task for word in (str(task.number), task.name, *task.functions))
-    assert len({why for _, _, why in WRONG[task.name]}) >= 3
-    for row in WRONG[task.name]:
-        ast.parse(changed(task, row))
+    assert len([ast.parse(text) for text, _ in wrong_answers(task)]) >= 3
     for test in task.tests:
         file, name = test.partition("[")[0].split("::")
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
@@ -49,12 +48,13 @@ def test_a_file_has_the_stub_and_no_solution(task, out):
     text = (out / file_name(task)).read_text(encoding="utf-8")
     everything = "".join(p.read_text(encoding="utf-8") for p in out.iterdir())
     for name in task.functions:
-        ours, stub = (splice.find(ast.parse(t), name) for t in (splice.source(task.module), text))
+        ours, stub = (find(ast.parse(t), name) for t in (splice.source(task.module), text))
         assert splice.signature(ours) == splice.signature(stub) and splice.is_stub(stub)
         assert ast.get_docstring(ours) == ast.get_docstring(stub)
-        solution = splice.original(task.module, name)[splice.head(ours):]
-        longer = [line.split("  #")[0].strip() for line in solution]
-        assert not [line for line in longer if len(line) > 24 and line in everything]
+        body = splice.original(task.module, name)[splice.head(ours) + ("." in name) :]
+        code = [line.split("  #")[0].strip() for line in body]
+        assert not [line for line in code if len(line) > 24 and line in everything]
+    exec(compile(text, file_name(task), "exec"), {}), "a student can run it as it is"
 
 
 def test_the_folder_is_never_written_over(out):
@@ -180,34 +180,6 @@ def test_folders_and_names_that_do_not_exist(tmp_path):
     for folder, name in ((tmp_path / "none", "1"), (tmp_path, "loop")):
         code, _, said = graded(folder, name)
         assert code == 2 and f"there is no {'folder' if name == '1' else 'exercise'}" in said
-
-
-# --- variants
-
-
-@each_task
-def test_a_variant_has_other_names_and_the_same_description(task):
-    for name in task.functions:
-        heads = set()
-        for seed in range(3):
-            d, stub = (make(task.module, name, seed) for make in (variants.disguise, variants.stub))
-            node = splice.find(ast.parse(stub), d.name)
-            assert splice.is_stub(node) and splice.signature(node) == (d.decorators, d.head)
-            assert variants.stub(task.module, name, seed) == stub, "a seed names its variant"
-            heads.add(d.head)
-        assert len(heads) > 1
-
-
-def test_a_folder_of_a_variant_is_graded_as_one(tmp_path):
-    out, task = tmp_path / "out", choose("softcap")
-    start.write(out, 3)
-    mine = "\n".join(variants.solution(task.module, name, 3) for name in task.functions)
-    (out / file_name(task)).write_text(mine)
-    assert graded(out, "1")[0] == 0
-    (out / VARIANT).write_text("?")
-    assert graded(out, "1")[0] == 2, "it holds no seed"
-    (out / VARIANT).unlink()
-    assert graded(out, "1", "--variant", "3")[0] == 0, "the seed is known without the file"
 
 
 # --- diagnose
