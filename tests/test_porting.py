@@ -45,12 +45,12 @@ def test_the_library_says_what_the_traces_say_and_nothing_hangs_on_rounding(step
 
 def test_make_makes_these_very_cases():
     assert [case[0] for case in make.CASES + make.STORY_CASES] == [*CORE, *STORIES]
-    for number, op, build, wanted, catches in make.CASES:
+    for number, op, build, *wanted in make.CASES:
         committed, expect = CORE[number]
         request = json.loads(json.dumps(make.pose(number, op, build, expect["seed"])))
         assert not check.differ(request, committed, 1e-5, []), number
-        assert wanted is None or wanted(expect["answer"]), number
-        assert expect["catches"] == catches and len(catches) > 15
+        assert all(holds(expect["answer"]) for holds in wanted), number
+        assert len(expect["catches"]) > 15
 
 
 def test_make_makes_these_very_models():
