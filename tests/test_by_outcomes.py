@@ -18,8 +18,6 @@ from speculative import State, chain
 from verification import verify, verify_tree
 
 V = 3   # tokens; the tables have a row for each last token, and one more for the start
-
-
 # the distribution after each token, and at last the one of the first token
 P = wide([[0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.25, 0.25, 0.5], [0.45, 0.2, 0.35]])
 Q = wide([[0.1, 0.201, 0.699], [0.2, 0.2, 0.6], [0.5, 0.35, 0.15], [0.2, 0.75, 0.05]])
@@ -53,9 +51,8 @@ def after(way, p=P):
 
 def completed(text, p, count, coins):
     """The text with more tokens drawn from p, until it has `count`."""
-    text = list(text)
     while len(text) < count:
-        text.append(int(coins.choose(p[text[-1] if text else V])))
+        text = [*text, int(coins.choose(p[text[-1] if text else V]))]
     return tuple(text[:count])
 
 
@@ -319,8 +316,8 @@ def test_chain_keeps_the_token_that_stops_it():
         if 2 in tokens[:-1] or (len(tokens) < 3 and tokens[-1:] != [2]):
             fail("a rule that stops after token 2, and at most 3 tokens",
                  "the draft ends with its first 2, or has 3 tokens", f"the live tokens {tokens}",
-                 "it does not stop" if 2 in tokens[:-1] else "the drawn token that stops the draft is dropped; "
-                 "to drop a token for what it is changes the distribution of the text")
+                 "it does not stop" if 2 in tokens[:-1] else "the drawn token that stops the draft is "
+                 "dropped; to drop a token for what it is changes the distribution of the text")
 
     law(once)
 
