@@ -32,10 +32,8 @@ PROBS = {
         "temperature 0 is the exact one-hot of the largest logit, not the softmax":
             [0.125, 0.375, 0.375, 0.125]}),
     "temperature": (dict(temperature=0.5), [0.5, 0.25, 0.125, 0.125], roots([0.5, 0.25, 0.125, 0.125], 2), {
-        "the logits are divided by the temperature, not multiplied": roots([0.5, 0.25, 0.125, 0.125], 0.5),
-        "the temperature is not used": [0.5, 0.25, 0.125, 0.125]}),
+        "the logits are divided by the temperature, not multiplied": roots([0.5, 0.25, 0.125, 0.125], 0.5)}),
     "top-k": (dict(temperature=1.0, top_k=2), [0.1, 0.2, 0.35, 0.35], [0, 0, 0.5, 0.5], {
-        "top_k is not used": [0.1, 0.2, 0.35, 0.35],
         "what stays must be scaled to sum to 1": [0, 0, 0.35, 0.35],
         "the least likely tokens stay": [1 / 3, 2 / 3, 0, 0]}),
     "top-k, ties": (dict(temperature=1.0, top_k=2), [0.1, 0.3, 0.3, 0.3], [0, 0.5, 0.5, 0], {
@@ -44,15 +42,12 @@ PROBS = {
     "top-p": (dict(temperature=1.0, top_p=0.6), [0.125, 0.5, 0.125, 0.25], [0, 2 / 3, 0, 1 / 3], {
         "the token with which the mass reaches top_p must stay": [0, 1, 0, 0],
         "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
-        "one token too many: the smallest set that reaches top_p": [1 / 7, 4 / 7, 0, 2 / 7],
-        "the running sum goes from the most likely token down, not over the ids": [0.2, 0.8, 0, 0],
-        "top_p is not used": [0.125, 0.5, 0.125, 0.25]}),
+        "the running sum goes from the most likely token down, not over the ids": [0.2, 0.8, 0, 0]}),
     "top-p, reached": (dict(temperature=1.0, top_p=0.5), [0.25, 0.5, 0.125, 0.125], [0, 1, 0, 0], {
         "one token too many: the set stops as soon as its mass *reaches* top_p": [1 / 3, 2 / 3, 0, 0]}),
     "min-p": (dict(temperature=1.0, min_p=0.4), [0.125, 0.5, 0.125, 0.25], [0, 2 / 3, 0, 1 / 3], {
         "the bound is min_p times the most likely token's probability, not min_p itself": [0, 1, 0, 0],
-        "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25],
-        "min_p is not used": [0.125, 0.5, 0.125, 0.25]}),
+        "what stays must be scaled to sum to 1": [0, 0.5, 0, 0.25]}),
     "min-p, reached": (dict(temperature=1.0, min_p=1.0), [0.2, 0.4, 0.4], [0, 0.5, 0.5], {
         "a token with exactly min_p times the largest stays: drop only those below": [math.nan] * 3,
         "of tied tokens all stay: drop only those below the bound": [0, 1, 0]}),
@@ -89,8 +84,7 @@ CHOICES = [
         "sum": [0, 1, 2]}),
     ([0.5, 0.5, 0.0], [0.0, 0.5, ALMOST_ONE], [0, 1, 1], {
         "u = .5 is where token 1 begins: take the first id whose running sum *exceeds* u times the sum":
-            [0, 0, 1],
-        "a token of probability zero was chosen": [0, 1, 2]})]
+            [0, 0, 1]})]
 
 
 @pytest.mark.parametrize("weights, us, want, mistakes", CHOICES, ids=[str(c[0]) for c in CHOICES])
@@ -238,7 +232,6 @@ def test_best_gamma_within_its_bounds():
     got = [best_gamma(0.8, 0.05, most=3), best_gamma(0.3, 0.4, least=1),
            best_gamma(0.8, 0.05, 4, block=lambda T: dear[T - 1])]
     compare(torch.tensor(got), [3, 1, 1], {
-        "`most` is ignored": [8, 1, 1], "`least` is ignored": [3, 0, 1],
         "`block` is ignored: a pass over gamma + 1 tokens may take longer than one over one token": [3, 1, 4],
         "block(T) is asked for T = gamma; the pass that verifies reads gamma + 1 tokens": [3, 1, 2]},
         "alpha = .8, c = .05, most = 3; alpha = .3, c = .4, least = 1; alpha = .8, c = .05, most = 4, and "

@@ -120,31 +120,28 @@ def test_the_margin_of_the_filters_is_that_of_their_nearest_cut():
 
 def test_the_margin_of_a_tree_is_what_refused_siblings_leave():
     p, q = torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[0.6, 0.4], [0.05, 0.95]])
-    assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)   # for the second (0, 1) is left
+    assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)   # (0, 1) is left, less q
 
 
 # --- ports
 
 
-def test_the_numpy_port_passes(call):
+def test_the_numpy_ports_pass(call):
     status, out, _ = call("--core", *NUMPY)
     core = sum(not request["trees"] for request, _ in CORE.values()) + 1
     assert status == 0 and f"{core} of {core} cases pass (traces version 2;" in out and "999 ok" in out
     status, out, _ = call("--stories", *NUMPY)
     assert status == 0 and "3 of 3 cases pass" in out
+    trees = [n for n, (request, _) in CORE.items() if request["trees"]]
+    flags = [flag for n in trees for flag in ("--case", n)]
+    status, out, _ = call(*flags, sys.executable, PORTING / "numpy_trees.py")
+    assert status == 0 and len(trees) == 8 and "8 of 8 cases pass" in out
 
 
 def test_a_top_p_of_1_is_off_in_the_numpy_port():
     """The likeliest token has all the mass that a float can tell, and the others stay."""
     port = runpy.run_path(str(PORTING / "numpy_port.py"))
     assert port["to_probs"]([60.0, 0.0], 1.0, None, 1, None)[1] > 0
-
-
-def test_with_trees_the_numpy_port_passes_those_too(call):
-    trees = [n for n, (request, _) in CORE.items() if request["trees"]]
-    flags = [flag for n in trees for flag in ("--case", n)]
-    status, out, _ = call(*flags, sys.executable, PORTING / "numpy_trees.py")
-    assert status == 0 and len(trees) == 8 and "8 of 8 cases pass" in out
 
 
 @pytest.mark.parametrize("scope, old, new, mistake", MISTAKES, ids=[m[3].replace(" ", "-") for m in MISTAKES])
@@ -160,14 +157,11 @@ def test_a_wrong_port_is_refused_by_name(scope, old, new, mistake):
     assert check.judge(first, answers(wrong_port(scope, old, old), [request]))[0] == {number: None}
 
 
-def test_names_are_those_of_the_very_case_and_answer():
+def test_names_are_those_of_the_very_case_and_answer_and_never_of_a_right_one():
+    """What cannot be told from a right answer by its fingerprint is not in mistakes.jsonl."""
     a, b = {"accepted": 3, "token": 0}, {"accepted": 2, "token": 3}
     assert check.named(812, CORE[812][1], a) == ["every draft is accepted"]
     assert check.named(812, CORE[812][1], b) == check.named(813, CORE[812][1], a) == []
-
-
-def test_no_right_answer_is_called_a_mistake():
-    """What cannot be told from a right answer by its fingerprint is not in mistakes.jsonl."""
     assert not any(check.named(n, expect, expect["answer"]) for n, (_, expect) in CORE.items())
 
 
@@ -215,24 +209,18 @@ def test_a_port_that_gives_no_answer(call, tmp_path, body, words):
     assert status == 1 and words in out and "301 --   302 --" in out
 
 
-@pytest.mark.parametrize("answer, words", [
-    ({"freqs": {"shape": [4], "data": [1, 0.1, 0.01, 1e-3]}}, None),
-    ({"freqs": {"shape": [4], "data": [1, 0.1, 0.01, 2e-3]}},
-     "freqs[3]: expected 0.001, got 0.002, which is 0.001 off (1 of 4 numbers differ)"),
-    ({"freqs": {"shape": [4], "data": [1, 0.1, 0.01, float("nan")]}}, "got NaN: 0 / 0, or"),
-    ({"freqs": {"shape": [4], "data": [1, "0.1", 0.01, 1e-3]}}, 'data[1]: expected a number, got "0.1", a'),
-    ({"freqs": {"shape": [2, 2], "data": [1, 0.1, 0.01, 1e-3]}}, "a tensor of shape [4], got [2, 2]"),
-    ({"freqs": {"shape": [4], "data": [1, 0.1, 0.01, None]}}, "got nothing (JavaScript prints NaN as null)"),
-    ({}, "freqs: expected an object, got nothing"),
-    ({"todo": True}, ""),
-])
-def test_what_is_said_of_an_answer(answer, words):
-    got = {301: {"case": 301, **answer}}
-    verdict = check.judge({301: CORE[301]}, got)[0][301]
-    assert verdict == words if not words else words in verdict
-    if words:
-        assert "case 301, frequencies (step 3, rope)" in check.first_difference(
-            {301: CORE[301]}, {301: verdict}, got)
+@pytest.mark.parametrize("data, words", [
+    ([1, 0.1, 0.01, 1e-3], None),
+    ([1, 0.1, 0.01, 2e-3], "freqs[3]: expected 0.001, got 0.002, which is 0.001 off (1 of 4 numbers differ)"),
+    ([1, 0.1, 0.01, float("nan")], "got NaN: 0 / 0, or"),
+    ([1, "0.1", 0.01, 1e-3], 'data[1]: expected a number, got "0.1", a string'),
+    ([1, 0.1, 0.01, None], "got nothing (JavaScript prints NaN as null)"),
+    ([1, 0.1], "expected a flat list of 4 numbers, got 2 entries")])
+def test_what_is_said_of_an_answer(data, words):
+    got = {301: {"case": 301, "freqs": {"shape": [4], "data": data}}}
+    verdict = check.judge({301: CORE[301]}, got)[0]
+    said = check.first_difference({301: CORE[301]}, verdict, got)
+    assert said is None if words is None else words in said and "frequencies (step 3, rope)" in said
 
 
 def test_whole_numbers_must_be_the_same_and_others_may_be_rounded():
