@@ -255,10 +255,10 @@ TABLE = {
     ],
     "kvcache.py": [
         ("KVCache.write", "end - recent", "end - recent - 1", "a single token reads W + 1 slots",
-         "by_hand::a_write_reads_only_the_recent_slots_where_it_is_told_to"),
+         "by_hand::a_write[recent]"),
         ("KVCache.write", "values.scatter_(2, at, v)", "values.scatter_(2, at, k)",
          "copied and pasted: ragged rows store keys as values",
-         "by_hand::a_write_of_each_row_goes_to_its_own_slots"),
+         "by_hand::a_write[rows]"),
         ("KVCache.move", "(self.k, self.v)", "(self.k,)", "a move leaves the values behind",
          "trees::greedy_identity[exit-llama-cpu]"),
         ("KVCache.move", "t.scatter_(3, target, t.gather(3, source))",

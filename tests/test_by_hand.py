@@ -108,80 +108,54 @@ def test_a_choice_costs_one_uniform():
 # --- the cache: slots of one number each, so that they can be read
 
 
-def block(rows):
-    return wide(rows)[:, None, :, None]                                         # (B, 1, T, 1)
-
-
-def replay(rows, *writes):
-    """A cache of 2 layers and 6 slots, and the keys and values that the last of these writes returned.
-    Values are ten times the keys. writes: (layer, keys, slots, end, maybe recent)"""
-    c = replace(LLAMA, n_layers=2, n_kv_heads=1, head_dim=1)
-    cache = KVCache(c, rows, 6, torch.float64)
-    for layer, keys, *rest in writes:
-        found = cache.write(layer, block(keys), 10 * block(keys), *rest)
-        if not (isinstance(found, tuple) and len(found) == 2 and found[0].dim() == found[1].dim() == 4):
-            fail("a write", "a pair (keys, values), both (B, Hkv, S, D)", f"{found!r:.100}")
-    return cache, *(t[:, 0, :, 0] for t in found)
-
-
-def test_a_write_returns_the_old_slots_and_the_new():
-    _, keys, values = replay(1, (0, [[1, 2, 3]], slice(0, 3), 3), (0, [[4, 5]], slice(3, 5), 5))
-    compare(keys, [[1, 2, 3, 4, 5]], {
-        "only the new block comes back; it must read the slots before it, too": [[4, 5]],
-        "the old slots come back without the new ones: write first, then read": [[1, 2, 3, 0, 0]],
-        "all slots come back; only those before `end` may be read": [[1, 2, 3, 4, 5, 0]],
-        "nothing is kept from the first write": [[0, 0, 0, 4, 5]]},
-        "keys 1 2 3 written to slots 0 .. 2, then 4 5 to slots 3 .. 4; what comes back")
-    compare(values, [[10, 20, 30, 40, 50]], {"keys are stored where values belong": [[1, 2, 3, 4, 5]]},
-            "the same, values ten times as large")
-
-
-def test_a_write_goes_to_its_slots_whatever_is_there():
-    """Rolling back is writing over what was refused."""
-    _, keys, _ = replay(1, (0, [[1, 2, 3, 4]], slice(0, 4), 4), (0, [[7]], slice(2, 3), 3),
-                        (0, [[8]], slice(3, 4), 6))
-    compare(keys, [[1, 2, 7, 8, 0, 0]], {
-        "the block was put after what was written last; it belongs into its slots": [[1, 2, 3, 4, 7, 8]],
-        "`end` is ignored: it says how many slots come back, wherever the block ends": [[1, 2, 7, 8]]},
-        "keys 1 2 3 4 in slots 0 .. 3, then 7 into slot 2, then 8 into slot 3, with end = 6")
-
-
-def test_a_write_of_each_row_goes_to_its_own_slots():
-    """`slots` is a slice at first, then a tensor."""
-    _, keys, values = replay(2, (0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3),
-                             (0, [[7, 8], [9, 10]], torch.tensor([[1, 3], [0, 2]]), 5))
-    compare(keys, [[1, 7, 3, 8, 0], [9, 5, 10, 0, 0]], {
-        "all rows went to row 0's slots: slots is (B, T), each row has its own":
-            [[1, 7, 3, 8, 0], [4, 9, 6, 10, 0]],
-        "the slots are not contiguous: each token goes to its own":
-            [[1, 7, 8, 0, 0], [9, 10, 6, 0, 0]],
-        "`end` is ignored: it says how many slots come back, wherever the block ends":
-            [[1, 7, 3, 8], [9, 5, 10, 0]]},
-        "rows 1 2 3 and 4 5 6 in slots 0 .. 2; then 7 8 into slots 1, 3 of row 0, 9 10 into slots "
-        "0, 2 of row 1, with end = 5")
-    compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
-
-
-def test_a_write_stays_in_its_layer():
-    cache, keys, _ = replay(1, (0, [[1, 2]], slice(0, 2), 2), (1, [[3]], slice(2, 3), 3))
-    shared = "`layer` is ignored: all layers share the slots of one"
-    compare(keys, [[0, 0, 3]], {shared: [[1, 2, 3]]}, "1 2 in layer 0, then 3 in layer 1")
-    want = wide([[1, 2, 0, 0, 0, 0], [0, 0, 3, 0, 0, 0]])
-    compare(cache.k[:, 0, 0, :, 0], want, {"nothing was stored: the block went into a copy": 0 * want},
-            "cache.k after that")
-
-
-def test_a_write_reads_only_the_recent_slots_where_it_is_told_to():
-    writes = [(0, [[1, 2, 3, 4]], slice(0, 4), 4), (0, [[5]], slice(4, 5), 5, 2)]
-    compare(replay(1, *writes)[1], [[4, 5]], {
+WRITES = {  # writes (layer, keys, slots, end, maybe recent), the keys that the last one returns, and mistakes
+    "the old and the new": (
+        [(0, [[1, 2, 3]], slice(0, 3), 3), (0, [[4, 5]], slice(3, 5), 5)], [[1, 2, 3, 4, 5]], {
+            "only the new block comes back; it must read the slots before it, too": [[4, 5]],
+            "the old slots come back without the new ones: write first, then read": [[1, 2, 3, 0, 0]],
+            "all slots come back; only those before `end` may be read": [[1, 2, 3, 4, 5, 0]],
+            "nothing is kept from the first write": [[0, 0, 0, 4, 5]]}),
+    "over what was refused": (
+        [(0, [[1, 2, 3, 4]], slice(0, 4), 4), (0, [[7]], slice(2, 3), 3), (0, [[8]], slice(3, 4), 6)],
+        [[1, 2, 7, 8, 0, 0]], {
+            "the block was put after what was written last; it belongs into its slots": [[1, 2, 3, 4, 7, 8]],
+            "`end` is ignored: it says how many slots come back, wherever the block ends": [[1, 2, 7, 8]]}),
+    "rows": (
+        [(0, [[1, 2, 3], [4, 5, 6]], slice(0, 3), 3),
+         (0, [[7, 8], [9, 10]], torch.tensor([[1, 3], [0, 2]]), 5)], [[1, 7, 3, 8, 0], [9, 5, 10, 0, 0]], {
+            "all rows went to row 0's slots: slots is (B, T), each row has its own":
+                [[1, 7, 3, 8, 0], [4, 9, 6, 10, 0]],
+            "the slots are not contiguous: each token goes to its own": [[1, 7, 8, 0, 0], [9, 10, 6, 0, 0]],
+            "`end` is ignored: it says how many slots come back, wherever the block ends":
+                [[1, 7, 3, 8], [9, 5, 10, 0]]}),
+    "layers": ([(0, [[1, 2]], slice(0, 2), 2), (1, [[3]], slice(2, 3), 3)], [[0, 0, 3]], {
+        "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}),
+    "recent": ([(0, [[1, 2, 3, 4]], slice(0, 4), 4), (0, [[5]], slice(4, 5), 5, 2)], [[4, 5]], {
         "`recent` is ignored": [[1, 2, 3, 4, 5]],
         "the first ones come back; recent are the last": [[1, 2]],
-        "one too many: `recent` counts the new slot itself": [[3, 4, 5]]},
-        "1 .. 5 in slots 0 .. 4, recent = 2")
-    compare(replay(1, *writes, (0, [[6]], slice(1, 2), 2, 3))[1], [[1, 6]], {
+        "one too many: `recent` counts the new slot itself": [[3, 4, 5]]}),
+    "recent, too few": ([(0, [[1, 2]], slice(0, 2), 2), (0, [[6]], slice(1, 2), 2, 3)], [[1, 6]], {
         "a start below 0 counts from the far end in Python: it must be at least 0": torch.empty(1, 0),
-        "`recent` slots come back though there are not so many": [[1, 6, 3]]},
-        "1 6 in slots 0 .. 1, recent = 3")
+        "`recent` slots come back though there are not so many": [[1, 6, 0]]})}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write(name):
+    """Values are ten times the keys. There are 2 layers of 6 slots."""
+    writes, want, mistakes = WRITES[name]
+    cache = KVCache(replace(LLAMA, n_layers=2, n_kv_heads=1, head_dim=1), len(want), 6, torch.float64)
+    given = []
+    for layer, keys, slots, end, *recent in writes:
+        k = wide(keys)[:, None, :, None]                                        # (B, 1, T, 1)
+        where = f"{slots.start} .. {slots.stop - 1}" if isinstance(slots, slice) else short(slots)
+        given.append(f"keys {keys} to slots {where} of layer {layer}, end = {end}" + "".join(
+            f", recent = {n}" for n in recent))
+        found = cache.write(layer, k, 10 * k, slots, end, *recent)
+        if not (isinstance(found, tuple) and len(found) == 2 and found[0].dim() == found[1].dim() == 4):
+            fail("; then ".join(given), "a pair (keys, values), both (B, Hkv, S, D)", f"{found!r:.100}")
+    keys, values = (t[:, 0, :, 0] for t in found)
+    compare(keys, want, mistakes, "; then ".join(given))
+    compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
 
 
 # --- what drafting is worth

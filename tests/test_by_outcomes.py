@@ -155,7 +155,7 @@ def numbers(found, *names):
 @pytest.mark.parametrize("K, length", [(1, None), (2, None), (2, 1), (3, None)])
 def test_verify_drawn_drafts(K, length, record_property):
     """All texts of a round over drafts that were drawn from q, each with its probability."""
-    writes_the_law(one_row, f"{K} drafts from q, {'all' if length is None else length} of them proposed",
+    writes_the_law(one_row, f"{K} draft{'s' * (K > 1)} from q, {length or K} proposed",
                    range(K), K + 1, length=length, otherwise=None if K < 3 else
                    "one draft and two come out right; from the third draft on, is each judged and replaced "
                    "by its own rows of p and q, and only if all before it were accepted?")
