@@ -130,7 +130,7 @@ WRONG = {
             "(passed & passed.roll(1, 1).index_fill(1, row[:1], True)).sum(1)": "from the third draft on"},
         "(accepted < length)[:, None]": {"(accepted < K)[:, None]": "where nothing was proposed"},
         " & (torch.arange(K, device=p.device) < length[:, None])": {"": "`length` is ignored"},
-        "else q[row, at]": {"else q[row.clamp(max=1), at]": "each row has its own rows of p and q"}},
+        "else q[row, at]": {"else q[0 * row, at]": "each row has its own rows of p and q"}},
     "chain": {
         "length = going.long() if length is None else length + going\n"
         "going = going & ~rule.stop(k, logits[:, 0], token[:, 0])": {

@@ -6,7 +6,6 @@ draws from p before they compare, and what is kept is only remarked on.
 """
 import math
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -179,32 +178,31 @@ def test_verify_copied_drafts(tokens, p):
         p is GREEDY), range(len(tokens)), len(tokens) + 1, tokens, p)
 
 
-@pytest.mark.parametrize("drawn", [0, 2])
-def test_verify_rows_stand_for_themselves(drawn):
-    """Three rows with tables and lengths of their own. Two are greedy, so that there are few outcomes."""
-    turned = slice(None, None, -1 if drawn else 1)      # the drawn row comes first, or last
-    lengths, rows = torch.tensor([2, 1, 0][turned]), [P, GREEDY, GREEDY][turned]
-    certain = [2, 0]        # what the greedy rows propose: their first two tokens
-
+def rows_stand_for_themselves(verifier, parents, lengths, drawn):
+    """Two texts in one batch: number `drawn` has drafts from Q, the other one a greedy target."""
     def once(coins):
-        tokens, q, _ = planted(coins, range(2))
-        ids = [tokens, certain, certain][turned]
-        hot = torch.eye(V, dtype=torch.float64)[certain]
-        qs = torch.stack([torch.stack(q), hot, hot][turned])
-        ps = torch.stack([p[[V, *row]] for p, row in zip(rows, ids, strict=True)])
-        accepted, token = verify(ps, qs, torch.tensor(ids), coins, lengths)
-        if not (0 <= accepted).all() or not (accepted <= lengths).all():
-            fail(f"rows of {lengths.tolist()} proposals", "no more accepted than proposed", accepted.tolist(),
-                 DEAD)
-        return tuple(completed([*row[:a], t], p, 3, coins) for row, a, t, p in
-                     zip(ids, accepted.tolist(), token.tolist(), rows, strict=True))
+        tokens, q, way = planted(coins, parents[drawn])
+        certain, hot = [2, 0], torch.eye(V, dtype=torch.float64)[[2, 0]]
+        rows = [(tokens, torch.stack(q), way, P),
+                (certain, hot, planted(coins, parents[1 - drawn], certain)[2], GREEDY)]
+        ids, qs, ways, tables = zip(*(reversed(rows) if drawn else rows), strict=True)
+        p = torch.stack([after(way, table) for way, table in zip(ways, tables, strict=True)])
+        node, token = verifier(p, torch.tensor(ids), torch.stack(qs), coins, torch.tensor(lengths))
+        if not all(0 <= n <= most for n, most in zip(node, lengths, strict=True)):
+            fail(f"rows of {lengths} proposals", "no more accepted than proposed", node.tolist(), DEAD)
+        return tuple(completed([*way[n], t], table, 3, coins) for way, n, t, table in
+                     zip(ways, node.tolist(), token.tolist(), tables, strict=True))
 
-    solo = [target_law(p, 3) for p in rows]
-    want = {texts: math.prod(table[text] for table, text in zip(solo, texts, strict=True))
-            for texts in product(*solo)}
-    same_law(once, want, {},
-             f"three rows that propose {lengths.tolist()} tokens; {{texts: probability}}",
-             "each row has its own rows of p and q, and its own length")
+    laws = [target_law(GREEDY if b == 1 - drawn else P, 3) for b in range(2)]
+    want = {(one, two): laws[0][one] * laws[1][two] for one in laws[0] for two in laws[1]}
+    same_law(once, want, {}, f"two rows that propose {lengths} tokens; {{texts: probability}}",
+             "each row has its own rows of p and q, its own parents, and its own length")
+
+
+@pytest.mark.parametrize("drawn, lengths", [(0, [2, 1]), (1, [1, 2]), (1, [0, 2])])
+def test_verify_rows_stand_for_themselves(drawn, lengths):
+    rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify(p, q, tokens, coins, length),
+                              [range(2)] * 2, lengths, drawn)
 
 
 def test_verify_where_nothing_is_left():
@@ -376,23 +374,9 @@ def test_verify_tree_copied_siblings(parents, tokens):
                    parents, 3, tokens)
 
 
-@pytest.mark.parametrize("parents, said", [([[0, 0], [0, 1]], (2, 1)), ([[0, 0]], (1, 0))], ids=str)
-def test_verify_tree_rows_stand_for_themselves(parents, said):
-    """Two rows, the second greedy, with trees of their own, or with one for both; of the first only one node
-    is proposed."""
-    parents, certain = torch.tensor(parents), [2, 0]
-
-    def once(coins):
-        tokens, q, way = planted(coins, [0, 0])
-        hot = torch.eye(V, dtype=torch.float64)[certain]
-        rows = [after(way), GREEDY[[V, *certain]]]
-        node, token = verify_tree(torch.stack(rows), torch.tensor([tokens, certain]), parents, coins,
-                                  torch.stack([torch.stack(q), hot]), torch.tensor([1, 2]))
-        if int(node[0]) > 1:
-            fail("a row that proposes the first of its two nodes", "node 0 or 1", int(node[0]),
-                 "`length` is ignored: what a row does not propose is dead")
-        return completed([*way[int(node[0])], int(token[0])], P, 2, coins), (int(node[1]), int(token[1]))
-
-    want = {(text, said): weight for text, weight in target_law(P, 2).items()}
-    same_law(once, want, {}, "two rows with trees of their own, of 1 and 2 proposals; {(text, last node and "
-             "token of the greedy row): probability}", "each row has its own parents, length and rows of p")
+@pytest.mark.parametrize("parents", [[[0, 0], [0, 1]], [[0, 0]]], ids=str)
+def test_verify_tree_rows_stand_for_themselves(parents):
+    """With trees of their own, or with one for both; of the first only one node is proposed."""
+    rows_stand_for_themselves(
+        lambda p, tokens, q, coins, length: verify_tree(p, tokens, torch.tensor(parents), coins, q, length),
+        parents * (3 - len(parents)), [1, 2], 0)
