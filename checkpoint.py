@@ -99,8 +99,10 @@ def encode(tokenizer, text, bos=None, special=True):
     whether a begin-of-text id comes first. An empty prompt becomes `bos`, the model's begin-of-text id.
     special: False for a rendered chat template, which has its special tokens. Raises ValueError for an empty
     prompt without a bos, and for text that is not Unicode."""
+    bad = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+    if bad is not None:
+        raise ValueError(f"the prompt is not valid UTF-8 at character {bad}")
     with guarded("the tokenizer cannot take this prompt"):
-        text.encode()   # lone surrogates
         ids = tokenizer.encode(text, add_special_tokens=special).ids
         tokenizer.decode(ids, skip_special_tokens=False)    # some damaged tokenizers fail only here
     if not ids and bos is None:

@@ -40,6 +40,7 @@ class State:
     taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see
     known: list[list[int]]     # the known tokens once more, on the host: reading them waits for nobody
     left_cpu: list[int]        # `left`, on the host
+    slots: torch.Tensor        # (1, S) their numbers, of which `at` takes a part
 
     def at(self, first, stop=None):
         """The Placement of the offsets first .. stop-1, or of `first` alone, counted from each row's last
@@ -47,7 +48,8 @@ class State:
         stop = first + 1 if stop is None else stop
         last = [len(text) - 1 for text in self.known]
         if len(last) == 1 and not self.n.is_cuda:
-            return Placement.at(last[0] + first, last[0] + stop)
+            start, end = last[0] + first, last[0] + stop
+            return Placement(self.slots[:, start:end], self.slots[:, start:end], start, end, same=True)
         slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
         return Placement(slots, slots, max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
 
@@ -326,7 +328,8 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
     rows, slots = cache.k.shape[1], cache.k.shape[3]
     if rows != len(known) or slots < S:
         raise ValueError(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} are needed")
-    state = State(tokens, n, left_device, cache, model, probs, coins or Coins(), drafter.taps, known, left)
+    state = State(tokens, n, left_device, cache, model, probs, coins or Coins(), drafter.taps, known, left,
+                  torch.arange(S, device=device)[None])
     return loop(state, drafter, set(eos))
 
 

@@ -5,14 +5,12 @@ is wrong, and why?
     python exercises/diagnose.py OUT --variant SEED    six others, drawn by the seed
     python exercises/diagnose.py OUT --grade           say of each whether the line is right
 
-The one thing to remember: the mistakes are rows of tests/mistakes.py, so each has a test that notices it, and
-none of them stands in a function that is an exercise. The code is shown as the engine writes it, without
-comments.
+The mistakes are rows of tests/mistakes.py, so each has a test that notices it, and none of them stands in a
+function that is an exercise. The code is shown as the engine writes it, without comments.
 """
 import argparse
 import ast
 import difflib
-import json
 import random
 import re
 import sys
@@ -114,35 +112,32 @@ def show(number, case):
 
 
 def write(out, seed=None):
-    """Six cases in OUT/diagnose. Raises FileExistsError where there are some already."""
-    every = range(len(CASES))
-    numbers = every if seed is None else random.Random(seed).sample(every, COUNT)
+    """Six cases in OUT/diagnose. Raises FileExistsError where the folder exists already."""
+    numbers = range(COUNT) if seed is None else random.Random(seed).sample(range(len(CASES)), COUNT)
     folder = out / "diagnose"
     folder.mkdir(parents=True)
-    for n in numbers[:COUNT]:
+    for n in numbers:
         (folder / f"{n + 1:02}.txt").write_text(show(n + 1, CASES[n]), encoding="utf-8")
     return folder
 
 
 def grade(path):
-    """(status, what there is to say) of one answered case."""
+    """(status, comment) for one answered case."""
     case, text = CASES[int(path.stem) - 1], path.read_text(encoding="utf-8", errors="replace")
-    line = re.search(r"^line:\s*(\d+)\s*$", text, re.M)
-    why = re.search(r"^why:(.*)$", text, re.M)
-    if not line:
+    line, why = (re.search(rf"^{word}:[ \t]*(.*?)\s*$", text, re.M) for word in ("line", "why"))
+    if not line or not line[1].isdigit():
         return "to do", ""
     if int(line[1]) not in mutated(case)[1]:
         return "failed", f"line {line[1]} is as the library has it"
-    empty = not why or why[1].strip() in ("", "?")
+    empty = not why or why[1] in ("", "?")
     return "passed", ("say why, too; " if empty else "") + f"compare your reason with this: {case.why}"
 
 
 def main(argv=None):
     p = argparse.ArgumentParser(description="Which line is wrong, and why?")
     p.add_argument("out", type=Path, metavar="OUT", help="the student's folder")
-    p.add_argument("--variant", type=int, metavar="SEED", help="other cases")
+    p.add_argument("--variant", type=int, metavar="SEED", help="six others, drawn by the seed")
     p.add_argument("--grade", action="store_true", help="grade what was answered in OUT/diagnose")
-    p.add_argument("--json", action="store_true", help="with --grade, for a course's server")
     a = p.parse_args(argv)
     if not a.grade:
         try:
@@ -151,15 +146,15 @@ def main(argv=None):
             sys.exit(str(e))
         print(f"{COUNT} cases are in {folder}: put the number of the wrong line after `line:`, and say why")
         return 0
-    files = sorted((a.out / "diagnose").glob("[0-9][0-9].txt"))
-    found = [(int(path.stem), *grade(path)) for path in files if 0 < int(path.stem) <= len(CASES)]
-    if a.json:
-        print(json.dumps([dict(case=n, status=status, message=says) for n, status, says in found], indent=1))
-    else:
-        for n, status, says in found:
-            print(f"{n:2}  {CASES[n - 1].function:24} {status}" + (f"\n      {says}" if says else ""))
-        print(f"{sum(status == 'passed' for _, status, _ in found)} of {len(found)} passed")
-    return int(not found or any(status != "passed" for _, status, _ in found))
+    files, passed = [path for n in range(1, len(CASES) + 1)
+                     if (path := a.out / "diagnose" / f"{n:02}.txt").is_file()], 0
+    for path in files:
+        status, comment = grade(path)
+        passed += status == "passed"
+        function = CASES[int(path.stem) - 1].function
+        print(f"{path.stem}  {function:24} {status}" + f"\n      {comment}" * bool(comment))
+    print(f"{passed} of {len(files)} passed")
+    return int(not files or passed < len(files))
 
 
 if __name__ == "__main__":

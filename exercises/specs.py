@@ -1,7 +1,7 @@
 """Slow and obvious specifications, which a student may run: each says what an answer must agree with, and is
 none itself.
 
-The one thing to remember: `start.py` copies them into the student's files, and a test holds them true.
+`start.py` copies them into the student's files, and a test holds them true.
 """
 import random
 

@@ -2,10 +2,8 @@
 helps, a slow specification; a README, and rules for coding assistants.
 
     python exercises/start.py OUT
-    python exercises/start.py OUT --variant SEED    other names, and arguments of another meaning
 
-The one thing to remember: the stubs are cut out of the library when this is run, and no solution is in the
-folder.
+The stubs are cut out of the library when this is run, and no solution is in the folder.
 """
 import argparse
 import inspect
@@ -15,9 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from exercises import splice, variants  # noqa: E402
+from exercises import splice  # noqa: E402
 from exercises.specs import SPECS  # noqa: E402
-from exercises.tasks import SITTINGS, TASKS, VARIANT, file_name  # noqa: E402
+from exercises.tasks import SITTINGS, TASKS, file_name  # noqa: E402
 
 README = """# Exercises: self-speculative decoding
 
@@ -44,24 +42,21 @@ files.
 "Read first" names files of the library; the notebooks open in Jupyter, and on the web as they are. Difficulty
 1: a few lines once you see it. 2: think first, on paper. 3: the better part of an hour, and worth it.
 """
-BREAK = "-" * 60
 
 
-def student_file(task, out, seed=None):
-    """The text of one file; seed: of a variant."""
+def student_file(task, out):
+    """The text of one file."""
+    spec = inspect.getsource(SPECS[task.name]) if task.name in SPECS else ""
+    stubs = [splice.stub(task.module, name) for name in task.functions]
     lines = [f'"""Exercise {task.number}: {task.name}, of {task.module}. Sitting {task.sitting}, about '
              f"{task.minutes} minutes, difficulty {task.stars} of 3.", "",
-             task.text.replace("\\", "\\\\").rstrip(), "",
-             "Grade it in the library's folder:", f"    python exercises/grade.py {out} {task.number}", '"""']
-    spec = inspect.getsource(SPECS[task.name]).rstrip() if task.name in SPECS else ""
-    stubs = [splice.stub(task.module, name) if seed is None else variants.stub(task.module, name, seed)
-             for name in task.functions]
-    lines += [*splice.opening(task.module, "\n".join([*stubs, spec])), ""]
+             task.text.replace("\\", "\\\\").rstrip(), "", "Grade it in the library's folder:",
+             f"    python exercises/grade.py {out} {task.number}", '"""',
+             *splice.opening(task.module, "\n".join([*stubs, spec])), ""]
     for stub in stubs:
         lines += ["", stub]
     if spec:
-        lines += ["", f"# {BREAK}", "# A slow and obvious specification, for you to run. It is no answer.",
-                  "", "", spec, ""]
+        lines += ["", "# A slow and obvious specification, for you to run. It is no answer.", "", spec]
     return "\n".join(lines)
 
 
@@ -76,17 +71,14 @@ def table():
     return "\n".join(rows)
 
 
-def write(out, seed=None):
-    """Make the folder. seed: of a variant. Raises FileExistsError where the folder holds anything: nobody's
-    work is overwritten."""
+def write(out):
+    """Make the folder. Raises FileExistsError where it holds anything: no work is overwritten."""
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty: nothing was written")
     out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
-        (out / file_name(task)).write_text(student_file(task, out, seed), encoding="utf-8")
+        (out / file_name(task)).write_text(student_file(task, out), encoding="utf-8")
     (out / "README.md").write_text(README.format(count=len(TASKS), out=out, table=table()), encoding="utf-8")
-    if seed is not None:
-        (out / VARIANT).write_text(f"{seed}\n", encoding="utf-8")
     coach = (ROOT / "exercises" / "coach.md").read_text(encoding="utf-8")
     (out / "AGENTS.md").write_text(coach, encoding="utf-8")
 
@@ -94,11 +86,9 @@ def write(out, seed=None):
 def main(argv=None):
     p = argparse.ArgumentParser(description="Write a student's folder of exercises.")
     p.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    p.add_argument("--variant", type=int, metavar="SEED", help="other names, and arguments of another "
-        "meaning")
     a = p.parse_args(argv)
     try:
-        write(a.out, a.variant)
+        write(a.out)
     except OSError as e:
         sys.exit(str(e))
     print(f"{len(TASKS)} exercises are in {a.out}: start with {a.out / 'README.md'}")

@@ -1,10 +1,12 @@
-"""The exercises: a table of functions of the library, with their tests, and what a student reads of each.
+"""The exercises: a table of functions of the library, with their tests, and what a student reads about each.
 
-The one thing to remember: neither solutions nor stubs stand here. `splice` cuts them out of the library.
+Neither solutions nor stubs stand here: `splice` cuts them out of the library. The texts are in texts.md.
 """
+from pathlib import Path
 from typing import NamedTuple
 
-from exercises.texts import TEXTS
+PAGE = Path(__file__).with_name("texts.md").read_text(encoding="utf-8")
+TEXTS = dict(part.split("\n\n", 1) for part in PAGE.split("\n## ")[1:])      # {name of an exercise: its text}
 
 
 class Task(NamedTuple):
@@ -19,7 +21,7 @@ class Task(NamedTuple):
     @property
     def text(self):
         """What is wanted, in words and a picture."""
-        return TEXTS[self.number]
+        return TEXTS[self.name]
 
     @property
     def sitting(self):
@@ -27,7 +29,6 @@ class Task(NamedTuple):
         return 4 if self.number == 16 else 1 + (self.number - 1) // 3
 
 
-VARIANT = "variant.txt"     # in a student's folder: the seed of its variant
 SITTINGS = (  # what each is about, and what to read before it
     ("1: numbers into angles and lengths", "`minimal.py`, `notebooks/01_forward_pass.ipynb`"),
     ("2: attention and its memory", "`notebooks/02_kv_cache.ipynb`"),
@@ -56,9 +57,7 @@ TASKS = [
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
         by_hand="an_attention_after_a_filled_cache an_attention_keeps_types", model="an_attention_by_hand")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
-        by_hand="a_write_returns_the_old_slots_and_the_new a_write_goes_to_its_slots_whatever_is_there "
-        "a_write_of_each_row_goes_to_its_own_slots a_write_stays_in_its_layer "
-        "a_write_reads_only_the_recent_slots_where_it_is_told_to",
+        by_hand="a_write",
         model="slots_as_a_slice_and_as_a_tensor_write_the_same "
         "cached_blocks_equal_the_full_pass[3-gemma2]")),
     Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
@@ -71,13 +70,12 @@ TASKS = [
         sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
         "choices_have_any_shape_of_rows")),
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
-        by_outcomes="verify_drawn_drafts verify_copied_drafts verify_greedy verify_nothing_proposed "
+        by_outcomes="verify_drawn_drafts verify_copied_drafts "
         "verify_rows_stand_for_themselves verify_where_nothing_is_left verify_dead_drafts")),
     Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
-        "chain_lengths chain_of_nothing "
-        "chain_ends_where_all_rows_have")),
+        "chain_lengths")),
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
         layerskip="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
         "the_text_of_a_self_draft_is_the_targets")),

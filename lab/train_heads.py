@@ -17,8 +17,9 @@ from tqdm import tqdm
 
 import checkpoint
 from lab import card, corpus, plots, train
+from lab.m2r2 import M2R2
+from lab.transfer import Transfer
 from methods import heads
-from methods.heads import M2R2
 from methods.trees import rank_acceptance
 from sampling import Coins, to_probs
 from speculative import rounds
@@ -43,6 +44,7 @@ TEXT = (
      "weight (default: all)"),
     ("temperature", 0.5, 1e-30, 1e30, "at which it writes"),
     ("opening", 0, 0, 2**40, "but the first N tokens at 1"))
+KINDS = heads.KINDS | {head.kind: head for head in (M2R2, Transfer)}
 MEASURED = 4096     # tokens of held-out text
 OWN = "own text"    # the name of what the model writes itself
 OWN_TEXT = 1.5e5    # tokens of it
@@ -54,7 +56,7 @@ ROWS = 32           # texts that it writes at a time
 
 def parse(argv):
     p = cli.Parser(description="Train a head that drafts for a frozen model.", allow_abbrev=False)
-    p.add_argument("kind", choices=heads.KINDS)
+    p.add_argument("kind", choices=KINDS)
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks into "
                    "heads/KIND in the model's folder")
@@ -84,7 +86,7 @@ def build(a, model):
     usual = {"exit_layer": max(1, L // 6), "rank": None, "align": 0.1, "heads": 3, "own_head": False,
              "inject_layer": L // 2, "steps": 3, "blocks": 1}
     given = {name: getattr(a, name) for name in SHAPE[a.kind] if getattr(a, name) is not None}
-    return heads.KINDS[a.kind](model, **{name: usual[name] for name in SHAPE[a.kind]} | given)
+    return KINDS[a.kind](model, **{name: usual[name] for name in SHAPE[a.kind]} | given)
 
 
 # --- the text

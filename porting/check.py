@@ -1,13 +1,14 @@
-"""Asks a port every case of traces/ and says what differs first, by how much, and what usually causes it.
-
-The one thing to remember: a port is any program that reads one JSON case a line and answers one a line. It
-never sees what is expected: that is compared afterwards, here, with nothing but Python's standard library.
+"""Sends a port every case of traces/ and says what differs first, by how much, and what usually causes it.
 
     python porting/check.py ./my-port                     every case
     python porting/check.py --to 5 ./my-port              the cases of steps 1 to 5
     python porting/check.py --case 302 python my_port.py  one case
+
+A port is any program that reads one JSON case a line and answers one a line. It never sees what is expected:
+that is compared afterwards, here, with nothing but Python's standard library.
 """
 import argparse
+import itertools
 import json
 import math
 import random
@@ -56,28 +57,29 @@ def differ(want, got, tolerance, errors, where="", size=1.0):
             return f"{where or 'the answer'}: expected an object, got {brief(got)}"
         if "shape" in want and "sum" in want:
             return differ_tensor(want, got, tolerance, errors, where)
-        pairs = [(f"{where}.{key}" if where else key, value, got.get(key)) for key, value in want.items()]
-    elif isinstance(want, list):
+        return first(differ(value, got.get(key), tolerance, errors, f"{where}.{key}" if where else key, size)
+                     for key, value in want.items())
+    if isinstance(want, list):
         if not isinstance(got, list):
             return f"{where}: expected {len(want)} entries: {brief(want)}; got {brief(got)}"
-        pairs = [(f"{where}[{i}]", value, other) for i, (value, other) in enumerate(zip(want, got))]  # noqa: B905
-    elif isinstance(want, float):
+        pairs = enumerate(zip(want, got))  # noqa: B905
+        return first(differ(a, b, tolerance, errors, f"{where}[{i}]", size) for i, (a, b) in pairs) or (
+            None if len(got) == len(want) else
+            f"{where}: expected {len(want)} entries: {brief(want)}; got {len(got)} entries: {brief(got)}")
+    if isinstance(want, float):
         if not is_number(got) or not math.isfinite(got):
             return f"{where}: expected the number {want:.9g}, got {brief(got)}{cause(got)}"
         error = abs(got - want) / max(size, abs(want))
         if error > tolerance:
             return f"{where}: expected {want:.9g}, got {got:.9g}, which is {abs(got - want):.2g} off"
         errors.append(error)
-        return None
-    else:
-        same = got == want and isinstance(got, bool) == isinstance(want, bool)    # in Python True == 1
-        return None if same else f"{where}: expected {want}, got {brief(got)}{cause(got)}"
-    for place, value, other in pairs:
-        if d := differ(value, other, tolerance, errors, place, size):
-            return d
-    if isinstance(want, list) and len(got) != len(want):
-        return f"{where}: expected {len(want)} entries: {brief(want)}; got {len(got)} entries: {brief(got)}"
+    elif got != want or isinstance(got, bool) != isinstance(want, bool):    # in Python True == 1
+        return f"{where}: expected {want}, got {brief(got)}{cause(got)}"
     return None
+
+
+def first(differences):
+    return next((d for d in differences if d), None)
 
 
 def cause(got):
@@ -98,7 +100,7 @@ def differ_tensor(want, got, tolerance, errors, where):
     if got.get("shape") != want["shape"]:
         return f"{where}: expected a tensor of shape {want['shape']}, got {brief(got.get('shape'))}"
     data, count = got.get("data"), math.prod(want["shape"])
-    if data is None and "data" not in want:     # where it is asked for, a port answers with a fingerprint
+    if data is None and "data" not in want:     # such a case, `weights`, is answered by fingerprints
         return differ_print(want, got, count, tolerance, errors, where)
     if not isinstance(data, list) or len(data) != count:
         size = f"{len(data)} entries" if isinstance(data, list) else brief(data)
@@ -106,44 +108,21 @@ def differ_tensor(want, got, tolerance, errors, where):
     for i, x in enumerate(data):
         if not is_number(x):
             return f"{where}.data[{i}]: expected a number, got {brief(x)}{cause(x)}"
-    if "data" in want:
-        mean = max(1.0, want["magnitudes"] / count)
-        bad = [i for i, (a, b) in enumerate(zip(want["data"], data, strict=True))
-               if differ(float(a), b, tolerance, errors, size=mean)]
-        if not bad:
-            return None
-        at, first = [], bad[0]
-        for n in reversed(want["shape"]):
-            first, i = divmod(first, n)
-            at.insert(0, i)
-        return (differ(float(want["data"][bad[0]]), data[bad[0]], tolerance, [], f"{where}{at}", mean)
-                + f" ({len(bad)} of {count} numbers differ)")
-    return differ_print(want, fingerprint(data), count, tolerance, errors, where)
+    if "data" not in want:
+        return differ_print(want, fingerprint(data), count, tolerance, errors, where)
+    mean = max(1.0, want["magnitudes"] / count)
+    places = itertools.product(*map(range, want["shape"]))
+    bad = [d for at, a, b in zip(places, want["data"], data, strict=True)
+           if (d := differ(float(a), b, tolerance, errors, f"{where}{list(at)}", mean))]
+    return f"{bad[0]} ({len(bad)} of {count} numbers differ)" if bad else None
 
 
 def differ_print(want, got, count, tolerance, errors, where):
     """`differ` for the fingerprint of `count` numbers. A number near 0 among large ones is what is left of a
     subtraction, and rounding leaves it off by a share of theirs; a sum, by a share of all of them."""
     sizes = {"sum": want["magnitudes"], "magnitudes": 1.0, "values": want["magnitudes"] / count}
-    return next((d for key, size in sizes.items() if (d := differ(
-        want[key], got.get(key), tolerance, errors, f"{where}.{key}", max(1.0, size)))), None)
-
-
-def formed(want, got):
-    """Whether an answer has the keys, the types and the shapes that are expected, whatever its numbers are
-    and however long its lists. Null in a list stands for a complete text: when it is, numbers decide."""
-    if isinstance(want, list):
-        return isinstance(got, list) and all(
-            formed(a, b) for a, b in zip(want, got) if a is not None and b is not None)  # noqa: B905
-    if not isinstance(want, dict):
-        return is_number(got)
-    if not isinstance(got, dict):
-        return False
-    if "shape" not in want:
-        return all(formed(value, got.get(key)) for key, value in want.items())
-    data, size = got.get("data"), math.prod(want["shape"])
-    flat = isinstance(data, list) and len(data) == size and all(x is None or is_number(x) for x in data)
-    return got.get("shape") == want["shape"] and (flat or data is None and "data" not in want)
+    return first(differ(want[key], got.get(key), tolerance, errors, f"{where}.{key}", max(1.0, size))
+                 for key, size in sizes.items())
 
 
 def brief(value, most=70):
@@ -215,8 +194,7 @@ def ask(command, requests, seconds):
     except subprocess.TimeoutExpired as e:
         out, err, status = e.stdout or b"", e.stderr or b"", None
     except OSError as e:
-        here = f"; did you mean ./{command[0]}?" if Path(command[0]).name == command[0] and Path(
-            command[0]).is_file() else ""
+        here = f"; did you mean ./{command[0]}?" * Path(command[0]).is_file()
         raise ValueError(f"{command[0]}: cannot be run ({e.strerror}){here}") from None
     answers, trouble = {}, None
     for i, line in enumerate(out.decode(errors="replace").splitlines(), 1):
@@ -228,14 +206,13 @@ def ask(command, requests, seconds):
         except (ValueError, KeyError, TypeError, RecursionError):
             why = " (nan and inf are not JSON)" if re.search(r"\b(nan|inf)\b", line) else ""
             trouble = trouble or f"line {i} of what it printed is no answer{why}: {line[:70]!r}"
-    last = last_words(err.decode(errors="replace"))
-    said = f", and its last words are {last[:200]!r}" if last else ""
-    said += next((f"; the first without an answer is case {r['case']}" for r in requests
-                  if r["case"] not in answers), "")
-    if status is None:
-        trouble = f"it was stopped after {seconds} seconds, with {len(answers)} cases answered{said}"
-    elif status:
-        trouble = f"it ended with status {status}, with {len(answers)} cases answered{said}"
+    if status != 0:
+        trouble = f"it ended with status {status}" if status else f"it was stopped after {seconds} seconds"
+        trouble += f", with {len(answers)} cases answered"
+        if last := last_words(err.decode(errors="replace")):
+            trouble += f", and its last words are {last[:200]!r}"
+        if missing := [r["case"] for r in requests if r["case"] not in answers]:
+            trouble += f"; the first without an answer is case {missing[0]}"
     return answers, trouble
 
 
@@ -264,14 +241,17 @@ def judge(cases, answers):
     return verdicts, max(errors)
 
 
+def numbers(value):
+    """All finite numbers of an answer in one list, those of objects in the order of their keys."""
+    if isinstance(value, dict):
+        value = value.get("data", [value[key] for key in sorted(value)])
+    if isinstance(value, list):
+        return [x for v in value for x in numbers(v)]
+    return [float(value)] if is_number(value) and math.isfinite(value) else []
+
+
 def print_of(answer, keys):
     """The fingerprint of all numbers of an answer, and how many they are."""
-    def numbers(value):
-        if isinstance(value, dict):
-            value = value.get("data", [value[key] for key in sorted(value)])
-        return [x for v in value for x in numbers(v)] if isinstance(value, list) else \
-            [float(value)] if is_number(value) and math.isfinite(value) else []
-
     found = numbers([answer.get(key) for key in keys])
     return {"count": len(found), **(fingerprint(found) if found else {})}
 
@@ -309,20 +289,26 @@ def spent_otherwise(want, got, verdict, tolerance):
     if found is None:
         return None
     want, got = (answer["rounds"][int(found[1])] for answer in (want, got))
-    sizes = [[isinstance(row, list) and len(row) for row in line["draft"]] for line in (want, got)]
-    return next((d for key in ("u_draft", "u_flip", "u_next") if sizes[0] == sizes[1] and (
-        d := differ(want[key], got[key], tolerance, [], key))), None)
+    try:
+        if [len(row or ()) for row in want["draft"]] != [len(row or ()) for row in got["draft"]]:
+            return None
+        return first(differ(want[key], got[key], tolerance, [], key)
+                     for key in ("u_draft", "u_flip", "u_next"))
+    except (KeyError, TypeError):
+        return None
 
 
 def first_difference(cases, verdicts, answers):
-    """What to mend first, in a few lines; None where nothing differs."""
+    """What to fix first, in a few lines; None where nothing differs."""
     number = next((n for n, verdict in verdicts.items() if verdict), None)
     if number is None:
         return None
     request, expect = cases[number]
     lines = [f"The first difference: case {number}, {request['op']} (step {request['step']}, "
              f"{STEPS[request['step'] - 1]})", f"    {verdicts[number]}"]
-    if not formed(expect["answer"], answers[number]):
+    keys = sorted(expect["answer"])
+    got, want = (print_of(answer, keys) for answer in (answers[number], expect["answer"]))
+    if got["count"] == 0 or alike(want, got, expect["tolerance"]):
         lines.append("    The numbers may be right; their form is not. "
                      'A tensor is {"shape": [...], "data": [...]}.')
     elif names := named(number, expect, answers[number]):
@@ -346,10 +332,6 @@ def parse(argv):
     args = a.parse_args(argv)
     if not args.command:
         a.error("name a port, such as ./my-port or python my_port.py")
-    for word in args.command[1:]:
-        if word.split("=")[0] in [f"--{name}" for name in vars(args)]:
-            print(f"check.py: {word} stands after the port, so it is the port's; options of check.py stand "
-                  "before the port", file=sys.stderr)
     return args
 
 

@@ -1,7 +1,7 @@
 """The library as a port: it answers every case, and so it is what the traces are made with and held to.
 
-The one thing to remember: wherever an answer hangs on a decision between tokens, `Watch` notes how far that
-decision was from going the other way. A trace is only made of decisions that rounding cannot turn.
+Wherever an answer hangs on a decision between tokens, `Watch` notes how far that decision was from going the
+other way. A trace is only made of decisions that rounding cannot turn.
 """
 import json
 import math
@@ -199,14 +199,19 @@ def blocks(r, dtype, coins):
         first, T = b["first"], len(b["tokens"])
         at = model.Placement.at(first, first + T)
         if b["parents"] is not None:
-            tree = ancestors(torch.tensor([b["parents"]], dtype=torch.long))
-            at = at._replace(positions=first + tree.sum(-1) - 1, tree=tree, same=False)
+            tree = ancestors(torch.tensor([b["parents"]]))
+            at = at._replace(positions=first + depths(b["parents"]), tree=tree, same=False)
         x = m.run(m.embed(torch.tensor([b["tokens"]])), at, cache, b["sublayers"])
         logits.append(pack(m.unembed(x)[0]))
         if b["keep"] is not None:
             src = first + torch.tensor([b["keep"]])
             cache.move(src, first + torch.arange(src.shape[1])[None])
     return {"logits": logits}
+
+
+def depths(parents):
+    """How deep each node of a tree hangs: (1, K+1), the last known token at 0."""
+    return ancestors(torch.tensor([parents], dtype=torch.long)).sum(-1) - 1
 
 
 def uniforms(r, dtype, coins):
@@ -240,7 +245,8 @@ def verify(r, dtype, coins):
 def ngram(r, dtype, coins):
     tokens, drafter = torch.tensor([r["text"]]), NGram(r["gamma"], r["n"])
     n, left = torch.tensor([[tokens.shape[1]], [r["gamma"] + 1]])
-    state = State(tokens, n, left, None, None, to_probs, coins, (), [r["text"]], left.tolist())
+    state = State(tokens, n, left, None, None, to_probs, coins, (), [r["text"]], left.tolist(),
+                  torch.arange(tokens.shape[1])[None])
     drafter.begin(state, {})
     return {"draft": drafter.propose(state).tokens[0].tolist()}
 
@@ -276,42 +282,36 @@ def rounds(r, dtype, coins):
         return p[-1]
 
     notes, lines = Notes(drafter_of(r, m)), []
-    run = speculative.rounds(m, r["prompts"], r["max_new"], notes, probs, coins, r["eos"])
-    for _, outcome in run:
-        lines.append({"round": len(lines), **tell(notes, outcome, p[-1], coins)})
+    for _, outcome in speculative.rounds(m, r["prompts"], r["max_new"], notes, probs, coins, r["eos"]):
+        *drawn, last = coins.spent
+        flips = [spent for spent in drawn if spent[0] == "flip"]
+        rows = [row_of(notes, outcome, p[-1], coins, b, flips, last) for b in range(len(r["prompts"]))]
+        names = next(row for row in rows if row)
+        lines.append({"round": len(lines), **{name: [row and row[name] for row in rows] for name in names},
+                      "u_draft": [u for kind, us, _ in drawn if kind == "choose" for u in us],
+                      "u_flip": [u for s in flips for u in s[1]], "u_next": last[1]})
         coins.spent = []
     return {"rounds": lines}
 
 
-def tell(notes, outcome, p, coins):
-    """One round, row by row. A row whose answer is complete says nothing any more."""
-    draft, (*drawn, last) = notes.draft, coins.spent
-    flips = [spent for spent in drawn if spent[0] == "flip"]
-    drawn = [spent for spent in drawn if spent[0] == "choose"]
-    told = {name: [] for name in ("positions", "block", "parents", "draft", "p", "q", "ratio", "accepted",
-                                  "token", "new")}
-    for b, (text, left) in enumerate(zip(notes.known, notes.left, strict=True)):
-        K = min(draft.tokens.shape[1], max(0, left - 1))
-        K = K if draft.length is None else min(K, int(draft.length[b]))
-        tokens = draft.tokens[b, :K].tolist()
-        parents = list(range(K)) if draft.parents is None else draft.parents[0].tolist()
-        depth = [0]
-        for parent in parents:
-            depth.append(depth[parent] + 1)
-        if draft.parents is not None:
-            coins.note(tree_margin(p[b], tokens, parents, draft.q[b]))
-            coins.note(min(abs(1 - x) or 1.0 for x in draft.q[b, range(K), tokens].tolist()))
-        row = {"positions": [len(text) - 1 + d for d in depth], "block": [text[-1], *tokens],
-               "parents": parents, "draft": tokens,
-               "p": short(p[b, parents, tokens]),
-               "q": [1.0] * K if draft.q is None else short(draft.q[b, range(K), tokens]),
-               "ratio": short(flips[0][2][b, :K]) if K else [],
-               "accepted": int(outcome.accepted[b]), "token": int(last[2][b]), "new": outcome.new[b]}
-        for name, values in told.items():
-            values.append(row[name] if left else None)
-    spent = {"u_draft": [u for s in drawn for u in s[1]], "u_flip": [u for s in flips for u in s[1]],
-             "u_next": last[1]}
-    return told | spent
+def row_of(notes, outcome, p, coins, b, flips, last):
+    """What one round says of text b; None once its answer is complete."""
+    draft, text, left = notes.draft, notes.known[b], notes.left[b]
+    if not left:
+        return None
+    K = min(draft.tokens.shape[1], left - 1)
+    K = K if draft.length is None else min(K, int(draft.length[b]))
+    tokens, parents = draft.tokens[b, :K].tolist(), list(range(K))
+    if draft.parents is not None:
+        parents = draft.parents[0].tolist()
+        coins.note(tree_margin(p[b], tokens, parents, draft.q[b]))
+        coins.note(min(abs(1 - x) or 1.0 for x in draft.q[b, range(K), tokens].tolist()))
+    return {"positions": [len(text) - 1 + d for d in depths(parents)[0].tolist()],
+            "block": [text[-1], *tokens], "parents": parents, "draft": tokens,
+            "p": short(p[b, parents, tokens]),
+            "q": [1.0] * K if draft.q is None else short(draft.q[b, range(K), tokens]),
+            "ratio": short(flips[0][2][b, :K]) if K else [],
+            "accepted": int(outcome.accepted[b]), "token": int(last[2][b]), "new": outcome.new[b]}
 
 
 # --- a port

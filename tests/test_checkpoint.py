@@ -209,7 +209,7 @@ def test_a_text_has_the_ids_that_transformers_gives_it(adds_bos, tmp_path):
             want = theirs(text, add_special_tokens=special).input_ids
             assert checkpoint.encode(ours, text, 0, special) == want
     assert checkpoint.encode(ours, "", bos=0) == [0]
-    for text, word in (("", "bos_token_id"), ("ab\ud800c", "position 2")):
+    for text, word in (("", "bos_token_id"), ("ab\ud800c", "character 2")):
         with pytest.raises(ValueError, match=word):
             checkpoint.encode(expected.byte_tokenizer(), text)
 

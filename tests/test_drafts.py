@@ -64,11 +64,11 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
     L = stories[0].c.n_layers
     pace = plan("--draft", "auto", "--skip", "a3,m4", "--gamma", "5",
                 "--draft-vocab", tmp_path / "draft_vocab.json").make()
-    ways = {way.name: way.drafter for way in pace.ways}
+    ways = {way.name: way.drafter for way in pace.arms}
     assert pace.most == 5 and len(ways["skip set"].sublayers) == 2 * L - 2
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
     pace = plan("--draft", "auto", "--model", tmp_path).make()
-    assert pace.ways[-1].name == "skip set" and pace.ways[-1].drafter.model.share == 1024 / 4096
+    assert pace.arms[-1].name == "skip set" and pace.arms[-1].drafter.model.share == 1024 / 4096
 
 
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
@@ -82,7 +82,7 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
 
     def names(*flags):
         a = generate.parse(["x", "--draft", "auto", "--model", str(tmp_path), *flags])
-        return [way.name for way in drafts.plan(a, *stories).make().ways]
+        return [way.name for way in drafts.plan(a, *stories).make().arms]
 
     assert "prophet" in names() and "medusa" not in names()
     lines = capsys.readouterr().err.splitlines()

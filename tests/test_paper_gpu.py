@@ -82,7 +82,7 @@ def test_the_text_of_the_cpu_and_only_known_waits(gpu, family, rows, name):
     ([1090, 1097], (0, 8), (1089, 1100))])
 def test_the_span_of_a_block_is_that_of_all_rows(gpu, lengths, offsets, want):
     n, known = torch.tensor(lengths, device="cuda"), [[0] * length for length in lengths]
-    state = State(torch.zeros(len(n), 1100, device="cuda"), n, n, *5 * [None], known, [9])
+    state = State(torch.zeros(len(n), 1100, device="cuda"), n, n, *5 * [None], known, [9], None)
     calls(gpu)
     at = state.at(*offsets)
     assert (at.first, at.end) == want and not {"item", "tolist", "_local_scalar_dense"} & set(calls(gpu))

@@ -14,7 +14,7 @@ from tiny import command
 
 from checkpoint import encode, read_config, read_tokenizer
 from porting import check, make
-from porting.library_port import Watch, answer, cut_margin, edge_margin, load, tree_margin
+from porting.library_port import Watch, answer, cut_margin, edge_margin, tree_margin
 from porting.wrong_ports import MISTAKES, answers, wrong_port
 
 PORTING = Path(__file__).parent.parent / "porting"
@@ -30,10 +30,9 @@ call = command(check.main)
 @pytest.mark.parametrize("step", range(1, 10))
 def test_the_library_says_what_the_traces_say_and_nothing_hangs_on_rounding(step):
     """And the tolerances leave room for a port that computes in float32."""
-    numbers = [n for n, (request, _) in ALL.items() if request["step"] == step]
-    assert len(numbers) >= 3
-    for number in numbers:
-        request, expect = ALL[number]
+    for number, (request, expect) in ALL.items():
+        if request["step"] != step:
+            continue
         got, margin = answer(request)
         wrong = check.differ(expect["answer"], json.loads(json.dumps(got)), 1e-6, [])
         assert not wrong, f"case {number}: {wrong}. If that is meant, make the traces anew: porting/make.py"
@@ -43,22 +42,34 @@ def test_the_library_says_what_the_traces_say_and_nothing_hangs_on_rounding(step
         assert not check.differ(expect["answer"], got, expect["tolerance"] / 2, []), number
 
 
-def test_make_makes_these_very_cases():
-    assert [case[0] for case in make.CASES + make.STORY_CASES] == [*CORE, *STORIES]
-    for number, op, build, wanted, catches in make.CASES:
-        committed, expect = CORE[number]
-        request = json.loads(json.dumps(make.pose(number, op, build, expect["seed"])))
-        assert not check.differ(request, committed, 1e-5, []), number
-        assert wanted is None or wanted(expect["answer"]), number
-        assert expect["catches"] == catches and len(catches) > 15
+def test_the_rounds_show_what_can_happen():
+    """Drafts accepted whole, in part and not at all; texts that end inside a draft; siblings that go on."""
+    seen = set()
+    for request, expect in CORE.values():
+        for r in expect["answer"].get("rounds", []):
+            for draft, kept, new, token in zip(r["draft"], r["accepted"], r["new"], r["token"], strict=True):
+                if draft:
+                    share = "whole" if kept == len(draft) else "part" if kept else "none"
+                    seen |= {(request["drafter"]["kind"], share), ("cut off", new[-1] != token),
+                             ("through a sibling", new[:kept] != draft[:kept])}
+    assert seen >= {(kind, share) for kind in ("sublayers", "ngram") for share in ("whole", "part", "none")}
+    assert seen >= {("cut off", True), ("through a sibling", True)}
 
 
-def test_make_makes_these_very_models():
-    for folder, c in make.CONFIGS.items():
-        m, committed = make.random_model(c), load(make.ROOT / folder, torch.float64)
-        assert committed.c == c
-        for ours, theirs in zip(m.parameters(), committed.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+@torch.inference_mode()
+def test_make_answers_the_cases_and_refuses_what_rounding_could_turn(tmp_path):
+    def write(*requests):
+        make.write_lines(tmp_path / "cases.jsonl", requests)
+        make.write(tmp_path, tmp_path)
+
+    make.write_lines(tmp_path / "answers.jsonl", [CORE[911][1]])
+    write(CORE[911][0], CORE[502][0])
+    made = check.read_cases(tmp_path)
+    assert not any(check.differ(CORE[n][1]["answer"], made[n][1]["answer"], 1e-6, []) for n in (911, 502))
+    assert made[911][1]["catches"] == CORE[911][1]["catches"] and "say here" in made[502][1]["catches"]
+    near = {"case": 1, "step": 8, "op": "choose", "u": 0.50001, "weights": {"shape": [2], "data": [0.3, 0.3]}}
+    with pytest.raises(SystemExit, match="case 1: its closest decision is within"):
+        write(near)
 
 
 def test_the_traces_are_those_of_the_version_and_small():
@@ -69,25 +80,17 @@ def test_the_traces_are_those_of_the_version_and_small():
 def test_the_story_is_in_words_too():
     """For a port that has a tokenizer."""
     request, expect = STORIES[991]
-    folder = make.ROOT / make.SHIPPED
+    folder = make.ROOT / request["model"]
     tokenizer = read_tokenizer(folder)
     ids = request["prompts"][0] + [t for r in expect["answer"]["rounds"] for t in r["new"][0]]
     assert tokenizer.decode(ids) == expect["words"] and expect["words"].startswith(request["words"])
     assert encode(tokenizer, request["words"], read_config(folder).bos) == request["prompts"][0]
 
 
-def tensors(value):
-    if isinstance(value, dict):
-        return [value["data"]] if "data" in value else [t for v in value.values() for t in tensors(v)]
-    return [t for v in value for t in tensors(v)] if isinstance(value, list) else []
-
-
 def test_no_case_contains_its_answer():
     for number, (request, expect) in ALL.items():
         for key, value in expect["answer"].items():
             assert request.get(key) != value, f"case {number}: {key}"
-        given = tensors(request)
-        assert not any(t in given for t in tensors(expect["answer"])), f"case {number}: its input answers it"
 
 
 # --- margins
@@ -97,25 +100,18 @@ def test_the_margin_of_a_choice_is_the_distance_to_the_nearest_edge():
     weights = torch.tensor([[0.2, 0.3, 0.5], [1.0, 1.0, 2.0]])
     assert edge_margin(weights[:1], torch.tensor([0.45])) == pytest.approx(0.05)
     assert edge_margin(weights[1:], torch.tensor([0.3])) == pytest.approx(0.2)     # .3 * 4 = 1.2 beside 1
-    assert edge_margin(weights[:1], torch.tensor([0.99])) == pytest.approx(0.01)   # the last edge counts, too
-
-
-def test_the_margin_of_a_flip_is_the_distance_to_the_chance():
     coins = Watch()
     coins.pool = torch.tensor([0.3, 0.9, 0.5, 0.99], dtype=torch.float64)
     coins.flip(torch.tensor([[0.35, 7.0, 0.2]]))
     assert coins.margin == pytest.approx(0.05)          # .3 beside .35; .9 beside 1; .5 beside .2
     coins.flip(torch.tensor([[7.0]]))
     assert coins.margin == pytest.approx(0.01)          # .99 beside 1: a coin in float32 may be 1
-    Watch().flip(torch.zeros(1, 0))                     # nothing to be decided
 
 
 def test_the_margin_of_the_filters_is_that_of_their_nearest_cut():
-    logits = torch.tensor([1.0, 3.0, 2.9, 0.0, -1.0]).double()
-    assert cut_margin(logits) == pytest.approx(0.1)
+    logits, p = torch.tensor([1.0, 3.0, 2.9, 0.0, -1.0]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
+    assert cut_margin(logits) == cut_margin(logits, 1.0, top_k=1) == pytest.approx(0.1)
     assert cut_margin(logits, 1.0) == math.inf
-    assert cut_margin(logits, 1.0, top_k=1) == pytest.approx(0.1)
-    p = torch.tensor([0.5, 0.3, 0.2]).double()
     assert cut_margin(p.log(), 1.0, top_p=0.79) == pytest.approx(0.01)             # .8 comes before the third
     assert cut_margin(p.log(), 1.0, min_p=0.42) == pytest.approx(0.01)             # .2 beside .21
     assert cut_margin(p.log(), 1.0, top_k=2, top_p=0.62) == pytest.approx(0.005, 1e-4)     # .625
@@ -123,45 +119,29 @@ def test_the_margin_of_the_filters_is_that_of_their_nearest_cut():
 
 
 def test_the_margin_of_a_tree_is_what_refused_siblings_leave():
-    p, q = torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[0.49, 0.51], [1.0, 0.0]])
-    assert tree_margin(p, [0, 0], [0, 0], q) == pytest.approx(0.01)
-    assert tree_margin(p, [0], [0], None) == pytest.approx(0.5)
-    q = torch.tensor([[0.6, 0.4], [0.05, 0.95]])        # what is left for the second: (0, 1)
-    assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)
-
-
-def test_a_case_that_cannot_be_had_with_a_margin_is_given_up_loudly(monkeypatch):
-    monkeypatch.setattr(make, "TRIES", 20)
-    near = dict(weights=make.tensor(0.3, 0.3), u=0.50001)
-    with pytest.raises(SystemExit, match="case 7: none of 20 seeds has the margin"):
-        make.settle(7, "choose", lambda g: near, None)
-    with pytest.raises(SystemExit, match="shows what it should"):
-        make.settle(7, "choose", lambda g: near | dict(u=0.3), lambda a: a["token"] == 1)
+    p, q = torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[0.6, 0.4], [0.05, 0.95]])
+    assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)   # (0, 1) is left, less q
 
 
 # --- ports
 
 
-def test_the_numpy_port_passes(call):
+def test_the_numpy_ports_pass(call):
     status, out, _ = call("--core", *NUMPY)
     core = sum(not request["trees"] for request, _ in CORE.values()) + 1
     assert status == 0 and f"{core} of {core} cases pass (traces version 2;" in out and "999 ok" in out
     status, out, _ = call("--stories", *NUMPY)
     assert status == 0 and "3 of 3 cases pass" in out
+    trees = [n for n, (request, _) in CORE.items() if request["trees"]]
+    flags = [flag for n in trees for flag in ("--case", n)]
+    status, out, _ = call(*flags, sys.executable, PORTING / "numpy_trees.py")
+    assert status == 0 and len(trees) == 8 and "8 of 8 cases pass" in out
 
 
 def test_a_top_p_of_1_is_off_in_the_numpy_port():
     """The likeliest token has all the mass that a float can tell, and the others stay."""
     port = runpy.run_path(str(PORTING / "numpy_port.py"))
-    for top_p in (None, 1):
-        assert port["to_probs"]([60.0, 0.0], 1.0, None, top_p, None)[1] > 0
-
-
-def test_with_trees_the_numpy_port_passes_those_too(call):
-    trees = [n for n, (request, _) in CORE.items() if request["trees"]]
-    flags = [flag for n in trees for flag in ("--case", n)]
-    status, out, _ = call(*flags, sys.executable, PORTING / "numpy_trees.py")
-    assert status == 0 and len(trees) == 8 and "8 of 8 cases pass" in out
+    assert port["to_probs"]([60.0, 0.0], 1.0, None, 1, None)[1] > 0
 
 
 @pytest.mark.parametrize("scope, old, new, mistake", MISTAKES, ids=[m[3].replace(" ", "-") for m in MISTAKES])
@@ -177,19 +157,12 @@ def test_a_wrong_port_is_refused_by_name(scope, old, new, mistake):
     assert check.judge(first, answers(wrong_port(scope, old, old), [request]))[0] == {number: None}
 
 
-def test_names_are_those_of_the_very_case_and_answer():
-    line = next(line for line in check.read_lines(check.TRACES / "mistakes.jsonl") if line["case"] == 812)
-    a, b = {"accepted": 3, "token": 0}, {"accepted": 2, "token": 3}
-    assert line["print"] == check.print_of(a, ["accepted", "token"])
-    assert check.named(812, CORE[812][1], a) == ["every draft is accepted"]
-    assert check.named(812, CORE[812][1], b) == [] and check.named(812, CORE[812][1], {}) == []
-    assert check.named(813, CORE[812][1], a) == []
-
-
-def test_no_right_answer_is_called_a_mistake():
+def test_names_are_those_of_the_very_case_and_answer_and_never_of_a_right_one():
     """What cannot be told from a right answer by its fingerprint is not in mistakes.jsonl."""
-    for number, (_, expect) in CORE.items():
-        assert check.named(number, expect, expect["answer"]) == [], number
+    a, b = {"accepted": 3, "token": 0}, {"accepted": 2, "token": 3}
+    assert check.named(812, CORE[812][1], a) == ["every draft is accepted"]
+    assert check.named(812, CORE[812][1], b) == check.named(813, CORE[812][1], a) == []
+    assert not any(check.named(n, expect, expect["answer"]) for n, (_, expect) in CORE.items())
 
 
 @pytest.mark.parametrize("number, changed", [
@@ -202,22 +175,15 @@ def test_what_differs_in_form_alone_is_not_called_a_mistake(number, changed):
 
 
 def test_a_port_that_does_not_use_the_weights_it_is_given_is_refused(call, tmp_path):
-    """It passes every case, and only the one with other weights, made on the spot, tells."""
-    fixed = wrong_port("", 'open(f"{folder}/model.safetensors", "rb")',
-                       f'open({str(check.TRACES)!r} + "/llama/model.safetensors", "rb")')
+    """It passes every case but the one with other weights, which is made on the spot."""
     port = tmp_path / "port.py"
-    port.write_text(fixed, encoding="utf-8")
+    port.write_text(wrong_port("", 'open(f"{folder}/model.safetensors", "rb")',
+                               f'open({str(check.TRACES)!r} + "/llama/model.safetensors", "rb")'))
     status, out, _ = call("--case", 903, "--case", 999, sys.executable, port)
     assert status == 1 and "903 ok   999 NO" in out and "somewhere else than the weights" in out
-
-
-def test_other_weights_change_the_text_as_foretold(tmp_path):
-    for _ in range(3):
-        request, expect = check.rolled(*CORE[903], tmp_path)
-        got, _ = answer(request)
-        assert not check.differ(expect["answer"], got, 1e-6, [])
-        new = [[r["new"] for r in e["answer"]["rounds"]] for e in (expect, CORE[903][1])]
-        assert new[0] != new[1]
+    request, expect = check.rolled(*CORE[903], tmp_path)
+    assert not check.differ(expect["answer"], answer(request)[0], 1e-6, [])
+    assert expect["answer"]["rounds"][0]["new"] != CORE[903][1]["answer"]["rounds"][0]["new"]
 
 
 def script(folder, body):
@@ -243,24 +209,18 @@ def test_a_port_that_gives_no_answer(call, tmp_path, body, words):
     assert status == 1 and words in out and "301 --   302 --" in out
 
 
-@pytest.mark.parametrize("answer, words", [
-    ({"freqs": {"shape": [4], "data": [1, 0.1, 0.01, 1e-3]}}, None),
-    ({"freqs": {"shape": [4], "data": [1, 0.1, 0.01, 2e-3]}},
-     "freqs[3]: expected 0.001, got 0.002, which is 0.001 off (1 of 4 numbers differ)"),
-    ({"freqs": {"shape": [4], "data": [1, 0.1, 0.01, float("nan")]}}, "got NaN: 0 / 0, or"),
-    ({"freqs": {"shape": [4], "data": [1, "0.1", 0.01, 1e-3]}}, 'data[1]: expected a number, got "0.1", a'),
-    ({"freqs": {"shape": [2, 2], "data": [1, 0.1, 0.01, 1e-3]}}, "a tensor of shape [4], got [2, 2]"),
-    ({"freqs": {"shape": [4], "data": [1, 0.1, 0.01, None]}}, "got nothing (JavaScript prints NaN as null)"),
-    ({}, "freqs: expected an object, got nothing"),
-    ({"todo": True}, ""),
-])
-def test_what_is_said_of_an_answer(answer, words):
-    got = {301: {"case": 301, **answer}}
-    verdict = check.judge({301: CORE[301]}, got)[0][301]
-    assert verdict == words if not words else words in verdict
-    if words:
-        assert "case 301, frequencies (step 3, rope)" in check.first_difference(
-            {301: CORE[301]}, {301: verdict}, got)
+@pytest.mark.parametrize("data, words", [
+    ([1, 0.1, 0.01, 1e-3], None),
+    ([1, 0.1, 0.01, 2e-3], "freqs[3]: expected 0.001, got 0.002, which is 0.001 off (1 of 4 numbers differ)"),
+    ([1, 0.1, 0.01, float("nan")], "got NaN: 0 / 0, or"),
+    ([1, "0.1", 0.01, 1e-3], 'data[1]: expected a number, got "0.1", a string'),
+    ([1, 0.1, 0.01, None], "got nothing (JavaScript prints NaN as null)"),
+    ([1, 0.1], "expected a flat list of 4 numbers, got 2 entries")])
+def test_what_is_said_of_an_answer(data, words):
+    got = {301: {"case": 301, "freqs": {"shape": [4], "data": data}}}
+    verdict = check.judge({301: CORE[301]}, got)[0]
+    said = check.first_difference({301: CORE[301]}, verdict, got)
+    assert said is None if words is None else words in said and "frequencies (step 3, rope)" in said
 
 
 def test_whole_numbers_must_be_the_same_and_others_may_be_rounded():
@@ -268,33 +228,24 @@ def test_whole_numbers_must_be_the_same_and_others_may_be_rounded():
         return check.differ(want, got, tolerance, []) is None
 
     assert ok([1, 2], [1, 2]) and not ok([1, 2], [1, 3]) and not ok([1, 2], [1]) and not ok([1], "1")
-    assert ok(None, None) and not ok(None, 1) and not ok(3, None)
-    assert ok([True, 0], [True, 0]) and not ok(1, True) and not ok([True], [1]) and not ok(False, 0)
+    assert ok(None, None) and not ok(None, 1) and not ok(1, True) and not ok(False, 0)
     assert ok(1.0, 1) and ok(2.0, 2.0019) and not ok(2.0, 2.0021) and ok(0.1, 0.1009) and not ok(0.1, 0.102)
     assert not ok(1.0, True) and not ok(1.0, float("inf")) and not ok(1.0, None)
-    want = {"shape": [3], **check.fingerprint([1e3, -1e3, 2.0])}
-    assert ok(want, {"shape": [3], "data": [1e3, -1e3 + 0.5, 2.0]})     # by the sum of the magnitudes
-    assert not ok(want, {"shape": [3], "data": [1e3, -1e3 + 3, 2.0]})
-    assert ok(want, want) and not ok(want, want | {"values": [0.0] * 5})
     numbers = [20.0, -40.0, 0.0]        # what is left of a subtraction is off by a share of the mean, 20
-    for want in ({"shape": [3], **check.fingerprint(numbers), **data} for data in ({}, {"data": numbers})):
+    for data in ({}, {"data": numbers}):
+        want = {"shape": [3], **check.fingerprint(numbers), **data}
         assert ok(want, {"shape": [3], "data": [20.0, -40.0, 0.019]})
         assert not ok(want, {"shape": [3], "data": [20.0, -40.0, 0.021]})
+    assert ok({"shape": [3], **check.fingerprint(numbers)}, {"shape": [3], **check.fingerprint(numbers)})
 
 
 def test_the_first_wrong_entry_is_shown_and_a_length_only_where_the_entries_agree():
     assert check.differ([[5, 6], [7]], [[5, 9, 8]], 0, [], "new") == "new[0][1]: expected 6, got 9"
     assert check.differ([5, 6], [5], 0, [], "new") == "new: expected 2 entries: [5, 6]; got 1 entries: [5]"
+    assert "64-bit products must wrap around" in check.differ(2**52, -(2**60), 0, [])
 
 
-def test_numbers_of_a_wrong_kind_are_explained():
-    assert "a string" in check.differ(7, "7", 0, []) and "64-bit" not in check.differ(7.0, math.inf, 0, [])
-    for wide in (2**53, 1.2e19, -(2**60)):
-        assert "64-bit products must wrap around" in check.differ(2**52, wide, 0, [])
-
-
-@pytest.mark.parametrize("key", ["u_draft", "u_flip", "u_next"])
-def test_uniforms_in_another_order_are_told_from_other_drafts(key):
+def test_uniforms_in_another_order_are_told_from_other_drafts():
     case = {915: CORE[915]}
 
     def said(change):
@@ -302,10 +253,11 @@ def test_uniforms_in_another_order_are_told_from_other_drafts(key):
         change(answer["rounds"][1])
         return check.first_difference(case, check.judge(case, {915: answer})[0], {915: answer})
 
-    other = said(lambda r: r.update({key: r[key][::-1], "token": [9] * 3}))
-    assert "rounds[1].token[0]" in other and f"Uniforms are spent in another order: {key}[0]" in other
+    for key in ("u_draft", "u_flip", "u_next"):
+        other = said(lambda r, key=key: r.update({key: r[key][::-1], "token": [9] * 3}))
+        assert "rounds[1].token[0]" in other and f"Uniforms are spent in another order: {key}[0]" in other
     assert "another order" not in said(lambda r: r.update(token=[9] * 3))
-    shorter = said(lambda r: r.update({key: r[key][1:], "draft": [row[:1] for row in r["draft"]]}))
+    shorter = said(lambda r: r.update(u_draft=[0.5], draft=[row[:1] for row in r["draft"]]))
     assert "rounds[1].draft" in shorter and "another order" not in shorter
 
 
@@ -322,17 +274,12 @@ def test_which_cases_are_asked_for(call, tmp_path):
 # --- the page
 
 
-def test_the_page_says_what_the_code_does():
+def test_the_page_explains_every_operation_input_and_output():
     page = (PORTING / "README.md").read_text(encoding="utf-8")
-    sections = dict(re.findall(r"^## (\d)\. (.*?): cases? [\d to and]+$", page, re.M))
-    assert [name.lower() for name in sections.values()] == check.STEPS
-    for number, (request, _) in CORE.items():
+    for number, (request, expect) in CORE.items():
         words = page.split(f"\n## {number // 100}. ")[1].split("\n## ")[0]
         assert f"`{request['op']}` (" in words, request["op"]
         for key in request.keys() - {"case", "step", "op", "trees"}:
             assert re.search(rf"\b{key}\b", words), f"{request['op']}: {key} is not explained"
-        for key in CORE[number][1]["answer"]:
+        for key in expect["answer"]:
             assert f"`{key}`" in words or request["trees"], f"{request['op']}: {key} is not explained"
-    asked, told = (json.loads(re.search(rf"^{word} +(.*)$", page, re.M)[1]) for word in ("asked", "answered"))
-    assert asked.keys() == CORE[404][0].keys()
-    assert not check.differ(told["y"], answer(asked)[0]["y"], 1e-7, [])

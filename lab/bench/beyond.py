@@ -15,16 +15,18 @@ from torch import nn
 from tqdm import tqdm
 
 import checkpoint
-from control import Foreseen, weight_costs
+from control import weight_costs
 from lab import corpus, sparse, train, train_heads
 from lab.bench.shared import SETS, SHAPES, figures, load, page, prompt_ids, read_prompts, table
 from lab.hamburger import BurgerDraft, Hamburger, score, tune
+from lab.m2r2 import M2R2, Foreseen
 from lab.train_heads import OWN
+from lab.transfer import Transfer, ahead
 from methods import heads
-from methods.heads import M2R2, Transfer
+from model import Placement
 from sampling import to_probs
 from search import Teacher
-from speculative import ahead, rounds
+from speculative import rounds
 from support.stats import Counts
 
 CONTEXT, BATCH, GAMMA, SINKS = 128, 8, 3, 4
@@ -124,7 +126,9 @@ def stream_losses(model, head, batch):
     tree = torch.ones(1, T, T, dtype=torch.bool, device=device).tril()
     seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)              # (1, T+T*N, T+T*N)
     places = torch.cat([at, (at[..., None] + 1 + torch.arange(N, device=device)).flatten(1)], 1)
-    x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), places, tree=seen)
+    slots = torch.arange(places.shape[1], device=device)[None]
+    at = Placement(places, slots, 0, slots.shape[1], seen)
+    x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), at)
     rows = [x[:, :T], *x[:, T:].unflatten(1, (T, N)).unbind(2)]                 # (B, T, dim) each
     return [F.cross_entropy(model.unembed(row[:, : T - k]).flatten(0, 1), batch[:, 1 + k :].flatten())
             for k, row in enumerate(rows)]
@@ -232,8 +236,8 @@ def sparse_acceptance(teacher, sinks, window):
     own = torch.eye(T, dtype=torch.bool, device=at.device)
     seen = sparse.sparse(at[:, None], T, sinks, window) & ~own                  # (T, T)
     tree = torch.cat([seen, own], 1)[None]                                      # (1, T, 2T)
-    x = m.run(teacher.states[0], torch.cat([at, at])[None], teacher.cache, None,
-              torch.arange(2 * T, device=at.device)[None], tree, span=slice(0, 2 * T))
+    at = Placement(torch.cat([at, at])[None], torch.arange(2 * T, device=at.device)[None], 0, 2 * T, tree)
+    x = m.run(teacher.states[0], at, teacher.cache)
     return teacher.overlap(teacher.probs(m.unembed(x)))
 
 

@@ -20,6 +20,7 @@ from lab.bench.costs import run_help
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit, without
+from model import Placement
 from speculative import NGram, generate, rounds
 from support.chat import read_template
 from support.cli import read_skip
@@ -199,7 +200,10 @@ def our_logits(model, p):
     """(T, V) float32, on the CPU."""
     whole, tokens = model.c, torch.tensor([p.ids], device=model.tok.device)
     model.c = replace(whole, window=p.window)
-    logits = model.unembed(model.run(model.embed(tokens), p.positions[None].to(tokens.device)))   # (1, T, V)
+    T, device = len(p.ids), tokens.device
+    at = Placement(p.positions[None].to(device), torch.arange(T, device=device)[None], 0, T)
+    table = model.angles(int(p.positions.max()) + 1)
+    logits = model.unembed(model.run(model.embed(tokens), at, table=table))     # (1, T, V)
     model.c = whole
     return logits[0].float().cpu()
 
@@ -211,7 +215,7 @@ def cached_logits(model, ids):
     cache = KVCache(model.c, 1, len(ids), model.attention_dtype(), tokens.device)
     for size in itertools.cycle(CHUNKS):
         part = tokens[:, at : at + size]
-        x = model.run(model.embed(part), slice(at, at + part.shape[1]), cache)
+        x = model.run(model.embed(part), Placement.at(at, at + part.shape[1], part.device), cache)
         parts.append(model.unembed(x)[0].float().cpu())                     # (size, V)
         at += size
         if at >= len(ids):

@@ -42,11 +42,11 @@ def ignore_sublayers(gpu, model, device):
     """From now on gpu.operations counts of `run` only what it does without any sub-layer."""
     run = model.run
 
-    def counted(x, positions, cache=None, sublayers=None, **more):
+    def counted(x, at, cache=None, sublayers=None, trace=None):
         before = gpu.operations[device]
-        y = run(x, positions, cache, sublayers, **more)
+        y = run(x, at, cache, sublayers, trace)
         gpu.operations[device] = before
-        run(x, positions, cache, [], **more)
+        run(x, at, cache, [], trace)
         return y
 
     model.run = counted

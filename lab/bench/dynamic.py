@@ -10,20 +10,11 @@ from functools import partial
 
 from tqdm import tqdm
 
-from control import (
-    AdaptiveExit,
-    AnnealedConfidence,
-    Confidence,
-    DoNoHarm,
-    Entropy,
-    Schedule,
-    Thompson,
-    ValueGate,
-    weight_costs,
-)
+from control import AdaptiveExit, Confidence, DoNoHarm, weight_costs
 from lab import plots
 from lab.bench.drafters import TAIL, Bench, Method, divergences, fixed, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
+from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from layerskip import early_exit
 from methods.arms import candidates

@@ -13,6 +13,7 @@ from control import MOST, DoNoHarm
 from lab import plots
 from lab.bench.drafters import TAIL, Bench, Method, fixed, own_methods, pilot
 from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, steps
+from lab.train_heads import KINDS
 from layerskip import early_exit
 from methods import heads
 from methods.heads import AHEAD
@@ -146,7 +147,7 @@ def run(a):
     a.repeats = a.repeats or (1 if a.quick else 3)
     where, (models, tokenizer) = folders(a), load_both(a)
     model = models[a.dtype][0]
-    found = {name: {m.tok.dtype: heads.load(folder, m) for m, _ in models.values()}
+    found = {name: {m.tok.dtype: heads.load(folder, m, KINDS) for m, _ in models.values()}
              for name, folder in where.items()}
     own = {name: loaded[model.tok.dtype] for name, loaded in found.items()}
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),

@@ -13,7 +13,7 @@ import checkpoint
 from kvcache import KVCache
 from lab.bench.shared import LLAMA, WEIGHTS, page, random_model, table
 from machine.recorded import Recorded
-from model import SPARE, Config
+from model import SPARE, Config, Placement
 from speculative import generate, prefill, rounds
 from support.measure import interleave
 
@@ -99,11 +99,10 @@ def matrices(model):
 
 def step(model, T, at, sublayers=None):
     """A pass over T tokens after `at` others, with positions as the loop gives them on this device."""
-    device, here = model.tok.device, slice(at, at + T)
+    device = model.tok.device
+    here = Placement.at(at, at + T, device)._replace(same=device.type == "cpu")
     cache = KVCache(model.c, 1, at + T, model.attention_dtype(), device)
     tokens = torch.full((1, T), 5, device=device)
-    if tokens.is_cuda:
-        here = torch.arange(at, at + T, device=device)[None]
     return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
 
 

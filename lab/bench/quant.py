@@ -15,7 +15,9 @@ from lab.bench.plain import step
 from lab.bench.shared import LLAMA, SETS, SHAPES, WEIGHTS, figures, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
+from model import Placement
 from speculative import ModelDraft
+from support import measure
 
 GAMMA, MEGABYTE = 3, 1e6
 BITS = {"bfloat16": 16, "int8": 8, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}  # a weight; int8 without its scales
@@ -41,7 +43,7 @@ def acceptance(teacher, draft, subs):
     """How likely the first drafted token after each position of the teacher's text is accepted, where the
     draft is a model of its own. (T,) float64"""
     with torch.inference_mode():
-        x = draft.run(draft.embed(teacher.tokens), slice(0, teacher.p.shape[1]), sublayers=subs)
+        x = draft.run(draft.embed(teacher.tokens), Placement.at(0, teacher.p.shape[1]), sublayers=subs)
         return teacher.overlap(teacher.probs(draft.unembed(x)))
 
 
@@ -51,8 +53,8 @@ def measure(a, model, tokenizer, drafts, owns):
     texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
     prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS][: 1 if a.quick else len(SETS)]
     repeats, whole, rows = 2 if a.quick else 20, byte_costs(model).whole, {}
-    block = control.measure_costs(model, repeats=repeats).block(GAMMA + 1)
-    clock = control.interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
+    block = measure.measure_costs(model, repeats=repeats).block(GAMMA + 1)
+    clock = measure.interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
         {"target": (model, every)} | drafts).items()}, repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
         series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]

@@ -7,6 +7,7 @@ from tiny import PROMPTS, TINY, TINY_GEMMA, each_family, oracle
 
 from lab import hamburger
 from lab.hamburger import BurgerDraft, Hamburger, begins, latest, losses, pack, score, write
+from model import Placement
 from speculative import NGram, Then
 
 TEXTS = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7, 7, 7], [3, 8, 8, 8, 1, 2, 2, 16, 0, 4]])
@@ -47,7 +48,8 @@ def test_the_merging_by_hand(models):
     assert torch.allclose(got[0], mean + burger.out @ torch.cat(pieces))
     assert torch.equal(got[1], burger.trunk.tok[5])
     x = torch.stack([burger.trunk.embed(torch.tensor([5]))[0], got[0]])[None]
-    want = burger.trunk.run(x, torch.tensor([[0, 3]]))[0, 1]    # stands at its last token
+    at = Placement(torch.tensor([[0, 3]]), torch.tensor([[0, 1]]), 0, 4)        # stands at its last token
+    want = burger.trunk.run(x, at._replace(end=2), table=burger.trunk.angles(4))[0, 1]
     assert torch.allclose(latest(burger, [[[5], ids]])[0, 0, 3], want)
 
 

@@ -12,6 +12,7 @@ from tiny import FAMILIES, make
 from control import weight_costs
 from kvcache import KVCache
 from lab.bench import search as bench
+from model import Placement
 from search import Space, speedup
 
 
@@ -30,10 +31,10 @@ def states(model, ids, sublayers):
     read, as of the first token that is drafted there. (T, dim)"""
     rows, cache = [], KVCache(model.c, 1, len(ids), torch.float64)
     x = model.embed(torch.tensor([ids]))
-    model.run(x, slice(0, len(ids)), cache)
+    model.run(x, Placement.at(0, len(ids)), cache)
     k, v = cache.k.clone(), cache.v.clone()
-    for at in (slice(i, i + 1) for i in range(len(ids))):
-        rows.append(model.run(x[:, at], at, cache, sublayers)[0, 0])
+    for i in range(len(ids)):
+        rows.append(model.run(x[:, i : i + 1], Placement.at(i, i + 1), cache, sublayers)[0, 0])
         cache.k.copy_(k), cache.v.copy_(v)
     return torch.stack(rows)
 

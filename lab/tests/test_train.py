@@ -82,7 +82,7 @@ def test_what_a_step_draws():
 @pytest.mark.parametrize("distil", [0.0, 0.3, 1.0])
 def test_losses_and_their_gradients_by_hand(family, distil):
     """No gradient flows into what is imitated; what is dropped has neither a say nor a gradient."""
-    m, labels, at = make(FAMILIES[family]).requires_grad_(True), TOKENS[:, 1:, None], slice(0, 10)
+    m, labels, at = make(FAMILIES[family]).requires_grad_(True), TOKENS[:, 1:, None], Placement.at(0, 10)
     kept, below = [0, 1, 3, 4, 6, 9, 10], [0, 1, 3, 4]
     x = m.embed(TOKENS[:, :-1])
     full, early = (m.unembed(m.run(x, at, sublayers=part)).log_softmax(-1) for part in (kept, below))
