@@ -43,8 +43,8 @@ exercises: $(VENV)/dev
 	$(PY) exercises/check.py
 
 picture: $(VENV)/run
-	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture run.png
-	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page run.html
+	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture docs/run.png
+	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page docs/run.html
 
 notebooks: $(VENV)/dev
 	$(PY) notebooks/execute.py

@@ -19,7 +19,8 @@ from control import MOST, Beta, weight_costs
 from methods.arms import FADE, Arm, candidates
 from methods.drafting import same_model
 from methods.dynamic import last_places, overlaps
-from speculative import Drafter, NGram, Rule, Then, Wrapper
+from methods.then import Then
+from speculative import Drafter, NGram, Rule, Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
 EVERY = 16      # rounds between two explorations

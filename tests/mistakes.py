@@ -336,12 +336,6 @@ TABLE = {
          "speculative::what_an_end_of_text_cuts_off_was_never_tested[0-llama]"),
         ("loop", ") | before", ")", "a trace begins where the verifier does",
          "speculative::what_is_shared_is_handed_over_and_not_run_again[sublayers0-8]"),
-        ("Then.propose", ".clone()", "", "the draft is written into the text",
-         "control::each_row_goes_on_where_its_own_draft_ends"),
-        ("Then.propose", "[:m]", "", "the tail goes on after dead slots",
-         "control::each_row_goes_on_where_its_own_draft_ends"),
-        ("Then.observe", "accepted=first, proposed=", "proposed=", "the tail's acceptances are the first "
-         "one's", "control::each_rule_learns_of_its_own_part"),
         ("straighten", "state.cache.move(slots.gather(1, path), slots)", "pass",
          "the accepted path of a tree is not moved", "trees::a_round_of_a_tree_is_a_chain[llama]"),
         ("straighten", "[row[:, None], path]", "", "after a tree logits and traces stay in its order",
@@ -434,6 +428,13 @@ TABLE = {
          "end-of-text from config.json first", "checkpoint::end_of_text_ids_come_in_every_form"),
         ("read_config", "eos_token_id', [])", "eos_token_id') or []", "end-of-text id 0 counts as none",
          "checkpoint::end_of_text_ids_come_in_every_form")],
+    "methods/then.py": [
+        ("Then.propose", ".clone()", "", "the draft is written into the text",
+         "control::each_row_goes_on_where_its_own_draft_ends"),
+        ("Then.propose", "[:m]", "", "the tail goes on after dead slots",
+         "control::each_row_goes_on_where_its_own_draft_ends"),
+        ("Then.observe", "accepted=first, proposed=", "proposed=", "the tail's acceptances are the first "
+         "one's", "control::each_rule_learns_of_its_own_part")],
     "support/files.py": [
         ("resume", "found == header", "isinstance(found, dict)", "the log of another search goes on",
          "search::a_search_that_was_killed_goes_on_where_it_was")],

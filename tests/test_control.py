@@ -29,8 +29,9 @@ from control import (
     weight_costs,
 )
 from layerskip import SelfDraft, early_exit, without
+from methods.then import Then
 from model import Config, Transformer
-from speculative import Draft, Drafter, ModelDraft, NGram, Rule, Then, generate, join, rounds, wanted
+from speculative import Draft, Drafter, ModelDraft, NGram, Rule, generate, join, rounds, wanted
 
 
 def dice(most=6, ends=True):

@@ -15,9 +15,10 @@ from kvcache import KVCache
 from layerskip import SelfDraft, without
 from methods import heads
 from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
+from methods.then import Then
 from methods.trees import Siblings
 from sampling import Coins
-from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, generate, rounds
+from speculative import Drafter, ModelDraft, NGram, Wrapper, generate, rounds
 
 
 def wild(head, size=0.3):

@@ -11,8 +11,9 @@ from tiny import LLAMA, PROMPTS, make
 import checkpoint
 import generate
 from layerskip import SelfDraft
+from methods.then import Then
 from sampling import Coins, to_probs
-from speculative import NGram, Then, rounds
+from speculative import NGram, rounds
 from support.page import Player, play
 
 FOLDER = Path(__file__).parent.parent / "weights" / "stories-llama"

@@ -11,9 +11,10 @@ import checkpoint
 from control import AdaptiveExit, Confidence, Gate
 from lab.bench import counts
 from layerskip import SelfDraft
+from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import ModelDraft, NGram, Rule, State, Then, rounds
+from speculative import ModelDraft, NGram, Rule, State, rounds
 
 DRAFTERS = {
     "plain": lambda m, small: None,

@@ -8,8 +8,9 @@ import torch
 from tiny import GEMMA, LLAMA, PROMPTS, Fixed, make, warm
 
 from layerskip import SelfDraft
+from methods.then import Then
 from sampling import Coins, to_probs, uniforms
-from speculative import ModelDraft, NGram, Rule, Then, generate, rounds
+from speculative import ModelDraft, NGram, Rule, generate, rounds
 
 ALMOST_ONE = 1 - 2**-53    # the largest uniform there is
 SETTINGS = [dict(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.3, 1.7) for k in (None, 5)

@@ -17,11 +17,12 @@ from tiny import LIVELY, PROMPTS, TINY, each_family, fork, make, read, small, wa
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from methods import trees
+from methods.then import Then
 from methods.trees import Siblings, chain_with_siblings, rank_acceptance, tree_tokens, widths_of
 from model import Placement, visible
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Draft, Drafter, ModelDraft, NGram, Then, ancestors, generate, rounds
+from speculative import Draft, Drafter, ModelDraft, NGram, ancestors, generate, rounds
 from verification import verify, verify_tree
 
 

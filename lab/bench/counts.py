@@ -11,8 +11,9 @@ from control import Confidence, DoNoHarm, Gate
 from lab.bench.shared import ROOT, page, random_model, table
 from lab.rules import ValueGate
 from layerskip import SelfDraft
+from methods.then import Then
 from model import Config
-from speculative import ModelDraft, NGram, Then, rounds
+from speculative import ModelDraft, NGram, rounds
 
 SHAPE = Config(vocab_size=64, dim=32, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16, hidden_dim=32)
 EXIT, SKIP = range(2), [0, 1, 4]

@@ -19,10 +19,11 @@ from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from machine.recorded import Recorded
 from methods.heads import count
+from methods.then import Then
 from model import SPARE
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram, Then, Wrapper, rounds
+from speculative import Drafter, ModelDraft, NGram, Wrapper, rounds
 from support.cli import read_skip, read_vocab
 from support.stats import Timed, parting
 

@@ -17,8 +17,9 @@ from lab.train_heads import KINDS
 from layerskip import early_exit
 from methods import heads
 from methods.heads import AHEAD
+from methods.then import Then
 from methods.trees import best_tree, tree_tokens
-from speculative import NGram, Then, ancestors
+from speculative import NGram, ancestors
 
 NODES = 8               # of the tree in every table
 SIZES = 4, 8, 16, 32    # of the trees of stories

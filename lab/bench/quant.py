@@ -17,7 +17,7 @@ from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, byte_costs, quantise, size
 from model import Placement
 from speculative import ModelDraft
-from support import measure
+from support.measure import interleave, measure_costs
 
 GAMMA, MEGABYTE = 3, 1e6
 BITS = {"bfloat16": 16, "int8": 8, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}  # a weight; int8 without its scales
@@ -53,8 +53,8 @@ def measure(a, model, tokenizer, drafts, owns):
     texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
     prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS][: 1 if a.quick else len(SETS)]
     repeats, whole, rows = 2 if a.quick else 20, byte_costs(model).whole, {}
-    block = measure.measure_costs(model, repeats=repeats).block(GAMMA + 1)
-    clock = measure.interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
+    block = measure_costs(model, repeats=repeats).block(GAMMA + 1)
+    clock = interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
         {"target": (model, every)} | drafts).items()}, repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
         series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]

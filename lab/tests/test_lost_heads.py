@@ -13,9 +13,10 @@ from lab.transfer import Transfer, ahead
 from layerskip import SelfDraft
 from methods import heads
 from methods.heads import Prophet
+from methods.then import Then
 from methods.trees import Siblings
 from sampling import Coins
-from speculative import NGram, Then, ancestors, rounds
+from speculative import NGram, ancestors, rounds
 
 DRAFTERS = {
     "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
