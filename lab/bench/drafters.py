@@ -16,6 +16,7 @@ import control
 from control import expected_speedup, weight_costs
 from kvcache import KVCache
 from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
+from lab.rules import ValueGate
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from machine.recorded import Recorded
 from methods.heads import count
@@ -237,7 +238,7 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
                 "n-gram tail": ruled(best, lambda: g, tail=True),
                 "do no harm": ruled(best, no_harm),
                 "do no harm, n-gram tail": ruled(best, no_harm, tail=True),
-                "expected-value gate": ruled(best, lambda: control.ValueGate(cost[e])),
+                "expected-value gate": ruled(best, lambda: ValueGate(cost[e])),
                 "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"]))}
     if vocab:
         for gamma in sorted({g, g + 1}):

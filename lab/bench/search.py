@@ -20,7 +20,6 @@ from lab import plots
 from lab.bench.costs import against_plain
 from lab.bench.shared import ROOT, WEIGHTS, figures, load, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit
-from methods.dynamic import aside, nearest
 from search import Calibration, Space, Trial, search, speedup
 from support.measure import measure_costs
 
@@ -73,22 +72,6 @@ def random_search(space, evaluate, seed, count):
         evaluate(tuple(space.random(g).int().tolist()))
 
 
-def local_search(space, evaluate, seed, count):
-    """Flip single bits of a random set in random order and keep the first improvement; restart from another
-    random set when none helps."""
-    g, n = torch.Generator().manual_seed(seed), len(space.skippable)
-    while True:
-        z = tuple(space.random(g).int().tolist())
-        value, improved = evaluate(z), True
-        while improved:
-            improved = False
-            for j in torch.randperm(n, generator=g).tolist():
-                near = z[:j] + (1 - z[j],) + z[j + 1 :]
-                if (found := evaluate(near)) > value:
-                    z, value, improved = near, found, True
-                    break
-
-
 def gaussian_process(space, evaluate, seed, count):
     def trial(sublayers):
         z = tuple(int(sub not in set(sublayers)) for sub in space.skippable)
@@ -98,28 +81,7 @@ def gaussian_process(space, evaluate, seed, count):
         pass
 
 
-@torch.inference_mode()
-def clasp(calibration, space):
-    """CLaSp's choice for each number of skips, from all positions of the calibration text at once, sub-layer
-    by sub-layer. [set for 1 skip, for 2, ...]"""
-    teachers = calibration.teachers
-    lengths = [t.p.shape[1] for t in teachers]
-    states = [torch.cat(xs, 1)[0] for xs in zip(*(t.states for t in teachers), strict=True)]    # (N, dim)
-
-    def each(teacher, x, i):    # sub-layer i at every position of x (1, T, dim), each as the first of a draft
-        at = torch.arange(x.shape[1], device=x.device)[None]
-        return aside(teacher.model, teacher.cache, x, at, [i])
-
-    def run(i, x):  # (J, N, dim), one set and one text after the other: together they would not fit
-        sets = ([each(*pair, i) for pair in zip(teachers, one[None].split(lengths, 1), strict=True)]
-                for one in x)
-        return torch.cat([torch.cat(parts, 1) for parts in sets])
-
-    sets = nearest(states, run, space.skippable, len(space.skippable))
-    return [tuple(int(sub in gone) for sub in space.skippable) for gone in sets]
-
-
-METHODS = {"Gaussian process": gaussian_process, "local search": local_search, "random": random_search}
+METHODS = {"Gaussian process": gaussian_process, "random": random_search}
 
 
 class Enough(Exception):
@@ -159,14 +121,8 @@ def regrets(space, land, bar):
     return found
 
 
-def best_set(space, entries):
-    """The sub-layers that stay in the best of the trials that `search` yielded."""
-    return space.sublayers([int(b) for b in max(entries, key=lambda e: e["value"])["bits"]])
-
-
 def over_everything(a, model, calibration, prompts):
-    """All 2L bits but the first two, with measured costs: the search beside the best early exit and CLaSp's
-    best set."""
+    """All 2L bits but the first two, with measured costs: the search beside the best early exit."""
     L, costs = model.c.n_layers, measure_costs(model, repeats=20 if a.quick else 100)
     space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
     start, scoring = time.perf_counter(), []
@@ -179,10 +135,9 @@ def over_everything(a, model, calibration, prompts):
     entries = list(search(space, timed, 60 if a.quick else 200))
     spent = time.perf_counter() - start
     exits = [early_exit(L, e) for e in range(1, L)]
-    dp = [space.sublayers(z) for z in clasp(calibration, space) if sum(z) < len(z)]
-    sets = {"found by the search": best_set(space, entries),
-            "best early exit": max(exits, key=lambda subs: score(subs).value),
-            "CLaSp's best": max(dp, key=lambda subs: score(subs).value)}
+    found = max(entries, key=lambda e: e["value"])["bits"]
+    sets = {"found by the search": space.sublayers([int(b) for b in found]),
+            "best early exit": max(exits, key=lambda subs: score(subs).value)}
     seen = {}
     for name, subs in sets.items():
         t = score(subs)

@@ -115,11 +115,11 @@ def test_the_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     folder = shutil.copytree(DRAFT, tmp_path / "model")
     (folder / "skip.json").write_text('{"attn": [1]}')
     status, out, err = call("self", "--model", folder, "--quick", "--new", "8", "--out",
-                            tmp_path / "made", "--only", "skip set", "no harm, n-gram", "early")
+                            tmp_path / "made", "--only", "skip set", "no harm, n-gram", "gate", "early")
     assert (status, err) == (0, "") and (tmp_path / "made.md").read_text() == out
     rows = json.loads((tmp_path / "made.json").read_text())["results"]["stories, greedy"]
     assert rows.pop("transformers, assistant_early_exit")["tokens_per_second"] > 0
-    assert {"plain", "skip set, gamma 2", "do no harm, n-gram tail"} <= set(rows)
+    assert {"plain", "skip set, gamma 2", "expected-value gate"} <= set(rows)
     assert all(f"| {name} |" in out and r["by_weights"] > 0 for name, r in rows.items())
 
 
