@@ -14,14 +14,13 @@ from kvcache import KVCache
 from lab.bench.shared import LLAMA, WEIGHTS, page, random_model, table
 from machine.recorded import Recorded
 from model import SPARE, Config, Placement
-from speculative import generate, prefill, rounds
+from speculative import generate, rounds
 from support.measure import interleave
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
                     hidden_dim=2048, max_len=1024)
 TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
 BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
-CONTEXTS = 64, 256, 512, 1024, 2048, 4096
 
 
 class Pair:
@@ -40,12 +39,6 @@ class Pair:
         ids = torch.tensor(prompts, device=self.device)
         return {"ours": lambda: generate(self.ours, prompts, new)[0],
                 "transformers": lambda: their_text(self.theirs, ids, new).tolist()}
-
-    def prefills(self, ids):
-        """Both read a prompt of (1, T) ids into a cache: two functions."""
-        cache = KVCache(self.c, 1, ids.shape[1], self.ours.attention_dtype(), self.device)
-        return {"ours": lambda: prefill(self.ours, ids, cache),
-                "transformers": lambda: self.theirs(ids, use_cache=True, logits_to_keep=1)}
 
 
 def their_text(model, ids, new, **flags):
@@ -123,7 +116,6 @@ def agree(ours, theirs):
 def measure(folder, dtype, device, a, bar):
     """All of `plain` for one model and dtype, as a dict for JSON."""
     pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
-    contexts = [n for n in CONTEXTS if n < pair.c.max_len] + [pair.c.max_len - 1]
     both = pair.generators([prompt], a.new)
     others = {"ours, recorded": recorded(pair.ours, prompt, a.new),
               "transformers, compiled": compiled(pair.theirs, prompt, a.new)} if a.fast else {}
@@ -139,13 +131,7 @@ def measure(folder, dtype, device, a, bar):
         return r
     r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
     bar.update()
-    ids = torch.tensor([(a.prompt * 20)[: min(480, pair.c.max_len)]], device=device)
-    r["prompt"] = interleave(pair.prefills(ids), a.repeats) | {"tokens": ids.shape[1]}
-    bar.update()
     r["batches"] = {B: interleave(pair.generators([prompt] * B, a.new // 4), a.repeats) for B in BATCHES}
-    bar.update()
-    r["contexts"] = interleave({n: step(pair.ours, 1, n) for n in contexts}, 5 * a.repeats)
-    r["launches"] = launches(pair.ours, prompt) if device == "cuda" else None
     bar.update()
     return r
 
@@ -171,19 +157,12 @@ def markdown(results, a):
 
 def details(results):
     """The tables that --quick leaves out."""
-    blocks, work = [], []
+    blocks, batches = [], []
     for name, r in results.items():
         blocks.append([name, *(f"{s / r['blocks'][1]:.2f}" for s in r["blocks"].values())])
-        contexts = ", ".join(f"{n}: {s / r['contexts'][64]:.2f}" for n, s in r["contexts"].items())
-        batches = " ".join(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())
-        read = r["prompt"]
-        prompt = f"{read['tokens'] / read['ours']:.0f} ({read['transformers'] / read['ours']:.2f})"
-        work.append([name, contexts, prompt, batches])
-    head = ["model, dtype", "a token after n others, relative to 64", "reading a prompt, tokens/s (ratio)",
-            f"ratio at batch {' '.join(map(str, BATCHES))}"]
-    lines = table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks) + table(head, work)
-    return lines + [f"{name}: {r['launches']} kernel launches a plain round"
-                    for name, r in results.items() if r["launches"]]
+        batches.append([name, *(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())])
+    return [*table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks),
+            *table(["ratio at batch", *map(str, BATCHES)], batches)]
 
 
 def run(a):
@@ -193,7 +172,7 @@ def run(a):
     shapes = {"stories-llama": None, "stories-gemma2": None, "110M shape": SHAPE_110M}  # None: in weights/
     shapes = shapes if cpu else {"1B shape": LLAMA}
     dtypes = (torch.bfloat16, torch.float32) if cpu else (torch.bfloat16,)
-    results, bar = {}, tqdm(total=6 * len(shapes) * len(dtypes), disable=None)
+    results, bar = {}, tqdm(total=4 * len(shapes) * len(dtypes), disable=None)
     with bar, tempfile.TemporaryDirectory() as made:
         for name, c in shapes.items():
             for dtype in dtypes:

@@ -32,12 +32,6 @@ def draws(q, k, again):
     return tokens[some], torch.stack(drawn, 1)[some], chance[some]
 
 
-def certain(q, k):
-    """As `draws`, for the k most likely tokens of q, as greedy siblings are: one way, and each is certain."""
-    tokens = q.topk(k).indices[None]                                            # (1, k)
-    return tokens, torch.nn.functional.one_hot(tokens, len(q)).to(q), torch.ones_like(q[:1])
-
-
 # --- the rules
 
 
@@ -126,14 +120,13 @@ def pairs(teacher, sublayers, count):
 def judge(p, q, k):
     """{column: number} at one place, with k guesses: all of it enumerated."""
     ways, apart = draws(q, k, True), draws(q, k, False)
-    top, (tokens, _, chance) = certain(q, k), apart
+    tokens, _, chance = apart
 
     def kept(ways):
         return float(tried(p.expand(len(ways[0]), -1), *ways[:2]).sum(1) @ ways[2])
 
     return {"recursive, drawn again": kept(ways), "SpecTr": k_sequential_acceptance(p, q, k),
             "optimum of these": optimum(p, ways[0], ways[2]),
-            "recursive, not again": kept(apart), "the k best": kept(top),
-            "optimum": optimum(p, tokens, chance),
+            "recursive, not again": kept(apart), "optimum": optimum(p, tokens, chance),
             "typical": float(passes(p, tokens).any(1).double() @ chance),
             "its bias": float((law_of_typical(p, tokens, chance) - p).abs().sum() / 2)}

@@ -8,7 +8,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,47 +63,31 @@ def enumerate_sets(space, calibration, costs):
     return dict(zip(("alpha", "c", "gamma", "speedup"), np.array(rows).T, strict=True))
 
 
-# --- the competitors: each asks `evaluate` what sets, tuples of n bits, are worth, until it raises Enough
+# --- the competitors: what each set is worth that they try, in turn; `worth` is of a tuple of n bits
 
 
-def random_search(space, evaluate, seed, count):
-    g = torch.Generator().manual_seed(seed)
-    while True:
-        evaluate(tuple(space.random(g).int().tolist()))
+def random_search(space, worth, seed, count):
+    g, seen = torch.Generator().manual_seed(seed), {}
+    while len(seen) < min(count, 2 ** len(space.skippable)):
+        z = tuple(space.random(g).int().tolist())
+        seen[z] = worth(z)              # a set that is drawn again counts once
+    return list(seen.values())
 
 
-def gaussian_process(space, evaluate, seed, count):
+def gaussian_process(space, worth, seed, count):
     def trial(sublayers):
         z = tuple(int(sub not in set(sublayers)) for sub in space.skippable)
-        return Trial(evaluate(z), 0.0, 0.0, 0, 0.0)
+        return Trial(worth(z), 0.0, 0.0, 0, 0.0)
 
-    for _ in search(space, trial, count, seed):
-        pass
+    return [entry["value"] for entry in search(space, trial, count, seed)]
 
 
 METHODS = {"Gaussian process": gaussian_process, "random": random_search}
 
 
-class Enough(Exception):
-    """The budget is spent."""
-
-
 def run_method(method, space, worth, seed, count):
-    """The best value seen after each of `count` evaluations; a set asked for again costs nothing."""
-    seen, best, most = {}, [], min(count, 2 ** len(space.skippable))
-
-    def evaluate(z):
-        if z not in seen:
-            seen[z] = worth(z)
-            best.append(max(seen[z], best[-1] if best else -math.inf))
-            if len(seen) == most:
-                raise Enough
-        return seen[z]
-
-    try:
-        method(space, evaluate, seed, count)
-    except Enough:
-        pass
+    """The best value seen after each of `count` evaluations; where all sets are tried sooner, it stays."""
+    best = list(accumulate(method(space, worth, seed, count), max))
     return best + best[-1:] * (count - len(best))
 
 
