@@ -3,17 +3,15 @@ our tables it is worth no more than a bare exit."""
 import torch
 import torch.nn.functional as F
 
-from control import MOST
 from layerskip import SelfDraft, StandIn, early_exit
 from methods.drafting import ScratchTail, same_model, unit
 from methods.heads import Head, Kangaroo, Step, check_count, count, own_weights
 from model import Placement
-from speculative import Rule
 
 
 class TwoRowDraft(SelfDraft):
     """Early exit by an accelerated row that runs beside the ordinary one (M2R2, arXiv 2502.02040). What is
-    handed over to the target is the ordinary row. The gate is a rule, `Foreseen(head.foresee)`."""
+    handed over to the target is the ordinary row."""
 
     def __init__(self, head, rule):
         super().__init__(head, early_exit(head.c.n_layers, head.shape["exit_layer"]), rule)
@@ -39,7 +37,8 @@ class M2R2(Head, StandIn):
 
     rank: None for as many weights as Kangaroo's adapter has. align: what the distance from those
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
-    Of the paper's loading of experts ahead of time there is nothing here: Llama and Gemma-2 are dense.
+    Two things of the paper are not here: its gate, which by our tables drafted too far, and its loading of
+    experts ahead of time, as Llama and Gemma-2 are dense.
     """
     kind, draft, reads_cache = "m2r2", TwoRowDraft, True
 
@@ -50,9 +49,7 @@ class M2R2(Head, StandIn):
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
         self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
         down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
-        self.weights = own_weights(
-            model, down=down, up=torch.zeros(E, dim, rank),
-            ask=torch.zeros(1, dim), judge=torch.zeros(1, dim))         # the gate's query and its output
+        self.weights = own_weights(model, down=down, up=torch.zeros(E, dim, rank))
         self.step = Step(trunk=E, weights=count(self), reads=True)
 
     def rise(self, x, at, cache, trace=None):
@@ -89,37 +86,13 @@ class M2R2(Head, StandIn):
         self.ahead = torch.stack([trace[tap] for tap in self.taps], 2)
         yield 0, self.model.unembed(rows[-1])
 
-    def gate(self):
-        """How likely what was said of `states` is accepted, as logits (B, T): attention over the states of
-        all depths, whose query is learnt (the paper's ARLA)."""
-        x = unit(self.states.detach())                                          # (B, T, E, dim)
-        heed = F.linear(x, self.weights.ask).softmax(2)                         # (B, T, E, 1)
-        return F.linear((heed * x).sum(2), self.weights.judge)[..., 0]
-
-    def foresee(self):
-        """For `Foreseen`: how likely the token just drafted is accepted. (B,)"""
-        return self.gate()[:, -1].sigmoid()
-
-    def besides(self, overlap):
+    def besides(self):
         """What counts in training besides the distributions: how far the accelerated states are from where
-        they belong, and how wrong the gate is about the overlap (B, T), the acceptance at temperature 1."""
-        apart = (unit(self.states) - unit(self.ahead)).pow(2).mean()
-        return self.shape["align"] * apart + F.binary_cross_entropy_with_logits(self.gate(), overlap)
+        they belong."""
+        return self.shape["align"] * (unit(self.states) - unit(self.ahead)).pow(2).mean()
 
 
 def like_rank(head):
     """The rank at which an M2R2 with the exit of another head has about as many weights as that head."""
     dim = head.model.c.dim
-    return max(1, round((count(head) - 2 * dim) / (2 * dim * head.shape["exit_layer"])))
-
-
-class Foreseen(Rule):
-    """Stop after a token that the drafter itself foresees to be refused. foresee(): how likely the token just
-    drafted is accepted, (B,), such as the gate of `M2R2`."""
-
-    def __init__(self, foresee, threshold=0.5, gamma=MOST):
-        super().__init__(gamma)
-        self.foresee, self.threshold = foresee, threshold
-
-    def stop(self, k, logits, token):
-        return self.foresee() < self.threshold
+    return max(1, round(count(head) / (2 * dim * head.shape["exit_layer"])))

@@ -1,7 +1,7 @@
 """Rules, and drafts behind one another, decide how much is drafted and never what is written. The
 speed-up model is arithmetic: by hand, by brute force, and against what others published.
 
-Rules that only a benchmark compares: lab/tests/test_rules.py."""
+Rules that only a benchmark compares: lab/tests/test_lost.py."""
 import math
 import random
 from dataclasses import replace
@@ -29,9 +29,9 @@ from control import (
     weight_costs,
 )
 from layerskip import SelfDraft, early_exit, without
-from methods.then import Then
+from methods.then import Then, join
 from model import Config, Transformer
-from speculative import Draft, Drafter, ModelDraft, NGram, Rule, generate, join, rounds, wanted
+from speculative import Draft, Drafter, ModelDraft, NGram, Rule, generate, rounds, wanted
 
 
 def dice(most=6, ends=True):

@@ -42,7 +42,7 @@ def parse(argv):
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
     p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
-    p.add_argument("--fast", action="store_true", help="plain: also in recorded passes; self: all of it")
+    p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
     p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
     p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with: weights, measured, or "
                    "a file from lab.bench costs --out (default: as in generate.py)")

@@ -19,7 +19,7 @@ from control import weight_costs
 from lab import corpus, sparse, train, train_heads
 from lab.bench.shared import SETS, SHAPES, figures, load, page, prompt_ids, read_prompts, table
 from lab.hamburger import BurgerDraft, Hamburger, score, tune
-from lab.m2r2 import M2R2, Foreseen
+from lab.m2r2 import M2R2
 from lab.train_heads import OWN
 from lab.transfer import Transfer, ahead
 from methods import heads
@@ -92,20 +92,18 @@ def counted(counts, cost):
 
 
 def accelerated(model, text, prompts, new, size, exits):
-    """{name: what was found} of a bare exit, Kangaroo, and M2R2 as a whole, without its alignment, and with
-    its gate; the ablations at the first of the exits only."""
+    """{name: what was found} of a bare exit, Kangaroo, and M2R2 as a whole and, at the first of the exits,
+    without its alignment."""
     found, held_out = {}, text.valid[OWN]
     for e in exits:
         learn = partial(taught, model, text, size.heads)
         kangaroo, m2r2 = (learn(kind, "--exit-layer", str(e)) for kind in ("kangaroo", "m2r2"))
-        made = {"no adapters": (M2R2(model, e, 0), GAMMA), "Kangaroo": (kangaroo, GAMMA),
-                "M2R2": (m2r2, GAMMA)}
+        made = {"no adapters": M2R2(model, e, 0), "Kangaroo": kangaroo, "M2R2": m2r2}
         if e == exits[0]:
-            made["M2R2, no alignment"] = learn("m2r2", "--exit-layer", str(e), "--align", "0"), GAMMA
-            made["M2R2, gate"] = m2r2, Foreseen(m2r2.foresee)
-        for name, (head, rule) in made.items():
+            made["M2R2, no alignment"] = learn("m2r2", "--exit-layer", str(e), "--align", "0")
+        for name, head in made.items():
             c, judged = heads.step_cost(head), train_heads.evaluate(head, held_out, CONTEXT, size.measured)
-            counts = written(model, prompts, head.drafter(rule), new)
+            counts = written(model, prompts, head.drafter(GAMMA), new)
             found[f"exit {e}, {name}"] = {
                 "rows": 2 if head.shape.get("rank") else 1, "weights": heads.count(head), "c": c,
                 "alpha": judged["agreement"][0], "overlap": judged["overlap"][0],

@@ -14,14 +14,11 @@ from tqdm import tqdm
 
 import control
 from control import expected_speedup, weight_costs
-from kvcache import KVCache
 from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
 from lab.rules import ValueGate
 from layerskip import SelfDraft, ShortHead, early_exit, without
-from machine.recorded import Recorded
 from methods.heads import count
 from methods.then import Then
-from model import SPARE
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import Drafter, ModelDraft, NGram, Wrapper, rounds
@@ -83,21 +80,11 @@ class Bench:
         self.a, self.models, self.prompts, self.heads = a, models, prompts, heads
         self.model, self.small = models[a.dtype]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
-        self.costs, self.cache = weight_costs(self.model.c), None
+        self.costs = weight_costs(self.model.c)
 
     def steps(self, i, drafter, model=None):
         model = model or self.model
-        cache = self.cache if model is self.model else None
-        return rounds(model, [self.prompts[i]], self.a.new, drafter, self.probs, Coins(i), model.c.eos, cache)
-
-    def rehearse(self, makers):
-        """Where passes are recorded: record what these ways to draft need, before anything is timed."""
-        m, longest = self.model, max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
-        if isinstance(m, Recorded):
-            slots = len(self.prompts[longest]) + self.a.new + SPARE
-            self.cache = self.cache or KVCache(m.c, 1, slots, m.attention_dtype(), m.tok.device)
-            for model in (m, self.small):
-                model.rehearse(lambda: [self.write(make, longest) for make in makers])
+        return rounds(model, [self.prompts[i]], self.a.new, drafter, self.probs, Coins(i), model.c.eos)
 
     def write(self, make, i):
         """Prompt i, timed and metered."""
@@ -127,7 +114,6 @@ class Bench:
 
     def run(self, methods, bar):
         """All methods on each prompt, one after another, again and again, after a warm-up on one prompt."""
-        self.rehearse([m.start() for m in methods.values() if not m.ask])
         for repeat in range(self.a.repeats + 1):
             makers = {name: m.start() for name, m in methods.items()}
             for i in range(len(self.prompts) if repeat else 1):
@@ -286,7 +272,6 @@ def in_the_loop(bench, makers):
     """({name: median seconds of a round}, each prompt with what the last of the makers wrote after it): all
     of them write each prompt once."""
     times, texts = {name: [] for name in makers}, []
-    bench.rehearse(makers.values())
     for i, ids in enumerate(bench.prompts):
         for name, make in makers.items():
             s = bench.write(make, i)
@@ -422,8 +407,6 @@ def run(a):
     a.draft_model = a.draft_model or str(WEIGHTS / "stories-draft")
     models, tokenizer = load_both(a, a.draft_model)
     c = models[a.dtype][0].c
-    if a.fast:
-        models[a.dtype] = tuple(map(Recorded, models[a.dtype]))
     skip = beside(a, "skip", a.skip, read_skip, c.n_layers)      # search.py wrote both
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, c.vocab_size)
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]

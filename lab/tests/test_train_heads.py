@@ -46,10 +46,6 @@ def test_a_head_learns(kind, folder, capsys):
     head, valid = heads.load(out, model, train_heads.KINDS), held["text"][1]
     table = train_heads.evaluate(head, valid, 24, 4 * train_heads.MEASURED)
     assert table["ranks"] == pytest.approx(head.ranks) and head.ranks[0] > 0.3
-    if kind == "m2r2":      # in text that its gate has not seen, it foresees what is rejected
-        (draft, target), = heads.judged(head, valid[: len(valid) // 24 * 24].view(-1, 24).long())
-        both = torch.minimum(draft.softmax(-1), target.softmax(-1)).sum(-1), head.gate().sigmoid()
-        assert torch.stack([x.flatten() for x in both]).corrcoef()[0, 1] > 0.3
     prompt = checkpoint.encode(story_tokenizer(), "Lily saw", model.c.bos)
     drafter = head.drafter(min(3, head.step.most))
     plain, drafted = (generate(model, [prompt], 24, each) for each in (None, drafter))

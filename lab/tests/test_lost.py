@@ -1,0 +1,293 @@
+"""What the lab keeps although it loses by the project's own tables (SWIFT, published rules, M2R2, Hidden
+Transfer, prophets): each does what its paper says, and none changes the text or its law."""
+import random
+from dataclasses import replace
+
+import promises
+import pytest
+import torch
+from teach import picture
+from test_control import outcome, play, state_of
+from test_heads import GROVE, both_ways, wild
+from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, fork, make, read
+
+from control import Beta, Gate
+from kvcache import KVCache
+from lab.m2r2 import M2R2
+from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
+from lab.swift import SWIFT
+from lab.transfer import Transfer, ahead
+from layerskip import SelfDraft
+from methods import heads
+from methods.heads import Prophet
+from methods.then import Then
+from methods.trees import Siblings
+from sampling import to_probs
+from search import Teacher
+from speculative import NGram, ancestors, generate, rounds
+
+DRAFTERS = {
+    "swift": lambda m: SWIFT(m, 0.7, window=3, every=2, threshold=0.2, widths=(2,)),
+    "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
+    "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
+    "transfer": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
+    "transfer, tree": lambda m: wild(Transfer(m, 4, 4)).drafter(4, GROVE),
+    "prophet": lambda m: Then(wild(Prophet(m, 2)).drafter(3), NGram(2, 1)),
+}
+SHORT = {    # drafts of one or two tokens
+    "swift": (TINY, lambda m: SWIFT(m, 0.5, 1, every=2, threshold=0.5, gamma=2, widths=(1,))),
+    "gemma2 m2r2": (TINY_GEMMA, lambda m: wild(M2R2(m, 2, 2)).drafter(2)),
+    "gemma2 transfer": (TINY_GEMMA, lambda m: wild(Transfer(m, 2, 2)).drafter(2, [0, 0, 1])),
+}
+RULES = {
+    "schedule": lambda m: NGram(Schedule(1), 1),
+    "gate": lambda m: SelfDraft(m, range(4), Gate(2, 0.6)),
+    "value gate": lambda m: SelfDraft(m, range(4), ValueGate(0.4, 2)),
+    "thompson": lambda m: SelfDraft(m, range(4), Thompson(2, seed=3)),
+    "entropy": lambda m: SelfDraft(m, range(4), Entropy(0.35, gamma=2)),
+    "annealed": lambda m: SelfDraft(m, range(4), AnnealedConfidence(2 / 3, 0.5, gamma=2)),
+}
+HEADS = {"m2r2": lambda m: M2R2(m, 3, 4), "transfer": lambda m: Transfer(m, 3, 3),
+         "from the embedding": lambda m: Transfer(m, 0, 3), "prophet": lambda m: Prophet(m, 2)}
+test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
+test_greedy_identity_on_a_gpu = promises.greedy_identity(DRAFTERS, ["swift"], on=["cuda"])
+test_poison = promises.poison(DRAFTERS, ["swift"], count=12)
+test_exact_law = promises.exact_law({name: (TINY, build) for name, build in RULES.items()})
+test_exact_law_of_drafters = promises.exact_law(SHORT, count=2)
+test_drafts_are_what_training_sees = promises.right_drafts(both_ways(HEADS))
+test_one_wait_a_round = promises.one_wait_a_round(DRAFTERS, ["m2r2", "transfer, tree"])
+
+
+# --- SWIFT
+
+
+def test_the_first_and_the_last_block_stay():
+    swift = SWIFT(make(replace(LLAMA, n_layers=12)))
+    assert sorted(swift.gone) == [2, 3, 6, 7, 10, 11, 14, 15, 18], "blocks 1, 3, 5, ... first"
+    tried = [swift.random_set() for _ in range(40)]
+    assert len(set(tried)) > 10 and {len(gone) for gone in tried} == {9}
+    assert set().union(*tried) == set(range(2, 22))
+
+
+@each_family
+def test_matchness_is_that_of_drafts_along_the_window(models, family):
+    """Of the first six tokens that each row wrote, as `Teacher` drafts them."""
+    m, swift = models[family], SWIFT(models[family], window=6)
+    *_, (state, _) = rounds(m, PROMPTS, 9)
+    swift.start = list(map(len, PROMPTS))
+    for rows, gone in (([0, 1, 2, 3], swift.gone), ([1], {4, 7, 9}), ([2, 3], {2})):
+        subs = swift.kept(gone)
+        want = [Teacher(m, state.known[b], to_probs).acceptance(subs)[n - 1 : n + 5]
+                for b, n in enumerate(swift.start) if b in rows]
+        with torch.inference_mode():
+            assert swift.score(state, gone, rows) == pytest.approx(float(torch.cat(want).mean()))
+
+
+def scripted(m, worth, **flags):
+    """A SWIFT that scores by a function of the set; and what is scored: (lengths, set, rows)."""
+    swift, asked = SWIFT(m, window=3, threshold=0.99, **flags), []
+    swift.score = lambda state, gone, rows: (
+        asked.append((list(map(len, state.known)), gone, rows)) or worth(gone))
+    return swift, asked
+
+
+def test_the_incumbent_is_scored_first_and_again_in_a_new_text(models):
+    m, worth = models["llama"], {}
+    swift, asked = scripted(m, lambda gone: worth.get(gone, 0.4))
+    first = swift.gone
+    worth[first] = 0.5
+    generate(m, PROMPTS[:2], 12, swift)
+    assert asked[0][1] == swift.gone == first and len(asked) > 3 and swift.stale == swift.tried
+    for lengths, _, rows in asked:      # whole windows only
+        assert rows == [b for b in (0, 1) if lengths[b] >= len(PROMPTS[b]) + 3]
+    count, worth[first] = len(asked), 0.1               # worth less in another text
+    generate(m, PROMPTS[1:2], 12, swift)
+    assert asked[count][1] == first and swift.gone == asked[count + 1][1] != first
+    assert swift.draft.sublayers == swift.kept(swift.gone)
+
+
+@pytest.mark.parametrize("flags, tries", [
+    (dict(patience=4), 5), (dict(most=6), 6), (dict(enough=0.3), 0)])
+def test_the_search_ends(models, flags, tries):
+    """After too many candidates that are no better, after so many in all, or with a good set."""
+    swift, _ = scripted(models["llama"], lambda gone: 0.4, **flags)
+    generate(models["llama"], PROMPTS[:1], 20, swift)
+    assert swift.tried == tries and swift.best == 0.4
+
+
+def test_a_row_at_the_end_of_the_context_has_no_window(models):
+    m, swift = models["llama"], SWIFT(models["llama"], window=16)   # longer than the spare slots
+    ids = [PROMPTS[0][:4], (PROMPTS[1] * 40)[: m.c.max_len - 3]]
+    assert generate(m, ids, 20, swift)[0] == generate(m, ids, 20)[0] and swift.tried > 0
+
+
+def test_every_so_often_the_process_is_asked():
+    """On values that one sub-layer decides, its sets are better than random ones."""
+    swift, found = SWIFT(make(replace(LLAMA, n_layers=8)), every=10), []
+    swift.best = 0.0
+    for swift.tried in range(1, 41):
+        with torch.inference_mode():    # as in the loop
+            gone = swift.candidate()
+        found.append(sum(sub % 2 == 0 for sub in gone) / len(gone))     # attentions are spared
+        swift.seen.append((gone, found[-1]))
+        swift.best = max(found)
+    assert min(found[19::10]) > sum(found) / 40 + 0.15
+
+
+# --- rules
+
+
+def sure_of(r, sure):
+    """The target was so sure of each row's last new token, and certain of those before it."""
+    return replace(r, sure=[[1.0] * len(row[1:]) + [sure] * len(row[:1]) for row in r.new])
+
+
+@pytest.mark.parametrize("rule, want", [
+    (Schedule(2, up=2), [2, 4, 6, 5, 4, 3, 2, 4]),
+    (Schedule(5, down=3, most=4), [5, 5, 5, 2, 1, 1, 1, 2]),
+    (Schedule(15), [15, 16, 16, 15, 14, 13, 12, 13])])
+def test_schedules_by_hand(rule, want):
+    """Two drafts are accepted whole, four only in part, and then one whole. `most` may be its start."""
+    state, asked = state_of(), []
+    rule.begin(state)
+    for whole in (True, True, False, False, False, False, True, True):
+        gamma, = rule.gamma(state)
+        rule.learn(state, outcome((gamma, gamma - (not whole))))
+        asked.append(gamma)
+    assert asked == want
+
+
+def test_schedules_keep_rows_apart_and_start_anew():
+    rule, state = Schedule(3), state_of(4)
+    rule.begin(state)
+    rule.learn(state, outcome((3, 3), (3, 2), (0, 0), None))
+    assert rule.gamma(state) == [4, 2, 3, 3], "no draft teaches nothing"
+    rule.begin(state_of(2))
+    assert rule.gamma(state) == [3, 3]
+
+
+def test_stop_rules_by_hand():
+    """Annealed: 1 / (1 + exp(-3 / T)) is .95 at T = 1, and .82 at T = 2; of 1 it is .73 and .62. Entropy: of
+    four tokens alike H = log 4 = 1.386, sqrt(.15 H) = .456; a draft vocabulary of two: .322."""
+    logits, token = torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
+    for depth, bar, want in ((1, 0.7, [False, False]), (1, 0.85, [False, True]), (0, 0.7, [False, True]),
+                             (0, 0.85, [True, True])):
+        assert AnnealedConfidence(depth, bar).stop(0, logits, token).tolist() == want
+    assert AnnealedConfidence(0.25, slope=2).temperature == 2.5
+    logits = torch.tensor([[0.0] * 4, [9.0, 0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf, -torch.inf]])
+    for bar, want in ((0.3, [True, False, True]), (0.4, [True, False, False]), (0.46, [False] * 3)):
+        assert Entropy(bar).stop(0, logits, torch.zeros(3).long()).tolist() == want
+
+
+def test_thompson_draws_from_what_became_of_drafts():
+    rule, state = Thompson(8, seed=1), state_of(2)
+    rule.begin(state)
+    fresh = torch.tensor([rule.gamma(state) for _ in range(40)]).double()
+    assert 1.5 < fresh.mean() < 4 and len(fresh.unique()) > 4
+    for _ in range(60):
+        rule.learn(state, outcome((4, 4), (4, 0)))
+    assert [(b.hits, b.misses) for b in rule.seen] == [(240, 0), (0, 60)], "each row on its own"
+    rule.begin(state)       # what is learnt outlives the run
+    lengths = torch.tensor([rule.gamma(state) for _ in range(50)]).double()
+    assert lengths[:, 0].mean() > 7 and lengths[:, 1].mean() < 1.2 and int(lengths.min()) == 1
+    assert play(Thompson(0), [True, False], 5).sum() == 0
+
+
+def test_a_prior_counts_as_two_drafts_also_when_drawing():
+    beta, generator = Beta(1, 1, prior=0.8), random.Random(1)
+    draws = torch.tensor([beta.draw(generator) for _ in range(4000)])
+    assert float(draws.mean()) == pytest.approx(beta.mean(), abs=0.01)
+    assert float(draws.std()) == pytest.approx(beta.high() - beta.mean(), abs=0.01)
+
+
+def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
+    rule, state = Gate(4), state_of(3)
+    rule.begin(state)
+    assert rule.gamma(state) == [4, 4, 4], "the target has not judged the prompt"
+    rule.learn(state, sure_of(outcome((4, 1), None, (0, 0)), 0.5 - 1e-9))
+    assert rule.gamma(state) == [0, 4, 0], "a row that has ended keeps what was known"
+    rule.learn(state, sure_of(outcome((0, 0), None, (0, 0)), 0.5))
+    assert rule.gamma(state) == [4, 4, 4]
+
+
+def test_value_gate_counts_by_hand():
+    """First drafts count for the class of the token before them, later ones together."""
+    rule, state = ValueGate(0.1, fade=0.5), state_of(4)
+    rule.sure = [0.05, 1.0, 0.5, 0.59]
+    rule.gamma(state)
+    rule.learn(state, sure_of(outcome((4, 2), (3, 0), (4, 4), (0, 0)), 0.31))
+    count = [(b.hits, b.misses) for b in rule.first]
+    assert count[0] == (1, 0) and count[9] == (0, 1) and count[5] == (1, 0)
+    assert sum(map(sum, count)) == 3 and (rule.later.hits, rule.later.misses) == (4, 1)
+    rule.gamma(state)
+    rule.learn(state, outcome((1, 1), (2, 1), (1, 0), None))
+    count = [(b.hits, b.misses) for b in rule.first]
+    assert count[0] == (0.5, 0) and count[9] == (0, 0.5) and count[5] == (0.5, 0)
+    assert count[3] == (2, 1) and (rule.later.hits, rule.later.misses) == (2, 1.5)
+
+
+def test_value_gate_drafts_where_it_pays_and_tries_again():
+    """Where later drafts are always accepted, the first one still has to pay."""
+    rule = ValueGate(0.9, 12)
+    rule.sure, rule.later = [0.15, 0.35, 0.95], Beta(900.0, 0.0)
+    rule.first[1], rule.first[9] = Beta(0.0, 5.0), Beta(500.0, 0.0)
+    assert rule.gamma(None) == [0, 1, 12], "of a class of which it knows nothing it tries a token"
+    for _ in range(300):
+        rule.learn(None, outcome(None, None, None))
+    assert rule.gamma(None)[0] == 1, "what is known fades"
+    assert play(ValueGate(0.3, 0), [True, False], 20).sum() == 0
+
+
+# --- heads
+
+
+@each_family
+def test_heads_start_as_the_model_itself(models, family):
+    m, ids = models[family], PROMPTS[0]
+    row, bare = ([r.accepted.tolist() for _, r in rounds(m, PROMPTS, 20, drafter)]
+                 for drafter in (M2R2(m, 2).drafter(3), SelfDraft(m, range(4), 3)))
+    assert row == bare, "an untrained second row is the first one"
+    cache = KVCache(m.c, 1, 8, torch.float64)
+    _, trace = read(m, ids, [11], cache)
+    for k, said in Transfer(m, 6, 2).predict(torch.tensor([ids]), trace, cache):
+        assert (said - m.unembed(trace[11])[:, :-k]).abs().max() < 1e-9
+    prophet, half = Prophet(m, 2).own.blocks[1].mlp, m.c.hidden_dim // 2
+    x = torch.linspace(-1, 1, m.c.dim, dtype=torch.float64)
+    gate, up = (w @ x for w in m.blocks[1].mlp.gate_up.chunk(2))
+    some = m.blocks[1].mlp.act(gate[:half]) * up[:half]
+    assert torch.allclose(prophet(x[None])[0], m.blocks[1].mlp.down[:, :half] @ some)
+
+
+@torch.inference_mode()
+@each_family
+def test_an_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache(models, family):
+    m = models[family]
+    state, _ = next(rounds(m, PROMPTS, 9))
+    found = []
+    for head in wild(M2R2(m, 3)), wild(M2R2(m, 3), 30.0), m:
+        cache, trace = fork(state.cache), dict.fromkeys((1, 4))
+        x, at = m.embed(state.last()), state.at(0)
+        head.run(x, at, cache, range(6), trace)
+        found.append((*trace.values(), cache.k, cache.v))
+    for row, other, bare in zip(*found, strict=True):
+        assert torch.equal(row, other), "the ordinary row saw the other"
+        assert row.shape == bare.shape and (row - bare).abs().max() < 1e-11
+
+
+def test_accelerated_states_are_held_against_those_further_up(models):
+    """The distance of vectors of one size, by hand."""
+    m, unit = models["llama"], lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt()
+    assert M2R2(m, 4).taps == [3, 5, 9, 11], "as many times further up as the exit is"
+    head = wild(M2R2(m, 3, 4, 2.0))
+    list(heads.judged(head, torch.tensor([PROMPTS[0]])))
+    _, trace = read(m, PROMPTS[0], (3, 7, 11))
+    far = (unit(head.states.detach()) - unit(torch.stack([*trace.values()], 2))).pow(2).mean()
+    got = head.besides()
+    got.backward()
+    assert got.item() == pytest.approx(2 * far.item(), rel=1e-9) and head.weights.up.grad.any()
+
+
+def test_pseudo_states_by_hand():
+    tree = ancestors(torch.tensor([[0, 0]]))    # a token and its two children, two rows for each
+    assert picture(ahead(tree, 2)[0]) == [
+        "x..x.....", "x..xx....", "xx...x...", "xx...xx..", "x.x....x.", "x.x....xx"]
