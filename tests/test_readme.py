@@ -31,8 +31,9 @@ def test_every_quoted_command_and_link_works(monkeypatch):
         parse[name](shlex.split(flags))
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
     assert set(re.findall(r"(?:^|`)make (\w+)", README, re.M)) <= set(targets)
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        assert link.startswith("https://") or (ROOT / link).is_file(), link
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
 LIBRARY = ["model", "kvcache", "sampling", "verification", "speculative", "layerskip", "control",
