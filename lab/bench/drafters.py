@@ -23,6 +23,7 @@ from sampling import Coins, to_probs
 from search import Teacher
 from speculative import Drafter, ModelDraft, NGram, Wrapper, rounds
 from support.cli import read_skip, read_vocab
+from support.measure import measure_costs
 from support.stats import Timed, parting
 
 GAMMAS = 1, 2, 3, 4, 6
@@ -268,37 +269,21 @@ def their_methods(a, bench, exit_layer):
             if helper or name != "assistant_model"}
 
 
-def in_the_loop(bench, makers):
-    """({name: median seconds of a round}, each prompt with what the last of the makers wrote after it): all
-    of them write each prompt once."""
-    times, texts = {name: [] for name in makers}, []
-    for i, ids in enumerate(bench.prompts):
-        for name, make in makers.items():
-            s = bench.write(make, i)
-            times[name].append(s.decode / len(s.rounds))
-        texts.append(ids + s.ids)
-    return {name: statistics.median(v) for name, v in times.items()}, texts
-
-
 def pilot(bench, L):
-    """Before the methods are chosen: (texts to score drafts on, as [(Teacher, unscored)]; {exit or "bad": the
-    cost of a drafted token relative to a plain round, in the loop itself: its step, and what it adds to the
-    block that verifies}; [(exit, the gamma that promises most)], the best exit first)."""
+    """Before the methods are chosen: (texts to score drafts on, what plain decoding writes, as [(Teacher,
+    unscored)]; {exit or "bad": the cost of a drafted token}; [(exit, the gamma that promises most)], the best
+    exit first)."""
     drafts = {e: early_exit(L, e) for e in range(1, max(1, L // 3) + 1)} | {"bad": without(L, range(L), ())}
-
-    def maker(subs):
-        return lambda m, small: SelfDraft(m, subs, 4) if subs else Drafter()
-
-    # plain decoding comes last: its text is what the drafts are scored on
-    seconds, written = in_the_loop(bench, {name: maker(drafts.get(name)) for name in (*drafts, "plain")})
-    texts = [(Teacher(bench.model, ids, bench.probs), len(prompt) - 1)
-             for ids, prompt in zip(written, bench.prompts, strict=True)]
-    cost = {name: max(0.0, seconds[name] / seconds["plain"] - 1) / 4 for name in drafts}
-    found = []
-    for e, subs in drafts.items():
-        if e != "bad":
-            _, gamma, gain = forecast([t.acceptance(subs)[unscored:] for t, unscored in texts], cost[e])
-            found.append((gain, e, max(1, gamma)))
+    texts = []
+    for i, ids in enumerate(bench.prompts):
+        written = bench.write(lambda model, small: Drafter(), i).ids
+        texts.append((Teacher(bench.model, ids + written, bench.probs), len(ids) - 1))
+    costs, found = measure_costs(bench.model), []
+    cost = {name: costs.step(subs) for name, subs in drafts.items()}
+    for e in range(1, len(drafts)):
+        series = [t.acceptance(drafts[e])[unscored:] for t, unscored in texts]
+        _, gamma, gain = forecast(series, cost[e], costs.block)
+        found.append((gain, e, max(1, gamma)))
     return texts, cost, [(e, gamma) for _, e, gamma in sorted(found, reverse=True)]
 
 
@@ -376,14 +361,10 @@ def markdown(a, results, notes):
                             "parts": " / ".join(f"{x:.0%}" for x in r.get("split", {}).values())})
                 for name, r in rows.items()]
         lines += [f"**{title}**", "", *figures(told, COLUMNS)]
-    places = {}
     for n in notes:
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
-        place = n["set"], n["prompt"], n["position"], n["gap"], why
-        places.setdefault(place, []).append(n["method"])
-    lines += [f"- {title}, prompt {prompt}: other than plain decoding from new token {position} on, where "
-              f"the logits of the two tokens lie {gap:.3g} apart, {why}: {'; '.join(names)}"
-              for (title, prompt, position, gap, why), names in places.items()]
+        lines.append(f"- {n['set']}, prompt {n['prompt']}, {n['method']}: other than plain decoding from new "
+                     f"token {n['position']} on, where the logits lie {n['gap']:.3g} apart, {why}")
     return page(lines)
 
 

@@ -51,23 +51,10 @@ def constants(a):
             "read": (8 * n, "bytes", lambda: [x.sum() for _ in range(8)]),
             "product": (2 * side**3, "operations", lambda: square @ square),
             "launch": (calls, "launches", adds),
-            "launch in a graph": (calls, "launches", in_a_graph(adds, a.where)),
             "wait": (calls, "waits", lambda: [small[0].item() for _ in range(calls)])}
     s = interleave({name: action for name, (_, _, action) in work.items()}, a.repeats)
     return {name: {"unit": unit, "per second": size / s[name], "microseconds": 1e6 * s[name] / size}
             for name, (size, unit, _) in work.items()}
-
-
-def in_a_graph(action, device):
-    """The action as one CUDA graph, whose launches cost next to nothing; elsewhere the action itself."""
-    if device.type != "cuda" or not torch.version.cuda:
-        return action
-    action()  # libraries set themselves up at the first call, and that cannot be recorded
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        action()
-    return graph.replay
 
 
 def shape(a, c, read):

@@ -10,7 +10,6 @@ import torch
 from tqdm import tqdm
 
 from control import MOST, DoNoHarm
-from lab import plots
 from lab.bench.drafters import TAIL, Bench, Method, fixed, own_methods, pilot
 from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, steps
 from lab.train_heads import KINDS
@@ -165,5 +164,4 @@ def run(a):
             notes += seen
     data = {"results": results, "heads": facts, "divergences": notes, "new": a.new, "repeats": a.repeats,
             "model": str(a.model)}
-    draw = partial(plots.drafted, results, f"{a.model}, {a.dtype}")
-    return page(markdown(a, results, facts)), data, draw
+    return page(markdown(a, results, facts)), data, None

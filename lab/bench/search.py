@@ -5,7 +5,6 @@ there is.
 """
 import math
 import statistics
-import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -16,7 +15,6 @@ import torch
 from tqdm import tqdm
 
 from control import weight_costs
-from lab import plots
 from lab.bench.costs import against_plain
 from lab.bench.shared import ROOT, WEIGHTS, figures, load, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit
@@ -109,15 +107,7 @@ def over_everything(a, model, calibration, prompts):
     """All 2L bits but the first two, with measured costs: the search beside the best early exit."""
     L, costs = model.c.n_layers, measure_costs(model, repeats=20 if a.quick else 100)
     space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
-    start, scoring = time.perf_counter(), []
-
-    def timed(subs):
-        began = time.perf_counter()
-        trial = score(subs)
-        scoring.append(time.perf_counter() - began)
-        return trial
-    entries = list(search(space, timed, 60 if a.quick else 200))
-    spent = time.perf_counter() - start
+    entries = list(search(space, score, 60 if a.quick else 200))
     exits = [early_exit(L, e) for e in range(1, L)]
     found = max(entries, key=lambda e: e["value"])["bits"]
     sets = {"found by the search": space.sublayers([int(b) for b in found]),
@@ -129,8 +119,7 @@ def over_everything(a, model, calibration, prompts):
         _, measured = against_plain(model, prompts, drafter, a.new, 1 if a.quick else 3)
         seen[name] = {"sublayers": subs, "alpha": t.alpha, "c": t.cost, "gamma": t.gamma,
                       "predicted": t.speedup, "measured": measured}
-    return {"sets": seen, "trials_per_second": len(entries) / spent, "trials": len(entries),
-            "share_in_process": 1 - sum(scoring) / spent, "curve": [e["value"] for e in entries]}
+    return {"sets": seen, "curve": [entry["value"] for entry in entries]}
 
 
 def landscape(a, space, calibration, costs):
@@ -157,9 +146,7 @@ def run(a):
     optimum, best = float(land["speedup"].max()), bits(int(land["speedup"].argmax()), len(space.skippable))
     data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": curves,
             "everything": over_everything(a, model, calibration, prompts)}
-    draw = partial(plots.regrets, curves, optimum,
-                   f"{a.model}: the best of all {len(land['c']):,} sets promises {optimum:.3f}")
-    return markdown(a, land, data), data, draw
+    return markdown(a, land, data), data, None
 
 
 def first_within(curve, level):
@@ -188,7 +175,4 @@ def markdown(a, land, data):
     lines += table(head, rows)
     every = data["everything"]
     sets = [(name, r | {"kept": " ".join(map(str, r["sublayers"]))}) for name, r in every["sets"].items()]
-    lines += figures(sets, EVERY, "all sub-layers but 0 and 1")
-    lines += [f"{every['trials']} trials, {every['trials_per_second']:.1f} a second, "
-              f"{every['share_in_process']:.0%} of the time in the Gaussian process", ""]
-    return page(lines)
+    return page(lines + figures(sets, EVERY, f"{len(every['curve'])} trials, all sub-layers but 0 and 1"))

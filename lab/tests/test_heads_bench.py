@@ -86,7 +86,7 @@ def test_the_whole_benchmark(call, tmp_path):
         heads.save(head, folder / "heads" / head.kind)
     argv = "heads", "--model", folder, "--quick", "--new", "8"
     status, out, err = call(*argv, "--out", tmp_path / "made")
-    assert (status, err) == (0, "") and (tmp_path / "made.png").is_file()
+    assert (status, err) == (0, "")
     data = json.loads((tmp_path / "made.json").read_text())
     for rows in data["results"].values():
         assert {r.get("head") for r in rows.values()} == {None, "kangaroo", "medusa"}
