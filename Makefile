@@ -61,7 +61,6 @@ RESUME = $(if $(wildcard $(@D)/*),--resume)
 benchmarks: $(VENV)/dev $(SHIPPED:%=results/%/skip.json) \
   $(patsubst %,results/%.json,search counts plain quant $(SHIPPED:%=%-self) $(SHIPPED:%=%-heads) stories-plain-heads \
     $(SHIPPED:%=%-dynamic) stories-plain-dynamic beyond)
-	cp results/stories-llama-dynamic.png notebooks/choices.png
 	cp results/beyond.json lab/notebooks/beyond.json
 	$(PY) tests/test_golden.py
 	$(PY) porting/make.py stories

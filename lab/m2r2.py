@@ -44,7 +44,8 @@ class M2R2(Head, StandIn):
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
-        rank = like_rank(Kangaroo(model, exit_layer)) if rank is None else rank
+        if rank is None:
+            rank = max(1, round(count(Kangaroo(model, exit_layer)) / (2 * dim * E)))
         check_count("rank", rank, 0)
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
         self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
@@ -90,9 +91,3 @@ class M2R2(Head, StandIn):
         """What counts in training besides the distributions: how far the accelerated states are from where
         they belong."""
         return self.shape["align"] * (unit(self.states) - unit(self.ahead)).pow(2).mean()
-
-
-def like_rank(head):
-    """The rank at which an M2R2 with the exit of another head has about as many weights as that head."""
-    dim = head.model.c.dim
-    return max(1, round(count(head) / (2 * dim * head.shape["exit_layer"])))

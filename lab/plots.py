@@ -1,9 +1,9 @@
-"""The charts of what the lab trains and measures.
+"""The chart of what the lab trains.
 
 The one thing to remember: nothing is measured here; a chart shows what another module has found.
 """
 from support.files import replacing
-from support.plots import HUES, axes, draw_choices, hues_of, running_mean
+from support.plots import HUES, axes, running_mean
 
 
 def training(run, tables, things, path):
@@ -28,15 +28,3 @@ def training(run, tables, things, path):
     loss.legend(frameon=False, fontsize=8)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
-
-
-def choices(chosen, kinds, title, path):
-    """What was chosen along a stream of prompts. chosen: {run: [{way: rounds} of each prompt]}; kinds: what
-    each prompt is."""
-    figure, grid = axes(len(chosen), 1, width=9.0, height=2.6)
-    hues = hues_of(dict.fromkeys(way for runs in chosen.values() for rounds in runs for way in rounds))
-    for (name, prompts), side in zip(chosen.items(), grid.flat, strict=True):
-        draw_choices(side, prompts, kinds, hues)
-        side.set_title(name)
-    figure.suptitle(title, fontsize=9)
-    figure.savefig(path, dpi=150, format="png")

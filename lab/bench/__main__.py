@@ -25,11 +25,11 @@ import checkpoint
 from lab.bench import beyond, check, costs, counts, drafters, dynamic, heads, plain, quant, search
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
-from support.files import replacing, write_file
+from support.files import write_file
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "heads": heads.run, "search": search.run, "beyond": beyond.run}  # -> (Markdown, data, draw or None)
+        "heads": heads.run, "search": search.run, "beyond": beyond.run}  # -> (Markdown, data)
 
 
 def parse(argv):
@@ -59,7 +59,7 @@ def parse(argv):
     p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
                    "several (default: those beside the weights)")
     p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
-    p.add_argument("--out", metavar="PATH", help="write PATH.json, PATH.md and PATH.png")
+    p.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     a = p.parse_args(argv)
     if a.new < 8 or a.repeats is not None and a.repeats < 1:
@@ -73,15 +73,12 @@ def parse(argv):
 
 def run(argv):
     a = parse(argv)
-    text, data, draw = RUNS[a.what](a)
+    text, data = RUNS[a.what](a)
     data = {"what": a.what, "machine": a.machine, "torch": torch.__version__, "dtype": a.dtype, **data}
     print(json.dumps(data) if a.json else text)
     if a.out:
         write_file(Path(f"{a.out}.md"), text + "\n")
         write_file(Path(f"{a.out}.json"), json.dumps(data, indent=1) + "\n")
-        if draw:
-            with replacing(Path(f"{a.out}.png")) as path:
-                draw(path)
     return data.get("status")
 
 

@@ -368,4 +368,4 @@ def run(a):
     lines = [f"{a.model}, float32; {a.machine}; {size.text:,} tokens of its own text, each head learnt from "
              f"{size.heads:,}; gamma {GAMMA}", "", *m2r2_lines(data["m2r2"]), *prophet_lines(data["prophet"]),
              *burger_lines(data["hamburger"]), *sparse_lines(data["sparse"], data["paper"])]
-    return page(lines), data | {"model": str(a.model), "sizes": size._asdict()}, None
+    return page(lines), data | {"model": str(a.model), "sizes": size._asdict()}

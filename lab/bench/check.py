@@ -344,10 +344,10 @@ def run(a):
         del model, said, want
         bar.update()
         a.dtype = str(stored)[6:]  # in which the model will be used
-        helps, found, _ = run_help(a) if c.n_layers > 1 else ("", {}, None)
+        helps, found = run_help(a) if c.n_layers > 1 else ("", {})
     verdict, status = summary(rows)
     lines = [f"{a.model} beside transformers; {a.machine}; differences of the largest logit, in float32", "",
              *table(Row._fields, [[cell.replace("|", "\\|") for cell in r] for r in rows]),
              verdict, "", helps]
     data = {"checks": [r._asdict() for r in rows], "verdict": verdict, "status": status, "help": found}
-    return page(lines), data, None
+    return page(lines), data

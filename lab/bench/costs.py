@@ -35,7 +35,7 @@ def run_costs(a):
              *table(["tokens in a block", *(str(T) for T, _ in costs.blocks)],
                     [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]]),
              f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an attention."]
-    return page(lines), {"model": str(a.model), **as_data(costs), "unit": "seconds"}, None
+    return page(lines), {"model": str(a.model), **as_data(costs), "unit": "seconds"}
 
 
 def against_plain(model, prompts, drafter, new, repeats):
@@ -91,7 +91,7 @@ def run_help(a):
              f"{best} with a draft vocabulary, the first tokens {source}:", "",
              *figures(short.items(), PROMISED, "tokens")]
     said = verdict(a, best, found[best])
-    return "\n".join([*lines, said]), {"drafts": found, "short_heads": short, "verdict": said}, None
+    return "\n".join([*lines, said]), {"drafts": found, "short_heads": short, "verdict": said}
 
 
 PROMISED = {"alpha": "{alpha:.3f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",

@@ -88,4 +88,4 @@ def run(a):
     head = ["outside the sub-layers", "a round of 2 drafts: operations, CPU", "operations, GPU", "waits",
             "one draft more: operations, CPU", "operations, GPU", "waits"]
     rows = [[name, *(str(n) for part in row.values() for n in part.values())] for name, row in found.items()]
-    return page(table(head, rows)), {"counts": found}, None
+    return page(table(head, rows)), {"counts": found}

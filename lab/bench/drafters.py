@@ -402,4 +402,4 @@ def run(a):
             notes += seen
     data = {"results": results, "divergences": notes, "new": a.new, "repeats": a.repeats,
             "model": str(a.model)}
-    return markdown(a, results, notes), data, None
+    return markdown(a, results, notes), data

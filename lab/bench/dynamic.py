@@ -4,14 +4,12 @@ The one thing to remember: on one kind of text a fixed draft is hard to beat; a 
 it loses to the best fixed draft of each prompt, its regret, which nobody could have known beforehand.
 """
 import statistics
-from collections import Counter
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from tqdm import tqdm
 
 from control import AdaptiveExit, Confidence, DoNoHarm, weight_costs
-from lab import plots
 from lab.bench.drafters import TAIL, Bench, Method, divergences, fixed, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
 from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
@@ -20,7 +18,7 @@ from layerskip import early_exit
 from methods.arms import candidates
 from methods.dynamic import DEL, CLaSp
 from methods.pace import Pace
-from speculative import NGram, Wrapper
+from speculative import NGram
 from support.cli import read_skip, read_vocab
 from support.drafts import trained_beside
 from support.measure import as_data, costs_of
@@ -49,42 +47,9 @@ class Stream(Bench):
         return self.trained[next(dtype for dtype, (target, _) in self.models.items() if target is model)]
 
 
-class Thinking(Wrapper):
-    """A drafter, and how often it had chosen each way to draft at the start of each prompt."""
-
-    def __init__(self, drafter):
-        super().__init__(drafter)
-        self.chosen = []
-
-    def seen(self):
-        return Counter(getattr(self.drafters[0], "chosen", {}))
-
-    def begin(self, state, trace):
-        super().begin(state, trace)
-        self.chosen.append(self.seen())
-
-    def choices(self):
-        """[{way: rounds}] of each prompt."""
-        return [dict(now - before) for before, now in
-                zip(self.chosen, [*self.chosen[1:], self.seen()], strict=True)]
-
-
-def living(make, seen):
-    """The Method of a drafter that lives through the whole stream, and so keeps what it learns. seen: a list
-    that gets its Thinking."""
-
-    def start():
-        made = []
-
-        def get(model, small):
-            if not made:
-                made.append(Thinking(make(model)))
-                seen.append(made[0])
-            return made[0]
-
-        return get
-
-    return Method(start)
+def living(make):
+    """The Method of a drafter that lives through the whole stream, and so keeps what it learns."""
+    return Method(lambda: cache(lambda model, small: make(model)))
 
 
 # --- the methods
@@ -122,7 +87,7 @@ def rules(L, e, cost):
             "expected-value gate": lambda: ValueGate(cost)}
 
 
-def all_methods(a, bench, skip, vocab, costs, thoughts):
+def all_methods(a, bench, skip, vocab, costs):
     """({name: Method}, the names of the fixed ones)"""
     L, (methods, exits) = bench.model.c.n_layers, fixed_drafts(a, bench, skip, vocab)
     names, e, step = list(methods), exits[len(exits) // 2], weight_costs(bench.model.c).step
@@ -134,8 +99,7 @@ def all_methods(a, bench, skip, vocab, costs, thoughts):
     makers = {"SWIFT": SWIFT, "CLaSp": partial(CLaSp, skips=max(1, round(0.45 * L))), "DEL": DEL,
               "DEL, few exits": lambda m: DEL(m, exits, every=4),
               "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, bench.heads_of(m)), costs)}
-    for name, make in makers.items():
-        methods[name] = living(make, thoughts.setdefault(name, []))
+    methods |= {name: living(make) for name, make in makers.items()}
     methods = {"plain": Method(gamma=0)} | methods
     if a.only:
         methods = {name: m for name, m in methods.items()
@@ -168,16 +132,16 @@ def both_ways(rows, methods, names, kinds):
 
 
 def column(a, bench, kinds, skip, vocab, costs, bar):
-    """One table: {method: row}; what Pace chose; where texts parted."""
-    thoughts, few = {}, bench.prompts[::TURN][: len(SETS)]
-    methods, names = all_methods(a, bench, skip, vocab, costs, thoughts)
+    """One table: {method: row}, and where texts parted."""
+    few = bench.prompts[::TURN][: len(SETS)]
+    methods, names = all_methods(a, bench, skip, vocab, costs)
     bar.reset(len(methods) * (len(few) * bench.greedy + 1 + a.repeats * len(bench.prompts)))
     if bench.greedy:
         Stream(a, bench.models, few, {}, bench.trained).check_texts(methods, bar)
     bench.run(methods, bar)
     rows = {name: row(replace(m, sublayers=None), methods["plain"], []) for name, m in methods.items()}
     both_ways(rows, methods, names, kinds)
-    return rows, thoughts["Pace"][-1].choices(), divergences(bench, methods, "the stream")
+    return rows, divergences(bench, methods, "the stream")
 
 
 COLUMNS = {"ratio to plain": "{clock[ratio]:.2f}", "regret": "{clock[regret]:.0%}",
@@ -190,7 +154,7 @@ def markdown(a, results, kinds):
              f"{1 if a.quick else TURN}, up to {a.new} new tokens each, {a.repeats} interleaved runs; regret "
              "against the best fixed draft, or none, of each prompt; the last columns are ratios by the "
              "clock; on the first prompt of each kind the greedy texts were plain decoding's in float64", ""]
-    for title, (rows, _, _) in results.items():
+    for title, (rows, _) in results.items():
         columns = COLUMNS | {kind: f"{{clock[sets][{kind}]:.2f}}" for kind in kinds}
         lines += [f"**{title}**", "", *figures(rows.items(), columns)]
     return page(lines)
@@ -216,10 +180,9 @@ def run(a):
             bar.set_description(title)
             bench = Stream(a, models, prompts, flags, heads)
             results[title] = column(a, bench, kinds, skip, vocab, costs, bar)
-    parts = zip(("results", "chosen", "divergences"), zip(*results.values(), strict=True), strict=True)
+    parts = zip(("results", "divergences"), zip(*results.values(), strict=True), strict=True)
     data = {name: dict(zip(results, values, strict=True)) for name, values in parts}
     data["divergences"].pop("T 0.8", None)      # where texts are drawn they may differ
     data |= {"kinds": kinds, "costs": a.costs, "cost_table": as_data(costs), "new": a.new,
              "repeats": a.repeats, "model": str(a.model)}
-    draw = partial(plots.choices, data["chosen"], kinds, f"{a.model}, {a.dtype}")
-    return markdown(a, results, kinds), data, draw
+    return markdown(a, results, kinds), data

@@ -164,4 +164,4 @@ def run(a):
             notes += seen
     data = {"results": results, "heads": facts, "divergences": notes, "new": a.new, "repeats": a.repeats,
             "model": str(a.model)}
-    return page(markdown(a, results, facts)), data, None
+    return page(markdown(a, results, facts)), data

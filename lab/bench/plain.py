@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 import checkpoint
 from kvcache import KVCache
-from lab.bench.shared import LLAMA, WEIGHTS, page, random_model, table
+from lab.bench.shared import WEIGHTS, page, random_model, table
 from machine.recorded import Recorded
 from model import SPARE, Config, Placement
 from speculative import generate, rounds
@@ -32,7 +32,7 @@ class Pair:
         self.ours, _ = checkpoint.load(folder, device, dtype)
         self.theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
         self.theirs.generation_config.eos_token_id = None  # both write all the tokens
-        self.device, self.c = torch.device(device), self.ours.c
+        self.device = torch.device(device)
 
     def generators(self, prompts, new):
         """Both continue the prompts greedily: two functions that return the ids."""
@@ -166,12 +166,11 @@ def details(results):
 
 
 def run(a):
-    a.repeats, cpu = a.repeats or 5, a.device == "cpu"
+    a.repeats = a.repeats or 5
     _, tokenizer = checkpoint.load(WEIGHTS / "stories-llama", "cpu")
     a.prompt = checkpoint.encode(tokenizer, TEXT * 4, 0)
     shapes = {"stories-llama": None, "stories-gemma2": None, "110M shape": SHAPE_110M}  # None: in weights/
-    shapes = shapes if cpu else {"1B shape": LLAMA}
-    dtypes = (torch.bfloat16, torch.float32) if cpu else (torch.bfloat16,)
+    dtypes = torch.bfloat16, torch.float32
     results, bar = {}, tqdm(total=4 * len(shapes) * len(dtypes), disable=None)
     with bar, tempfile.TemporaryDirectory() as made:
         for name, c in shapes.items():
@@ -180,4 +179,4 @@ def run(a):
                 if c:
                     checkpoint.save(random_model(c, dtype), folder, tokenizer)
                 results[f"{name}, {str(dtype)[6:]}"] = measure(folder, dtype, a.device, a, bar)
-    return markdown(results, a), {"results": results}, None
+    return markdown(results, a), {"results": results}

@@ -142,4 +142,4 @@ def run(a):
     lines, data = measured(a)
     lines += ["On paper, by bytes alone, with products that read few bits as they are (here only int8 in "
               "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table()]
-    return page(lines), {"models": data, "gamma": GAMMA}, None
+    return page(lines), {"models": data, "gamma": GAMMA}

@@ -64,11 +64,6 @@ def shared_part(p, q, k):
     return torch.minimum(q, p / high), high
 
 
-def k_sequential_acceptance(p, q, k):
-    """How likely one of k independent draws passes."""
-    return 1 - (1 - float(shared_part(p, q, k)[0].sum())) ** k
-
-
 def passes(p, tokens, epsilon=0.09, delta=0.3):
     """Which tokens (N, k) are "typical" under p (V,): those above min(epsilon, delta exp(-H)), where H is the
     entropy of p (Medusa, arXiv 2401.10774; the numbers are those of its repository)."""
@@ -100,11 +95,6 @@ def optimum(p, tokens, chance):
     return float((holds @ p + 1 - inside).min())
 
 
-def law_of_typical(p, tokens, chance):
-    """The distribution of its token over all draws. (V,)"""
-    return torch.zeros_like(p).index_add_(0, typical(p, tokens), chance)
-
-
 # --- what each keeps
 
 
@@ -121,12 +111,13 @@ def judge(p, q, k):
     """{column: number} at one place, with k guesses: all of it enumerated."""
     ways, apart = draws(q, k, True), draws(q, k, False)
     tokens, _, chance = apart
+    written = torch.zeros_like(p).index_add_(0, typical(p, tokens), chance)     # by typical acceptance (V,)
 
     def kept(ways):
         return float(tried(p.expand(len(ways[0]), -1), *ways[:2]).sum(1) @ ways[2])
 
-    return {"recursive, drawn again": kept(ways), "SpecTr": k_sequential_acceptance(p, q, k),
-            "optimum of these": optimum(p, ways[0], ways[2]),
+    return {"recursive, drawn again": kept(ways), "optimum of these": optimum(p, ways[0], ways[2]),
+            "SpecTr": 1 - (1 - float(shared_part(p, q, k)[0].sum())) ** k,
             "recursive, not again": kept(apart), "optimum": optimum(p, tokens, chance),
             "typical": float(passes(p, tokens).any(1).double() @ chance),
-            "its bias": float((law_of_typical(p, tokens, chance) - p).abs().sum() / 2)}
+            "its bias": float((written - p).abs().sum() / 2)}

@@ -146,7 +146,7 @@ def run(a):
     optimum, best = float(land["speedup"].max()), bits(int(land["speedup"].argmax()), len(space.skippable))
     data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": curves,
             "everything": over_everything(a, model, calibration, prompts)}
-    return markdown(a, land, data), data, None
+    return markdown(a, land, data), data
 
 
 def first_within(curve, level):

@@ -44,7 +44,7 @@ def asked(tmp_path_factory):
 @pytest.fixture
 def call(asked, capsys, monkeypatch):
     """lab.bench check, but what looks at the clock: (status, {row: verdict})"""
-    monkeypatch.setattr(check, "run_help", lambda a: ("", {}, None))
+    monkeypatch.setattr(check, "run_help", lambda a: ("", {}))
 
     def run(family):
         folder = str(asked[family][0])
