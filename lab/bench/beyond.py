@@ -336,12 +336,6 @@ def sparse_lines(found, on_paper):
                     *table(head, rows)]
 
 
-def exits_of(L, quick):
-    """A sixth of the blocks; then, where there is time, a twelfth and a quarter."""
-    first, *others = (max(1, round(L * share)) for share in (1 / 6, 1 / 12, 1 / 4))
-    return [first] if quick else list(dict.fromkeys([first, *others]))
-
-
 def run(a):
     size, data = QUICK if a.quick else FULL, {"m2r2": {}}
     folders = [a.model, *([a.twin] if a.twin else [])]
@@ -354,7 +348,9 @@ def run(a):
             text = own_text(model, tokenizer, count, size.measured)
             prompts = [ids for name in SETS
                        for ids in prompt_ids(name, tokenizer, model.c)[: 1 if a.quick else 4]]
-            exits = exits_of(model.c.n_layers, a.quick or folder != a.model)
+            L, shares = model.c.n_layers, (1 / 6, 1 / 12, 1 / 4)        # the others where there is time
+            exits = list(dict.fromkeys(max(1, round(L * share)) for share in shares))
+            exits = exits[:1] if a.quick or folder != a.model else exits
             data["m2r2"][str(folder)] = accelerated(model, text, prompts, new, size, exits)
             bar.update()
         texts = long_texts(tokenizer, model.c, 4 if a.quick else 16)
