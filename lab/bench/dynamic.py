@@ -5,7 +5,9 @@ it loses to the best fixed draft of each prompt, its regret, which nobody could 
 """
 import statistics
 from dataclasses import replace
+from collections import Counter
 from functools import cache, partial
+from itertools import pairwise
 
 from tqdm import tqdm
 
@@ -18,7 +20,7 @@ from layerskip import early_exit
 from methods.arms import candidates
 from methods.dynamic import DEL, CLaSp
 from methods.pace import Pace
-from speculative import NGram
+from speculative import NGram, Wrapper
 from support.cli import read_skip, read_vocab
 from support.drafts import trained_beside
 from support.measure import as_data, costs_of
@@ -45,6 +47,26 @@ class Stream(Bench):
 
     def heads_of(self, model):
         return self.trained[next(dtype for dtype, (target, _) in self.models.items() if target is model)]
+
+
+class Thinking(Wrapper):
+    """A drafter, and how often it had chosen each way to draft at the start of each prompt."""
+
+    def __init__(self, drafter):
+        super().__init__(drafter)
+        self.chosen = []
+
+    def seen(self):
+        return Counter(getattr(self.drafters[0], "chosen", {}))
+
+    def begin(self, state, trace):
+        super().begin(state, trace)
+        self.chosen.append(self.seen())
+
+    def choices(self):
+        """[{way: rounds}] of each prompt."""
+        counts = pairwise([*self.chosen, self.seen()])
+        return [dict(now - before) for before, now in counts]
 
 
 def living(make):
