@@ -4,8 +4,8 @@ The one thing to remember: on one kind of text a fixed draft is hard to beat; a 
 it loses to the best fixed draft of each prompt, its regret, which nobody could have known beforehand.
 """
 import statistics
-from dataclasses import replace
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 

@@ -3,7 +3,6 @@
 The one thing to remember: a search is judged by its regret, how far the best set it has seen is from the best
 there is.
 """
-import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -149,11 +148,6 @@ def run(a):
     return markdown(a, land, data), data
 
 
-def first_within(curve, level):
-    """How many evaluations until the best so far reaches `level`; None: never."""
-    return next((i + 1 for i, value in enumerate(curve) if value >= level), None)
-
-
 EVERY = {"kept": "{kept}", "alpha": "{alpha:.3f}", "c": "{c:.3f}", "gamma": "{gamma}",
          "promised": "{predicted:.2f}", "measured": "{measured:.2f}"}
 
@@ -168,10 +162,10 @@ def markdown(a, land, data):
     rows = []
     for name, runs in curves.items():
         at = [[optimum - run[b - 1] for run in runs] for b in BUDGETS]
-        near = statistics.median(first_within(run, 0.99 * optimum) or math.inf for run in runs)
+        near = statistics.median(sum(best < 0.99 * optimum for best in run) + 1 for run in runs)
         rows.append([name, *(f"{statistics.median(r):.4f}" for r in at),
                      *(f"{sum(x < 1e-9 for x in r) / len(r):.0%}" for r in at),
-                     "never" if math.isinf(near) else f"{near:.0f}"])
+                     f"{near:.0f}" if near <= max(BUDGETS) else "never"])
     lines += table(head, rows)
     every = data["everything"]
     sets = [(name, r | {"kept": " ".join(map(str, r["sublayers"]))}) for name, r in every["sets"].items()]

@@ -1,4 +1,4 @@
-"""The bench that judges the search: sets of bands, competitors, statistics."""
+"""The bench that judges the search: sets of bands and competitors."""
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -50,7 +50,3 @@ def test_methods_end_at_the_best_of_all_sets(monkeypatch):
     for seed, curve in enumerate(curves["random"]):
         first = space.random(torch.Generator().manual_seed(seed))
         assert curve[0] == speedup(calibration, costs, space.sublayers(first)).speedup
-
-
-def test_the_statistics_by_hand():
-    assert [bench.first_within([1, 2, 2, 3], level) for level in (0, 2, 3, 4)] == [1, 2, 4, None]
