@@ -197,7 +197,7 @@ def damaged_weights(drafters, names=None):
 
 
 def stand_ins(drafters, names=None):
-    """Of a model whose passes are recorded, and of one in few bits."""
+    """Models whose passes are recorded, and those in few bits."""
     @pytest.mark.parametrize("name", names or drafters)
     def test(models, name):
         for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):

@@ -36,7 +36,8 @@ def test_our_own_bugs_are_not_hidden(error):
         cli.main(ending(error), [])
 
 
-def test_ctrl_c_is_status_130_without_a_word(capsys):
+def test_a_status_and_ctrl_c_end_a_program_without_a_word(capsys):
+    assert [cli.main(run, []) for run in (lambda argv: None, lambda argv: 1)] == [0, 1]
     assert cli.main(ending(KeyboardInterrupt()), []) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -57,7 +58,7 @@ def test_a_closed_stream_changes_no_status(closed, monkeypatch):
 
 
 def test_standard_input_in_any_encoding(monkeypatch):
-    for raw, text in ((b"a\r\nb\r\n", "a\nb\n"), (b"\xef\xbb\xbfa", "a"), (b"a\xff", "a\udcff")):
+    for raw, text in ((b"a\r\nb", "a\nb"), (b"\xef\xbb\xbfa", "a"), (b"a\xff", "a\udcff")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "ascii", newline="\n"))
         assert cli.read_input() == text
     monkeypatch.setattr(sys, "stdin", None)

@@ -163,7 +163,7 @@ def plant(parents, law_at, coins):
 
 
 def tree(folder):
-    """All that a folder holds, to see that nothing was changed."""
+    """All that a folder holds."""
     return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
@@ -230,8 +230,7 @@ def story_tokenizer():
 
 
 def foreseeable():
-    """A model whose text can be foreseen: there are few tokens, and attention is weak, so that one tells the
-    next."""
+    """A model whose text can be foreseen: it has few tokens, and as attention is weak, one tells the next."""
     m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
     for b in m.blocks:
         b.attn.wo *= 0.05
