@@ -49,9 +49,6 @@ PROBS = {
     "min-p, reached": (dict(temperature=1.0, min_p=1.0), [0.2, 0.4, 0.4], [0, 0.5, 0.5], {
         "a token with exactly min_p times the largest stays: drop only those below": [math.nan] * 3,
         "of tied tokens all stay: drop only those below the bound": [0, 1, 0]}),
-    "temperature, then top-p": (dict(temperature=0.5, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
-        "the temperature comes before top_p, which sees the sharpened distribution":
-            roots([0.4, 0.3, 0, 0], 2)}),
     "top-k, then top-p": (dict(temperature=1.0, top_k=2, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
         "top_k comes before top_p, and what it leaves is scaled first": [4 / 7, 3 / 7, 0, 0]})}
 

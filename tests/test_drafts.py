@@ -38,7 +38,6 @@ def as_json(call, *argv):
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
-    """Of the draft, whether it is the model's own or a small model's; the text stays."""
     plain = as_json(call, "--draft", "none")["outputs"]
     path, few = tmp_path / "vocab.json", [0, *range(200, 1223)]
     path.write_text(json.dumps({"ids": few}))
@@ -81,7 +80,6 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
 
 
 def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_path, monkeypatch):
-    """The second run reads the table of the first one, and so it repeats round by round."""
     assert plan().table == byte_costs(stories[0]), "a small model"
     table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
     measured = []
@@ -119,7 +117,7 @@ def test_draft_model_of_another_tokenizer(call, tmp_path):
     file = tmp_path / "other" / "tokenizer.json"
     spec = json.loads(file.read_text())
     vocab = spec["model"]["vocab"]
-    first, second = list(vocab)[300:302]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
+    a, b = list(vocab)[300:302]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
     file.write_text(json.dumps(spec))
     call.refuses(["x", "--draft", tmp_path / "other"], tmp_path, "other: its tokenizer differs")

@@ -102,7 +102,7 @@ def test_compare(call, once):
 
 @pytest.mark.parametrize("flags", [["--draft", "int8"], ["--draft", "ngram", "--compare"]])
 def test_recorded_passes_write_the_same_text(call, once, ids, monkeypatch, flags):
-    """On recordings of paper, as compiling takes long; all is recorded before the first token is printed."""
+    """On recordings of paper, which are made before the first token is printed."""
     made = []
     for module in (generate, drafts):
         monkeypatch.setattr(module, "Recorded", lambda m: made.append(Recorded(m, "paper")) or made[-1])
@@ -160,7 +160,6 @@ def test_seed_repeats_a_sampled_run(call):
 
 
 def test_batch_from_a_file(call, tmp_path):
-    """Each line of the file is a row of one ragged batch, with the text it has alone."""
     texts, lines = ["Once upon a time", "User: hello", "x"], tmp_path / "prompts.txt"
     lines.write_text("\n".join(texts))
     common = ["--max-new", "9", "--dtype", "float32"]

@@ -85,7 +85,7 @@ def sets(entries):
 
 @pytest.mark.parametrize("least, most", [(0, 10**9), (1, 3)])
 def test_sets_within_the_bounds(least, most):
-    """A bit is a sub-layer that is skipped. Any number of skips is equally likely, then any such set."""
+    """Any number of skips is equally likely, then any such set."""
     space, g = Space(4, (0, 2, 3, 7), least, most), torch.Generator().manual_seed(0)
     assert space.sublayers((1, 0, 0, 1)) == [1, 2, 3, 4, 5, 6]
     want = [z for z in everything(4) if least <= sum(z) <= most]

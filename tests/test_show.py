@@ -45,7 +45,6 @@ def test_origins_of_real_runs():
 
 
 def test_probability_of_each_token_is_the_targets_own():
-    """Neither 1, as when greedy, nor what is left after temperature and cuts."""
     model, prompt = make(LLAMA), PROMPTS[0]
     probs = lambda logits: to_probs(logits, 2.0, top_k=3)  # noqa: E731
     seen = show.record(model, Letters(), [prompt], 9, SelfDraft(model, range(6), 2), probs)
