@@ -44,8 +44,8 @@ def tests(**names):
 
 TASKS = [
     Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1, tests(
-        model="softcap_by_hand softcap_leaves_small_values_and_its_input_alone rotate_by_hand "
-        "rotate_keeps_lengths_and_depends_on_distances_only rotate_serves_every_shape")),
+        model="softcap_by_hand softcap_leaves_its_input_and_type_alone rotate_by_hand "
+        "rotate_serves_every_shape", properties="rotation_keeps_lengths_and_knows_distances_only")),
     Task(2, "frequencies", "model.py", ("frequencies",), 30, 2, tests(
         model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand")),
     Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1, tests(
@@ -57,9 +57,8 @@ TASKS = [
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
         by_hand="an_attention_after_a_filled_cache an_attention_keeps_types", model="an_attention_by_hand")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
-        by_hand="a_write",
-        model="slots_as_a_slice_and_as_a_tensor_write_the_same "
-        "cached_blocks_equal_the_full_pass[3-gemma2]")),
+        by_hand="a_write", model="cached_blocks_equal_the_full_pass[3-gemma2]",
+        properties="a_cache_is_a_table_of_slots")),
     Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
         by_hand="probabilities",
         sampling="top_p_1_does_nothing_even_to_a_long_tail a_tiny_temperature_is_no_nan "

@@ -412,7 +412,7 @@ TABLE = {
         ("Space.sublayers", "bit}", "not bit}", "a bit is taken for a sub-layer that stays",
          "search::sets_within_the_bounds[0-1000000000]"),
         ("propose", "torch.cdist(z, zs, p=1).min(1).values > 0.5", "z[:, 0] >= 0", "a set is tried twice",
-         "search::it_finds_the_optimum_within_sixty_trials[10-2]")],
+         "search::it_finds_the_optimum_within_sixty_trials")],
     "checkpoint.py": [
         ("layout", "{'mlp_norm", "{'attn_norm", "Llama's post_attention_layernorm taken by its name",
          "checkpoint::saving_and_loading_loses_nothing[llama-dtype0]"),

@@ -1,7 +1,6 @@
 """What every drafter keeps, whatever it drafts. Each promise is tested here once, and a file of tests puts
 its own drafters to it, {name: model -> drafter}: `test_poison = promises.poison(DRAFTERS)`. Or some `names`.
-
-The one thing to remember: whether a drafter drafts *well* no text can show. That is for the other tests.
+Whether a drafter drafts *well* no text can show: that is for the other tests.
 """
 import math
 from dataclasses import replace
@@ -54,8 +53,8 @@ class Watched(Wrapper):
 
 
 def compared(drafter, by_hand, far):
-    """The drafter. How far each q is from by_hand(a row's text, the tokens of its draft), (K, V), is put into
-    `far`; None: nobody can say."""
+    """The drafter. How far each q is from by_hand(a row's text, the tokens of its draft), (K, V) or None, is
+    put into `far`."""
     def look(state, draft):
         for b, text in enumerate(state.known):
             K = draft.tokens.shape[1] if draft.length is None else int(draft.length[b])
@@ -98,8 +97,8 @@ def rows_equal_solo_runs(drafters, names=None):
 
 
 def end_of_text(drafters, names=None, places=range(12)):
-    """Tokens of the answer are end-of-text ids in turn, alone and with a second one, so that they fall on
-    every place of a draft; each row ends after its own first one."""
+    """Each token of the answer is an end-of-text id in turn, alone and with a second one, so that it falls on
+    every place of a draft."""
     @pytest.mark.parametrize("name", names or drafters)
     @each_family
     def test(models, truth, family, name):
@@ -111,8 +110,7 @@ def end_of_text(drafters, names=None, places=range(12)):
 
 
 def context_limit(drafters, names=None):
-    """Rows reach the limit one by one, the last of them inside a draft; end-of-text on the very last slot
-    counts."""
+    """Rows reach the limit one by one, the last of them inside a draft, and with an end of text."""
     @pytest.mark.parametrize("name", names or drafters)
     @each_family
     def test(truth, family, name):
@@ -135,8 +133,8 @@ def short_answers(drafters, names=None):
 
 
 class Poisoned(Wrapper):
-    """Fills all that nobody may read with large finite garbage after each round: the slots after the last
-    known token, in the tokens, the target's cache and the drafters' own."""
+    """Fills what must not be read with large finite garbage after each round: the slots after the last known
+    token, in the tokens, the target's cache and the drafters' own."""
 
     def observe(self, state, r):
         super().observe(state, r)
@@ -181,8 +179,8 @@ def poison(drafters, names=None, count=24):
 
 
 def damaged_weights(drafters, names=None):
-    """NaN gives the same one line whoever drafts: in a weight, before the first draft, and in the embedding
-    of a token that the text first reaches later."""
+    """NaN gives the same one line: in a weight, before the first draft, and in the embedding of a token that
+    the text first reaches later."""
     @pytest.mark.parametrize("name", names or drafters)
     def test(truth, name):
         rows = truth["llama"]
@@ -199,7 +197,7 @@ def damaged_weights(drafters, names=None):
 
 
 def stand_ins(drafters, names=None):
-    """Of a model whose passes are recorded, and of one in few bits."""
+    """Models whose passes are recorded, and those in few bits."""
     @pytest.mark.parametrize("name", names or drafters)
     def test(models, name):
         for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):

@@ -1,8 +1,5 @@
 """How a failing test speaks to somebody who has just written the function: what was given, what was expected,
-what came, and the likely mistake.
-
-The one thing to remember: a mistake is named only where what came is just what that mistake gives.
-"""
+what came, and the likely mistake, which is named only where what came is just what that mistake gives."""
 import pytest
 import torch
 from tiny import law
@@ -69,12 +66,8 @@ def look(got, want, mistakes, given="the worked example of this test"):
 
 
 def same_law(run, want, mistakes, given, otherwise=None):
-    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}; where it has not, the
-    four outcomes that are furthest off are shown.
-
-    mistakes: {why: a run that makes it}; the one that gives the very same distribution is named, or else
-    `otherwise`.
-    """
+    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}. mistakes: {why: a run
+    that makes it}; the one that gives the very same distribution is named, or else `otherwise`."""
     got = law(run)
     if not equal(got, want):
         worst = sorted(got | want, key=lambda key: -abs(got.get(key, 0.0) - want.get(key, 0.0)))[:4]

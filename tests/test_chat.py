@@ -29,10 +29,7 @@ TEMPLATES = {"chatml": CHATML, "brackets": """
 {{- bos_token + "<|h|>system<|/h|>\n\n" }}{%- if tools is not none %}{{- "Tools: x\n" }}{%- endif %}
 {{- (strftime_now("%d %b %Y") if strftime_now is defined) + "\n\n" }}{%- for m in messages %}
     {{- '<|h|>' + m['role'] + '<|/h|>\n\n' + m['content'] | trim + eos_token }}
-{%- endfor %}{{- '<|h|>assistant<|/h|>\n\n' if add_generation_prompt }}\n""", "bars": """
-{% for m in messages %}\n{{ '<|' + m.role + '|>' }}
-{{ m.content + eos_token }}\n  {% if loop.last and add_generation_prompt %}
-{{ '<|assistant|>' }}\n  {% endif %}\n{% endfor %}\n""", "loop controls": """
+{%- endfor %}{{- '<|h|>assistant<|/h|>\n\n' if add_generation_prompt }}\n""", "loop controls": """
 {% set ns = namespace(s='') %}{% for m in messages[::-1] %}
 {% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
 {% if m.role == 'user' %}{% break %}{% endif %}{% endfor %}{{ ns.s }}""",

@@ -37,18 +37,7 @@ def as_json(call, *argv):
     return json.loads(out)
 
 
-@pytest.mark.parametrize("flags, kind", [
-    ([], "auto"), (["--draft-vocab", "v.json"], "auto"), (["--exit-layer", "2"], "exit"),
-    (["--fast"], "exit"), (["--skip", "a3"], "skip"), (["--draft", str(SMALL)], "model"),
-    (["--draft", str(STORIES / "heads" / "eagle"), "--tree", "4"], "heads")], ids=str)
-def test_which_draft_the_flags_choose(flags, kind):
-    a = generate.parse(["x", *flags])
-    before = dict(vars(a))
-    assert drafts.kind_of(a) == kind and vars(a) == before
-
-
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
-    """Of the draft, whether it is the model's own or a small model's; the text stays."""
     plain = as_json(call, "--draft", "none")["outputs"]
     path, few = tmp_path / "vocab.json", [0, *range(200, 1223)]
     path.write_text(json.dumps({"ids": few}))
@@ -69,6 +58,7 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
     pace = plan("--draft", "auto", "--model", tmp_path).make()
     assert pace.arms[-1].name == "skip set" and pace.arms[-1].drafter.model.share == 1024 / 4096
+    assert drafts.kind_of(generate.parse(["x", "--fast"])) == "exit"
 
 
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
@@ -85,13 +75,11 @@ def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, caps
         return [way.name for way in drafts.plan(a, *stories).make().arms]
 
     assert "prophet" in names() and "medusa" not in names()
-    lines = capsys.readouterr().err.splitlines()
-    assert "left out" in lines[0] and "medusa" in lines[0] and "trained for other weights" in lines[1]
+    assert "medusa" in capsys.readouterr().err.splitlines()[0]
     assert not any("prophet" in names(*flags) for flags in (["--fast"], ["--quant", "int8"]))
 
 
 def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_path, monkeypatch):
-    """The second run reads the table of the first one, and so it repeats round by round."""
     assert plan().table == byte_costs(stories[0]), "a small model"
     table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
     measured = []
@@ -101,8 +89,7 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     assert plan().costs == "measured" and "measuring" in call.capsys.readouterr().err
     first, second = as_json(call), as_json(call)
     assert all(first[key] == second[key] for key in ("outputs", "chosen", "beliefs", "cost_table"))
-    assert first["costs"] == "measured" and first["cost_table"]["blocks"] == [[1, 1.0], [17, 4 / 3]]
-    assert len(measured) == 1
+    assert first["costs"] == "measured" and len(measured) == 1
     assert plan("--draft", "auto", "--fast").costs == "weights", "passes of parts are not recorded"
     assert plan("--temperature", "0.8").costs == "weights", "the same seed writes the same text"
     monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
@@ -130,7 +117,7 @@ def test_draft_model_of_another_tokenizer(call, tmp_path):
     file = tmp_path / "other" / "tokenizer.json"
     spec = json.loads(file.read_text())
     vocab = spec["model"]["vocab"]
-    first, second = list(vocab)[300:302]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
+    a, b = list(vocab)[300:302]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
     file.write_text(json.dumps(spec))
     call.refuses(["x", "--draft", tmp_path / "other"], tmp_path, "other: its tokenizer differs")

@@ -70,8 +70,7 @@ def test_the_specifications_are_true():
     assert found == pytest.approx(p[0].tolist(), abs=0.03)
     played = specs.specification_of_expected_tokens(0.8, 5)
     assert played == pytest.approx(expected_tokens(0.8, 5), abs=0.05)
-    weights, free = torch.tensor([1.0, -3.0, 2.0]).double(), lambda z: z.sum(-1) <= 1
-    score = lambda z: z @ weights  # noqa: E731
+    score, free = lambda z: z @ torch.tensor([1.0, -3.0, 2.0]).double(), lambda z: z.sum(-1) <= 1
     (end, *_), _ = climb(score, torch.zeros(1, 3), free)
     assert specs.specification_of_climb(score, end, free)
     assert not specs.specification_of_climb(score, torch.zeros(3).double(), free)
@@ -84,9 +83,7 @@ REFUSED = [  # number of the exercise, what is changed, and the one line that sa
     (2, ("if scaling is None:", "if scaling is None"), "line 9: this is not Python yet"),
     (3, ("def forward", "def backward"), "`RMSNorm.forward` is not there any more"),
     (5, ("        G = N - 2", "        from numpy import dot as G"), "line 6: it imports numpy"),
-    (7, ("top_k=None", "k=None"), "line 1: the signature is another one"),
     (9, ("def verify", "from verification import verify\ndef verify"), "line 1: it imports veri"),
-    (3, ("    def forward", "    @torch.no_grad()\n    def forward"), "line 3: take the decorator"),
     (3, ("    def forward", "    def helper(self):\n        return 1\n\n    def forward"),
      "line 2: put `helper` outside of its class"),
     (9, ("    B, K = tokens.shape", "    return verify_tree(p, tokens, tokens, coins, q)"),
@@ -119,8 +116,7 @@ def test_helpers_come_along_and_of_two_definitions_the_last_one_counts():
     head = "  def write(self, layer, k, v, at, start=0):\n"
     text = ("SIZE = 3\ndef mine(x):\n  return x\n\nclass KVCache:\n"
             f"{head}    return 0\n{head}    return mine(k), v\n")
-    spliced = splice.put(task.module, task.functions, text)
-    module = {}
+    spliced, module = splice.put(task.module, task.functions, text), {}
     exec(compile("\n".join(line for line, _ in spliced), "kvcache.py", "exec"), module)
     cache = object.__new__(module["KVCache"])
     assert cache.write(0, 1, 2, None) == (1, 2) and module["SIZE"] == 3
@@ -137,21 +133,19 @@ def graded(folder, *flags):
     return done.returncode, done.stdout, done.stderr
 
 
-def put_answers(out, edits):
-    """Files with the library's own functions, each with a change. {number: (old, new)}"""
-    for number, (old, new) in edits.items():
-        task = choose(str(number))
-        assert answer(task).count(old) == 1
-        (out / file_name(task)).write_text(answer(task).replace(old, new))
+def put_answer(out, number, old, new):
+    """A file with the library's own functions, and a change."""
+    task = choose(number)
+    assert answer(task).count(old) == 1
+    (out / file_name(task)).write_text(answer(task).replace(old, new))
 
 
 def test_one_clear_line_for_each_kind_of_accident(out):
     """While the tests run: prints, errors, an exit; and files that are missing or stubs."""
-    put_answers(out, {
-        1: ("    return x if", '    print("here I am")\n    return x if'),
-        6: ("here = slice", "__import__('os')._exit(0); here = slice"),
-        8: ("class Coins", "from torch import coins\n\nclass Coins"),
-        10: ("token = state.coins.choose(q)", "token = nothing")})
+    put_answer(out, "1", "    return x if", '    print("here I am")\n    return x if')
+    put_answer(out, "6", "here = slice", "__import__('os')._exit(0); here = slice")
+    put_answer(out, "8", "class Coins", "from torch import coins\n\nclass Coins")
+    put_answer(out, "10", "token = state.coins.choose(q)", "token = nothing")
     (out / file_name(choose("9"))).unlink()
     before = tree(out)
     code, printed, _ = graded(out, "--json")
@@ -168,12 +162,10 @@ def test_one_clear_line_for_each_kind_of_accident(out):
 
 
 def test_an_endless_loop_is_named_by_its_line(out):
-    put_answers(out, {1: ("torch.tanh(x / cap)", "all(1 for _ in iter(int, 1))")})
-    lines = (out / file_name(choose("1"))).read_text().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if "iter(int" in text)
+    put_answer(out, "1", "torch.tanh(x / cap)", "all(1 for _ in iter(int, 1))")
+    before, _ = (out / file_name(choose("1"))).read_text().split("iter(int")
     code, printed, _ = graded(out, "1", "--seconds", "6")
-    says = f"it has not ended after 6 seconds: an endless loop at line {line}?"
-    assert code == 1 and says in printed and printed.endswith("0 of 1 passed\n")
+    assert code == 1 and f"an endless loop at line {before.count(chr(10)) + 1}?" in printed
 
 
 def test_folders_and_names_that_do_not_exist(tmp_path):
@@ -185,25 +177,17 @@ def test_folders_and_names_that_do_not_exist(tmp_path):
 # --- diagnose
 
 
-@pytest.mark.parametrize("case", diagnose.CASES, ids=[case.phrase for case in diagnose.CASES])
-def test_a_case_is_one_line_and_no_exercise(case):
-    lines, where = diagnose.mutated(case)
-    assert len(where) == 1 and 0 < min(where) <= len(lines)
-    asked = {(task.module, name) for task in TASKS for name in task.functions}
-    assert (diagnose.row(case).file, case.function) not in asked, "that would give an exercise away"
-
-
 def test_a_diagnosis_is_graded_by_its_line(tmp_path, monkeypatch):
     monkeypatch.setattr(diagnose, "failure", lambda case: ["E   it fails"])
-    first, *more = sorted(diagnose.write(tmp_path / "first").iterdir())
+    asked = {(task.module, name) for task in TASKS for name in task.functions}
+    assert not asked & {(diagnose.row(case).file, case.function) for case in diagnose.CASES}
+    first = min(diagnose.write(tmp_path / "first").iterdir())
     (right,) = diagnose.mutated(diagnose.CASES[0])[1]
-    text, why = first.read_text(), f"compare your reason with this: {diagnose.CASES[0].why}"
-    assert len(more) == 5 and diagnose.grade(first) == ("to do", "") and "E   it fails" in text
-    for line, reason, verdict in (
-            (right, "?", ("passed", f"say why, too; {why}")), (right, "it sees too much", ("passed", why)),
-            (right - 1, "?", ("failed", f"line {right - 1} is as the library has it"))):
-        first.write_text(text.replace("line: ?", f"line: {line}").replace("why: ?", f"why: {reason}"))
-        assert diagnose.grade(first) == verdict
+    text = first.read_text()
+    assert diagnose.grade(first) == ("to do", "") and "E   it fails" in text
+    for line, status in ((right, "passed"), (right - 1, "failed")):
+        first.write_text(text.replace("line: ?", f"line: {line}"))
+        assert diagnose.grade(first)[0] == status
     with pytest.raises(FileExistsError):
         diagnose.write(tmp_path / "first")
     drawn = [[path.name for path in sorted(diagnose.write(tmp_path / str(n), seed).iterdir())]

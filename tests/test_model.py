@@ -11,14 +11,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from teach import compare, look
-from tiny import FAMILIES, GEMMA, LLAMA, fork, make
+from tiny import FAMILIES, GEMMA, LLAMA, each_family, fork, make
 
 import checkpoint
 from kvcache import KVCache
 from model import Placement, RMSNorm, Transformer, frequencies, rope, rotate, softcap, visible
 from speculative import prefill
-
-families = pytest.mark.parametrize("name", FAMILIES)
 
 
 def error(got, want):
@@ -27,10 +25,6 @@ def error(got, want):
 
 def some_x(B, T):
     return torch.randn(B, T, 32, generator=torch.Generator().manual_seed(2)).double()
-
-
-def new_cache(m, B, slots):
-    return KVCache(m.c, B, slots, m.attention_dtype())
 
 
 # --- against transformers
@@ -49,32 +43,16 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     assert error(m(ids), want) < 1e-12
 
 
-# --- blocks, caches, ragged rows
+# --- blocks and caches
 
 
-@families
+@each_family
 @pytest.mark.parametrize("block", [1, 3, 20])
-def test_cached_blocks_equal_the_full_pass(name, block):
+def test_cached_blocks_equal_the_full_pass(family, block):
     """Also where the window, 5, is shorter than the block, and where the last block is short."""
-    m, tokens = make(FAMILIES[name]), torch.arange(40).view(2, 20) * 7 % 17
-    want = m.run(m.embed(tokens), Placement.at(0, 20))
-    assert error(prefill(m, tokens, new_cache(m, 2, 24), block), want) < 1e-12
-
-
-@families
-def test_rows_at_different_places_equal_their_full_passes(name):
-    """Rows advance unevenly, and dead slots hold garbage."""
-    m, x, n = make(FAMILIES[name]), some_x(3, 32), torch.tensor([4, 13, 1])
-    cache, want, row = new_cache(m, 3, 32), m.run(x, Placement.at(0, 32)), torch.arange(3)[:, None]
-    m.run(x[:, :13], Placement.at(0, 13), cache)
-    for advance in ([1, 4, 2], [4, 0, 3], [2, 1, 4], [0, 0, 0]):
-        dead = (torch.arange(32) >= n[:, None])[None, :, None, :, None]
-        cache.k.masked_fill_(dead, 1e3)
-        cache.v.masked_fill_(dead, -1e3)
-        at = n[:, None] + torch.arange(4)
-        for first, end in ((int(n.min()), int(n.max()) + 4), (0, 24)):
-            assert error(m.run(x[row, at], Placement(at, at, first, end), cache), want[row, at]) < 1e-12
-        n = n + torch.tensor(advance)
+    m, tokens = make(FAMILIES[family]), torch.arange(40).view(2, 20) * 7 % 17
+    got = prefill(m, tokens, KVCache(m.c, 2, 24, torch.float64), block)
+    assert error(got, m.run(m.embed(tokens), Placement.at(0, 20))) < 1e-12
 
 
 BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()    # a root and two children
@@ -91,17 +69,17 @@ LAYOUTS = {  # where three tokens stand, the first slot that a window of 5 still
 def test_sliding_layers_read_their_window_only(layout):
     """The slots before it are not touched, though they hold NaN."""
     m, x, (at, first) = make(GEMMA), some_x(2, 24), LAYOUTS[layout]
-    cache, block = new_cache(m, 2, 24), x[:, 12:15]
+    cache, block = KVCache(m.c, 2, 24, torch.float64), x[:, 12:15]
     m.run(x[:, :14], Placement.at(0, 14), cache)
     want = m.run(block, at._replace(first=0, same=False), fork(cache))    # all slots are read
     cache.k[::2, :, :, :first] = cache.v[::2, :, :, :first] = math.nan
     assert error(m.run(block, at, cache), want) < 1e-12
 
 
-@families
-def test_only_distances_matter(name):
+@each_family
+def test_only_distances_matter(family):
     """Rotary positions are relative: any start will do, also behind the table's first 256 rows."""
-    m, x = make(FAMILIES[name]), some_x(2, 9)
+    m, x = make(FAMILIES[family]), some_x(2, 9)
     want = m.run(x, Placement.at(0, 9))
     for start in (7, 252, 900):
         later = [t[start : start + 9] for t in m.angles(start + 9)]
@@ -115,37 +93,21 @@ def test_the_angles_follow_the_type_of_the_weights():
     assert torch.equal(m.double().run(x, at), fresh.run(x, at)), "the table has stayed in float32"
 
 
-@families
-def test_one_scoring_pass_equals_each_token_on_its_own(name):
-    """In slots 9 .. 17 of a cache that holds the text; its tokens do not see each other."""
-    m, x, alone = make(FAMILIES[name]), some_x(2, 9), torch.eye(9, dtype=torch.bool)
-    cache, at, some = new_cache(m, 2, 18), torch.arange(9).expand(2, -1), [0, 1, 4, 5, 7, 10]
-    m.run(x, Placement.at(0, 9), cache)
-    held = cache.k[:, :, :, :9].clone()
-    one = m.run(x, Placement(at[:1], 9 + at[:1], 0, 18, alone[None]), fork(cache), some)
-    got = m.run(x, Placement(at, 9 + at, 0, 18, alone[None]), cache, some)
-    assert error(one, got) < 1e-12 and torch.equal(cache.k[:, :, :, :9], held)
-    for j in range(9):
-        assert error(got[:, [j]], m.run(x[:, [j]], Placement.at(j, j + 1), fork(cache), some)) < 1e-12
-
-
 # --- sub-layers
 
 
-@families
-def test_the_trace_holds_the_state_after_each_sublayer(name):
+@each_family
+def test_the_trace_holds_the_state_after_each_sublayer(family):
     """And each can be the border between a draft and what verification still has to run."""
-    m, x, at = make(FAMILIES[name]), some_x(2, 8), Placement.at(0, 8)
+    m, x, at = make(FAMILIES[family]), some_x(2, 8), Placement.at(0, 8)
     for sublayers in (range(12), [0, 3, 4, 11], []):
-        trace, some = dict.fromkeys(range(12)), {3: None}
+        trace = dict.fromkeys(range(12))
         out = m.run(x, at, sublayers=sublayers, trace=trace)
         assert [i for i, state in trace.items() if state is not None] == list(sublayers)
         for k, i in enumerate(sublayers):
             assert torch.equal(trace[i], m.run(x, at, sublayers=sublayers[: k + 1]))
             assert torch.equal(m.run(trace[i], at, sublayers=sublayers[k + 1 :]), out)
         assert torch.equal(out, trace[sublayers[-1]] if sublayers else x)
-        m.run(x, at, sublayers=sublayers, trace=some)
-        assert list(some) == [3] and (some[3] is None) == (3 not in sublayers), "only these keys"
 
 
 def by_hand_norm(c, x, w):
@@ -181,7 +143,7 @@ def test_an_attention_by_hand(name, layer):
     assert error(m.run(x, Placement.at(0, T), sublayers=[2 * layer]), x + out) < 1e-12
 
 
-# --- norms, scales, the cache
+# --- norms and scales
 
 
 def test_the_norm_of_gemma2_works_in_float32():
@@ -191,35 +153,16 @@ def test_the_norm_of_gemma2_works_in_float32():
     x = torch.randn(64, 512, generator=generator).bfloat16()
     exact = by_hand_norm(GEMMA, x.double(), norm.weight.double())
     got = norm(x)
-    assert got.dtype == torch.bfloat16
     right = float((got == exact.bfloat16()).double().mean())
+    assert got.dtype == torch.bfloat16
     assert right > 0.999, f"only {right:.0%} are rounded once: was 1 + w rounded to bfloat16?"
 
 
 def test_embeddings_are_scaled_by_the_rounded_scale():
     m = Transformer(replace(GEMMA, embed_scale=3584**0.5)).bfloat16().requires_grad_(False)
     m.tok.data.fill_(1.5)
-    x = m.embed(torch.tensor([[1]]))
-    assert x.dtype == torch.bfloat16
-    assert float(x[0, 0, 0]) == 89.5, "1.5 * 59.75, not 1.5 * 59.87 = 90"
+    assert m.embed(torch.tensor([[1]])).unique().tolist() == [89.5], "1.5 * 59.75, not 1.5 * 59.87 = 90"
     assert float(Transformer(GEMMA).double().scale) == 32**0.5, "it went through float32 to float64"
-
-
-def test_a_new_cache_is_all_zeros():
-    cache = KVCache(GEMMA, 3, 10, torch.float64)
-    assert cache.k.shape == cache.v.shape == (6, 3, 2, 10, 16)
-    assert not cache.k.any() and not cache.v.any(), "not empty: 0 * NaN is NaN"
-
-
-def test_slots_as_a_slice_and_as_a_tensor_write_the_same():
-    k, v = torch.rand(2, 3, 2, 4, 16, dtype=torch.float64)
-    one, other = (KVCache(GEMMA, 3, 10, torch.float64) for _ in range(2))
-    a = one.write(2, k, v, Placement.at(3, 7))
-    b = other.write(2, k, v, Placement.at(3, 7)._replace(same=False))
-    assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
-    for got, same, new in zip(a, b, (k, v), strict=True):
-        assert torch.equal(got, same)
-        assert torch.equal(got, torch.cat([torch.zeros(3, 2, 3, 16), new], 2))
 
 
 # --- pure functions by hand; one of them alone: `pytest -k softcap`, frequencies, rotate, visible
@@ -235,13 +178,11 @@ def test_softcap_by_hand():
         f"softcap({x}, 2.0)")
 
 
-def test_softcap_leaves_small_values_and_its_input_alone():
-    x = torch.tensor([1e-4, -2e-4]).double()
-    kept = x.clone()
-    assert (softcap(x, 50.0) - x).abs().max() < 1e-14, "near 0, cap * tanh(x / cap) is x"
-    assert torch.equal(x, kept), "softcap must not change its argument in place"
+def test_softcap_leaves_its_input_and_type_alone():
+    x = torch.tensor([2.0]).double()
+    assert softcap(x.float(), 1.0).dtype == torch.float32 and softcap(x, 1.0).dtype == x.dtype
+    assert float(x) == 2, "softcap must not change its argument in place"
     assert softcap(x, None) is x, "no cap: x itself"
-    assert softcap(x.float(), 50.0).dtype == torch.float32
 
 
 def test_frequencies_by_hand():
@@ -270,8 +211,7 @@ def test_frequencies_of_llama3_by_hand():
         "fast and slow are swapped: those that turn often stay, the slow ones are divided":
             [1 / 8, 0.1 / 8, (1 - keep) * 0.01 + keep * 0.01 / 8, 0.001],
         "turns = length * frequency / (2 pi): the 2 pi is missing": [1.0, 0.1, 0.01, 0.001 / 8],
-        "between the two factors it blends, it does not jump": [1.0, 0.1, 0.01 / 8, 0.001 / 8],
-        "factor divides all of them only in linear scaling": [1 / 8, 0.1 / 8, 0.01 / 8, 0.001 / 8]},
+        "between the two factors it blends, it does not jump": [1.0, 0.1, 0.01 / 8, 0.001 / 8]},
         f"frequencies(8, 10000.0, {scaling})")
 
 
@@ -286,17 +226,6 @@ def test_rotate_by_hand():
         "the pairs (x0, x1), (x2, x3) are those of Meta's own files": [-2.0, 1.0, 3.0, 4.0],
         "sin must multiply the *other* half of x": [-1.0, 2.0, 3.0, 4.0]},
         "rotate([1, 2, 3, 4], cos = [0, 1, 0, 1], sin = [-1, 0, 1, 0])")
-
-
-def test_rotate_keeps_lengths_and_depends_on_distances_only():
-    q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0)).double()
-    cos, sin = rope(torch.arange(50), frequencies(16, 100.0))
-    at = [(rotate(q, c, s), rotate(k, c, s)) for c, s in zip(cos, sin, strict=True)]
-    assert torch.equal(at[0][0], q), "position 0 turns nothing"
-    assert all(abs(a.norm() - q.norm()) < 1e-12 for a, _ in at), "a rotation keeps the length"
-    for i, j in ((20, 10), (49, 39)):
-        far = abs(at[i][0] @ at[j][1] - at[10][0] @ at[0][1])
-        assert far < 1e-12, "q at i times k at j depends on i - j only: do both turn the same way?"
 
 
 def test_rotate_serves_every_shape():

