@@ -290,7 +290,8 @@ figure
 #
 # `rounds` is a Python generator: each `next` gives one round, with everything that happened in it. Each line
 # of the table is a guess: its id and its text, the p and q that it got, and the verdict. Below stands what
-# the round has written. ([run.html](../docs/run.html) is a page that steps through a whole run in the same way.)
+# the round has written. ([run.html](../docs/run.html) is a page that steps through a whole run in the same
+# way.)
 
 # %%
 from IPython.display import HTML
