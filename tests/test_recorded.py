@@ -215,7 +215,7 @@ def test_what_does_not_suit_the_device_or_the_spare_slots_is_refused(how, device
 
 @each_family
 def test_nothing_inside_a_graph_waits(family, monkeypatch):
-    """Captured, as far as it can be seen without a GPU: one pool, and nothing asks for values."""
+    """As far as it can be seen without a GPU: one pool, and nothing asks for values."""
     pools = []
 
     @contextmanager
