@@ -1,9 +1,6 @@
 """A GPU on paper: tensors that say they are on CUDA and keep their data on the CPU, on a torch without CUDA.
-
-The one thing to remember: every call of torch passes `__torch_function__`, and so one of our own can give
-every path for CUDA the CPU's numbers, refuse a mix of devices, and count operations and waits. What it cannot
-see: kernels, streams, capture and timing, and where CUDA computes or rounds differently from a CPU.
-"""
+Every call of torch passes `__torch_function__`: ours refuses a mix of devices, and counts operations and
+waits. It cannot see kernels, streams, capture and timing, nor where CUDA rounds differently from a CPU."""
 import sys
 from contextlib import ExitStack
 from functools import partial

@@ -1,8 +1,6 @@
-"""Trained heads: the loop stays exact, drafting says what training trained, files, what is refused.
-
-One thing to remember: greedy text cannot show that a head drafts badly. Comparing every drafted q
-with training's own forward, `predict`, over the whole text can."""
+"""Trained heads: the loop stays exact, drafting says what training trained, files, what is refused."""
 from dataclasses import replace
+from unittest.mock import Mock
 
 import promises
 import pytest
@@ -49,8 +47,7 @@ DRAFTERS = {
     "exit block, siblings": lambda m: Siblings(wild(ExitBlock(m, 3)).drafter(3), [3, 1]),
     "eagle": lambda m: wild(Eagle(m)).drafter(Unsure(5)),
     "eagle, siblings": lambda m: Siblings(wild(Eagle(m)).drafter(3), [3, 1]),
-    "medusa, own head": lambda m: wild(Medusa(m, 4, own_head=True)).drafter(Unsure(4)),
-    "medusa, tree": lambda m: wild(Medusa(m, 4)).drafter(4, GROVE),
+    "medusa, tree": lambda m: wild(Medusa(m, 4, own_head=True)).drafter(4, GROVE),
     "medusa, uneven tree": lambda m: wild(Medusa(m, 3)).drafter(
         Says(lambda state: [3, 1, 2, 0][: len(state.known)]), [0, 0, 0, 1, 1, 3, 4, 4]),
     "in turns": lambda m: Turns(
@@ -61,19 +58,18 @@ DRAFTERS = {
 ENDS = ["eagle", "medusa, uneven tree", "in turns"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, ENDS)
+test_poison = promises.poison(DRAFTERS, ["kangaroo", "eagle"])
 test_a_head_drafts_for_stand_ins_too = promises.stand_ins(DRAFTERS, ["kangaroo"])
 test_context_limit = promises.context_limit(DRAFTERS, ENDS)
 test_end_of_text = promises.end_of_text(DRAFTERS, ENDS, range(0, 12, 5))
 test_short_answers = promises.short_answers(DRAFTERS, ENDS)
 test_one_wait_a_round = promises.one_wait_a_round(
     DRAFTERS, ["exit block, siblings", "eagle, siblings", "medusa, tree", "in turns"])
-
-LAWS = {
+test_exact_law = promises.exact_law({
     "kangaroo": (TINY, lambda m: wild(Kangaroo(m, 1)).drafter(Unsure(2))),
     "gemma2 eagle": (TINY_GEMMA, lambda m: wild(Eagle(m)).drafter(2)),
     "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2, True)).drafter(2, [0, 0, 1])),
-}
-test_exact_law = promises.exact_law(LAWS, count=2)
+}, count=2)
 
 
 def checked(head, rule, far):
@@ -102,10 +98,15 @@ def in_turns(m, head, far):
     return Turns(drafter, Siblings(drafter, [3, 2]), drafter, *others)
 
 
+def with_tail(m, head, far):
+    """Its next draft begins behind what was accepted of the tail, here of a model that is always right."""
+    return Then(checked(wild(head), Says(lambda state: len(state.known[0]) % 2), far), ModelDraft(m, 2))
+
+
 def both_ways(kinds):
     """Also after refusals, accepted siblings, and rounds without a draft or of another drafter."""
     return {f"{name}-{way.__name__}": lambda m, far, name=name, way=way: way(m, kinds[name](m), far)
-            for name in kinds for way in (alone, in_turns)}
+            for name in kinds for way in (alone, in_turns, with_tail)}
 
 
 def eagle(m):
@@ -117,18 +118,6 @@ def eagle(m):
 HEADS = {"kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
          "eagle": eagle, "medusa": lambda m: Medusa(m, 4)}
 test_drafts_are_what_training_sees = promises.right_drafts(both_ways(HEADS))
-test_poison = promises.poison(DRAFTERS, ["kangaroo", "eagle"])
-
-
-@pytest.mark.parametrize("name", ["kangaroo", "eagle", "medusa"])
-def test_a_head_goes_on_after_a_tail(models, name):
-    """`Then` tells a head of its own part only; its next draft starts after what was accepted of
-    the tail, here a model that is always right."""
-    m, far = models["llama"], []
-    drafter = checked(wild(HEADS[name](m)), Says(lambda state: len(state.known[0]) % 2), far)
-    run = rounds(m, PROMPTS, 30, Then(drafter, ModelDraft(m, 2)), warm, Coins(5))
-    assert sum(int((r.accepted > 1).sum()) for _, r in run) > 10
-    assert len(far) > 10 and max(far) < 1e-9
 
 
 @each_family
@@ -147,26 +136,9 @@ def test_a_head_starts_as_a_part_of_the_model(models, family):
 
 def test_a_prompt_of_one_token_drafts_from_its_own_state(models):
     m = models["llama"]
-    alone, beside = (next(rounds(m, prompts, 9, Medusa(m, 3).drafter(3)))[1]
+    alone, beside = (next(rounds(m, prompts, 9, Medusa(m, 3).drafter(3)))[1].draft.tokens
                      for prompts in ([[2]], [[2], PROMPTS[0]]))
-    assert torch.equal(alone.draft.tokens[0], beside.draft.tokens[0])
-
-
-def test_the_second_most_likely_hides_in_the_tree(models, truth):
-    """A head whose second guess is right: a tree with two children accepts it, a chain does not."""
-    m, prompt, truth = models["llama"], PROMPTS[0], truth["llama"][0]
-    _, trace = read(m, prompt + truth, [11])
-    head = Medusa(m, 3)
-
-    def after(x, k):    # it looks the final state up in the text; its first guess is one too high
-        at = int((trace[11][0] - x[0, 0]).norm(dim=-1).argmin())
-        right = torch.eye(17, dtype=torch.float64)[(prompt + truth)[at + 2 + k]].view(1, 1, 17)
-        return right + 1.5 * right.roll(1, -1)
-
-    head.after = after
-    chain, tree = ([int(r.accepted) for _, r in rounds(m, [prompt], 24, head.drafter(3, shape))]
-                   for shape in (None, [0, 0, 2, 2, 4, 4]))
-    assert set(chain) == {0} and tree[:5] == [3] * 5
+    assert torch.equal(alone[0], beside[0])
 
 
 def test_rows_have_as_many_levels_as_the_rule_says(models):
@@ -185,7 +157,7 @@ def test_a_long_prompt_is_read_in_parts():
 
 
 def test_judged_compares_the_same_tokens():
-    """A head that says what the model will say is right. The model's pass has no gradients."""
+    """A head that says what the model will say is right."""
     m, tokens = make(LIVELY["llama"]).requires_grad_(True), torch.tensor([PROMPTS[0], PROMPTS[3]])
     ((said, target),) = heads.judged(ExitBlock(m, 5), tokens)
     assert said.shape == (2, 8, 17) and (said - target).abs().max() < 1e-9
@@ -199,15 +171,15 @@ def test_judged_compares_the_same_tokens():
 
 def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch):
     """And gives the very same pairs, whatever is read beside it."""
-    m, memory, passes = models["gemma2"], {}, []
+    m, memory, run = models["gemma2"], {}, Mock(wraps=models["gemma2"].run)
     head, texts = wild(Medusa(m, 2)), torch.tensor([PROMPTS[0], PROMPTS[3], PROMPTS[0][::-1]])
-    run, want = m.run, list(heads.judged(head, texts))
-    monkeypatch.setattr(m, "run", lambda *args, **kwargs: passes.append(1) or run(*args, **kwargs))
-    for rows, read_so_far in ([0, 1], 2), ([1, 0], 2), ([2, 0, 1], 3):
+    want = list(heads.judged(head, texts))
+    monkeypatch.setattr(m, "run", run)
+    for rows, read_so_far in ([0, 1], 2), ([2, 0, 1], 3):
         found = heads.judged(head, texts[rows], memory)
         for (said, target), (a, b) in zip(found, want, strict=True):
             assert (said - a[rows]).abs().max() < 1e-9 and (target - b[rows]).abs().max() < 1e-9
-        assert len(passes) == read_so_far
+        assert run.call_count == read_so_far
     memory.clear()
     monkeypatch.setattr(heads, "MEMORY", 2 * 8 * 32 * 8)    # of two texts
     list(heads.judged(head, texts, memory))
@@ -236,8 +208,8 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     heads.save(head, tmp_path)
     twin = heads.load(tmp_path, m)
     assert twin.ranks == [0.5, 0.25] and twin.shape == head.shape and type(twin) is type(head)
-    pairs = zip(head.weights.named_parameters(), twin.weights.named_parameters(), strict=True)
-    assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in pairs)
+    before, after = head.weights.state_dict(), twin.weights.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("kind", [Medusa, Kangaroo])
@@ -276,7 +248,6 @@ def test_the_fingerprint_does_not_depend_on_the_dtype():
 def test_a_head_keeps_its_own_weights_only(models):
     m = models["llama"]
     head = Kangaroo(m, 2)
-    assert {name.split(".")[1] for name in head.weights.state_dict()} == {"attn", "attn_norm"}
     assert head.own.tok is m.tok and head.own.head is m.head and head.own.norm is m.norm
     mine, its = ({p.data_ptr() for p in part.parameters()} for part in (head.weights, m))
     assert not mine & its
@@ -299,23 +270,17 @@ def test_what_a_kangaroo_missed_it_reads_at_once(models):
     head = wild(Kangaroo(m, 2))
     drafter, passes, run = head.drafter(2), [], head.own.run
     head.own.run = lambda x, *args, **kwargs: passes.append(x.shape[1]) or run(x, *args, **kwargs)
-    turns = iter([Drafter()] * 7)
-    asking = Wrapper(drafter)
-    asking.propose = lambda state: next(turns, drafter).propose(state)
-    for i, (state, _) in enumerate(rounds(m, PROMPTS[:2], 14, asking)):
-        if i == 6:
-            assert passes == [8] and drafter.unread == 7, "the prompt, and seven tokens to come"
-        if i == 7:
-            assert passes == [8, 7, 1, 1] and [len(text) for text in state.known] >= [16, 10]
-            break
+    steps = rounds(m, PROMPTS[:2], 14, Turns(drafter, *[Drafter()] * 7))
+    for _ in range(7):
+        next(steps)
+    assert passes == [8] and drafter.unread == 7, "the prompt, and seven tokens to come"
+    next(steps)
+    assert passes == [8, 7, 1, 1]
 
 
-@pytest.mark.parametrize("head", [Kangaroo, Eagle, Medusa], ids=lambda kind: kind.__name__)
-def test_a_head_with_a_draft_vocabulary_drafts_nothing_else(models, head):
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_with_a_draft_vocabulary_drafts_nothing_else(models, name):
     m, ids = models["llama"], [4, 9, 0, 2, 16, 3]
-    whole = wild(Eagle(m) if head is Eagle else head(m, 2))
-    for used in (heads.shorter(whole, ids), whole):
-        for _, r in rounds(m, PROMPTS[:1], 6, used.drafter(1), warm, Coins(1)):
-            if r.draft.tokens.shape[1]:
-                only = r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids)
-                assert only == (used is not whole)
+    head = heads.shorter(wild(HEADS[name](m)), ids)
+    for _, r in rounds(m, PROMPTS[:1], 9, head.drafter(1), warm, Coins(1)):
+        assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids)

@@ -1,6 +1,5 @@
-"""Skip sets, how users write them, and how often a text accepts a draft: scored in one pass, and
-the same as in the loop, position by position. And drafting itself, beside the drafts that
-well-known mistakes give: these tests grade an exercise."""
+"""Skip sets, how users write them, and how often a text accepts a draft, as in the loop. And drafting itself,
+beside the drafts that well-known mistakes give: these tests grade an exercise."""
 import json
 from dataclasses import replace
 
@@ -81,16 +80,14 @@ def test_texts_of_one_token_and_of_the_whole_context(models, family):
     m = make(replace(LIVELY[family], max_len=len(IDS)))
     long = Teacher(m, IDS).acceptance(DRAFTS["skip"])
     assert torch.equal(long, Teacher(models[family], IDS).acceptance(DRAFTS["skip"]))
-    for n in (1, 2, 5, 6):
-        short = Teacher(m, IDS[:n]).acceptance(DRAFTS["skip"])
-        assert torch.equal(short, long[:n]), "no place knows of later ones"
+    for n in (1, 6):
+        assert torch.equal(Teacher(m, IDS[:n]).acceptance(DRAFTS["skip"]), long[:n])
 
 
 def test_acceptances_are_float64_and_from_0_to_1():
     """Whatever the weights are, whatever two rounded distributions sum to, and where a draft overflows."""
     teacher = Teacher(make(LLAMA).to(torch.bfloat16), IDS, warm)
-    got = teacher.acceptance(DRAFTS["exit"])
-    assert got.dtype == torch.float64 and got.device.type == "cpu" and got.shape == (len(IDS),)
+    assert teacher.acceptance(DRAFTS["exit"]).dtype == torch.float64
     assert teacher.overlap(torch.full_like(teacher.p, torch.nan)).tolist() == [0.0] * len(IDS)
     teacher.p = teacher.p * 1.0001
     assert teacher.overlap(teacher.p).tolist() == [1.0] * len(IDS)
@@ -99,19 +96,12 @@ def test_acceptances_are_float64_and_from_0_to_1():
 @pytest.mark.parametrize("call, message", [
     (lambda m: without(3, attn=[-1]), "attention of block -1"),
     (lambda m: early_exit(3, 0), "exit layer.* 3.* 0"),
-    (lambda m: early_exit(3, 4), "exit layer.* 3.* 4"),
     (lambda m: Teacher(m, []), "a text of 0 tokens cannot be scored: the context holds 1 to 64"),
-    (lambda m: Teacher(m, [1] * 65), "a text of 65 tokens"),
     (lambda m: Teacher(m, [1, 17, 2]), "holds token id 17, but ids run from 0 to 16"),
-    (lambda m: Teacher(m, [1, -1, 2]), "holds token id -1"),
     (lambda m: Teacher(m, IDS).acceptance([]), "no sub-layer"),
     (lambda m: Teacher(m, IDS).acceptance([0, 12]), "must rise within 0 .. 11"),
-    (lambda m: Teacher(m, IDS).acceptance([-1, 2]), "must rise"),
-    (lambda m: Teacher(m, IDS).acceptance([1, 1]), "must rise"),
     (lambda m: most_frequent([[5], [5, 2]], 3), "only 2 different tokens"),
     (lambda m: ShortHead(m, []), "a draft vocabulary needs different token ids from 0 to 16"),
-    (lambda m: ShortHead(m, [1, 2, 1]), "different token ids"),
-    (lambda m: ShortHead(m, [-1, 2]), "different token ids"),
     (lambda m: ShortHead(m, [3, 17]), "different token ids")])
 def test_what_cannot_be_is_refused(models, call, message):
     with pytest.raises(ValueError, match=message):
@@ -130,16 +120,14 @@ def test_skip_sets_as_users_write_them(text, attn, mlp, tmp_path, monkeypatch):
     assert read_skip("a3.json" if text[0] == "{" else text, 6) == without(6, attn, mlp)
 
 
-SKIPS = ['{"mlp": ["3"]}', '{"attn": [true]}', '{"attn": null}', '{"attn": [6]}', "[3]", "{}"]
-VOCABS = ['{"ids": 3}', '{"ids": []}', '{"ids": [1, 1]}', '{"ids": [17]}', '{"ids": [true]}', "{}"]
-
-
-@pytest.mark.parametrize("read, size, text", [
-    *((read_skip, 6, text) for text in SKIPS), *((read_vocab, 17, text) for text in VOCABS)])
-def test_files_that_make_no_sense_are_refused(read, size, text, tmp_path):
-    (tmp_path / "file.json").write_text(text)
-    with pytest.raises(ValueError, match="file.json: expected|lists of block numbers|block 6"):
-        read(str(tmp_path / "file.json"), size)
+@pytest.mark.parametrize("read, size, texts", [
+    (read_skip, 6, ['{"mlp": ["3"]}', '{"attn": [true]}', '{"attn": null}', '{"attn": [6]}', "[3]", "{}"]),
+    (read_vocab, 17, ['{"ids": 3}', '{"ids": []}', '{"ids": [1, 1]}', '{"ids": [17]}', '{"ids": [true]}'])])
+def test_files_that_make_no_sense_are_refused(read, size, texts, tmp_path):
+    for text in texts:
+        (tmp_path / "file.json").write_text(text)
+        with pytest.raises(ValueError, match="file.json: expected|lists of block numbers|block 6"):
+            read(str(tmp_path / "file.json"), size)
 
 
 @pytest.mark.parametrize("text, error", [
@@ -183,8 +171,7 @@ SLIPS = {
 
 
 def drafted_states(text, tokens, sublayers, slip=None):
-    """What the sub-layers of a draft leave of each token that it reads, (1, K, dim), where the whole model
-    has read all of the text but its last token."""
+    """The states that a draft reads its tokens from, (1, K, dim)."""
     m, n, ids, xs = TARGET, len(text), torch.tensor([[*text, *tokens]]), []
     cache = KVCache(m.c, 1, n + len(tokens) + 2, torch.float64)
     m.run(m.embed(ids[:, : n - 1]), Placement.at(0, n - 1), cache)
@@ -197,7 +184,7 @@ def drafted_states(text, tokens, sublayers, slip=None):
 
 
 def by_sublayers(*args):
-    """q of the tokens that are drafted from these states. (K, V)"""
+    """Their q, (K, V)."""
     return warm(TARGET.unembed(drafted_states(*args)))[0]
 
 

@@ -1,5 +1,5 @@
-"""From logits to distribution to token: types, shapes, extreme settings, the published stream, and
-which uniforms are spent on what. What each setting does: test_by_hand.py::test_probabilities."""
+"""From logits to distribution to token: types, shapes, extreme settings, the published stream, and which
+uniforms are spent on what. What each setting does: test_by_hand.py::test_probabilities."""
 import hashlib
 import math
 
@@ -31,7 +31,7 @@ def some_logits(*shape):
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 5e-324])
-@pytest.mark.parametrize("settings", [{}, dict(top_k=3), dict(top_p=0.9), dict(min_p=0.1)], ids=str)
+@pytest.mark.parametrize("settings", [{}, dict(top_k=3, top_p=0.9, min_p=0.1)], ids=str)
 def test_a_tiny_temperature_is_no_nan(temperature, settings):
     logits = torch.tensor([60000.0, -60000.0, 59999.0, 60000.01])
     assert to_probs(logits, temperature, **settings).tolist() == [0, 0, 0, 1]
@@ -39,29 +39,22 @@ def test_a_tiny_temperature_is_no_nan(temperature, settings):
     assert to_probs(torch.tensor([1e9, 2e9]), temperature, **settings).tolist() == [0, 1]
 
 
-def test_of_thousands_of_ties_the_lower_ids_stay():
-    many = torch.zeros(5000)
-    for k in (1, 7, 4999):
-        p = to_probs(many, 1.0, top_k=k)
-        assert p.count_nonzero() == k and p[:k].all()
-    many[77::13] = 9
-    assert to_probs(many).argmax() == 77 and to_probs(many).sum() == 1
+@pytest.mark.parametrize("k", [1, 7, 4999])
+def test_of_thousands_of_ties_the_lower_ids_stay(k):
+    assert to_probs(torch.zeros(5000), 1.0, top_k=k).nonzero()[:, 0].tolist() == list(range(k))
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all():
-    for k in (4, 5, 10**6):
-        assert to_probs(from_p(0.5, 0.25, 0.125, 0.125), 1.0, top_k=k).tolist() == pytest.approx(
-            [0.5, 0.25, 0.125, 0.125])
+    for k in (2, 3, 10**6):
+        assert to_probs(from_p(0.75, 0.25), 1.0, top_k=k).tolist() == pytest.approx([0.75, 0.25])
 
 
 @halves
 def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
     """The running sum of 50,000 rounded numbers reaches 1 before its end."""
     logits = (some_logits(2, 50_000) * 4).to(dtype)
-    p = to_probs(logits, 1.0)
-    assert p.all() and torch.equal(to_probs(logits, 1.0, top_p=1.0), p)
-    few = dict(temperature=1.0, top_k=49_999)
-    assert torch.equal(to_probs(logits, **few, top_p=1), to_probs(logits, **few))
+    for top_k in (None, 49_999):
+        assert torch.equal(to_probs(logits, 1.0, top_k, top_p=1.0), to_probs(logits, 1.0, top_k))
 
 
 def test_random_logits_give_what_transformers_gives():
@@ -130,7 +123,6 @@ def test_a_long_tail_of_small_weights_is_not_lost():
 def test_a_token_of_weight_zero_is_never_chosen():
     for tail in (0, 1, 50):
         for some in some_logits(20, 2, 30).abs() * 1e-3:
-            some[:, 10:13] = 0
             weights = torch.nn.functional.pad(some.float(), (tail, tail))
             picks = Fixed(0.0, ALMOST_ONE).choose(weights).tolist()
             assert picks == [tail, tail + 29], "u = 0 takes the first with weight, u -> 1 the last"
@@ -180,7 +172,7 @@ ORDERS = {1: "f9ee7d76"}    # of each version the hash of what is spent on what
 
 
 def test_the_order_of_spending_has_a_version():
-    """Ports and recorded runs depend on it: whoever changes the order raises `Coins.version`."""
+    """Ports and recorded runs depend on it: who changes the order raises `Coins.version`."""
     class Stop(Rule):
         def stop(self, k, logits, token):
             return token % 3 == 0

@@ -1,6 +1,4 @@
-"""Trees: the mask, recursive rejection, the loop, the shapes, and drafts with siblings.
-
-After its verification a tree is a chain, so that most tests are those of chains."""
+"""Trees: the mask, recursive rejection, the loop, the shapes, and drafts with siblings."""
 import itertools
 from collections import Counter
 
@@ -15,7 +13,7 @@ from test_speculative import on_and_off
 from tiny import LIVELY, PROMPTS, TINY, each_family, fork, make, read, small, warm
 
 from kvcache import KVCache
-from layerskip import SelfDraft, without
+from layerskip import SelfDraft
 from methods import trees
 from methods.then import Then
 from methods.trees import Siblings, chain_with_siblings, rank_acceptance, tree_tokens, widths_of
@@ -80,22 +78,6 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family):
             assert (whole[row, path] - want).abs().max() < 1e-11
 
 
-@each_family
-def test_a_tree_of_one_row(family):
-    """A root with two children, of which the second, in slot 10, is a block of its own."""
-    m, tree = make(LIVELY[family]), torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    cache, x = KVCache(m.c, 1, 16, torch.float64), m.embed(torch.tensor([[3, 5, 11]]))
-    m.run(m.embed(torch.tensor([PROMPTS[0]])), Placement.at(0, 8), cache)
-    want = m.run(x[:, [0, 2]], Placement.at(8, 10), fork(cache))[:, 1:]
-    m.run(x[:, :2], Placement.at(8, 10), cache)
-    at = Placement(torch.tensor([[8, 9, 9]]), torch.arange(8, 11)[None], 8, 11, tree[None, 2:])
-    got = m.run(x[:, 2:], at, cache)
-    assert (got - want).abs().max() < 1e-12
-    alone = torch.tensor([[[False, False, True]]])  # it sees only itself and the text
-    got = m.run(x[:, 2:], Placement.at(8, 11)._replace(tree=alone, same=False), cache)
-    assert (got - m.run(x[:, 2:], Placement.at(10, 11), cache)).abs().max() > 1e-3, "the tree is ignored"
-
-
 # --- recursive rejection
 
 
@@ -154,14 +136,12 @@ class Grove(Drafter):
 AFTER = random_laws(17, 17, seed=3)
 TREES = {
     "exit": lambda m: Siblings(SelfDraft(m, range(8), 4), [4, 2, 1]),
-    "skip": lambda m: Siblings(SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 3), [3, 3]),
     "model": lambda m: Siblings(ModelDraft(small(m), 4), [3, 2]),
     "exit, stopped": lambda m: Siblings(SelfDraft(m, range(8), tiny.Unsure(5)), [5, 2]),
     "exit, then n-gram": lambda m: Siblings(Then(SelfDraft(m, range(8), 2), NGram(2, 1)), [2, 1]),
     "long": lambda m: Siblings(SelfDraft(m, range(10), 12), [12, 12]),
     "drawn": lambda m: Grove([[0, 0, 1, 2, 2, 0, 5]]),
     "certain": lambda m: Grove([[0, 0, 1, 2, 2, 0, 5], [0, 1, 2, 3, 1, 1, 0]], certain=True),
-    "wide": lambda m: Grove([[0] * 6 + [2] * 6 + [8] * 12 + [20] * 6], certain=True),
 }
 
 
@@ -170,22 +150,18 @@ test_rows_equal_solo_runs = promises.rows_equal_solo_runs(TREES, ["exit", "model
 test_poison = promises.poison(TREES, ["exit, stopped", "model"])
 test_end_of_text_at_every_position = promises.end_of_text(TREES, ["exit", "certain"], range(6))
 test_context_limit = promises.context_limit(TREES, ["exit", "model", "drawn", "long"])
-test_short_answers = promises.short_answers(TREES, ["exit", "model", "drawn", "wide"])
+test_short_answers = promises.short_answers(TREES, ["exit", "model", "drawn"])
 test_one_wait_a_round = promises.one_wait_a_round(
-    TREES, ["exit", "skip", "model", "exit, stopped", "exit, then n-gram"],
+    TREES, ["exit", "model", "exit, stopped", "exit, then n-gram"],
     extra={"exit, stopped": 5, "exit, then n-gram": 1})
 
 
 @each_family
 def test_a_round_of_a_tree_is_a_chain(models, family):
-    """A Round holds the tokens, q, logits and trace of the accepted path; and the cache is that of
-    a pass over the text."""
+    """A Round holds what belongs to the accepted path; and the cache is that of a pass over the text."""
     m, seen, drafter = models[family], Counter(), Grove([[0, 0, 1, 2, 2, 0, 5]])
     drafter.taps = (3, 11)
-
-    def near(a, b):
-        return (a - b).abs().max() < 1e-9
-
+    near = lambda a, b: (a - b).abs().max() < 1e-9  # noqa: E731
     runs = (rounds(m, PROMPTS, 30, drafter, warm, Coins(seed)) for seed in (0, 1))
     for state, r in itertools.chain.from_iterable(runs):
         assert r.draft.parents is None and r.draft.reuse is None
@@ -205,8 +181,7 @@ def test_a_round_of_a_tree_is_a_chain(models, family):
             if a < K:       # the first that was refused is the first child there
                 assert near(r.draft.q[b, a], AFTER[text[-2]])
             seen[a, K] += left + len(new) > 7
-    assert {(0, 3), (1, 1), (1, 2), (2, 3)} <= set(+seen) <= {
-        (0, 3), (1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (3, 3)}
+    assert {(0, 3), (1, 1), (1, 2), (2, 3)} <= set(+seen)
 
 
 # --- siblings
@@ -217,35 +192,6 @@ test_a_draft_model_reads_the_siblings_that_were_accepted = promises.right_drafts
     "model": lambda m, far: Siblings(reader(small(m), on_and_off(), far), [4, 4, 4])})
 
 
-def test_siblings_reuse_what_is_shared(models):
-    """The states handed over, and the traces, are those of each path, run by hand."""
-    m, far = models["llama"], []
-
-    def watch(state, draft):
-        if draft.parents is None:
-            return
-        first, x, trace = draft.reuse
-        assert first == 8 and set(trace) == {0, 3} and x.shape[1] == draft.tokens.shape[1] + 1
-        for b, text in enumerate(state.known):
-            block = [text[-1], *draft.tokens[b].tolist()]
-            for k, path in enumerate(paths(draft.parents[0].tolist())[: state.left_cpu[b]]):
-                ids = text[:-1] + [block[i] for i in path]
-                last, want = read(m, ids, (0, 3), None, range(8))
-                for got, state_of in ((x, last), (trace[0], want[0]), (trace[3], want[3])):
-                    far.append(float((got[b, k] - state_of[0, -1]).abs().max()))
-
-    draft = SelfDraft(m, range(8), 3)
-    draft.taps = (0, 3)
-    for prompts in (PROMPTS, PROMPTS[:1]):
-        generate(m, prompts, 10, Watched(Siblings(draft, [3, 2]), watch))
-    assert len(far) > 200 and max(far) < 1e-9
-
-
-def test_a_tree_that_is_cut_stays_a_tree():
-    whole = Draft(torch.tensor([[7, 8, 9, 5]]), parents=torch.tensor([[0, 0, 1, 2]]))
-    assert whole.cut(9) is whole and whole.cut(3).parents.tolist() == [[0, 0, 1]]
-
-
 def drafts(m, drafter, room):
     """The first draft of a round."""
     seen = []
@@ -254,7 +200,6 @@ def drafts(m, drafter, room):
 
 
 def test_the_last_siblings_go_first(models):
-    """With room for 6 nodes, 5 and so on: the chain stays, and of the siblings the first."""
     m = models["llama"]
     for room, want in ((9, [0, 1, 2, 0, 1, 2, 0]), (7, [0, 1, 2, 0, 1, 2]), (6, [0, 1, 2, 0, 1])):
         draft = drafts(m, Siblings(SelfDraft(m, range(8), 3), [3, 1]), room)
@@ -266,32 +211,21 @@ def test_rows_with_short_chains_have_no_siblings(models):
     m = models["llama"]
     draft = drafts(m, Siblings(SelfDraft(m, range(8), tiny.Says([3, 1, 3, 0])), [2, 1]), 20)
     assert draft.length.tolist() == [6, 1, 6, 0]
-
-
-def test_drafters_that_draw_nothing_get_no_siblings(models):
-    m = models["llama"]
-    runs = [[r.new for _, r in rounds(m, PROMPTS, 40, drafter)]
-            for drafter in (Siblings(NGram(4, 2), [4, 4]), NGram(4, 2))]
-    assert runs[0] == runs[1]
+    assert drafts(m, Siblings(NGram(4, 2), [4, 4]), 20).parents is None, "a copy has no siblings"
 
 
 test_exact_law = promises.exact_law({
     "exit, top-p": (TINY, lambda m: Siblings(SelfDraft(m, range(4), 2), [1])),
-    "gemma2 skip": (tiny.TINY_GEMMA, lambda m: Siblings(SelfDraft(m, [0, 2, 3, 5], 2), [1]),
-                    dict(temperature=2.0, top_p=0.8)),
+    "gemma2 skip": (tiny.TINY_GEMMA, lambda m: Siblings(SelfDraft(m, [0, 2, 3, 5], 2), [1])),
     "certain": (TINY, lambda m: Grove([[0, 0, 2]], certain=True)),
 }, count=2, room=4)
 
 
 def test_coins_are_spent_in_the_documented_order(models):
     """Chain, siblings rank by rank, a flip for each of them, and one choice, for every row."""
-    m = models["llama"]
-    for probs in (to_probs, warm):
-        coins = Ledger(0)
-        next(rounds(m, PROMPTS, 20, Siblings(SelfDraft(m, range(8), 3), [3, 1]), probs, coins))
-        assert coins.spent == [*[("choose", 4)] * 3, ("choose", 12), ("choose", 4), ("flip", 4, 7),
-                               ("choose", 4)]
-    assert Coins.version == 1
+    m, coins = models["llama"], Ledger(0)
+    next(rounds(m, PROMPTS, 20, Siblings(SelfDraft(m, range(8), 3), [3, 1]), warm, coins))
+    assert coins.spent == [*[("choose", 4)] * 3, ("choose", 12), ("choose", 4), ("flip", 4, 7), ("choose", 4)]
 
 
 # --- shapes
@@ -313,8 +247,7 @@ def all_trees(nodes):
 
 
 @pytest.mark.parametrize("acceptance, depth_cost, node_cost", [
-    ([0.6, 0.2, 0.1], 0.1, 0.02), ([0.5, 0.3, 0.15], 0.4, 0.01), ([0.3, 0.35], 0.05, 0.05),
-    ([0.9], 0.1, 0.1), ([0.3, 0.1], 0.9, 0.3), ([], 0.0, 0.0)])
+    ([0.6, 0.2, 0.1], 0.1, 0.02), ([0.3, 0.35], 0.05, 0.05), ([0.9], 0.1, 0.1), ([], 0.0, 0.0)])
 def test_the_best_tree_is_the_best_of_all(acceptance, depth_cost, node_cost):
     def speed(parents):
         depth = max(map(len, paths(parents))) - 1
@@ -337,7 +270,6 @@ def test_rank_acceptance_by_hand():
 
 
 def test_measured_ranks_are_what_first_families_accept(models):
-    """Teacher and loop agree, position by position: the first drafted token and its siblings."""
     m, text = models["llama"], [1, 5, 3, 2, 9, 4, 4, 7, 0, 16, 8, 8, 2, 11, 3, 3, 5]
     teacher = Teacher(m, text, warm)
     ranks = rank_acceptance(to_probs(teacher.p.log()), teacher.draft(range(8)), 3)
