@@ -27,7 +27,7 @@ from control import (
     weight_costs,
 )
 from layerskip import SelfDraft, early_exit, without
-from methods.then import Then, join
+from methods.then import Then
 from model import Config, Transformer
 from speculative import Draft, Drafter, ModelDraft, NGram, Rule, generate, rounds, wanted
 
