@@ -53,6 +53,13 @@ class State:
         slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
         return Placement(slots, slots, max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
 
+    def back(self, T, stop):
+        """The Placement of the T tokens before the offset `stop`, and which is each row's last (B, 1).
+        A row with fewer tokens starts at its first one instead and reads on into dead slots."""
+        at = self.at(stop - T, stop)
+        missing = at.slots[:, :1].clamp(max=0)      # (B, 1) minus how many
+        return at._replace(positions=at.positions - missing, slots=at.slots - missing), T - 1 + missing
+
     def after(self, steps):
         """The positions of `steps` (B or 1, T), counted from each row's first unknown token. (B, T)"""
         # beside a longer draft a row at its limit overshoots: clamped, into a slot that is always dead
@@ -182,6 +189,11 @@ class Wrapper(Drafter):
     def observe(self, state, r):
         for drafter in self.drafters:
             drafter.observe(state, r)
+
+
+def pick(x, at):
+    """Of x (B, T, dim) what stands at the places `at` (B, N) of each row. (B, N, dim)"""
+    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
 
 
 def wanted(state, rule):
@@ -339,8 +351,8 @@ def loop(state, drafter, eos):
     if max(state.left_cpu, default=0) > 0:      # read the prompts; a short row's padding lands in dead slots
         trace = dict.fromkeys(state.taps)
         x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
-        last = x[torch.arange(len(x), device=x.device), state.n - 1]            # (B, dim)
-        check_finite(largest(model.unembed(last[:, None])).tolist(), x.dtype)
+        last = pick(x, state.n[:, None] - 1)                                    # (B, 1, dim)
+        check_finite(largest(model.unembed(last)).tolist(), x.dtype)
         drafter.begin(state, trace)
     while max(state.left_cpu, default=0) > 0:
         # 1. Draft, but no more than may still be emitted.
@@ -516,12 +528,8 @@ class ModelDraft(Drafter):
         def step(token, k):
             if k > 0:
                 return self.model.unembed(self.run(token, state.at(k)))
-            at = state.at(1 - T, 1)
-            # a row shorter than T starts at its first token instead and reads on into dead slots
-            short = at.slots[:, :1].clamp(max=0)        # (B, 1) minus how many are missing
-            at = at._replace(positions=at.slots - short, slots=at.slots - short)
-            x = self.run(state.read(at.slots), at)                              # (B, T, dim)
-            return self.model.unembed(x.gather(1, (T - 1 + short)[..., None].expand(-1, 1, x.shape[-1])))
+            at, last = state.back(T, 1)
+            return self.model.unembed(pick(self.run(state.read(at.slots), at), last))
 
         tokens, q, length = chain(state, step, self.rule)
         K = tokens.shape[1]

@@ -12,9 +12,10 @@ import torch
 
 from control import Confidence, expected_speedup, plan, weight_costs
 from layerskip import SelfDraft, early_exit
-from methods.drafting import ScratchTail, pick, same_model
+from methods.drafting import ScratchTail, same_model
 from model import Placement
 from sampling import raw_probs
+from speculative import pick
 
 # --- trying a draft without a trace
 
@@ -39,8 +40,7 @@ def overlaps(probs, p, logits):
 def last_places(state, trace, count):
     """The last places of each prompt: {tap: (B, count, dim)}, and which of them there are (B, count)."""
     at = state.n[:, None] + torch.arange(-count, 0, device=state.n.device)      # (B, count)
-    row = torch.arange(len(at), device=at.device)[:, None]
-    return {tap: x[row, at.clamp(min=0)] for tap, x in trace.items()}, at >= 0
+    return {tap: pick(x, at.clamp(min=0)) for tap, x in trace.items()}, at >= 0
 
 
 # --- CLaSp
@@ -107,13 +107,13 @@ class CLaSp(SelfDraft):
     def choose(self, state, trace, which, where):
         """which: for each row, the token of the trace whose states count; where: its position."""
         self.due = max(map(len, state.known)) + self.every
-        which, at = state.send([which, where]).unbind()                         # (B,) both
-        states = [self.model.embed(state.read(at[:, None]))[:, 0]]              # (B, dim)
-        states += [pick(trace[tap], which) for tap in self.taps]
+        which, at = state.send([which, where])[..., None]                       # (B, 1) both
+        states = [self.model.embed(state.read(at)), *(pick(trace[tap], which) for tap in self.taps)]
+        states = [x[:, 0] for x in states]                                      # (B, dim)
 
         def run(u, x):  # (J, B, dim)
             x = x.transpose(0, 1)
-            here = at[:, None].expand(x.shape[:2])
+            here = at.expand(x.shape[:2])
             return aside(self.model, state.cache, x, here, [2 * u, 2 * u + 1]).transpose(0, 1)
 
         L = self.model.c.n_layers

@@ -43,7 +43,6 @@ from support.files import replacing
 
 FILE = "heads.safetensors"
 RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape of a tree
-MEMORY = 2**31  # bytes of states that training keeps
 AHEAD = 4   # tokens that a prophet learns to say from one state
 SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
                    "post_norm")     # of a model: its heads fit every other model of this shape
@@ -235,41 +234,6 @@ class Prophet(Head):
 
 
 KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet)}
-
-
-def judged(head, tokens, memory=None):
-    """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
-    (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them.
-
-    memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text that comes
-    again costs no pass. A head that reads the model's keys and values has no use for it."""
-    model, T = head.model, tokens.shape[1]
-    taps = sorted({*head.taps, 2 * model.c.n_layers - 1})
-
-    def read(rows):     # (len(taps), len(rows), T, dim), and the cache
-        cache = KVCache(model.c, len(rows), T, model.attention_dtype(), tokens.device)
-        trace = dict.fromkeys(taps)
-        model.run(model.embed(rows), Placement.at(0, T, rows.device), cache, trace=trace)
-        return torch.stack(list(trace.values())), cache
-
-    with torch.no_grad():
-        if memory is None or head.reads_cache:
-            states, cache = read(tokens)
-        else:
-            states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
-        trace = dict(zip(taps, states, strict=True))
-        target = model.unembed(states[-1])                                      # (B, T, V)
-    for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
-        yield said, target[:, k : k + said.shape[1]]
-
-
-def remembered(memory, row, read):
-    """The states of one text (1, T), read alone, so that they do not depend on what is read beside it."""
-    key = row.cpu().numpy().tobytes()
-    states = memory[key] if key in memory else read(row)[0]
-    if states.nbytes * (1 + len(memory)) <= MEMORY:
-        memory[key] = states
-    return states
 
 
 def count(head):

@@ -9,9 +9,9 @@ from tiny import PROMPTS, TINY_GEMMA, Unsure, each_family, fork, read, warm
 
 from kvcache import KVCache
 from lab.m2r2 import M2R2, Foreseen
+from lab.train_heads import judged
 from lab.transfer import Transfer, ahead
 from layerskip import SelfDraft
-from methods import heads
 from methods.heads import Prophet
 from methods.then import Then
 from methods.trees import Siblings
@@ -77,7 +77,7 @@ def test_what_counts_besides_by_hand(models):
     assert M2R2(m, 4).taps == [3, 5, 9, 11], "as many times further up as the exit is"
     for align in (0.0, 2.0):
         head = wild(M2R2(m, 3, 4, align))
-        list(heads.judged(head, torch.tensor([PROMPTS[0]])))
+        list(judged(head, torch.tensor([PROMPTS[0]])))
         _, trace = read(m, PROMPTS[0], (3, 7, 11))
         far = (unit(head.states.detach()) - unit(torch.stack([*trace.values()], 2))).pow(2).mean()
         p = head.gate().sigmoid().detach()
@@ -96,7 +96,7 @@ def test_the_gate_stops_right_after_a_token_that_it_foresees_to_be_refused(model
         K, room = r.draft.tokens.shape[1], state.left_cpu[0] + len(r.new[0])
         text = state.known[0][: len(state.known[0]) - len(r.new[0])] + r.draft.tokens[0].tolist()
         foreseen, seen[:] = [float(p) for p in seen], []
-        list(heads.judged(head, torch.tensor([text])))
+        list(judged(head, torch.tensor([text])))
         want = head.gate()[0].sigmoid()[len(text) - K - 1 :].tolist()
         assert foreseen == pytest.approx(want[: len(foreseen)])
         assert K == min(next((k + 1 for k, p in enumerate(foreseen) if p < 0.5), 5), room - 1)
