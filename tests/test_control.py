@@ -29,9 +29,9 @@ from control import (
     weight_costs,
 )
 from layerskip import SelfDraft, early_exit, without
-from methods.then import Then
+from methods.then import Then, join
 from model import Config, Transformer
-from speculative import Draft, Drafter, ModelDraft, NGram, Rule, generate, join, rounds, wanted
+from speculative import Draft, Drafter, ModelDraft, NGram, Rule, generate, rounds, wanted
 
 
 def dice(most=6, ends=True):
@@ -257,7 +257,7 @@ def test_the_first_draft_is_clipped_to_each_rows_room():
 def test_what_is_shared_is_handed_over_unless_there_is_a_tail():
     tokens, length = torch.tensor([[3, 4], [5, 6]]), torch.tensor([2, 1])
     head = Draft(tokens, None, None, (2, "states"))
-    alone, both = (join(head, length, Draft(tokens[:, :T], None), 2) for T in (0, 1))
+    alone, both = (join(head, length, Draft(tokens[:, :T], None)) for T in (0, 1))
     assert alone.length.tolist() == [2, 1] and alone.reuse == (2, "states")
     assert both.length.tolist() == [3, 2] and both.reuse is None
 
