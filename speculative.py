@@ -38,7 +38,7 @@ class State:
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
     taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see
-    known: list[list[int]]     # the known tokens once more, on the host: reading them waits for nobody
+    known: list[list[int]]     # the known tokens once more, on the host: reading them waits for no device
     left_cpu: list[int]        # `left`, on the host
     slots: torch.Tensor        # (1, S) their numbers, of which `at` takes a part
 
@@ -100,12 +100,12 @@ class Draft:
         """The first K proposals."""
         if self.tokens.shape[1] <= K:
             return self
-        q, reuse, parents = self.q, self.reuse, self.parents
+        tokens, q, parents = (None if t is None else t[:, :K] for t in (self.tokens, self.q, self.parents))
+        reuse = self.reuse
         if reuse is not None:
             first, x, trace = reuse
             reuse = first, x[:, : K + 1], {tap: y[:, : K + 1] for tap, y in trace.items()}
-        return Draft(self.tokens[:, :K], None if q is None else q[:, :K], self.length, reuse,
-                     None if parents is None else parents[:, :K], self.traced)
+        return replace(self, tokens=tokens, q=q, reuse=reuse, parents=parents)
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Round:
 
 class Rule:
     """How far to draft. `gamma` is asked before each draft; `stop`, if a rule has one, after each drawn
-    token, see `chain`; `learn` is told what became of it. No rule can change what the text is drawn from.
+    token, see `chain`; `learn` sees what became of it. No rule can change what the text is drawn from.
     This one always asks for the same number of tokens."""
     stop = None
 
@@ -266,12 +266,12 @@ def layout(state, K, parents=None):
 
 
 def straighten(state, draft, tree, node, logits, p, trace):
-    """A verified tree becomes the chain of its accepted path, in the cache, too, so that nobody else needs to
+    """A verified tree becomes the chain of its accepted path, in the cache, too: nothing else needs to
     know of trees. node (B,): the last accepted one. tree: the draft's `ancestors`. Returns the draft, how
     many of it were accepted (B,), and logits, p and trace in its order.
 
     After the path come the proposals that hang on its end, all refused, and after these the dead. The length
-    is that of the longest branch through the end of the path: so many could have been accepted.
+    is that of the longest branch through the end of the path: the most that could have been accepted.
     """
     B, K = draft.tokens.shape
     row, tree = torch.arange(B, device=node.device), tree.expand(B, -1, -1)
@@ -429,7 +429,7 @@ def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, 
 
 
 def collect(steps, rows):
-    """What `rounds` wrote into so many rows, as lists of ids, and in how many passes of the target."""
+    """What `rounds` wrote into this many rows, as lists of ids, and in how many passes of the target."""
     outputs, passes = [[] for _ in range(rows)], 0
     for _, r in steps:
         passes += 1

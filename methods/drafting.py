@@ -1,7 +1,7 @@
 """Drafting with a trained head: four drafters for the kinds of heads in methods/heads.py.
 
-The one thing to remember: a head drafts from states that the target computed anyway. They come as `taps` of
-the prompt and of every round, so that a head knows the text also where another drafter drafted.
+A head drafts from states that the target computed anyway. They come as `taps` of the prompt and of every
+round, so that a head knows the text also where another drafter drafted.
 
     drafter        heads                  drafts from                               its draft
     ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
@@ -9,8 +9,8 @@ the prompt and of every round, so that a head knows the text also where another 
     MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
     ProphetDraft   Prophet                its final state, and the draft so far     a chain
 
-The last token read is the one before the last known token D: the target chose D after it, and nobody has
-run D itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
+The last token read is the one before the last known token D: the target chose D after it and has not run D
+itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
 """
 from itertools import accumulate
 

@@ -1,12 +1,9 @@
 """Drafts that change while they run, as published: CLaSp chooses which blocks to skip, DEL after which
 block to leave.
 
-The one thing to remember: the target checks every round whatever drafted it, so a drafter may change its
-sub-layers between any two rounds. What it learns from is nearly free: the states that drafting and verifying
-compute anyway, and the text that is already written.
-
-Both draft with the target's own sub-layers. In a batch the rows share one choice, since they share each
-pass. The constants are the published ones; the docstrings name the faults that are mended here.
+The target checks every round, whatever drafted it, so a drafter may change its sub-layers between any two
+rounds. What it learns from is nearly free: the states that drafting and verifying compute anyway. In a batch
+the rows share one choice, since they share each pass. The constants are the published ones.
 """
 import torch
 
@@ -16,8 +13,6 @@ from methods.drafting import ScratchTail, same_model
 from model import Placement
 from sampling import raw_probs
 from speculative import pick
-
-# --- trying a draft without a trace
 
 
 def aside(model, cache, x, positions, sublayers):
@@ -41,9 +36,6 @@ def last_places(state, trace, count):
     """The last places of each prompt: {tap: (B, count, dim)}, and which of them there are (B, count)."""
     at = state.n[:, None] + torch.arange(-count, 0, device=state.n.device)      # (B, count)
     return {tap: pick(x, at.clamp(min=0)) for tap, x in trace.items()}, at >= 0
-
-
-# --- CLaSp
 
 
 def nearest(states, run, free, most):
@@ -121,9 +113,6 @@ class CLaSp(SelfDraft):
         self.sublayers = [i for i in range(2 * L) if i // 2 not in gone]
 
 
-# --- DEL
-
-
 class DEL(SelfDraft):
     """Leave after the block that promises the most tokens for the layers that are run, and stop where it is
     unsure (DEL, arXiv 2504.05598).
@@ -134,8 +123,8 @@ class DEL(SelfDraft):
     expected speed drafts, up to `gamma` tokens, and stops after a token less sure than a threshold, the mean
     of how sure it was where it would have been accepted and where it would not.
 
-    Mended. Theirs counts layers: here `costs` know the head's share. Theirs drafts a token even where the
-    best is not to draft. Counts start from a uniform prior, a hit at confidence 1 and a miss at 0, where
+    Different here: `costs` know the head's share, where theirs counts layers, and nothing is drafted where
+    nothing gains. Counts start from a uniform prior, a hit at confidence 1 and a miss at 0, where
     their threshold is NaN until both were seen. When sampling, a shadow counts as the sum of min(p, q), not
     as a match of the likeliest tokens. And shadows are not free, each costs a row of the head: score fewer
     exits (`exits`), or only every `every`th round. The rule "FS", their baseline, is `lab.rules.Schedule`.

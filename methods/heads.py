@@ -1,7 +1,7 @@
 """Trained heads: small modules on a frozen model that draft for it, and what they are trained to say.
 
-The one thing to remember: a head learns to say what the model itself will say, from states that the model has
-computed anyway. The model does not change, and neither does its text.
+A head learns to say what the model itself will say, from states that the model has computed anyway. The model
+does not change, and neither does its text.
 
     kind         reads                              says                               its own weights
     Kangaroo     the state after block E            the next token                     an attention
@@ -62,7 +62,7 @@ def own_weights(model, **tensors):
 def graft(model, first, count, hidden_dim=None):
     """A Transformer that shares embedding, final norm and head with the model, and has `count` blocks of its
     own. They start as copies of the model's from block `first` on, with the first hidden_dim units of their
-    MLPs. They see the whole text: of Gemma's windows they have none."""
+    MLPs. They see the whole text, without Gemma's windows."""
     last, units = model.c.n_layers - 1, hidden_dim or model.c.hidden_dim
     c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
     own = Transformer(replace(c, vocab_size=1)).to(model.tok.device, model.tok.dtype)
@@ -96,26 +96,27 @@ class Head:
     reads_cache: whether it reads the model's own keys and values. ranks: how likely the model's greedy token
     is the head's first, second, ... guess, if that was measured. strange: whether it was trained for other
     weights than the model's."""
-    branches = reads_cache = False
-    strange, ranks = False, ()
+    branches = reads_cache = strange = False
+    ranks = ()
 
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
-        if shape is None:
-            return self.draft(self, rule)
         if self.branches:
             return self.draft(self, rule, shape)
-        return Siblings(self.draft(self, rule), widths_of(shape)[1])
+        chain = self.draft(self, rule)
+        return chain if shape is None else Siblings(chain, widths_of(shape)[1])
 
 
 class ExitBlock(Head):
     """An exit with a block of its own, which reads a copy of the state, so that the trunk is untouched
     (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
-    kind, draft, sublayers = "exit_block", drafting.ExitDraft, [0, 1]
+    kind, draft, sublayers, lacks = "exit_block", drafting.ExitDraft, [0, 1], ()
 
     def __init__(self, model, exit_layer):
         self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
         self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, exit_layer, 1)
+        for part in self.lacks:
+            delattr(self.own.blocks[0], part)
         self.weights = self.own.blocks
         self.step = Step(count(self), trunk=exit_layer, reads=True)
 
@@ -127,13 +128,7 @@ class ExitBlock(Head):
 
 class Kangaroo(ExitBlock):
     """The adapter of Kangaroo (arXiv 2404.18911, section 3.1): attention without an MLP."""
-    kind, sublayers = "kangaroo", [0]
-
-    def __init__(self, model, exit_layer):
-        super().__init__(model, exit_layer)
-        block = self.own.blocks[0]
-        del block.mlp, block.mlp_norm, block.mlp_post
-        self.step = Step(count(self), trunk=exit_layer, reads=True)
+    kind, sublayers, lacks = "kangaroo", [0], ("mlp", "mlp_norm", "mlp_post")
 
 
 class Eagle(Head):

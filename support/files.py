@@ -18,6 +18,11 @@ BOUNDARY = "<|endoftext|>"  # separates the documents of a file; its id begins a
 PROMPTS = Path(__file__).resolve().parent / "prompts"
 
 
+def note(topic, line):
+    """A line on standard error, beside what a command prints."""
+    print(f"{topic}: {line}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def replacing(path, writer=""):
     """A temporary path to write to, which replaces `path` once all is written. After a kill at any moment
@@ -105,7 +110,7 @@ def resume(path, header):
     if found == header:
         lines = list(itertools.takewhile(bool, lines))
     elif isinstance(found, dict) and found.keys() == header.keys():
-        print(f"{path}: of another model, text or flags; the search starts anew", file=sys.stderr)
+        note(path, "of another model, text or flags; the search starts anew")
         lines = []
     elif path.parent.exists() and any(path.parent.iterdir()):
         raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
