@@ -86,20 +86,19 @@ class CLaSp(SelfDraft):
     def begin(self, state, trace):
         same_model(self.model, state)
         super().begin(state, trace)
-        last = [len(text) - 1 for text in state.known]
-        self.choose(state, trace, last, last)
+        self.choose(state, trace, [0] * len(state.known), [len(text) - 1 for text in state.known])
 
     def observe(self, state, r):
         super().observe(state, r)
         if max(map(len, state.known)) >= self.due:
             first = [len(text) - len(new) - 1 for text, new in zip(state.known, r.new, strict=True)]
-            kept = r.accepted.tolist()
-            self.choose(state, r.trace, kept, [n + k for n, k in zip(first, kept, strict=True)])
+            self.choose(state, r.trace, first, r.accepted.tolist())
 
-    def choose(self, state, trace, which, where):
-        """which: for each row, the token of the trace whose states count; where: its position."""
+    def choose(self, state, trace, first, which):
+        """first: where each row's trace begins; which: the token in it whose states count."""
         self.due = max(map(len, state.known)) + self.every
-        which, at = state.send([which, where])[..., None]                       # (B, 1) both
+        first, which = state.send([first, which])[..., None]                    # (B, 1) both
+        at = first + which
         states = [self.model.embed(state.read(at)), *(pick(trace[tap], which) for tap in self.taps)]
         states = [x[:, 0] for x in states]                                      # (B, dim)
 
