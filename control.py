@@ -36,8 +36,8 @@ def expected_tokens(alpha, gamma):
     >>> round(expected_tokens(torch.tensor([0.9, 0.2]), 2), 2)  # one round: 1 + .9 + .9 * .2
     2.08
 
-    After that round the next one starts at position 1 (probability .1), 2 (.9 * .8) or 3 (.9 * .2). Elsewhere
-    alpha is measured otherwise: `support.stats` counts the first drafts of rounds, `DoNoHarm` every draft.
+    After that round the next one starts at position 1 (probability 0.1), 2 (0.9 * 0.8) or 3 (0.9 * 0.2).
+    Elsewhere alpha is measured otherwise: `support.stats` counts first drafts, `DoNoHarm` every draft.
     """
     if isinstance(alpha, (int, float)):
         return sum(alpha ** i for i in range(gamma + 1))
@@ -107,7 +107,7 @@ class Costs:
         return self.pricing(sublayers, share)(self.at if n is None else n)
 
     def pricing(self, sublayers, share=1.0):
-        """`price` as a function of n, for who asks often: the sums are made once."""
+        """`price` as a function of n: the sums are made once."""
         fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
         attentions = [i for i in sublayers if i % 2 == 0]
         near = 0 if self.window is None else sum(i % 4 == 0 for i in attentions)
@@ -213,9 +213,9 @@ class DoNoHarm(Rule):
     the estimate does not exceed the cost.
 
     Each round without a draft earns `risk` passes. When a row has earned the cost of a drafted token, it
-    drafts one and spends them. So, once a few tries have told that a draft is useless, it costs `risk` passes
-    a round, whatever its price. A cost below `FLOOR` counts as `FLOOR`: the estimate of a draft of which
-    nothing is accepted only falls to .045, and a drafted token widens the block, which is never free.
+    drafts one and spends them. So a draft that has proved useless costs `risk` passes per round, whatever its
+    price. A cost below `FLOOR` counts as `FLOOR`: the estimate of a draft of which
+    nothing is accepted only falls to 0.045, and a drafted token widens the block, which is never free.
     """
     FLOOR = 0.05
 
@@ -251,7 +251,7 @@ class DoNoHarm(Rule):
 @dataclass
 class Beta:
     """An estimate of an acceptance from counts of which old ones fade: the mean of a Beta distribution. What
-    was known beforehand, `prior`, counts as much as two drafts. At .5 the mean is (hits + 1) / (hits +
+    was known beforehand, `prior`, counts as much as two drafts. At 0.5 the mean is (hits + 1) / (hits +
     misses + 2), Laplace's rule of succession."""
     hits: float = 0.0
     misses: float = 0.0

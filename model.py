@@ -150,16 +150,7 @@ def block_only(k, v):
 
 
 def weight(*shape):
-    return nn.Parameter(torch.empty(shape))   # filled by whoever builds a model: checkpoint.load, or `fill`
-
-
-def fill(module, c, seed):
-    """Give a module of a model with Config c fresh weights, where training begins: normal with a deviation of
-    0.02, and norms that multiply by 1."""
-    g = torch.Generator().manual_seed(seed)
-    for p in module.parameters():
-        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - c.norm_offset
-        p.data.copy_(torch.as_tensor(fresh))
+    return nn.Parameter(torch.empty(shape))   # filled by whoever builds a model: checkpoint.load, or training
 
 
 class RMSNorm(nn.Module):

@@ -38,7 +38,7 @@ class State:
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
     taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see
-    known: list[list[int]]     # the known tokens once more, on the host: reading them waits for nobody
+    known: list[list[int]]     # the known tokens once more, on the host: reading them waits for no device
     left_cpu: list[int]        # `left`, on the host
     slots: torch.Tensor        # (1, S) their numbers, of which `at` takes a part
 
@@ -52,6 +52,13 @@ class State:
             return Placement(self.slots[:, start:end], self.slots[:, start:end], start, end, same=True)
         slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
         return Placement(slots, slots, max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
+
+    def back(self, T, stop):
+        """The Placement of the T tokens before the offset `stop`, and which is each row's last (B, 1).
+        A row with fewer tokens starts at its first one instead and reads on into dead slots."""
+        at = self.at(stop - T, stop)
+        missing = at.slots[:, :1].clamp(max=0)      # (B, 1) minus how many
+        return at._replace(positions=at.positions - missing, slots=at.slots - missing), T - 1 + missing
 
     def after(self, steps):
         """The positions of `steps` (B or 1, T), counted from each row's first unknown token. (B, T)"""
@@ -93,12 +100,12 @@ class Draft:
         """The first K proposals."""
         if self.tokens.shape[1] <= K:
             return self
-        q, reuse, parents = self.q, self.reuse, self.parents
+        tokens, q, parents = (None if t is None else t[:, :K] for t in (self.tokens, self.q, self.parents))
+        reuse = self.reuse
         if reuse is not None:
             first, x, trace = reuse
             reuse = first, x[:, : K + 1], {tap: y[:, : K + 1] for tap, y in trace.items()}
-        return Draft(self.tokens[:, :K], None if q is None else q[:, :K], self.length, reuse,
-                     None if parents is None else parents[:, :K], self.traced)
+        return replace(self, tokens=tokens, q=q, reuse=reuse, parents=parents)
 
 
 @dataclass
@@ -120,7 +127,7 @@ class Round:
 
 class Rule:
     """How far to draft. `gamma` is asked before each draft; `stop`, if a rule has one, after each drawn
-    token, see `chain`; `learn` is told what became of it. No rule can change what the text is drawn from.
+    token, see `chain`; `learn` sees what became of it. No rule can change what the text is drawn from.
     This one always asks for the same number of tokens."""
     stop = None
 
@@ -182,6 +189,11 @@ class Wrapper(Drafter):
     def observe(self, state, r):
         for drafter in self.drafters:
             drafter.observe(state, r)
+
+
+def pick(x, at):
+    """Of x (B, T, dim) what stands at the places `at` (B, N) of each row. (B, N, dim)"""
+    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
 
 
 def wanted(state, rule):
@@ -254,12 +266,12 @@ def layout(state, K, parents=None):
 
 
 def straighten(state, draft, tree, node, logits, p, trace):
-    """A verified tree becomes the chain of its accepted path, in the cache, too, so that nobody else needs to
+    """A verified tree becomes the chain of its accepted path, in the cache, too: nothing else needs to
     know of trees. node (B,): the last accepted one. tree: the draft's `ancestors`. Returns the draft, how
     many of it were accepted (B,), and logits, p and trace in its order.
 
     After the path come the proposals that hang on its end, all refused, and after these the dead. The length
-    is that of the longest branch through the end of the path: so many could have been accepted.
+    is that of the longest branch through the end of the path: the most that could have been accepted.
     """
     B, K = draft.tokens.shape
     row, tree = torch.arange(B, device=node.device), tree.expand(B, -1, -1)
@@ -339,8 +351,8 @@ def loop(state, drafter, eos):
     if max(state.left_cpu, default=0) > 0:      # read the prompts; a short row's padding lands in dead slots
         trace = dict.fromkeys(state.taps)
         x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
-        last = x[torch.arange(len(x), device=x.device), state.n - 1]            # (B, dim)
-        check_finite(largest(model.unembed(last[:, None])).tolist(), x.dtype)
+        last = pick(x, state.n[:, None] - 1)                                    # (B, 1, dim)
+        check_finite(largest(model.unembed(last)).tolist(), x.dtype)
         drafter.begin(state, trace)
     while max(state.left_cpu, default=0) > 0:
         # 1. Draft, but no more than may still be emitted.
@@ -417,7 +429,7 @@ def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, 
 
 
 def collect(steps, rows):
-    """What `rounds` wrote into so many rows, as lists of ids, and in how many passes of the target."""
+    """What `rounds` wrote into this many rows, as lists of ids, and in how many passes of the target."""
     outputs, passes = [[] for _ in range(rows)], 0
     for _, r in steps:
         passes += 1
@@ -516,12 +528,8 @@ class ModelDraft(Drafter):
         def step(token, k):
             if k > 0:
                 return self.model.unembed(self.run(token, state.at(k)))
-            at = state.at(1 - T, 1)
-            # a row shorter than T starts at its first token instead and reads on into dead slots
-            short = at.slots[:, :1].clamp(max=0)        # (B, 1) minus how many are missing
-            at = at._replace(positions=at.slots - short, slots=at.slots - short)
-            x = self.run(state.read(at.slots), at)                              # (B, T, dim)
-            return self.model.unembed(x.gather(1, (T - 1 + short)[..., None].expand(-1, 1, x.shape[-1])))
+            at, last = state.back(T, 1)
+            return self.model.unembed(pick(self.run(state.read(at.slots), at), last))
 
         tokens, q, length = chain(state, step, self.rule)
         K = tokens.shape[1]

@@ -21,11 +21,12 @@ from tqdm import tqdm
 import checkpoint
 from control import best_gamma, expected_speedup, weight_costs
 from lab import card, corpus, plots
+from lab.lock import LOCK, lock
 from layerskip import early_exit
-from model import Config, Placement, Transformer, fill
+from model import Config, Placement, Transformer
 from speculative import generate
 from support import cli
-from support.files import BOUNDARY, LOCK, TEMPORARY, lock, replacing, write_file
+from support.files import BOUNDARY, TEMPORARY, replacing, write_file
 
 STATE = "checkpoint.pt"
 # when a run is resumed
@@ -184,6 +185,15 @@ def shape(a, tokenizer):
         fields |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5, post_norm=True,
                        query_scale=a.head_dim**-0.5, attn_softcap=50.0, final_softcap=30.0, window=a.window)
     return Config(**fields)
+
+
+def fill(module, c, seed):
+    """Give a module of a model with Config c fresh weights, where training begins: normal with a deviation of
+    0.02, and norms that multiply by 1."""
+    g = torch.Generator().manual_seed(seed)
+    for p in module.parameters():
+        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - c.norm_offset
+        p.data.copy_(torch.as_tensor(fresh))
 
 
 def first_model(a, tokenizer, device):

@@ -16,11 +16,13 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+from kvcache import KVCache
 from lab import card, corpus, plots, train
 from lab.m2r2 import M2R2
 from lab.transfer import Transfer
 from methods import heads
 from methods.trees import rank_acceptance
+from model import Placement
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import cli
@@ -49,6 +51,7 @@ MEASURED = 4096     # tokens of held-out text
 OWN = "own text"    # the name of what the model writes itself
 OWN_TEXT = 1.5e5    # tokens of it
 ROWS = 32           # texts that it writes at a time
+MEMORY = 2**31      # bytes of states that are kept
 
 
 # --- the command line
@@ -127,12 +130,47 @@ def read_text(a, model, tokenizer):
 # --- training
 
 
+def judged(head, tokens, memory=None):
+    """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
+    (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them.
+
+    memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text that comes
+    again costs no pass. A head that reads the model's keys and values has no use for it."""
+    model, T = head.model, tokens.shape[1]
+    taps = sorted({*head.taps, 2 * model.c.n_layers - 1})
+
+    def read(rows):     # (len(taps), len(rows), T, dim), and the cache
+        cache = KVCache(model.c, len(rows), T, model.attention_dtype(), tokens.device)
+        trace = dict.fromkeys(taps)
+        model.run(model.embed(rows), Placement.at(0, T, rows.device), cache, trace=trace)
+        return torch.stack(list(trace.values())), cache
+
+    with torch.no_grad():
+        if memory is None or head.reads_cache:
+            states, cache = read(tokens)
+        else:
+            states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
+        trace = dict(zip(taps, states, strict=True))
+        target = model.unembed(states[-1])                                      # (B, T, V)
+    for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
+        yield said, target[:, k : k + said.shape[1]]
+
+
+def remembered(memory, row, read):
+    """The states of one text (1, T), read alone, so that they do not depend on what is read beside it."""
+    key = row.cpu().numpy().tobytes()
+    states = memory[key] if key in memory else read(row)[0]
+    if states.nbytes * (1 + len(memory)) <= MEMORY:
+        memory[key] = states
+    return states
+
+
 def losses(head, batch, memory=None):
     """How far the head's distributions lie from the model's, in nats: KL(p || q) of each step of the head,
     averaged over the texts (B, T); and what else counts, a number, which only M2R2 has. memory: see
-    `heads.judged`."""
+    `judged`."""
     found, besides = [], 0.0
-    for said, target in heads.judged(head, batch, memory):
+    for said, target in judged(head, batch, memory):
         logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)       # (B, N, V)
         found.append((logp.exp() * (logp - logq)).sum(-1).mean())
         if isinstance(head, M2R2):
@@ -149,7 +187,7 @@ def evaluate(head, tokens, context, most):
     windows, total = corpus.windows(tokens, context, most, context).to(head.model.tok.device), 0.0
     for rows in windows.split(max(1, 1024 // context)):
         found = []
-        for said, target in heads.judged(head, rows):
+        for said, target in judged(head, rows):
             p, q = target.float().softmax(-1), said.float().softmax(-1)
             ranks = rank_acceptance(to_probs(target), q, min(heads.RANKS, q.shape[-1]))
             kl = (p * (target.float().log_softmax(-1) - said.float().log_softmax(-1))).sum(-1).mean()

@@ -1,8 +1,7 @@
 """One model on several devices: tensor parallelism, for what no single one can hold.
 
-The one thing to remember: every process runs the same loop on the same tokens, but keeps only some heads of
-each attention, some columns of each MLP and some rows of the head. Twice a block all add up what they have,
-and then all know the same again.
+Every process runs the same loop on the same tokens, but keeps only some heads of each attention, some columns
+of each MLP and some rows of the head. Twice per block all add up what they have, and then all know the same.
 
     torchrun --nproc-per-node 2 generate.py "Once upon a time"
 
@@ -138,12 +137,12 @@ class Agreed(Coins):
         self.coins = coins
 
     def flip(self, prob):
-        return self.told(self.coins.flip(prob))
+        return self.shared(self.coins.flip(prob))
 
     def choose(self, weights):
-        return self.told(self.coins.choose(weights))
+        return self.shared(self.coins.choose(weights))
 
-    def told(self, outcome):
+    def shared(self, outcome):
         talk(dist.broadcast, outcome, 0)
         return outcome
 
@@ -179,5 +178,5 @@ def together():
 def first_to_speak(store):
     try:
         return store.add("spoken", 1) == 1
-    except RuntimeError:    # whoever kept the count is gone
+    except RuntimeError:    # the process that kept the count is gone
         return True

@@ -1,8 +1,7 @@
 """Fewer bits: matrices in int8 or NF4, which stand where the model has its own.
 
-The one thing to remember: the model hands its matrices to `F.linear` and to nothing else, and `F.linear` asks
-its arguments first whether they would rather do it themselves. So a matrix can be anything that knows its
-product, and model.py need not know.
+The model hands its matrices to `F.linear` and to nothing else, and `F.linear` lets its arguments take over by
+`__torch_function__`. So a matrix can be anything that knows its product, and model.py need not know.
 
     kind    bits a weight   each row of a matrix is kept as
     int8    8 + 16 / K      K whole numbers from -127 to 127, times one scale in the model's own type

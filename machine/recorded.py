@@ -1,8 +1,8 @@
 """Recorded passes: a stand-in for the model that notes once what a pass does, and from then on replays it.
 
-The one thing to remember: a pass of a small model is hundreds of tiny operations, and most of its time goes
-into starting them. A recording starts all of them at once, but it freezes shapes, addresses and Python
-numbers: whatever differs between two rounds must lie in its inputs, or in the key that it is found by.
+A pass of a small model is hundreds of tiny operations, and most of its time goes into starting them. A
+recording starts all of them at once, but it freezes shapes, addresses and Python numbers: whatever differs
+between two rounds must lie in its inputs, or in the key that it is found by.
 
     how="compile"   on a CPU    a C++ program made by Inductor, kept in the user's cache folder
     how="graph"     on CUDA     the launches of all kernels, as one CUDA graph
@@ -171,10 +171,6 @@ def write_program(path, model, f, inputs, fixed, exact):
 # --- the stand-in
 
 
-def to_stderr(line):
-    print(f"recorded: {line}", file=sys.stderr, flush=True)
-
-
 def distance(a, b):
     """How far the vectors of a (..., D) lie from those of b, relative to their length, or to the mean length
     where they are shorter: the largest."""
@@ -189,13 +185,13 @@ class Recorded(StandIn):
     how: see above; by default what suits the model's device. widths: a block is padded with dead rows to the
     next of them. reach: graphs tell no more lengths of a text apart than if they doubled from this one on.
     exact: one width and one length for all passes, so that plain and speculative decoding are the same
-    kernels on the same shapes, and also half types give the same bits. folder: for compiled programs. say: is
-    told what takes long and what went wrong, in one line. The model must not be moved or cast afterwards; its
-    weights may change in place. Raises ValueError where `how` does not suit the device, and for widths that
-    reach beyond the spare slots of a cache.
+    kernels on the same shapes, and also half types give the same bits. folder: for compiled programs. say:
+    gets a line for what takes long or went wrong, by default for standard error. The model must not be moved
+    or cast afterwards; its weights may change in place. Raises ValueError where `how` does not suit the
+    device, and for widths that reach beyond the spare slots of a cache.
     """
 
-    def __init__(self, model, how=None, widths=None, reach=256, exact=False, folder=None, say=to_stderr):
+    def __init__(self, model, how=None, widths=None, reach=256, exact=False, folder=None, say=None):
         cuda = model.tok.is_cuda
         how = how or ("graph" if cuda else "compile")
         if how not in ("compile", "graph", "paper") or how == ("compile" if cuda else "graph"):
@@ -203,7 +199,8 @@ class Recorded(StandIn):
         widths = sorted(widths or ((1, 2, 4, 8) if how == "compile" else (8,)))
         if not 1 <= widths[0] <= widths[-1] <= SPARE + 1:
             raise ValueError(f"widths must lie between 1 and {SPARE + 1}, got {widths}")
-        self.model, self.how, self.reach, self.exact, self.say = model, how, reach, exact, say
+        self.model, self.how, self.reach, self.exact = model, how, reach, exact
+        self.say = say or partial(files.note, "recorded")
         self.widths = widths[-1:] if exact else widths
         self.folder = folder
         self.tapes = WeakKeyDictionary()    # {a cache whose addresses they hold, or this object: {key: tape}}
@@ -224,20 +221,17 @@ class Recorded(StandIn):
     def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
         (B, T, _), subs = x.shape, tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
-        width = self.width(T)
+        width, y = self.width(T), None
         prompt = at.same and at.first == 0 and not self.exact       # is read once, and that does not pay
-        usual = subs and cache is not None and at.tree is None and not trace
-        if usual and width is not None and not prompt:
-            S, after = cache.k.shape[3], width - T
-            if not at.same or at.end + after <= S:
+        if subs and cache is not None and at.tree is None and not trace and width and not prompt:
+            S, end = cache.k.shape[3], at.end + width - T
+            if not at.same or end <= S:
                 # trap: a program trusts in the strides of its inputs, too
-                inputs = pad(x, after), at.slots[:, :1].expand(B, 1).contiguous()
-                fixed = self.lengths(at.first, min(at.end + after, S), width, S)
+                inputs = pad(x, width - T), at.slots[:, :1].expand(B, 1).contiguous()
+                fixed = self.lengths(at.first, min(end, S), width, S)
                 fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
                 y = self.play(cache, (subs, B, width), partial(block, subs), inputs, fixed)
-                if y is not None:
-                    return y[:, :T]
-        return self.model.run(x, at, cache, sublayers, trace)
+        return self.model.run(x, at, cache, sublayers, trace) if y is None else y[:, :T]
 
     def unembed(self, x, rows=None):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
@@ -253,18 +247,13 @@ class Recorded(StandIn):
     def width(self, T):
         return next((width for width in self.widths if width >= T), None)
 
-    def spacing(self, slots):
-        """How far apart the lengths are that have recordings of their own. A compiled program takes any; of
-        the others there are no more than if they doubled from `reach` on, but at even distances."""
-        if self.exact:
-            return slots
-        count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
-        return 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
-
     def lengths(self, first, end, width, slots):
         """[cos, sin, near] for `block`: the table of angles for all positions that are read, (reach, D) each,
-        and a part of it that is as long as what sliding layers read."""
-        step, window = self.spacing(slots), self.c.window
+        and a part of it that is as long as what sliding layers read. Lengths are rounded up to a multiple of
+        `step`: a compiled program takes any; of the others there are no more than if they doubled from
+        `self.reach` on."""
+        count, window = 1 + math.ceil(math.log2(max(1, slots / self.reach))), self.c.window
+        step = slots if self.exact else 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
         reach = near = min(slots, -(-end // step) * step)
         if window is not None:      # the same for all places of a single row within one `reach`
             least = window + width
@@ -295,10 +284,6 @@ class Recorded(StandIn):
         sublayers, rows, width = key[:3]
         what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
         name = f"{what}, batch {rows}, blocks of {width}"
-        if self.how == "compile" and not files.kept(self.program(key), self.folder) and not find_compiler():
-            self.say("no C++ compiler is found, so all runs eagerly: install g++ or clang, or name it in CXX")
-            self.frozen = True
-            return refused
         want, kept = f(self.model, *inputs, *fixed), [t.clone() for t in fixed]
         try:
             tape = self.make(name, key, f, inputs, fixed)
@@ -322,6 +307,9 @@ class Recorded(StandIn):
         path = files.kept(program, self.folder)
         if path is not None:
             return Compiled(path, self.model)
+        if not find_compiler():
+            self.frozen = True      # from now on all that has no program yet runs eagerly
+            raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
         self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / program
@@ -342,8 +330,8 @@ class Recorded(StandIn):
 
 
 def tolerance(dtype, n_sublayers):
-    """How far, by `distance`, a recording may lie off the eager pass. What half types round
-    away adds up with the depth as a random walk does."""
+    """How far, by `distance`, a recording may lie off the eager pass. What half types round away adds up with
+    the depth as a random walk does."""
     half = dtype in (torch.float16, torch.bfloat16)
     return TOLERANCE[dtype] * (max(1.0, n_sublayers / 16) ** 0.5 if half else 1.0)
 
@@ -359,5 +347,5 @@ def refused(inputs, fixed):
 
 
 def pad(x, rows):
-    """x (B, T, dim) with so many dead rows after it."""
+    """x (B, T, dim) with this many dead rows after it."""
     return (F.pad(x, (0, 0, 0, rows)) if rows else x).contiguous()

@@ -1,7 +1,7 @@
 """Drafting with a trained head: four drafters for the kinds of heads in methods/heads.py.
 
-The one thing to remember: a head drafts from states that the target computed anyway. They come as `taps` of
-the prompt and of every round, so that a head knows the text also where another drafter drafted.
+A head drafts from states that the target computed anyway. They come as `taps` of the prompt and of every
+round, so that a head knows the text also where another drafter drafted.
 
     drafter        heads                  drafts from                               its draft
     ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
@@ -9,31 +9,25 @@ the prompt and of every round, so that a head knows the text also where another 
     MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
     ProphetDraft   Prophet                its final state, and the draft so far     a chain
 
-The last token read is the one before the last known token D: the target chose D after it, and nobody has
-run D itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
+The last token read is the one before the last known token D: the target chose D after it and has not run D
+itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
 """
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit
 from methods.trees import siblings
 from model import Placement
-from speculative import Draft, Drafter, chain
+from speculative import Draft, Drafter, chain, pick
 
 
 def unit(x):
     """x (..., dim), each vector scaled to a root mean square of 1, which the final norm would do anyway. What
     is added to the mean square is torch's own: 2^-23, and 2^-52 in float64."""
     return F.rms_norm(x, x.shape[-1:])
-
-
-def pick(x, at):
-    """Of x (B, T, ...) the one at place `at` (B,) of each row. (B, ...)"""
-    return x[torch.arange(len(at), device=at.device), at]
 
 
 class ScratchTail:
@@ -57,45 +51,49 @@ def same_model(model, state):
 
 
 class Reader(Drafter):
-    """A drafter with a block of its own, whose cache holds the text and, while it drafts, its own drafts. In
-    rounds in which others draft it only notes the states of what was written, and reads all of them at once
-    before it drafts again: `unread` says how many. What it wrote of refused drafts is overwritten or dead."""
+    """A drafter with a block of its own, whose cache holds the text and, while it drafts, its own drafts.
+
+    It notes the target's states of all that is written, also in rounds in which others draft. Before its next
+    draft it reads in one pass what its block has not read yet: `unread` tokens in the row with the most. To
+    read a token again changes nothing, so the other rows read just as many. What it wrote of rejected drafts
+    is overwritten or dead."""
+    late = 0    # the block reads the state of a token together with the token that many places after it
 
     def hold(self, head):
-        self.head, self.own, self.taps = head, head.own, head.taps
-        self.noted, self.unread = [], 0
+        self.head, self.own, self.taps, self.unread = head, head.own, head.taps, 0
 
     def begin(self, state, trace):
         same_model(self.head.model, state)
         super().begin(state, trace)
-        self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), state.n.device)
-        self.noted, self.unread = [[] for _ in state.known], 0      # of each row some (T, dim)
-        self.held = [len(text) - 1 for text in state.known]         # how many tokens are read or noted
-        for i, x in enumerate(self.inputs(state, trace).split(256, 1)):
-            self.own.run(x, Placement.at(256 * i, 256 * i + x.shape[1], x.device), self.cache, [0])
+        x, device = trace[self.taps[0]], state.n.device                         # (B, T, dim)
+        T, late = x.shape[1], self.late
+        self.noted = x.new_zeros(*state.tokens.shape, x.shape[2])               # (B, S, dim) by slot
+        self.noted[:, late : late + T] = x
+        self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), device)
+        for first in range(0, T, 256):
+            at = Placement.at(first, min(first + 256, T), device)
+            self.own.run(self.inputs(state, at.slots), at, self.cache, [0])
+        self.held = [len(text) - 1 for text in state.known]     # how many slots hold what the text says
+        self.unread = late
 
     def observe(self, state, r):
         super().observe(state, r)
-        rows = zip(r.trace[self.taps[0]], state.known, r.new, strict=True)
-        for b, (x, text, new) in enumerate(rows):
-            first = len(text) - 1 - len(new)        # where the block stands: at D, before it went on
-            self.noted[b].append(x[self.held[b] - first : len(new)])
-            self.held[b] = len(text) - 1
-        self.unread = max(sum(map(len, states)) for states in self.noted)
+        x, new = r.trace[self.taps[0]], state.send([[len(row)] for row in r.new])       # (B, K+1, dim)
+        steps = torch.arange(x.shape[1], device=new.device) + self.late - 1     # from where the round began
+        self.noted.scatter_(1, state.after(steps - new)[..., None].expand_as(x), x)
+        rows = zip(state.known, self.held, strict=True)
+        self.unread = max(len(text) - 1 + self.late - held for text, held in rows)
 
-    def take_noted(self, state, last):
-        """(x, at, more): the noted states (B, T, dim), the Placement of the run whose last one belongs at
-        offset `last` from D, and how many states each row has. A row with fewer of them than another one gets
-        dead states after its own, for slots that are overwritten before anybody reads them."""
-        x = pad_sequence([torch.cat(states) for states in self.noted], batch_first=True)    # (B, T, dim)
-        more = [sum(map(len, states)) for states in self.noted]
-        self.noted, self.unread = [[] for _ in more], 0
-        if len(more) == 1:
-            return x, state.at(last + 1 - more[0], last + 1), more
-        steps = torch.arange(last, last + x.shape[1], device=state.n.device)                # (T,)
-        slots = state.after(steps - state.send(more)[:, None])                              # (B, T)
-        at = state.at(last + 1 - max(more), last + 1 + x.shape[1] - min(more))
-        return x, at._replace(positions=slots, slots=slots), more
+    def inputs(self, state, slots):
+        """What the block reads at `slots` (B or 1, T). (B, T, dim)"""
+        return self.noted.gather(1, slots[..., None].expand(len(self.noted), -1, self.noted.shape[2]))
+
+    def catch_up(self, state, sublayers=None):
+        """Read what is unread. Returns what the block says last of each row. (B, 1, dim)"""
+        at, last = state.back(self.unread, self.late)
+        self.held, self.unread = [len(text) - 1 + self.late for text in state.known], 0
+        x = self.own.run(self.inputs(state, at.slots), at, self.cache, sublayers)
+        return pick(x, last)
 
 
 class ExitDraft(Reader, SelfDraft):
@@ -107,46 +105,32 @@ class ExitDraft(Reader, SelfDraft):
         super().__init__(head.model, early_exit(head.model.c.n_layers, head.shape["exit_layer"]), rule)
         self.hold(head)
 
-    def inputs(self, state, trace):
-        return trace[self.taps[0]]
-
     def logits(self, state, x, k):
         if self.unread:     # keys and values alone are needed: the adapter's attention
-            noted, at, _ = self.take_noted(state, -1)
-            self.own.run(noted, at, self.cache, [0])
+            self.catch_up(state, [0])
         x = self.own.run(x, state.at(k), self.cache, self.head.sublayers)
         return self.own.unembed(x)
 
 
 class EagleDraft(Reader):
     """A block that reads a token and the final state of the one before; of a drafted one, what it said itself
-    (EAGLE, arXiv 2401.15077). D is read last, with all that was written since the last draft.
-
-    What is noted of a token is the final state, which the block reads with the token after."""
+    (EAGLE, arXiv 2401.15077). D is read last, with all that was written since the last draft."""
+    late = 1
 
     def __init__(self, head, rule):
         super().__init__(rule)
         self.hold(head)
 
-    def begin(self, state, trace):
-        super().begin(state, trace)
-        final = F.pad(trace[self.taps[0]], (0, 0, 1, 0))                        # (B, T+1, dim)
-        self.noted = [[x[len(text) - 1 : len(text)]] for x, text in zip(final, state.known, strict=True)]
-        self.unread = 1
-
-    def inputs(self, state, trace):
-        final = trace[self.taps[0]]
-        return self.head.join(state.tokens[:, : final.shape[1]], F.pad(final, (0, 0, 1, -1)))
+    def inputs(self, state, slots):
+        tokens = state.read(slots.expand(len(self.noted), -1))
+        return self.head.join(tokens, super().inputs(state, slots))
 
     def propose(self, state):
         def step(token, k):
-            if k > 0:
-                x, at = self.said, state.at(k)
+            if k == 0:
+                self.said = self.catch_up(state)
             else:
-                x, at, more = self.take_noted(state, 0)
-                token = state.read(at.slots)
-            x = self.own.run(self.head.join(token, x), at, self.cache)
-            self.said = x[:, -1:] if k > 0 or len(more) == 1 else pick(x, state.send(more) - 1)[:, None]
+                self.said = self.own.run(self.head.join(token, self.said), state.at(k), self.cache)
             return self.own.unembed(self.said)                                  # (B, 1, V)
 
         return Draft(*chain(state, step, self.rule))
@@ -173,7 +157,7 @@ class LastState(Drafter):
     def last(self, state):
         """The state of each row's last token read. (B, 1, dim)"""
         trace, at = self.read
-        return pick(trace[self.taps[0]], state.send(at))[:, None]
+        return pick(trace[self.taps[0]], state.send(at)[:, None])
 
 
 class MedusaDraft(LastState):

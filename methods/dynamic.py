@@ -1,22 +1,18 @@
 """Drafts that change while they run, as published: CLaSp chooses which blocks to skip, DEL after which
 block to leave.
 
-The one thing to remember: the target checks every round whatever drafted it, so a drafter may change its
-sub-layers between any two rounds. What it learns from is nearly free: the states that drafting and verifying
-compute anyway, and the text that is already written.
-
-Both draft with the target's own sub-layers. In a batch the rows share one choice, since they share each
-pass. The constants are the published ones; the docstrings name the faults that are mended here.
+The target checks every round, whatever drafted it, so a drafter may change its sub-layers between any two
+rounds. What it learns from is nearly free: the states that drafting and verifying compute anyway. In a batch
+the rows share one choice, since they share each pass. The constants are the published ones.
 """
 import torch
 
 from control import Confidence, expected_speedup, plan, weight_costs
 from layerskip import SelfDraft, early_exit
-from methods.drafting import ScratchTail, pick, same_model
+from methods.drafting import ScratchTail, same_model
 from model import Placement
 from sampling import raw_probs
-
-# --- trying a draft without a trace
+from speculative import pick
 
 
 def aside(model, cache, x, positions, sublayers):
@@ -39,11 +35,7 @@ def overlaps(probs, p, logits):
 def last_places(state, trace, count):
     """The last places of each prompt: {tap: (B, count, dim)}, and which of them there are (B, count)."""
     at = state.n[:, None] + torch.arange(-count, 0, device=state.n.device)      # (B, count)
-    row = torch.arange(len(at), device=at.device)[:, None]
-    return {tap: x[row, at.clamp(min=0)] for tap, x in trace.items()}, at >= 0
-
-
-# --- CLaSp
+    return {tap: pick(x, at.clamp(min=0)) for tap, x in trace.items()}, at >= 0
 
 
 def nearest(states, run, free, most):
@@ -94,34 +86,30 @@ class CLaSp(SelfDraft):
     def begin(self, state, trace):
         same_model(self.model, state)
         super().begin(state, trace)
-        last = [len(text) - 1 for text in state.known]
-        self.choose(state, trace, last, last)
+        self.choose(state, trace, [0] * len(state.known), [len(text) - 1 for text in state.known])
 
     def observe(self, state, r):
         super().observe(state, r)
         if max(map(len, state.known)) >= self.due:
             first = [len(text) - len(new) - 1 for text, new in zip(state.known, r.new, strict=True)]
-            kept = r.accepted.tolist()
-            self.choose(state, r.trace, kept, [n + k for n, k in zip(first, kept, strict=True)])
+            self.choose(state, r.trace, first, r.accepted.tolist())
 
-    def choose(self, state, trace, which, where):
-        """which: for each row, the token of the trace whose states count; where: its position."""
+    def choose(self, state, trace, first, which):
+        """first: where each row's trace begins; which: the token in it whose states count."""
         self.due = max(map(len, state.known)) + self.every
-        which, at = state.send([which, where]).unbind()                         # (B,) both
-        states = [self.model.embed(state.read(at[:, None]))[:, 0]]              # (B, dim)
-        states += [pick(trace[tap], which) for tap in self.taps]
+        first, which = state.send([first, which])[..., None]                    # (B, 1) both
+        at = first + which
+        states = [self.model.embed(state.read(at)), *(pick(trace[tap], which) for tap in self.taps)]
+        states = [x[:, 0] for x in states]                                      # (B, dim)
 
         def run(u, x):  # (J, B, dim)
             x = x.transpose(0, 1)
-            here = at[:, None].expand(x.shape[:2])
+            here = at.expand(x.shape[:2])
             return aside(self.model, state.cache, x, here, [2 * u, 2 * u + 1]).transpose(0, 1)
 
         L = self.model.c.n_layers
         gone = nearest(states, run, range(L), self.skips)[-1]
         self.sublayers = [i for i in range(2 * L) if i // 2 not in gone]
-
-
-# --- DEL
 
 
 class DEL(SelfDraft):
@@ -134,8 +122,8 @@ class DEL(SelfDraft):
     expected speed drafts, up to `gamma` tokens, and stops after a token less sure than a threshold, the mean
     of how sure it was where it would have been accepted and where it would not.
 
-    Mended. Theirs counts layers: here `costs` know the head's share. Theirs drafts a token even where the
-    best is not to draft. Counts start from a uniform prior, a hit at confidence 1 and a miss at 0, where
+    Different here: `costs` know the head's share, where theirs counts layers, and nothing is drafted where
+    nothing gains. Counts start from a uniform prior, a hit at confidence 1 and a miss at 0, where
     their threshold is NaN until both were seen. When sampling, a shadow counts as the sum of min(p, q), not
     as a match of the likeliest tokens. And shadows are not free, each costs a row of the head: score fewer
     exits (`exits`), or only every `every`th round. The rule "FS", their baseline, is `lab.rules.Schedule`.

@@ -1,7 +1,7 @@
 """Trained heads: small modules on a frozen model that draft for it, and what they are trained to say.
 
-The one thing to remember: a head learns to say what the model itself will say, from states that the model has
-computed anyway. The model does not change, and neither does its text.
+A head learns to say what the model itself will say, from states that the model has computed anyway. The model
+does not change, and neither does its text.
 
     kind         reads                              says                               its own weights
     Kangaroo     the state after block E            the next token                     an attention
@@ -43,7 +43,6 @@ from support.files import replacing
 
 FILE = "heads.safetensors"
 RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape of a tree
-MEMORY = 2**31  # bytes of states that training keeps
 AHEAD = 4   # tokens that a prophet learns to say from one state
 SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
                    "post_norm")     # of a model: its heads fit every other model of this shape
@@ -63,7 +62,7 @@ def own_weights(model, **tensors):
 def graft(model, first, count, hidden_dim=None):
     """A Transformer that shares embedding, final norm and head with the model, and has `count` blocks of its
     own. They start as copies of the model's from block `first` on, with the first hidden_dim units of their
-    MLPs. They see the whole text: of Gemma's windows they have none."""
+    MLPs. They see the whole text, without Gemma's windows."""
     last, units = model.c.n_layers - 1, hidden_dim or model.c.hidden_dim
     c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
     own = Transformer(replace(c, vocab_size=1)).to(model.tok.device, model.tok.dtype)
@@ -97,26 +96,27 @@ class Head:
     reads_cache: whether it reads the model's own keys and values. ranks: how likely the model's greedy token
     is the head's first, second, ... guess, if that was measured. strange: whether it was trained for other
     weights than the model's."""
-    branches = reads_cache = False
-    strange, ranks = False, ()
+    branches = reads_cache = strange = False
+    ranks = ()
 
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
-        if shape is None:
-            return self.draft(self, rule)
         if self.branches:
             return self.draft(self, rule, shape)
-        return Siblings(self.draft(self, rule), widths_of(shape)[1])
+        chain = self.draft(self, rule)
+        return chain if shape is None else Siblings(chain, widths_of(shape)[1])
 
 
 class ExitBlock(Head):
     """An exit with a block of its own, which reads a copy of the state, so that the trunk is untouched
     (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
-    kind, draft, sublayers = "exit_block", drafting.ExitDraft, [0, 1]
+    kind, draft, sublayers, lacks = "exit_block", drafting.ExitDraft, [0, 1], ()
 
     def __init__(self, model, exit_layer):
         self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
         self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, exit_layer, 1)
+        for part in self.lacks:
+            delattr(self.own.blocks[0], part)
         self.weights = self.own.blocks
         self.step = Step(count(self), trunk=exit_layer, reads=True)
 
@@ -128,13 +128,7 @@ class ExitBlock(Head):
 
 class Kangaroo(ExitBlock):
     """The adapter of Kangaroo (arXiv 2404.18911, section 3.1): attention without an MLP."""
-    kind, sublayers = "kangaroo", [0]
-
-    def __init__(self, model, exit_layer):
-        super().__init__(model, exit_layer)
-        block = self.own.blocks[0]
-        del block.mlp, block.mlp_norm, block.mlp_post
-        self.step = Step(count(self), trunk=exit_layer, reads=True)
+    kind, sublayers, lacks = "kangaroo", [0], ("mlp", "mlp_norm", "mlp_post")
 
 
 class Eagle(Head):
@@ -235,41 +229,6 @@ class Prophet(Head):
 
 
 KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet)}
-
-
-def judged(head, tokens, memory=None):
-    """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
-    (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them.
-
-    memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text that comes
-    again costs no pass. A head that reads the model's keys and values has no use for it."""
-    model, T = head.model, tokens.shape[1]
-    taps = sorted({*head.taps, 2 * model.c.n_layers - 1})
-
-    def read(rows):     # (len(taps), len(rows), T, dim), and the cache
-        cache = KVCache(model.c, len(rows), T, model.attention_dtype(), tokens.device)
-        trace = dict.fromkeys(taps)
-        model.run(model.embed(rows), Placement.at(0, T, rows.device), cache, trace=trace)
-        return torch.stack(list(trace.values())), cache
-
-    with torch.no_grad():
-        if memory is None or head.reads_cache:
-            states, cache = read(tokens)
-        else:
-            states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
-        trace = dict(zip(taps, states, strict=True))
-        target = model.unembed(states[-1])                                      # (B, T, V)
-    for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
-        yield said, target[:, k : k + said.shape[1]]
-
-
-def remembered(memory, row, read):
-    """The states of one text (1, T), read alone, so that they do not depend on what is read beside it."""
-    key = row.cpu().numpy().tobytes()
-    states = memory[key] if key in memory else read(row)[0]
-    if states.nbytes * (1 + len(memory)) <= MEMORY:
-        memory[key] = states
-    return states
 
 
 def count(head):

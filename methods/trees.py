@@ -1,7 +1,7 @@
 """Trees of drafts: several guesses for the same place, and which shape of tree is worth its cost.
 
-The one thing to remember: a sibling is tried only where those before it were refused. So it gains where first
-guesses are bad, and depth gains where they are good.
+A sibling is tried only where those before it were rejected. So it gains where first guesses are bad, and
+depth gains where they are good.
 
     chain           D - d1 - d2 - d3      1 + a + a^2 + a^3 tokens a round, where a guess is good with
                                           probability a
@@ -113,7 +113,7 @@ class Siblings(Wrapper):
     likely token that is left, and its q is one-hot. The shape that pays: `gamma, widths =
     widths_of(best_tree(..., branches=False))`.
 
-    For the drafter nothing changes: nobody drafts from a sibling, and what it learns of is a chain. In a
+    For the drafter nothing changes: it does not draft from siblings, and what it learns of is a chain. In a
     batch only the rows with the longest chain have siblings, and near the end of an answer the last ones are
     left out. A drafter that draws nothing, such as an n-gram, gets none. Raises ValueError for widths that
     rise.

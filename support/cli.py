@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from layerskip import without
-from support.files import read_json
+from support.files import note, read_json
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,7 +72,7 @@ def read_beside(folder, name, read, size):
     try:
         return read(str(path), size) if path.is_file() else None
     except (ValueError, OSError) as e:
-        print(f"left out: {e}", file=sys.stderr, flush=True)
+        note("left out", e)
         return None
 
 

@@ -2,7 +2,6 @@
 
 Nothing of a drafter is here. Each function reads flags and files and calls one class.
 """
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +20,7 @@ from methods.pace import Pace
 from methods.trees import best_tree
 from speculative import ModelDraft, NGram, ancestors
 from support import cli
+from support.files import note
 from support.measure import costs_of
 
 NAMES = ("auto", "none", "ngram", "exit", "skip", *KINDS, *heads.KINDS)
@@ -173,8 +173,8 @@ def chosen(rounds, beliefs):
 def load_heads(folder, model):
     head = heads.load(folder, model)
     if head.strange:
-        print(f"draft: {folder}: trained for other weights of this shape, so fewer of its drafts may be "
-              "accepted; the text is still the model's own", file=sys.stderr, flush=True)
+        note("draft", f"{folder}: trained for other weights of this shape, so fewer of its drafts may be "
+             "accepted; the text is still the model's own")
     return head
 
 
@@ -186,7 +186,7 @@ def trained_beside(folder, model):
             try:
                 found.append(load_heads(path, model))
             except ValueError as e:
-                print(f"draft: left out, as {e}", file=sys.stderr, flush=True)
+                note("draft", f"left out, as {e}")
     return found
 
 

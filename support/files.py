@@ -13,16 +13,14 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-    import msvcrt
-
 TEMPORARY = ".part"  # the ending of a file that is being written
 BOUNDARY = "<|endoftext|>"  # separates the documents of a file; its id begins a document and ends an answer
 PROMPTS = Path(__file__).resolve().parent / "prompts"
-LOCK = ".lock"  # an empty file, held open by the process that writes to its folder
+
+
+def note(topic, line):
+    """A line on standard error, beside what a command prints."""
+    print(f"{topic}: {line}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -112,7 +110,7 @@ def resume(path, header):
     if found == header:
         lines = list(itertools.takewhile(bool, lines))
     elif isinstance(found, dict) and found.keys() == header.keys():
-        print(f"{path}: of another model, text or flags; the search starts anew", file=sys.stderr)
+        note(path, "of another model, text or flags; the search starts anew")
         lines = []
     elif path.parent.exists() and any(path.parent.iterdir()):
         raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
@@ -183,22 +181,6 @@ def find_weights(folder):
         file = open_with(partial(safe_open, framework="pt"), path, "truncated or damaged safetensors file")
         found |= {name: file.get_slice(name) for name in file.keys()}
     return found
-
-
-def lock(folder):
-    """The lock of a folder, as an open file. Until it is closed, every other call raises ValueError, in this
-    process and in others. The system closes it when its process ends, even if that is killed; the empty file
-    that stays locks nothing."""
-    file = open(folder / LOCK, "ab")
-    try:
-        if fcntl:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        else:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    except (BlockingIOError, PermissionError):
-        file.close()
-        raise ValueError(f"{folder}: another process is writing here: wait, or name another --out") from None
-    return file
 
 
 def cache_folder():

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import statistics
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from machine.quant import byte_costs, size
 from model import Placement
 from sampling import Coins, raw_probs, to_probs
 from support.cli import machine
-from support.files import keep, kept, read_json
+from support.files import keep, kept, note, read_json
 from verification import verify
 
 LARGE = 64e6        # bytes of a model's blocks from which on costs are measured by default
@@ -126,19 +125,15 @@ def kept_costs(model, folder=None):
         try:
             return read_costs(path, model.c)
         except ValueError as e:
-            say(f"measured anew: {e}")
-    say(f"measuring what a pass takes, about {SECONDS:.0f} seconds")
+            note("costs", f"measured anew: {e}")
+    note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")
     costs = quick(model)
     try:
         path = keep(name, f"{json.dumps(as_data(costs))}\n".encode(), folder)
-        say(f"kept for later runs; if the machine was busy, delete {path} to measure anew")
+        note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure anew")
     except OSError as e:
-        say(f"not kept, so the next run measures anew: {e}")
+        note("costs", f"not kept, so the next run measures anew: {e}")
     return costs
-
-
-def say(line):
-    print(f"costs: {line}", file=sys.stderr, flush=True)
 
 
 def quick(model):

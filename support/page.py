@@ -65,17 +65,15 @@ class Player:
     def place(self, r, k, token, accepted, proposed, coin=None):
         """Place k of a draft: its token, if there is one, the verdict on it, and bars of p, q and
         max(p - q, 0) where p or q is large."""
-        p, verdict = r.p[0, k], "accepted" if k < accepted else "refused" if k < proposed else "dead"
+        verdict = "accepted" if k < accepted else "refused" if k < proposed else "dead"
         if verdict == "dead" and token is not None or k > accepted:
             return {"text": self.text(token), "verdict": "dead", "bars": []}
-        if token is None:
-            q = torch.zeros_like(p)
-        elif r.draft.q is None:
-            q = torch.zeros_like(p).scatter(0, r.draft.tokens[0, k], 1.0)
-        else:
-            q = r.draft.q[0, k]
+        p, own = r.p[0, k], [] if token is None else [token]
+        q = torch.zeros_like(p)
+        if own:
+            q = q.index_fill(0, r.draft.tokens[0, k], 1.0) if r.draft.q is None else r.draft.q[0, k]
         large = torch.maximum(p, q).topk(min(SHOWN, len(p))).indices.tolist()
-        ids = dict.fromkeys([*large, *([] if token is None else [token])])
+        ids = dict.fromkeys([*large, *own])
         bars = [[self.text(t), short(p[t]), short(q[t]), short((p[t] - q[t]).clamp(min=0))]
                 for t in ids if p[t] > 0 or q[t] > 0]
         if token is None:

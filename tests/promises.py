@@ -13,7 +13,7 @@ from tiny import DEVICES, LIVELY, PROMPTS, TINY, each_family, law, make, warm
 
 from machine.quant import quantise
 from machine.recorded import Recorded
-from methods.drafting import ExitDraft, ProphetDraft
+from methods.drafting import ProphetDraft, Reader
 from sampling import Coins, to_probs
 from speculative import ModelDraft, Wrapper, generate, rounds
 
@@ -142,9 +142,7 @@ class Poisoned(Wrapper):
             state.tokens[b, len(text) :] = 16
             spoil(state.cache, b, len(text) - 1)
             for part in inside(self):
-                if isinstance(part, ExitDraft):     # what it has only noted it still has to read
-                    spoil(part.cache, b, part.held[b] - sum(map(len, part.noted[b])))
-                elif isinstance(part, ModelDraft):
+                if isinstance(part, (Reader, ModelDraft)):
                     spoil(part.cache, b, part.held[b])
                 elif isinstance(part, ProphetDraft):
                     spoil(part.cache, b, 0)         # it starts anew in each round

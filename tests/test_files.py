@@ -1,8 +1,5 @@
-"""Files are replaced as a whole, and one process at a time writes to a folder."""
+"""Files are replaced as a whole."""
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
@@ -47,17 +44,3 @@ def test_two_runs_may_keep_one_file_at_once(monkeypatch, tmp_path):
         os.umask(umask)
     assert path.read_bytes() == b"own" and path.stat().st_mode & 0o777 == 0o644, "all users may read it"
     assert [p.name for p in path.parent.iterdir()] == ["a"]
-
-
-def test_a_lock_ends_with_its_process(tmp_path):
-    code = ("import pathlib, sys, time; from support import files; "
-            "held = files.lock(pathlib.Path(sys.argv[1])); print(flush=True); time.sleep(99)")
-    child = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE,
-                             cwd=Path(files.__file__).parent.parent)
-    with child:
-        child.stdout.readline()
-        with pytest.raises(ValueError, match="another process"):
-            files.lock(tmp_path)
-        child.kill()
-    with files.lock(tmp_path), pytest.raises(ValueError, match="another process"):
-        files.lock(tmp_path)

@@ -17,9 +17,9 @@ from lab.bench import __main__ as bench
 from lab.bench import beyond
 from lab.bench.shared import WEIGHTS
 from lab.sparse import SparseDraft, step_cost, unread
+from lab.train_heads import judged
 from lab.transfer import Transfer
 from layerskip import SelfDraft, early_exit
-from methods.heads import judged
 from methods.trees import Siblings
 from sampling import Coins
 from search import Teacher

@@ -13,12 +13,12 @@ from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, fork, ma
 
 from control import Beta, Gate
 from kvcache import KVCache
+from lab import train_heads
 from lab.m2r2 import M2R2
 from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from lab.transfer import Transfer, ahead
 from layerskip import SelfDraft
-from methods import heads
 from methods.heads import Prophet
 from methods.then import Then
 from methods.trees import Siblings
@@ -279,7 +279,7 @@ def test_accelerated_states_are_held_against_those_further_up(models):
     m, unit = models["llama"], lambda x: x / x.pow(2).mean(-1, keepdim=True).sqrt()
     assert M2R2(m, 4).taps == [3, 5, 9, 11], "as many times further up as the exit is"
     head = wild(M2R2(m, 3, 4, 2.0))
-    list(heads.judged(head, torch.tensor([PROMPTS[0]])))
+    list(train_heads.judged(head, torch.tensor([PROMPTS[0]])))
     _, trace = read(m, PROMPTS[0], (3, 7, 11))
     far = (unit(head.states.detach()) - unit(torch.stack([*trace.values()], 2))).pow(2).mean()
     got = head.besides()

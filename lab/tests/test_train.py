@@ -1,4 +1,7 @@
 """Training: the recipe by hand, what it learns, killed runs that are resumed, what is saved."""
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -6,7 +9,7 @@ import torch
 from tiny import FAMILIES, argv_of, command, each_family, make, story
 
 import checkpoint
-from lab import train
+from lab import lock, train
 from model import Placement
 
 SMALL = dict(layers=3, dim=32, heads=4, kv_heads=2, head_dim=8, hidden=48, window=5, context=16,
@@ -212,3 +215,17 @@ def test_what_was_saved_has_the_same_logits_and_learns_on(product, begin, call, 
     further.train_step()
     assert not any(map(torch.equal, m.blocks[0].parameters(), further.model.blocks[0].parameters()))
     call.refuses(flags("b", **SHAPE | {"layers": 2, "start": out}), out, "--layers")
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    code = ("import pathlib, sys, time; from lab import lock; "
+            "held = lock.lock(pathlib.Path(sys.argv[1])); print(flush=True); time.sleep(99)")
+    child = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE,
+                             cwd=Path(lock.__file__).parent.parent)
+    with child:
+        child.stdout.readline()
+        with pytest.raises(ValueError, match="another process"):
+            lock.lock(tmp_path)
+        child.kill()
+    with lock.lock(tmp_path), pytest.raises(ValueError, match="another process"):
+        lock.lock(tmp_path)

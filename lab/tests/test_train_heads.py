@@ -3,12 +3,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_heads import wild
 from test_train import same_end, state
-from tiny import LLAMA, PROMPTS, argv_of, command, foreseeable, make, story_tokenizer
+from tiny import LIVELY, LLAMA, PROMPTS, argv_of, command, foreseeable, make, story_tokenizer
 
 import checkpoint
 from lab import train, train_heads
 from methods import heads
+from methods.heads import ExitBlock, Medusa
 from model import Placement
 from speculative import generate
 
@@ -94,3 +96,33 @@ def test_a_resumed_training_does_not_write_its_text_again(folder, tmp_path, monk
     (["--context", "65"], "65"), (["--data", "none"], "none"), (["--model", "none"], "none")])
 def test_bad_input_is_refused(folder, tmp_path, call, more, word):
     call.refuses(line("medusa", folder, tmp_path / "out") + more, tmp_path, word)
+
+
+def test_judged_compares_the_same_tokens():
+    """A head that says what the model will say is right. The model's pass has no gradients."""
+    m, tokens = make(LIVELY["llama"]).requires_grad_(True), torch.tensor([PROMPTS[0], PROMPTS[3]])
+    ((said, target),) = train_heads.judged(ExitBlock(m, 5), tokens)
+    assert said.shape == (2, 8, 17) and (said - target).abs().max() < 1e-9
+    assert said.requires_grad and not target.requires_grad
+    head, truth = Medusa(m, 3), m(tokens)
+    head.after = lambda x, k: truth[:, k + 1 :]
+    pairs = list(train_heads.judged(head, tokens))
+    assert [said.shape[1] for said, _ in pairs] == [7, 6, 5]
+    assert all((said - target).abs().max() < 1e-9 for said, target in pairs)
+
+
+def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch):
+    """And gives the very same pairs, whatever is read beside it."""
+    m, memory, passes = models["gemma2"], {}, []
+    head, texts = wild(Medusa(m, 2)), torch.tensor([PROMPTS[0], PROMPTS[3], PROMPTS[0][::-1]])
+    run, want = m.run, list(train_heads.judged(head, texts))
+    monkeypatch.setattr(m, "run", lambda *args, **kwargs: passes.append(1) or run(*args, **kwargs))
+    for rows, read_so_far in ([0, 1], 2), ([1, 0], 2), ([2, 0, 1], 3):
+        found = train_heads.judged(head, texts[rows], memory)
+        for (said, target), (a, b) in zip(found, want, strict=True):
+            assert (said - a[rows]).abs().max() < 1e-9 and (target - b[rows]).abs().max() < 1e-9
+        assert len(passes) == read_so_far
+    memory.clear()
+    monkeypatch.setattr(train_heads, "MEMORY", 2 * 8 * 32 * 8)    # of two texts
+    list(train_heads.judged(head, texts, memory))
+    assert len(memory) == 2
