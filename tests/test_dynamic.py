@@ -52,7 +52,8 @@ def test_there_must_be_something_to_skip_and_to_keep(models, skips):
 def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, monkeypatch):
     m, seen = models[family], []
     monkeypatch.setattr(dynamic, "nearest", lambda states, run, free, most: (
-        seen.append((states, [run(u, states[u][None])[0] for u in free])) or [[1], [1, 3]]))
+        seen.append((states, [run(u, torch.stack([states[u] + 1, states[u]]))[1] for u in free]))
+        or [[1], [1, 3]]))
     clasp, taps = CLaSp(m, 2, every=1, threshold=0.0, gamma=3), list(range(1, 12, 2))
     ends = [[len(p) for p in PROMPTS[:3]]]
     for state, r in rounds(m, PROMPTS[:3], 8, clasp):

@@ -96,6 +96,8 @@ def test_compare(call, once):
     assert r["identical"] is True and r["first_divergence"] is None
     assert plain["outputs"] == r["outputs"] and plain["new_tokens"] == plain["target_passes"] == 12
     assert as_json(call, "--compare", "--draft", "none")["ratio"] == 1
+    said = call("Once upon a time", *SHORT, "--compare")[1]
+    assert "identical to plain decoding" in said and "ratio" in said
     nothing = as_json(call, "--compare", "--max-new", "0")
     assert nothing["ratio"] is None and nothing["identical"] is True and nothing["chosen"] == {}
 
@@ -151,6 +153,18 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     assert r["outputs"][0]["ids"][5] == r["baseline"]["outputs"][0]["ids"][5] + 1
 
 
+def test_the_verdict_of_a_comparison():
+    """What no near-tie explains is called a difference; sampled texts are not compared."""
+    r = dict(identical=False, dtype="bfloat16", outputs=[0, 1])
+    d = dict(output=1, position=5, gap=0.0625, rounding=0.25)
+    for near in (True, False):
+        line = generate.verdict(r | {"first_divergence": d | {"near_tie": near}})
+        assert ("NOT identical" in line) == (not near) and "5 equal tokens of output 1" in line
+    same = dict(first_divergence=None, dtype="float32")
+    assert "temperature 0" in generate.verdict(same | {"identical": None})
+    assert generate.verdict(same | {"identical": True}).startswith("identical")
+
+
 def test_seed_repeats_a_sampled_run(call):
     texts = [as_json(call, "--temperature", "1", "--top-p", "0.9", "--seed", s)["outputs"] for s in (1, 1, 3)]
     assert texts[0] == texts[1] != texts[2]
@@ -166,6 +180,8 @@ def test_batch_from_a_file(call, tmp_path):
     alone = [json.loads(call(text, "--json", *common)[1])["outputs"][0] for text in texts]
     r = json.loads(call("--prompt-file", lines, "--json", *common)[1])
     assert r["outputs"] == alone and r["new_tokens"] == 27
+    said = call("--prompt-file", lines, *common)[1]
+    assert all(one["prompt"] + one["text"] in said for one in alone)
 
 
 def test_standard_input(call, monkeypatch, tmp_path):
@@ -209,7 +225,8 @@ def test_as_a_program_from_another_folder(tmp_path):
     ([], "prompt"), (["x", "--prompt-file", "y"], "prompt"), (["x", "--page", ""], "--page"),
     (["x", "--picture", "run.gif"], "run.gif"), (["x", "--page", "run.png"], "run.png"),
     (["x", "--page", "a.html", "--draft", "eagle", "--tree", "3"], "--page"),
-    (["x", "--temperature", "inf"], "inf"), (["x", "--seed", str(2**70)], "--seed"),
+    (["x", "--temperature", "inf"], "inf"), (["x", "--prompt-file", ""], "--prompt-file"),
+    (["x", "--gamma", "1001"], "--gamma"), (["x", "--seed", str(2**70)], "--seed"),
     (["x", "--draft", "skip"], "--skip"), (["x", "--skip", "a3", "--exit-layer", "2"], "--skip"),
     (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer"), (["x", "--tree", "3"], "--tree"),
     (["x", "--draft", "nowhere"], "nowhere"), (["x", "--draft", "eagle", "--draft-vocab", "v"], "-vocab"),

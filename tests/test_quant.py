@@ -119,6 +119,8 @@ def test_nothing_else_takes_it_for_a_matrix(tmp_path):
     for call in (torch.matmul, lambda x, w: F.linear(x, w, torch.ones(4))):
         with pytest.raises(TypeError):
             call(torch.ones(1, 4), Int8(torch.ones(4, 4)))
+    with pytest.raises(ValueError, match="unknown kind 'int5'"):
+        quantise(make(FAMILIES["llama"]), "int5")
     with pytest.raises(ValueError, match="a quantised model cannot be saved"):
         checkpoint.save(quantise(make(FAMILIES["llama"])), tmp_path, expected.byte_tokenizer())
 
