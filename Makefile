@@ -13,15 +13,15 @@ demo: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --compare
 
 test: $(VENV)/dev
-	$(PY) -m pytest -n auto --ignore tests/test_notebooks.py
+	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_notebooks.py
 	@echo "Not run: the notebooks, the lab's tests, planted mistakes and the grader's own test: make test-all"
 
 test-lab: $(VENV)/dev
-	$(PY) -m pytest -n auto lab/tests
+	$(PY) -m pytest -n auto --dist worksteal lab/tests
 
 # All that can be tested without a browser and a GPU: what .ci/run does.
 test-all: lint test test-lab mistakes exercises
-	$(PY) -m pytest -n auto tests/test_notebooks.py
+	$(PY) -m pytest -n auto --dist worksteal tests/test_notebooks.py
 
 gpu-test: $(VENV)/dev
 	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no CUDA device here")'
