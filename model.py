@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SPARE = 8  # slots after the longest text: a row near its limit may write drafts there that nobody will use
+SPARE = 8  # slots after the longest text: a row near its limit may write drafts there that are never used
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def visible(positions, slots, end, tree=None, window=None):
     before it. `window` hides the keys that are `window` or more positions back.
 
     >>> at = torch.tensor([[2, 3]])                 # a block of two tokens, after two slots that are filled
-    >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet, and so nobody sees it
+    >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet: no token sees it
     [[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]]
     >>> visible(at, at, end=5, window=2).int().tolist()
     [[[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]]
@@ -150,7 +150,7 @@ def block_only(k, v):
 
 
 def weight(*shape):
-    return nn.Parameter(torch.empty(shape))   # filled by whoever builds a model: checkpoint.load, or training
+    return nn.Parameter(torch.empty(shape))   # filled later, by checkpoint.load or by training
 
 
 class RMSNorm(nn.Module):

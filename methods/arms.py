@@ -21,14 +21,15 @@ class Calibrated(Rule):
     """Stop drafting where the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in tenths, is calibrated by how often it was right at that confidence. `skill`
-    is its acceptance rate in this text, `past` in all texts. bars: a price for each token after the first, in
+    is its acceptance rate in this text, `past` in all texts. bars: a price for each of the `gamma` tokens, in
     tokens: what one more costs, times the tokens per pass that drafting reaches. prior: the acceptance rate
     that is expected at first.
     """
 
-    def __init__(self, bars=(0.3,) * MOST, gamma=MOST, prior=0.5):
+    def __init__(self, bars=None, gamma=MOST, prior=0.5):
         super().__init__(gamma)
-        self.bars, self.sure, self.skill, self.past = bars, [], Beta(prior=prior), Beta(prior=prior)
+        self.bars = [0.3] * gamma if bars is None else bars
+        self.sure, self.skill, self.past = [], Beta(prior=prior), Beta(prior=prior)
         self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)]
 
     def gamma(self, state):

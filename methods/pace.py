@@ -54,7 +54,7 @@ class Pace(Wrapper):
         self.taps = tuple(sorted({*self.taps, last, *(2 * arm.leaves - 1 for arm in self.exits)}))
         self.whole = self.costs.pricing(range(last + 1))
         self.copied, self.tails = Beta(), Beta()    # tokens copied right; the same per round without a copy
-        self.balance, self.chosen, self.due, self.idle, self.arm = STAKE, {}, 0, 0, self.nothing
+        self.balance, self.chosen, self.due = STAKE, {}, 0
         self.n = 0      # how long the text is
 
     def begin(self, state, trace):
@@ -63,6 +63,7 @@ class Pace(Wrapper):
         rows = len(state.known)
         self.before, self.written, self.least = [True] * rows, [0] * rows, 0
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
+        self.arm, self.idle = self.nothing, 0
         for arm in self.arms:       # another text: what is known counts as two drafts
             arm.drafter.rule.skill = Beta(prior=arm.drafter.rule.past.mean())
         self.look(state)
@@ -139,7 +140,8 @@ class Pace(Wrapper):
             self.idle = 0 if self.scores else IDLE
         elif self.arm is not self.copying:
             rule, price = self.arm.drafter.rule, self.arm.price(self.n)
-            rule.bars = [self.rate * (price + self.block(k + 3) - self.block(k + 2)) for k in range(MOST)]
+            rule.bars = [self.rate * (price + self.block(k + 3) - self.block(k + 2))
+                         for k in range(self.arm.most)]
             rule.most = self.length
             while not self.scores and rule.most < min(self.room, self.arm.most):
                 T = 2 + rule.most + TAIL * self.tail

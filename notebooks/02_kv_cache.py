@@ -6,7 +6,7 @@
 # also explains why *rolling back*, taking back tokens that turned out wrong, can be nearly free. Speculative
 # decoding (notebook 4) rolls back in most of its rounds.
 #
-# > **The one thing to remember: slot = position, and nobody stores how full the cache is. Rolling back is
+# > **The one thing to remember: slot = position, and the cache does not store how full it is. Rolling back is
 # > starting the next block earlier.**
 #
 # Before it: [1, the forward pass](01_forward_pass.ipynb). After it: [3, sampling](03_sampling.ipynb).
@@ -258,7 +258,7 @@ draw(rows, size=13)
 # ## The classical cache, and the bug that it invites
 #
 # Most libraries grow their cache with `cat` and cut it with `truncate`. Here it is in a dozen lines. It works
-# as long as nobody forgets anything.
+# as long as no call is forgotten.
 
 # %%
 class CatCache:
@@ -438,7 +438,7 @@ print("counted")
 # the memory as it is?
 #
 # <details><summary>Answer</summary>
-# A hidden slot gets weight 0, but 0 · NaN is NaN. Memory that nobody has written may hold anything.
+# A hidden slot gets weight 0, but 0 · NaN is NaN. Memory that was never written may hold anything.
 # </details>
 
 # %%
@@ -447,7 +447,7 @@ poisoned.v[:, :, :, m + 4 :] = torch.nan                        # beyond what th
 at = Placement.at(0, m, device)._replace(end=m + 8)             # all slots are read
 spoilt = model.unembed(model.run(model.embed(torch.tensor([prompt], device=device)), at, poisoned))
 assert spoilt.isnan().any()
-print("NaN in slots that nobody may see reached the logits")
+print("NaN in slots that no token may see reached the logits")
 
 # %% [markdown]
 # **3.** A rejected guess left its key in slot 20. The next block starts at slot 20 and has one token. In

@@ -37,7 +37,7 @@ print(f"{L} blocks; a story of {len(story)} tokens, of which {len(prompt)} are t
 # When the target checks a draft, its states pass through all blocks. They are there anyway; the loop only
 # has to keep them: a *trace*. The state after block E is exactly what an early exit after E blocks would
 # have had. So the output head can say, for every place of the round, what *every* exit would have drafted
-# there, and nobody needs to draft. DEL calls these guesses *shadow tokens*.
+# there, without drafting. DEL calls these guesses *shadow tokens*.
 #
 # Here are the shadow tokens of all exits along a piece of the story. `Teacher` keeps the states of one
 # pass.
@@ -209,11 +209,11 @@ print(f"the search itself took as long as {len(scores) * costs.step(swift.kept(s
 # $$\frac{1 + \alpha + \dots + \alpha^\gamma}{\gamma c + 1}$$
 #
 # with c from a table of costs, and alpha from the trace for exits, from the text for n-grams, and from
-# their own drafts for all else. A way that drafts seldom is hardly known. So Pace also asks how much it *may
-# well* promise, with an alpha one standard deviation above its mean; where that is more than the best has to
-# offer, the way is tried out. Where nothing promises at least 5 % more than plain decoding (thinking takes
-# time, too), Pace rests: it thinks again a few rounds later, or as soon as the text repeats itself. A stream
-# of prompts whose kind changes:
+# their own drafts for all else. A way that drafts seldom is hardly known. So every 16 rounds Pace also asks
+# how much it *may well* promise, with an alpha one standard deviation above its mean; where that is more than
+# the best has to offer, the way is tried out. Where nothing promises at least 5 % more than plain decoding
+# (thinking takes time, too), Pace rests: it thinks again a few rounds later, or as soon as the text repeats
+# itself. A stream of prompts whose kind changes:
 
 # %%
 from lab.bench.dynamic import Thinking, stream

@@ -174,6 +174,8 @@ def find_weights(folder):
         listed = read_json(index)
         with guarded(f"{index}: weight_map must name a file for each tensor"):
             paths = [folder / name for name in sorted(set(listed["weight_map"].values()))]
+            if any(path.parent != folder or path.name == ".." for path in paths):
+                raise ValueError("a file outside this folder")
     elif not single.is_file() and any(folder.glob("*.bin")):
         raise ValueError(f"{folder}: only pickles, which can run code and are never opened; convert them by "
                          "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)")

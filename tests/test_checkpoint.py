@@ -84,8 +84,9 @@ def test_shards_of_any_dtype_load_like_one_file(device, tmp_path):
         again = checkpoint.load(str(folder), device, None if dtype == torch.bfloat16 else dtype)[0]
         assert again.tok.device.type == device
         assert all(map(torch.equal, again.cpu().parameters(), make(m.c).bfloat16().to(dtype).parameters()))
-    edit(index, weight_map={EMBED: 3})
-    refused(folder, "weight_map")
+    for where in (3, "../model.safetensors", "/etc/passwd"):
+        edit(index, weight_map={EMBED: where})
+        refused(folder, "weight_map")
 
 
 def test_end_of_text_ids_come_in_every_form(tmp_path):

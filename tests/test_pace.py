@@ -107,12 +107,14 @@ def test_what_rounds_cost_by_hand(models):
 
 
 @pytest.mark.parametrize("price, alpha, most, drafted", [
-    (1.5 / 1.04 - 1, 0.5, 1, 0), (1.5 / 1.06 - 1, 0.5, 1, 1), (0.25, 1.0, 16, 8), (0.01, 1.0, 16, 16)])
+    (1.5 / 1.04 - 1, 0.5, 1, 0), (1.5 / 1.06 - 1, 0.5, 1, 1), (0.25, 1.0, 16, 8), (0.01, 1.0, 16, 16),
+    (0.01, 1.0, 20, 20)])
 def test_the_first_draft(price, alpha, most, drafted):
     """None for a gain of 4 %, one for 6 %; as many as two passes pay for; as many as it may."""
     rule = Calibrated(prior=alpha)
     rule.trust = [Beta(1e9)] * 11       # it never stops by itself
-    drafter = Pace(TARGET, [Arm("right", ModelDraft(TARGET, rule), lambda n: price)], EVEN, most=most)
+    arm = Arm("right", ModelDraft(TARGET, rule), lambda n: price, most=most)
+    drafter = Pace(TARGET, [arm], EVEN, most=most)
     drafter.due = 9     # nothing is explored yet
     _, r = next(rounds(TARGET, PROMPTS[:1], 40, drafter))
     assert r.draft.tokens.shape[1] == drafted
@@ -169,6 +171,15 @@ def test_a_trace_tells_of_every_exit(models, monkeypatch, family):
             hits, places = hits + float(a[:n].sum() + a[n - 1 : len(text) - 1].sum()), places + len(text)
         assert arm.drafter.rule.past.hits == pytest.approx(hits, abs=1e-5)
         assert arm.drafter.rule.past.hits + arm.drafter.rule.past.misses == pytest.approx(places)
+
+
+def test_a_new_text_scores_every_exit(models, monkeypatch):
+    """Also the one that drafted last."""
+    monkeypatch.setattr(Pace, "choose", lambda self: None)
+    drafter = Pace(models["llama"], [self_draft("exit 2", models["llama"], range(4), CHEAP)], CHEAP)
+    drafter.arm, drafter.tail, drafter.length = drafter.arms[0], False, 0
+    next(rounds(models["llama"], PROMPTS[:1], 9, drafter))
+    assert drafter.arms[0].drafter.rule.past.hits > 0
 
 
 def test_what_an_n_gram_would_have_copied(models):

@@ -192,7 +192,7 @@ def run(a):
     model = models[a.dtype][0]
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
-    a.costs, costs = costs_of(model, a.costs)
+    how, costs = costs_of(model, a.costs)
     prompts, kinds = stream(tokenizer, model.c, 1 if a.quick else TURN)
     if a.quick:
         prompts, kinds = prompts[: len(SETS)], kinds[: len(SETS)]
@@ -205,6 +205,6 @@ def run(a):
     parts = zip(("results", "divergences"), zip(*results.values(), strict=True), strict=True)
     data = {name: dict(zip(results, values, strict=True)) for name, values in parts}
     data["divergences"].pop("T 0.8", None)      # where texts are drawn they may differ
-    data |= {"kinds": kinds, "costs": a.costs, "cost_table": as_data(costs), "new": a.new,
+    data |= {"kinds": kinds, "costs": how, "cost_table": as_data(costs), "new": a.new,
              "repeats": a.repeats, "model": str(a.model)}
     return markdown(a, results, kinds), data
