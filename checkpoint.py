@@ -172,7 +172,7 @@ def check_tensors(files, model):
 def find_device(device=None):
     """The device of that name; None is CUDA if there is one, else the CPU. Raises ValueError for others."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there = ["cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))]
+    there = ["cpu", *["cuda"] * (gpus > 0), *(f"cuda:{i}" for i in range(gpus))]
     name = str(device or ("cuda" if gpus else "cpu"))
     if name not in there:
         raise ValueError(f"device {name} is not here, or not supported: there is {', '.join(there)}")

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import checkpoint
@@ -41,8 +40,6 @@ class Teacher:
 
         slot      0 1 2 3 | 4 5 6 7
         query 2   x x . . | . . x .     the target's keys before position 2, and the draft's own key of it
-
-    Raises ValueError for a text that is empty or longer than the context, and for ids beyond the vocabulary.
     """
 
     @torch.inference_mode()
@@ -50,8 +47,6 @@ class Teacher:
         c, T = model.c, len(ids)
         if not 0 < T <= c.max_len:
             raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to {c.max_len}")
-        for bad in (t for t in ids if not 0 <= t < c.vocab_size):
-            raise ValueError(f"the text holds token id {bad}, but ids run from 0 to {c.vocab_size - 1}")
         self.model, self.probs = model, probs
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
         self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
@@ -114,7 +109,7 @@ def speedup(calibration, costs, sublayers):
 
 def distances(a, b, groups):
     """How many bits of each group differ: a (N, n), b (M, n) -> (G, N, M). groups (n,): see below."""
-    kinds = F.one_hot(groups).T.to(a.dtype)[:, None]                            # (G, 1, n)
+    kinds = torch.nn.functional.one_hot(groups).T.to(a.dtype)[:, None]          # (G, 1, n)
     return torch.cdist(a * kinds, b * kinds, p=1)
 
 
@@ -123,8 +118,7 @@ def kernel(d, theta):
 
     theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance (theta_s), and of
     the noise's variance. Each bit that differs contributes the factor e^-weight, so that the matrix over all
-    sets is a Kronecker product of positive definite 2 x 2 matrices. Draft & Verify's search rounds points of
-    the box [0, 1]^n to bits instead; then it must learn steps that are only an effect of rounding.
+    sets is a Kronecker product of positive definite 2 x 2 matrices.
     """
     return torch.exp(theta[-2] - (theta[:-2].exp()[:, None, None] * d).sum(0))
 
@@ -217,15 +211,9 @@ def climb(score, starts, allowed):
 @dataclass(frozen=True)
 class Space:
     """All sets that may be tried, as vectors of bits: bit j is 1 where sub-layer `skippable[j]` is skipped.
-    From `least` to `most` bits are 1, and some sub-layer stays."""
+    Some sub-layer stays."""
     n_layers: int
     skippable: tuple[int, ...]
-    least: int = 0
-    most: int = 10**9
-
-    def counts(self):
-        """How many sub-layers may be skipped."""
-        return range(self.least, min(self.most, len(self.skippable), 2 * self.n_layers - 1) + 1)
 
     def sublayers(self, z):
         """The sub-layers that stay."""
@@ -234,11 +222,12 @@ class Space:
 
     def allowed(self, z):
         """z (..., n) -> (...) bool."""
-        return (z.sum(-1) >= self.counts()[0]) & (z.sum(-1) <= self.counts()[-1])
+        return z.sum(-1) < 2 * self.n_layers
 
     def random(self, g):
         """First draw the number of skips, each equally likely; then one of the sets of that size."""
-        count = self.counts()[int(torch.randint(len(self.counts()), (), generator=g))]
+        most = min(len(self.skippable), 2 * self.n_layers - 1)
+        count = int(torch.randint(most + 1, (), generator=g))
         z = torch.zeros(len(self.skippable), dtype=torch.float64)
         z[torch.randperm(len(z), generator=g)[:count]] = 1
         return z
@@ -249,18 +238,17 @@ class Space:
 
 
 def propose(space, entries, seed):
-    """(z, theta, expected) of the trial that follows the trials `entries`. z (n,): the set to try, None where
-    1000 random ones are all known. theta: the hyper-parameters of the process; expected: [mean, standard
-    deviation] of the value that it expects of z. Both are None in the first, random, trials."""
+    """(z, theta) of the trial that follows the trials `entries`. z (n,): the set to try, None where 1000
+    random ones are all known. theta: the process's hyper-parameters, None in the first, random trials."""
     zs = torch.tensor([[float(b) for b in e["bits"]] for e in entries], dtype=torch.float64)    # (N, n)
     ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)                       # (N,)
     g, known = torch.Generator().manual_seed((seed * 1_000_003 + len(entries)) % 2**63), zs.tolist()
     drawn = (space.random(g) for _ in range(1000))
     untried = (z for z in drawn if z.tolist() not in known)
     if len(entries) < FIRST:
-        return next(untried, None), None, None
+        return next(untried, None), None
     theta = entries[-1]["theta"]
-    process = GaussianProcess(zs, ys, space.groups(), theta, fit=theta is None or len(entries) % REFIT == 0)
+    process = GaussianProcess(zs, ys, space.groups(), theta, theta is None or len(entries) % REFIT == 0)
 
     def score(z):
         new = torch.cdist(z, zs, p=1).min(1).values > 0.5
@@ -269,8 +257,7 @@ def propose(space, entries, seed):
     tops = zs[ys.argsort(descending=True, stable=True)[:8]]
     ends, values = climb(score, torch.stack([*tops, *itertools.islice(drawn, 16)]), space.allowed)
     z = ends[int(values.argmax())] if float(values.max()) > -math.inf else next(untried, None)
-    expected = None if z is None else [float(v) for v in process.predict(z[None])]
-    return z, process.theta.tolist(), expected
+    return z, process.theta.tolist()
 
 
 def search(space, evaluate, count, seed=0, entries=()):
@@ -278,12 +265,12 @@ def search(space, evaluate, count, seed=0, entries=()):
     each new trial as an entry of the log. evaluate(sublayers) -> Trial."""
     entries = list(entries)
     while len(entries) < count:
-        z, theta, expected = propose(space, entries, seed)
+        z, theta = propose(space, entries, seed)
         if z is None:
             return
         t, bits = evaluate(space.sublayers(z)), "".join(str(int(b)) for b in z)
         entries.append({"trial": len(entries), "bits": bits, "value": t.value, "alpha": t.alpha, "c": t.cost,
-                        "gamma": t.gamma, "speedup": t.speedup, "theta": theta, "expected": expected})
+                        "gamma": t.gamma, "speedup": t.speedup, "theta": theta})
         yield entries[-1]
 
 
@@ -291,9 +278,6 @@ def search(space, evaluate, count, seed=0, entries=()):
 
 
 def parse(argv):
-    def numbers(text):
-        return [int(i) for i in text.split(",") if i.strip()]
-
     p = cli.Parser(description="Search for the sub-layers to skip while drafting.", allow_abbrev=False)
     add = p.add_argument
     add("--model", required=True, metavar="DIR", help="a Hugging Face folder")
@@ -305,9 +289,7 @@ def parse(argv):
     add("--temperature", type=float, default=0.0, metavar="T", help="at which drafts will be used")
     add("--top-p", type=float, metavar="P", help="with which drafts will be used")
     add("--costs", metavar="FILE", help="from lab.bench costs --out (default: the weights that are read)")
-    add("--protect", type=numbers, default="0,1", metavar="I,J", help="sub-layers that are never skipped")
-    add("--min-skips", type=int, default=0, metavar="N", help="skip at least N sub-layers")
-    add("--max-skips", type=int, default=10**9, metavar="N", help="skip at most N sub-layers")
+    add("--protect", type=int, nargs="*", default=[0, 1], metavar="I", help="sub-layers that always stay")
     add("--draft-vocab", type=int, metavar="N",
         help=f"draft with only the N most frequent tokens of the text, written to {VOCAB} (FR-Spec)")
     add("--seed", type=int, default=0)
@@ -331,11 +313,10 @@ def header(a, model, tokenizer, documents, costs, space):
 
 def describe(space, entry):
     """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and what that is worth."""
-    sublayers = space.sublayers([int(b) for b in entry["bits"]])
-    attn, mlp = skipped(space.n_layers, sublayers)
+    attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
     gamma = entry["gamma"] if entry["speedup"] > 1 else 0
     return {"attn": attn, "mlp": mlp, "gamma": gamma, "alpha": entry["alpha"], "c": entry["c"],
-            "predicted_speedup": entry["speedup"], "sublayers": sublayers}
+            "predicted_speedup": entry["speedup"]}
 
 
 def run(argv):
@@ -343,13 +324,10 @@ def run(argv):
 
     a = parse(argv)
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
-    documents, c, out = files.read_documents(Path(a.text)), model.c, Path(a.out)
-    skippable = tuple(i for i in range(2 * c.n_layers) if i not in a.protect)
-    space = Space(c.n_layers, skippable, a.min_skips, a.max_skips)
-    if not set(a.protect) <= set(range(2 * c.n_layers)):
-        raise ValueError(f"--protect: sub-layers run from 0 to {2 * c.n_layers - 1}, got {a.protect}")
-    if a.min_skips < 0 or not skippable or not space.counts():
-        raise ValueError(f"--min-skips {a.min_skips}: there is no such set of {len(skippable)} sub-layers")
+    documents, c, out = files.read_texts(Path(a.text), "text", files.BOUNDARY), model.c, Path(a.out)
+    space = Space(c.n_layers, tuple(i for i in range(2 * c.n_layers) if i not in a.protect))
+    if not set(a.protect) < set(range(2 * c.n_layers)):
+        raise ValueError(f"--protect: name some of the sub-layers 0 to {2 * c.n_layers - 1}, but not all")
     costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
     probs, short = partial(to_probs, temperature=a.temperature, top_p=a.top_p), None
     if a.draft_vocab:  # each document ends with an end of text, which drafts should know, too
@@ -364,13 +342,11 @@ def run(argv):
             log.write(json.dumps(entry) + "\n")
             log.flush()
             entries.append(entry)
-    best, front = max(entries, key=lambda e: e["value"]), plots.front(entries)
+    best = max(entries, key=lambda e: e["value"])
     files.write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
-    files.write_file(out / "front.json", json.dumps([describe(space, e) for e in front]) + "\n")
-    plots.search(entries, front, best, skippable, out / "search.png")
-    print(f"{out / FOUND}: skips {best['bits'].count('1')} of {2 * c.n_layers} sub-layers, alpha "
-          f"{best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises {best['speedup']:.2f} "
-          "times plain decoding")
+    plots.search(entries, best, space.skippable, out / "search.png")
+    print(f"{out / FOUND}: alpha {best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises "
+          f"{best['speedup']:.2f} times plain decoding")
     if short:
         files.write_file(out / VOCAB, json.dumps(vocab) + "\n")
         print(f"{out / VOCAB}: {a.draft_vocab} tokens, which are {vocab['share']:.1%} of the text")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from support.files import BOUNDARY, read_documents
+from support.files import BOUNDARY, read_texts
 
 HELD_OUT = 0.02             # the share of each training file that is measured on where no other file is given
 
@@ -97,7 +97,7 @@ def read_weighted(items):
             raise ValueError(f"{item}: the weight must be positive")
         if Path(path).name in documents:
             raise ValueError(f"{item}: two files have the same name")
-        documents[Path(path).name] = read_documents(Path(path))
+        documents[Path(path).name] = read_texts(Path(path), "text", BOUNDARY)
     return documents, weights
 
 

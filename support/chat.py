@@ -1,7 +1,7 @@
 """A message -> the prompt a chat model was trained on: the checkpoint's own template, in a sandbox.
 
-A template is a program in Jinja. The variables, filters, functions and tags it finds here are those
-of `apply_chat_template` in transformers, so both render the same text.
+A template is a program in Jinja. What it finds here is what `apply_chat_template` of transformers gives it,
+so both render the same text.
 """
 import json
 from datetime import datetime
@@ -11,16 +11,6 @@ import jinja2.ext
 import jinja2.sandbox
 
 from support.files import read_json, read_text
-
-
-class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %} marks text to train on, and renders it."""
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)  # variables set inside are not seen outside
 
 
 def to_json(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
@@ -34,25 +24,24 @@ def refuse(message):
 
 
 def read_template(folder):
-    """The default template in `folder` as a function render(messages, add_generation_prompt=True).
+    """The chat template in `folder` as a function render(messages, add_generation_prompt=True).
 
     Raises ValueError if there is none; `render` raises it if the template is broken or refuses the
     messages.
     """
-    folder = Path(folder)
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else {}
-    templates, special = find_templates(folder, config), find_special_tokens(folder, config)
-    source = templates.get("default")
+    file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
+    config = read_json(settings) if settings.is_file() else {}
+    source = read_text(file) if file.is_file() else config.get("chat_template")
+    if isinstance(source, list):    # some models have one for tools, too
+        source = {t.get("name"): t.get("template") for t in source}.get("default")
     if not isinstance(source, str):
-        raise ValueError(f"{folder}: " + (
-            "none of its chat templates is named 'default'" if templates.keys() - {"default"} else
-            "no chat template, so this is a base model: prompt it without --chat"))
+        raise ValueError(f"{folder}: no chat template, so this is a base model: prompt it without --chat")
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
     env.filters["tojson"] = to_json
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    special = special_tokens(Path(folder), config)
 
     def render(messages, add_generation_prompt=True):
         try:
@@ -66,28 +55,12 @@ def read_template(folder):
     return render
 
 
-def find_templates(folder, config):
-    """{name: template}. Template files take precedence over tokenizer_config.json, which may hold
-    one template or several."""
-    main, more = folder / "chat_template.jinja", folder / "additional_chat_templates"
-    files = {"default": main} if main.is_file() else {}
-    files |= {path.stem: path for path in more.glob("*.jinja")}
-    source = config.get("chat_template")
-    if files:
-        return {name: read_text(path) for name, path in files.items()}
-    if isinstance(source, list):
-        return {str(t.get("name")): t.get("template") for t in source if isinstance(t, dict)}
-    return source if isinstance(source, dict) else {"default": source} if source is not None else {}
-
-
-def find_special_tokens(folder, config):
+def special_tokens(folder, config):
     """{"bos_token": "<s>", ...}. A file gives a token as a string, as an object or as null."""
     path = folder / "special_tokens_map.json"
     if path.is_file() and "added_tokens_decoder" not in config:  # that key replaces the file
         config = config | read_json(path)
-    extra = config.get("extra_special_tokens")
     tokens = {key: token for key, token in config.items() if key.endswith("_token")}
-    tokens |= extra if isinstance(extra, dict) else {}
     texts = {key: t.get("content") if isinstance(t, dict) else t for key, t in tokens.items()}
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 

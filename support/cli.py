@@ -26,33 +26,26 @@ class Parser(argparse.ArgumentParser):
 # --- files that say how to draft
 
 
-def read_skip(text, n_layers):
-    """The sub-layers that stay. text: "a3,m4", which skips attention 3 and MLP 4, or the name of a file with
-    {"attn": [...], "mlp": [...]}, whose other keys are ignored."""
-    sets = skip_set(text)
-    attn, mlp = sets.get("attn", []), sets.get("mlp", [])
-    if not all(isinstance(s, list) and all(type(i) is int for i in s) for s in (attn, mlp)):
-        raise ValueError(f'{text}: "attn" and "mlp" must be lists of block numbers')
-    return without(n_layers, attn, mlp)
-
-
-def read_gamma(text):
-    """How far the search that wrote the file `text` found it best to draft, 0 where it found no gain. None if
-    the file does not say, or if text is no file but a skip set such as "a3,m4"."""
-    gamma = skip_set(text).get("gamma")
-    if gamma is not None and not (type(gamma) is int and gamma >= 0):
-        raise ValueError(f'{text}: "gamma" must be a whole number from 0 up')
-    return gamma
-
-
 def skip_set(text):
+    """(attn, mlp, gamma): the blocks whose attention or MLP is skipped, and how far to draft, None if
+    that is left open. text: "a3,m4", which skips attention 3 and MLP 4, or a file of search.py."""
     names = [name.strip() for name in text.split(",")]
     if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
-        return {key: [int(name[1:]) for name in names if name[0] == key[0]] for key in ("attn", "mlp")}
+        attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
+        return attn, mlp, None
     sets = read_json(Path(text))
-    if not {"attn", "mlp"} & sets.keys():
-        raise ValueError(f'{text}: expected block numbers under "attn" and "mlp", as search.py writes them')
-    return sets
+    attn, mlp, gamma = sets.get("attn", []), sets.get("mlp", []), sets.get("gamma")
+    fine = {"attn", "mlp"} & sets.keys() and isinstance(attn, list) and isinstance(mlp, list)
+    if not fine or not all(type(i) is int and i >= 0 for i in (*attn, *mlp, gamma or 0)):
+        raise ValueError(f'{text}: expected lists of block numbers under "attn" and "mlp", and maybe a '
+                         '"gamma", as search.py writes them')
+    return attn, mlp, gamma
+
+
+def read_skip(text, n_layers):
+    """The sub-layers that stay where those of `skip_set` are skipped."""
+    attn, mlp, _ = skip_set(text)
+    return without(n_layers, attn, mlp)
 
 
 def read_vocab(path, vocab_size):
@@ -94,8 +87,6 @@ def machine(device):
 
 def read_input():
     """Standard input as text; bytes that are not UTF-8 become surrogates."""
-    if sys.stdin is None:
-        raise ValueError("standard input is closed: give the text in another way")
     sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     return sys.stdin.read()
 
@@ -103,9 +94,6 @@ def read_input():
 def main(run, argv):
     """Exit status: what run(argv) returns, or 0; 2 after bad input, with one line; 130 after Ctrl-C; 141 if
     the program that reads our output has ended."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # trap: it is closed, and then `print` takes the other one
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
     if isinstance(sys.stdout, io.TextIOWrapper):  # not so in a notebook
         sys.stdout.reconfigure(errors="replace")  # the encoding of a pipe may lack most characters
     try:
@@ -125,7 +113,5 @@ def main(run, argv):
     except KeyboardInterrupt:
         return 130
     line = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(message.split()))
-    if len(line) > 360:  # a damaged file can quote itself at any length
-        line = f"{line[:240]} ... {line[-100:]}"
     print(f"{os.path.basename(run.__code__.co_filename)}: {line}", file=sys.stderr)
     return 2

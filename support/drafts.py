@@ -25,7 +25,7 @@ from support.measure import costs_of
 
 NAMES = ("auto", "none", "ngram", "exit", "skip", *KINDS, *heads.KINDS)
 GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "exit": 2}    # if neither --gamma nor a file says; else 3
-GOES_WITH = {"exit_layer": ("exit", *KINDS), "skip": ("skip", "auto", *KINDS),
+GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
              "draft_vocab": ("auto", "exit", "skip", "model", *KINDS), "tree": ("heads", *heads.KINDS)}
 
 
@@ -35,9 +35,7 @@ class Plan(NamedTuple):
     make: Callable
     gamma: int
     note: str                       # the line that the run prints about it
-    exit_layer: int | None = None
-    tree: int | None = None         # its nodes: fewer than --tree if it has no places for more
-    costs: str = "weights"          # auto: where the costs come from, and the costs
+    costs: str | None = None        # auto: where the costs come from, and the costs
     table: Costs | None = None
 
 
@@ -47,9 +45,8 @@ def add_flags(group):
         "tokenizer, or with trained heads. auto (the default) chooses before every draft what promises most; "
         f"{' and '.join(KINDS)} draft with the model itself in few bits; from {next(iter(heads.KINDS))} on "
         "they are trained heads, read from heads/HOW in the model's folder")
-    add("--exit-layer", type=int, metavar="E", help="exit, int8, nf4: draft with the first E blocks (exit: a "
-        "sixth by default)")
-    add("--skip", metavar="SET", help="skip, auto, int8, nf4: draft without some sub-layers: a3,m4 skips "
+    add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
+    add("--skip", metavar="SET", help="skip, auto: draft without some sub-layers: a3,m4 skips "
         'attention 3 and MLP 4; or a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto: at most); levels of a tree")
@@ -78,12 +75,11 @@ def check(a):
     for flag, kinds in GOES_WITH.items():
         if getattr(a, flag) is not None and kind not in kinds:
             raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see --help")
-    if a.exit_layer is not None and a.skip:
-        raise ValueError("--exit-layer and --skip say twice which sub-layers draft: leave one of them out")
     if kind == "skip" and not a.skip:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
-    if a.tree is not None and a.tree < 1:
-        raise ValueError(f"--tree must be at least 1, got {a.tree}")
+    for flag, least, most in (("gamma", 0, 1000), ("tree", 1, 128)):
+        if getattr(a, flag) is not None and not least <= getattr(a, flag) <= most:
+            raise ValueError(f"--{flag} must be from {least} to {most}, got {getattr(a, flag)}")
 
 
 def plan(a, model, tokenizer):
@@ -98,36 +94,34 @@ def plan(a, model, tokenizer):
         return weighed(a, model, gamma)
     if kind in GOES_WITH["tree"]:
         return trained(a, model, kind)
-    return part(a, model, tokenizer, kind)
+    if kind in ("exit", "skip"):
+        return part(a, model, kind, gamma)
+    small = (load_small(a.draft, model, tokenizer) if kind == "model" else
+             quantise(model.model if a.fast else model, kind))
+    drafting = short(a, Recorded(small) if a.fast else small)
+    return Plan(kind, lambda: ModelDraft(drafting, gamma), gamma, f"draft: {kind}, gamma {gamma}")
 
 
-def part(a, model, tokenizer, kind):
-    """Some sub-layers of the model draft, or another model does."""
-    L, E, sublayers, found, small, where = model.c.n_layers, a.exit_layer, None, None, None, ""
-    if kind == "exit" and E is None:
-        E = max(1, L // 6)
-    if E is not None:
-        sublayers, where = early_exit(L, E), f" after block {E}"
-    if a.skip:
-        sublayers, found = cli.read_skip(a.skip, L), cli.read_gamma(a.skip)
-        where = f" {a.skip}" if kind == "skip" else f" without {a.skip}"
-    if kind == "model":
-        small = load_small(a.draft, model, tokenizer)
-    elif kind in KINDS:
-        small = quantise(model.model if a.fast else model, kind)
-    small = Recorded(small) if small and a.fast else small
-    drafting = small or model
-    if a.draft_vocab:
-        drafting = ShortHead(drafting, cli.read_vocab(a.draft_vocab, drafting.c.vocab_size))
-    gamma = next(g for g in (a.gamma, found, GAMMA.get(kind, 3)) if g is not None)
+def part(a, model, kind, gamma):
+    """Some sub-layers of the model draft."""
+    L, why, drafting = model.c.n_layers, "", short(a, model)
+    if kind == "exit":
+        E = max(1, L // 6) if a.exit_layer is None else a.exit_layer
+        sublayers, where = early_exit(L, E), f"after block {E}"
+    else:
+        sublayers, where, found = cli.read_skip(a.skip, L), a.skip, cli.skip_set(a.skip)[2]
+        if a.gamma is None and found is not None:
+            gamma = found
+            why = " because its search found no gain; --gamma G drafts all the same" * (found == 0)
+    return Plan(kind, lambda: SelfDraft(drafting, sublayers, gamma), gamma,
+                f"draft: {kind} {where}, gamma {gamma}{why}")
 
-    def make():
-        return ModelDraft(drafting, gamma, sublayers) if small else SelfDraft(drafting, sublayers, gamma)
 
-    note = f"draft: {kind}{where}, gamma {gamma}"
-    if found == 0 and a.gamma is None:
-        note += " because its search found no gain; --gamma G drafts all the same"
-    return Plan(kind, make, gamma, note, E)
+def short(a, model):
+    """The model, with a head of the --draft-vocab only if there is one."""
+    if not a.draft_vocab:
+        return model
+    return ShortHead(model, cli.read_vocab(a.draft_vocab, model.c.vocab_size))
 
 
 def load_small(folder, model, tokenizer):
@@ -156,15 +150,15 @@ def weighed(a, model, gamma):
 
 
 def chosen(rounds, beliefs):
-    """What --draft auto chose, and why, to follow its note. rounds: {name: rounds}; beliefs: {name: (how
-    often its tokens are accepted, what one costs)}."""
-    often = sorted(rounds.items(), key=lambda item: -item[1])
-    line = ", ".join(f"{name} in {count} rounds" for name, count in often) or "no round"
-    best = next((name.split(", then")[0] for name, _ in often if name != "nothing"), None)
-    if best is None:
-        return f"{line}: no draft promised a gain"
-    alpha, price = beliefs[best]
-    return f"{line}; of {best} {alpha:.0%} are accepted, and a token costs {price:.0%} of a pass"
+    """What --draft auto chose, to follow its note. rounds: {name: rounds}; beliefs: {name: (how often its
+    tokens are accepted, what one costs)}."""
+    said = []
+    for name, count in sorted(rounds.items(), key=lambda item: -item[1]):
+        said.append(f"{name} in {count} rounds")
+        if name in beliefs:
+            alpha, price = beliefs[name]
+            said[-1] += f" ({alpha:.0%} are accepted, and a token costs {price:.0%} of a pass)"
+    return ", ".join(said)
 
 
 # --- trained heads
@@ -204,7 +198,6 @@ def trained(a, model, kind):
         shape = best_tree(head.ranks, a.tree, heads.step_cost(head), 0.0, head.branches, levels) or [0]
         gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
         tree = f", trees of {len(shape)} tokens"
-    E = head.step.trunk or None
-    where = "" if E is None else f" after block {E}"
+    where = f" after block {head.step.trunk}" if head.step.trunk else ""
     return Plan(head.kind, lambda: head.drafter(gamma, shape), gamma,
-                f"draft: {head.kind}{where}{tree}, gamma {gamma}", E, shape and len(shape))
+                f"draft: {head.kind}{where}{tree}, gamma {gamma}")

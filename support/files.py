@@ -56,42 +56,26 @@ def read_text(path):
         raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
 
 
-def read_lines(path):
-    """[(number, line)] of the lines that are not empty."""
-    # trap: `splitlines` also splits at U+2028 and others, which a JSON text may hold
-    return [(i, line) for i, line in enumerate(read_text(path).split("\n"), 1) if line.strip()]
-
-
-def read_jsonl(path, key, expected):
-    """The texts under `key` of a file with one JSON object per line. A .json file may instead hold one list,
-    of such objects or of texts. expected: what the message of a ValueError says is missing."""
-    whole = parse(read_text(path)) if path.suffix.lower() == ".json" else None
-    listed, texts = isinstance(whole, list), []
-    entries = ([(f"entry {i}", entry) for i, entry in enumerate(whole, 1)] if listed else
-               [(f"line {i}", parse(line)) for i, line in read_lines(path)])
-    for place, entry in entries:
-        text = entry.get(key) if isinstance(entry, dict) else entry if listed else None
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{path}, {place}: expected a JSON object with {expected}")
-        texts.append(text)
-    return texts
-
-
-def read_documents(path):
-    """The documents of a text file, which `<|endoftext|>` separates, or those under "text" in the lines of a
-    .jsonl file. Raises ValueError if there is none."""
-    if path.suffix.lower() in (".json", ".jsonl"):
-        documents = read_jsonl(path, "text", '"text"')
-    else:
-        documents = [text for part in read_text(path).split(BOUNDARY) if (text := part.strip("\n"))]
-    if not documents:
+def read_texts(path, key, separator):
+    """The texts of a file: under `key` in the lines of a .jsonl file, or else between the separators.
+    Raises ValueError if there is none."""
+    jsonl, texts = path.suffix.lower() == ".jsonl", []
+    # trap: `splitlines` also splits at U+2028 and others, which a text may hold
+    for i, part in enumerate(read_text(path).split("\n" if jsonl else separator), 1):
+        if not part.strip():
+            continue
+        entry = parse(part) if jsonl else {key: part.strip("\n")}
+        if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
+            raise ValueError(f'{path}, line {i}: expected a JSON object with a text under "{key}"')
+        texts.append(entry[key])
+    if not texts:
         raise ValueError(f"{path}: no text in it")
-    return documents
+    return texts
 
 
 def read_prompts(name):
     """The lines of support/prompts/NAME.jsonl: {"prompt", "text", "source", "licence"}."""
-    return [parse(line) for _, line in read_lines(PROMPTS / f"{name}.jsonl")]
+    return [json.loads(line) for line in read_text(PROMPTS / f"{name}.jsonl").split("\n") if line]
 
 
 def parse(text):
@@ -120,12 +104,9 @@ def resume(path, header):
 
 
 def read_json(path):
-    try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: not readable as JSON ({e})") from None
+    content = parse(read_text(path))
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+        raise ValueError(f"{path}: not a JSON object, or damaged")
     return content
 
 
@@ -186,22 +167,15 @@ def find_weights(folder):
 
 
 def cache_folder():
-    """The folder for what can be made again. Raises OSError if the user has no home."""
-    try:
-        home = (os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
-                or Path.home() / ".cache")
-    except RuntimeError:  # HOME is not set, and the system does not know the user
-        raise OSError("no home folder: name a cache folder in XDG_CACHE_HOME") from None
-    return Path(home) / "self-speculative-decoding"
+    """The folder for what can be made again."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
+    return Path(home or os.path.expanduser("~/.cache")) / "self-speculative-decoding"
 
 
 def kept(name, folder=None):
-    """The path of a file in the cache folder; None if it is not there or cannot be read."""
-    try:
-        path = (folder or cache_folder()) / name
-    except OSError:
-        return None
-    return path if os.path.isfile(path) and os.access(path, os.R_OK) else None
+    """The path of a file in the cache folder, or None if it is not there."""
+    path = (folder or cache_folder()) / name
+    return path if os.path.isfile(path) else None
 
 
 def keep(name, content, folder=None):

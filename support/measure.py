@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 import time
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,12 +21,11 @@ from machine.quant import byte_costs, size
 from model import Placement
 from sampling import Coins, raw_probs, to_probs
 from support.cli import machine
-from support.files import keep, kept, note, read_json
+from support.files import guarded, keep, kept, note, read_json
 from verification import verify
 
 LARGE = 64e6        # bytes of a model's blocks from which on costs are measured by default
 SECONDS = 3.0       # that a measurement may take, as far as the number of repeats allows
-REPEATS = 3, 30     # at least, at most
 PASSES = 30         # one repeat of a measurement takes about as long as this many passes
 
 
@@ -82,29 +82,20 @@ def measure_costs(model, at=64, repeats=50):
 
 def as_data(costs):
     """A Costs table as JSON holds it. The window is the model's."""
-    return {"sublayers": costs.sublayers, "head": costs.head, "blocks": costs.blocks, "slot": costs.slot,
-            "at": costs.at, "call": costs.call}
+    return {key: value for key, value in vars(costs).items() if key != "window"}
 
 
 def read_costs(path, c):
-    """The Costs in a file that holds what `as_data` gives, for a model of this Config; "blocks", "slot", "at"
-    and "call" may be missing. Raises ValueError for any other file."""
-    raw = {"blocks": [[1, 1.0]], "slot": 0.0, "at": 0, "call": 0.0} | read_json(Path(path))
-    try:
-        parts, head, slot, at, call = (raw[key] for key in ("sublayers", "head", "slot", "at", "call"))
-        blocks = tuple((width, ratio) for width, ratio in raw["blocks"])
-        widths, ratios = zip(*blocks, strict=True)
-        costs = [*parts, head, slot, call, *ratios]
-        fine = (len(parts) == 2 * c.n_layers and sum(parts) > 0 and min(ratios) > 0
-                and all(type(x) in (int, float) and 0 <= x < math.inf for x in costs)
-                and all(type(x) is int and x >= 0 for x in (at, *widths))
-                and widths[0] == 1 and list(widths) == sorted(set(widths)))
-    except (KeyError, TypeError, ValueError):
-        fine = False
-    if not fine:
-        raise ValueError(f"{path}: not a table of costs for a model of {2 * c.n_layers} sub-layers, as "
-                         "lab.bench costs --out writes it")
-    return Costs(tuple(parts), head, blocks, slot, at, c.window if slot else None, call)
+    """The Costs in a file that holds what `as_data` gives, for a model of this Config; all but
+    "sublayers" and "head" may be missing. Raises ValueError for any other file."""
+    raw = read_json(Path(path))
+    with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes it"):
+        costs = Costs(**{field.name: raw[field.name] for field in fields(Costs) if field.name in raw})
+        numbers = *costs.sublayers, costs.head, costs.slot, costs.call, *(ratio for _, ratio in costs.blocks)
+        if len(costs.sublayers) != 2 * c.n_layers or not all(0 <= x < math.inf for x in numbers):
+            raise ValueError(f"it takes {2 * c.n_layers} sub-layers, and numbers from 0 up")
+    return replace(costs, sublayers=tuple(costs.sublayers), blocks=tuple(map(tuple, costs.blocks)),
+                   window=c.window if costs.slot else None)
 
 
 def costs_of(model, how=None):
@@ -116,20 +107,16 @@ def costs_of(model, how=None):
     return how, kept_costs(model) if how == "measured" else read_costs(how, model.c)
 
 
-def kept_costs(model, folder=None):
-    """The Costs of this model on this machine, in seconds. They are measured if no table is kept yet, or if
-    it cannot be read; standard error then has a line about it."""
+def kept_costs(model):
+    """The Costs of this model on this machine, in seconds. They are measured if no table is kept yet."""
     name = f"costs-{identity(model)}.json"
-    path = kept(name, folder)
+    path = kept(name)
     if path is not None:
-        try:
-            return read_costs(path, model.c)
-        except ValueError as e:
-            note("costs", f"measured anew: {e}")
+        return read_costs(path, model.c)
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")
     costs = quick(model)
     try:
-        path = keep(name, f"{json.dumps(as_data(costs))}\n".encode(), folder)
+        path = keep(name, json.dumps(as_data(costs)).encode())
         note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure anew")
     except OSError as e:
         note("costs", f"not kept, so the next run measures anew: {e}")
@@ -137,11 +124,10 @@ def kept_costs(model, folder=None):
 
 
 def quick(model):
-    """Costs in seconds, from as many repeats as fit into `SECONDS`."""
+    """Costs in seconds, from as many repeats as fit into `SECONDS`, but from 3 to 30 of them."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.tok.device)
     one = interleave({"pass": lambda: model(token)}, 3)["pass"]
-    low, high = REPEATS
-    return measure_costs(model, repeats=max(low, min(high, int(SECONDS / PASSES / max(one, 1e-9)))))
+    return measure_costs(model, repeats=max(3, min(30, int(SECONDS / PASSES / one))))
 
 
 def identity(model):

@@ -61,28 +61,19 @@ def front(entries):
     return kept
 
 
-def search(entries, front, best, skippable, path):
-    """What a search found. entries: its trials {"bits", "value", "alpha", "c", "speedup", "expected"}; front:
-    those that no other trial beats; best: the best of them; skippable: the sub-layer of each bit."""
-    figure, ((where, sets, sure),) = axes(1, 3)
+def search(entries, best, skippable, path):
+    """What a search found. entries: its trials {"bits", "alpha", "c"}; best: the best of them; skippable: the
+    sub-layer of each bit."""
+    edge, (figure, ((where, sets),)) = front(entries), axes(1, 2)
     draw_plane(where, [e["alpha"] for e in entries], [e["c"] for e in entries])
-    where.plot([e["c"] for e in front], [e["alpha"] for e in front], color=HUES[1], marker=".", lw=1,
+    where.plot([e["c"] for e in edge], [e["alpha"] for e in edge], color=HUES[1], marker=".", lw=1,
                label="front")
     where.plot([best["c"]], [best["alpha"]], marker="*", markersize=13, color=HUES[1], ls="", label="best")
     where.legend(frameon=False, fontsize=8, loc="lower right")
-    sets.imshow([[int(b) for b in e["bits"]] for e in front], aspect="auto", cmap="Greys", vmin=0, vmax=1.6)
+    sets.imshow([[int(b) for b in e["bits"]] for e in edge], aspect="auto", cmap="Greys", vmin=0, vmax=1.6)
     names = [f"{'am'[sub % 2]}{sub // 2}" for sub in skippable]
     sets.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     sets.set(title="skipped sub-layers along the front", ylabel="cheapest at the top")
-    expected = [(*e["expected"], e["value"]) for e in entries if e["expected"]]
-    for mean, std, value in expected:
-        sure.errorbar([mean], [value], xerr=[2 * std], color=HUES[0], marker=".", lw=0.6, alpha=0.6)
-    if expected:
-        ends = [min(v for *_, v in expected), max(v for *_, v in expected)]
-        sure.plot(ends, ends, color=HUES[-1], lw=0.8)
-        inside = sum(abs(mean - value) <= 2 * std for mean, std, value in expected) / len(expected)
-        sure.set_title(f"{inside:.0%} of the trials lie within 2 sd")
-    sure.set(xlabel="expected value, 2 sd", ylabel="value found")
     figure.savefig(path, dpi=110, format="png")
 
 

@@ -6,12 +6,13 @@ import html
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from sampling import to_probs
 from speculative import rounds
-from support.stats import Counts, Timed, limit
+from support.stats import Counts, Timed, next_tenth
 
 # For each origin of a token: a hue that the colour-blind tell from the others (Okabe & Ito 2008); what tells
 # the origins apart without hues: in a terminal (underlined, bold, dim), and elsewhere the line below the
@@ -138,19 +139,19 @@ class Generation:
         pieces, self.unseen[b] = self.unseen[b], []
         return paint(pieces, colour)
 
-    def summary(self, plain=None, speedup=None):
-        """Counts, where the time went, and what limits the speed, in up to four lines. plain: the seconds
-        that a pass takes in plain decoding, speedup: that over plain decoding, if they were measured."""
-        n, timed = self.counts, self.timed if self.counts.passes else None
+    def summary(self):
+        """Counts, where the time went, and what the next tenth of speed would take, in up to four lines."""
+        n = self.counts
         batch = f" over {len(self.rows)} rows" if len(self.rows) > 1 else ""
         lines = [f"{n.tokens} tokens in {n.passes} passes{batch}: {n.tau:.2f} a pass (tau)"]
         if n.proposed:
             lines += [f"{n.accepted} of {n.proposed} drafted tokens accepted "
                       f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones (alpha)"]
-        if timed:
-            total = sum(timed.seconds.values())
-            lines += ["time: " + ", ".join(f"{k} {s / total:.0%}" for k, s in timed.seconds.items())]
-        return "\n".join([*lines, limit(n, timed, plain, speedup)])
+        if self.timed and n.proposed:
+            seconds = self.timed.seconds
+            parts = ", ".join(f"{part} {s / sum(seconds.values()):.0%}" for part, s in seconds.items())
+            lines += [f"time: {parts}", next_tenth(n, seconds)]
+        return "\n".join(lines)
 
     def html(self):
         """Legend, texts and summary. A token's tooltip has its origin, its id and the target's own raw
@@ -197,54 +198,35 @@ def round_html(r, tokenizer=None):
     return f"<table>{''.join(lines)}</table>"
 
 
-def wrap(pieces, columns):
-    """Break (text, origin) pairs into lines between words; a word may consist of several pieces. Returns what
-    to draw, as a list of (line, column, text, origin) without the blanks between words."""
-    pieces = [(text.translate(SIGNS).replace("\t", "  "), origin) for text, origin in pieces]
-    owner = [i for i, (text, _) in enumerate(pieces) for _ in text]
-    drawn, line, column = {}, 0, 0  # (line, piece): its first column, its text
-    for word in re.finditer(r"\n|[^\S\n]|\S+", "".join(text for text, _ in pieces)):
-        full = column and column + len(word[0]) > columns
-        if word[0] == "\n" or full:
-            line, column = line + 1, 0
-        if word[0] == "\n" or full and word[0].isspace():
-            continue
-        for i, char in zip(owner[slice(*word.span())], word[0], strict=True):
-            line, column = (line, column) if column < columns else (line + 1, 0)  # within a very long word
-            first, text = drawn.get((line, i), (column, ""))
-            drawn[line, i], column = (first, text + char), column + 1
-    return [(line, first + len(text) - len(text.lstrip()), text.strip(), pieces[i][1])
-            for (line, i), (first, text) in drawn.items() if text.strip()]
-
-
-def picture(generation, path):
-    """Draw the first text into a PNG or an SVG file, whichever the name ends with. Needs matplotlib."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyBboxPatch
-
-    # points; a character of DejaVu Sans Mono is 1233/2048 of its size wide: 8, a whole number, stays sharp
-    columns, wide, pitch, margin, size = 72, 8, 27, 20, 8 * 2048 / 1233
-    text = [(generation.prompts[0], None), *((t.text, t.origin) for t in generation.rows[0])]
-    shown, at = wrap(text, columns), 0
-    last = max((line for line, *_ in shown), default=0)
+def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
+    """Draw the first text into an SVG file: a box for each token, in lines of so many columns."""
+    row, boxes, line, column = generation.rows[0], [], 2, 0     # boxes: [(line, column, text, origin)]
+    words = [(word, None) for word in re.findall(r"\s*\S+", generation.prompts[0])]
+    for token, origin in [*words, *((t.text, t.origin) for t in row)]:
+        for i, text in enumerate(token.translate(SIGNS).split("\n")):
+            if i or column + len(text) > columns:
+                line, column, text = line + 1, 0, text.lstrip()
+            bare = text.strip()
+            boxes += [(line, column + text.index(bare), bare, origin)] if bare else []
+            column += len(text)
+    height, column = pitch * (line + 3) + 2 * margin, 0
+    boxes.append((line + 2, 0, generation.summary().split("\n")[0], None))
     for origin, (*_, name) in STYLES.items():
-        if count := sum(t.origin == origin for t in generation.rows[0]):
-            shown += [(-1.7, at, name, origin), (-1.7, at + len(name) + 1, str(count), None)]
-            at += len(name) + len(str(count)) + 4
-    shown.append((last + 1.7, 0, generation.summary().split("\n")[0], None))
-    width, height = columns * wide + 2 * margin, (last + 4.4) * pitch + 2 * margin
-    figure = Figure(figsize=(width / 72, height / 72), facecolor="white")
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-    for line, column, text, origin in shown:
-        x, y, w, h = margin + column * wide, margin + (line + 2.2) * pitch, len(text) * wide, pitch * 0.74
+        if count := sum(t.origin == origin for t in row):
+            boxes += [(0, column, name, origin), (0, column + len(name) + 1, str(count), None)]
+            column += len(name) + len(str(count)) + 4
+    width = columns * wide + 2 * margin
+    drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13" '
+             'font-family="monospace"><rect width="100%" height="100%" fill="white"/>']
+    for line, column, text, origin in boxes:
+        x, y, w = margin + wide * column, margin + pitch * line, wide * len(text)
         if origin:
             hue, _, style, _ = STYLES[origin]
-            shape = FancyBboxPatch((x, y - h / 2), w, h, "round,pad=0,rounding_size=3.5")
-            axes.add_patch(shape).set(facecolor=hue + "2b", edgecolor="none")
-            dashes = {"dashed": (0, (2, 1.2)), "dotted": (0, (1, 1.5))}.get(style, "-")
-            for up in (0, 2.4) if style == "double" else (0,):
-                axes.plot([x + 2, x + w - 2], [y + h / 2 - up] * 2, color=hue, lw=1.3, ls=dashes)
-        axes.text(x, y, text, family="DejaVu Sans Mono", size=size, color="#1a1a1a" if origin else "#666666",
-                  va="center_baseline", parse_math=False)
-    figure.savefig(path, dpi=144)
+            drawn.append(f'<rect x="{x}" y="{y}" width="{w}" height="20" rx="3" fill="{hue}2b"/>')
+            dashes = {"dashed": "5 3", "dotted": "2 3"}.get(style, "")
+            for up in (0, 3) if style == "double" else (0,):
+                drawn.append(f'<path d="M{x + 2} {y + 20 - up}h{w - 4}" stroke="{hue}" stroke-width="1.5" '
+                             f'stroke-dasharray="{dashes}"/>')
+        drawn.append(f'<text x="{x}" y="{y + 14}" textLength="{w}" fill="{"#1a1a1a" if origin else "#666"}">'
+                     f'{html.escape(text)}</text>')
+    Path(path).write_text("\n".join([*drawn, "</svg>\n"]), encoding="utf-8")

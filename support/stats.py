@@ -1,10 +1,9 @@
-"""What a run did and what it cost: counts, a stopwatch, what limits the speed, and plain decoding beside it.
+"""What a run did, what it cost, what would make it faster, and plain decoding beside it.
 
 A rate is the tokens divided by the seconds of the same run. Reading the prompts does not count, because
 drafting speeds up only the writing.
 """
 import math
-import statistics
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -76,7 +75,6 @@ class Timed(Stopwatch):
     def __init__(self, drafter=None):
         super().__init__(drafter)
         self.seconds = {"draft": 0.0, "verify": 0.0, "loop": 0.0}
-        self.verified = []  # (tokens in the block, seconds) of each pass of the target
 
     def propose(self, state):
         self.seconds["loop"] += self.lap(state)
@@ -85,79 +83,29 @@ class Timed(Stopwatch):
         return draft
 
     def observe(self, state, r):
-        self.verified.append((r.p.shape[1], self.lap(state)))
-        self.seconds["verify"] += self.verified[-1][1]
+        self.seconds["verify"] += self.lap(state)
         super().observe(state, r)
         self.seconds["draft"] += self.lap(state)
 
-    def plain(self):
-        """The median seconds of a round without a draft, in which the target runs all its sub-layers on a
-        single token; None if there were fewer than three."""
-        single = [seconds for block, seconds in self.verified if block == 1]
-        if len(single) < 3:
-            return None
-        return statistics.median(single) + self.seconds["loop"] / len(self.verified)
 
-    def spread(self):
-        """By how many seconds passes over equally many tokens differ: their standard deviation."""
-        alike = {}
-        for block, seconds in self.verified:
-            alike.setdefault(block, []).append(seconds)
-        apart = [seconds - statistics.mean(alike[block]) for block, seconds in self.verified]
-        return math.hypot(*apart) / math.sqrt(max(1, len(apart) - len(alike)))
+# --- the next tenth of speed
 
 
-# --- what limits the speed
-
-
-def limit(n, timed=None, plain=None, speedup=None):
-    """One sentence: what keeps a run from being faster.
-
-    n: its Counts. timed: its Timed drafter, if it had one. plain: the seconds that a pass of plain decoding
-    takes, if that is known. speedup: over plain decoding, if it was measured.
+def next_tenth(n, seconds):
+    """One line: by how much alpha, c, the cost of a block or that of the loop would have to change, each on
+    its own, to make a run a tenth faster. n: the Counts of a run that drafted; seconds: of its Timed drafter.
     """
-    if n.proposed == 0:
-        return "Nothing was drafted: every token cost a pass of the whole model."
-    if n.passes < 8:
-        return "The answer is too short to say what limits it: it took fewer than 8 passes."
-    alpha, tau, gamma, share = n.alpha, n.tau, n.proposed / n.turns, n.drafted / n.turns
-    if timed is None:
-        return f"A gain needs alpha > c: drafting a token must cost less than {alpha:.0%} of a target pass."
-    draft, verify, loop = (timed.seconds[part] / n.passes for part in ("draft", "verify", "loop"))
-    cost, spread, plain = draft + verify + loop, timed.spread(), plain or timed.plain()
-    busy = ("The machine was too busy to say what limits the speed: passes over equally many tokens "
-            f"differ by {spread / cost:.0%} of the time of a round.")
-    # trap: without `plain` there is no c. The time of verifying cannot stand for a whole pass, because it
-    # omits the sub-layers whose results the draft has handed over.
-    if plain is not None:
-        c = draft / gamma / plain
-        if alpha <= c and (tau * plain / cost if speedup is None else speedup) <= 1:
-            return busy if speedup is None and spread > cost - tau * plain else (
-                f"No gain, as alpha <= c: {alpha:.0%} of the first drafts are accepted, but drafting a "
-                f"token costs {c:.0%} of a target pass.")
-    now = max(1, round(gamma / share))  # how long a draft is, if there is one
-    # Leviathan et al. 2023, Theorem 3.8, with the measured costs
-    speed = {g: expected_tokens(alpha, g) / (draft / gamma * g + verify + loop) for g in range(now, now + 9)}
-    best = max(speed, key=speed.get)
-    # {sentence: how many times as fast the run would be if what the sentence names were ideal}
-    counted = {
-        f"Acceptance is the limit: {tau - 1:.1f} of {gamma:.1f} drafted tokens a pass are accepted; try a "
-        "draft nearer to the target.": (gamma + 1) / tau,
-        f"Drafts are too short: with alpha = {alpha:.0%}, gamma {best} promises "
-        f"{speed[best] / speed[now]:.1f} times the speed.": speed[best] / speed[now],
-        f"Drafts are too rare: only {share:.0%} of the passes had one to check.":
-            (1 + (tau - 1) / share) / tau}
-    clocked = {
-        f"Drafting is the limit: it takes {draft / cost:.0%} of the time; try a cheaper draft, such as an "
-        "earlier exit.": cost / (verify + loop),
-        f"The loop is the limit: {loop / cost:.0%} of the time is spent outside drafter and target.":
-            cost / (draft + verify)}
-    if plain is not None:
-        clocked[f"The block is the limit: on this machine a pass over it costs {verify / plain:.1f} passes "
-                "over a single token."] = cost / (draft + min(plain, verify) + loop)
-    gains = counted | clocked
-    most = max(gains, key=gains.get)
-    return busy if most in clocked and spread > cost - cost / gains[most] else most
+    share, gamma, total = n.drafted / n.turns, round(n.proposed / n.drafted), sum(seconds.values())
+
+    def written(alpha):     # tokens per round
+        return 1 + share * (expected_tokens(alpha, gamma) - 1)
+
+    needed = next((a for a in range(101) if written(a / 100) >= 1.1 * written(n.alpha)), None)
+    ways = [] if needed is None else [f"alpha {needed}% instead of {n.alpha:.0%}"]
+    for part, name in (("draft", "c (drafting)"), ("verify", "the block (verifying)"), ("loop", "the loop")):
+        if seconds[part] > total / 11:      # a tenth faster: the same tokens in 10/11 of the time
+            ways.append(f"{name} {total / 11 / seconds[part]:.0%} cheaper")
+    return f"for a tenth more speed: {', or '.join(ways)}"
 
 
 # --- drafted and plain decoding, side by side
