@@ -60,9 +60,8 @@ def flags():
 
 def parse(argv):
     a = flags().parse_args(argv)
-    for flag, value in vars(a).items():
-        if value == "" and flag != "prompt":
-            raise ValueError(f"--{flag.replace('_', '-')} is empty")
+    if empty := next((flag for flag, value in vars(a).items() if value == "" and flag != "prompt"), None):
+        raise ValueError(f"--{empty.replace('_', '-')} is empty")
     if (a.prompt is None) == (a.prompt_file is None):
         raise ValueError("give one prompt, or a batch with --prompt-file")
     for flag, path, suffix in (("picture", a.picture, ".svg"), ("page", a.page, ".html")):
@@ -152,7 +151,7 @@ def run(a):
         player.save(a.page)
     if a.compare:
         r |= against_plain(writer, plan, r["outputs"])
-    print(json.dumps(r) if a.json else summary(r, plan, seen))
+    print(json.dumps(r) if a.json else summary(r, seen))
     different = r.get("first_divergence")
     return int(bool(different and not different["near_tie"]))
 
@@ -163,11 +162,12 @@ def report(writer, plan, seen):
     outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
                for text, row in zip(writer.texts, seen.rows, strict=True)]
     drafter = seen.timed.drafters[0]
+    why = f": {drafts.chosen(drafter.chosen, drafter.beliefs())}" if auto else ""
     return {
         "outputs": outputs, **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
-        "draft": plan.draft, "gamma": plan.gamma, "how": plan.note,
+        "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + why,
         "fast": a.fast and model.replays(), "quant": a.quant, "processes": parallel.place()[1],
         "costs": plan.costs, "cost_table": as_data(plan.table) if auto else None,
         "chosen": drafter.chosen if auto else None, "beliefs": drafter.beliefs() if auto else None,
@@ -198,13 +198,11 @@ def against_plain(writer, plan, printed):
     }
 
 
-def summary(r, plan, seen):
+def summary(r, seen):
     """What follows the text: the legend, the counts, how it drafted, how fast it was, and the verdict."""
-    note = plan.note
-    if r["chosen"] is not None:
-        note += f": {drafts.chosen(r['chosen'], r['beliefs'])}"
-    return "\n".join(filter(None, [show.legend(show.colours(sys.stdout)), seen.summary(), note, rates(r),
-                                   verdict(r) if "baseline" in r else ""]))
+    lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r),
+             verdict(r) if "baseline" in r else ""]
+    return "\n".join(filter(None, lines))
 
 
 def rates(r):
