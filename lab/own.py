@@ -6,6 +6,7 @@ A head learns to say what its model says, so its text is best written by the mod
 little after a begin-of-text id alone; it has to be asked. Each document is a prompt in the model's template
 and the answer. After a stop the same command goes on where the file ends.
 """
+import random
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -38,6 +39,7 @@ def write(a):
     prompts = [checkpoint.encode(tokenizer, render([{"role": "user", "content": text}]), special=False)
                for text in asked]
     prompts = [ids for ids in prompts if len(ids) + a.most <= model.c.max_len] * a.repeats
+    random.Random(a.seed).shuffle(prompts)      # so that a part of the file is of all kinds, too
     done = len(read_documents(out)) if out.is_file() else 0
     done -= done % a.batch
     with tqdm(total=len(prompts), initial=done, unit="answer", disable=None) as bar:
