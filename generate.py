@@ -91,7 +91,6 @@ class Writer:
         if a.chat:
             render = chat.read_template(a.model)
             texts = [render([{"role": "user", "content": text}]) for text in texts]
-            self.eos |= set(chat.end_of_turn(a.model, render, tokenizer))
         self.prompts = [checkpoint.encode(tokenizer, text, model.c.bos, not a.chat) for text in texts]
         self.model, self.tokenizer = Recorded(model) if a.fast else model, tokenizer
 

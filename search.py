@@ -320,8 +320,6 @@ def describe(space, entry):
 
 
 def run(argv):
-    from support import plots  # late: it needs matplotlib
-
     a = parse(argv)
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     documents, c, out = files.read_texts(Path(a.text), "text", files.BOUNDARY), model.c, Path(a.out)
@@ -344,7 +342,6 @@ def run(argv):
             entries.append(entry)
     best = max(entries, key=lambda e: e["value"])
     files.write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
-    plots.search(entries, best, space.skippable, out / "search.png")
     print(f"{out / FOUND}: alpha {best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises "
           f"{best['speedup']:.2f} times plain decoding")
     if short:

@@ -20,7 +20,7 @@ from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
 from support.chat import read_template
-from support.files import BOUNDARY, read_documents, read_jsonl
+from support.files import BOUNDARY, read_texts
 
 
 def answer(model, prompts, most, temperature, opening, coins):
@@ -35,12 +35,12 @@ def answer(model, prompts, most, temperature, opening, coins):
 def write(a):
     model, tokenizer = checkpoint.load(a.model, a.device, torch.float32)
     render, out = read_template(a.model), Path(a.out)
-    asked = [text for name in a.prompts for text in read_jsonl(Path(name), "prompt", '"prompt"')]
+    asked = [text for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
     prompts = [checkpoint.encode(tokenizer, render([{"role": "user", "content": text}]), special=False)
                for text in asked]
     prompts = [ids for ids in prompts if len(ids) + a.most <= model.c.max_len] * a.repeats
     random.Random(a.seed).shuffle(prompts)      # so that a part of the file is of all kinds, too
-    done = len(read_documents(out)) if out.is_file() else 0
+    done = len(read_texts(out, "text", BOUNDARY)) if out.is_file() else 0
     done -= done % a.batch
     with tqdm(total=len(prompts), initial=done, unit="answer", disable=None) as bar:
         for first in range(done, len(prompts), a.batch):

@@ -3,7 +3,16 @@
 The one thing to remember: nothing is measured here; a chart shows what another module has found.
 """
 from support.files import replacing
-from support.plots import HUES, axes, running_mean
+from support.plots import HUES, axes
+
+
+def running_mean(values, width):
+    """At each place the mean of the last `width` values that are not None, or None where there are none."""
+    means = []
+    for i in range(len(values)):
+        seen = [v for v in values[max(0, i - width + 1) : i + 1] if v is not None]
+        means.append(sum(seen) / len(seen) if seen else None)
+    return means
 
 
 def training(run, tables, things, path):

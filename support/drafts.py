@@ -12,7 +12,7 @@ import checkpoint
 from control import MOST, Costs
 from layerskip import SelfDraft, ShortHead, early_exit
 from machine import parallel
-from machine.quant import KINDS, quantise
+from machine.quant import KINDS, byte_costs, quantise, size
 from machine.recorded import Recorded
 from methods import heads
 from methods.arms import candidates
@@ -21,9 +21,10 @@ from methods.trees import best_tree
 from speculative import ModelDraft, NGram, ancestors
 from support import cli
 from support.files import note
-from support.measure import costs_of
+from support.measure import kept_costs
 
 NAMES = ("auto", "none", "ngram", "exit", "skip", *KINDS, *heads.KINDS)
+LARGE = 64e6    # bytes of a model's blocks from which on auto measures costs
 GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "exit": 2}    # if neither --gamma nor a file says; else 3
 GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
              "draft_vocab": ("auto", "exit", "skip", "model", *KINDS), "tree": ("heads", *heads.KINDS)}
@@ -143,33 +144,23 @@ def weighed(a, model, gamma):
     found = trained_beside(a.model, model) if alone and not a.quant else []
     # trap: a measured table differs from machine to machine, and so does where the seed's uniforms are spent.
     # Parts of a pass are not recorded, and several processes would each measure their own
-    how, table = costs_of(model, None if alone and a.temperature == 0 else "weights")
-    note = f"draft: auto, with costs {'by weights' if how == 'weights' else 'as measured here'}"
+    measured = alone and a.temperature == 0 and size(model.blocks) >= LARGE
+    table = kept_costs(model) if measured else byte_costs(model)
+    note = f"draft: auto, with costs {'as measured here' if measured else 'by weights'}"
     return Plan("auto", lambda: Pace(model, candidates(model, table, skip, vocab, found), table, most=gamma),
-                gamma, note, costs=how, table=table)
+                gamma, note, "measured" if measured else "weights", table)
 
 
 def chosen(rounds, beliefs):
     """What --draft auto chose, to follow its note. rounds: {name: rounds}; beliefs: {name: (how often its
     tokens are accepted, what one costs)}."""
-    said = []
-    for name, count in sorted(rounds.items(), key=lambda item: -item[1]):
-        said.append(f"{name} in {count} rounds")
-        if name in beliefs:
-            alpha, price = beliefs[name]
-            said[-1] += f" ({alpha:.0%} are accepted, and a token costs {price:.0%} of a pass)"
-    return ", ".join(said)
+    often = sorted(rounds.items(), key=lambda item: -item[1])
+    why = {name: f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
+           for name, (alpha, price) in beliefs.items()}
+    return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)
 
 
 # --- trained heads
-
-
-def load_heads(folder, model):
-    head = heads.load(folder, model)
-    if head.strange:
-        note("draft", f"{folder}: trained for other weights of this shape, so fewer of its drafts may be "
-             "accepted; the text is still the model's own")
-    return head
 
 
 def trained_beside(folder, model):
@@ -178,7 +169,7 @@ def trained_beside(folder, model):
     for path in (Path(folder) / "heads" / kind for kind in heads.KINDS):
         if (path / heads.FILE).is_file():
             try:
-                found.append(load_heads(path, model))
+                found.append(heads.load(path, model))
             except ValueError as e:
                 note("draft", f"left out, as {e}")
     return found
@@ -190,7 +181,7 @@ def trained(a, model, kind):
     if not (folder / heads.FILE).is_file():
         raise FileNotFoundError(f"{folder}: no heads: train them, python -m lab.train_heads {kind} "
                                 f"--model {a.model} --out {folder}")
-    head = load_heads(folder, model)
+    head = heads.load(folder, model)
     most, shape, tree = head.step.most, None, ""
     gamma = a.gamma if a.gamma is not None else min(most, MOST if a.tree else 3)
     if a.tree:

@@ -88,16 +88,12 @@ def parse(text):
 
 def resume(path, header):
     """Make a log of JSON lines ready to be appended to. Returns the lines below its `header` that an earlier
-    run wrote, up to one that a kill has cut off; none if it had another header. Raises ValueError for a
-    folder that holds something else."""
+    run wrote, up to one that a kill has cut off. Raises ValueError for a folder that holds something else."""
     found, *lines = map(parse, (read_text(path) if path.is_file() else "").split("\n"))
-    if found == header:
-        lines = list(itertools.takewhile(bool, lines))
-    elif isinstance(found, dict) and found.keys() == header.keys():
-        note(path, "of another model, text or flags; the search starts anew")
-        lines = []
-    elif path.parent.exists() and any(path.parent.iterdir()):
-        raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
+    if found != header and path.parent.exists() and any(path.parent.iterdir()):
+        raise ValueError(f"{path.parent} is not empty, and not of this model, text and flags: name another "
+                         "--out")
+    lines = list(itertools.takewhile(bool, lines))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
     return lines

@@ -17,14 +17,12 @@ import torch
 
 from control import MOST, WIDTHS, Costs
 from kvcache import KVCache
-from machine.quant import byte_costs, size
 from model import Placement
 from sampling import Coins, raw_probs, to_probs
 from support.cli import machine
 from support.files import guarded, keep, kept, note, read_json
 from verification import verify
 
-LARGE = 64e6        # bytes of a model's blocks from which on costs are measured by default
 SECONDS = 3.0       # that a measurement may take, as far as the number of repeats allows
 PASSES = 30         # one repeat of a measurement takes about as long as this many passes
 
@@ -96,15 +94,6 @@ def read_costs(path, c):
             raise ValueError(f"it takes {2 * c.n_layers} sub-layers, and numbers from 0 up")
     return replace(costs, sublayers=tuple(costs.sublayers), blocks=tuple(map(tuple, costs.blocks)),
                    window=c.window if costs.slot else None)
-
-
-def costs_of(model, how=None):
-    """(how, the Costs). how: "weights", by the bytes that are read; "measured"; or the name of a file. By
-    default they are measured for large models."""
-    how = how or ("measured" if size(model.blocks) >= LARGE else "weights")
-    if how == "weights":
-        return how, byte_costs(model)
-    return how, kept_costs(model) if how == "measured" else read_costs(how, model.c)
 
 
 def kept_costs(model):

@@ -2,14 +2,12 @@
 
 A page is data beside a template, `page.html`. What a model writes is data, too.
 """
-import html
 import json
 from pathlib import Path
 
 import torch
 
-from sampling import Coins, to_probs
-from speculative import rounds
+from sampling import Coins
 from support.files import write_file
 from support.show import SIGNS, STYLES, Stream, origins
 
@@ -94,20 +92,7 @@ class Player:
     def save(self, path):
         write_file(Path(path), self.html())
 
-    def _repr_html_(self):
-        """In a notebook: the page in a frame of its own."""
-        look = "width:100%;height:46rem;border:0"
-        return f'<iframe srcdoc="{html.escape(self.html())}" style="{look}"></iframe>'
-
 
 def short(value):
     """Four digits are enough to look at."""
     return float(f"{float(value):.4g}")
-
-
-def play(model, tokenizer, prompt, max_new, drafter=None, probs=to_probs, seed=0, eos=()):
-    """A whole run of one prompt, a list of ids, as a Player."""
-    player = Player(tokenizer, prompt, seed)
-    for state, r in rounds(model, [prompt], max_new, drafter, probs, player.coins, eos):
-        player.add(state, r)
-    return player

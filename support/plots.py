@@ -20,15 +20,6 @@ def axes(rows, columns, width=5.0, height=3.6):
     return figure, grid
 
 
-def running_mean(values, width):
-    """At each place the mean of the last `width` values that are not None, or None where there are none."""
-    means = []
-    for i in range(len(values)):
-        seen = [v for v in values[max(0, i - width + 1) : i + 1] if v is not None]
-        means.append(sum(seen) / len(seen) if seen else None)
-    return means
-
-
 def draw_choices(side, prompts, kinds, hues):
     """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is; hues:
     {way: its colour}. What an n-gram goes on with is hatched."""
@@ -49,32 +40,6 @@ def hues_of(ways):
     bases = dict.fromkeys(way.split(", then")[0] for way in ways if way != "nothing")
     hues = dict(zip(bases, (*HUES[:-1], *MORE) * len(bases), strict=False))
     return {way: hues[way.split(", then")[0]] for way in ways if way != "nothing"} | {"nothing": HUES[-1]}
-
-
-def front(entries):
-    """The trials of a search that no other one beats in both alpha and c, ordered by c."""
-    best, kept = -1.0, []
-    for e in sorted(entries, key=lambda e: (e["c"], -e["alpha"])):
-        if e["alpha"] > best:
-            best = e["alpha"]
-            kept.append(e)
-    return kept
-
-
-def search(entries, best, skippable, path):
-    """What a search found. entries: its trials {"bits", "alpha", "c"}; best: the best of them; skippable: the
-    sub-layer of each bit."""
-    edge, (figure, ((where, sets),)) = front(entries), axes(1, 2)
-    draw_plane(where, [e["alpha"] for e in entries], [e["c"] for e in entries])
-    where.plot([e["c"] for e in edge], [e["alpha"] for e in edge], color=HUES[1], marker=".", lw=1,
-               label="front")
-    where.plot([best["c"]], [best["alpha"]], marker="*", markersize=13, color=HUES[1], ls="", label="best")
-    where.legend(frameon=False, fontsize=8, loc="lower right")
-    sets.imshow([[int(b) for b in e["bits"]] for e in edge], aspect="auto", cmap="Greys", vmin=0, vmax=1.6)
-    names = [f"{'am'[sub % 2]}{sub // 2}" for sub in skippable]
-    sets.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    sets.set(title="skipped sub-layers along the front", ylabel="cheapest at the top")
-    figure.savefig(path, dpi=110, format="png")
 
 
 def draw_plane(side, alphas, costs):

@@ -70,25 +70,20 @@ class Stream:
     def __init__(self, tokenizer, ids):
         self.decode, self.ids = tokenizer.decode, list(ids)
         self.text = self.decode(self.ids).rstrip("\ufffd")
-        self.first, self.edge, self.shown = 0, 0, len(self.text)
+        self.shown = len(self.text)
 
     def push(self, token):
         """The text that this token completes: its own, with the bytes of tokens before it, or nothing yet."""
         self.ids.append(token)
-        # trap: decoded alone, a token can lose its leading space. Decode it together with the piece before
-        # it, but with no more than that, or a long text would cost more per token than a short one.
-        text = self.decode(self.ids[self.first :])
-        whole = text.rstrip("\ufffd")
-        piece, self.shown = whole[self.shown :], max(self.shown, len(whole))
-        if piece and whole == text:
-            self.first, self.edge = self.edge, len(self.ids)
-            self.shown = len(self.decode(self.ids[self.first :]))
-        return piece
+        # trap: decoded alone, a token can lose its leading space
+        return self.read(self.decode(self.ids).rstrip("\ufffd"))
 
     def rest(self):
         """What is held back, once nothing more will come."""
-        text = self.decode(self.ids[self.first :])
-        piece, self.shown = text[self.shown :], max(self.shown, len(text))
+        return self.read(self.decode(self.ids))
+
+    def read(self, whole):
+        piece, self.shown = whole[self.shown :], max(self.shown, len(whole))
         return piece
 
 

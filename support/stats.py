@@ -159,13 +159,10 @@ def divergence(model, prompts, ours, plain):
 @torch.inference_mode()
 def parting(model, prompt, ours, plain):
     """The first position where two answers differ, the ids there, and their `gap`: how far the less likely
-    one's logit lies below the best.
-
-    `rounding` is how far apart two logits may be and still change places, because a block of tokens is
-    rounded differently from a single one: each sub-layer rounds its result to the model's dtype, and its sums
-    of `dim` products to float32 or wider. Independent errors add up like the root of their number. Here are
-    four, two logits in two runs, which gives the 2.
-    """
+    one's logit lies below the best. `rounding` is how large a gap rounding explains: a block of tokens is
+    rounded differently from a single one, each sub-layer rounds its result to the model's dtype and its sums
+    of `dim` products to float32 or wider, and independent errors add up like the root of their number. Here
+    are four, two logits in two runs, which gives the 2."""
     both = enumerate(zip(ours, plain, strict=False))
     at = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
     ids = [*ours[at : at + 1], *plain[at : at + 1]]     # one only, if the other text has ended

@@ -16,11 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from tiny import play  # noqa: E402
 
 import checkpoint  # noqa: E402
 from layerskip import SelfDraft  # noqa: E402
 from sampling import to_probs  # noqa: E402
-from support.page import play  # noqa: E402
 
 PROBE = """<script>
 const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));

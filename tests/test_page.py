@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import LLAMA, PROMPTS, make
+from tiny import LLAMA, PROMPTS, make, play
 
 import checkpoint
 import generate
@@ -14,7 +14,7 @@ from layerskip import SelfDraft
 from methods.then import Then
 from sampling import Coins, to_probs
 from speculative import NGram, rounds
-from support.page import Player, play
+from support.page import Player
 
 FOLDER = Path(__file__).parent.parent / "weights" / "stories-llama"
 WARM = lambda logits: to_probs(logits, temperature=1.0, top_k=20)  # noqa: E731
@@ -93,7 +93,6 @@ def test_whatever_a_model_writes_is_data(shipped):
     assert not re.search(r"[\x00-\x08\x0b-\x1f]|https?:|src=|<link|@import|url\(", page)
     assert data(page)["prompt"] == attack.replace("\x1b", "\u241b").replace("\x00", "\u2400")
     assert {"\u241b", "\u2400"} <= set(data(page)["tokens"])
-    assert player._repr_html_().count("<") == 2, "escaped inside the frame's attribute"
 
 
 def test_on_the_command_line(tmp_path, capsys):

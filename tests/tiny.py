@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from model import Config, Placement, Transformer
 from sampling import Coins, to_probs
-from speculative import Draft, Round, Rule
+from speculative import Draft, Round, Rule, rounds
 from support.files import BOUNDARY
+from support.page import Player
 
 torch.set_num_threads(1)  # these models are too small to share
 DEVICES = ["cpu", "cuda"]  # conftest.py: of paper, where there is none
@@ -175,6 +176,14 @@ def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
     accepted, proposed = torch.tensor(accepted), torch.tensor(proposed)
     sure = [[1 / vocab] * len(row) for row in new]
     return Round(Draft(tokens, q, proposed), p.log(), p, accepted, proposed, new, sure, {})
+
+
+def play(model, tokenizer, prompt, max_new, drafter=None, probs=to_probs, seed=0, eos=()):
+    """A whole run of one prompt, a list of ids, as a Player."""
+    player = Player(tokenizer, prompt, seed)
+    for state, r in rounds(model, [prompt], max_new, drafter, probs, player.coins, eos):
+        player.add(state, r)
+    return player
 
 
 class Command:

@@ -17,13 +17,14 @@ from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
 from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from layerskip import early_exit
+from machine.quant import byte_costs, size
 from methods.arms import candidates
 from methods.dynamic import DEL, CLaSp
 from methods.pace import Pace
 from speculative import NGram, Wrapper
 from support.cli import read_skip, read_vocab
-from support.drafts import trained_beside
-from support.measure import as_data, costs_of
+from support.drafts import LARGE, trained_beside
+from support.measure import as_data, kept_costs, read_costs
 
 TURN = 4  # prompts of one kind in a row
 GAMMAS = 1, 2, 4
@@ -192,7 +193,9 @@ def run(a):
     model = models[a.dtype][0]
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
-    how, costs = costs_of(model, a.costs)
+    how = a.costs or ("measured" if size(model.blocks) >= LARGE else "weights")
+    costs = (byte_costs(model) if how == "weights" else
+             kept_costs(model) if how == "measured" else read_costs(how, model.c))
     prompts, kinds = stream(tokenizer, model.c, 1 if a.quick else TURN)
     if a.quick:
         prompts, kinds = prompts[: len(SETS)], kinds[: len(SETS)]

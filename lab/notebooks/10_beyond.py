@@ -34,6 +34,7 @@ import checkpoint
 from model import Placement
 from lab import train_heads
 from lab.bench import beyond
+from lab.plots import running_mean
 from support import plots
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -185,7 +186,7 @@ for (n, seed), loss in losses.items():
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
 for (n, seed), run in runs.items():
-    smooth = plots.running_mean([loss for loss, _, _ in run.losses], 4)
+    smooth = running_mean([loss for loss, _, _ in run.losses], 4)
     label = f"{n} stream{'s' * (n > 1)}, seed {seed}"
     side.plot(smooth, color=plots.HUES[n // 2], ls=("-", "--")[seed], label=label)
 side.set(xlabel="step", ylabel="own loss, nats a token")
