@@ -29,12 +29,10 @@ REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
 
 def flags():
-    p = cli.Parser(
-        description="Self-speculative decoding of a Llama or Gemma-2 checkpoint.", allow_abbrev=False)
+    p = cli.Parser(description="Self-speculative decoding of Llama and Gemma-2.", allow_abbrev=False)
     add = p.add_argument_group("text").add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
-    add("--prompt-file", metavar="FILE", help='a batch: a prompt in each line, in a .jsonl file as '
-        '{"prompt": ...}')
+    add("--prompt-file", metavar="FILE", help='a batch: a prompt per line, in .jsonl {"prompt": ...}')
     add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
     add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
     drafts.add_flags(p.add_argument_group("draft"))
@@ -60,8 +58,9 @@ def flags():
 
 def parse(argv):
     a = flags().parse_args(argv)
-    if empty := next((flag for flag, value in vars(a).items() if value == "" and flag != "prompt"), None):
-        raise ValueError(f"--{empty.replace('_', '-')} is empty")
+    for flag, value in vars(a).items():
+        if value == "" and flag != "prompt":
+            raise ValueError(f"--{flag.replace('_', '-')} is empty")
     if (a.prompt is None) == (a.prompt_file is None):
         raise ValueError("give one prompt, or a batch with --prompt-file")
     for flag, path, suffix in (("picture", a.picture, ".svg"), ("page", a.page, ".html")):
@@ -117,8 +116,9 @@ class Writer:
         seen, colour = show.Generation(self.tokenizer, self.prompts, drafter), show.colours(sys.stdout)
         opening = ["" if self.a.chat else show.paint([(prompt, None)]) for prompt in seen.prompts]
         live = not self.a.json and len(opening) == 1
+        steps = seen.watch(self.rounds(drafter, player and player.coins))   # checks the prompts first
         print(opening[0] if live else "", end="", flush=True)
-        for step in seen.watch(self.rounds(drafter, player and player.coins)):
+        for step in steps:
             if player:
                 player.add(*step)
             if live:

@@ -102,7 +102,7 @@ def resume(path, header):
 def read_json(path):
     content = parse(read_text(path))
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object, or damaged")
+        raise ValueError(f"{path}: expected a JSON object, whole and valid")
     return content
 
 
