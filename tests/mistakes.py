@@ -430,6 +430,11 @@ TABLE = {
          "end-of-text from config.json first", "checkpoint::end_of_text_ids_come_in_every_form"),
         ("read_config", "eos_token_id', [])", "eos_token_id') or []", "end-of-text id 0 counts as none",
          "checkpoint::end_of_text_ids_come_in_every_form")],
+    "methods/suffix.py": [
+        ("Suffix.best", "chance *= ", "chance = ", "a path is as likely as its last token",
+         "suffix::the_most_promising_continuation[drafter9-text9-want9]"),
+        ("Suffix.best", "score > best[0]", "score", "the longest ending wins, however rare what followed it",
+         "suffix::the_most_promising_continuation[drafter2-text2-want2]")],
     "methods/then.py": [
         ("Then.propose", ".clone()", "", "the draft is written into the text",
          "control::each_row_goes_on_where_its_own_draft_ends"),
