@@ -33,7 +33,6 @@ from torch import nn
 
 import checkpoint
 from control import MOST, weight_costs
-from kvcache import KVCache
 from layerskip import ShortHead, early_exit
 from methods import drafting
 from methods.drafting import unit
@@ -46,17 +45,6 @@ RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape o
 AHEAD = 4   # tokens that a prophet learns to say from one state
 SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
                    "post_norm")     # of a model: its heads fit every other model of this shape
-
-
-def check_count(name, number, least=1):
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-
-
-def own_weights(model, **tensors):
-    """A module that holds these tensors as weights, in the model's type and on its device."""
-    # trap: of a dict it would sort the names, and so the states of the optimiser
-    return nn.ParameterDict([(name, t.to(model.tok)) for name, t in tensors.items()])
 
 
 def graft(model, first, count, hidden_dim=None):
@@ -104,7 +92,7 @@ class Head:
         if self.branches:
             return self.draft(self, rule, shape)
         chain = self.draft(self, rule)
-        return chain if shape is None else Siblings(chain, widths_of(shape)[1])
+        return chain if shape is None else Siblings(chain, widths_of(shape))
 
 
 class ExitBlock(Head):
@@ -155,17 +143,16 @@ class Eagle(Head):
         return self.own.embed(tokens) + F.linear(unit(before), self.weights.matrix)
 
     def predict(self, tokens, trace, cache):
-        (B, T), device = tokens.shape, tokens.device
+        T, device = tokens.shape[1], tokens.device
         ones = torch.ones(T, T, dtype=torch.bool, device=device)
         before, inputs, seen = trace[self.taps[0]], [], []
         for k in range(1, 1 + self.reach):      # the rows of all steps so far: as each token is read in each
             inputs.append(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1]))
             drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one row of each step after the first
             seen = [F.pad(rows, (0, T)) for rows in seen] + [torch.cat([ones.tril(1 - k), *drafted], 1)]
-            nothing = KVCache(self.own.c, B, 0, self.own.attention_dtype(), device)
             positions, slots = (torch.arange(n, device=device)[None] for n in (T, k * T))
             at = Placement(positions.repeat(1, k), slots, 0, k * T, torch.cat(seen)[None])
-            x = self.own.run(torch.cat(inputs, 1), at, drafting.ScratchTail(nothing, 0, 0))[:, -T:]
+            x = self.own.run(torch.cat(inputs, 1), at)[:, -T:]
             before = x.detach()
             yield k, self.own.unembed(x[:, k:])
 
@@ -180,10 +167,9 @@ class Medusa(Head):
     kind, draft, branches = "medusa", drafting.MedusaDraft, True
 
     def __init__(self, model, heads, own_head=False):
-        check_count("heads", heads)
         self.model, self.shape, self.steps = model, {"heads": heads, "own_head": own_head}, heads
         self.taps, dim = [2 * model.c.n_layers - 1], model.c.dim
-        self.weights = own_weights(model, inner=torch.zeros(heads, dim, dim))
+        self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
         if own_head:
             rows = (model.tok if model.head is None else model.head).detach()
             self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
@@ -211,7 +197,6 @@ class Prophet(Head):
     kind, draft = "prophet", drafting.ProphetDraft
 
     def __init__(self, model, blocks):
-        check_count("blocks", blocks)
         self.model, self.shape = model, {"blocks": blocks}
         self.own = graft(model, 0, blocks, max(1, model.c.hidden_dim // 2))
         self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks

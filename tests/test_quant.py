@@ -166,7 +166,7 @@ def test_costs_by_bytes():
 
 
 test_greedy_identity_with_a_copy = promises.greedy_identity({
-    "exit of a stranger": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
+    "exit": lambda m: ModelDraft(quantise(m, "nf4"), 3, range(8)),
     "short head": lambda m: ModelDraft(ShortHead(quantise(m), [4, 9, 0, 2, 16, 3]), 3)}, on=["cpu"])
 
 
