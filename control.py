@@ -15,7 +15,6 @@ from sampling import raw_probs
 from speculative import Rule
 
 MOST = 16  # drafts longer than this are not weighed; a rule with a published limit may go further
-WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1  # of the blocks that are measured
 
 
 # --- the speed-up model
@@ -28,8 +27,7 @@ def expected_tokens(alpha, gamma):
     alpha: a number; or a series (T,) of acceptances along a text, or a list of them, one for each text.
     alpha[i] is how likely a draft of the token after position i is accepted, wherever in a round it falls.
     Along a series rounds follow one another, because accepted tokens come in groups and a round starts where
-    another one was refused: the formula at their mean can be off either way. Raises ValueError where no
-    series is as long as a draft.
+    another one was refused: the formula at their mean can be off either way.
 
     >>> round(expected_tokens(0.8, 2), 2)                   # 1 + .8 + .64
     2.44
@@ -51,8 +49,6 @@ def expected_tokens(alpha, gamma):
                 reach *= a[k]
                 tokens += reach
             starts[i + gamma + 1] += reach
-    if not rounds:
-        raise ValueError(f"no series of acceptances is as long as a draft of {gamma} tokens")
     return tokens / rounds
 
 
@@ -100,9 +96,8 @@ class Costs:
         (6.0, 8.0)
         """
         fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
-        attentions = [i for i in sublayers if i % 2 == 0]
-        near = 0 if self.window is None else sum(i % 4 == 0 for i in attentions)
-        far, slot, at, window = len(attentions) - near, self.slot, self.at, self.window or 0
+        near, far = (sum(i % 4 == j for i in sublayers) for j in (0, 2))    # attentions, even and odd
+        slot, at, window = self.slot, self.at, self.window or float("inf")
         return lambda n: fixed + slot * (far * (n - at) + near * (min(n, window) - min(at, window)))
 
     def step(self, sublayers, share=1.0):
@@ -200,8 +195,7 @@ class Gate(Rule):
 
 class DoNoHarm(Rule):
     """Never much slower than plain decoding, whatever the draft is worth: each row estimates its acceptance
-    from what became of its drafts, old ones fading, and drafts as far as the formula says; not at all where
-    the estimate does not exceed the cost.
+    from what became of its drafts, old ones fading, and drafts as far as the formula says.
 
     Each round without a draft earns `risk` passes. When a row has earned the cost of a drafted token, it
     drafts one and spends them. So a draft that has proved useless costs `risk` passes per round, whatever its
@@ -241,8 +235,7 @@ class DoNoHarm(Rule):
 @dataclass
 class Beta:
     """An estimate of an acceptance from counts of which old ones fade: the mean of a Beta distribution. What
-    was known beforehand, `prior`, counts as much as two drafts. At 0.5 the mean is (hits + 1) / (hits +
-    misses + 2), Laplace's rule of succession."""
+    was known beforehand, `prior`, counts as much as two drafts (at 0.5: Laplace's rule of succession)."""
     hits: float = 0.0
     misses: float = 0.0
     prior: float = 0.5

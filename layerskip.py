@@ -76,14 +76,13 @@ class ShortHead(StandIn):
     that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes one.
 
     All other tokens have the logit -inf and so q = 0: they are never drafted, and as the target keeps its
-    whole head, the text stays exact. A draft gets cheaper by what it does not read of the head, which in a
-    model of few blocks and many tokens weighs as much as several blocks.
+    whole head, the text stays exact. In a model of few blocks the head weighs as much as several of them.
     """
 
     def __init__(self, model, ids):
         self.model, self.share = model, len(ids) / model.c.vocab_size
         self.ids = torch.tensor(ids, device=model.tok.device)                   # (N,)
-        self.rows = (model.tok if model.head is None else model.head).detach()[self.ids]    # (N, dim), copied
+        self.rows = (model.tok if model.head is None else model.head)[self.ids].detach()    # (N, dim), copied
 
     def unembed(self, x):
         short = self.model.unembed(x, self.rows)                                # (B, T, N)
@@ -119,7 +118,7 @@ class SelfDraft(Drafter):
 
     Drafts write into the target's cache. Before the first gap they write what the verifier would. After it a
     draft reads exact old keys and its own rough new ones; the verification of this very round overwrites the
-    rough ones before anybody else reads them. Some sub-layers of another model draft in a `ModelDraft`.
+    rough ones before anybody else reads them. (For the sub-layers of another model: `ModelDraft`.)
     """
 
     def __init__(self, model, sublayers, rule):
@@ -150,9 +149,8 @@ class SelfDraft(Drafter):
             return self.logits(state, x, k)
 
         tokens, q, length = chain(state, step, self.rule)
-        K = tokens.shape[1]
-        if K == 0:
+        if not xs:
             return Draft.none(state)
-        run_shared(tokens[:, -1:], K)       # the last draft is not drafted from, but it is verified
+        run_shared(tokens[:, -1:], len(xs))     # the last draft is not drafted from, but it is verified
         trace = {tap: torch.cat([seen[tap] for seen in traces], 1) for tap in traces[0]}
         return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1), trace))

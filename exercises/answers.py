@@ -146,7 +146,7 @@ WRONG = {
         "most, varied = wanted(state, rule)": {
             "most, varied = wanted(state, rule)[0], False": "each row has its own length"}},
     "SelfDraft.propose": {
-        "run_shared(tokens[:, -1:], K)": {"pass": "the last draft was not run"},
+        "run_shared(tokens[:, -1:], len(xs))": {"pass": "the last draft was not run"},
         "reuse=(shared, ": {"reuse=(len(subs), ": "after its first gap a draft computes other states"},
         "x = m.run(x, state.at(k), state.cache, subs[shared:]": {
             "x = xs[-1] = m.run(x, state.at(k), state.cache, subs[shared:]":

@@ -38,7 +38,7 @@ class M2R2(Head, StandIn):
     Two things of the paper are not here: its gate, which by our tables drafted too far, and its loading of
     experts ahead of time, as Llama and Gemma-2 are dense.
     """
-    kind, draft, reads_cache = "m2r2", TwoRowDraft, True
+    kind, draft = "m2r2", TwoRowDraft
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2

@@ -42,7 +42,7 @@ class Transfer(Head):
     t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
     head without its residual block. The pseudo states start as copies.
     """
-    kind, draft, branches, reads_cache = "transfer", TransferDraft, True, True
+    kind, draft, branches = "transfer", TransferDraft, True
 
     def __init__(self, model, inject_layer, steps):
         L, dim = model.c.n_layers, model.c.dim

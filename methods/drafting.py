@@ -3,12 +3,6 @@
 A head drafts from states that the target computed anyway. They come as `taps` of the prompt and of every
 round, so that a head knows the text also where another drafter drafted.
 
-    drafter        heads                  drafts from                               its draft
-    ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
-    EagleDraft     Eagle                  each token, the final state before it     a chain
-    MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
-    ProphetDraft   Prophet                its final state, and the draft so far     a chain
-
 The last token read is the one before the last known token D: the target chose D after it and has not run D
 itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
 """
@@ -23,8 +17,7 @@ from speculative import Draft, Drafter, chain, pick
 
 
 def unit(x):
-    """x (..., dim), each vector scaled to a root mean square of 1, which the final norm would do anyway. What
-    is added to the mean square is torch's own: 2^-23, and 2^-52 in float64."""
+    """x (..., dim), each vector scaled to a root mean square of 1, which the final norm would do anyway."""
     return F.rms_norm(x, x.shape[-1:])
 
 

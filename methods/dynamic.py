@@ -36,10 +36,9 @@ class DEL(SelfDraft):
     of how sure it was where it would have been accepted and where it would not.
 
     Different here: `costs` know the head's share, where theirs counts layers, and nothing is drafted where
-    nothing gains. Counts start from a uniform prior, a hit at confidence 1 and a miss at 0, where
-    their threshold is NaN until both were seen. When sampling, a shadow counts as the sum of min(p, q), not
-    as a match of the likeliest tokens. And shadows are not free, each costs a row of the head: score fewer
-    exits (`exits`), or only every `every`th round. The rule "FS", their baseline, is `lab.rules.Schedule`.
+    nothing gains. Counts start from a uniform prior, a hit at confidence 1 and a miss at 0; their threshold
+    is NaN until both were seen. When sampling, a shadow counts as the sum of min(p, q), not as a match of the
+    likeliest tokens. Each shadow costs a row of the head: score few `exits`, or only every `every`th round.
     """
 
     def __init__(self, model, exits=None, costs=None, omega=0.95, gamma=18, every=1, window=32):

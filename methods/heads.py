@@ -19,8 +19,8 @@ the exit after it. Each kind has `weights` (all that is trained), `shape` (what 
 model), `taps` (the states it reads), `predict` (its logits for a whole text, for training) and `drafter`.
 """
 import copy
-import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -36,12 +36,11 @@ from control import MOST, weight_costs
 from layerskip import ShortHead, early_exit
 from methods import drafting
 from methods.drafting import unit
-from methods.trees import Siblings, widths_of
+from methods.trees import Siblings
 from model import Placement, Transformer
 from support.files import replacing
 
 FILE = "heads.safetensors"
-RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape of a tree
 AHEAD = 4   # tokens that a prophet learns to say from one state
 SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
                    "post_norm")     # of a model: its heads fit every other model of this shape
@@ -80,19 +79,18 @@ class Step:
 
 class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; step: what a drafted
-    token costs; branches: whether any node of its trees may have children, or else only first children;
-    reads_cache: whether it reads the model's own keys and values. ranks: how likely the model's greedy token
-    is the head's first, second, ... guess, if that was measured. strange: whether it was trained for other
-    weights than the model's."""
-    branches = reads_cache = strange = False
-    ranks = ()
+    token costs; branches: whether any node of its trees may have children, or else only first children.
+    ranks: how likely the model's greedy token is the head's first, second, ... guess, if measured."""
+    branches, ranks = False, ()
 
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
         if self.branches:
             return self.draft(self, rule, shape)
+        families = Counter(shape).values()      # how many children each parent has
+        widths = [sum(size > i for size in families) for i in range(1, max(families, default=0))]
         chain = self.draft(self, rule)
-        return chain if shape is None else Siblings(chain, widths_of(shape))
+        return Siblings(chain, widths) if widths else chain
 
 
 class ExitBlock(Head):
@@ -221,21 +219,17 @@ def count(head):
     return sum(p.numel() for p in head.weights.parameters())
 
 
-def pricing(head, costs, share=1.0):
-    """n -> what a drafted token takes after n others, relative to a pass of the target, by a Costs table.
-    share: of the output head that it reads. The head's own weights are not in the table: each counts as much
-    as one of the model's blocks, or of its output head, whichever takes more."""
+def pricing(head, costs=None, share=1.0):
+    """n -> what a drafted token takes after n others, relative to a pass of the target, by a Costs table, or
+    by weights. share: of the output head that it reads. The head's own weights are not in the table: each
+    counts as much as one of the model's blocks, or of its output head, whichever takes more."""
     step, by_count = head.step, weight_costs(head.model.c)
+    costs = costs or by_count
     rate = max(sum(costs.sublayers) / sum(by_count.sublayers), costs.head / by_count.head)
     own, slot = rate * step.weights, costs.slot * step.reads
     part = costs.pricing(range(2 * step.trunk), share * step.output)
     whole = costs.pricing(range(len(costs.sublayers)))
     return lambda n: (part(n) + own + slot * (n - costs.at)) / whole(n)
-
-
-def step_cost(head):
-    """What a drafted token costs relative to a pass of the target, by the weights that are read."""
-    return pricing(head, weight_costs(head.model.c))(0)
 
 
 def shorter(head, ids):
@@ -250,41 +244,26 @@ def shorter(head, ids):
 # --- files
 
 
-def fingerprint(model):
-    """The hash of a model's weights, the same for every dtype in which bfloat16 weights are held."""
-    h = hashlib.sha256()
-    for _, piece in checkpoint.parts(model):
-        w = piece.detach().bfloat16().half()    # float16 lacks the smallest of bfloat16's numbers
-        h.update(w.cpu().contiguous().view(torch.uint8).numpy())
-    return h.hexdigest()
-
-
 def save(head, folder):
     """Write a head in bfloat16."""
-    facts = {"kind": head.kind, "shape": head.shape, "weights": fingerprint(head.model),
-             "model": SHAPE(head.model.c), "ranks": list(head.ranks)}
+    facts = {"kind": head.kind, "shape": head.shape, "model": SHAPE(head.model.c), "ranks": list(head.ranks)}
     with replacing(Path(folder) / FILE) as path:
         save_file({name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}, path,
                   metadata={"heads": json.dumps(facts)})
 
 
 def load(folder, model, kinds=KINDS):
-    """The head that `save` wrote, on this model and in its dtype. If it is `strange`, its drafts may be
-    accepted less often. Raises FileNotFoundError or ValueError, in one line, for a file that is missing or
-    damaged or was made for a model of another shape or vocabulary."""
+    """The head that `save` wrote, on this model and in its dtype. Raises FileNotFoundError or ValueError, in
+    one line, for a file that is missing or damaged or was made for a model of another shape or vocabulary."""
     path = Path(folder) / FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
+    with checkpoint.guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         facts = json.loads(file.metadata()["heads"])
-        made, shape = facts["weights"], facts["model"]
-    if shape != list(SHAPE(model.c)):
-        raise ValueError(f"{path}: trained for a model of another shape or vocabulary: train heads anew for "
-                         "this one")
-    with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
+        if facts["model"] != list(SHAPE(model.c)):
+            raise ValueError("they are for one of another shape or vocabulary: train heads anew for this one")
         head = kinds[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]
-        head.strange = made != fingerprint(model)
         return head

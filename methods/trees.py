@@ -13,7 +13,6 @@ A shape is a list of parents, as in `Draft.parents`. What the loop itself needs 
 speculative.py, and `verify_tree` in verification.py.
 """
 import math
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
@@ -33,16 +32,6 @@ def chain_with_siblings(gamma, widths):
     [0, 1, 2, 0, 1, 0]
     """
     return [*range(gamma), *(k for width in widths for k in range(width))]
-
-
-def widths_of(parents):
-    """The inverse: the widths of a tree in which only first children have children.
-
-    >>> widths_of([0, 1, 2, 0, 1, 0])
-    [2, 1]
-    """
-    families = Counter(parents).values()
-    return [sum(size > i for size in families) for i in range(1, max(families))]
 
 
 def tree_tokens(parents, rank_acceptance):
@@ -115,8 +104,8 @@ class Siblings(Wrapper):
 
     For the drafter nothing changes: it does not draft from siblings, and what it learns of is a chain. In a
     batch only the rows with the longest chain have siblings, and near the end of an answer the last ones are
-    left out. A drafter that draws nothing, such as an n-gram, gets none. The target runs the whole block,
-    also the sub-layers that the chain has behind it: the siblings would have their weights read in any case.
+    left out. A drafter that draws nothing, such as an n-gram, gets none. The target runs the whole block: for
+    siblings it reads all weights in any case.
     """
 
     def __init__(self, drafter, widths):

@@ -16,7 +16,7 @@ from kvcache import KVCache
 from layerskip import SelfDraft
 from methods import trees
 from methods.then import Then
-from methods.trees import Siblings, chain_with_siblings, rank_acceptance, tree_tokens, widths_of
+from methods.trees import Siblings, rank_acceptance, tree_tokens
 from model import Placement, visible
 from sampling import Coins, to_probs
 from search import Teacher
@@ -229,12 +229,6 @@ def test_coins_are_spent_in_the_documented_order(models):
 
 
 # --- shapes
-
-
-def test_widths_and_parents():
-    for gamma, widths in ((1, []), (4, []), (3, [3, 2]), (4, [2, 1, 1])):
-        assert widths_of(chain_with_siblings(gamma, widths)) == widths
-    assert chain_with_siblings(4, [2, 1]) == [0, 1, 2, 3, 0, 1, 0]
 
 
 def all_trees(nodes):
