@@ -8,32 +8,30 @@ from layerskip import SelfDraft
 from speculative import pick
 
 
-def nearest(states, run, free, most):
-    """CLaSp's dynamic programme (arXiv 2505.24196): for each number of skips the set whose residual stream
-    stays nearest to the target's, by cosine. [the units that are skipped by the set of 1 skip, of 2, ...]
+def nearest(states, run, most):
+    """CLaSp's dynamic programme (arXiv 2505.24196): for each number of skips, from 1 to `most`, the set of
+    blocks without which the residual stream stays nearest to the target's, by cosine.
 
-    A unit is what is skipped or run as a whole: a sub-layer, or a block. states[u] (N, dim): the target's
-    residual stream at N places as it enters unit u, and at last as it leaves the last one. run(u, x) applies
-    unit u to x (J, N, dim). free: the units that may be skipped, at most `most` of them.
+    states[u] (N, dim): the target's residual stream at N places as it enters block u, and at last as it
+    leaves the last one. run(u, x) applies block u to x (J, N, dim).
 
-    Its table: best[j] are the states after the units so far, of which j were skipped. The next unit is either
+    Its table: best[j] are the states after the blocks so far, of which j were skipped. The next one is either
     run on best[j] or skipped from best[j-1], whichever ends nearer to the target's states there.
     """
-    best, units = states[0][None], len(states) - 1                              # (J, N, dim)
-    gone = torch.zeros(1, units, dtype=torch.bool, device=best.device)          # (J, units)
+    best, blocks = states[0][None], len(states) - 1                             # (J, N, dim)
+    gone = torch.zeros(1, blocks, dtype=torch.bool, device=best.device)         # (J, blocks)
+    never = gone.new_full((1,), -2.0, dtype=torch.float64)
 
     def near(x, u):
         return torch.cosine_similarity(x.double(), states[u].double(), -1).mean(-1)     # (J,)
 
-    for u in range(units):
-        ran = run(u, best)
-        if u in free:
-            never, skip = gone.new_full((1,), -2.0, dtype=torch.float64), gone.clone()
-            skip[:, u] = True
-            keep = torch.cat([near(ran, u + 1), never]) >= torch.cat([never, near(best, u + 1)])    # (J+1,)
-            ran = torch.where(keep[:, None, None], torch.cat([ran, ran[-1:]]), torch.cat([best[:1], best]))
-            gone = torch.where(keep[:, None], torch.cat([gone, gone[-1:]]), torch.cat([gone[:1], skip]))
-        best, gone = ran[: most + 1], gone[: most + 1]
+    for u in range(blocks):
+        ran, skip = run(u, best), gone.clone()
+        skip[:, u] = True
+        keep = torch.cat([near(ran, u + 1), never]) >= torch.cat([never, near(best, u + 1)])    # (J+1,)
+        best = torch.where(keep[:, None, None], torch.cat([ran, ran[-1:]]), torch.cat([best[:1], best]))
+        gone = torch.where(keep[:, None], torch.cat([gone, gone[-1:]]), torch.cat([gone[:1], skip]))
+        best, gone = best[: most + 1], gone[: most + 1]
     return [[u for u, bit in enumerate(row) if bit] for row in gone[1:].tolist()]
 
 
@@ -77,5 +75,5 @@ class CLaSp(SelfDraft):
             return aside(self.model, state.cache, x, here, [2 * u, 2 * u + 1]).transpose(0, 1)
 
         L = self.model.c.n_layers
-        gone = nearest(states, run, range(L), self.skips)[-1]
+        gone = nearest(states, run, self.skips)[-1]
         self.sublayers = [i for i in range(2 * L) if i // 2 not in gone]

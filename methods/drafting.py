@@ -130,9 +130,9 @@ class LastState(Drafter):
 class MedusaDraft(LastState):
     """All tokens at once: none depends on the others (Medusa, arXiv 2401.10774).
 
-    shape: None for a chain; else the parents of a tree, such as `methods.trees.best_tree` makes them, of
-    which the rule says how many levels are drafted. Its tokens are drawn without replacement, see
-    `methods.trees.grow`. Raises ValueError for more levels than there are heads.
+    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them, of which all
+    rows draft as many levels as the rule says for any of them. See `methods.trees.grow`. Raises ValueError
+    for more levels than there are heads.
     """
 
     def __init__(self, head, rule, shape=None):

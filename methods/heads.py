@@ -120,8 +120,7 @@ class Kangaroo(ExitBlock):
 class Eagle(Head):
     """EAGLE (arXiv 2401.15077): a block that reads of each token its embedding and the final state of the
     token before, by which the target chose it; of drafted tokens, in that state's place, what it said itself.
-    The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state alone and starts at
-    zero.
+    The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state and starts at zero.
 
     It learns the first token of a draft, and the second, which reads what the block said (HASS, arXiv
     2408.15766); those after it are drafted as the second is.
@@ -233,8 +232,7 @@ def pricing(head, costs=None, share=1.0):
 
 
 def shorter(head, ids):
-    """The same head with a draft vocabulary, `layerskip.ShortHead`; one with output heads of its own stays as
-    it is."""
+    """The same head with a draft vocabulary, `layerskip.ShortHead`, unless it has output heads of its own."""
     twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
     if head.step.output:
         setattr(twin, part, ShortHead(getattr(head, part), ids))
@@ -253,11 +251,9 @@ def save(head, folder):
 
 
 def load(folder, model, kinds=KINDS):
-    """The head that `save` wrote, on this model and in its dtype. Raises FileNotFoundError or ValueError, in
-    one line, for a file that is missing or damaged or was made for a model of another shape or vocabulary."""
+    """The head that `save` wrote, on this model and in its dtype. Raises ValueError, in one line, for a file
+    that is missing or damaged or was made for a model of another shape or vocabulary."""
     path = Path(folder) / FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
     with checkpoint.guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         facts = json.loads(file.metadata()["heads"])
