@@ -49,6 +49,8 @@ def expected_tokens(alpha, gamma):
                 reach *= a[k]
                 tokens += reach
             starts[i + gamma + 1] += reach
+    if not rounds:
+        raise ValueError(f"no series of acceptances is as long as a draft of {gamma} tokens")
     return tokens / rounds
 
 
@@ -74,8 +76,7 @@ def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a pass over one token take, in any unit: each of the 2L sub-layers, the head, and all
-    else."""
+    """What the parts of a pass over one token take, in any unit: the 2L sub-layers, the head, all else."""
     sublayers: tuple[float, ...]
     head: float
     blocks: tuple = ((1, 1.0),)  # (T, what a pass over T tokens takes relative to one token), T rising
@@ -195,12 +196,10 @@ class Gate(Rule):
 
 class DoNoHarm(Rule):
     """Never much slower than plain decoding, whatever the draft is worth: each row estimates its acceptance
-    from what became of its drafts, old ones fading, and drafts as far as the formula says.
-
-    Each round without a draft earns `risk` passes. When a row has earned the cost of a drafted token, it
-    drafts one and spends them. So a draft that has proved useless costs `risk` passes per round, whatever its
-    price. A cost below `FLOOR` counts as `FLOOR`, as the estimate of a useless draft only falls to 0.045.
-    """
+    from what became of its drafts, old ones fading, and drafts as far as the formula says. Each round without
+    a draft earns `risk` passes; a row that has earned the cost of a drafted token drafts one and spends them.
+    So a useless draft costs `risk` passes per round, whatever its price. A cost below `FLOOR` counts as
+    `FLOOR`, as the estimate of a useless draft only falls to 0.045."""
     FLOOR = 0.05
 
     def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
