@@ -439,7 +439,7 @@ TABLE = {
         ("Siblings.propose", "torch.where(length == K, K + sum(widths), length", "length + sum(widths",
          "the dead end of a short chain is proposed", "trees::rows_with_short_chains_have_no_siblings"),
         ("grow", "q[:, columns", "q[:, :len(nodes)", "q is not in the order of the tree",
-         "heads::exact_law[medusa, tree]")],
+         "heads::a_tree_has_as_many_levels_as_the_rule_says")],
     "machine/quant.py": [
         ("Int8.__init__", "torch.maximum(-low, high)", "high", "the largest weight, not the largest "
          "magnitude", "quant::int8_by_hand"),

@@ -145,6 +145,7 @@ def test_a_tree_has_as_many_levels_as_the_rule_says(models):
     watched = Watched(drafter, lambda state, draft: seen.append(draft))
     next(rounds(models["llama"], PROMPTS, 20, watched))
     assert seen[0].parents.tolist() == [[0, 0, 1, 1, 2]], "the third level is not drawn"
+    assert torch.equal(seen[0].q.argmax(-1), seen[0].tokens), "greedy, each token is what its q says"
 
 
 def test_a_long_prompt_is_read_in_parts():
