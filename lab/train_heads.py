@@ -8,6 +8,7 @@ data. What a head is told to say is not the text but the model's whole distribut
 compares the two.
 """
 import copy
+import hashlib
 import json
 import math
 import shlex
@@ -53,6 +54,7 @@ TEXT = (
     ("opening", 0, 0, 2**40, "but the first N tokens at 1"))
 KINDS = heads.KINDS | {head.kind: head for head in (M2R2, Transfer)}
 MEASURED = 4096     # tokens of held-out text
+RANKS = 5           # of how many ranks a head's acceptance is measured, for the shape of a tree
 OWN = "own text"    # the name of what the model writes itself
 OWN_TEXT = 1.5e5    # tokens of it
 ROWS = 32           # texts that it writes at a time
@@ -167,7 +169,7 @@ def judged(head, tokens, memory=None, rows=None):
         return torch.stack(list(trace.values())), cache
 
     with torch.no_grad():
-        if memory is None or head.reads_cache:
+        if memory is None or isinstance(head, (M2R2, Transfer)):
             states, cache = read(tokens)
         else:
             states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
@@ -229,7 +231,7 @@ def evaluate(head, tokens, context, most):
         found = []
         for said, target in judged(head, rows):
             p, q = target.float().softmax(-1), said.float().softmax(-1)
-            ranks = rank_acceptance(to_probs(target), q, min(heads.RANKS, q.shape[-1]))
+            ranks = rank_acceptance(to_probs(target), q, min(RANKS, q.shape[-1]))
             far = p * (target.float().log_softmax(-1) - said.float().log_softmax(-1))
             far = far.masked_fill(q == 0, 0.0).sum(-1).mean()       # without the tokens that it never says
             found.append([float(far), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
@@ -254,7 +256,7 @@ class Run(train.Run):
             self.vocab = most_frequent([row.tolist() for row in text.train.values()], a.vocab)
             self.rows = ShortHead(model, self.vocab["ids"]).rows
         self.start()
-        self.settings |= {"model": heads.fingerprint(model)}
+        self.settings |= {"model": fingerprint(model)}
 
     def train_step(self):
         a = self.a
@@ -275,6 +277,14 @@ class Run(train.Run):
         """What the model wrote is not written again."""
         written = None if self.a.data else (self.text.train[OWN], self.text.valid[OWN])
         return super().state() | {"text": written}
+
+
+def fingerprint(model):
+    """The hash of a model's weights."""
+    h = hashlib.sha256()
+    for _, piece in checkpoint.parts(model):
+        h.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return h.hexdigest()
 
 
 def fresh_run(a, device, state):

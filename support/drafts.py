@@ -170,21 +170,13 @@ def chosen(rounds, beliefs):
 # --- trained heads
 
 
-def load_heads(folder, model):
-    head = heads.load(folder, model)
-    if head.strange:
-        note("draft", f"{folder}: trained for other weights of this shape, so fewer of its drafts may be "
-             "accepted; the text is still the model's own")
-    return head
-
-
 def trained_beside(folder, model):
     """The trained heads that lie beside the weights, in heads/KIND. Those of another shape are left out."""
     found = []
     for path in (Path(folder) / "heads" / kind for kind in heads.KINDS):
         if (path / heads.FILE).is_file():
             try:
-                found.append(load_heads(path, model))
+                found.append(heads.load(path, model))
             except ValueError as e:
                 note("draft", f"left out, as {e}")
     return found
@@ -196,12 +188,12 @@ def trained(a, model, kind):
     if not (folder / heads.FILE).is_file():
         raise FileNotFoundError(f"{folder}: no heads: train them, python -m lab.train_heads {kind} "
                                 f"--model {a.model} --out {folder}")
-    head = load_heads(folder, model)
+    head = heads.load(folder, model)
     most, shape, tree = head.step.most, None, ""
     gamma = a.gamma if a.gamma is not None else min(most, MOST if a.tree else 3)
     if a.tree:
         levels = max(1, min(most, gamma))
-        shape = best_tree(head.ranks, a.tree, heads.step_cost(head), 0.0, head.branches, levels) or [0]
+        shape = best_tree(head.ranks, a.tree, heads.pricing(head)(0), 0.0, head.branches, levels) or [0]
         gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
         tree = f", trees of {len(shape)} tokens"
     E = head.step.trunk or None

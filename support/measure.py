@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from control import MOST, WIDTHS, Costs
+from control import MOST, Costs
 from kvcache import KVCache
 from machine.quant import byte_costs, size
 from model import Placement
@@ -23,6 +23,7 @@ from support.cli import machine
 from support.files import keep, kept, note, read_json
 from verification import verify
 
+WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1      # of the blocks that are measured
 LARGE = 64e6        # bytes of a model's blocks from which on costs are measured by default
 SECONDS = 3.0       # that a measurement may take, as far as the number of repeats allows
 REPEATS = 3, 30     # at least, at most

@@ -370,11 +370,9 @@ TABLE = {
          "speculative::greedy_identity"),
         ("SelfDraft.propose", "shared_prefix(subs", "max(0, shared_prefix(subs) - 1",
          "hands over one sub-layer too few", "speculative::what_is_shared_is_handed_over_and_not_run_again"),
-        ("SelfDraft.begin", "self.model.blocks is not state.model.blocks", "False",
-         "what a stranger computes is trusted", "speculative::greedy_identity")],
+        ("same_model", "model.blocks is not state.model.blocks", "False", "what a stranger computes is "
+         "trusted", "speculative::a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not")],
     "control.py": [
-        ("plan", "reach * later", "reach * first", "later drafts are like the first",
-         "control::plan_by_brute_force"),
         ("expected_tokens", "(gamma + 1", "(gamma", "the token behind the draft is forgotten",
          "by_hand::expected_tokens_of_a_number"),
         ("expected_tokens", "starts[i]", "1.0", "the mean run over all positions: the paradox of inspection",
@@ -455,7 +453,9 @@ TABLE = {
         ("best_tree", "* (1 + inside) +", "+ inside +", "a subtree counts though its root is refused",
          "trees::the_best_tree_is_the_best_of_all[acceptance0-0.1-0.02]"),
         ("Siblings.propose", "torch.where(length == K, K + sum(widths), length", "length + sum(widths",
-         "the dead end of a short chain is proposed", "trees::rows_with_short_chains_have_no_siblings")],
+         "the dead end of a short chain is proposed", "trees::rows_with_short_chains_have_no_siblings"),
+        ("grow", "q[:, columns", "q[:, :len(nodes)", "q is not in the order of the tree",
+         "heads::a_tree_has_as_many_levels_as_the_rule_says")],
     "machine/quant.py": [
         ("Int8.__init__", "torch.maximum(-low, high)", "high", "the largest weight, not the largest "
          "magnitude", "quant::int8_by_hand"),
@@ -472,21 +472,15 @@ TABLE = {
         ("Reader.begin", "0, T, 256)", "1)", "only the beginning of a long prompt is read",
          "heads::a_long_prompt_is_read_in_parts"),
         ("Reader.catch_up", "(self.unread", "(1", "only the last of the unread tokens is read",
-         "heads::drafts_are_what_training_sees[eagle-alone-llama]"),
-        ("Shape.grow", "q[:, columns", "q[:, :len(nodes)", "q is not in the order of the tree",
-         "heads::rows_have_as_many_levels_as_the_rule_says"),
-        ("same_model", "model.blocks is not state.model.blocks", "model is None",
-         "a head of another model is not noticed",
-         "heads::heads_of_other_weights_draft_and_of_another_shape_do_not[Medusa]")],
+         "heads::drafts_are_what_training_sees[eagle-alone-llama]")],
     "methods/heads.py": [
         ("graft", "min(i, last)", "0", "the head starts as the first block",
          "heads::a_head_starts_as_a_part_of_the_model[llama]"),
         ("pricing", "step.weights", "count(head)", "a head of several steps counts as a whole for each token",
          "pace::trained_heads_and_their_prices[llama]")],
     "methods/dynamic.py": [
-        ("aside", "eye(T, dtype=torch.bool, device=x.device", "ones(T, T, dtype=torch.bool, "
-         "device=x.device).tril(", "places that are tried aside see each other",
-         "dynamic::clasp_judges_by_the_states_of_the_last_accepted_token[llama]")],
+        ("DEL.score", "self.omega * self.counts", "self.counts", "old counts do not fade",
+         "dynamic::counts_fade_by_hand")],
     "methods/pace.py": [
         ("Pace.promise", "(cost - 1) * self.grown > self.balance", "cost - 1 > 99",
          "a draft begins that the balance cannot pay", "pace::it_costs_no_more_than_it_may"),

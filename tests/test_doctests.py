@@ -18,7 +18,7 @@ EXAMPLES = {model: ["visible"], sampling: ["to_probs", "uniforms"],
             verification: ["verify", "verify_tree"], speculative: ["ancestors"],
             layerskip: ["without", "skipped", "shared_prefix"], control: ["expected_tokens", "best_gamma"],
             checkpoint: ["parts"], check: ["fingerprint"], quant: ["codebook"],
-            trees: ["chain_with_siblings", "widths_of", "tree_tokens", "best_tree"]}
+            trees: ["chain_with_siblings", "tree_tokens", "best_tree"]}
 
 
 @pytest.mark.parametrize("module, name", [(m, name) for m, names in EXAMPLES.items() for name in names],

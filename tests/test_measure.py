@@ -7,10 +7,10 @@ import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
 
-from control import WIDTHS, Costs
+from control import Costs
 from machine.quant import quantise
 from support import measure
-from support.measure import identity, kept_costs, measure_costs, read_costs
+from support.measure import WIDTHS, identity, kept_costs, measure_costs, read_costs
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_nf4_by_hand():
     q = NF4(row)
     assert q.codes[0, :3].tolist() == [15 * 16 + 0, 9 * 16 + 6, 7 * 16 + 7]
     assert q.codes[0, 32:34].tolist() == [15 * 16 + 10, 7 * 16 + 7]
-    assert q.mean == 1.25 and q.most.tolist() == [127, -127]
+    assert q.mean == 1.25 and q.most[0, :3].tolist() == [127, -127, 0]
     full = q.full(torch.float64)
     assert full[0, :5].tolist() == pytest.approx([2, -2, 2 * PUBLISHED[9], 2 * PUBLISHED[6], 0])
     assert full[0, 64:].tolist() == pytest.approx([0.5, 0.5 * PUBLISHED[10]])
@@ -119,8 +119,6 @@ def test_nothing_else_takes_it_for_a_matrix(tmp_path):
     for call in (torch.matmul, lambda x, w: F.linear(x, w, torch.ones(4))):
         with pytest.raises(TypeError):
             call(torch.ones(1, 4), Int8(torch.ones(4, 4)))
-    with pytest.raises(ValueError, match="unknown kind 'int5'"):
-        quantise(make(FAMILIES["llama"]), "int5")
     with pytest.raises(ValueError, match="a quantised model cannot be saved"):
         checkpoint.save(quantise(make(FAMILIES["llama"])), tmp_path, expected.byte_tokenizer())
 
@@ -166,7 +164,7 @@ def test_costs_by_bytes():
 
 
 test_greedy_identity_with_a_copy = promises.greedy_identity({
-    "exit of a stranger": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
+    "exit": lambda m: ModelDraft(quantise(m, "nf4"), 3, range(8)),
     "short head": lambda m: ModelDraft(ShortHead(quantise(m), [4, 9, 0, 2, 16, 3]), 3)}, on=["cpu"])
 
 

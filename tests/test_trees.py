@@ -16,7 +16,7 @@ from kvcache import KVCache
 from layerskip import SelfDraft
 from methods import trees
 from methods.then import Then
-from methods.trees import Siblings, chain_with_siblings, rank_acceptance, tree_tokens, widths_of
+from methods.trees import Siblings, rank_acceptance, tree_tokens
 from model import Placement, visible
 from sampling import Coins, to_probs
 from search import Teacher
@@ -231,12 +231,6 @@ def test_coins_are_spent_in_the_documented_order(models):
 # --- shapes
 
 
-def test_widths_and_parents():
-    for gamma, widths in ((0, []), (1, []), (4, []), (3, [3, 2]), (4, [2, 1, 1])):
-        assert widths_of(chain_with_siblings(gamma, widths)) == (gamma, widths)
-    assert chain_with_siblings(4, [2, 1]) == [0, 1, 2, 3, 0, 1, 0]
-
-
 def all_trees(nodes):
     """The parents of every tree of at most `nodes` nodes, level by level."""
     found, new = [[]], [[]]
@@ -280,8 +274,5 @@ def test_measured_ranks_are_what_first_families_accept(models):
 
 def test_what_makes_no_sense_is_refused(models):
     m = models["llama"]
-    for widths in ([1, 2], [2, -1]):
-        with pytest.raises(ValueError, match="must not rise, nor be negative"):
-            Siblings(SelfDraft(m, range(4), 3), widths)
     with pytest.raises(ValueError, match="a tree has several ends"):
         generate(m, PROMPTS, 20, Then(TREES["exit"](m), NGram(2, 1)))

@@ -70,7 +70,7 @@ def test_typical_acceptance_by_hand():
 def test_the_shapes_of_a_head_are_those_that_promise_most(models, monkeypatch):
     head = Kangaroo(models["llama"], 2)
     head.ranks = [0.8, 0.1]
-    monkeypatch.setattr(measured.heads, "step_cost", lambda head: 0.3)
+    monkeypatch.setattr(measured.heads, "pricing", lambda head: lambda n: 0.3)
     chain, tree = measured.shapes(head, (4,)).values()
     assert chain == [0, 1, 2], "2.95 tokens for 1.9 passes"
     assert tree == [0, 0, 1, 1], "2.62 tokens for 1.6 passes"

@@ -1,5 +1,5 @@
-"""What the lab keeps although it loses by the project's own tables (SWIFT, published rules, M2R2, Hidden
-Transfer, prophets): each does what its paper says, and none changes the text or its law."""
+"""What the lab keeps although it loses by the project's own tables (SWIFT, CLaSp, published rules, M2R2,
+Hidden Transfer, prophets): each does what its paper says, and none changes the text or its law."""
 import random
 from dataclasses import replace
 
@@ -13,10 +13,11 @@ from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, fork, ma
 
 from control import Beta, Gate
 from kvcache import KVCache
-from lab import train_heads
+from lab import clasp, train_heads
+from lab.clasp import CLaSp, nearest
 from lab.m2r2 import M2R2
 from lab.recycle import Recycle
-from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
+from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate, plan
 from lab.swift import SWIFT
 from lab.transfer import Transfer, ahead
 from layerskip import SelfDraft
@@ -29,6 +30,7 @@ from speculative import NGram, ancestors, generate, rounds
 
 DRAFTERS = {
     "swift": lambda m: SWIFT(m, 0.7, window=3, every=2, threshold=0.2, widths=(2,)),
+    "clasp": lambda m: CLaSp(m, 5, every=1, threshold=0.1),
     "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
     "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
     "transfer": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
@@ -38,6 +40,7 @@ DRAFTERS = {
 }
 SHORT = {    # drafts of one or two tokens
     "swift": (TINY, lambda m: SWIFT(m, 0.5, 1, every=2, threshold=0.5, gamma=2, widths=(1,))),
+    "gemma2 clasp": (TINY_GEMMA, lambda m: CLaSp(m, 1, every=1, threshold=0.6, gamma=2)),
     "gemma2 m2r2": (TINY_GEMMA, lambda m: wild(M2R2(m, 2, 2)).drafter(2)),
     "gemma2 transfer": (TINY_GEMMA, lambda m: wild(Transfer(m, 2, 2)).drafter(2, [0, 0, 1])),
 }
@@ -53,7 +56,7 @@ HEADS = {"m2r2": lambda m: M2R2(m, 3, 4), "transfer": lambda m: Transfer(m, 3, 3
          "from the embedding": lambda m: Transfer(m, 0, 3), "prophet": lambda m: Prophet(m, 2)}
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
 test_greedy_identity_on_a_gpu = promises.greedy_identity(DRAFTERS, ["swift"], on=["cuda"])
-test_poison = promises.poison(DRAFTERS, ["swift"], count=12)
+test_poison = promises.poison(DRAFTERS, ["swift", "clasp"], count=12)
 test_exact_law = promises.exact_law({name: (TINY, build) for name, build in RULES.items()})
 test_exact_law_of_drafters = promises.exact_law(SHORT, count=2)
 test_drafts_are_what_training_sees = promises.right_drafts(both_ways(HEADS))
@@ -195,13 +198,6 @@ def test_thompson_draws_from_what_became_of_drafts():
     assert play(Thompson(0), [True, False], 5).sum() == 0
 
 
-def test_a_prior_counts_as_two_drafts_also_when_drawing():
-    beta, generator = Beta(1, 1, prior=0.8), random.Random(1)
-    draws = torch.tensor([beta.draw(generator) for _ in range(4000)])
-    assert float(draws.mean()) == pytest.approx(beta.mean(), abs=0.01)
-    assert float(draws.std()) == pytest.approx(beta.high() - beta.mean(), abs=0.01)
-
-
 def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
     rule, state = Gate(4), state_of(3)
     rule.begin(state)
@@ -228,6 +224,15 @@ def test_value_gate_counts_by_hand():
     assert count[3] == (2, 1) and (rule.later.hits, rule.later.misses) == (2, 1.5)
 
 
+def test_plan_by_brute_force():
+    rng = random.Random(2)
+    for _ in range(100):
+        first, later, c, most = rng.random(), rng.random(), rng.random(), rng.randint(0, 20)
+        tokens = [1 + sum(first * later**i for i in range(g)) for g in range(most + 1)]
+        speed = [tokens[g] / (g * c + 1) for g in range(most + 1)]
+        assert plan(first, later, c, most) == speed.index(max(speed))
+
+
 def test_value_gate_drafts_where_it_pays_and_tries_again():
     """Where later drafts are always accepted, the first one still has to pay."""
     rule = ValueGate(0.9, 12)
@@ -238,6 +243,46 @@ def test_value_gate_drafts_where_it_pays_and_tries_again():
         rule.learn(None, outcome(None, None, None))
     assert rule.gamma(None)[0] == 1, "what is known fades"
     assert play(ValueGate(0.3, 0), [True, False], 20).sum() == 0
+
+
+# --- CLaSp
+
+
+@pytest.mark.parametrize("skips", [0, 6])
+def test_there_must_be_something_to_skip_and_to_keep(models, skips):
+    with pytest.raises(ValueError, match="of 6 blocks"):
+        CLaSp(models["llama"], skips)
+
+
+@each_family
+def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, monkeypatch):
+    m, seen = models[family], []
+    monkeypatch.setattr(clasp, "nearest", lambda states, run, most: (
+        seen.append((states, [run(u, torch.stack([states[u] + 1, states[u]]))[1] for u in range(6)]))
+        or [[1], [1, 3]]))
+    drafter, taps = CLaSp(m, 2, every=1, threshold=0.0, gamma=3), list(range(1, 12, 2))
+    ends = [[len(p) for p in PROMPTS[:3]]]
+    for state, r in rounds(m, PROMPTS[:3], 8, drafter):
+        lengths = zip(state.known, r.new, r.accepted.tolist(), strict=True)
+        ends.append([len(text) - len(new) + kept for text, new, kept in lengths])
+    for (states, ran), places in zip(seen, ends, strict=True):
+        for b, (text, end) in enumerate(zip(state.known, places, strict=True)):
+            _, trace = read(m, text[:end], taps)
+            for u, tap in enumerate(taps):
+                assert (states[u + 1][b] - trace[tap][0, -1]).abs().max() < 1e-9
+                assert (ran[u][b] - trace[tap][0, -1]).abs().max() < 1e-9
+    assert drafter.sublayers == [0, 1, 4, 5, 8, 9, 10, 11]
+
+
+def test_the_dynamic_programme_by_hand():
+    """Blocks turn a vector by an angle: the target turns by their sum; the least is skipped."""
+    turn = [torch.tensor([[torch.cos(a), torch.sin(a)], [-torch.sin(a), torch.cos(a)]])
+            for a in torch.tensor([0.5, 0.1, 0.3, 0.05])]
+    states = [torch.tensor([[1.0, 0.0]])]
+    for matrix in turn:
+        states.append(states[-1] @ matrix)
+    run = lambda u, x: x @ turn[u]  # noqa: E731
+    assert nearest(states, run, 3) == [[3], [1, 3], [1, 2, 3]]
 
 
 # --- heads
