@@ -7,7 +7,7 @@ import expected
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import DEVICES, FAMILIES, GEMMA, LLAMA, make, shard
+from tiny import FAMILIES, GEMMA, LLAMA, make, shard
 
 import checkpoint
 
@@ -71,16 +71,14 @@ def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
     assert (theirs.config.bos_token_id, tuple(ends)) == (m.c.bos, m.c.eos)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_shards_of_any_dtype_load_like_one_file(device, tmp_path):
+def test_shards_of_any_dtype_load_like_one_file(tmp_path):
     m, folder = saved(replace(GEMMA, tied=True), tmp_path, torch.bfloat16)
     edit(folder / "model.safetensors", **{HEAD: m.tok, "model.norm.weight": m.norm.weight.double(),
                                           "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     index = shard(folder, 3)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        again = checkpoint.load(str(folder), device, None if dtype == torch.bfloat16 else dtype)[0]
-        assert again.tok.device.type == device
-        assert all(map(torch.equal, again.cpu().parameters(), make(m.c).bfloat16().to(dtype).parameters()))
+        again = checkpoint.load(str(folder), "cpu", None if dtype == torch.bfloat16 else dtype)[0]
+        assert all(map(torch.equal, again.parameters(), make(m.c).bfloat16().to(dtype).parameters()))
     for where in (3, "../model.safetensors", "/etc/passwd"):
         edit(index, weight_map={EMBED: where})
         refused(folder, "weight_map")

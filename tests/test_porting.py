@@ -2,7 +2,6 @@
 checker passes what is right, and names what is wrong."""
 import json
 import math
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -187,17 +186,3 @@ def test_which_cases_are_asked_for(call, tmp_path):
     assert status == 1 and "304 NO" in out
     call.refuses(["--case", 12345, *port], tmp_path, "there is no such case")
     call.refuses(["--case", 301, "no_port"], tmp_path, "no_port: cannot be run")
-
-
-# --- the page
-
-
-def test_the_page_explains_every_operation_input_and_output():
-    page = (PORTING / "README.md").read_text(encoding="utf-8")
-    for number, (request, expect) in CORE.items():
-        words = page.split(f"\n## {number // 100}. ")[1].split("\n## ")[0]
-        assert f"`{request['op']}` (" in words, request["op"]
-        for key in request.keys() - {"case", "step", "op", "trees"}:
-            assert re.search(rf"\b{key}\b", words), f"{request['op']}: {key} is not explained"
-        for key in expect["answer"]:
-            assert f"`{key}`" in words or request["trees"], f"{request['op']}: {key} is not explained"
