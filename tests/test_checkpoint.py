@@ -60,6 +60,7 @@ def refused(folder, word, error=ValueError, device="cpu"):
 def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
     from transformers import AutoTokenizer
     m, folder = saved(CONFIGS[name], tmp_path / "new" / "folder", dtype)
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644, "all users may read it"
     again, tokenizer = checkpoint.load(folder, "cpu")
     assert again.c == m.c and again.tok.dtype == dtype and not again.training
     assert torch.equal(again(IDS), m(IDS)) and not any(p.requires_grad for p in again.parameters())
