@@ -29,6 +29,13 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
+@each_task
+def test_a_task_names_tests_that_exist(task):
+    for test in task.tests:
+        file, name = test.partition("[")[0].split("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+
+
 # --- the folder
 
 
