@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -108,10 +107,10 @@ def spawn(folder, world, job, *args, lost=None):
              for rank in range(world)]
     for process in group:
         process.start()
-    end, found = time.monotonic() + 300, []
     for rank, process in enumerate(group):
         if rank != lost:
-            process.join(max(0.1, end - time.monotonic()))
+            process.join(300)
+    found = []
     for rank, process in enumerate(group):
         process.kill()
         result, out, err = (folder / f"{name}{rank}" for name in ("result", "out", "err"))
