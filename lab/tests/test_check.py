@@ -22,7 +22,6 @@ CONFIGS = {
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ m['role'] if m['role'] != 'system' else "
             "raise_exception('no') }} {{ m['content'] | trim }}</s>{% endfor %}"
             "{% if add_generation_prompt %}assistant {% endif %}")
-FIRST = "logits, 64 tokens at once"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def test_a_config_that_is_misread_is_caught(asked, monkeypatch, family, lie):
     monkeypatch.setattr(checkpoint, "read_config", lambda folder: replace(read(folder), **lie))
     model = load(folder)
     rows, _ = check.check_logits(model, check.plan(model.c, passes[0].ids), said)
-    assert {FIRST, rows[-1].check} <= set(wrong(rows))
+    assert {"logits, 64 tokens at once", rows[-1].check} <= set(wrong(rows))
 
 
 def test_an_angle_that_is_misread_far_away_and_a_cache_that_errs_are_caught(asked, monkeypatch):
