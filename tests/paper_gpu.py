@@ -61,7 +61,7 @@ def asks(name, args):
 class PaperGPU(TorchFunctionMode):
     """`with PaperGPU() as gpu:` there is a CUDA device. gpu.operations: how many tensor operations each
     device ran, without views; gpu.waits: for each time that the host waited for the GPU, which line of this
-    repository called what, such as "lab/train.py:210 item"."""
+    repository called what, such as "speculative.py:210 item"."""
 
     def __init__(self):
         super().__init__()
