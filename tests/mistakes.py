@@ -325,7 +325,7 @@ TABLE = {
         ("loop", "length if draft.length is None else torch.minimum(draft.length, length)", "length",
          "the drafter's length is ignored", "golden::golden_counts[stories-llama]"),
         ("loop", "logits)", "logits) if logits.isfinite().all() else None", "a check that waits for the "
-         "device each round", "paper_gpu::one_wait_a_round_and_few_operations"),
+         "device each round", "paper_gpu::one_wait_a_round[llama-1-plain]"),
         ("NGram.enter", "[tuple(text[i:i + self.n])] = i + self.n", ".setdefault(tuple(text[i:i + self.n]), "
          "i + self.n)", "copies what followed the first time, not the last",
          "speculative::ngram_copies_the_latest_continuation[once]"),

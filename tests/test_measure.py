@@ -1,7 +1,6 @@
 """What `measure_costs` makes of known timings; and a table is measured once for each machine, model and
 dtype, whatever lies in the cache folder."""
 import json
-import pwd
 
 import pytest
 import torch
@@ -56,13 +55,6 @@ def test_a_real_measurement_is_a_table(models):
     assert 0 < costs.step(range(4)) < costs.step(range(12)) == 1
 
 
-def test_a_table_is_measured_once(tmp_path, monkeypatch, measured):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = kept_costs(make(GEMMA))
-    assert kept_costs(make(GEMMA, seed=1)) == first, "other weights do not matter, and no digit is lost"
-    assert measured == [first]
-
-
 def test_other_machines_models_and_types_have_other_tables(monkeypatch):
     model, same = make(LLAMA), make(LLAMA, seed=1)
     same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
@@ -90,16 +82,6 @@ def test_a_table_of_another_tool_may_be_shorter(tmp_path):
     assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 
 
-@pytest.mark.parametrize("cache", ["/dev/null", None])
-def test_where_nothing_can_be_kept_the_run_goes_on(cache, monkeypatch, measured, capsys):
-    """It is no folder; None: the user has no home, either."""
-    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def unknown(uid):
-        raise KeyError(uid)
-
-    monkeypatch.setattr(pwd, "getpwuid", unknown)
-    if cache:
-        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, measured, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert [kept_costs(make(LLAMA))] == measured and "not kept" in capsys.readouterr().err

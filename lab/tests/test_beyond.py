@@ -24,7 +24,6 @@ from methods.trees import Siblings
 from sampling import Coins
 from search import Teacher
 from speculative import NGram, generate, rounds
-from support.stats import Counts
 
 test_greedy_identity = promises.greedy_identity({
     "siblings": lambda m: Siblings(SparseDraft(m, 3, 1, 2, early_exit(6, 4)), [3, 1]),
@@ -118,14 +117,6 @@ def test_streams_say_in_training_what_a_transfer_says(models, family):
         F.cross_entropy(logits.flatten(0, 1), batch[:, 1 + k :].flatten())
         for k, (logits, _) in enumerate(judged(head, batch[:, :-1]), 1))]
     torch.testing.assert_close(torch.stack(beyond.stream_losses(m, head, batch)), torch.stack(want))
-
-
-def test_figures_by_hand():
-    """10 rounds wrote 25 tokens and drafted 30, of which 15 were accepted; and paired noise."""
-    counts = Counts(passes=10, turns=10, tokens=25, drafted=10, hits=9, proposed=30, accepted=15)
-    assert beyond.counted(counts, lambda K: 0.1 * K) == {
-        "drafted": 3.0, "accepted": 0.5, "tau": 2.5, "by_weights": pytest.approx(2.5 / 1.3)}
-    assert beyond.seed_noise({"1": [1.0, 2.0, 3.0], "3": [0.5, 1.5, 2.5]}) == (-0.5, 0.0, 1.0)
 
 
 def test_the_whole_command(capsys, monkeypatch):

@@ -83,8 +83,7 @@ def test_the_whole_benchmark(call, tmp_path):
     for head in (Kangaroo(m, 1), Medusa(m, 2)):
         (folder / "heads" / head.kind).mkdir(parents=True)
         heads.save(head, folder / "heads" / head.kind)
-    argv = "heads", "--model", folder, "--quick", "--new", "8"
-    status, out, err = call(*argv, "--out", tmp_path / "made")
+    status, out, err = call("heads", "--model", folder, "--quick", "--new", "8", "--out", tmp_path / "made")
     assert (status, err) == (0, "")
     data = json.loads((tmp_path / "made.json").read_text())
     for rows in data["results"].values():

@@ -137,7 +137,3 @@ def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch):
         for (said, target), (a, b) in zip(found, want, strict=True):
             assert (said - a[rows]).abs().max() < 1e-9 and (target - b[rows]).abs().max() < 1e-9
         assert len(passes) == read_so_far
-    memory.clear()
-    monkeypatch.setattr(train_heads, "MEMORY", 2 * 8 * 32 * 8)    # of two texts
-    list(train_heads.judged(head, texts, memory))
-    assert len(memory) == 2
