@@ -1,19 +1,15 @@
-"""The forward pass against `transformers`, against itself without a cache, and by hand.
+"""The forward pass against itself without a cache, and by hand; against `transformers`: test_checkpoint.py.
 
 In float64 both sides agree to 1e-14, so that 1e-12 leaves no room for a mistake.
 """
 import math
 from dataclasses import replace
 
-import expected
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from teach import compare, look
 from tiny import FAMILIES, GEMMA, LLAMA, each_family, fork, make
 
-import checkpoint
 from kvcache import KVCache
 from model import Placement, RMSNorm, Transformer, frequencies, rope, rotate, softcap, visible
 from speculative import prefill
@@ -25,22 +21,6 @@ def error(got, want):
 
 def some_x(B, T):
     return torch.randn(B, T, 32, generator=torch.Generator().manual_seed(2)).double()
-
-
-# --- against transformers
-
-
-@pytest.mark.parametrize("name", ["llama", "llama3", "gemma2"])
-def test_logits_are_those_of_transformers(name, tmp_path):
-    """As expected.py has written them down: so that it takes no time and no `transformers`."""
-    with safe_open(expected.HERE / f"{name}.safetensors", framework="pt") as f:
-        tensors, config = {key: f.get_tensor(key) for key in f.keys()}, f.metadata()["config"]
-    ids, want = tensors.pop("input_ids"), tensors.pop("logits")
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(config)
-    expected.byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    m, _ = checkpoint.load(tmp_path, "cpu", torch.float64)
-    assert error(m(ids), want) < 1e-12
 
 
 # --- blocks and caches
