@@ -53,9 +53,9 @@ TASKS = [
     Task(4, "visible", "model.py", ("visible",), 40, 2, tests(
         model="visible_in_the_first_block visible_behind_a_filled_cache visible_for_rows_at_different_places "
         "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
-        trees="visible_where_a_tree_grows visible_where_each_row_has_its_own_tree")),
+        properties="visible_is_its_definition")),
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
-        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types", model="an_attention_by_hand")),
+        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
         by_hand="a_write", model="cached_blocks_equal_the_full_pass[3-gemma2]",
         properties="a_cache_is_a_table_of_slots")),
