@@ -336,7 +336,7 @@ TABLE = {
         ("commit", ") if len(row) > yes else kept[b]", ")", "what an end of text cut off counts as refused",
          "speculative::what_an_end_of_text_cuts_off_was_never_tested[0-llama]"),
         ("loop", ") | before", ")", "a trace begins where the verifier does",
-         "speculative::what_is_shared_is_handed_over_and_not_run_again[sublayers0-8]"),
+         "heads::drafts_are_what_training_sees[kangaroo-in_turns-llama]"),
         ("straighten", "state.cache.move(slots.gather(1, path), slots)", "pass",
          "the accepted path of a tree is not moved", "trees::a_round_of_a_tree_is_a_chain[llama]"),
         ("straighten", "[row[:, None], path]", "", "after a tree logits and traces stay in its order",
@@ -353,7 +353,7 @@ TABLE = {
         ("ShortHead.unembed", "-math.inf", "0.0", "tokens outside the draft vocabulary are drawn",
          "layerskip::a_short_head_knows_its_tokens_and_no_other"),
         ("without", "for i in attn} | {2 * i + 1", "+ 1 for i in attn} | {2 * i", "attention and MLP swapped",
-         "properties::without_and_skipped_are_inverse"),
+         "layerskip::skip_sets_by_hand"),
         ("SelfDraft.propose", "shared_prefix(subs)", "shared_prefix(subs) + 1", "hands over one sub-layer "
          "too many", "speculative::greedy_identity"),
         ("SelfDraft.propose", "[shared:]", "", "the shared sub-layers run twice",

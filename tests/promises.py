@@ -11,8 +11,6 @@ from paper_gpu import PaperGPU
 from teach import equal
 from tiny import DEVICES, LIVELY, PROMPTS, TINY, each_family, law, make, warm
 
-from machine.quant import quantise
-from machine.recorded import Recorded
 from methods.drafting import ProphetDraft, Reader
 from sampling import Coins, to_probs
 from speculative import ModelDraft, Wrapper, generate, rounds
@@ -177,29 +175,21 @@ def poison(drafters, names=None, count=24):
 
 
 def damaged_weights(drafters, names=None):
-    """NaN gives the same one line: in a weight, before the first draft, and in the embedding of a token that
-    the text first reaches later."""
+    """NaN and infinity give the same one line: in a weight, before the first draft, and in the embedding of a
+    token that the text first reaches later."""
     @pytest.mark.parametrize("name", names or drafters)
     def test(truth, name):
         rows = truth["llama"]
         early = {t for p, row in zip(PROMPTS, rows, strict=True) for t in (0, *p, row[0])}
         late = next(t for t in rows[0] if t not in early)
-        for part, row in (("blocks.0.mlp.down", 3), ("tok", late)):
+        for part, row, value in (("blocks.0.mlp.down", 3, math.nan), ("head", 3, math.inf),
+                                 ("head", 3, -math.inf), ("tok", late, math.nan)):
             m, done = make(LIVELY["llama"]), 0
-            m.get_parameter(part)[row] = math.nan
+            m.get_parameter(part)[row] = value
             with pytest.raises(ValueError, match=r"logits for row \d are NaN or infinite: .* damaged"):
                 for _ in rounds(m, PROMPTS, 30, drafters[name](m)):
                     done += 1
             assert part == "tok" or not done, "a prompt that shows the damage began a round"
-    return test
-
-
-def stand_ins(drafters, names=None):
-    """Models whose passes are recorded, and those in few bits."""
-    @pytest.mark.parametrize("name", names or drafters)
-    def test(models, name):
-        for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):
-            assert write(m, drafters[name](m), 12) == write(m, None, 12)
     return test
 
 

@@ -13,9 +13,7 @@ from teach import equal
 from tiny import LLAMA, law, make, plant, wide
 
 import checkpoint
-from control import expected_tokens
 from kvcache import KVCache
-from layerskip import skipped, without
 from model import Placement, frequencies, rope, rotate, visible
 from sampling import Coins, to_probs, uniforms
 from speculative import ancestors
@@ -193,25 +191,6 @@ def test_a_cache_is_a_table_of_slots(data, B, T):
         want = wide([[table.get((layer, b, s), 0.0) for s in range(S)] for b in range(B)])
         for t, sign in ((cache.k, 1), (cache.v, -1)):
             assert torch.equal(t[layer], sign * want[:, None, :, None].expand_as(t[layer]))
-
-
-# --- the formula, and skip sets
-
-
-@given(st.floats(0, 1), st.integers(0, 6))
-def test_expected_tokens_is_a_sum_over_outcomes(alpha, gamma):
-    want = sum((k + 1) * alpha**k * (1 - alpha if k < gamma else 1) for k in range(gamma + 1))
-    assert expected_tokens(alpha, gamma) == pytest.approx(want)
-    assert expected_tokens(torch.full((40,), alpha), gamma) == pytest.approx(want)
-
-
-@given(st.data(), st.integers(1, 9))
-def test_without_and_skipped_are_inverse(data, n):
-    attn, mlp = (sorted(data.draw(st.sets(st.integers(0, n - 1)))) for _ in range(2))
-    if len(attn) + len(mlp) < 2 * n:
-        stay = without(n, attn, mlp)
-        assert stay == [i for i in range(2 * n) if i // 2 not in (attn, mlp)[i % 2]]
-        assert skipped(n, stay) == (attn, mlp)
 
 
 # --- damaged files: loaded, or refused in one line
