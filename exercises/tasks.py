@@ -69,8 +69,8 @@ TASKS = [
         sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
         "choices_have_any_shape_of_rows")),
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
-        by_outcomes="verify_drawn_drafts verify_copied_drafts verify_rows_stand_for_themselves "
-        "verify_where_nothing_is_left")),
+        by_outcomes="verify_drawn_drafts verify_copied_drafts verify_where_nothing_is_left "
+        "verify_rows_stand_for_themselves")),
     Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
