@@ -317,16 +317,17 @@ def check_prompts(model, prompts, max_new):
 
 
 def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,
-           probs=to_probs, coins: Coins | None = None, eos=(),
-           cache: KVCache | None = None) -> Iterator[tuple[State, Round]]:
+           probs=to_probs, coins: Coins | None = None, eos=(), cache: KVCache | None = None,
+           verify=verify) -> Iterator[tuple[State, Round]]:
     """Continue every prompt, yielding (state, round) after each draft-verify round. A generator: stepping in
     a notebook, streaming, colours and statistics are consumers of it.
 
     prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is none:
     pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without a drafter
     every draft is empty: plain decoding. `cache` is that of an earlier run, to be used again: what it holds
-    need not be erased, as long as it is finite. Raises ValueError for prompts that cannot be continued, for a
-    cache of another size, and for NaN or infinite logits.
+    need not be erased, as long as it is finite. verify: what judges chains, this or
+    `verify_block`. Raises ValueError for prompts that cannot be continued, for a cache of another size, and
+    for NaN or infinite logits.
     """
     check_prompts(model, prompts, max_new)
     drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
@@ -342,11 +343,11 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
         raise ValueError(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} are needed")
     state = State(tokens, n, left_device, cache, model, probs, coins or Coins(), drafter.taps, known, left,
                   torch.arange(S, device=device)[None])
-    return loop(state, drafter, set(eos))
+    return loop(state, drafter, set(eos), verify)
 
 
 @torch.inference_mode()  # a tenth faster than no_grad; clone a Round's tensors to train on them
-def loop(state, drafter, eos):
+def loop(state, drafter, eos, verify):
     model, every = state.model, range(2 * state.model.c.n_layers)
     if max(state.left_cpu, default=0) > 0:      # read the prompts; a short row's padding lands in dead slots
         trace = dict.fromkeys(state.taps)
@@ -422,10 +423,11 @@ def commit(state, draft, accepted, next_token, logits, eos):
     return new, chances, host[2], host[3]
 
 
-def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None):
+def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None,
+             verify=verify):
     """The continuation of every prompt as lists of ids, and the number of target passes after the prompt was
     read."""
-    return collect(rounds(model, prompts, max_new, drafter, probs, coins, eos, cache), len(prompts))
+    return collect(rounds(model, prompts, max_new, drafter, probs, coins, eos, cache, verify), len(prompts))
 
 
 def collect(steps, rows):

@@ -8,6 +8,7 @@
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
+    python -m lab.bench block        block verification beside token by token
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
     python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
@@ -22,14 +23,15 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import beyond, check, costs, counts, drafters, dynamic, heads, plain, quant, search
+from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, heads, plain, quant, search
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
 from support.files import write_file
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "heads": heads.run, "search": search.run, "beyond": beyond.run}  # -> (Markdown, data)
+        "block": block.run, "heads": heads.run, "search": search.run,
+        "beyond": beyond.run}   # -> (Markdown, data)
 
 
 def parse(argv):
@@ -43,7 +45,7 @@ def parse(argv):
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
     p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
-    p.add_argument("--exit-layer", type=int, metavar="E", help="help: only this exit")
+    p.add_argument("--exit-layer", type=int, metavar="E", help="help, block: only this exit")
     p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with: weights, measured, or "
                    "a file from lab.bench costs --out (default: as in generate.py)")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "

@@ -15,6 +15,7 @@ from control import Beta, Gate
 from kvcache import KVCache
 from lab import train_heads
 from lab.m2r2 import M2R2
+from lab.recycle import Recycle
 from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from lab.transfer import Transfer, ahead
@@ -32,6 +33,7 @@ DRAFTERS = {
     "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
     "transfer": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
     "transfer, tree": lambda m: wild(Transfer(m, 4, 4)).drafter(4, GROVE),
+    "token recycling": lambda m: Recycle(3),
     "prophet": lambda m: Then(wild(Prophet(m, 2)).drafter(3), NGram(2, 1)),
 }
 SHORT = {    # drafts of one or two tokens

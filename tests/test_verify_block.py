@@ -1,0 +1,108 @@
+"""Block verification: the law of `verify`, with more accepted drafts. By outcomes, enumerated."""
+import promises
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_by_outcomes import P, after, planted, rows_stand_for_themselves, writes_the_law
+from test_properties import laws
+from test_speculative import LAWS
+from tiny import LIVELY, PROMPTS, law, make
+
+from layerskip import SelfDraft
+from sampling import to_probs
+from speculative import NGram, generate
+from verification import verify, verify_block
+
+
+def one_row(judge):
+    """A judge of chains, called for one row."""
+    def called(p, q, tokens, parents, coins, length):
+        found = judge(p[None], None if q is None else torch.stack(q)[None],
+                      torch.tensor([tokens], dtype=torch.long), coins,
+                      None if length is None else torch.tensor([length]))
+        return tuple(map(int, found))
+    return called
+
+
+@pytest.mark.parametrize("K, length", [(1, None), (2, None), (2, 1), (2, 0), (3, None)])
+def test_drawn_drafts(K, length):
+    writes_the_law(one_row(verify_block), f"{K} drafts, {length} proposed", range(K), K + 1, length=length)
+
+
+def test_copied_drafts():
+    writes_the_law(one_row(verify_block), "copied proposals", range(2), 3, [2, 0])
+
+
+@pytest.mark.parametrize("drawn, lengths", [(0, [2, 1]), (1, [0, 2])])
+def test_rows_stand_for_themselves(drawn, lengths):
+    rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify_block(p, q, tokens, coins, length),
+                              [range(2)] * 2, lengths, drawn)
+
+
+@pytest.mark.parametrize("name", ["exit", "exit, stopped", "ngram", "gemma2 skip"])
+def test_exact_law_of_the_loop(name):
+    """Two rounds and more, in which a draft may stop by what it drew, and two rows in one batch."""
+    c, build = LAWS[name]
+    m, probs, prompts = make(c, 3), lambda x: to_probs(x, 1.5, top_p=0.7), [[1, 2, 1], [2]]
+    got = law(lambda coins: tuple(map(tuple, generate(m, prompts, 2, build(m), probs, coins,
+                                                      verify=verify_block)[0])))
+    one, two = (promises.target_law(m, prompt, probs, 2) for prompt in prompts)
+    promises.assert_same_law(got, {(a, b): u * v for a, u in one.items() for b, v in two.items()})
+    got = law(lambda coins: tuple(generate(m, prompts[:1], 3, build(m), probs, coins,
+                                           verify=verify_block)[0][0]))
+    promises.assert_same_law(got, promises.target_law(m, prompts[0], probs, 3))
+
+
+@pytest.mark.parametrize("family", LIVELY)
+def test_greedy_texts_and_passes_are_those_of_verify(family):
+    m = make(LIVELY[family])
+    for drafter in (lambda: SelfDraft(m, range(4), 3), lambda: NGram(3, 1)):
+        one, two = (generate(m, PROMPTS, 20, drafter(), verify=judge) for judge in (verify, verify_block))
+        assert one == two
+
+
+def accepted(judge, p, q, copied=None):
+    """How many of q's drafts (K, V) are accepted on average. p (K+1, V)"""
+    def run(coins):
+        tokens = coins.choose(q) if copied is None else copied
+        return int(judge(p[None], q[None] if copied is None else None, tokens[None], coins)[0])
+    return sum(n * weight for n, weight in law(run).items())
+
+
+def test_the_example_of_the_paper():
+    """Section 3: 10/9 accepted tokens become 11/9."""
+    p, q = torch.tensor([[1, 2]] * 3).double() / 3, torch.tensor([[2, 1]] * 2).double() / 3
+    assert accepted(verify, p, q) == pytest.approx(10 / 9)
+    assert accepted(verify_block, p, q) == pytest.approx(11 / 9)
+
+
+@given(st.data(), st.integers(1, 3))
+@settings(max_examples=25)
+def test_it_accepts_at_least_as_much(data, K):
+    p, q = data.draw(laws(K + 1)), data.draw(laws(K))
+    token_by_token, block = accepted(verify, p, q), accepted(verify_block, p, q)
+    assert block >= token_by_token - 1e-12 and (K > 1 or block == pytest.approx(token_by_token))
+
+
+@given(st.data(), st.integers(1, 3))
+@settings(max_examples=25)
+def test_it_accepts_just_as_much_of_copies(data, K):
+    p = data.draw(laws(K + 1))
+    tokens = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=K, max_size=K)))
+    one, two = (accepted(judge, p, torch.zeros(K, 3), tokens) for judge in (verify, verify_block))
+    assert one == pytest.approx(two)
+
+
+def test_dead_drafts():
+    """Beyond its length a row's q may hold anything."""
+    def run(coins):
+        (token,), (q,), way = planted(coins, [0])
+        qs = torch.stack([q, torch.full_like(q, torch.nan)])
+        node, last = verify_block(after([*way, ()])[None], qs[None], torch.tensor([[token, 0]]), coins,
+                                  torch.tensor([1]))
+        return (token, int(last)) if node else (int(last),)
+    first = {ids[0]: 0.0 for ids in law(run)}
+    for ids, weight in law(run).items():
+        first[ids[0]] += weight
+    assert [first[t] for t in range(3)] == pytest.approx(P[3].tolist())
