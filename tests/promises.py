@@ -15,8 +15,6 @@ from methods.drafting import ProphetDraft, Reader
 from sampling import Coins, to_probs
 from speculative import ModelDraft, Wrapper, generate, rounds
 
-TOP_P = dict(temperature=2.0, top_p=0.9)
-
 
 def write(m, drafter, count, prompts=PROMPTS, eos=()):
     """What is written; no draft may be longer than the room that is left."""
@@ -226,29 +224,24 @@ def assert_same_law(got, want):
     assert len(want) > 4, "a law of so few outcomes proves little"
 
 
-def assert_exact(m, build, settings=TOP_P, count=3, room=3):
+def exact_law(laws, count=3, room=3):
     """The first `count` of `room` tokens, after however many rounds, have the law of the model's own. Each
-    outcome is that of a drafter that has learnt nothing yet."""
-    probs, seen = lambda x: to_probs(x, **settings), set()
-
-    def run(coins):
-        out = []
-        for _, r in rounds(m, [[1, 2, 1]], room, build(m), probs, coins):
-            out += r.new[0]
-            seen.add((int(r.accepted), int(r.proposed)))
-            if len(out) >= count:
-                return tuple(out[:count])
-
-    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, count))
-    assert len(seen) > 1 or build(m) is None, "the case should have drafts with several ends"
-
-
-def exact_law(laws, names=None, count=3, room=3):
-    """laws: {name: (config, model -> drafter, settings if not TOP_P)}"""
-    @pytest.mark.parametrize("name", names or laws)
+    outcome is that of a drafter that has learnt nothing yet. laws: {name: (config, model -> drafter)}"""
+    @pytest.mark.parametrize("name", laws)
     def test(name):
-        c, build, *settings = laws[name]
-        assert_exact(make(c, 3), build, *settings or [TOP_P], count, room)
+        (c, build), probs, seen = laws[name], lambda x: to_probs(x, 2.0, top_p=0.9), set()
+        m = make(c, 3)
+
+        def run(coins):
+            out = []
+            for _, r in rounds(m, [[1, 2, 1]], room, build(m), probs, coins):
+                out += r.new[0]
+                seen.add((int(r.accepted), int(r.proposed)))
+                if len(out) >= count:
+                    return tuple(out[:count])
+
+        assert_same_law(law(run), target_law(m, [1, 2, 1], probs, count))
+        assert len(seen) > 1, "the case should have drafts with several ends"
     return test
 
 

@@ -3,12 +3,13 @@
 In float64 both sides agree to 1e-14, so that 1e-12 leaves no room for a mistake.
 """
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 from teach import compare, look
-from tiny import FAMILIES, GEMMA, LLAMA, each_family, fork, make
+from tiny import FAMILIES, GEMMA, LLAMA, each_family, make
 
 from kvcache import KVCache
 from model import Placement, RMSNorm, Transformer, frequencies, rope, rotate, softcap, visible
@@ -51,7 +52,7 @@ def test_sliding_layers_read_their_window_only(layout):
     m, x, (at, first) = make(GEMMA), some_x(2, 24), LAYOUTS[layout]
     cache, block = KVCache(m.c, 2, 24, torch.float64), x[:, 12:15]
     m.run(x[:, :14], Placement.at(0, 14), cache)
-    want = m.run(block, at._replace(first=0, same=False), fork(cache))    # all slots are read
+    want = m.run(block, at._replace(first=0, same=False), deepcopy(cache))    # all slots are read
     cache.k[::2, :, :, :first] = cache.v[::2, :, :, :first] = math.nan
     assert error(m.run(block, at, cache), want) < 1e-12
 

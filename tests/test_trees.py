@@ -1,6 +1,7 @@
 """Trees: the mask, recursive rejection, the loop, the shapes, and drafts with siblings."""
 import itertools
 from collections import Counter
+from copy import deepcopy
 
 import promises
 import pytest
@@ -9,7 +10,7 @@ import torch
 from promises import Watched, reader
 from test_sampling import Ledger
 from test_speculative import on_and_off
-from tiny import LIVELY, PROMPTS, TINY, each_family, fork, make, read, small, warm
+from tiny import LIVELY, PROMPTS, TINY, each_family, make, read, small, warm
 
 from kvcache import KVCache
 from layerskip import SelfDraft
@@ -46,7 +47,7 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family):
     tree, first = ancestors(torch.tensor(parents)), torch.tensor(n)[:, None]
     slots, positions = first + torch.arange(7), first + tree.sum(-1) - 1
     x, at = m.embed(nodes), Placement(positions, slots, 4, 20, tree)
-    whole = m.run(x, at, fork(cache))
+    whole = m.run(x, at, deepcopy(cache))
     for a, b in ((0, 1), (1, 3), (3, 4), (4, 7)):
         part = m.run(x[:, a:b], Placement(positions[:, :b], slots[:, :b], 4, 20, tree[:, a:b, :b]), cache)
         assert (part - whole[:, a:b]).abs().max() < 1e-11

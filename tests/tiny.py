@@ -2,7 +2,6 @@
 enumerator of every outcome of the production loop, rules and coins whose answers are given."""
 
 import json
-from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -44,14 +43,6 @@ def make(c, seed=0, device="cpu"):
 def small(m, seed=5):
     """A draft model for m."""
     return make(replace(m.c, n_layers=2), seed, m.tok.device)
-
-
-def fork(cache):
-    """A copy of a cache, so that an experiment cannot change what is known."""
-    twin = copy(cache)
-    twin.k, twin.v = cache.k.clone(), cache.v.clone()
-    twin.layers = list(zip(twin.k, twin.v, strict=True))
-    return twin
 
 
 @torch.no_grad()

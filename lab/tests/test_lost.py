@@ -1,6 +1,7 @@
 """What the lab keeps although it loses by the project's own tables (SWIFT, published rules, M2R2, Hidden
 Transfer, prophets): each does what its paper says, and none changes the text or its law."""
 import random
+from copy import deepcopy
 from dataclasses import replace
 
 import promises
@@ -9,7 +10,7 @@ import torch
 from teach import picture
 from test_control import outcome, play, state_of
 from test_heads import GROVE, both_ways, wild
-from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, fork, make, read
+from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read
 
 from control import Beta, Gate
 from kvcache import KVCache
@@ -267,7 +268,7 @@ def test_an_accelerated_row_changes_neither_the_ordinary_one_nor_the_cache(model
     state, _ = next(rounds(m, PROMPTS, 9))
     found = []
     for head in wild(M2R2(m, 3)), wild(M2R2(m, 3), 30.0), m:
-        cache, trace = fork(state.cache), dict.fromkeys((1, 4))
+        cache, trace = deepcopy(state.cache), dict.fromkeys((1, 4))
         x, at = m.embed(state.last()), state.at(0)
         head.run(x, at, cache, range(6), trace)
         found.append((*trace.values(), cache.k, cache.v))
