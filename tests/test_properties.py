@@ -15,7 +15,6 @@ import checkpoint
 from kvcache import KVCache
 from model import Placement, frequencies, rope, rotate, visible
 from sampling import Coins, uniforms
-from speculative import ancestors
 
 settings.register_profile("here", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("here")
@@ -43,18 +42,6 @@ def test_coins_are_splitmix64_in_purchases_of_any_size(seed, counts):
 
 
 # --- the model
-
-
-@given(st.data(), st.integers(1, 7))
-def test_ancestors_are_found_by_walking_up(data, K):
-    parents = [data.draw(st.integers(0, k)) for k in range(K)]
-    got = ancestors(torch.tensor([parents]))[0]
-    for k in range(K + 1):
-        walk, node = {k}, k
-        while node:
-            node = parents[node - 1]
-            walk.add(node)
-        assert got[k].nonzero()[:, 0].tolist() == sorted(walk)
 
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 6), st.none() | st.integers(1, 5))
