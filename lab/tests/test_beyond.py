@@ -2,6 +2,7 @@
 teach their model; and `lab.bench beyond` as a whole."""
 import itertools
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import promises
@@ -9,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_heads import Turns, wild
-from tiny import PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, fork, warm
+from tiny import PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, warm
 
 from control import Costs, expected_tokens
 from lab import train
@@ -45,12 +46,12 @@ def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(models, family,
     drafter.begin(state, {})
 
     def drafted():
-        now = replace(state, cache=fork(state.cache), coins=Coins(0), probs=warm)
+        now = replace(state, cache=deepcopy(state.cache), coins=Coins(0), probs=warm)
         return drafter.propose(now).q
 
     want = drafted()
     for j in range(max(map(len, state.known)) - 1):
-        state.cache = fork(cache)
+        state.cache = deepcopy(cache)
         state.cache.v[:, :, :, j] += 3.0
         changed = (drafted() != want).flatten(1).any(1).tolist()
         for text, was in zip(state.known, changed, strict=True):

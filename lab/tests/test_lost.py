@@ -1,5 +1,6 @@
 """What the lab keeps although it loses by the project's own tables (SWIFT, CLaSp, published rules, M2R2,
 Hidden Transfer, prophets): each does what its paper says, and none changes the text or its law."""
+import random
 from dataclasses import replace
 
 import promises
@@ -12,7 +13,7 @@ from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, re
 
 from control import Beta, Gate
 from kvcache import KVCache
-from lab import clasp, train_heads
+from lab import clasp
 from lab.clasp import CLaSp, nearest
 from lab.m2r2 import M2R2
 from lab.recycle import Recycle

@@ -3,7 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import FAMILIES, argv_of, command, each_family, make, story
+from stories import story
+from tiny import FAMILIES, argv_of, command, each_family, make
 
 import checkpoint
 from lab import lock, train

@@ -3,9 +3,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stories import foreseeable, story_tokenizer
 from test_heads import wild
 from test_train import same_end, state
-from tiny import LIVELY, LLAMA, PROMPTS, argv_of, command, foreseeable, make, story_tokenizer
+from tiny import LIVELY, LLAMA, PROMPTS, argv_of, command, make
 
 import checkpoint
 from lab import train, train_heads

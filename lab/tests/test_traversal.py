@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_by_outcomes import after, planted, rows_stand_for_themselves, writes_the_law
-from test_properties import laws
+from test_verify_block import laws
 from tiny import law, plant
 
 from lab.traversal import verify_traversal
