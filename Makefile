@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test test-lab test-all gpu-test gpu mistakes mutation exercises lint picture notebooks browser benchmarks clean
+.PHONY: demo test test-lab test-all gpu-test gpu mistakes mutation exercises lint picture notebooks benchmarks clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -19,7 +19,7 @@ test: $(VENV)/dev
 test-lab: $(VENV)/dev
 	$(PY) -m pytest -n auto --dist worksteal lab/tests
 
-# All that can be tested without a browser and a GPU: what .ci/run does.
+# All that can be tested without a GPU: what .ci/run does.
 test-all: lint test test-lab mistakes exercises
 	$(PY) -m pytest -n auto --dist worksteal tests/test_notebooks.py
 
@@ -48,9 +48,6 @@ picture: $(VENV)/run
 
 notebooks: $(VENV)/dev
 	$(PY) notebooks/execute.py
-
-browser: $(VENV)/dev
-	$(PY) tests/browser.py
 
 # Everything that stands on the shipped weights, measured anew: four to six hours on two cores that do nothing else.
 # A part whose file is in results/ is not measured again: after a stop it goes on; remove results/ to begin anew.

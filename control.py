@@ -15,7 +15,6 @@ from sampling import raw_probs
 from speculative import Rule
 
 MOST = 16  # drafts longer than this are not weighed; a rule with a published limit may go further
-WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1  # of the blocks that are measured
 
 
 # --- the speed-up model
@@ -27,22 +26,16 @@ def expected_tokens(alpha, gamma):
 
     alpha: a number; or a series (T,) of acceptances along a text, or a list of them, one for each text.
     alpha[i] is how likely a draft of the token after position i is accepted, wherever in a round it falls.
-    Along a series rounds are followed one after the other, because accepted tokens come in groups and a round
-    starts where another one was refused: the formula at their mean can be off either way. Raises ValueError
-    where no series is as long as a draft.
+    Along a series rounds follow one another, because accepted tokens come in groups and a round starts where
+    another one was refused: the formula at their mean can be off either way.
 
     >>> round(expected_tokens(0.8, 2), 2)                   # 1 + .8 + .64
     2.44
     >>> round(expected_tokens(torch.tensor([0.9, 0.2]), 2), 2)  # one round: 1 + .9 + .9 * .2
     2.08
-
-    After that round the next one starts at position 1 (probability 0.1), 2 (0.9 * 0.8) or 3 (0.9 * 0.2).
-    Elsewhere alpha is measured otherwise: `support.stats` counts first drafts, `DoNoHarm` every draft.
     """
     if isinstance(alpha, (int, float)):
         return sum(alpha ** i for i in range(gamma + 1))
-    if gamma == 0:
-        return 1.0
     tokens = rounds = 0.0
     for series in [alpha] if isinstance(alpha, torch.Tensor) else alpha:
         a = series.tolist()
@@ -83,8 +76,7 @@ def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a pass over one token take, in any unit: each of the 2L sub-layers, the head, and all
-    else."""
+    """What the parts of a pass over one token take, in any unit: the 2L sub-layers, the head, all else."""
     sublayers: tuple[float, ...]
     head: float
     blocks: tuple = ((1, 1.0),)  # (T, what a pass over T tokens takes relative to one token), T rising
@@ -97,27 +89,22 @@ class Costs:
     def whole(self):
         return sum(self.sublayers) + self.head + self.call
 
-    def price(self, sublayers, share=1.0, n=None):
-        """What these sub-layers and a share of the head take for a token after n others; None: after `at`.
-
-        >>> costs = Costs((2.0, 3.0), 1.0, slot=0.5)
-        >>> costs.price([0, 1]), costs.price([0, 1], n=4), costs.price([1], share=0.5, n=4)
-        (6.0, 8.0, 3.5)
-        """
-        return self.pricing(sublayers, share)(self.at if n is None else n)
-
     def pricing(self, sublayers, share=1.0):
-        """`price` as a function of n: the sums are made once."""
+        """n -> what these sub-layers and a share of the head take for a token after n others.
+
+        >>> price = Costs((2.0, 3.0), 1.0, slot=0.5).pricing([0, 1])
+        >>> price(0), price(4)
+        (6.0, 8.0)
+        """
         fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
-        attentions = [i for i in sublayers if i % 2 == 0]
-        near = 0 if self.window is None else sum(i % 4 == 0 for i in attentions)
-        far, slot, at, window = len(attentions) - near, self.slot, self.at, self.window or 0
+        near, far = (sum(i % 4 == j for i in sublayers) for j in (0, 2))    # attentions, even and odd
+        slot, at, window = self.slot, self.at, self.window or float("inf")
         return lambda n: fixed + slot * (far * (n - at) + near * (min(n, window) - min(at, window)))
 
-    def step(self, sublayers, share=1.0, n=None):
-        """The cost of a drafted step relative to a pass of the target, the c of the formulas. Both include
-        `call` and the head, the draft maybe only a share of it (a draft vocabulary)."""
-        return self.price(sublayers, share, n) / self.price(range(len(self.sublayers)), 1.0, n)
+    def step(self, sublayers, share=1.0):
+        """The cost of a drafted step relative to a pass of the target, the c of the formulas, after `at`
+        tokens. Both include `call` and the head, the draft maybe only a share of it (a draft vocabulary)."""
+        return self.pricing(sublayers, share)(self.at) / self.whole
 
     def block(self, T):
         """What a pass over T tokens takes relative to one token: on straight lines between the measured
@@ -209,14 +196,10 @@ class Gate(Rule):
 
 class DoNoHarm(Rule):
     """Never much slower than plain decoding, whatever the draft is worth: each row estimates its acceptance
-    from what became of its drafts, old ones fading, and drafts as far as the formula says; not at all where
-    the estimate does not exceed the cost.
-
-    Each round without a draft earns `risk` passes. When a row has earned the cost of a drafted token, it
-    drafts one and spends them. So a draft that has proved useless costs `risk` passes per round, whatever its
-    price. A cost below `FLOOR` counts as `FLOOR`: the estimate of a draft of which
-    nothing is accepted only falls to 0.045, and a drafted token widens the block, which is never free.
-    """
+    from what became of its drafts, old ones fading, and drafts as far as the formula says. Each round without
+    a draft earns `risk` passes; a row that has earned the cost of a drafted token drafts one and spends them.
+    So a useless draft costs `risk` passes per round, whatever its price. A cost below `FLOOR` counts as
+    `FLOOR`, as the estimate of a useless draft only falls to 0.045."""
     FLOOR = 0.05
 
     def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
@@ -232,7 +215,7 @@ class DoNoHarm(Rule):
     def gamma(self, state):
         wanted = []
         for b, seen in enumerate(self.seen):
-            gamma = plan(seen.mean(), seen.mean(), self.cost, self.most)
+            gamma = best_gamma(seen.mean(), self.cost, self.most)
             if gamma == 0 and self.most > 0:
                 self.saved[b] += self.risk
                 if self.saved[b] >= self.cost:
@@ -251,8 +234,7 @@ class DoNoHarm(Rule):
 @dataclass
 class Beta:
     """An estimate of an acceptance from counts of which old ones fade: the mean of a Beta distribution. What
-    was known beforehand, `prior`, counts as much as two drafts. At 0.5 the mean is (hits + 1) / (hits +
-    misses + 2), Laplace's rule of succession."""
+    was known beforehand, `prior`, counts as much as two drafts (at 0.5: Laplace's rule of succession)."""
     hits: float = 0.0
     misses: float = 0.0
     prior: float = 0.5
@@ -265,25 +247,11 @@ class Beta:
         mean = self.mean()
         return min(1.0, mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5)
 
-    def draw(self, generator):
-        return generator.betavariate(self.hits + 2 * self.prior, self.misses + 2 - 2 * self.prior)
-
     def fade(self, factor):
         self.hits, self.misses = self.hits * factor, self.misses * factor
 
     def add(self, hits, misses):
         self.hits, self.misses = self.hits + hits, self.misses + misses
-
-
-def plan(first, later, cost, most):
-    """The best gamma where the first draft is accepted with probability `first`, and each after an accepted
-    one with `later`. Where the two are equal this is `best_gamma`."""
-    best, top, tokens, reach = 0, 1.0, 1.0, first
-    for gamma in range(1, most + 1):
-        tokens, reach = tokens + reach, reach * later
-        if tokens / (gamma * cost + 1) > top:
-            best, top = gamma, tokens / (gamma * cost + 1)
-    return best
 
 
 def outcomes(r):

@@ -9,7 +9,7 @@ from collections import Counter
 
 import torch
 
-from speculative import Draft, Drafter, ModelDraft, chain
+from speculative import Draft, Drafter, chain
 
 
 def without(n_layers, attn=(), mlp=()):
@@ -38,8 +38,7 @@ def skipped(n_layers, sublayers):
 
 
 def early_exit(n_layers, exit_layer):
-    """The sub-layers of the first `exit_layer` blocks. Raises ValueError if there are not so many, or
-    none."""
+    """The sub-layers of the first `exit_layer` blocks."""
     if not 1 <= exit_layer <= n_layers:
         raise ValueError(f"exit layer must lie between 1 and {n_layers} (all blocks), got {exit_layer}")
     return list(range(2 * exit_layer))
@@ -77,18 +76,13 @@ class ShortHead(StandIn):
     that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes one.
 
     All other tokens have the logit -inf and so q = 0: they are never drafted, and as the target keeps its
-    whole head, the text stays exact. A draft gets cheaper by what it does not read of the head, which in a
-    model of few blocks and many tokens weighs as much as several blocks. Raises ValueError for ids that are
-    no tokens, or not all different.
+    whole head, the text stays exact. In a model of few blocks the head weighs as much as several of them.
     """
 
     def __init__(self, model, ids):
-        V, ids = model.c.vocab_size, list(ids)
-        if not ids or len(set(ids)) < len(ids) or min(ids) < 0 or max(ids) >= V:
-            raise ValueError(f"a draft vocabulary needs different token ids from 0 to {V - 1}")
-        self.model, self.share = model, len(ids) / V
+        self.model, self.share = model, len(ids) / model.c.vocab_size
         self.ids = torch.tensor(ids, device=model.tok.device)                   # (N,)
-        self.rows = (model.tok if model.head is None else model.head).detach()[self.ids]    # (N, dim), copied
+        self.rows = (model.tok if model.head is None else model.head)[self.ids].detach()    # (N, dim), copied
 
     def unembed(self, x):
         short = self.model.unembed(x, self.rows)                                # (B, T, N)
@@ -106,6 +100,12 @@ def most_frequent(texts, count):
     return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}
 
 
+def same_model(model, state):
+    """Raise ValueError if a model is not the target: then its states and its cache are not the target's."""
+    if model.blocks is not state.model.blocks:
+        raise ValueError("this drafter reads the target's own states: give it the model that decodes")
+
+
 class SelfDraft(Drafter):
     """Draft with a subset of the target's sub-layers: range(2E) is early exit after block E (Elhoushi et al.
     2024, section 4), any other subset is layer skipping (Zhang et al. 2023, section 3).
@@ -118,8 +118,7 @@ class SelfDraft(Drafter):
 
     Drafts write into the target's cache. Before the first gap they write what the verifier would. After it a
     draft reads exact old keys and its own rough new ones; the verification of this very round overwrites the
-    rough ones before anybody else reads them. A model that is not the target, which means that its `blocks`
-    are other objects, shares nothing: it drafts with a cache of its own.
+    rough ones before anybody else reads them. (For the sub-layers of another model: `ModelDraft`.)
     """
 
     def __init__(self, model, sublayers, rule):
@@ -127,22 +126,14 @@ class SelfDraft(Drafter):
         self.model, self.sublayers = model, check_sublayers(sublayers, model.c.n_layers)
 
     def begin(self, state, trace):
-        self.stranger = None
-        if self.model.blocks is not state.model.blocks:
-            self.stranger = ModelDraft(self.model, self.rule, self.sublayers)
-            return self.stranger.begin(state, trace)
+        same_model(self.model, state)
         super().begin(state, trace)
-
-    def observe(self, state, r):
-        (self.stranger.observe if self.stranger else super().observe)(state, r)
 
     def logits(self, state, x, k):
         """What the draft says after x (B, 1, dim), its state of the token at offset k: raw (B, 1, V)."""
         return self.model.unembed(x)
 
     def propose(self, state):
-        if self.stranger:
-            return self.stranger.propose(state)
         m, subs, xs, traces = self.model, self.sublayers, [], []
         shared = shared_prefix(subs)
 
@@ -158,9 +149,8 @@ class SelfDraft(Drafter):
             return self.logits(state, x, k)
 
         tokens, q, length = chain(state, step, self.rule)
-        K = tokens.shape[1]
-        if K == 0:
+        if not xs:
             return Draft.none(state)
-        run_shared(tokens[:, -1:], K)       # the last draft is not drafted from, but it is verified
+        run_shared(tokens[:, -1:], len(xs))     # the last draft is not drafted from, but it is verified
         trace = {tap: torch.cat([seen[tap] for seen in traces], 1) for tap in traces[0]}
         return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1), trace))

@@ -55,9 +55,9 @@ CASES = [
          "p and one from q are the same token, which is less."),
     Case("commit", "the latest end-of-text ends, not the earliest",
          "An accepted draft can hold several end-of-text tokens. The text ends at the first of them."),
-    Case("plan", "later drafts are like the first",
-         "The k-th draft is reached only if all before it were accepted: first * later^(k-1). Here every "
-         "further factor is that of the first draft."),
+    Case("DoNoHarm.begin", "all rows share one estimate",
+         "Each row learns from its own drafts and starts with a copy of what earlier texts taught. Here all "
+         "rows hold the same object, so that what becomes of one row's drafts counts for all of them."),
     Case("prefill", "prefill: blocks in the wrong slots",
          "Block i starts at i * block, and slot = position. A wrong start puts keys where later tokens "
          "look for others."),

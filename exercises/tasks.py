@@ -53,9 +53,9 @@ TASKS = [
     Task(4, "visible", "model.py", ("visible",), 40, 2, tests(
         model="visible_in_the_first_block visible_behind_a_filled_cache visible_for_rows_at_different_places "
         "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
-        trees="visible_where_a_tree_grows visible_where_each_row_has_its_own_tree")),
+        properties="visible_is_its_definition")),
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
-        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types", model="an_attention_by_hand")),
+        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
         by_hand="a_write", model="cached_blocks_equal_the_full_pass[3-gemma2]",
         properties="a_cache_is_a_table_of_slots")),
@@ -69,8 +69,8 @@ TASKS = [
         sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
         "choices_have_any_shape_of_rows")),
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
-        by_outcomes="verify_drawn_drafts verify_copied_drafts "
-        "verify_rows_stand_for_themselves verify_where_nothing_is_left verify_dead_drafts")),
+        by_outcomes="verify_drawn_drafts verify_copied_drafts verify_where_nothing_is_left "
+        "verify_rows_stand_for_themselves")),
     Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "

@@ -3,9 +3,11 @@ our tables it is worth no more than a bare exit."""
 import torch
 import torch.nn.functional as F
 
+from lab.aside import ScratchTail
+from lab.transfer import own_weights
 from layerskip import SelfDraft, StandIn, early_exit
-from methods.drafting import ScratchTail, same_model, unit
-from methods.heads import Head, Kangaroo, Step, check_count, count, own_weights
+from methods.drafting import unit
+from methods.heads import Head, Kangaroo, Step, count
 from model import Placement
 
 
@@ -15,10 +17,6 @@ class TwoRowDraft(SelfDraft):
 
     def __init__(self, head, rule):
         super().__init__(head, early_exit(head.c.n_layers, head.shape["exit_layer"]), rule)
-
-    def begin(self, state, trace):
-        same_model(self.model.model, state)
-        super().begin(state, trace)
 
     def logits(self, state, x, k):
         return self.model.unembed(self.model.states[:, :, -1])
@@ -40,13 +38,12 @@ class M2R2(Head, StandIn):
     Two things of the paper are not here: its gate, which by our tables drafted too far, and its loading of
     experts ahead of time, as Llama and Gemma-2 are dense.
     """
-    kind, draft, reads_cache = "m2r2", TwoRowDraft, True
+    kind, draft = "m2r2", TwoRowDraft
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
         if rank is None:
             rank = max(1, round(count(Kangaroo(model, exit_layer)) / (2 * dim * E)))
-        check_count("rank", rank, 0)
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
         self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
         down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from control import MOST, Beta, Confidence, Gate, outcomes, plan
+from control import MOST, Beta, Confidence, Gate, outcomes
 from sampling import raw_probs
 from speculative import Rule
 
@@ -77,13 +77,25 @@ class Thompson(Rule):
     def gamma(self, state):
         lengths = [min(1, self.most) for _ in self.seen]
         for b, seen in enumerate(self.seen):
-            while 0 < lengths[b] < self.most and self.random.random() < seen.draw(self.random):
+            while 0 < lengths[b] < self.most and self.random.random() < self.random.betavariate(
+                    seen.hits + 1, seen.misses + 1):
                 lengths[b] += 1
         return lengths
 
     def learn(self, state, r):
         for row, (drafted, kept) in zip(self.seen, outcomes(r), strict=True):
             row.add(kept, kept < drafted)
+
+
+def plan(first, later, cost, most):
+    """The best gamma where the first draft is accepted with probability `first`, and each after an accepted
+    one with `later`."""
+    best, top, tokens, reach = 0, 1.0, 1.0, first
+    for gamma in range(1, most + 1):
+        tokens, reach = tokens + reach, reach * later
+        if tokens / (gamma * cost + 1) > top:
+            best, top = gamma, tokens / (gamma * cost + 1)
+    return best
 
 
 class ValueGate(Gate):

@@ -16,7 +16,7 @@ it retrieves; newer are Vegas (arXiv 2602.07223) and SparseSpec-L (arXiv 2607.27
 import torch
 
 from control import best_gamma, expected_speedup
-from methods.drafting import same_model
+from layerskip import same_model
 from model import Placement
 from speculative import Draft, Drafter, chain
 
@@ -90,10 +90,10 @@ def unread(costs, n, sinks, window, sublayers=None):
 
 def step_cost(costs, n, sinks, window, sublayers=None, share=1.0):
     """What a drafted token after n others costs relative to a pass of the target over one token, by what each
-    reads. share: of the head, as in `Costs.price`."""
+    reads. share: of the head, as in `Costs.pricing`."""
     every = range(len(costs.sublayers))
-    own = costs.price(every if sublayers is None else sublayers, share, n)
-    return (own - unread(costs, n, sinks, window, sublayers)) / costs.price(every, n=n)
+    own = costs.pricing(every if sublayers is None else sublayers, share)(n)
+    return (own - unread(costs, n, sinks, window, sublayers)) / costs.pricing(every)(n)
 
 
 def promise(costs, n, alpha, sinks, window):

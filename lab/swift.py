@@ -3,9 +3,8 @@ our tables it needs more text than an answer has."""
 import torch
 
 from control import Confidence
+from lab.aside import aside
 from layerskip import SelfDraft, check_sublayers
-from methods.drafting import same_model
-from methods.dynamic import aside
 from methods.trees import Siblings
 from search import GaussianProcess, expected_improvement
 from speculative import Wrapper
@@ -48,7 +47,6 @@ class SWIFT(Wrapper):
         return check_sublayers([i for i in range(2 * self.c.n_layers) if i not in gone], self.c.n_layers)
 
     def begin(self, state, trace):
-        same_model(self.model, state)
         super().begin(state, trace)
         self.start, self.best = [len(text) for text in state.known], None
 

@@ -7,6 +7,10 @@ low temperature, so that its heads learn what it says where they will draft, and
 data. What a head is told to say is not the text but the model's whole distribution, because acceptance
 compares the two.
 """
+import copy
+import hashlib
+import json
+import math
 import shlex
 import sys
 from itertools import chain, repeat
@@ -20,10 +24,12 @@ from kvcache import KVCache
 from lab import card, corpus, plots, train
 from lab.m2r2 import M2R2
 from lab.transfer import Transfer
+from layerskip import ShortHead, StandIn, most_frequent
 from methods import heads
 from methods.trees import rank_acceptance
 from model import Placement
 from sampling import Coins, to_probs
+from search import VOCAB
 from speculative import rounds
 from support import cli
 from support.files import BOUNDARY, write_file
@@ -48,6 +54,7 @@ TEXT = (
     ("opening", 0, 0, 2**40, "but the first N tokens at 1"))
 KINDS = heads.KINDS | {head.kind: head for head in (M2R2, Transfer)}
 MEASURED = 4096     # tokens of held-out text
+RANKS = 5           # of how many ranks a head's acceptance is measured, for the shape of a tree
 OWN = "own text"    # the name of what the model writes itself
 OWN_TEXT = 1.5e5    # tokens of it
 ROWS = 32           # texts that it writes at a time
@@ -65,6 +72,11 @@ def parse(argv):
                    "heads/KIND in the model's folder")
     p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     p.add_argument("--own-head", action="store_true", default=None, help="medusa: one output head each")
+    p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N", help="learn to say only the "
+                   "text's N most frequent tokens: with a large vocabulary many times cheaper; writes "
+                   f"{VOCAB} beside the heads")
+    p.add_argument("--loss", choices=LOSSES, default="kl", help="kl: KL(p || q); overlap: what acceptance "
+                   "counts, the distance of p and q, and a tenth of cross-entropy (DSpark)")
     p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
                    f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
@@ -130,10 +142,21 @@ def read_text(a, model, tokenizer):
 # --- training
 
 
-def judged(head, tokens, memory=None):
+class Rows(StandIn):
+    """A model whose head says only some tokens: logits (B, T, N)."""
+
+    def __init__(self, model, rows):
+        self.model, self.rows = model, rows
+
+    def unembed(self, x):
+        return self.model.unembed(x, self.rows)
+
+
+def judged(head, tokens, memory=None, rows=None):
     """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
     (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them.
 
+    rows: those of the output head for a vocabulary of N tokens, of which alone both then speak.
     memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text that comes
     again costs no pass. A head that reads the model's keys and values has no use for it."""
     model, T = head.model, tokens.shape[1]
@@ -146,12 +169,15 @@ def judged(head, tokens, memory=None):
         return torch.stack(list(trace.values())), cache
 
     with torch.no_grad():
-        if memory is None or head.reads_cache:
+        if memory is None or isinstance(head, (M2R2, Transfer)):
             states, cache = read(tokens)
         else:
             states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
         trace = dict(zip(taps, states, strict=True))
-        target = model.unembed(states[-1])                                      # (B, T, V)
+        target = model.unembed(states[-1], rows)                                # (B, T, V)
+    if rows is not None:
+        part, head = "own" if hasattr(head, "own") else "model", copy.copy(head)
+        setattr(head, part, Rows(getattr(head, part), rows))
     for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
         yield said, target[:, k : k + said.shape[1]]
 
@@ -165,14 +191,30 @@ def remembered(memory, row, read):
     return states
 
 
-def losses(head, batch, memory=None):
-    """How far the head's distributions lie from the model's, in nats: KL(p || q) of each step of the head,
-    averaged over the texts (B, T); and what else counts, a number, which only M2R2 has. memory: see
+def kl(logp, logq):
+    """KL(p || q), in nats."""
+    return (logp.exp() * (logp - logq)).sum(-1)
+
+
+def overlap(logp, logq):
+    """The distance |p - q|, which is twice the chance of a rejection, and a tenth of cross-entropy, without
+    which a q that gives p's tokens nothing would have no gradient (DeepSpec's DSpark, its loss.py)."""
+    p = logp.exp()
+    return 0.9 * (p - logq.exp()).abs().sum(-1) - 0.1 * (p * logq).sum(-1)
+
+
+LOSSES = {"kl": kl, "overlap": overlap}     # of log p and log q (B, N, V) -> (B, N)
+FADE = {"kl": 0.8, "overlap": math.exp(-1 / 4)}     # what a step counts less than the one before
+
+
+def losses(head, batch, memory=None, rows=None, loss=kl):
+    """How far the head's distributions lie from the model's, as `loss` has it, at each step of the head,
+    averaged over the texts (B, T); and what else counts, a number, which only M2R2 has. memory, rows: see
     `judged`."""
     found, besides = [], 0.0
-    for said, target in judged(head, batch, memory):
+    for said, target in judged(head, batch, memory, rows):
         logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)       # (B, N, V)
-        found.append((logp.exp() * (logp - logq)).sum(-1).mean())
+        found.append(loss(logp, logq).mean())
         if isinstance(head, M2R2):
             besides = head.besides()
     return found, besides
@@ -189,9 +231,10 @@ def evaluate(head, tokens, context, most):
         found = []
         for said, target in judged(head, rows):
             p, q = target.float().softmax(-1), said.float().softmax(-1)
-            ranks = rank_acceptance(to_probs(target), q, min(heads.RANKS, q.shape[-1]))
-            kl = (p * (target.float().log_softmax(-1) - said.float().log_softmax(-1))).sum(-1).mean()
-            found.append([float(kl), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
+            ranks = rank_acceptance(to_probs(target), q, min(RANKS, q.shape[-1]))
+            far = p * (target.float().log_softmax(-1) - said.float().log_softmax(-1))
+            far = far.masked_fill(q == 0, 0.0).sum(-1).mean()       # without the tokens that it never says
+            found.append([float(far), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
         total = total + len(rows) * torch.tensor(found, dtype=torch.float64)
     loss, overlap, *ranks = (total / len(windows)).T.tolist()       # lists over the steps
     five = [sum(column) for column in zip(*ranks, strict=True)]
@@ -208,27 +251,40 @@ class Run(train.Run):
         self.trained = self.head.weights
         self.optimisers = [torch.optim.AdamW(self.trained.parameters(), lr=a.lr, betas=(0.9, 0.95),
                                              weight_decay=0.0)]
-        self.rates, self.memory = [a.lr], {}
+        self.rates, self.memory, self.vocab, self.rows = [a.lr], {}, None, None
+        if a.vocab:
+            self.vocab = most_frequent([row.tolist() for row in text.train.values()], a.vocab)
+            self.rows = ShortHead(model, self.vocab["ids"]).rows
         self.start()
-        self.settings |= {"model": heads.fingerprint(model)}
+        self.settings |= {"model": fingerprint(model)}
 
     def train_step(self):
         a = self.a
         # the same windows come again and again, so that the model reads each of them once only
         batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1, grid=a.context)
-        found, besides = losses(self.head, batch.long().to(self.device), self.memory)
-        weights = [0.8 ** k for k in range(len(found))]     # later steps count less (Medusa, section 2.2.1)
+        found, besides = losses(self.head, batch.long().to(self.device), self.memory, self.rows,
+                                LOSSES[a.loss])
+        weights = [FADE[a.loss] ** k for k in range(len(found))]    # Medusa, section 2.2.1; DSpark
         loss = sum(w * step for w, step in zip(weights, found, strict=True)) / sum(weights)
         self.update(loss + besides)
         self.losses.append([sum(loss.item() for loss in found) / len(found), None, None])
 
     def evaluate(self, tokens, most=MEASURED):
-        return evaluate(self.head, tokens, self.a.context, most)
+        head = heads.shorter(self.head, self.vocab["ids"]) if self.vocab else self.head
+        return evaluate(head, tokens, self.a.context, most)
 
     def state(self):
         """What the model wrote is not written again."""
         written = None if self.a.data else (self.text.train[OWN], self.text.valid[OWN])
         return super().state() | {"text": written}
+
+
+def fingerprint(model):
+    """The hash of a model's weights."""
+    h = hashlib.sha256()
+    for _, piece in checkpoint.parts(model):
+        h.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return h.hexdigest()
 
 
 def fresh_run(a, device, state):
@@ -255,6 +311,8 @@ def finish(run):
     ranks = zip(*(table.pop("ranks") for table in tables.values()), strict=True)
     run.head.ranks = [sum(r) / len(r) for r in ranks]
     heads.save(run.head, out)
+    if run.vocab:
+        write_file(out / VOCAB, json.dumps(run.vocab) + "\n")
     plots.training(run, tables, "step", out / "training.png")
     write_file(out / "README.md", card.head_card(run, tables))
     return tables

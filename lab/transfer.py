@@ -2,11 +2,19 @@
 blocks. By our tables Medusa and EAGLE gain more."""
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from control import weight_costs
-from methods.drafting import MedusaDraft, ScratchTail
-from methods.heads import Head, Step, check_count, count, own_weights
+from lab.aside import ScratchTail
+from methods.drafting import MedusaDraft
+from methods.heads import Head, Step, count
 from model import Placement
+
+
+def own_weights(model, **tensors):
+    """A module that holds these tensors as weights, in the model's type and on its device."""
+    # trap: of a dict it would sort the names, and so the states of the optimiser
+    return nn.ParameterDict([(name, t.to(model.tok)) for name, t in tensors.items()])
 
 
 class TransferDraft(MedusaDraft):
@@ -34,10 +42,9 @@ class Transfer(Head):
     t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
     head without its residual block. The pseudo states start as copies.
     """
-    kind, draft, branches, reads_cache = "transfer", TransferDraft, True, True
+    kind, draft, branches = "transfer", TransferDraft, True
 
     def __init__(self, model, inject_layer, steps):
-        check_count("steps", steps)
         L, dim = model.c.n_layers, model.c.dim
         if not 0 <= inject_layer <= L:
             raise ValueError(f"the inject layer must lie between 0 and {L} (all blocks), got {inject_layer}")

@@ -15,7 +15,7 @@ Logits are therefore the same bits everywhere, and so is what is drawn from them
 all, what rank 0 drew counts (`Agreed`). (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3.)
 """
 import os
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -99,22 +99,17 @@ class Joined(Matrix):
         self.own, self.twice = own, len(own) * place()[1] - N
 
     def product(self, x):
-        y = F.linear(x, self.own)                                               # (..., own rows)
+        return self.gather(F.linear(x, self.own))
+
+    def gather(self, y):
+        """(..., own rows) of each process -> (..., N)"""
         parts = [torch.empty_like(y) for _ in range(place()[1])]
         talk(dist.all_gather, parts, y)
-        return torch.cat([*parts[:-1], parts[-1][..., self.twice :]], -1)       # (..., N)
-
-    def detach(self):
-        return self
+        return torch.cat([*parts[:-1], parts[-1][..., self.twice :]], -1)
 
     def __getitem__(self, ids):
         """Some rows, on every process: what a `ShortHead` copies. (len(ids), K)"""
-        (rank, world), n = place(), len(self.own)
-        at = ids - rank * n + (self.twice if rank == world - 1 else 0)
-        mine = ids.div(n, rounding_mode="floor") == rank
-        rows = self.own[at.clamp(0, n - 1)] * mine[:, None]
-        talk(dist.all_reduce, rows)
-        return rows
+        return self.gather(self.own.T.contiguous()).T[ids]
 
 
 def join(model):
@@ -170,13 +165,7 @@ def together():
         talk(dist.barrier)
         dist.destroy_process_group()
     except Exception:
-        if not first_to_speak(store):
-            raise SystemExit(2) from None
+        with suppress(RuntimeError):    # the process that kept the count is gone
+            if store.add("spoken", 1) > 1:
+                raise SystemExit(2) from None
         raise
-
-
-def first_to_speak(store):
-    try:
-        return store.add("spoken", 1) == 1
-    except RuntimeError:    # the process that kept the count is gone
-        return True

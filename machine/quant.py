@@ -56,11 +56,7 @@ class Matrix(nn.Module):
 
     def product(self, x):
         """x (..., K) -> (..., N)"""
-        return F.linear(x, self.full(x.dtype))
-
-    def full(self, dtype):
-        """The matrix that this stands for. (N, K)"""
-        raise NotImplementedError
+        return F.linear(x, self.full(x.dtype))      # full(dtype): the matrix that this stands for, (N, K)
 
 
 class Int8(Matrix):
@@ -69,12 +65,12 @@ class Int8(Matrix):
     def __init__(self, w):
         super().__init__()
         low, high = w.aminmax(dim=1)
-        self.register_buffer("scale", nonzero(torch.maximum(-low, high) / 127))                 # (N,)
-        self.register_buffer("codes", torch.empty(w.shape, dtype=torch.int8, device=w.device))  # (N, K)
-        wide, parts = torch.promote_types(w.dtype, torch.float32), (w, self.scale, self.codes)
-        for rows, scale, codes in zip(*(t.split(ROWS) for t in parts), strict=True):
-            # trap: a tiny scale of float16 was rounded a lot, and what does not fit would wrap
-            codes.copy_((rows.to(wide) / scale[:, None]).round().clamp(-127, 127))
+        scale, wide = nonzero(torch.maximum(-low, high) / 127), torch.promote_types(w.dtype, torch.float32)
+        # trap: a tiny scale of float16 was rounded a lot, and what does not fit would wrap
+        codes = [(rows.to(wide) / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+                 for rows, scales in zip(w.split(ROWS), scale.split(ROWS), strict=True)]
+        self.register_buffer("scale", scale)                                    # (N,)
+        self.register_buffer("codes", torch.cat(codes))                         # (N, K)
 
     def product(self, x):
         # trap: torch takes float32, too, but without any care: a block of 16 tokens is 100 times slower
@@ -97,27 +93,26 @@ class NF4(Matrix):
 
     def __init__(self, w):
         super().__init__()
-        (N, self.columns), device, levels = w.shape, w.device, codebook().to(w.device)
-        blocks = -(-self.columns // BLOCK)
+        self.columns, levels = w.shape[1], codebook().to(w.device)
         self.register_buffer("pairs", torch.cartesian_prod(levels, levels))     # (256, 2) of each byte
-        self.register_buffer("codes", torch.empty(N, blocks * BLOCK // 2, dtype=torch.uint8, device=device))
-        most, middle = torch.empty(N, blocks, device=device), (levels[1:] + levels[:-1]) / 2
-        for rows, most_of, codes in zip(*(t.split(ROWS) for t in (w, most, self.codes)), strict=True):
+        middle, most, codes = (levels[1:] + levels[:-1]) / 2, [], []
+        for rows in w.split(ROWS):
             b = F.pad(rows.float(), (0, -self.columns % BLOCK)).unflatten(1, (-1, BLOCK))   # (R, blocks, 64)
-            most_of.copy_(b.abs().amax(-1))
-            nearest = torch.bucketize(b / nonzero(most_of)[..., None], middle, out_int32=True)  # 0 .. 15
-            codes.copy_((16 * nearest[..., ::2] + nearest[..., 1::2]).flatten(1))
+            most.append(b.abs().amax(-1))
+            nearest = torch.bucketize(b / nonzero(most[-1])[..., None], middle, out_int32=True)     # 0 .. 15
+            codes.append((16 * nearest[..., ::2] + nearest[..., 1::2]).flatten(1).to(torch.uint8))
+        most = torch.cat(most)                                                  # (N, blocks)
+        self.register_buffer("codes", torch.cat(codes))                         # (N, blocks * 32)
         self.register_buffer("mean", most.mean())
         groups = (most - self.mean).flatten()
         groups = F.pad(groups, (0, -len(groups) % GROUP)).unflatten(0, (-1, GROUP))     # (groups, 256)
         scale = nonzero(groups.abs().amax(1, keepdim=True) / 127)
         self.register_buffer("scale", scale)                                    # (groups, 1)
-        self.register_buffer("most", (groups / scale).round().flatten()[: most.numel()].to(torch.int8))
+        self.register_buffer("most", (groups / scale).round().to(torch.int8))   # (groups, 256)
 
     def full(self, dtype):
         N, blocks = self.codes.shape[0], self.codes.shape[1] * 2 // BLOCK
-        most = F.pad(self.most, (0, -len(self.most) % GROUP)).view(-1, GROUP) * self.scale + self.mean
-        most = most.flatten()[: N * blocks].view(N, blocks, 1)
+        most = (self.most * self.scale + self.mean).flatten()[: N * blocks].view(N, blocks, 1)
         levels = F.embedding(self.codes.int(), self.pairs).view(N, blocks, BLOCK)
         return (levels * most).flatten(1)[:, : self.columns].to(dtype)          # (N, K)
 
@@ -129,10 +124,7 @@ def quantise(model, kind="int8"):
     """A copy of a model with the matrices of its blocks in few bits. Embeddings, norms and head are the
     model's own, not copied; its blocks are others, and so a drafter that is given the copy shares neither
     cache nor states with the model. A model that is quantised already is quantised from what it has. Cast a
-    model before this, not after it, or the scales are cast, too. Raises ValueError for an unknown kind.
-    """
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r} of quantisation: {' and '.join(KINDS)} are known")
+    model before this, not after it, or the scales are cast, too."""
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(twin.blocks.modules()):
         for name, w in [*module.named_parameters(recurse=False), *module.named_children()]:

@@ -3,51 +3,22 @@
 A head drafts from states that the target computed anyway. They come as `taps` of the prompt and of every
 round, so that a head knows the text also where another drafter drafted.
 
-    drafter        heads                  drafts from                               its draft
-    ExitDraft      Kangaroo, ExitBlock    the state of each token after block E     a chain
-    EagleDraft     Eagle                  each token, the final state before it     a chain
-    MedusaDraft    Medusa                 the final state of the last token read    a chain or a tree
-    ProphetDraft   Prophet                its final state, and the draft so far     a chain
-
 The last token read is the one before the last known token D: the target chose D after it and has not run D
 itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
 """
-from itertools import accumulate
-
 import torch
 import torch.nn.functional as F
 
 from kvcache import KVCache
-from layerskip import SelfDraft, early_exit
-from methods.trees import siblings
+from layerskip import SelfDraft, early_exit, same_model
+from methods.trees import grow
 from model import Placement
 from speculative import Draft, Drafter, chain, pick
 
 
 def unit(x):
-    """x (..., dim), each vector scaled to a root mean square of 1, which the final norm would do anyway. What
-    is added to the mean square is torch's own: 2^-23, and 2^-52 in float64."""
+    """x (..., dim), each vector scaled to a root mean square of 1, which the final norm would do anyway."""
     return F.rms_norm(x, x.shape[-1:])
-
-
-class ScratchTail:
-    """A cache for one pass over a block of which it keeps the first T tokens. The others see what it holds
-    before the slot `end`, and each other; what they write is forgotten. Their slots begin at `end`."""
-
-    def __init__(self, cache, T, end):
-        self.cache, self.T, self.end = cache, T, end
-
-    def write(self, layer, k, v, at, start=0):
-        T = self.T
-        if T > 0:   # trap: in training nothing may be written to what gradients flow through
-            self.cache.write(layer, k[:, :, :T], v[:, :, :T], at._replace(slots=at.slots[:, :T]))
-        keys, values = (t[:, :, start : self.end] for t in self.cache.layers[layer])
-        return torch.cat([keys, k[:, :, T:]], 2), torch.cat([values, v[:, :, T:]], 2)
-
-
-def same_model(model, state):
-    if model.blocks is not state.model.blocks:
-        raise ValueError("this drafter reads the target's own states: give it the model that decodes")
 
 
 class Reader(Drafter):
@@ -59,7 +30,8 @@ class Reader(Drafter):
     is overwritten or dead."""
     late = 0    # the block reads the state of a token together with the token that many places after it
 
-    def hold(self, head):
+    def __init__(self, head, *args):
+        super().__init__(*args)
         self.head, self.own, self.taps, self.unread = head, head.own, head.taps, 0
 
     def begin(self, state, trace):
@@ -102,8 +74,7 @@ class ExitDraft(Reader, SelfDraft):
     the exit of the text before D."""
 
     def __init__(self, head, rule):
-        super().__init__(head.model, early_exit(head.model.c.n_layers, head.shape["exit_layer"]), rule)
-        self.hold(head)
+        super().__init__(head, head.model, early_exit(head.model.c.n_layers, head.step.trunk), rule)
 
     def logits(self, state, x, k):
         if self.unread:     # keys and values alone are needed: the adapter's attention
@@ -116,10 +87,6 @@ class EagleDraft(Reader):
     """A block that reads a token and the final state of the one before; of a drafted one, what it said itself
     (EAGLE, arXiv 2401.15077). D is read last, with all that was written since the last draft."""
     late = 1
-
-    def __init__(self, head, rule):
-        super().__init__(rule)
-        self.hold(head)
 
     def inputs(self, state, slots):
         tokens = state.read(slots.expand(len(self.noted), -1))
@@ -163,21 +130,16 @@ class LastState(Drafter):
 class MedusaDraft(LastState):
     """All tokens at once: none depends on the others (Medusa, arXiv 2401.10774).
 
-    shape: None for a chain; else the parents of a tree, such as `methods.trees.best_tree` makes them, level
-    by level. The i-th child of a node is the i-th token of one draw without replacement from what the head of
-    its level says. So all families of a level offer the same tokens, which changes nothing for the text: only
-    one of them is tried. Where nothing is left to draw, as when greedy, it is the i-th most likely token. A
-    rule says how many levels each row has. Raises ValueError for more levels than there are heads.
+    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them, of which all
+    rows draft as many levels as the rule says for any of them. See `methods.trees.grow`. Raises ValueError
+    for more levels than there are heads.
     """
 
     def __init__(self, head, rule, shape=None):
         super().__init__(head, rule)
-        self.shape = None if shape is None else Shape(shape)
-        levels = head.steps if shape is None else self.shape.depth
-        if levels > head.steps or self.rule.most > levels:
-            raise ValueError(f"{head.steps} heads draft that many tokens, not {max(levels, self.rule.most)}"
-                             if shape is None or levels > head.steps else
-                             f"a tree of {levels} levels has no place for gamma {self.rule.most}")
+        self.shape = shape
+        if self.rule.most > head.steps:
+            raise ValueError(f"{head.steps} heads draft that many tokens, not {self.rule.most}")
 
     def propose(self, state):
         said, last = [], self.last(state)
@@ -186,43 +148,8 @@ class MedusaDraft(LastState):
             said.append(self.head.after(last, k))
             return said[-1]                                                     # (B, 1, V)
 
-        tokens, q, length = chain(state, step, self.rule)
-        draft = Draft(tokens, q, length)
-        if tokens.shape[1] == 0 or self.shape is None:
-            return draft
-        return self.shape.grow(state, draft, torch.cat(said, 1))
-
-
-class Shape:
-    """A tree's parents, level by level, and how its tokens are found among those drawn for each level."""
-
-    def __init__(self, parents):
-        depths = [0]
-        for parent in parents:
-            depths.append(depths[parent] + 1)
-        if depths != sorted(depths):
-            raise ValueError(f"a tree must be given level by level, got the parents {list(parents)}")
-        self.parents, self.depth = list(parents), depths[-1]
-        self.nodes = [(d, parents[:k].count(parents[k])) for k, d in enumerate(depths[1:])]     # depth, rank
-        self.until = list(accumulate(depths.count(d) for d in range(1, self.depth + 1)))  # nodes to depth d
-
-    def grow(self, state, draft, logits):
-        """The tree of a chain (B, K) and of what was said of each of its places (B, K, V)."""
-        K = draft.tokens.shape[1]
-        nodes = self.nodes[: self.until[K - 1]]
-        ranks = range(1, 1 + max(rank for _, rank in nodes))
-        widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
-        tokens, q = draft.tokens, draft.q
-        if widths:
-            others, other_q = siblings(draft, logits, widths, state.coins)      # (B, S), (B, S, V)
-            tokens, q = torch.cat([tokens, others], 1), torch.cat([q, other_q], 1)
-        starts = [0, *accumulate(widths, initial=K)]        # of each rank's columns
-        columns, parents = state.send([[starts[rank] + depth - 1 for depth, rank in nodes],
-                                       self.parents[: len(nodes)]]).unbind()
-        length = draft.length
-        if length is not None:
-            length = state.send([0, *self.until])[length]
-        return Draft(tokens[:, columns], q[:, columns], length, parents=parents[None])
+        draft = Draft(*chain(state, step, self.rule))
+        return grow(state, draft, torch.cat(said, 1), self.shape) if self.shape and said else draft
 
 
 class ProphetDraft(LastState):

@@ -19,8 +19,8 @@ the exit after it. Each kind has `weights` (all that is trained), `shape` (what 
 model), `taps` (the states it reads), `predict` (its logits for a whole text, for training) and `drafter`.
 """
 import copy
-import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -33,30 +33,17 @@ from torch import nn
 
 import checkpoint
 from control import MOST, weight_costs
-from kvcache import KVCache
 from layerskip import ShortHead, early_exit
 from methods import drafting
 from methods.drafting import unit
-from methods.trees import Siblings, widths_of
+from methods.trees import Siblings
 from model import Placement, Transformer
 from support.files import replacing
 
 FILE = "heads.safetensors"
-RANKS = 5   # of how many ranks a head's acceptance is measured, for the shape of a tree
 AHEAD = 4   # tokens that a prophet learns to say from one state
 SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
                    "post_norm")     # of a model: its heads fit every other model of this shape
-
-
-def check_count(name, number, least=1):
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-
-
-def own_weights(model, **tensors):
-    """A module that holds these tensors as weights, in the model's type and on its device."""
-    # trap: of a dict it would sort the names, and so the states of the optimiser
-    return nn.ParameterDict([(name, t.to(model.tok)) for name, t in tensors.items()])
 
 
 def graft(model, first, count, hidden_dim=None):
@@ -92,19 +79,18 @@ class Step:
 
 class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; step: what a drafted
-    token costs; branches: whether any node of its trees may have children, or else only first children;
-    reads_cache: whether it reads the model's own keys and values. ranks: how likely the model's greedy token
-    is the head's first, second, ... guess, if that was measured. strange: whether it was trained for other
-    weights than the model's."""
-    branches = reads_cache = strange = False
-    ranks = ()
+    token costs; branches: whether any node of its trees may have children, or else only first children.
+    ranks: how likely the model's greedy token is the head's first, second, ... guess, if measured."""
+    branches, ranks = False, ()
 
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
         if self.branches:
             return self.draft(self, rule, shape)
+        families = Counter(shape).values()      # how many children each parent has
+        widths = [sum(size > i for size in families) for i in range(1, max(families, default=0))]
         chain = self.draft(self, rule)
-        return chain if shape is None else Siblings(chain, widths_of(shape)[1])
+        return Siblings(chain, widths) if widths else chain
 
 
 class ExitBlock(Head):
@@ -134,8 +120,7 @@ class Kangaroo(ExitBlock):
 class Eagle(Head):
     """EAGLE (arXiv 2401.15077): a block that reads of each token its embedding and the final state of the
     token before, by which the target chose it; of drafted tokens, in that state's place, what it said itself.
-    The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state alone and starts at
-    zero.
+    The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state and starts at zero.
 
     It learns the first token of a draft, and the second, which reads what the block said (HASS, arXiv
     2408.15766); those after it are drafted as the second is.
@@ -155,17 +140,16 @@ class Eagle(Head):
         return self.own.embed(tokens) + F.linear(unit(before), self.weights.matrix)
 
     def predict(self, tokens, trace, cache):
-        (B, T), device = tokens.shape, tokens.device
+        T, device = tokens.shape[1], tokens.device
         ones = torch.ones(T, T, dtype=torch.bool, device=device)
         before, inputs, seen = trace[self.taps[0]], [], []
         for k in range(1, 1 + self.reach):      # the rows of all steps so far: as each token is read in each
             inputs.append(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1]))
             drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one row of each step after the first
             seen = [F.pad(rows, (0, T)) for rows in seen] + [torch.cat([ones.tril(1 - k), *drafted], 1)]
-            nothing = KVCache(self.own.c, B, 0, self.own.attention_dtype(), device)
             positions, slots = (torch.arange(n, device=device)[None] for n in (T, k * T))
             at = Placement(positions.repeat(1, k), slots, 0, k * T, torch.cat(seen)[None])
-            x = self.own.run(torch.cat(inputs, 1), at, drafting.ScratchTail(nothing, 0, 0))[:, -T:]
+            x = self.own.run(torch.cat(inputs, 1), at)[:, -T:]
             before = x.detach()
             yield k, self.own.unembed(x[:, k:])
 
@@ -180,10 +164,9 @@ class Medusa(Head):
     kind, draft, branches = "medusa", drafting.MedusaDraft, True
 
     def __init__(self, model, heads, own_head=False):
-        check_count("heads", heads)
         self.model, self.shape, self.steps = model, {"heads": heads, "own_head": own_head}, heads
         self.taps, dim = [2 * model.c.n_layers - 1], model.c.dim
-        self.weights = own_weights(model, inner=torch.zeros(heads, dim, dim))
+        self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
         if own_head:
             rows = (model.tok if model.head is None else model.head).detach()
             self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
@@ -211,7 +194,6 @@ class Prophet(Head):
     kind, draft = "prophet", drafting.ProphetDraft
 
     def __init__(self, model, blocks):
-        check_count("blocks", blocks)
         self.model, self.shape = model, {"blocks": blocks}
         self.own = graft(model, 0, blocks, max(1, model.c.hidden_dim // 2))
         self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks
@@ -236,11 +218,12 @@ def count(head):
     return sum(p.numel() for p in head.weights.parameters())
 
 
-def pricing(head, costs, share=1.0):
-    """n -> what a drafted token takes after n others, relative to a pass of the target, by a Costs table.
-    share: of the output head that it reads. The head's own weights are not in the table: each counts as much
-    as one of the model's blocks, or of its output head, whichever takes more."""
+def pricing(head, costs=None, share=1.0):
+    """n -> what a drafted token takes after n others, relative to a pass of the target, by a Costs table, or
+    by weights. share: of the output head that it reads. The head's own weights are not in the table: each
+    counts as much as one of the model's blocks, or of its output head, whichever takes more."""
     step, by_count = head.step, weight_costs(head.model.c)
+    costs = costs or by_count
     rate = max(sum(costs.sublayers) / sum(by_count.sublayers), costs.head / by_count.head)
     own, slot = rate * step.weights, costs.slot * step.reads
     part = costs.pricing(range(2 * step.trunk), share * step.output)
@@ -248,14 +231,8 @@ def pricing(head, costs, share=1.0):
     return lambda n: (part(n) + own + slot * (n - costs.at)) / whole(n)
 
 
-def step_cost(head):
-    """What a drafted token costs relative to a pass of the target, by the weights that are read."""
-    return pricing(head, weight_costs(head.model.c))(0)
-
-
 def shorter(head, ids):
-    """The same head with a draft vocabulary, `layerskip.ShortHead`; one with output heads of its own stays as
-    it is."""
+    """The same head with a draft vocabulary, `layerskip.ShortHead`, unless it has output heads of its own."""
     twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
     if head.step.output:
         setattr(twin, part, ShortHead(getattr(head, part), ids))
@@ -265,41 +242,24 @@ def shorter(head, ids):
 # --- files
 
 
-def fingerprint(model):
-    """The hash of a model's weights, the same for every dtype in which bfloat16 weights are held."""
-    h = hashlib.sha256()
-    for _, piece in checkpoint.parts(model):
-        w = piece.detach().bfloat16().half()    # float16 lacks the smallest of bfloat16's numbers
-        h.update(w.cpu().contiguous().view(torch.uint8).numpy())
-    return h.hexdigest()
-
-
 def save(head, folder):
     """Write a head in bfloat16."""
-    facts = {"kind": head.kind, "shape": head.shape, "weights": fingerprint(head.model),
-             "model": SHAPE(head.model.c), "ranks": list(head.ranks)}
+    facts = {"kind": head.kind, "shape": head.shape, "model": SHAPE(head.model.c), "ranks": list(head.ranks)}
     with replacing(Path(folder) / FILE) as path:
         save_file({name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}, path,
                   metadata={"heads": json.dumps(facts)})
 
 
 def load(folder, model, kinds=KINDS):
-    """The head that `save` wrote, on this model and in its dtype. If it is `strange`, its drafts may be
-    accepted less often. Raises FileNotFoundError or ValueError, in one line, for a file that is missing or
-    damaged or was made for a model of another shape or vocabulary."""
+    """The head that `save` wrote, on this model and in its dtype. Raises ValueError, in one line, for a file
+    that is missing or damaged or was made for a model of another shape or vocabulary."""
     path = Path(folder) / FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
-    with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
+    with checkpoint.guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         facts = json.loads(file.metadata()["heads"])
-        made, shape = facts["weights"], facts["model"]
-    if shape != list(SHAPE(model.c)):
-        raise ValueError(f"{path}: trained for a model of another shape or vocabulary: train heads anew for "
-                         "this one")
-    with checkpoint.guarded(f"{path}: not a file of trained heads, or damaged"):
+        if facts["model"] != list(SHAPE(model.c)):
+            raise ValueError("they are for one of another shape or vocabulary: train heads anew for this one")
         head = kinds[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]
-        head.strange = made != fingerprint(model)
         return head

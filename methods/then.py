@@ -36,8 +36,7 @@ class Then(Wrapper):
         n, left_device = state.send([[len(text) for text in known], left]).unbind()
         longer = replace(state, tokens=state.tokens.clone(), n=n, left=left_device, known=known,
                          left_cpu=left)
-        if head.tokens.shape[1] > 0:
-            longer.tokens.scatter_(1, state.at(1, 1 + head.tokens.shape[1]).slots, head.tokens)
+        longer.tokens.scatter_(1, state.at(1, 1 + head.tokens.shape[1]).slots, head.tokens)
         return join(head, length, b.propose(longer))
 
     def observe(self, state, r):

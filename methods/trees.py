@@ -13,13 +13,13 @@ A shape is a list of parents, as in `Draft.parents`. What the loop itself needs 
 speculative.py, and `verify_tree` in verification.py.
 """
 import math
-from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 
 import torch
 
-from speculative import Draft, Wrapper, layout
+from speculative import Draft, Wrapper
 
 # --- shapes
 
@@ -32,16 +32,6 @@ def chain_with_siblings(gamma, widths):
     [0, 1, 2, 0, 1, 0]
     """
     return [*range(gamma), *(k for width in widths for k in range(width))]
-
-
-def widths_of(parents):
-    """The inverse: (gamma, widths) of a tree in which only first children have children.
-
-    >>> widths_of([0, 1, 2, 0, 1, 0])
-    (3, [2, 1])
-    """
-    families = Counter(parents).values()
-    return len(families), [sum(size > i for size in families) for i in range(1, max(families, default=1))]
 
 
 def tree_tokens(parents, rank_acceptance):
@@ -110,20 +100,16 @@ class Siblings(Wrapper):
     drafter: such as SelfDraft or ModelDraft, with any rule. widths: how many tokens of the chain, from the
     first on, get a sibling, how many a second one, and so on: [3, 1]. Siblings are drawn without replacement,
     each from what those before it left of q. Where nothing is left, as when greedy, a sibling is the most
-    likely token that is left, and its q is one-hot. The shape that pays: `gamma, widths =
-    widths_of(best_tree(..., branches=False))`.
+    likely token that is left, and its q is one-hot. The shape that pays: `best_tree(..., branches=False)`.
 
     For the drafter nothing changes: it does not draft from siblings, and what it learns of is a chain. In a
     batch only the rows with the longest chain have siblings, and near the end of an answer the last ones are
-    left out. A drafter that draws nothing, such as an n-gram, gets none. Raises ValueError for widths that
-    rise.
+    left out. A drafter that draws nothing, such as an n-gram, gets none. The target runs the whole block: for
+    siblings it reads all weights in any case.
     """
 
     def __init__(self, drafter, widths):
         super().__init__(drafter)
-        if sorted(widths, reverse=True) != list(widths) or min(widths, default=0) < 0:
-            raise ValueError("widths, how many tokens have a sibling, how many a second one, and so on, must "
-                             f"not rise, nor be negative, got {list(widths)}")
         self.widths = widths
 
     def propose(self, state):
@@ -142,20 +128,36 @@ class Siblings(Wrapper):
                 widths.append(width)
         if draft.q is None or not widths:
             return draft
-        tokens, q = siblings(draft, torch.cat(seen, 1), widths, state.coins)    # (B, S), (B, S, V)
-        parents = state.send([chain_with_siblings(K, widths)])                  # (1, K+S)
+        tree = grow(state, draft, torch.cat(seen, 1), chain_with_siblings(K, widths))
         length = draft.length
         if length is not None:
             length = torch.where(length == K, K + sum(widths), length)
-        reuse = draft.reuse and share(state, draft.reuse, tokens, parents)
-        return Draft(torch.cat([draft.tokens, tokens], 1), torch.cat([draft.q, q], 1), length, reuse, parents,
-                     draft.traced)
+        return replace(tree, length=length, traced=draft.traced)
+
+
+def grow(state, draft, logits, parents):
+    """The Draft of a tree from a chain that was drawn (B, K), and from the raw logits of each of its places
+    (B, K, V): a node's child number i is guess number i for its level. So all families of a level offer the
+    same tokens, which changes nothing for the text, as only one of them is tried. parents: as `best_tree` or
+    `chain_with_siblings` makes them; levels that lie deeper than the chain are left out."""
+    K, depths = draft.tokens.shape[1], [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    nodes = [(depth, parents[:k].count(parents[k])) for k, depth in enumerate(depths[1:]) if depth <= K]
+    ranks = range(1, 1 + max(rank for _, rank in nodes))
+    widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
+    tokens, q = siblings(draft, logits, widths, state.coins)                    # (B, K+S), (B, K+S, V)
+    starts = [0, *accumulate(widths, initial=K)]        # of each rank's columns
+    columns = [starts[rank] + depth - 1 for depth, rank in nodes]
+    columns, parents = state.send([columns, parents[: len(nodes)]]).unbind()
+    return Draft(tokens[:, columns], q[:, columns], parents=parents[None])
 
 
 def siblings(draft, logits, widths, coins):
-    """Further guesses for the places of a chain, in the order of `chain_with_siblings`, for one uniform each.
-    logits (B, K, V): the chain's, raw. Returns tokens (B, S), and what each was drawn from, q (B, S, V)."""
-    last, left, tokens, q = draft.tokens, draft.q, [], []
+    """A chain, and after it further guesses for its places in the order of `chain_with_siblings`, each for
+    one uniform. logits (B, K, V): the chain's, raw. Returns tokens (B, K+S), and what each was drawn from,
+    q (B, K+S, V)."""
+    last, left, tokens, q = draft.tokens, draft.q, [draft.tokens], [draft.q]
     for width in widths:
         last = last[:, :width, None]                                            # (B, width, 1)
         left = left[:, :width].scatter(2, last, 0.0)                            # (B, width, V)
@@ -166,13 +168,3 @@ def siblings(draft, logits, widths, coins):
         last = coins.choose(q[-1])                                              # (B, width)
         tokens.append(last)
     return torch.cat(tokens, 1), torch.cat(q, 1)
-
-
-def share(state, reuse, tokens, parents):
-    """The `reuse` of a chain, with its siblings: tokens (B, S) run through the sub-layers that the target
-    need not run again. parents (1, K+S)"""
-    (first, x, trace), more, N = reuse, dict.fromkeys(reuse[2]), parents.shape[1]
-    at = layout(state, N, parents)
-    at = at._replace(tree=at.tree[:, -tokens.shape[1] :])
-    y = state.model.run(state.model.embed(tokens), at, state.cache, range(first), more)     # (B, S, dim)
-    return first, torch.cat([x, y], 1), {tap: torch.cat([trace[tap], more[tap]], 1) for tap in trace}

@@ -186,7 +186,7 @@ def trained(a, model, kind):
     gamma = a.gamma if a.gamma is not None else min(most, MOST if a.tree else 3)
     if a.tree:
         levels = max(1, min(most, gamma))
-        shape = best_tree(head.ranks, a.tree, heads.step_cost(head), 0.0, head.branches, levels) or [0]
+        shape = best_tree(head.ranks, a.tree, heads.pricing(head)(0), 0.0, head.branches, levels) or [0]
         gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
         tree = f", trees of {len(shape)} tokens"
     where = f" after block {head.step.trunk}" if head.step.trunk else ""

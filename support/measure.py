@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from control import MOST, WIDTHS, Costs
+from control import MOST, Costs
 from kvcache import KVCache
 from model import Placement
 from sampling import Coins, raw_probs, to_probs
@@ -23,6 +23,7 @@ from support.cli import machine
 from support.files import guarded, keep, kept, note, read_json
 from verification import verify
 
+WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1      # of the blocks that are measured
 SECONDS = 3.0       # that a measurement may take, as far as the number of repeats allows
 PASSES = 30         # one repeat of a measurement takes about as long as this many passes
 

@@ -25,10 +25,6 @@ class Paper(Tensor):
     """A tensor of the paper GPU: in truth one of the CPU. Only its type tells where it is."""
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __deepcopy__(self, memo):
-        twin = self.detach().clone()
-        return torch.nn.Parameter(twin, self.requires_grad) if isinstance(self, torch.nn.Parameter) else twin
-
 
 class Pinned(Tensor):
     """A tensor of the host which the paper GPU fetches without making the host wait."""
@@ -36,10 +32,7 @@ class Pinned(Tensor):
 
 
 def paper(x):
-    if type(x) is not Tensor:
-        return x
-    # trap: autocast keeps its copy of a weight for the next call only where the weight is no view
-    return x.as_subclass(Paper) if x.requires_grad else Tensor._make_subclass(Paper, x)
+    return x.as_subclass(Paper) if type(x) is Tensor else x
 
 
 def flat(x):
@@ -68,21 +61,19 @@ def asks(name, args):
 class PaperGPU(TorchFunctionMode):
     """`with PaperGPU() as gpu:` there is a CUDA device. gpu.operations: how many tensor operations each
     device ran, without views; gpu.waits: for each time that the host waited for the GPU, which line of this
-    repository called what, such as "lab/train.py:210 item"."""
+    repository called what, such as "speculative.py:210 item"."""
 
     def __init__(self):
         super().__init__()
         self.operations, self.waits, self.sync_debug_mode = {"cpu": 0, "cuda": 0}, [], "default"
 
     def __enter__(self):
-        self.patches, autocast, future = ExitStack(), torch.autocast, torch.__future__
+        self.patches, future = ExitStack(), torch.__future__
         self.patches.enter_context(patch.multiple(
             torch.cuda, is_available=lambda: True, device_count=lambda: 1,
             get_device_name=lambda device: "a GPU on paper",
             synchronize=lambda device=None: self.wait("synchronize"),
             set_sync_debug_mode=partial(setattr, self, "sync_debug_mode")))
-        self.patches.enter_context(patch(
-            "torch.autocast", lambda device, *more, **flags: autocast("cpu", *more, **flags)))
         # trap: by default a module that moves keeps its parameters, and so their type, and swaps their data
         self.patches.callback(future.set_overwrite_module_params_on_conversion,
                               future.get_overwrite_module_params_on_conversion())

@@ -11,13 +11,9 @@ from paper_gpu import PaperGPU
 from teach import equal
 from tiny import DEVICES, LIVELY, PROMPTS, TINY, each_family, law, make, warm
 
-from machine.quant import quantise
-from machine.recorded import Recorded
 from methods.drafting import ProphetDraft, Reader
 from sampling import Coins, to_probs
 from speculative import ModelDraft, Wrapper, generate, rounds
-
-TOP_P = dict(temperature=2.0, top_p=0.9)
 
 
 def write(m, drafter, count, prompts=PROMPTS, eos=()):
@@ -177,29 +173,21 @@ def poison(drafters, names=None, count=24):
 
 
 def damaged_weights(drafters, names=None):
-    """NaN gives the same one line: in a weight, before the first draft, and in the embedding of a token that
-    the text first reaches later."""
+    """NaN and infinity give the same one line: in a weight, before the first draft, and in the embedding of a
+    token that the text first reaches later."""
     @pytest.mark.parametrize("name", names or drafters)
     def test(truth, name):
         rows = truth["llama"]
         early = {t for p, row in zip(PROMPTS, rows, strict=True) for t in (0, *p, row[0])}
         late = next(t for t in rows[0] if t not in early)
-        for part, row in (("blocks.0.mlp.down", 3), ("tok", late)):
+        for part, row, value in (("blocks.0.mlp.down", 3, math.nan), ("head", 3, math.inf),
+                                 ("head", 3, -math.inf), ("tok", late, math.nan)):
             m, done = make(LIVELY["llama"]), 0
-            m.get_parameter(part)[row] = math.nan
+            m.get_parameter(part)[row] = value
             with pytest.raises(ValueError, match=r"logits for row \d are NaN or infinite: .* damaged"):
                 for _ in rounds(m, PROMPTS, 30, drafters[name](m)):
                     done += 1
             assert part == "tok" or not done, "a prompt that shows the damage began a round"
-    return test
-
-
-def stand_ins(drafters, names=None):
-    """Models whose passes are recorded, and those in few bits."""
-    @pytest.mark.parametrize("name", names or drafters)
-    def test(models, name):
-        for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):
-            assert write(m, drafters[name](m), 12) == write(m, None, 12)
     return test
 
 
@@ -236,29 +224,24 @@ def assert_same_law(got, want):
     assert len(want) > 4, "a law of so few outcomes proves little"
 
 
-def assert_exact(m, build, settings=TOP_P, count=3, room=3):
+def exact_law(laws, count=3, room=3):
     """The first `count` of `room` tokens, after however many rounds, have the law of the model's own. Each
-    outcome is that of a drafter that has learnt nothing yet."""
-    probs, seen = lambda x: to_probs(x, **settings), set()
-
-    def run(coins):
-        out = []
-        for _, r in rounds(m, [[1, 2, 1]], room, build(m), probs, coins):
-            out += r.new[0]
-            seen.add((int(r.accepted), int(r.proposed)))
-            if len(out) >= count:
-                return tuple(out[:count])
-
-    assert_same_law(law(run), target_law(m, [1, 2, 1], probs, count))
-    assert len(seen) > 1 or build(m) is None, "the case should have drafts with several ends"
-
-
-def exact_law(laws, names=None, count=3, room=3):
-    """laws: {name: (config, model -> drafter, settings if not TOP_P)}"""
-    @pytest.mark.parametrize("name", names or laws)
+    outcome is that of a drafter that has learnt nothing yet. laws: {name: (config, model -> drafter)}"""
+    @pytest.mark.parametrize("name", laws)
     def test(name):
-        c, build, *settings = laws[name]
-        assert_exact(make(c, 3), build, *settings or [TOP_P], count, room)
+        (c, build), probs, seen = laws[name], lambda x: to_probs(x, 2.0, top_p=0.9), set()
+        m = make(c, 3)
+
+        def run(coins):
+            out = []
+            for _, r in rounds(m, [[1, 2, 1]], room, build(m), probs, coins):
+                out += r.new[0]
+                seen.add((int(r.accepted), int(r.proposed)))
+                if len(out) >= count:
+                    return tuple(out[:count])
+
+        assert_same_law(law(run), target_law(m, [1, 2, 1], probs, count))
+        assert len(seen) > 1, "the case should have drafts with several ends"
     return test
 
 

@@ -79,4 +79,3 @@ def same_law(run, want, mistakes, given, otherwise=None):
 
 def equal(a, b, tolerance=1e-12):
     return all(abs(a.get(key, 0.0) - b.get(key, 0.0)) < tolerance for key in a.keys() | b.keys())
-

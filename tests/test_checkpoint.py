@@ -1,16 +1,13 @@
 """Loading and saving: every form a Hugging Face folder comes in, every way it can be broken, nothing lost."""
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import expected
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import DEVICES, FAMILIES, GEMMA, LLAMA, make, shard
+from tiny import FAMILIES, GEMMA, LLAMA, make, shard
 
 import checkpoint
 
@@ -63,6 +60,7 @@ def refused(folder, word, error=ValueError, device="cpu"):
 def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
     from transformers import AutoTokenizer
     m, folder = saved(CONFIGS[name], tmp_path / "new" / "folder", dtype)
+    assert (folder / "model.safetensors").stat().st_mode & 0o777 == 0o644, "all users may read it"
     again, tokenizer = checkpoint.load(folder, "cpu")
     assert again.c == m.c and again.tok.dtype == dtype and not again.training
     assert torch.equal(again(IDS), m(IDS)) and not any(p.requires_grad for p in again.parameters())
@@ -74,16 +72,14 @@ def test_saving_and_loading_loses_nothing(name, dtype, tmp_path):
     assert (theirs.config.bos_token_id, tuple(ends)) == (m.c.bos, m.c.eos)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_shards_of_any_dtype_load_like_one_file(device, tmp_path):
+def test_shards_of_any_dtype_load_like_one_file(tmp_path):
     m, folder = saved(replace(GEMMA, tied=True), tmp_path, torch.bfloat16)
     edit(folder / "model.safetensors", **{HEAD: m.tok, "model.norm.weight": m.norm.weight.double(),
                                           "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     index = shard(folder, 3)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        again = checkpoint.load(str(folder), device, None if dtype == torch.bfloat16 else dtype)[0]
-        assert again.tok.device.type == device
-        assert all(map(torch.equal, again.cpu().parameters(), make(m.c).bfloat16().to(dtype).parameters()))
+        again = checkpoint.load(str(folder), "cpu", None if dtype == torch.bfloat16 else dtype)[0]
+        assert all(map(torch.equal, again.parameters(), make(m.c).bfloat16().to(dtype).parameters()))
     for where in (3, "../model.safetensors", "/etc/passwd"):
         edit(index, weight_map={EMBED: where})
         refused(folder, "weight_map")
@@ -219,24 +215,3 @@ def test_a_chat_model_that_was_loaded_and_saved_is_the_same(tmp_path):
     for t in (one, other):
         assert t.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<s>Hiz"
     assert GenerationConfig.from_pretrained(new).temperature == 0.6
-
-
-CHILD = """
-import sys, checkpoint
-def resident():    # bytes of memory that no file backs
-    return 1024 * int(open("/proc/self/status").read().split("RssAnon:")[1].split()[0])
-checkpoint.load(sys.argv[1], "cpu")    # whatever the first load imports and allocates once
-sizes = [resident()]
-sys.setprofile(lambda *_: sizes.append(resident()))    # at every call and every return
-model, _ = checkpoint.load(sys.argv[2], "cpu")
-print(max(sizes) - sizes[0])
-"""
-
-
-def test_loading_takes_little_more_memory_than_the_model(tmp_path):
-    c = replace(LLAMA, vocab_size=4000, dim=1024, n_layers=2, n_heads=16, head_dim=64, hidden_dim=2816)
-    m, _ = saved(c, tmp_path / "large", torch.bfloat16)
-    argv = [sys.executable, "-c", CHILD, saved(LLAMA, tmp_path / "small")[1], tmp_path / "large"]
-    grown = int(subprocess.check_output(argv, cwd=Path(checkpoint.__file__).parent))
-    sizes = [2 * piece.numel() for _, piece in checkpoint.parts(m)]
-    assert sum(sizes) - 1e6 <= grown <= sum(sizes) + 1.5 * max(sizes) + 8e6     # never two copies

@@ -23,7 +23,6 @@ from control import (
     confidence,
     expected_speedup,
     expected_tokens,
-    plan,
     weight_costs,
 )
 from layerskip import SelfDraft, early_exit, without
@@ -276,17 +275,6 @@ def test_best_gamma_by_brute_force():
     assert best_gamma(1.0, 0.5) == 16 and best_gamma(0.0, 0.1) == 0 and best_gamma(0.4, 0.4) == 0
 
 
-def test_plan_by_brute_force():
-    rng = random.Random(2)
-    for _ in range(300):
-        first, later, c, most = rng.random(), rng.random(), rng.random(), rng.randint(0, 20)
-        tokens = [1 + sum(first * later**i for i in range(g)) for g in range(most + 1)]
-        speed = [tokens[g] / (g * c + 1) for g in range(most + 1)]
-        assert plan(first, later, c, most) == speed.index(max(speed))
-        assert plan(later, later, c, most) == best_gamma(later, c, most)
-    assert plan(0.5, 0.5, 0.5, 9) == 0, "where nothing is gained nothing is drafted"
-
-
 @pytest.mark.parametrize("family", LIVELY)
 def test_weight_costs_count_what_a_pass_reads(family):
     """The matrices of each sub-layer and the head once, tied or not; no norms and no embedding. A token more
@@ -296,7 +284,8 @@ def test_weight_costs_count_what_a_pass_reads(family):
     parts = [part for block in m.blocks for part in (block.attn, block.mlp)]
     assert list(costs.sublayers) == [sum(p.numel() for p in part.parameters()) for part in parts]
     assert costs.head == m.tok.numel() and costs.window == c.window
-    assert costs.price([2], 0.0, 7) - costs.price([2], 0.0, 6) == 2 * c.n_kv_heads * c.head_dim
+    price = costs.pricing([2])
+    assert price(7) - price(6) == 2 * c.n_kv_heads * c.head_dim
 
 
 def test_costs_by_hand():
@@ -314,11 +303,11 @@ def test_costs_by_hand():
 
 def test_costs_grow_with_what_attention_reads():
     costs = Costs((2.0, 3.0) * 4, 4.0, slot=0.1, at=10, window=20)
-    assert costs.price(range(8)) == costs.whole == 24
-    assert costs.price([1, 3], n=50) == 10, "an MLP reads no text"
-    assert [costs.price([2], 0.0, n) for n in (0, 10, 50)] == pytest.approx([1, 2, 6])
-    assert costs.price([4], 0.0, 50) == pytest.approx(2 + 1), "even blocks see a window"
-    assert costs.step([0, 1], 0.5, 50) == pytest.approx((5 + 1 + 2) / (24 + 2 * 4 + 2 * 1))
+    assert costs.pricing(range(8))(10) == costs.whole == 24
+    assert costs.pricing(range(8))(50) == pytest.approx(24 + 2 * 4 + 2 * 1)
+    assert costs.pricing([1, 3])(50) == 10, "an MLP reads no text"
+    assert [costs.pricing([2], 0.0)(n) for n in (0, 10, 50)] == pytest.approx([1, 2, 6])
+    assert costs.pricing([4], 0.0)(50) == pytest.approx(2 + 1), "even blocks see a window"
 
 
 def test_a_skip_set_of_gemma_2_9b_costs_what_others_measured():

@@ -1,10 +1,10 @@
 """The Plan that generate.py's flags ask for: what drafts, and what is read for it."""
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from test_generate import SMALL, STORIES, as_json
 from tiny import command
 
 import checkpoint
@@ -14,8 +14,6 @@ from machine.quant import byte_costs
 from methods import heads
 from support import drafts, measure
 
-STORIES = Path(__file__).parent.parent / "weights" / "stories-llama"
-SMALL = STORIES.with_name("stories-draft")
 call = command(generate.main)
 
 
@@ -29,12 +27,6 @@ def stories():
 def plan(stories):
     """The Plan that flags ask for."""
     return lambda *flags: drafts.plan(generate.parse(["x", *map(str, flags)]), *stories)
-
-
-def as_json(call, *argv):
-    status, out, err = call("Once upon a time", "--max-new", "12", "--dtype", "float32", "--json", *argv)
-    assert status == 0 and err == ""
-    return json.loads(out)
 
 
 def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):

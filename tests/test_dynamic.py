@@ -1,30 +1,27 @@
-"""Drafts that change while they run: the text stays, and each choice is the one that its paper describes."""
+"""A draft that changes while it runs: the text stays, and each choice is the one that its paper describes."""
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import promises
 import pytest
 import torch
-from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, read, warm
+from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, warm
 
 from control import Costs
 from layerskip import early_exit
-from methods import dynamic
-from methods.dynamic import DEL, CLaSp, nearest, overlaps
+from methods.dynamic import DEL, overlaps
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import generate, rounds
 
 FREE = Costs((0.001,) * 11 + (1.0,), 0.0)    # with these every draft gains, the earlier ones more
 DRAFTERS = {
-    "clasp": lambda m: CLaSp(m, 5, every=1, threshold=0.1),
     "del": lambda m: DEL(m, [2, 5], FREE, every=2, gamma=4, window=3),
 }
 test_greedy_identity = promises.greedy_identity(DRAFTERS)
-test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, ["clasp", "del"])
+test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
 test_poison = promises.poison(DRAFTERS, count=12)   # neither drafts nor scores read what is dead
 test_exact_law = promises.exact_law({
-    "clasp": (TINY_GEMMA, lambda m: CLaSp(m, 1, every=1, threshold=0.6, gamma=2)),
     "del": (TINY_GEMMA, lambda m: DEL(m, costs=Costs((0.02,) * 5 + (9.0,), 0.0), gamma=2)),
 }, count=2, room=2)
 
@@ -37,50 +34,6 @@ def test_only_the_target_itself_can_teach(models):
 
 def test_no_overlap_is_above_1():
     assert float(overlaps(lambda x: x, torch.ones(1, 2), torch.ones(1, 2))[0]) == 1
-
-
-# --- CLaSp
-
-
-@pytest.mark.parametrize("skips", [0, 6])
-def test_there_must_be_something_to_skip_and_to_keep(models, skips):
-    with pytest.raises(ValueError, match="of 6 blocks"):
-        CLaSp(models["llama"], skips)
-
-
-@each_family
-def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, monkeypatch):
-    m, seen = models[family], []
-    monkeypatch.setattr(dynamic, "nearest", lambda states, run, free, most: (
-        seen.append((states, [run(u, torch.stack([states[u] + 1, states[u]]))[1] for u in free]))
-        or [[1], [1, 3]]))
-    clasp, taps = CLaSp(m, 2, every=1, threshold=0.0, gamma=3), list(range(1, 12, 2))
-    ends = [[len(p) for p in PROMPTS[:3]]]
-    for state, r in rounds(m, PROMPTS[:3], 8, clasp):
-        lengths = zip(state.known, r.new, r.accepted.tolist(), strict=True)
-        ends.append([len(text) - len(new) + kept for text, new, kept in lengths])
-    for (states, ran), places in zip(seen, ends, strict=True):
-        for b, (text, end) in enumerate(zip(state.known, places, strict=True)):
-            _, trace = read(m, text[:end], taps)
-            for u, tap in enumerate(taps):
-                assert (states[u + 1][b] - trace[tap][0, -1]).abs().max() < 1e-9
-                assert (ran[u][b] - trace[tap][0, -1]).abs().max() < 1e-9
-    assert clasp.sublayers == [0, 1, 4, 5, 8, 9, 10, 11]
-
-
-def test_the_dynamic_programme_by_hand():
-    """Units turn a vector by an angle: the target turns by their sum; the least is skipped."""
-    turn = [torch.tensor([[torch.cos(a), torch.sin(a)], [-torch.sin(a), torch.cos(a)]])
-            for a in torch.tensor([0.5, 0.1, 0.3, 0.05])]
-    states = [torch.tensor([[1.0, 0.0]])]
-    for matrix in turn:
-        states.append(states[-1] @ matrix)
-    run = lambda u, x: x @ turn[u]  # noqa: E731
-    assert nearest(states, run, range(4), 3) == [[3], [1, 3], [1, 2, 3]]
-    assert nearest(states, run, [0, 2], 2) == [[2], [0, 2]], "what is not free stays"
-
-
-# --- DEL
 
 
 @each_family

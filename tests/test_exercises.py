@@ -12,9 +12,8 @@ from tiny import tree
 
 from control import expected_tokens
 from exercises import diagnose, specs, splice, start
-from exercises.answers import SHAPES, WRONG
-from exercises.check import answer, wrong_answers
-from exercises.tasks import TASKS, TEXTS, choose, file_name
+from exercises.check import answer
+from exercises.tasks import TASKS, choose, file_name
 from sampling import Coins
 from search import climb
 from tests.mistakes import find
@@ -31,10 +30,7 @@ def out(tmp_path):
 
 
 @each_task
-def test_a_task_has_wrong_answers_and_tests_that_exist(task):
-    assert set(WRONG) == set(TEXTS) == {task.name for task in TASKS} and set(SHAPES) <= set(WRONG)
-    assert all(choose(word) is task for word in (str(task.number), task.name, *task.functions))
-    assert len([ast.parse(text) for text, _ in wrong_answers(task)]) >= 3
+def test_a_task_names_tests_that_exist(task):
     for test in task.tests:
         file, name = test.partition("[")[0].split("::")
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test

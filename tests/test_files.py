@@ -23,24 +23,3 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
         if error:
             raise error
     assert tree(tmp_path) == {str(path): b"old"}
-
-
-def test_two_runs_may_keep_one_file_at_once(monkeypatch, tmp_path):
-    """While one of them is in the middle of writing, the other one does all of it."""
-    honest, path = os.fsync, tmp_path / "cache" / "a"
-
-    def interrupted(file):
-        monkeypatch.setattr(os, "fsync", honest)
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getpid", lambda: 12345)
-            files.keep("a", b"other", path.parent)
-        assert files.kept("a", path.parent).read_bytes() == b"other"
-
-    monkeypatch.setattr(os, "fsync", interrupted)
-    umask = os.umask(0o077)     # as safetensors, which lets only the owner read
-    try:
-        assert files.keep("a", b"own", path.parent) == files.kept("a", path.parent) == path
-    finally:
-        os.umask(umask)
-    assert path.read_bytes() == b"own" and path.stat().st_mode & 0o777 == 0o644, "all users may read it"
-    assert [p.name for p in path.parent.iterdir()] == ["a"]

@@ -268,7 +268,8 @@ def test_candidates_and_their_prices(models):
     assert [(arm.name, arm.leaves) for arm in arms] == [("exit 1", 1), ("exit 2", 2), ("skip set", 0)]
     for arm, subs in zip(arms, (range(2), range(4), SKIP), strict=True):
         assert arm.drafter.sublayers == list(subs) and arm.drafter.model.share == 3 / 17
-        assert arm.price(50) == costs.step(subs, 3 / 17, 50) != costs.step(subs, 3 / 17)
+        price, whole = costs.pricing(subs, 3 / 17), costs.pricing(range(12))
+        assert arm.price(50) == price(50) / whole(50) != costs.step(subs, 3 / 17)
     assert arms[1].shared == sum(costs.sublayers[:4]) / costs.whole
     assert arms[2].shared == sum(costs.sublayers[:2]) / costs.whole, "attention 1 is its first gap"
 
@@ -278,11 +279,11 @@ def test_trained_heads_and_their_prices(models, family):
     """All parts of the table are different; a head's own weights cost what those of the blocks do."""
     m, by = models[family], weight_costs(models[family].c)
     costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0, 10, m.c.window)
-    whole, slots = costs.price(range(12), 1.0, 50), 3.0 * 40
+    whole, slots = costs.pricing(range(12))(50), 3.0 * 40
     for head, E, missed in ((Kangaroo(m, 2), 2, costs.sublayers[0] * 1.25),
                             (Eagle(m), 0, sum(costs.sublayers[:2]) * 0.25)):    # with D
         arm = head_draft(head, costs, [1, 2, 3])
-        trunk = costs.price(range(2 * E), 3 / 17, 50)
+        trunk = costs.pricing(range(2 * E), 3 / 17)(50)
         assert arm.price(50) == pytest.approx((trunk + 2 * count(head) + slots) / whole)
         assert arm.shared == sum(costs.sublayers[: 2 * E]) / costs.whole
         arm.drafter.unread = 5

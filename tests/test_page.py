@@ -1,5 +1,4 @@
-"""The page to step through: its data are what `rounds` yielded, and what a model writes stays data.
-`python tests/browser.py` opens it in a browser."""
+"""The page to step through: its data are what `rounds` yielded, and what a model writes stays data."""
 import json
 import re
 from pathlib import Path

@@ -1,23 +1,23 @@
 """What runs on CUDA, on a GPU of paper: the CPU's numbers, and no wait that is not known."""
 import expected
+import promises
 import pytest
 import torch
 from paper_gpu import PaperGPU
-from tiny import FAMILIES, LLAMA, PROMPTS, make
+from tiny import LLAMA, make, small
 
 import checkpoint
 from control import AdaptiveExit, Confidence
-from lab.bench import counts
 from layerskip import SelfDraft
 from methods.then import Then
-from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, Rule, State, rounds
+from speculative import ModelDraft, NGram, State
 
-DRAFTERS = {
-    "plain": lambda m, small: None,
-    "n-gram, then model": lambda m, small: Then(NGram(2, 1), ModelDraft(small, 2)),
-    "model, confidence": lambda m, small: ModelDraft(small, Confidence(0.3, 4)),
-    "exit, adaptive exit": lambda m, small: SelfDraft(m, range(8), AdaptiveExit(0.3, gamma=4))}
+test_one_wait_a_round = promises.one_wait_a_round({
+    "plain": lambda m: None,
+    "n-gram, then model": lambda m: Then(NGram(2, 1), ModelDraft(small(m), 2)),
+    "model, confidence": lambda m: ModelDraft(small(m), Confidence(0.3, 4)),
+    "exit, adaptive exit": lambda m: SelfDraft(m, range(8), AdaptiveExit(0.3, gamma=4))},
+    extra={"n-gram, then model": 1, "model, confidence": 4, "exit, adaptive exit": 4})
 
 
 @pytest.fixture
@@ -46,34 +46,6 @@ def test_what_waits_and_what_is_no_mix_of_devices(gpu, waits, action):
         y + torch.ones(3)
 
 
-def known_waits(drafter, r, left):
-    """What the host waits for in a round, where the longest row may still emit `left` tokens."""
-    if isinstance(drafter, Then):   # the tail looks up on the host what follows the head's tokens
-        yield "tolist"
-    if getattr(drafter, "rule", Rule(0)).stop:  # does any row go on? Not asked where none may
-        drawn, most = r.draft.tokens.shape[1], min(drafter.rule.most, left - 1)
-        yield from ["__bool__"] * (drawn - (drawn == most))
-    yield "tolist"                  # how many were accepted, and what comes after them
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("family, rows", [("llama", 1), ("gemma2", 4)])
-def test_the_text_of_the_cpu_and_only_known_waits(gpu, family, rows, name):
-    texts = {}
-    warm = lambda logits: to_probs(logits, 0.8)  # noqa: E731
-    for device in ("cpu", "cuda"):
-        m, small = (make(FAMILIES[family], device=device) for _ in range(2))
-        drafter, left, texts[device] = DRAFTERS[name](m, small), 9, []
-        calls(gpu)
-        known = ["tensor", "tensor", "tolist"]  # prompts, lengths; are the logits finite?
-        for state, r in rounds(m, PROMPTS[:rows], left, drafter, warm, Coins(3)):
-            texts[device].append(r.new)
-            known += known_waits(drafter, r, left)
-            left = max(state.left_cpu)
-        assert calls(gpu) == (known if device == "cuda" else [])
-    assert texts["cuda"] == texts["cpu"]
-
-
 @pytest.mark.parametrize("lengths, offsets, want", [
     ([255], (3, 4), (257, 258)), ([100, 7, 9], (0, 2), (6, 101)), ([100, 2], (-3, 1), (0, 100)),
     ([1090, 1097], (0, 8), (1089, 1100))])
@@ -91,15 +63,3 @@ def test_a_checkpoint_is_loaded_straight_onto_the_gpu(gpu, tmp_path):
     m, _ = checkpoint.load(tmp_path)
     assert calls(gpu) == ["copy_" for _ in checkpoint.parts(m)], "each tensor, into its final place"
     assert all(t.is_cuda for t in (*m.parameters(), m.scale))
-
-
-def test_one_wait_a_round_and_few_operations(monkeypatch):
-    some = "plain", "exit", "model", "exit, then n-gram of 2", "exit, do no harm", "exit, stop rule"
-    monkeypatch.setattr(counts, "DRAFTERS", {name: counts.DRAFTERS[name] for name in some})
-    found = counts.counts.__wrapped__()
-    waits = {name: (row["round"]["waits"], row["token"]["waits"]) for name, row in found.items()}
-    assert waits == dict.fromkeys(some, (1, 0)) | {
-        "exit, then n-gram of 2": (2, 0), "exit, stop rule": (2, 1)}, "none after the last draft"
-    plain, step = found["plain"]["round"], found["exit"]["token"]
-    assert plain["cpu"] <= 28 and step["cpu"] <= 12 and plain["cuda"] <= 49 and step["cuda"] <= 26
-    assert found["exit, do no harm"] == found["exit"]

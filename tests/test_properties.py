@@ -9,56 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from teach import equal
-from tiny import LLAMA, law, make, plant, wide
+from tiny import LLAMA, make, wide
 
 import checkpoint
-from control import expected_tokens
 from kvcache import KVCache
-from layerskip import skipped, without
 from model import Placement, frequencies, rope, rotate, visible
-from sampling import Coins, to_probs, uniforms
-from speculative import ancestors
-from verification import verify, verify_tree
+from sampling import Coins, uniforms
 
 settings.register_profile("here", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("here")
 
-LOGITS = st.lists(st.floats(-9, 9, width=16), min_size=1, max_size=9)
-
-
-@st.composite
-def laws(draw, rows, size=3):
-    """`rows` distributions over `size` tokens, some of whose probabilities are 0. (rows, size)"""
-    row = st.lists(st.integers(0, 4), min_size=size, max_size=size).filter(any)
-    return wide([[w / sum(weights) for w in weights] for weights in (draw(row) for _ in range(rows))])
-
 
 # --- sampling
-
-
-def slow_probs(logits, temperature, top_k, top_p, min_p):
-    """By its definition, token by token."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    if temperature == 0:
-        return [float(i == order[0]) for i in range(len(logits))]
-    order = order[:top_k]
-    p = [math.exp((logits[i] - max(logits)) / temperature) for i in order]
-    p, total, kept = [x / sum(p) for x in p], 0.0, []
-    for i, x in zip(order, p, strict=True):
-        if (top_p is None or total < top_p - 1e-12) and x >= (min_p or 0) * p[0]:
-            kept.append((i, x))
-        total += x
-    mass = sum(x for _, x in kept)
-    return [dict(kept).get(i, 0.0) / mass for i in range(len(logits))]
-
-
-@given(LOGITS, st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.none() | st.integers(1, 12),
-       st.none() | st.sampled_from([0.05, 0.37, 0.81, 1.0]), st.none() | st.sampled_from([0.07, 0.33, 1.0]))
-def test_to_probs_is_its_definition(logits, temperature, top_k, top_p, min_p):
-    got = to_probs(wide(logits), temperature, top_k, top_p, min_p)
-    want = slow_probs(logits, temperature, top_k, top_p, min_p)
-    assert torch.allclose(got, wide(want), rtol=0, atol=1e-12)
 
 
 def splitmix(seed, i):
@@ -77,67 +39,6 @@ def test_coins_are_splitmix64_in_purchases_of_any_size(seed, counts):
     assert torch.equal(got, uniforms(seed, 0, sum(counts)))
     for i in (0, counts[0] - 1, sum(counts) - 1):
         assert abs(float(got[i]) - splitmix(seed, i)) < 2**-52
-
-
-# --- verification: the first token, and all that follow it, have the law of p, whatever q is
-
-
-def chain_law(p, K):
-    """{the first K + 1 tokens: probability} where row k of p gives the token k, whatever came before."""
-    out = {(): 1.0}
-    for row in p[: K + 1]:
-        out = {(*ids, t): w * float(x) for ids, w in out.items() for t, x in enumerate(row) if x > 0}
-    return out
-
-
-@given(st.data(), st.integers(0, 2), st.booleans())
-@settings(max_examples=25)
-def test_verify_keeps_the_law_of_p(data, K, copied):
-    p, q = data.draw(laws(K + 1)), data.draw(laws(max(1, K)))[:K]
-    fixed = torch.tensor([data.draw(st.lists(st.integers(0, 2), min_size=K, max_size=K))]).long().view(1, K)
-    length = torch.tensor([data.draw(st.integers(0, K))])
-
-    def run(coins):
-        """Rounds go on after a refusal as they would in the loop: the rest is drawn from p itself."""
-        tokens = fixed if copied or not K else coins.choose(q)[None]
-        accepted, token = verify(p[None], None if copied else q[None], tokens, coins, length)
-        assert int(accepted) <= int(length)
-        out = [*tokens[0, : int(accepted)].tolist(), int(token)]
-        return tuple([*out, *(int(coins.choose(row)) for row in p[len(out) :])])
-
-    assert equal(law(run), chain_law(p, K))
-
-
-@given(st.data(), st.integers(1, 4))
-@settings(max_examples=25)
-def test_verify_tree_keeps_the_law_of_p(data, K):
-    """Any tree whose siblings, at most three, are drawn without replacement from a q with room for them."""
-    parents = [data.draw(st.integers(0, k)) for k in range(K)]
-    if max(map(parents.count, parents)) > 3:
-        return
-    p, draft = data.draw(laws(5)), data.draw(laws(5)) + 0.1
-    row = lambda way: p[sum(3**i * (t + 1) for i, t in enumerate(way)) % 5]  # noqa: E731
-
-    def run(coins):
-        tokens, q, ways = plant(parents, lambda way: draft[len(way)], coins)
-        node, token = verify_tree(torch.stack([row(way) for way in ways])[None], torch.tensor([tokens]),
-                                  torch.tensor([parents]), coins, torch.stack(q)[None])
-        out = (*ways[int(node)], int(token))
-        return out[:2] if len(out) > 1 else (*out, int(coins.choose(row(out))))
-
-    assert equal(law(run), {(a, b): float(row(())[a] * row((a,))[b]) for a in range(3) for b in range(3)})
-
-
-@given(st.data(), st.integers(1, 7))
-def test_ancestors_are_found_by_walking_up(data, K):
-    parents = [data.draw(st.integers(0, k)) for k in range(K)]
-    got = ancestors(torch.tensor([parents]))[0]
-    for k in range(K + 1):
-        walk, node = {k}, k
-        while node:
-            node = parents[node - 1]
-            walk.add(node)
-        assert got[k].nonzero()[:, 0].tolist() == sorted(walk)
 
 
 # --- the model
@@ -193,25 +94,6 @@ def test_a_cache_is_a_table_of_slots(data, B, T):
         want = wide([[table.get((layer, b, s), 0.0) for s in range(S)] for b in range(B)])
         for t, sign in ((cache.k, 1), (cache.v, -1)):
             assert torch.equal(t[layer], sign * want[:, None, :, None].expand_as(t[layer]))
-
-
-# --- the formula, and skip sets
-
-
-@given(st.floats(0, 1), st.integers(0, 6))
-def test_expected_tokens_is_a_sum_over_outcomes(alpha, gamma):
-    want = sum((k + 1) * alpha**k * (1 - alpha if k < gamma else 1) for k in range(gamma + 1))
-    assert expected_tokens(alpha, gamma) == pytest.approx(want)
-    assert expected_tokens(torch.full((40,), alpha), gamma) == pytest.approx(want)
-
-
-@given(st.data(), st.integers(1, 9))
-def test_without_and_skipped_are_inverse(data, n):
-    attn, mlp = (sorted(data.draw(st.sets(st.integers(0, n - 1)))) for _ in range(2))
-    if len(attn) + len(mlp) < 2 * n:
-        stay = without(n, attn, mlp)
-        assert stay == [i for i in range(2 * n) if i // 2 not in (attn, mlp)[i % 2]]
-        assert skipped(n, stay) == (attn, mlp)
 
 
 # --- damaged files: loaded, or refused in one line

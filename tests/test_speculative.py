@@ -9,7 +9,7 @@ import promises
 import pytest
 import torch
 from promises import reader
-from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, small
+from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, small
 
 from kvcache import KVCache
 from layerskip import SelfDraft, ShortHead, StandIn, without
@@ -51,7 +51,7 @@ DRAFTERS = {
     "exit, stopped": lambda m: SelfDraft(m, range(8), Unsure(5)),
     "model, stopped": lambda m: ModelDraft(small(m), Unsure(5)),
     "ngram, gated": lambda m: NGram(on_and_off(), 1),
-    "another model's skip": lambda m: SelfDraft(make(m.c, 9, m.tok.device), [0, 1, 3, 4, 8], 3),
+    "another model's skip": lambda m: ModelDraft(make(m.c, 9, m.tok.device), 3, [0, 1, 3, 4, 8]),
     "exit, short head": lambda m: SelfDraft(ShortHead(m, [4, 9, 0, 2, 16, 3]), range(8), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
 }
@@ -79,24 +79,7 @@ def test_the_trace_of_a_long_prompt_is_whole(models, family):
     assert all((whole[tap] - parts[tap]).abs().max() < 1e-12 for tap in whole)
 
 
-# --- a perfect draft shows a drafter's own mistakes, which otherwise just cost acceptance
-
-
-PERFECT = {
-    "self, stopped": lambda m: SelfDraft(m, FULL, Says(4, lambda k, logits, token: token == 3)),
-    "model, gated": lambda m: ModelDraft(m, Says(lambda state: 4 * (len(state.known[0]) % 2))),
-    "self, uneven": lambda m: SelfDraft(m, FULL, Says(lambda state: [0, 3, 1, 2])),
-}
-
-
-@each_family
-@pytest.mark.parametrize("name", PERFECT)
-def test_perfect_draft_is_accepted_whole(models, family, name):
-    m, drafted = models[family], 0
-    for _, r in rounds(m, PROMPTS, 40, PERFECT[name](m), lambda x: to_probs(x, 1.3)):
-        assert r.accepted.tolist() == r.proposed.tolist() and int(r.draft.length.min()) >= 0
-        drafted += int(r.proposed.sum())
-    assert drafted > 60
+# --- drafts: a perfect one is accepted whole, and what it shares with the target is not run again
 
 
 @each_family
@@ -112,22 +95,10 @@ def test_empty_skip_set_needs_the_fewest_passes(models, family, gamma):
 @pytest.mark.parametrize("sublayers, shared", [
     (range(8), 8), ([0, 1, 3, 4], 2), (range(1, 12), 0), (FULL, 12)])
 def test_what_is_shared_is_handed_over_and_not_run_again(models, monkeypatch, sublayers, shared):
-    """The trace is whole whatever was reused: it is that of the same text run by hand."""
     m = models["llama"]
-    drafter = SelfDraft(m, sublayers, 3)
-    drafter.taps = (0, 3, 7, 11)
-    for state, r in rounds(m, PROMPTS, 20, drafter):
-        if r.draft.tokens.shape[1] < 3:
-            break
-        assert r.draft.reuse[0] == shared and list(r.trace) == [0, 3, 7, 11]
-        for b, (text, new) in enumerate(zip(state.known, r.new, strict=True)):
-            start = len(text) - len(new)
-            block = text[:start] + r.draft.tokens[b].tolist()
-            for tap, x in read(m, block, drafter.taps)[1].items():
-                assert (r.trace[tap][b] - x[0, start - 1 :]).abs().max() < 1e-9, f"sub-layer {tap}"
-
     monkeypatch.setattr(m, "run", Mock(wraps=m.run))
-    next(rounds(m, PROMPTS, 20, SelfDraft(m, sublayers, 3)))
+    _, r = next(rounds(m, PROMPTS, 20, SelfDraft(m, sublayers, 3)))
+    assert r.draft.reuse[0] == shared
     assert list(m.run.call_args.args[3]) == list(range(shared, 12)), "the others, and only those"
 
 
@@ -139,9 +110,11 @@ def test_a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not(models):
     """Sharing is right for whatever wraps the target, and wrong for a model of other weights."""
     m, wrapped = models["llama"], StandIn()
     wrapped.model = m
-    for target, drafted, shares in ((wrapped, m, True), (m, copy(wrapped), True), (m, make(m.c), False)):
+    for target, drafted in ((wrapped, m), (m, copy(wrapped))):
         _, r = next(rounds(target, PROMPTS, 9, SelfDraft(drafted, range(8), 2)))
-        assert (r.draft.reuse is not None) == shares
+        assert r.draft.reuse is not None
+    with pytest.raises(ValueError, match="give it the model that decodes"):
+        next(rounds(m, PROMPTS, 9, SelfDraft(make(m.c), range(8), 2)))
 
 
 # --- what a round tells
@@ -238,14 +211,6 @@ def other(**changes):
 def test_bad_input_is_named(models, call, message):
     with pytest.raises(ValueError, match=message):
         call(models["llama"])
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_infinite_logits_are_refused(value):
-    m = make(LIVELY["llama"])
-    m.head.data[3, 0] = value
-    with pytest.raises(ValueError, match="logits for row 0 are NaN or infinite"):
-        generate(m, [[1, 2]], 5)
 
 
 def test_what_just_fits(models):

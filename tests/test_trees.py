@@ -1,23 +1,23 @@
 """Trees: the mask, recursive rejection, the loop, the shapes, and drafts with siblings."""
 import itertools
 from collections import Counter
+from copy import deepcopy
 
 import promises
 import pytest
 import tiny
 import torch
 from promises import Watched, reader
-from teach import picture
 from test_sampling import Ledger
 from test_speculative import on_and_off
-from tiny import LIVELY, PROMPTS, TINY, each_family, fork, make, read, small, warm
+from tiny import LIVELY, PROMPTS, TINY, each_family, make, read, small, warm
 
 from kvcache import KVCache
 from layerskip import SelfDraft
 from methods import trees
 from methods.then import Then
-from methods.trees import Siblings, chain_with_siblings, rank_acceptance, tree_tokens, widths_of
-from model import Placement, visible
+from methods.trees import Siblings, rank_acceptance, tree_tokens
+from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher
 from speculative import Draft, Drafter, ModelDraft, NGram, ancestors, generate, rounds
@@ -32,27 +32,7 @@ def paths(parents):
     return found
 
 
-# --- masks of trees that grow
-
-
-def test_visible_where_a_tree_grows():
-    """Slots 2 to 6: a root at position 2, two children at 3; and the block: a child of each."""
-    tree = ancestors(torch.tensor([[0, 0, 1, 2]]))
-    positions, slots = torch.tensor([[2, 3, 3, 4, 4]]), torch.arange(2, 7)[None]
-    assert picture(visible(positions, slots, 8, tree[:, 3:])[0]) == ["xxxx.x..", "xxx.x.x."]
-    near = visible(positions, slots, 8, tree[:, 3:], window=2)[0]
-    assert picture(near) == ["...x.x..", "....x.x."], (
-        "the window is a distance of positions, also to slots of earlier levels")
-    whole = visible(positions, slots, 8, tree)
-    assert torch.equal(whole[:, 3:], visible(positions, slots, 8, tree[:, 3:])), "as in a square"
-
-
-def test_visible_where_each_row_has_its_own_tree():
-    parents = torch.tensor([[0, 1, 0], [0, 0, 2]])
-    at = torch.tensor([[1], [0]]) + torch.arange(4)
-    depth = ancestors(parents).sum(-1) - 1
-    mask = visible(at[:, :1] + depth, at, 5, ancestors(parents)[:, 2:])
-    assert picture(mask[0]) == ["xxxx.", "xx..x"] and picture(mask[1]) == ["x.x..", "x.xx."]
+# --- trees that grow
 
 
 @each_family
@@ -67,7 +47,7 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family):
     tree, first = ancestors(torch.tensor(parents)), torch.tensor(n)[:, None]
     slots, positions = first + torch.arange(7), first + tree.sum(-1) - 1
     x, at = m.embed(nodes), Placement(positions, slots, 4, 20, tree)
-    whole = m.run(x, at, fork(cache))
+    whole = m.run(x, at, deepcopy(cache))
     for a, b in ((0, 1), (1, 3), (3, 4), (4, 7)):
         part = m.run(x[:, a:b], Placement(positions[:, :b], slots[:, :b], 4, 20, tree[:, a:b, :b]), cache)
         assert (part - whole[:, a:b]).abs().max() < 1e-11
@@ -231,12 +211,6 @@ def test_coins_are_spent_in_the_documented_order(models):
 # --- shapes
 
 
-def test_widths_and_parents():
-    for gamma, widths in ((0, []), (1, []), (4, []), (3, [3, 2]), (4, [2, 1, 1])):
-        assert widths_of(chain_with_siblings(gamma, widths)) == (gamma, widths)
-    assert chain_with_siblings(4, [2, 1]) == [0, 1, 2, 3, 0, 1, 0]
-
-
 def all_trees(nodes):
     """The parents of every tree of at most `nodes` nodes, level by level."""
     found, new = [[]], [[]]
@@ -280,8 +254,5 @@ def test_measured_ranks_are_what_first_families_accept(models):
 
 def test_what_makes_no_sense_is_refused(models):
     m = models["llama"]
-    for widths in ([1, 2], [2, -1]):
-        with pytest.raises(ValueError, match="must not rise, nor be negative"):
-            Siblings(SelfDraft(m, range(4), 3), widths)
     with pytest.raises(ValueError, match="a tree has several ends"):
         generate(m, PROMPTS, 20, Then(TREES["exit"](m), NGram(2, 1)))

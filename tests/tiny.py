@@ -2,19 +2,15 @@
 enumerator of every outcome of the production loop, rules and coins whose answers are given."""
 
 import json
-import random
-from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from model import Config, Placement, Transformer
 from sampling import Coins, to_probs
 from speculative import Draft, Round, Rule, rounds
-from support.files import BOUNDARY
 from support.page import Player
 
 torch.set_num_threads(1)  # these models are too small to share
@@ -48,14 +44,6 @@ def make(c, seed=0, device="cpu"):
 def small(m, seed=5):
     """A draft model for m."""
     return make(replace(m.c, n_layers=2), seed, m.tok.device)
-
-
-def fork(cache):
-    """A copy of a cache, so that an experiment cannot change what is known."""
-    twin = copy(cache)
-    twin.k, twin.v = cache.k.clone(), cache.v.clone()
-    twin.layers = list(zip(twin.k, twin.v, strict=True))
-    return twin
 
 
 @torch.no_grad()
@@ -218,34 +206,6 @@ def argv_of(given):
         values = value if isinstance(value, list) else [] if value is True else [value]
         line += [f"--{name.replace('_', '-')}", *map(str, values)] if value is not None else []
     return line
-
-
-def story(seed, count=60):
-    """Documents of few words."""
-    draw, words = random.Random(seed), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
-    sentences = (" ".join(draw.choice(part.split()) for part in words) + "." for _ in range(6 * count))
-    return BOUNDARY.join(" ".join(next(sentences) for _ in range(6)) for _ in range(count))
-
-
-def story_tokenizer():
-    """A byte-level BPE of 300 tokens, whose id 0 separates documents."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    tokenizer.train_from_iterator(story(0).split(BOUNDARY), trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[BOUNDARY], show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    tokenizer.post_processor = processors.TemplateProcessing(f"{BOUNDARY} $A", None, [(BOUNDARY, 0)])
-    return tokenizer
-
-
-def foreseeable():
-    """A model whose text can be foreseen: it has few tokens, and as attention is weak, one tells the next."""
-    m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
-    for b in m.blocks:
-        b.attn.wo *= 0.05
-    m.head *= 4
-    m.head[12:] = 0
-    return m
 
 
 def shard(folder, count):

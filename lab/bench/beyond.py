@@ -102,7 +102,7 @@ def accelerated(model, text, prompts, new, size, exits):
         if e == exits[0]:
             made["M2R2, no alignment"] = learn("m2r2", "--exit-layer", str(e), "--align", "0")
         for name, head in made.items():
-            c, judged = heads.step_cost(head), train_heads.evaluate(head, held_out, CONTEXT, size.measured)
+            c, judged = heads.pricing(head)(0), train_heads.evaluate(head, held_out, CONTEXT, size.measured)
             counts = written(model, prompts, head.drafter(GAMMA), new)
             found[f"exit {e}, {name}"] = {
                 "rows": 2 if head.shape.get("rank") else 1, "weights": heads.count(head), "c": c,
@@ -178,7 +178,7 @@ def prophets(text, device, new, size):
     plain, flags = runs[1].model.requires_grad_(False), ("--inject-layer", "0", "--steps", "2")
     made = {"with the model": runs[3].head, "later": taught(plain, text, size.heads, "transfer", *flags)}
     for name, head in made.items():
-        c = heads.step_cost(head)
+        c = heads.pricing(head)(0)
         counts = written(head.model, prompts, head.drafter(2), min(new, CONTEXT - 16))
         found["drafts"][name] = counted(counts, lambda K, c=c: K * c)
     return found

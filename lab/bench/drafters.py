@@ -15,9 +15,11 @@ from tqdm import tqdm
 import control
 from control import expected_speedup, weight_costs
 from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
+from lab.recycle import Recycle
 from lab.rules import ValueGate
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from methods.heads import count
+from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
@@ -222,6 +224,8 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
     for gamma in ((2, 4) if everything else (2,)) if skip else ():
         methods |= fixed("skip set", skip, gamma)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
+                "suffix": Method(lambda: lambda model, small: Suffix(TAIL)),
+                "token recycling": Method(lambda: lambda model, small: Recycle(3)),
                 "n-gram tail": ruled(best, lambda: g, tail=True),
                 "do no harm": ruled(best, no_harm),
                 "do no harm, n-gram tail": ruled(best, no_harm, tail=True),

@@ -14,12 +14,13 @@ from tqdm import tqdm
 from control import AdaptiveExit, Confidence, DoNoHarm, weight_costs
 from lab.bench.drafters import TAIL, Bench, Method, divergences, fixed, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
+from lab.clasp import CLaSp
 from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from layerskip import early_exit
 from machine.quant import byte_costs, size
 from methods.arms import candidates
-from methods.dynamic import DEL, CLaSp
+from methods.dynamic import DEL
 from methods.pace import Pace
 from speculative import NGram, Wrapper
 from support.cli import read_skip, read_vocab

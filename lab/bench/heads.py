@@ -51,7 +51,7 @@ def farthest(head):
 def shapes(head, sizes):
     """{name: parents} of the chain that promises most, and of the best tree for each of `sizes`, where a
     level costs what its weights say, and further nodes nothing."""
-    cost, K, ranks = heads.step_cost(head), min(LEVELS, farthest(head)), head.ranks or [0.5]
+    cost, K, ranks = heads.pricing(head)(0), min(LEVELS, farthest(head)), head.ranks or [0.5]
     gamma = max(range(1, K + 1), key=lambda g: tree_tokens(range(g), ranks) / (1 + g * cost))
     found = {f"gamma {gamma}": list(range(gamma))}
     for nodes in sizes:
@@ -64,7 +64,7 @@ def head_methods(name, loaded, sizes):
     that drafts as far as it pays, alone and with an n-gram tail, as the exits have it that need no training.
     loaded: {dtype: head}."""
     head, methods, known = next(iter(loaded.values())), {}, {}
-    cost = heads.step_cost(head)
+    cost = heads.pricing(head)(0)
     for shape, parents in shapes(head, sizes).items():
         tree, levels = "tree" in shape, int(ancestors(torch.tensor([parents])).sum(-1).max()) - 1
         make = partial(drafter, loaded, levels, parents if tree else None)
@@ -150,7 +150,7 @@ def run(a):
     found = {name: {m.tok.dtype: heads.load(folder, m, KINDS) for m, _ in models.values()}
              for name, folder in where.items()}
     own = {name: loaded[model.tok.dtype] for name, loaded in found.items()}
-    facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.step_cost(h),
+    facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.pricing(h)(0),
                     "parameters": heads.count(h), "ranks": steps(h.ranks)} for name, h in own.items()}
     tasks = [(name, T) for T in (0.0, 0.8) for name in a.prompts or SETS]
     results, notes = {}, []

@@ -22,7 +22,6 @@ CONFIGS = {
 TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ m['role'] if m['role'] != 'system' else "
             "raise_exception('no') }} {{ m['content'] | trim }}</s>{% endfor %}"
             "{% if add_generation_prompt %}assistant {% endif %}")
-FIRST = "logits, 64 tokens at once"
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +70,6 @@ def test_what_is_right_is_called_right(call, family):
 
 
 def test_what_transformers_cannot_do_is_no_verdict_on_us(call, monkeypatch):
-    monkeypatch.setattr(check, "ask_tokenizer", lambda *_: 1 / 0)
-    status, rows = call("llama")
-    assert status == 0 and {*rows.values()} == {RIGHT, OPEN}
-    assert [*rows.values()].count(OPEN) == 1 and rows[FIRST] == RIGHT, "but tokenizer and template"
     monkeypatch.setitem(sys.modules, "transformers", None)
     status, rows = call("gemma")
     assert status == 0 and {*rows.values()} == {RIGHT, OPEN}
@@ -101,7 +96,7 @@ def test_a_config_that_is_misread_is_caught(asked, monkeypatch, family, lie):
     monkeypatch.setattr(checkpoint, "read_config", lambda folder: replace(read(folder), **lie))
     model = load(folder)
     rows, _ = check.check_logits(model, check.plan(model.c, passes[0].ids), said)
-    assert {FIRST, rows[-1].check} <= set(wrong(rows))
+    assert {"logits, 64 tokens at once", rows[-1].check} <= set(wrong(rows))
 
 
 def test_an_angle_that_is_misread_far_away_and_a_cache_that_errs_are_caught(asked, monkeypatch):

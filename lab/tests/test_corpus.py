@@ -1,7 +1,7 @@
 """Text to tokens and back, what is held out, and which windows a step draws."""
 import pytest
 import torch
-from tiny import story
+from stories import story
 
 from lab.corpus import BOUNDARY, Corpus, read
 

@@ -90,22 +90,6 @@ def test_learning_sees_what_writing_computes(models, family, monkeypatch):
         [sum(kl) / len(kl), sum(stop) / len(stop)])
 
 
-def test_the_score_is_that_of_a_writer(models):
-    """By hand, token by token; and the entries of a written text are those that the score finds."""
-    burger, m, entries, kl = wild(models["llama"]), models["llama"], 0, 0.0
-    for text, p in zip(TEXTS.tolist(), m(TEXTS).log_softmax(-1), strict=True):
-        row, entry = [[text[0]]], []
-        for t in range(1, len(text)):
-            far, ends = said(burger, row, entry, p[t - 1])
-            kl, entry = kl + far, [*entry, text[t]]
-            if torch.sigmoid(-ends) < 0.5 or len(entry) == 4 or t + 1 == len(text):
-                row, entry, entries = [*row, entry], [], entries + 1
-    assert score(burger, m, TEXTS, 0.5) == pytest.approx((kl / 18, 18 / entries))
-    assert score(burger, m, TEXTS, 0.0)[1] == 3 and 6 < entries < 18
-    made = list(write(burger, [1], 15, 0.5))
-    assert score(burger, m, torch.tensor([[1, *sum(made, [])]]), 0.5)[1] == 15 / len(made)
-
-
 test_greedy_identity = promises.greedy_identity({
     "longer than an entry": lambda m: BurgerDraft(wild(m, most=2, blocks=1), 0.4, 5),
     "and n-gram": lambda m: Then(BurgerDraft(wild(m), 0.5), NGram(3, 1))}, on=["cpu"])

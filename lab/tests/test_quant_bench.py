@@ -64,6 +64,5 @@ def test_the_benchmark_runs(capsys):
         assert row["speed_bytes"] == pytest.approx(row["tau_predicted"] / (3 * row["c_bytes"] + 1))
     exits, int8, nf4 = (found["bfloat16"][name] for name in ("exit 1", "int8", "nf4"))
     assert exits["megabytes"] == 0 < nf4["megabytes"] < int8["megabytes"]
-    assert nf4["c_bytes"] < int8["c_bytes"] < 1
-    assert int8["alpha"] > nf4["alpha"] - 0.05 and int8["alpha"] > exits["alpha"]
+    assert nf4["c_bytes"] < int8["c_bytes"] < 1 and int8["alpha"] > exits["alpha"]
     assert found["nf4"]["stories-draft"]["c_bytes"] > 1, "only the target has few bits"

@@ -3,16 +3,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stories import foreseeable, story_tokenizer
 from test_heads import wild
 from test_train import same_end, state
-from tiny import LIVELY, LLAMA, PROMPTS, argv_of, command, foreseeable, make, story_tokenizer
+from tiny import LIVELY, LLAMA, PROMPTS, argv_of, command, make
 
 import checkpoint
 from lab import train, train_heads
 from methods import heads
 from methods.heads import ExitBlock, Medusa
 from model import Placement
-from speculative import generate
+from speculative import generate, rounds
+from support.cli import read_vocab
 
 FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9,
              every=1e6, device="cpu")
@@ -52,6 +54,20 @@ def test_a_head_learns(kind, folder, capsys):
     drafter = head.drafter(min(3, head.step.most))
     plain, drafted = (generate(model, [prompt], 24, each) for each in (None, drafter))
     assert plain[0] == drafted[0] and drafted[1] < 0.8 * plain[1]
+
+
+def test_a_short_vocabulary_and_the_loss_that_acceptance_counts(folder, capsys):
+    out = folder / "heads" / "short"
+    assert train_heads.main(line("eagle", folder, out, "--vocab", "12", "--loss", "overlap")) == 0
+    held, model = state(out), checkpoint.load(folder, "cpu", torch.float32)[0]
+    before, after = (held["evals"][i]["files"]["own text"]["overlap"] for i in (0, -1))
+    assert all(new > old + 0.1 for old, new in zip(before, after, strict=True))
+    ids = read_vocab(out / "draft_vocab.json", model.c.vocab_size)
+    assert len(ids) == 12
+    head = heads.shorter(heads.load(out, model), ids)
+    prompt = checkpoint.encode(story_tokenizer(), "Lily saw", model.c.bos)
+    for _, r in rounds(model, [prompt], 24, head.drafter(3)):
+        assert set(r.draft.tokens[0].tolist()) <= set(ids)
 
 
 def test_text_is_drawn_from_the_model(folder):
@@ -122,7 +138,3 @@ def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch):
         for (said, target), (a, b) in zip(found, want, strict=True):
             assert (said - a[rows]).abs().max() < 1e-9 and (target - b[rows]).abs().max() < 1e-9
         assert len(passes) == read_so_far
-    memory.clear()
-    monkeypatch.setattr(train_heads, "MEMORY", 2 * 8 * 32 * 8)    # of two texts
-    list(train_heads.judged(head, texts, memory))
-    assert len(memory) == 2

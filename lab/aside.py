@@ -1,0 +1,29 @@
+"""Passes that leave no trace in the cache."""
+import torch
+
+from model import Placement
+
+
+class ScratchTail:
+    """A cache for one pass over a block of which it keeps the first T tokens. The others see what it holds
+    before the slot `end`, and each other; what they write is forgotten. Their slots begin at `end`."""
+
+    def __init__(self, cache, T, end):
+        self.cache, self.T, self.end = cache, T, end
+
+    def write(self, layer, k, v, at, start=0):
+        T = self.T
+        if T > 0:   # trap: in training nothing may be written to what gradients flow through
+            self.cache.write(layer, k[:, :, :T], v[:, :, :T], at._replace(slots=at.slots[:, :T]))
+        keys, values = (t[:, :, start : self.end] for t in self.cache.layers[layer])
+        return torch.cat([keys, k[:, :, T:]], 2), torch.cat([values, v[:, :, T:]], 2)
+
+
+def aside(model, cache, x, positions, sublayers):
+    """Run `sublayers` for x (B, T, dim), each token on its own, as the first one of a draft: it reads what
+    the cache holds before its position (B, T), and itself. (B, T, dim)"""
+    T, S = x.shape[1], cache.k.shape[3]
+    slots = torch.arange(S, S + T, device=x.device)[None]
+    own = torch.eye(T, dtype=torch.bool, device=x.device)[None]
+    at = Placement(positions, slots, 0, S + T, own)
+    return model.run(x, at, ScratchTail(cache, 0, S), sublayers)

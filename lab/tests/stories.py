@@ -1,0 +1,36 @@
+"""Texts, a tokenizer and a model that training has something to learn from."""
+import random
+from dataclasses import replace
+
+from tiny import LLAMA, make
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from support.files import BOUNDARY
+
+
+def story(seed, count=60):
+    """Documents of few words."""
+    draw, words = random.Random(seed), ("Lily Tom Anna", "saw took lost found", "the a", "cat ball dog tree")
+    sentences = (" ".join(draw.choice(part.split()) for part in words) + "." for _ in range(6 * count))
+    return BOUNDARY.join(" ".join(next(sentences) for _ in range(6)) for _ in range(count))
+
+
+def story_tokenizer():
+    """A byte-level BPE of 300 tokens, whose id 0 separates documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.train_from_iterator(story(0).split(BOUNDARY), trainers.BpeTrainer(
+        vocab_size=300, special_tokens=[BOUNDARY], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
+    tokenizer.post_processor = processors.TemplateProcessing(f"{BOUNDARY} $A", None, [(BOUNDARY, 0)])
+    return tokenizer
+
+
+def foreseeable():
+    """A model whose text can be foreseen: it has few tokens, and as attention is weak, one tells the next."""
+    m = make(replace(LLAMA, vocab_size=300, bos=0, eos=(0,)), 1).float()
+    for b in m.blocks:
+        b.attn.wo *= 0.05
+    m.head *= 4
+    m.head[12:] = 0
+    return m

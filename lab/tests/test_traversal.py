@@ -1,0 +1,65 @@
+"""Traversal verification: exact for any tree, and never worse than recursive rejection. All enumerated."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_by_outcomes import after, planted, rows_stand_for_themselves, writes_the_law
+from test_verify_block import laws
+from tiny import law, plant
+
+from lab.traversal import verify_traversal
+from verification import verify_block, verify_tree
+
+TREES = [0], [0, 0], [0, 1, 0], [0, 0, 2], [0, 0, 1, 1], [0, 1, 1]
+
+
+def one_row(p, q, tokens, parents, coins, length):
+    found = verify_traversal(p[None], torch.tensor([tokens]), torch.tensor([list(parents)]), coins,
+                             None if q is None else torch.stack(q)[None])
+    return tuple(map(int, found))
+
+
+@pytest.mark.parametrize("parents", TREES, ids=str)
+def test_drawn_siblings(parents):
+    writes_the_law(one_row, "a tree", parents, 3)
+
+
+@pytest.mark.parametrize("parents, tokens", [([0, 0, 2], [1, 2, 0]), ([0, 0, 1, 1], [0, 2, 1, 2])], ids=str)
+def test_copied_siblings(parents, tokens):
+    writes_the_law(one_row, "copied tokens", parents, 3, tokens)
+
+
+def test_rows_stand_for_themselves():
+    parents = [[0, 0], [0, 1]]
+    rows_stand_for_themselves(
+        lambda p, tokens, q, coins, length: verify_traversal(p, tokens, torch.tensor(parents), coins, q,
+                                                             length), parents, [1, 2], 0)
+
+
+def depth(judge, p, q, parents):
+    """How many tokens of a tree drawn from q are accepted on average; p and q by depth."""
+    def run(coins):
+        tokens, drawn, ways = plant(parents, lambda way: q[len(way)], coins)
+        node, _ = judge(torch.stack([p[len(way)] for way in ways])[None], torch.tensor([tokens]),
+                        torch.tensor([parents]), coins, torch.stack(drawn)[None])
+        return len(ways[int(node)])
+    return sum(n * weight for n, weight in law(run).items())
+
+
+@given(st.data(), st.sampled_from(TREES[2:]))
+@settings(max_examples=15)
+def test_it_accepts_at_least_as_much(data, parents):
+    p, q = data.draw(laws(4)), data.draw(laws(4)) + 0.1
+    assert depth(verify_traversal, p, q, parents) >= depth(verify_tree, p, q, parents) - 1e-12
+
+
+def test_of_a_chain_it_is_block_verification():
+    def kept(judge):
+        def run(coins):
+            tokens, q, way = planted(coins, range(3))
+            return int(judge(after(way)[None], torch.stack(q)[None], torch.tensor([tokens]), coins)[0])
+        return law(run)
+    chain = torch.arange(3)[None]
+    want = kept(verify_block)
+    got = kept(lambda p, q, tokens, coins: verify_traversal(p, tokens, chain, coins, q))
+    assert got == pytest.approx(want)

@@ -1,0 +1,51 @@
+"""Suffix decoding: which continuation is copied, and how far; and what every drafter promises."""
+import promises
+import pytest
+from tiny import TINY
+
+from layerskip import SelfDraft
+from methods.suffix import Suffix
+from methods.then import Then
+from speculative import generate, rounds
+
+DRAFTERS = {"suffix": lambda m: Suffix(4), "exit, then suffix": lambda m: Then(
+    SelfDraft(m, range(8), 2), Suffix(3))}
+test_greedy_identity = promises.greedy_identity(DRAFTERS)
+test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
+test_end_of_text_at_every_position = promises.end_of_text(DRAFTERS, ["suffix"], range(7))
+test_context_limit = promises.context_limit(DRAFTERS, ["suffix"])
+test_exact_law = promises.exact_law({"suffix": (TINY, lambda m: Suffix(2))})
+
+
+def drafts(m, drafter, texts):
+    _, r = next(rounds(m, texts, 9, drafter))
+    return [row[:n] for row, n in zip(r.draft.tokens.tolist(), r.proposed.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("drafter, text, want", [
+    # after 1 came 2 twice and 3 once, but after 9, 1 only 3: the longer ending is surer
+    (Suffix(1), [1, 2, 5, 1, 2, 6, 9, 1, 3, 9, 1], [3]),
+    (Suffix(1), [1, 2, 5, 1, 2, 6, 4, 1, 3, 8, 1], [2]),
+    # the shorter ending is surer: 2 after 1 in 3 of 5, but 3 after 9, 1 in 1 of 2
+    (Suffix(1), [1, 2, 5, 1, 2, 6, 1, 2, 7, 9, 1, 3, 8, 9, 1, 4, 10, 9, 1], [2]),
+    (Suffix(8), [1, 2, 3, 4, 1], [2, 3]),               # an ending of one token is followed for two
+    (Suffix(8), [1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6]),
+    (Suffix(3), [1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5]),
+    (Suffix(8, factor=1.0), [1, 2, 3, 4, 5, 6, 1, 2], [3, 4]),
+    (Suffix(8, least=0.6), [1, 2, 1, 3, 1], []),        # either had a chance of a half
+    (Suffix(8, least=0.5), [1, 2, 1, 3, 1], [2, 1]),    # after 1, 2 there was only 1
+    (Suffix(8), [1, 2, 4, 1, 3, 1, 2, 5, 1, 3, 8, 1], [2]),     # 2 had a chance of 1/2, and 4 after it of 1/4
+    (Suffix(8, hits=2), [1, 2, 3, 4, 1], []),           # 1 went on only once
+    (Suffix(8), [7, 7, 7, 7], [7, 7]),                  # no further than the text itself went
+    (Suffix(8), [1, 2, 3], [])])
+def test_the_most_promising_continuation(models, drafter, text, want):
+    assert drafts(models["llama"], drafter, [text]) == [want]
+
+
+def test_a_store_knows_earlier_texts_and_a_text_of_its_own_only_itself(models):
+    m, store = models["llama"], {}
+    texts = [[1, 2, 3, 4], [1, 2, 5, 6]]
+    generate(m, texts, 1, Suffix(4, store=store))
+    assert drafts(m, Suffix(1, store=store), [[9, 2, 3]]) == [[4]]
+    assert drafts(m, Suffix(2), [[1, 2, 5, 6, 8, 3]]) == [[]]
+    assert drafts(m, Suffix(2), [*texts, [3, 1, 2, 3]]) == [[], [], [1, 2]]
