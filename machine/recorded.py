@@ -26,7 +26,7 @@ from torch import nn
 import model as model_code
 from kvcache import KVCache
 from layerskip import StandIn
-from model import SPARE, Placement
+from model import Placement
 from support import files
 from support.cli import machine
 
@@ -63,10 +63,6 @@ def block(sublayers, model, x, first, cos, sin, near, *caches):
     layers = (i // 2 for i in sublayers if i % 2 == 0)
     cache = Slots(dict(zip(layers, zip(caches[::2], caches[1::2], strict=True), strict=True)))
     return model.run(x, Placement(slots, slots, low, end), cache, sublayers, table=(cos, sin))
-
-
-def head(model, x):
-    return model.unembed(x)
 
 
 # --- recordings
@@ -146,12 +142,11 @@ def product(x, w, bias=None):
     return sums.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def write_program(path, model, f, inputs, fixed, exact):
+def write_program(path, model, f, inputs, fixed):
     """Compile f for inputs of these shapes, and for any number of slots, into the file `path`, *.pt2."""
     varies = torch.export.Dim.DYNAMIC
     shapes = [*([None] * len(inputs)), *({t.dim() - 2: varies} for t in fixed)]
     settings = {"aot_inductor.package_constants_in_so": False,      # the weights stay with the model
-                "emulate_precision_casts": exact,   # round after each operation, whatever is fused with it
                 # trap: with it masked grouped attention is taken for another pattern and comes out wrong
                 "pattern_matcher": False}
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -183,26 +178,15 @@ class Recorded(StandIn):
     tokens are replayed from recordings; all others, and those with a tree or a trace, run eagerly.
 
     how: see above; by default what suits the model's device. widths: a block is padded with dead rows to the
-    next of them. reach: graphs tell no more lengths of a text apart than if they doubled from this one on.
-    exact: one width and one length for all passes, so that plain and speculative decoding are the same
-    kernels on the same shapes, and also half types give the same bits. folder: for compiled programs. say:
-    gets a line for what takes long or went wrong, by default for standard error. The model must not be moved
-    or cast afterwards; its weights may change in place. Raises ValueError where `how` does not suit the
-    device, and for widths that reach beyond the spare slots of a cache.
+    next of them, which lie in the spare slots of a cache. reach: graphs tell no more lengths of a text apart
+    than if they doubled from this one on. say: gets a line for what takes long or went wrong, by default for
+    standard error. The model must not be moved or cast afterwards; its weights may change in place.
     """
 
-    def __init__(self, model, how=None, widths=None, reach=256, exact=False, folder=None, say=None):
-        cuda = model.tok.is_cuda
-        how = how or ("graph" if cuda else "compile")
-        if how not in ("compile", "graph", "paper") or how == ("compile" if cuda else "graph"):
-            raise ValueError(f"passes on {model.tok.device.type} cannot be recorded by {how!r}")
-        widths = sorted(widths or ((1, 2, 4, 8) if how == "compile" else (8,)))
-        if not 1 <= widths[0] <= widths[-1] <= SPARE + 1:
-            raise ValueError(f"widths must lie between 1 and {SPARE + 1}, got {widths}")
-        self.model, self.how, self.reach, self.exact = model, how, reach, exact
+    def __init__(self, model, how=None, widths=None, reach=256, say=None):
+        self.model, self.how, self.reach = model, how or ("graph" if model.tok.is_cuda else "compile"), reach
+        self.widths = widths or ((1, 2, 4, 8) if self.how == "compile" else (8,))
         self.say = say or partial(files.note, "recorded")
-        self.widths = widths[-1:] if exact else widths
-        self.folder = folder
         self.tapes = WeakKeyDictionary()    # {a cache whose addresses they hold, or this object: {key: tape}}
         self.frozen = False                 # True: nothing new is recorded
         model.angles(1)                     # trap: the table may be that of another dtype
@@ -222,7 +206,7 @@ class Recorded(StandIn):
         """`Transformer.run`."""
         (B, T, _), subs = x.shape, tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
         width, y = self.width(T), None
-        prompt = at.same and at.first == 0 and not self.exact       # is read once, and that does not pay
+        prompt = at.same and at.first == 0      # is read once, and that does not pay
         if subs and cache is not None and at.tree is None and not trace and width and not prompt:
             S, end = cache.k.shape[3], at.end + width - T
             if not at.same or end <= S:
@@ -237,7 +221,8 @@ class Recorded(StandIn):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
         (B, T, _), width, y = x.shape, self.width(x.shape[1]), None
         if rows is None and width is not None:
-            y = self.play(self, (None, B, width), head, (pad(x, width - T),), [])
+            f = lambda model, x: model.unembed(x)  # noqa: E731
+            y = self.play(self, (None, B, width), f, (pad(x, width - T),), [])
         return self.model.unembed(x, rows) if y is None else y[:, :T]
 
     def replays(self):
@@ -253,7 +238,7 @@ class Recorded(StandIn):
         `step`: a compiled program takes any; of the others there are no more than if they doubled from
         `self.reach` on."""
         count, window = 1 + math.ceil(math.log2(max(1, slots / self.reach))), self.c.window
-        step = slots if self.exact else 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
+        step = 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
         reach = near = min(slots, -(-end // step) * step)
         if window is not None:      # the same for all places of a single row within one `reach`
             least = window + width
@@ -275,7 +260,7 @@ class Recorded(StandIn):
             seen = key in tapes
             while not seen and len(tapes) >= KEEP:
                 del tapes[next(iter(tapes))]
-            tapes[key] = self.record(key, f, inputs, fixed) if seen or self.exact else None
+            tapes[key] = self.record(key, f, inputs, fixed) if seen else None
         tape = tapes.get(key)
         return tape and tape(inputs, fixed)
 
@@ -303,30 +288,30 @@ class Recorded(StandIn):
     def make(self, name, key, f, inputs, fixed):
         if self.how != "compile":
             return (Graph if self.how == "graph" else Tape)(partial(f, self.model), inputs, fixed)
-        program = self.program(key)
-        path = files.kept(program, self.folder)
-        if path is not None:
+        path = files.cache_file(f"{self.identity(key)}.pt2")
+        if path.is_file():
             return Compiled(path, self.model)
-        if not find_compiler():
+        usual = "clang++" if sys.platform == "darwin" else "g++"
+        if not shutil.which(os.environ.get("CXX", usual)):
             self.frozen = True      # from now on all that has no program yet runs eagerly
             raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
         self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / program
-            write_program(path, self.model, f, inputs, fixed, self.exact)
+            program = Path(folder) / path.name
+            write_program(program, self.model, f, inputs, fixed)
             try:
-                files.keep(program, path.read_bytes(), self.folder)
+                files.keep(path, program.read_bytes())
             except OSError as e:
                 self.say(f"{name}: not kept, so the next run compiles anew: {e}")
-            return Compiled(path, self.model)
+            return Compiled(program, self.model)
 
-    def program(self, key):
-        """The file name of a compiled program, made from all it depends on: not the weights, but
-        their shapes and types, which differ where they are quantised."""
+    def identity(self, key):
+        """A name for all that a compiled program depends on: not the weights, but their shapes and types,
+        which differ where they are quantised."""
         weights = [(name, w.shape, w.dtype) for name, w in self.model.state_dict().items()]
-        facts = torch.__version__, machine(torch.device("cpu")), self.c, weights, key, self.exact
+        facts = torch.__version__, machine(torch.device("cpu")), self.c, weights, key
         sources = (Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__]))
-        return f"{hashlib.sha256(repr(facts).encode() + b''.join(sources)).hexdigest()}.pt2"
+        return hashlib.sha256(repr(facts).encode() + b"".join(sources)).hexdigest()
 
 
 def tolerance(dtype, n_sublayers):
@@ -336,16 +321,10 @@ def tolerance(dtype, n_sublayers):
     return TOLERANCE[dtype] * (max(1.0, n_sublayers / 16) ** 0.5 if half else 1.0)
 
 
-def find_compiler():
-    """Where Inductor's C++ compiler is; None if it is not there."""
-    usual = {"darwin": "clang++", "win32": "cl"}
-    return shutil.which(os.environ.get("CXX", usual.get(sys.platform, "g++")))
-
-
 def refused(inputs, fixed):
     """Stands where a recording failed."""
 
 
 def pad(x, rows):
     """x (B, T, dim) with this many dead rows after it."""
-    return (F.pad(x, (0, 0, 0, rows)) if rows else x).contiguous()
+    return F.pad(x, (0, 0, 0, rows)).contiguous()

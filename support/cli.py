@@ -97,7 +97,9 @@ def main(run, argv):
     if isinstance(sys.stdout, io.TextIOWrapper):  # not so in a notebook
         sys.stdout.reconfigure(errors="replace")  # the encoding of a pipe may lack most characters
     try:
-        return run(argv) or 0
+        status = run(argv) or 0
+        sys.stdout.flush()      # trap: at the interpreter's exit it is too late to catch a closed pipe
+        return status
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

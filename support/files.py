@@ -162,23 +162,15 @@ def find_weights(folder):
     return found
 
 
-def cache_folder():
-    """The folder for what can be made again."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA")
-    return Path(home or os.path.expanduser("~/.cache")) / "self-speculative-decoding"
+def cache_file(name):
+    """Where a file lies that can be made again."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "self-speculative-decoding" / name
 
 
-def kept(name, folder=None):
-    """The path of a file in the cache folder, or None if it is not there."""
-    path = (folder or cache_folder()) / name
-    return path if os.path.isfile(path) else None
-
-
-def keep(name, content, folder=None):
-    """Write bytes to a file in the cache folder, and return its path. Raises OSError, in one line, if that is
-    not possible: the caller reports it and goes on."""
-    path = (folder or cache_folder()) / name
+def keep(path, content):
+    """Write bytes to a file in the cache folder. Raises OSError, in one line, if that is not possible: the
+    caller reports it and goes on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, f".{os.getpid()}") as temporary:
         temporary.write_bytes(content)
-    return path

@@ -20,7 +20,7 @@ from kvcache import KVCache
 from model import Placement
 from sampling import Coins, raw_probs, to_probs
 from support.cli import machine
-from support.files import guarded, keep, kept, note, read_json
+from support.files import cache_file, guarded, keep, note, read_json
 from verification import verify
 
 WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1      # of the blocks that are measured
@@ -98,15 +98,17 @@ def read_costs(path, c):
 
 
 def kept_costs(model):
-    """The Costs of this model on this machine, in seconds. They are measured if no table is kept yet."""
-    name = f"costs-{identity(model)}.json"
-    path = kept(name)
-    if path is not None:
-        return read_costs(path, model.c)
+    """The Costs of this model on this machine, in seconds. They are measured if no sound table is kept."""
+    path = cache_file(f"costs-{identity(model)}.json")
+    if path.is_file():
+        try:
+            return read_costs(path, model.c)
+        except ValueError as e:
+            note("costs", e)
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")
     costs = quick(model)
     try:
-        path = keep(name, json.dumps(as_data(costs)).encode())
+        keep(path, json.dumps(as_data(costs)).encode())
         note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure anew")
     except OSError as e:
         note("costs", f"not kept, so the next run measures anew: {e}")

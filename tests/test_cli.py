@@ -1,5 +1,6 @@
 """What the command lines share: how a program ends, whatever happens inside it; and what it reads."""
 import io
+import os
 import sys
 
 import pytest
@@ -39,6 +40,16 @@ def test_a_status_and_ctrl_c_end_a_program_without_a_word(capsys):
     assert [cli.main(run, []) for run in (lambda argv: None, lambda argv: 1)] == [0, 1]
     assert cli.main(ending(KeyboardInterrupt()), []) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_has_gone_ends_a_program_without_a_word(monkeypatch, capsys):
+    """Such as `head`; also where the last line was yet to be flushed."""
+    left, pipe = os.pipe()
+    os.close(left)
+    with os.fdopen(pipe, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert cli.main(lambda argv: print("late"), []) == 141
+    assert capsys.readouterr().err == ""
 
 
 def test_an_encoding_that_lacks_a_character_replaces_it(monkeypatch):

@@ -78,6 +78,17 @@ def test_a_table_of_another_tool_may_be_shorter(tmp_path):
     assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 
 
+def test_a_damaged_table_is_measured_anew(monkeypatch, measured, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = kept_costs(make(LLAMA))
+    assert kept_costs(make(LLAMA)) == first and len(measured) == 1
+    (table,) = tmp_path.rglob("costs-*.json")
+    table.write_bytes(table.read_bytes()[:-9])
+    capsys.readouterr()
+    assert kept_costs(make(LLAMA)) == kept_costs(make(LLAMA)) == measured[1] and len(measured) == 2
+    assert table.name in capsys.readouterr().err.splitlines()[0]
+
+
 def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, measured, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert [kept_costs(make(LLAMA))] == measured and "not kept" in capsys.readouterr().err
