@@ -161,14 +161,14 @@ def report(writer, plan, seen):
     outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
                for text, row in zip(writer.texts, seen.rows, strict=True)]
     drafter = seen.timed.drafters[0]
-    why = f": {drafts.chosen(drafter.chosen, drafter.beliefs())}" if auto else ""
+    why = f": {drafts.chosen(drafter)}" if auto else ""
     return {
         "outputs": outputs, **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
         "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + why,
         "fast": a.fast and model.replays(), "quant": a.quant, "processes": parallel.place()[1],
-        "costs": plan.costs, "cost_table": as_data(plan.table) if auto else None,
+        "cost_table": as_data(drafter.costs) if auto else None,
         "chosen": drafter.chosen if auto else None, "beliefs": drafter.beliefs() if auto else None,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 import checkpoint
-from control import MOST, Costs
-from layerskip import SelfDraft, ShortHead, early_exit
+from control import MOST
+from layerskip import SelfDraft, ShortHead, early_exit, without
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise, size
 from machine.recorded import Recorded
@@ -31,13 +31,12 @@ GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
 
 
 class Plan(NamedTuple):
-    """How a run drafts. make: () -> a new drafter, one for each run, because a rule learns from its text."""
-    draft: str                      # what --json calls it
+    """How a run drafts. make: () -> a new drafter, one for each run, because a rule learns from its text.
+    note: the line that the run prints about it."""
+    draft: str
     make: Callable
     gamma: int
-    note: str                       # the line that the run prints about it
-    costs: str | None = None        # auto: where the costs come from, and the costs
-    table: Costs | None = None
+    note: str
 
 
 def add_flags(group):
@@ -85,7 +84,7 @@ def check(a):
 
 def plan(a, model, tokenizer):
     """The Plan that the flags ask for."""
-    kind = kind_of(a)
+    kind, L, why = kind_of(a), model.c.n_layers, ""
     gamma = a.gamma if a.gamma is not None else GAMMA.get(kind, 3)
     if kind == "none":
         return Plan(kind, lambda: None, 0, "draft: none")
@@ -96,26 +95,26 @@ def plan(a, model, tokenizer):
     if kind in GOES_WITH["tree"]:
         return trained(a, model, kind)
     if kind in ("exit", "skip"):
-        return part(a, model, kind, gamma)
-    small = (load_small(a.draft, model, tokenizer) if kind == "model" else
-             quantise(model.model if a.fast else model, kind))
+        drafting = short(a, model)
+        if kind == "exit":
+            E = max(1, L // 6) if a.exit_layer is None else a.exit_layer
+            sublayers, where = early_exit(L, E), f"after block {E}"
+        else:
+            attn, mlp, found = cli.skip_set(a.skip)
+            sublayers, where = without(L, attn, mlp), a.skip
+            if a.gamma is None and found is not None:
+                gamma = found
+                why = " because its search found no gain; --gamma G drafts all the same" * (found == 0)
+        return Plan(kind, lambda: SelfDraft(drafting, sublayers, gamma), gamma,
+                    f"draft: {kind} {where}, gamma {gamma}{why}")
+    if kind == "model":
+        small, other = checkpoint.load(a.draft, model.tok.device, model.tok.dtype)
+        if other.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"{a.draft}: its tokenizer differs from the target's: its ids mean other words")
+    else:
+        small = quantise(model.model if a.fast else model, kind)
     drafting = short(a, Recorded(small) if a.fast else small)
     return Plan(kind, lambda: ModelDraft(drafting, gamma), gamma, f"draft: {kind}, gamma {gamma}")
-
-
-def part(a, model, kind, gamma):
-    """Some sub-layers of the model draft."""
-    L, why, drafting = model.c.n_layers, "", short(a, model)
-    if kind == "exit":
-        E = max(1, L // 6) if a.exit_layer is None else a.exit_layer
-        sublayers, where = early_exit(L, E), f"after block {E}"
-    else:
-        sublayers, where, found = cli.read_skip(a.skip, L), a.skip, cli.skip_set(a.skip)[2]
-        if a.gamma is None and found is not None:
-            gamma = found
-            why = " because its search found no gain; --gamma G drafts all the same" * (found == 0)
-    return Plan(kind, lambda: SelfDraft(drafting, sublayers, gamma), gamma,
-                f"draft: {kind} {where}, gamma {gamma}{why}")
 
 
 def short(a, model):
@@ -123,13 +122,6 @@ def short(a, model):
     if not a.draft_vocab:
         return model
     return ShortHead(model, cli.read_vocab(a.draft_vocab, model.c.vocab_size))
-
-
-def load_small(folder, model, tokenizer):
-    small, other = checkpoint.load(folder, model.tok.device, model.tok.dtype)
-    if other.get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"{folder}: its tokenizer differs from the target's: its ids mean other words")
-    return small
 
 
 def weighed(a, model, gamma):
@@ -145,16 +137,14 @@ def weighed(a, model, gamma):
     # trap: a measured table differs from machine to machine, and so does where the seed's uniforms are spent.
     # Parts of a pass are not recorded, and several processes would each measure their own
     measured = alone and a.temperature == 0 and size(model.blocks) >= LARGE
-    table = kept_costs(model) if measured else byte_costs(model)
-    note = f"draft: auto, with costs {'as measured here' if measured else 'by weights'}"
-    return Plan("auto", lambda: Pace(model, candidates(model, table, skip, vocab, found), table, most=gamma),
-                gamma, note, "measured" if measured else "weights", table)
+    costs = kept_costs(model) if measured else byte_costs(model)
+    return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs, most=gamma),
+                gamma, f"draft: auto, with costs {'as measured here' if measured else 'by weights'}")
 
 
-def chosen(rounds, beliefs):
-    """What --draft auto chose, to follow its note. rounds: {name: rounds}; beliefs: {name: (how often its
-    tokens are accepted, what one costs)}."""
-    often = sorted(rounds.items(), key=lambda item: -item[1])
+def chosen(pace):
+    """What a Pace chose, to follow the note."""
+    beliefs, often = pace.beliefs(), sorted(pace.chosen.items(), key=lambda item: -item[1])
     why = {name: f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
            for name, (alpha, price) in beliefs.items()}
     return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)
@@ -182,13 +172,12 @@ def trained(a, model, kind):
         raise FileNotFoundError(f"{folder}: no heads: train them, python -m lab.train_heads {kind} "
                                 f"--model {a.model} --out {folder}")
     head = heads.load(folder, model)
-    most, shape, tree = head.step.most, None, ""
+    most, shape, where = head.step.most, None, f" after block {head.step.trunk}" if head.step.trunk else ""
     gamma = a.gamma if a.gamma is not None else min(most, MOST if a.tree else 3)
     if a.tree:
         levels = max(1, min(most, gamma))
         shape = best_tree(head.ranks, a.tree, heads.pricing(head)(0), 0.0, head.branches, levels) or [0]
         gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
-        tree = f", trees of {len(shape)} tokens"
-    where = f" after block {head.step.trunk}" if head.step.trunk else ""
+        where += f", trees of {len(shape)} tokens"
     return Plan(head.kind, lambda: head.drafter(gamma, shape), gamma,
-                f"draft: {head.kind}{where}{tree}, gamma {gamma}")
+                f"draft: {head.kind}{where}, gamma {gamma}")
