@@ -483,11 +483,11 @@ TABLE = {
         ("DEL.score", "self.omega * self.counts", "self.counts", "old counts do not fade",
          "dynamic::counts_fade_by_hand")],
     "methods/pace.py": [
-        ("Pace.promise", "(cost - 1) * self.grown > self.balance", "cost - 1 > 99",
+        ("Pace.covered", "(cost - 1) * self.grown <= self.balance", "cost - 1 < 99",
          "a draft begins that the balance cannot pay", "pace::it_costs_no_more_than_it_may"),
         ("Pace.observe", "min(", "max(", "a fast row pays for a slow one",
          "pace::it_costs_no_more_than_it_may"),
-        ("Pace.cost", "arm.shared * tail + self", "self", "the states that a tail loses cost nothing",
+        ("Pace.cost", "lost + self", "self", "the states that a tail loses cost nothing",
          "pace::what_rounds_cost_by_hand")],
     "methods/arms.py": [
         ("Calibrated.stop", "bars[k", "bars[0", "a wider block is taken to cost nothing",

@@ -12,7 +12,6 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, smal
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
 from layerskip import SelfDraft, ShortHead, StandIn, without
-from methods import pace
 from methods.arms import FADE, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
 from methods.pace import STAKE, TAIL, Pace
@@ -100,10 +99,9 @@ def test_what_rounds_cost_by_hand(models):
     arm = drafter.arm = drafter.arms[0]
     arm.price, arm.once, arm.drafter.own = lambda n: 0.25, lambda block: 0.125, None
     drafter.block, drafter.n = costs.block, 9
-    assert drafter.cost(arm, 2, 3) == pytest.approx(0.125 + 0.5 + 1.25)
+    assert drafter.cost(arm, 2) == pytest.approx(0.125 + 0.5 + 1.25)
     tailed = 0.125 + 0.25 + 4 / 16 + costs.block(2 + TAIL)
-    assert drafter.cost(arm, 1, 2 + TAIL, True) == pytest.approx(tailed)
-    assert drafter.scoring(3) == pytest.approx(1.5 * 0.25 * 1.25), "of the head, which is a quarter of a pass"
+    assert drafter.cost(arm, 1, TAIL) == pytest.approx(tailed)
 
 
 @pytest.mark.parametrize("price, alpha, most, drafted", [
@@ -143,43 +141,22 @@ def test_it_changes_to_what_is_better_and_remembers():
     assert drafter.chosen["wrong"] - before["wrong"] <= 1
 
 
-def test_the_trace_is_wanted_only_where_it_is_scored(models, monkeypatch):
-    """Since recorded passes have none."""
-    monkeypatch.setattr(pace, "EVERY", 3)
-    drafter, scored = Pace(models["llama"], costs=CHEAP, risk=0.5), []
-    for _, r in rounds(models["llama"], PROMPTS, 30, drafter):
-        scored.append(drafter.scores)
-        assert bool(r.trace) == r.draft.traced == drafter.scores
-    assert {True, False} == set(scored)
-
-
 @each_family
-def test_a_trace_tells_of_every_exit(models, monkeypatch, family):
-    """Whatever drafts: the counts are what `Teacher` finds."""
+def test_the_prompt_tells_of_every_exit(models, monkeypatch, family):
+    """The counts are what `Teacher` finds. No round is traced, since recorded passes have no trace."""
     m = models[family]
-    monkeypatch.setattr(Pace, "choose", lambda self: setattr(self, "scores", True))
     exits = [(range(4), m), (range(10), m), (range(6), ShortHead(m, IDS))]
-    drafter = Pace(m, [self_draft("", head, subs, CHEAP) for subs, head in exits], CHEAP, risk=50.0)
-    drafter.tail, drafter.length = False, 0
+    drafter = Pace(m, [self_draft("", head, subs, CHEAP) for subs, head in exits], CHEAP)
     for arm in drafter.arms:
         monkeypatch.setattr(arm.drafter.rule, "fade", lambda: None)
-    *_, (state, _) = rounds(m, PROMPTS, 12, drafter, warm, Coins(5))
-    for arm, (subs, head) in zip(drafter.arms, exits, strict=True):
-        hits = places = 0
-        for prompt, text in zip(PROMPTS, state.known, strict=True):
-            a, n = Teacher(m, text, warm).acceptance(subs, head), len(prompt)
-            hits, places = hits + float(a[:n].sum() + a[n - 1 : len(text) - 1].sum()), places + len(text)
-        assert arm.drafter.rule.past.hits == pytest.approx(hits, abs=1e-5)
-        assert arm.drafter.rule.past.hits + arm.drafter.rule.past.misses == pytest.approx(places)
-
-
-def test_a_new_text_scores_every_exit(models, monkeypatch):
-    """Also the one that drafted last."""
     monkeypatch.setattr(Pace, "choose", lambda self: None)
-    drafter = Pace(models["llama"], [self_draft("exit 2", models["llama"], range(4), CHEAP)], CHEAP)
-    drafter.arm, drafter.tail, drafter.length = drafter.arms[0], False, 0
-    next(rounds(models["llama"], PROMPTS[:1], 9, drafter))
-    assert drafter.arms[0].drafter.rule.past.hits > 0
+    drafter.arm, drafter.tail, drafter.length = drafter.nothing, 0, 0
+    _, r = next(rounds(m, PROMPTS, 12, drafter, warm, Coins(5)))
+    assert not r.trace and not r.draft.traced
+    for arm, (subs, head) in zip(drafter.arms, exits, strict=True):
+        hits = sum(float(Teacher(m, text, warm).acceptance(subs, head).sum()) for text in PROMPTS)
+        assert arm.drafter.rule.past.hits == pytest.approx(hits, abs=1e-5)
+        assert arm.drafter.rule.past.hits + arm.drafter.rule.past.misses == sum(map(len, PROMPTS))
 
 
 def test_what_an_n_gram_would_have_copied(models):
@@ -245,7 +222,7 @@ def test_promises_are_the_formula(alpha, price):
     """With blocks for free and no tail."""
     drafter = Pace(TARGET, [])
     drafter.block, drafter.n, drafter.grown, drafter.room, drafter.balance = lambda T: 1.0, 9, 1.0, 16, 99.0
-    rate, g = drafter.promise(Arm("", None, lambda n: price), alpha, 16)
+    rate, g = drafter.promise(Arm("", None, lambda n: price), alpha)
     speeds = [expected_tokens(alpha, k) / (1 + k * price) for k in range(17)]
     assert rate == pytest.approx(max(speeds)) == pytest.approx(speeds[g])
 
@@ -254,12 +231,12 @@ def test_promises_of_blocks_and_tails_by_hand(models):
     costs = Costs((1.0,) * 12, 2.0, ((1, 1.0), (2, 1.5), (17, 9.0)))
     arm, drafter = Arm("", None, lambda n: 0.1, shared=0.25), Pace(models["llama"], [], costs)
     drafter.block, drafter.n, drafter.grown, drafter.room, drafter.balance = costs.block, 9, 1.0, 2, 9.0
-    assert drafter.promise(arm, 1.0, 16) == (pytest.approx(max(2 / 1.6, 3 / 2.2)), 2), "room for two"
-    assert drafter.promise(arm, 1.0, 1) == (pytest.approx(2 / 1.6), 1)
+    assert drafter.promise(arm, 1.0) == (pytest.approx(max(2 / 1.6, 3 / 2.2)), 2), "room for two"
     drafter.balance = 0.7
-    assert drafter.promise(arm, 1.0, 16)[1] == 1, "2.2 - 1 passes are more than there are"
+    assert drafter.promise(arm, 1.0)[1] == 1, "2.2 - 1 passes are more than there are"
+    arm.most = 1
     drafter.balance, drafter.tails, drafter.block = 9.0, Beta(6.0, 1.0), lambda T: 1.0      # three follow
-    assert drafter.promise(arm, 0.5, 1, True) == (pytest.approx((1.5 + 0.5 * 3) / 1.35), 1)
+    assert drafter.promise(arm, 0.5, TAIL) == (pytest.approx((1.5 + 0.5 * 3) / 1.35), 1)
 
 
 def test_candidates_and_their_prices(models):
