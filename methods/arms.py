@@ -13,7 +13,6 @@ from sampling import raw_probs
 from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
-SLOW = 0.99     # the same of what outlives a text
 TRUST = 0.98    # the same of a tenth of confidence, after each of its tokens
 
 
@@ -21,15 +20,14 @@ class Calibrated(Rule):
     """Stop drafting where the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in tenths, is calibrated by how often it was right at that confidence. `skill`
-    is its acceptance rate in this text, `past` in all texts. bars: a price for each of the `gamma` tokens, in
-    tokens: what one more costs, times the tokens per pass that drafting reaches. prior: the acceptance rate
-    that is expected at first.
+    is its acceptance rate, at first `prior`. bars: a price for each of the `gamma` tokens, in tokens: what
+    one more costs, times the tokens per pass that drafting reaches.
     """
 
     def __init__(self, bars=None, gamma=MOST, prior=0.5):
         super().__init__(gamma)
         self.bars = [0.3] * gamma if bars is None else bars
-        self.sure, self.skill, self.past = [], Beta(prior=prior), Beta(prior=prior)
+        self.sure, self.skill = [], Beta(prior=prior)
         self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)]
 
     def gamma(self, state):
@@ -50,21 +48,16 @@ class Calibrated(Rule):
             return
         K, tenths = len(self.sure), torch.stack(self.sure, 1).tolist()          # (B, K)
         hits = torch.minimum(r.p[:, :K], r.draft.q[:, :K]).sum(-1).clamp(max=1).tolist()
-        self.fade()
+        self.skill.fade(FADE)
         for b, (drafted, kept) in enumerate(outcomes(r)):
             for k in range(min(drafted, kept + 1, K)):
                 self.count(hits[b][k], tenths[b][k])
         self.sure = []
 
-    def fade(self):
-        """A round has passed."""
-        self.skill.fade(FADE)
-        self.past.fade(SLOW)
-
     def count(self, hit, tenth):
         """A token of this confidence would be accepted with probability `hit`."""
         self.trust[tenth].fade(TRUST)
-        for beta in (self.skill, self.past, self.trust[tenth]):
+        for beta in (self.skill, self.trust[tenth]):
             beta.add(hit, 1 - hit)
 
 

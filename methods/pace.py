@@ -50,7 +50,7 @@ class Pace(Wrapper):
         self.taps = tuple(sorted({*self.taps, last, *(2 * arm.leaves - 1 for arm in self.exits)}))
         self.whole = self.costs.pricing(range(last + 1))
         self.copied, self.tails = Beta(), Beta()    # tokens copied right; the same per round without a copy
-        self.balance, self.chosen, self.due = STAKE, {}, 0
+        self.balance, self.chosen, self.due, self.n = STAKE, {}, 0, 0
 
     def begin(self, state, trace):
         same_model(self.model, state)
@@ -59,7 +59,7 @@ class Pace(Wrapper):
         self.before, self.written, self.least, self.idle = [True] * rows, [0] * rows, 0, 0
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
         for arm in self.arms:       # another text: what is known counts as two drafts
-            arm.drafter.rule.skill = Beta(prior=arm.drafter.rule.past.mean())
+            arm.drafter.rule.skill = Beta(prior=arm.drafter.rule.skill.mean())
         self.look(state)
         if self.exits and self.most:
             self.score(state, trace)
@@ -164,7 +164,6 @@ class Pace(Wrapper):
         self.way.observe(state, r)
         for arm in self.arms:
             if arm is not self.arm:
-                arm.drafter.rule.fade()     # the one that drafted does so itself
                 arm.drafter.observe(state, r)
         self.lookup.observe(state, r)
         self.read(r)

@@ -135,7 +135,7 @@ def test_it_changes_to_what_is_better_and_remembers():
     drafter.lookup.found = lambda state: [[] for _ in state.known]
     generate(TARGET, PROMPTS[:1], 200, drafter)
     assert drafter.chosen["right"] > 5 * drafter.chosen["wrong"] > 0
-    before, known = dict(drafter.chosen), [arm.drafter.rule.past.mean() for arm in arms]
+    before, known = dict(drafter.chosen), [arm.drafter.rule.skill.mean() for arm in arms]
     assert known[0] < 0.5 < 0.9 < known[1] and drafter.beliefs()["right"][1] == 0.2
     generate(TARGET, PROMPTS[1:2], 20, drafter)
     assert drafter.chosen["wrong"] - before["wrong"] <= 1
@@ -147,16 +147,14 @@ def test_the_prompt_tells_of_every_exit(models, monkeypatch, family):
     m = models[family]
     exits = [(range(4), m), (range(10), m), (range(6), ShortHead(m, IDS))]
     drafter = Pace(m, [self_draft("", head, subs, CHEAP) for subs, head in exits], CHEAP)
-    for arm in drafter.arms:
-        monkeypatch.setattr(arm.drafter.rule, "fade", lambda: None)
     monkeypatch.setattr(Pace, "choose", lambda self: None)
     drafter.arm, drafter.tail, drafter.length = drafter.nothing, 0, 0
     _, r = next(rounds(m, PROMPTS, 12, drafter, warm, Coins(5)))
     assert not r.trace and not r.draft.traced
     for arm, (subs, head) in zip(drafter.arms, exits, strict=True):
         hits = sum(float(Teacher(m, text, warm).acceptance(subs, head).sum()) for text in PROMPTS)
-        assert arm.drafter.rule.past.hits == pytest.approx(hits, abs=1e-5)
-        assert arm.drafter.rule.past.hits + arm.drafter.rule.past.misses == sum(map(len, PROMPTS))
+        assert arm.drafter.rule.skill.hits == pytest.approx(hits, abs=1e-5)
+        assert arm.drafter.rule.skill.hits + arm.drafter.rule.skill.misses == sum(map(len, PROMPTS))
 
 
 def test_what_an_n_gram_would_have_copied(models):
@@ -184,7 +182,7 @@ def test_confidence_is_calibrated():
         rule.count(hit, tenth)
     assert rule.trust[9].mean() == pytest.approx((0.75 * TRUST + 1 + 1.9) / (TRUST + 1 + 2))
     assert rule.trust[0].mean() == pytest.approx(0.1 / 3)
-    assert (rule.skill.hits, rule.skill.misses) == (rule.past.hits, rule.past.misses) == (1.75, 1.25)
+    assert (rule.skill.hits, rule.skill.misses) == (1.75, 1.25)
 
 
 def test_one_more_is_drafted_while_its_chance_exceeds_its_price():
