@@ -11,11 +11,11 @@ from itertools import pairwise
 
 from tqdm import tqdm
 
-from control import AdaptiveExit, Confidence, DoNoHarm, weight_costs
+from control import Confidence, DoNoHarm, weight_costs
 from lab.bench.drafters import TAIL, Bench, Method, divergences, fixed, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
 from lab.clasp import CLaSp
-from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
+from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from layerskip import early_exit
 from machine.quant import byte_costs, size

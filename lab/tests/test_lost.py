@@ -11,13 +11,13 @@ from test_control import outcome, state_of
 from test_heads import GROVE, both_ways, wild
 from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read
 
-from control import Beta, Gate
+from control import Beta
 from kvcache import KVCache
 from lab import clasp
 from lab.clasp import CLaSp, nearest
 from lab.m2r2 import M2R2
 from lab.recycle import Recycle
-from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate, plan
+from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson, ValueGate, plan
 from lab.swift import SWIFT
 from lab.transfer import Transfer, ahead
 from layerskip import SelfDraft
@@ -170,6 +170,31 @@ def test_thompson_draws_from_what_became_of_drafts():
     rule.begin(state)       # what is learnt outlives the run
     lengths = torch.tensor([rule.gamma(state) for _ in range(50)]).double()
     assert lengths[:, 0].mean() > 7 and lengths[:, 1].mean() < 1.2 and int(lengths.min()) == 1
+
+
+def test_adaptive_exit_by_hand():
+    """m <- m / 2 + share / 2; the threshold moves by a tenth of .01: up while m < .9, else down, but not if
+    nothing stopped the draft."""
+    rule = AdaptiveExit()
+    rule.begin(state_of())
+    for drafted, kept, mean, threshold in (
+            (4, 4, 0.5, 0.601), (4, 4, 0.75, 0.602), (4, 4, 0.875, 0.603), (12, 12, 0.9375, 0.603),
+            (0, 0, 0.9375, 0.603), (4, 4, 0.96875, 0.602), (4, 1, 0.609375, 0.603)):
+        rule.learn(state_of(), outcome((drafted, kept)))
+        assert [*rule.acceptance, *rule.threshold] == pytest.approx([mean, threshold], abs=1e-12)
+
+
+def test_adaptive_exit_keeps_rows_apart_and_remembers():
+    rule, state = AdaptiveExit(), state_of(3)
+    rule.begin(state)
+    rule.learn(state, outcome((4, 4), None, (2, 0)))
+    assert rule.threshold == pytest.approx([0.601, 0.6, 0.601])
+    rule.threshold = [0.3, 0.9, 0.5]
+    rule.begin(state)   # what a text taught is where the next one starts
+    rule.gamma(state)
+    assert rule.stop(0, torch.zeros(3, 2), torch.zeros(3).long()).tolist() == [False, True, False]
+    rule.begin(state_of(2))
+    assert rule.threshold == [0.6, 0.6], "other rows know nothing"
 
 
 def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
