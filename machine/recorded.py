@@ -26,12 +26,11 @@ from torch import nn
 import model as model_code
 from kvcache import KVCache
 from layerskip import StandIn
-from model import Placement
+from model import Placement, Transformer
 from support import files
 from support.cli import machine
 
-KEEP = 64  # recordings; of more, the oldest is forgotten
-FEW = 8    # rows of a batch and a block together, for which a product is faster as sums
+FEW = 8     # rows of a batch and a block together, for which a product is faster as sums
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
@@ -221,8 +220,7 @@ class Recorded(StandIn):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
         (B, T, _), width, y = x.shape, self.width(x.shape[1]), None
         if rows is None and width is not None:
-            f = lambda model, x: model.unembed(x)  # noqa: E731
-            y = self.play(self, (None, B, width), f, (pad(x, width - T),), [])
+            y = self.play(self, (None, B, width), Transformer.unembed, (pad(x, width - T),), [])
         return self.model.unembed(x, rows) if y is None else y[:, :T]
 
     def replays(self):
@@ -257,10 +255,7 @@ class Recorded(StandIn):
             key = *key, len(fixed[0]), len(fixed[2])
         tapes = self.tapes.setdefault(home, {})
         if tapes.get(key) is None and not self.frozen:
-            seen = key in tapes
-            while not seen and len(tapes) >= KEEP:
-                del tapes[next(iter(tapes))]
-            tapes[key] = self.record(key, f, inputs, fixed) if seen else None
+            tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
         tape = tapes.get(key)
         return tape and tape(inputs, fixed)
 

@@ -17,9 +17,6 @@ class Then(Wrapper):
     those states for b's tokens.
     """
 
-    def __init__(self, a, b):
-        super().__init__(a, b)
-
     def propose(self, state):
         a, b = self.drafters
         head = a.propose(state).cut(max(state.left_cpu) - 1)
@@ -59,12 +56,8 @@ def join(head, length, tail):
     tokens = F.pad(head.tokens, (0, T)).scatter(1, at, tail.tokens)
     q = head.q if tail.q is None else tail.q
     if q is not None:
-        V = q.shape[-1]
-        first, second = (one_hot(draft, V, q.dtype) for draft in (head, tail))
+        V = q.shape[-1]     # the q of what was copied is one-hot
+        first, second = (F.one_hot(draft.tokens, V).to(q.dtype) if draft.q is None else draft.q
+                         for draft in (head, tail))
         q = F.pad(first, (0, 0, 0, T)).scatter(1, at[..., None].expand(B, T, V), second)
     return Draft(tokens, q, length + (T if tail.length is None else tail.length), traced=head.traced)
-
-
-def one_hot(draft, V, dtype):
-    """The q of a draft (B, K, V), which for copied tokens is the one-hot."""
-    return F.one_hot(draft.tokens, V).to(dtype) if draft.q is None else draft.q

@@ -130,14 +130,6 @@ def test_what_is_recorded(models):
     assert len(m.tapes) == 2, "recordings of a cache go with it"
 
 
-def test_the_oldest_recordings_go(models, monkeypatch):
-    monkeypatch.setattr(recorded, "KEEP", 3)
-    m = on_paper(models["llama"].model)
-    for state, _ in rounds(m, PROMPTS, 24, SelfDraft(m, [0, 1, 3, 4], 5)):  # noqa: B007
-        assert all(len(tapes) <= 3 for tapes in m.tapes.values())
-    assert len(m.tapes[state.cache]) == 3
-
-
 @pytest.mark.parametrize("slots, width", [(200, 1), (203, 8)])
 def test_sliding_layers_read_little(models, slots, width):
     """One row passes all places of its cache. It needs no more recordings than if lengths doubled."""
