@@ -64,24 +64,22 @@ class Calibrated(Rule):
 @dataclass(eq=False)
 class Arm:
     """A way to draft. price(n): passes that a drafted token costs after n others. once(block): what a round
-    costs besides. shared: the part of a pass that is lost where a tail continues its draft. leaves: the block
-    after which an early exit leaves, else 0. most: the longest draft."""
+    costs besides. shared: the part of a pass that is lost where a tail continues its draft. most: the longest
+    draft."""
     name: str
     drafter: Drafter
     price: Callable
     once: Callable = lambda block: 0.0
     shared: float = 0.0
-    leaves: int = 0
     most: int = MOST
 
 
 def self_draft(name, model, sublayers, costs):
     """The Arm of a SelfDraft. model: the target, or a ShortHead in its stead."""
     exact, share = shared_prefix(sublayers), getattr(model, "share", 1.0)
-    leaves = exact // 2 if exact == len(sublayers) and exact % 2 == 0 else 0
     own, whole = costs.pricing(sublayers, share), costs.pricing(range(2 * model.c.n_layers))
     return Arm(name, SelfDraft(model, sublayers, Calibrated()), lambda n: own(n) / whole(n),
-               shared=sum(costs.sublayers[:exact]) / costs.whole, leaves=leaves)
+               shared=sum(costs.sublayers[:exact]) / costs.whole)
 
 
 def head_draft(head, costs, vocab=None):

@@ -1,21 +1,16 @@
 """Pace: before every draft, choose how to draft and how far, so that the time buys the most tokens.
 
 Prices are known before a round begins, in passes of the target over one token. What a draft is worth is
-learnt: of early exits from the target's own states of the prompt, of an n-gram from the text, which shows
-what it would have copied, and of every way to draft from its own drafts.
+learnt: of an n-gram from the text, which shows what it would have copied, of all else from its own drafts.
 
 Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance never
 falls below 0; hence cost <= STAKE + (1 + risk) x tokens, whatever the drafts are worth.
 """
-from dataclasses import replace
 from functools import cache
-
-import torch
 
 from control import MOST, Beta, weight_costs
 from methods.arms import FADE, Arm, candidates
 from methods.drafting import same_model
-from methods.dynamic import last_places, overlaps
 from methods.then import Then
 from speculative import Drafter, NGram, Wrapper
 
@@ -24,7 +19,6 @@ MARGIN = 0.05   # an arm must promise this much more than plain decoding, since 
 EVERY = 16      # rounds between two explorations
 IDLE = 3        # rounds without a thought where nothing gains, unless the text repeats itself
 TAIL = 8        # tokens that an n-gram may copy
-WINDOW = 32     # places at the prompt's end on which the exits are scored
 
 
 class Pace(Wrapper):
@@ -45,10 +39,7 @@ class Pace(Wrapper):
         self.nothing, self.copying = (Arm(name, drafter, lambda n: 0.0) for name, drafter in (
             ("nothing", Drafter()), ("n-gram", self.lookup)))
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
-        self.traced = bool(self.taps)       # what is not traced can be replayed from a recording
-        self.exits, last = [arm for arm in self.arms if arm.leaves], 2 * model.c.n_layers - 1
-        self.taps = tuple(sorted({*self.taps, last, *(2 * arm.leaves - 1 for arm in self.exits)}))
-        self.whole = self.costs.pricing(range(last + 1))
+        self.whole = self.costs.pricing(range(2 * model.c.n_layers))
         self.copied, self.tails = Beta(), Beta()    # tokens copied right; the same per round without a copy
         self.balance, self.chosen, self.due, self.n = STAKE, {}, 0, 0
 
@@ -60,25 +51,6 @@ class Pace(Wrapper):
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
         for arm in self.arms:       # another text: what is known counts as two drafts
             arm.drafter.rule.skill = Beta(prior=arm.drafter.rule.skill.mean())
-        self.look(state)
-        if self.exits and self.most:
-            self.score(state, trace)
-
-    def score(self, state, trace):
-        """Count what the exits would have drafted at the prompt's last places: the target's states show it.
-        It takes rows of the head, and half as much again to compare p and q."""
-        heads = 1 + 1.5 * sum(getattr(arm.drafter.model, "share", 1.0) for arm in self.exits)
-        loss = heads * self.costs.head / self.costs.whole * self.block(WINDOW) * self.grown
-        if loss > self.balance - STAKE / 2:
-            return
-        self.balance -= loss
-        places, true = last_places(state, trace, WINDOW)
-        p = state.probs(self.model.unembed(places[self.taps[-1]]))
-        for arm in self.exits:
-            logits = arm.drafter.model.unembed(places[2 * arm.leaves - 1])
-            hits, sure = overlaps(state.probs, p, logits)                       # (B, T) both
-            for hit, tenth in torch.stack([hits[true], 10 * sure[true]], 1).tolist():
-                arm.drafter.rule.count(hit, int(tenth))
 
     # --- before a round
 
@@ -148,8 +120,7 @@ class Pace(Wrapper):
         name = self.arm.name + ", then n-gram" * bool(self.tail)
         self.chosen[name] = self.chosen.get(name, 0) + 1
         self.way = Then(self.arm.drafter, self.lookup) if self.tail else self.arm.drafter
-        draft = self.way.propose(state if self.traced else replace(state, taps=()))
-        return replace(draft.cut(self.length + self.tail), traced=self.traced)
+        return self.way.propose(state).cut(self.length + self.tail)
 
     # --- after a round
 

@@ -208,7 +208,7 @@ print(f"the search itself took as long as {len(scores) * costs.step(swift.kept(s
 #
 # $$\frac{1 + \alpha + \dots + \alpha^\gamma}{\gamma c + 1}$$
 #
-# with c from a table of costs, and alpha from the text for n-grams, the prompt's trace for exits, and from
+# with c from a table of costs, and alpha from the text for n-grams, and from
 # their own drafts for all else. A way that drafts seldom is hardly known. So every 16 rounds Pace also asks
 # how much it *may well* promise, with an alpha one standard deviation above its mean; where that is more than
 # the best has to offer, the way is tried out. Where nothing promises at least 5 % more than plain decoding

@@ -11,12 +11,11 @@ from test_heads import wild
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
-from layerskip import SelfDraft, ShortHead, StandIn, without
+from layerskip import SelfDraft, StandIn, without
 from methods.arms import FADE, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
 from methods.pace import STAKE, TAIL, Pace
 from sampling import Coins, to_probs
-from search import Teacher
 from speculative import ModelDraft, generate, rounds
 
 SKIP, IDS = without(6, attn=[1, 4], mlp=[2]), [4, 9, 0, 2, 16, 3]
@@ -141,22 +140,6 @@ def test_it_changes_to_what_is_better_and_remembers():
     assert drafter.chosen["wrong"] - before["wrong"] <= 1
 
 
-@each_family
-def test_the_prompt_tells_of_every_exit(models, monkeypatch, family):
-    """The counts are what `Teacher` finds. No round is traced, since recorded passes have no trace."""
-    m = models[family]
-    exits = [(range(4), m), (range(10), m), (range(6), ShortHead(m, IDS))]
-    drafter = Pace(m, [self_draft("", head, subs, CHEAP) for subs, head in exits], CHEAP)
-    monkeypatch.setattr(Pace, "choose", lambda self: None)
-    drafter.arm, drafter.tail, drafter.length = drafter.nothing, 0, 0
-    _, r = next(rounds(m, PROMPTS, 12, drafter, warm, Coins(5)))
-    assert not r.trace and not r.draft.traced
-    for arm, (subs, head) in zip(drafter.arms, exits, strict=True):
-        hits = sum(float(Teacher(m, text, warm).acceptance(subs, head).sum()) for text in PROMPTS)
-        assert arm.drafter.rule.skill.hits == pytest.approx(hits, abs=1e-5)
-        assert arm.drafter.rule.skill.hits + arm.drafter.rule.skill.misses == sum(map(len, PROMPTS))
-
-
 def test_what_an_n_gram_would_have_copied(models):
     """A tail goes on where nothing was found, so it is worth what is found in the round after such a one."""
     drafter = Pace(models["llama"], [], CHEAP)
@@ -240,7 +223,7 @@ def test_promises_of_blocks_and_tails_by_hand(models):
 def test_candidates_and_their_prices(models):
     m, costs = models["llama"], weight_costs(LLAMA)
     arms = candidates(m, costs, SKIP, [1, 2, 3])
-    assert [(arm.name, arm.leaves) for arm in arms] == [("exit 1", 1), ("exit 2", 2), ("skip set", 0)]
+    assert [arm.name for arm in arms] == ["exit 1", "exit 2", "skip set"]
     for arm, subs in zip(arms, (range(2), range(4), SKIP), strict=True):
         assert arm.drafter.sublayers == list(subs) and arm.drafter.model.share == 3 / 17
         price, whole = costs.pricing(subs, 3 / 17), costs.pricing(range(12))
