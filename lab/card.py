@@ -1,7 +1,5 @@
-"""The model card: what a trained model is, how it was made, and what each of its exits is worth.
-
-The one thing to remember: the run itself writes the card, so it cannot describe any other run.
-"""
+"""The model card: what a trained model is, how it was made, and what each of its exits is worth. The run
+itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
 from support import cli
@@ -30,10 +28,7 @@ def count(module):
 def card(title, about, run, facts, words, head, numbers, tables):
     """A card in Markdown. about: a sentence or two; facts: {name: value}; words: what the table's words mean;
     head: what the numbers count; numbers: those to show, from 1 on; tables: {file: {what: [values]}}."""
-    given = {name: v for name, v in run.settings.items() if v is not None and name not in ("text", "data")}
-    facts |= {"data": facts["data"] or ", ".join(run.text.train),
-              "settings": ", ".join(f"{name.replace('_', ' ')} {v}" for name, v in given.items()),
-              "tokens": f"{run.step * run.block:,}", "command": f"`{run.a.command}`",
+    facts |= {"tokens": f"{run.step * run.block:,}", "command": f"`{run.a.command}`",
               "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"}
     rows = [f"| {head} | " + " | ".join(map(str, numbers)) + " |", "|---" * (len(numbers) + 1) + "|"]
     for name, table in tables.items():
@@ -55,7 +50,7 @@ def model_card(run, tables, sample):
     words = ("Loss: nats per token. Speed-up: the best that the formula promises where c counts the weights "
              "that a drafted step reads.")
     exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
-    facts = {"shape": shape, "data": run.a.about, "greedy sample": sample}
+    facts = {"shape": shape, "data": ", ".join(run.text.train), "greedy sample": sample}
     return card(Path(run.a.out).name, about, run, facts, words, "exit after block", exits, tables)
 
 
@@ -66,12 +61,12 @@ def head_card(run, tables):
              "whose frozen weights they were trained, and for no other.")
     shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
     facts = {"shape": f"{shape}; {count(head.weights) / 1e6:.2f} M weights in bfloat16",
-             "data": "" if a.data else f"own text at temperature {a.temperature:g}"}
+             "data": ", ".join(a.data) or f"own text at temperature {a.temperature:g}"}
     words = ("Before: at the start. Step: the first, second, ... token that a head foresees. Loss: "
              "KL(p || q) in nats. Top 5: how often that token is among the head's best five. Overlap: the "
              "sum of min(p, q), the acceptance at temperature 1.")
-    before = {name: {"agreement before": t["agreement"]} for name, t in run.evals[0]["files"].items()}
-    tables = {name: table | before[name] for name, table in tables.items()}
+    tables = {name: table | {"agreement before": run.before[name]["agreement"]}
+              for name, table in tables.items()}
     steps = range(1, 1 + len(next(iter(tables.values()))["loss"]))
     title = f"{head.kind} for {Path(a.model).resolve().name}"
     return card(title, about, run, facts, words, "step", steps, tables)

@@ -1,10 +1,8 @@
 """Text to train and measure on: from files of documents to a byte-level BPE, streams of tokens, and batches.
 
-The one thing to remember: every document begins with the begin-of-text id, and the batch of a step depends on
-nothing but seed and step, so that a run can be resumed or repeated exactly.
+Every document begins with the begin-of-text id, and the batch of a step depends on nothing but seed and step,
+so that a run can be resumed or repeated exactly.
 """
-import hashlib
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +12,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from support.files import BOUNDARY, read_texts
 
 HELD_OUT = 0.02             # the share of each training file that is measured on where no other file is given
-
-
-def own_sources():
-    """The modules of Python's standard library: text that every machine with Python has."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [p for p in sorted(root.rglob("*.py"))
-             if not {"site-packages", "test", "tests"} & set(p.relative_to(root).parts)]
-    texts = (p.read_text(encoding="utf-8", errors="ignore").strip("\n") for p in paths)
-    return [text for text in texts if text]
 
 
 def train_tokenizer(documents, vocab):
@@ -70,11 +59,14 @@ class Corpus:
             windows.append(streams[file][start : start + length + 1])
         return torch.stack(windows)
 
-    def hash(self):
-        h = hashlib.sha256(repr(self.weights).encode())
-        for s in self.train.values():
-            h.update(s.numpy().tobytes())
-        return h.hexdigest()[:16]
+    def state(self):
+        """What a checkpoint keeps of it."""
+        return vars(self) | {"tokenizer": self.tokenizer.to_str()}
+
+
+def restored(state):
+    """The Corpus of which a checkpoint kept the `state`."""
+    return Corpus(**state | {"tokenizer": Tokenizer.from_str(state["tokenizer"])})
 
 
 def windows(tokens, size, most, stride):
@@ -104,13 +96,12 @@ def read_weighted(items):
 def read(files, valid, length, vocab=4096, tokenizer=None, start=None):
     """A Corpus whose streams are longer than `length`.
 
-    files: each FILE or FILE=WEIGHT; an empty list stands for `own_sources`. valid: files to measure on; an
-    empty list stands for the last part of each training file, which is then not trained on. Without a
-    tokenizer, one of `vocab` tokens is trained. start: the ids between two documents, such as end-of-text and
-    begin-of-text (default: that of <|endoftext|>, which is both). Raises ValueError or FileNotFoundError, in
-    one line, for files that are missing, empty or too short.
+    files: each FILE or FILE=WEIGHT. valid: files to measure on; an empty list stands for the last part of
+    each training file. Without a tokenizer, one of `vocab` tokens is trained. start: the ids between two
+    documents, such as end-of-text and begin-of-text (default: that of <|endoftext|>, which is both). Raises
+    ValueError or FileNotFoundError for files that are missing, empty or too short.
     """
-    documents, weights = read_weighted(files) if files else ({"python": own_sources()}, [1.0])
+    documents, weights = read_weighted(files)
     held_out, _ = read_weighted(valid)
     tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
     start = start or [tokenizer.token_to_id(BOUNDARY)]

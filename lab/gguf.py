@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import checkpoint
 from model import Config, Transformer
@@ -22,14 +22,9 @@ NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 WHOLE = {checkpoint.EMBED: "token_embd", "model.norm.weight": "output_norm", checkpoint.HEAD: "output"}
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SPLITS = {  # what a text is cut into before the merges, by the name of the pre-tokenizer
-    "gpt-2": BYTES, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
-    "llama-bpe": pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])}
+    "gpt-2": BYTES, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES])}
 CONTROL = 3     # the type of a token such as <|im_start|>
 
 
@@ -77,8 +72,7 @@ def read_tokens(kv):
         raise ValueError(f"its tokenizer is {kind}, {split}; read are gpt2 with {', '.join(SPLITS)}")
     tokens, pairs = kv["tokenizer.ggml.tokens"], kv["tokenizer.ggml.merges"]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)},
-                                     [tuple(pair.split(" ")) for pair in pairs],
-                                     ignore_merges=split == "llama-bpe"))
+                                     [tuple(pair.split(" ")) for pair in pairs]))
     tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
     types = kv.get("tokenizer.ggml.token_type", [])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
@@ -89,10 +83,8 @@ def read_tokens(kv):
 def convert(path, out):
     """Write the folder `out` of the GGUF at `path`. Raises ValueError, in one line, for what is not read."""
     import gguf
-    try:
+    with checkpoint.guarded(f"{path}: not a readable GGUF file"):
         reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, OSError) as e:
-        raise ValueError(f"{path}: not a readable GGUF file ({e})") from None
     kv = {key: field.contents() for key, field in reader.fields.items()}
     stored = {t.name: t for t in reader.tensors}
     c = read_settings(kv, stored)
@@ -106,11 +98,11 @@ def convert(path, out):
     if stored:
         raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama")
     tokenizer, named = read_tokens(kv), {"bos_token": c.bos, "eos_token": c.eos[0] if c.eos else None}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast",
-                "chat_template": kv.get("tokenizer.chat_template")}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
     settings |= {key: tokenizer.id_to_token(i) for key, i in named.items() if i is not None}
-    model.beside = {"tokenizer_config.json": json.dumps(
-        {key: value for key, value in settings.items() if value}, indent=2)}
+    if "tokenizer.chat_template" in kv:
+        settings["chat_template"] = kv["tokenizer.chat_template"]
+    model.beside = {"tokenizer_config.json": json.dumps(settings, indent=2)}
     checkpoint.save(model, out, tokenizer)
 
 

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from lab.train import number
+from lab.train import add_numbers
 from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
@@ -59,13 +59,12 @@ def main(argv=None):
         p.add_argument("--prompts", required=True, nargs="+", metavar="FILE", help='{"prompt": text} a line')
         p.add_argument("--out", required=True, metavar="FILE", help="documents for lab.train_heads --data")
         p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-        for name, default, low, high, text in (
-                ("batch", 32, 1, 2**20, "prompts that are answered together"),
-                ("most", 192, 1, 2**20, "tokens of an answer at most"),
-                ("repeats", 1, 1, 2**20, "answers to each prompt"),
-                ("temperature", 0.5, 1e-30, 1e30, "at which answers are drawn"),
-                ("opening", 4, 0, 2**20, "but their first tokens at 1"), ("seed", 0, 0, 2**40, "")):
-            p.add_argument(f"--{name}", type=number(low, high), default=default, metavar="N", help=text)
+        add_numbers(p, (("batch", 32, 1, 2**20, "prompts that are answered together"),
+                        ("most", 192, 1, 2**20, "tokens of an answer at most"),
+                        ("repeats", 1, 1, 2**20, "answers to each prompt"),
+                        ("temperature", 0.5, 1e-30, 1e30, "at which answers are drawn"),
+                        ("opening", 4, 0, 2**20, "but their first tokens at 1"),
+                        ("seed", 0, 0, 2**40, "")))
         write(p.parse_args(argv))
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 

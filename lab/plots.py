@@ -1,7 +1,4 @@
-"""The chart of what the lab trains.
-
-The one thing to remember: nothing is measured here; a chart shows what another module has found.
-"""
+"""The chart of what the lab trains."""
 from support.files import replacing
 from support.plots import HUES, axes
 
@@ -23,7 +20,7 @@ def training(run, tables, things, path):
     smooth = running_mean([final for final, _, _ in run.losses], max(1, len(run.losses) // 100))
     course.plot(tokens, smooth, color=HUES[-1], lw=1)
     for (name, table), hue in zip(tables.items(), HUES * len(tables), strict=False):
-        first, numbers = run.evals[0]["files"][name], range(1, 1 + len(table["loss"]))
+        first, numbers = run.before[name], range(1, 1 + len(table["loss"]))
         loss.plot(numbers, table["loss"], color=hue, marker=".", label=name.removesuffix(".txt"))
         agreed.plot(numbers, table["agreement"], color=hue, marker=".")
         agreed.plot(numbers, first["agreement"], color=hue, marker=".", ls=":", lw=1)

@@ -2,16 +2,13 @@
 
     python -m lab.train_heads medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
 
-The one thing to remember: the teacher is the model itself. By default it also writes the text, at a
-low temperature, so that its heads learn what it says where they will draft, and nobody needs its training
-data. What a head is told to say is not the text but the model's whole distribution, because acceptance
-compares the two.
+The teacher is the model itself. By default it also writes the text, at a low temperature, so that its heads
+learn what it says where they will draft, and nobody needs its training data. What a head learns to say is not
+the text but the model's whole distribution, because acceptance compares the two.
 """
 import copy
-import hashlib
 import json
 import math
-import shlex
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -35,11 +32,10 @@ from support import cli
 from support.files import BOUNDARY, write_file
 
 SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": [],
-         "m2r2": ["exit_layer", "rank", "align"], "medusa": ["heads", "own_head"],
-         "transfer": ["inject_layer", "steps"], "prophet": ["blocks"]}  # the flags of each kind
+         "m2r2": ["exit_layer", "align"], "medusa": ["heads"], "transfer": ["inject_layer", "steps"],
+         "prophet": ["blocks"]}     # the flags of each kind
 FLAGS = (   # as in train.add_numbers; a default of None depends on the model
     ("exit-layer", None, 0, 2**20, "kangaroo, exit_block, m2r2: after which block (default: a sixth)"),
-    ("rank", None, 1, 2**20, "m2r2: of each adapter (default: in all as many weights as Kangaroo's has)"),
     ("align", None, 0.0, 1e30, "m2r2: what the distance from the states further up counts, beside the "
      "distributions (default: 0.1)"),
     ("heads", None, 1, 2**20, "medusa: how many (default: 3)"),
@@ -48,15 +44,13 @@ FLAGS = (   # as in train.add_numbers; a default of None depends on the model
     ("steps", None, 1, 2**20, "transfer: rows for each token (default: 3)"),
     ("blocks", None, 1, 2**20, "prophet: how many (default: 1)"))
 TEXT = (
-    ("text", None, 1.0, 1e30, "how many tokens it writes (default: 150,000), or are taken from --data, by "
-     "weight (default: all)"),
+    ("text", 1.5e5, 1.0, 1e30, "how many tokens it writes"),
     ("temperature", 0.5, 1e-30, 1e30, "at which it writes"),
     ("opening", 0, 0, 2**40, "but the first N tokens at 1"))
 KINDS = heads.KINDS | {head.kind: head for head in (M2R2, Transfer)}
 MEASURED = 4096     # tokens of held-out text
 RANKS = 5           # of how many ranks a head's acceptance is measured, for the shape of a tree
 OWN = "own text"    # the name of what the model writes itself
-OWN_TEXT = 1.5e5    # tokens of it
 ROWS = 32           # texts that it writes at a time
 MEMORY = 2**31      # bytes of states that are kept
 
@@ -71,7 +65,6 @@ def parse(argv):
     p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks into "
                    "heads/KIND in the model's folder")
     p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
-    p.add_argument("--own-head", action="store_true", default=None, help="medusa: one output head each")
     p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N", help="learn to say only the "
                    "text's N most frequent tokens: with a large vocabulary many times cheaper; writes "
                    f"{VOCAB} beside the heads")
@@ -83,9 +76,9 @@ def parse(argv):
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("shape", FLAGS), ("text", TEXT), ("optimisation", steps)):
         train.add_numbers(p.add_argument_group(title), rows)
-    p.set_defaults(tokens=6e5, batch=4, context=256, lr=2e-3, warmup=20, dtype="float32", start=None)
+    p.set_defaults(tokens=6e5, batch=4, context=256, lr=2e-3, warmup=20)
     a = p.parse_args(argv)
-    a.command = f"python -m lab.train_heads {shlex.join(argv)}"
+    a.command = train.command_line("lab.train_heads", argv)
     for name in sorted(set().union(*SHAPE.values()) - {*SHAPE[a.kind]}):
         if getattr(a, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
@@ -98,10 +91,10 @@ def parse(argv):
 def build(a, model):
     """The head that the flags ask for, fresh."""
     L = model.c.n_layers
-    usual = {"exit_layer": max(1, L // 6), "rank": None, "align": 0.1, "heads": 3, "own_head": False,
-             "inject_layer": L // 2, "steps": 3, "blocks": 1}
-    given = {name: getattr(a, name) for name in SHAPE[a.kind] if getattr(a, name) is not None}
-    return KINDS[a.kind](model, **{name: usual[name] for name in SHAPE[a.kind]} | given)
+    usual = {"exit_layer": max(1, L // 6), "align": 0.1, "heads": 3, "inject_layer": L // 2, "steps": 3,
+             "blocks": 1}
+    shape = {name: usual[name] if getattr(a, name) is None else getattr(a, name) for name in SHAPE[a.kind]}
+    return KINDS[a.kind](model, **shape)
 
 
 # --- the text
@@ -113,7 +106,7 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0):
     int32."""
     c, ids, coins = model.c, [], Coins(seed)
     if c.bos is None:
-        raise ValueError("this model has no begin-of-text id to start a text with: give text with --data")
+        raise ValueError("this model has no begin-of-text id to start a text with: name texts with --data")
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             warmth = chain(repeat(1.0, opening), repeat(temperature))           # one for each round
@@ -129,13 +122,9 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0):
 def read_text(a, model, tokenizer):
     """The Corpus of --data. Any tokenizer will do: each document begins as a prompt would."""
     documents, weights = corpus.read_weighted(a.data)
-    ids = {name: [t for text in texts for t in checkpoint.encode(tokenizer, text, model.c.bos)]
-           for name, texts in documents.items()}
-    if a.text:      # then each file's size is its weight
-        cuts = [int(a.text * w / sum(weights)) for w in weights]
-        ids = {name: row[:cut] for (name, row), cut in zip(ids.items(), cuts, strict=True)}
-        weights = [1.0] * len(weights)
-    streams = {name: torch.tensor(row, dtype=torch.int32) for name, row in ids.items()}
+    streams = {name: torch.tensor([t for text in texts
+                                   for t in checkpoint.encode(tokenizer, text, model.c.bos)]).int()
+               for name, texts in documents.items()}
     return corpus.split(streams, {}, weights, tokenizer, a.context)
 
 
@@ -246,17 +235,13 @@ class Run(train.Run):
     """A head, its optimiser and what was done so far, kept as lab/train.py keeps a model."""
 
     def __init__(self, a, model, text, device):
-        self.a, self.model, self.text, self.device = a, model, text, device
-        self.head = build(a, model)
-        self.trained = self.head.weights
-        self.optimisers = [torch.optim.AdamW(self.trained.parameters(), lr=a.lr, betas=(0.9, 0.95),
-                                             weight_decay=0.0)]
-        self.rates, self.memory, self.vocab, self.rows = [a.lr], {}, None, None
+        self.model, self.head, self.memory, self.vocab, self.rows = model, build(a, model), {}, None, None
         if a.vocab:
             self.vocab = most_frequent([row.tolist() for row in text.train.values()], a.vocab)
             self.rows = ShortHead(model, self.vocab["ids"]).rows
-        self.start()
-        self.settings |= {"model": fingerprint(model)}
+        trained = self.head.weights
+        self.start(a, text, device, trained, [
+            torch.optim.AdamW(trained.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)])
 
     def train_step(self):
         a = self.a
@@ -273,38 +258,21 @@ class Run(train.Run):
         head = heads.shorter(self.head, self.vocab["ids"]) if self.vocab else self.head
         return evaluate(head, tokens, self.a.context, most)
 
-    def state(self):
-        """What the model wrote is not written again."""
-        written = None if self.a.data else (self.text.train[OWN], self.text.valid[OWN])
-        return super().state() | {"text": written}
 
-
-def fingerprint(model):
-    """The hash of a model's weights."""
-    h = hashlib.sha256()
-    for _, piece in checkpoint.parts(model):
-        h.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return h.hexdigest()
-
-
-def fresh_run(a, device, state):
-    """As `train.fresh_run`. The text that the model wrote is read from the checkpoint, where there is one."""
+def fresh_run(a, device, text):
+    """As `train.fresh_run`."""
     model, tokenizer = train.long_enough(a, a.model, device)
     build(a, model)     # a wrong shape is refused before minutes of writing
-    if a.data:
+    if text is None and a.data:
         text = read_text(a, model, tokenizer)
-    elif state and state["text"]:
-        parts = [{OWN: tokens} for tokens in state["text"]]
-        text = corpus.Corpus(*parts, [1.0], tokenizer)
-    else:
-        written = write_text(model, a.text or OWN_TEXT, a.seed, a.context, a.temperature, a.opening)
+    elif text is None:
+        written = write_text(model, a.text, a.seed, a.context, a.temperature, a.opening)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
     return Run(a, model, text, device)
 
 
 def finish(run):
-    """Write the heads in bfloat16, their picture and their card. Returns {file: what they are worth}, as
-    written."""
+    """Write the heads in bfloat16, their picture and their card."""
     out = Path(run.a.out)
     run.head.weights.bfloat16().float()     # as the file will hold them
     tables = {name: run.evaluate(s, 4 * MEASURED) for name, s in run.text.valid.items()}
@@ -315,7 +283,6 @@ def finish(run):
         write_file(out / VOCAB, json.dumps(run.vocab) + "\n")
     plots.training(run, tables, "step", out / "training.png")
     write_file(out / "README.md", card.head_card(run, tables))
-    return tables
 
 
 def run(argv):
