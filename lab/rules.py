@@ -13,13 +13,12 @@ class Schedule(Rule):
     """Longer after a draft that was accepted whole, shorter otherwise, each row on its own.
 
     `Schedule(start)` adds and takes one (the baseline "FS" of DEL, arXiv 2504.05598); `Schedule(start, up=2)`
-    is transformers' "heuristic", and up=0, down=0 its "constant".
+    is transformers' "heuristic".
     """
 
-    def __init__(self, start, up=1, down=1, most=MOST):
-        self.start = Rule(start).most   # checked like any other length
-        super().__init__(max(self.start, most))
-        self.up, self.down = up, down
+    def __init__(self, start, up=1):
+        super().__init__(max(start, MOST))
+        self.start, self.up = start, up
 
     def begin(self, state):
         self.now = [self.start] * len(state.known)
@@ -30,7 +29,7 @@ class Schedule(Rule):
     def learn(self, state, r):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
-                change = self.up if kept == drafted else -self.down
+                change = self.up if kept == drafted else -1
                 self.now[b] = min(max(1, self.now[b] + change), self.most)
 
 
@@ -100,11 +99,9 @@ def plan(first, later, cost, most):
 
 class ValueGate(Gate):
     """The gate by expected value: it learns how often drafts are accepted after a target's token of each
-    confidence, and drafts where that exceeds the cost, as far as the formula says.
-
-    First drafts are counted in ten classes of confidence, and later ones in one more.
-    Old evidence fades, and a class with almost no evidence drafts one token, to learn: so none is given up
-    for good.
+    confidence, in ten classes, and drafts where that exceeds the cost, as far as the formula says. Later
+    drafts are counted in one more class. Old evidence fades, and a class with almost none drafts one token,
+    to learn: so none is given up for good.
     """
 
     def __init__(self, cost, gamma=MOST, fade=0.99):
@@ -112,16 +109,10 @@ class ValueGate(Gate):
         self.cost, self.fade = cost, fade
         self.first, self.later = [Beta() for _ in range(10)], Beta()
 
-    def kind(self, sure):
-        return self.first[min(9, int(10 * sure))]
-
     def gamma(self, state):
-        self.asked = [self.kind(sure) for sure in self.sure]
-        wanted = []
-        for kind in self.asked:
-            to_learn = min(1, self.most) if kind.hits + kind.misses < 0.5 else 0
-            wanted.append(max(to_learn, plan(kind.mean(), self.later.mean(), self.cost, self.most)))
-        return wanted
+        self.asked = [self.first[min(9, int(10 * sure))] for sure in self.sure]
+        return [max(plan(kind.mean(), self.later.mean(), self.cost, self.most),
+                    min(1, self.most) if kind.hits + kind.misses < 0.5 else 0) for kind in self.asked]
 
     def learn(self, state, r):
         for beta in (*self.first, self.later):

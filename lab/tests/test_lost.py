@@ -132,11 +132,10 @@ def sure_of(r, sure):
 
 @pytest.mark.parametrize("rule, want", [
     (Schedule(2, up=2), [2, 4, 6, 5, 4, 3, 2, 4]),
-    (Schedule(5, down=3, most=4), [5, 5, 5, 2, 1, 1, 1, 2]),
     (Schedule(15), [15, 16, 16, 15, 14, 13, 12, 13])])
 def test_schedules_by_hand(rule, want):
     """Two drafts are accepted whole, four only in part, and then one whole; a row without drafts learns
-    nothing. `most` may be its start."""
+    nothing."""
     state, asked = state_of(2), []
     rule.begin(state)
     for whole in (True, True, False, False, False, False, True, True):
