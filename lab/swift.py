@@ -52,33 +52,23 @@ class SWIFT(Wrapper):
 
     def observe(self, state, r):
         super().observe(state, r)
-        written = [len(text) - n for text, n in zip(state.known, self.start, strict=True)]
-        rows = [b for b, count in enumerate(written) if count >= self.window]
-        if not rows or self.searched():
-            return
-        if self.best is None:                               # a new text: first of all the incumbent
+        rows = [b for b, text in enumerate(state.known) if len(text) - self.start[b] >= self.window]
+        if rows and self.best is None:                      # a new text: first of all the incumbent
             self.best = self.score(state, self.gone, rows)
-            return
-        self.tried, self.stale = self.tried + 1, self.stale + 1
-        gone = self.candidate()
-        score = self.score(state, gone, rows)
-        if score > self.best:
-            self.gone, self.best, self.stale = gone, score, 0
-            self.draft.sublayers = self.kept(gone)
-
-    def searched(self):
-        """Whether the search has ended."""
-        if self.best is None:
-            return False
-        return self.best > self.enough or self.stale > self.patience or self.tried >= self.most
+        elif rows and self.best <= self.enough and self.stale <= self.patience and self.tried < self.most:
+            self.tried, self.stale = self.tried + 1, self.stale + 1
+            gone = self.candidate()
+            score = self.score(state, gone, rows)
+            if score > self.best:
+                self.gone, self.best, self.stale = gone, score, 0
+                self.draft.sublayers = self.kept(gone)
 
     @torch.inference_mode(False)    # trap: in the loop's inference mode nothing can be fitted
     def candidate(self):
         """The next set to try."""
-        count = 1 if self.tried % self.every or len(self.seen) < 2 else 256
-        sets = [self.random_set() for _ in range(count)]
-        if count == 1:
-            return sets[0]
+        if self.tried % self.every or len(self.seen) < 2:
+            return self.random_set()
+        sets = [self.random_set() for _ in range(256)]
         z, y = self.bits([gone for gone, _ in self.seen]), torch.tensor([score for _, score in self.seen])
         mean, std = GaussianProcess(z, y, torch.tensor([i % 2 for i in self.free])).predict(self.bits(sets))
         return sets[int(expected_improvement(mean, std, self.best).argmax())]
