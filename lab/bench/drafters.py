@@ -16,7 +16,7 @@ import control
 from control import expected_speedup, weight_costs
 from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
 from lab.recycle import Recycle
-from lab.rules import ValueGate
+from lab.rules import Gate, ValueGate
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from methods.heads import count
 from methods.suffix import Suffix
@@ -239,7 +239,7 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
         for other, gamma in exits[1:]:
             methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
         methods |= {"confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
-                    "target gate 0.5": ruled(best, lambda: control.Gate(g)),
+                    "target gate 0.5": ruled(best, lambda: Gate(g)),
                     "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
     return methods
 
