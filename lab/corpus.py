@@ -3,6 +3,7 @@
 Every document begins with the begin-of-text id, and the batch of a step depends on nothing but seed and step,
 so that a run can be resumed or repeated exactly.
 """
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,12 +82,9 @@ def read_weighted(items):
     documents, weights = {}, []
     for item in items:
         path, _, weight = item.rpartition("=") if "=" in item else (item, "", "1")
-        try:
-            weights.append(float(weight))
-        except ValueError:
-            raise ValueError(f"{item}: the weight must be a number, got {weight!r}") from None
-        if not 0 < weights[-1] < float("inf"):
-            raise ValueError(f"{item}: the weight must be positive")
+        if not re.fullmatch(r"\d*\.?\d+", weight) or float(weight) == 0:
+            raise ValueError(f"{item}: expected FILE or FILE=W, where W is a number above 0")
+        weights.append(float(weight))
         if Path(path).name in documents:
             raise ValueError(f"{item}: two files have the same name")
         documents[Path(path).name] = read_texts(Path(path), "text", BOUNDARY)

@@ -177,20 +177,17 @@ def write(burger, prompt, max_new, confidence, probs=to_probs, coins=None):
 def score(burger, teacher, tokens, confidence):
     """How it would have written the texts (B, T) alone: KL(p || q) in nats a token, whose sum is that between
     the distributions of texts, and tokens a step, which are tokens for each key and value."""
-    (B, T), S, device = tokens.shape, burger.most, tokens.device
-    logp, ids = teacher(tokens).log_softmax(-1), F.pad(tokens, (0, S))          # (B, T, V), (B, T+S)
-    n, row = torch.ones(B, dtype=torch.long, device=device), torch.arange(B, device=device)[:, None]
-    rows, kl, steps = [[[t]] for t in tokens[:, 0].tolist()], 0.0, 0
-    while n.min() < T:
-        at = n[:, None] + torch.arange(S, device=device)                        # (B, S) of the next tokens
-        x = burger.following(latest(burger, rows), ids[row, at[:, :-1]][:, None])[:, 0]         # (B, S, dim)
-        ends = F.pad(burger.stops(x, confidence)[:, :-1], (0, 1), value=True).int().argmax(1)
-        live = (at <= (n + ends)[:, None]) & (at < T)                           # (B, S)
-        p, q = logp[row, (at - 1).clamp(max=T - 1)], burger.trunk.unembed(x).log_softmax(-1)    # (B, S, V)
-        kl, steps = kl + float((p.exp() * (p - q)).sum(-1)[live].sum()), steps + int((n < T).sum())
-        for b, k in enumerate(live.sum(1).tolist()):
-            rows[b] += [ids[b, n[b] : n[b] + k].tolist()] * (k > 0)
-        n = n + live.sum(1)
+    (B, T), kl, steps = tokens.shape, 0.0, 0
+    for text, logp in zip(tokens, teacher(tokens).log_softmax(-1), strict=True):        # (T,), (T, V)
+        row, n = [text[:1].tolist()], 1
+        while n < T:
+            ids = text[None, None, n : n + burger.most - 1]
+            x = burger.following(latest(burger, [row]), ids)[0, 0, : T - n]     # (J, dim)
+            stops = burger.stops(x, confidence).tolist()
+            J = 1 + stops.index(True) if True in stops else len(x)              # tokens of this entry
+            p, q = logp[n - 1 : n - 1 + J], burger.trunk.unembed(x[:J]).log_softmax(-1)
+            kl += float((p.exp() * (p - q)).sum())
+            row, n, steps = [*row, text[n : n + J].tolist()], n + J, steps + 1
     return kl / (B * (T - 1)), B * (T - 1) / steps
 
 

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from control import MOST, Beta, Confidence, confidence, outcomes
+from control import MOST, Beta, Confidence, confidence, expected_tokens, outcomes
 from sampling import raw_probs
 from speculative import Rule
 
@@ -138,12 +138,8 @@ class Thompson(Rule):
 def plan(first, later, cost, most):
     """The best gamma where the first draft is accepted with probability `first`, and each after an accepted
     one with `later`."""
-    best, top, tokens, reach = 0, 1.0, 1.0, first
-    for gamma in range(1, most + 1):
-        tokens, reach = tokens + reach, reach * later
-        if tokens / (gamma * cost + 1) > top:
-            best, top = gamma, tokens / (gamma * cost + 1)
-    return best
+    return max(range(most + 1), key=lambda gamma:
+               (1 + first * expected_tokens(later, gamma - 1)) / (gamma * cost + 1))
 
 
 class ValueGate(Gate):

@@ -4,7 +4,7 @@ import torch
 
 from control import Confidence
 from lab.aside import aside
-from layerskip import SelfDraft, check_sublayers
+from layerskip import SelfDraft
 from methods.trees import Siblings
 from search import GaussianProcess, expected_improvement
 from speculative import Wrapper
@@ -20,21 +20,17 @@ class SWIFT(Wrapper):
     candidates in a row that were no better, or after `most` in all; then nothing but drafting is left (the
     "acceleration phase").
 
-    Mended. Theirs keeps the best score of all texts, so that a search that has ended never begins again, and
-    does not score the set that it starts with: here the incumbent is scored anew when a text begins. They
-    tell the process a point of the box [0, 1]^n that is not the set that was scored, and maximise mean + 2.5
-    deviations: here it sees sets, and of them the one with the largest expected improvement is tried. They
-    copy the whole cache for every draft and every score; and they draw the bonus token from the unprocessed
-    distribution. Their places have 1 to 10 guesses, by confidence; here all have 1 + len(widths).
+    Changed: theirs keeps the best score of all texts, so that a search that has ended never begins again;
+    here the incumbent is scored anew when a text begins. Their process sees points of the box [0, 1]^n that
+    are not the sets scored, and maximises mean + 2.5 deviations; ours sees sets, and the one with the largest
+    expected improvement is tried. Their places have 1 to 10 guesses, by confidence; ours 1 + len(widths).
     """
 
     def __init__(self, model, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000, every=25,
                  threshold=0.8, gamma=25, widths=(25, 25), seed=0):
-        self.model, self.c = model, model.c
+        self.model = model
         self.free = range(2, 2 * model.c.n_layers - 2)      # the first and the last block stay
         self.count = int(len(self.free) * skip_ratio)
-        if not self.count:
-            raise ValueError(f"of {model.c.n_layers} blocks SWIFT skips none at a ratio of {skip_ratio}")
         odd_first = sorted(self.free, key=lambda i: (i // 2 % 2 == 0, i))
         self.gone = frozenset(odd_first[: self.count])      # blocks 1, 3, 5, ...
         self.draft = SelfDraft(model, self.kept(self.gone), Confidence(threshold, gamma))
@@ -44,7 +40,7 @@ class SWIFT(Wrapper):
         self.tried, self.stale, self.seen = 0, 0, []        # seen: [(set, its score)]
 
     def kept(self, gone):
-        return check_sublayers([i for i in range(2 * self.c.n_layers) if i not in gone], self.c.n_layers)
+        return [i for i in range(2 * self.model.c.n_layers) if i not in gone]
 
     def begin(self, state, trace):
         super().begin(state, trace)

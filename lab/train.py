@@ -282,9 +282,6 @@ def fresh_run(a, device, text):
         if a.start:     # between two documents stand the end of one and the begin of the next
             c = checkpoint.read_config(Path(a.start))
             start = list(dict.fromkeys(t for t in (*c.eos[:1], c.bos) if t is not None))
-            if not start:
-                raise ValueError(f"{a.start} names neither bos_token_id nor eos_token_id, so nothing can "
-                                 "separate the documents")
         tokenizer = checkpoint.read_tokenizer(Path(folder)) if folder else None
         text = corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer, start)
     return Run(a, text, device)

@@ -82,9 +82,6 @@ def parse(argv):
     for name in sorted(set().union(*SHAPE.values()) - {*SHAPE[a.kind]}):
         if getattr(a, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
-    ahead = max(heads.AHEAD, a.heads or 0, a.steps or 0)
-    if ahead >= a.context:
-        raise ValueError(f"--context {a.context} is too short for {ahead} steps")
     return a
 
 

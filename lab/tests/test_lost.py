@@ -1,6 +1,5 @@
 """What the lab keeps although it loses by the project's own tables (SWIFT, published rules, M2R2,
 Hidden Transfer, prophets): each does what its paper says, and none changes the text or its law."""
-import random
 from dataclasses import replace
 
 import promises
@@ -15,7 +14,7 @@ from control import Beta
 from kvcache import KVCache
 from lab.m2r2 import M2R2
 from lab.recycle import Recycle
-from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson, ValueGate, plan
+from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from lab.transfer import Transfer, ahead
 from layerskip import SelfDraft
@@ -216,15 +215,6 @@ def test_value_gate_counts_by_hand():
     count = [(b.hits, b.misses) for b in rule.first]
     assert count[0] == (0.5, 0) and count[9] == (0, 0.5) and count[5] == (0.5, 0)
     assert count[3] == (2, 1) and (rule.later.hits, rule.later.misses) == (2, 1.5)
-
-
-def test_plan_by_brute_force():
-    rng = random.Random(2)
-    for _ in range(100):
-        first, later, c, most = rng.random(), rng.random(), rng.random(), rng.randint(0, 20)
-        tokens = [1 + sum(first * later**i for i in range(g)) for g in range(most + 1)]
-        speed = [tokens[g] / (g * c + 1) for g in range(most + 1)]
-        assert plan(first, later, c, most) == speed.index(max(speed))
 
 
 def test_value_gate_drafts_where_it_pays_and_tries_again():
