@@ -12,13 +12,12 @@ CARD = """# {title}
 |---|---|
 {facts}
 
-{words}
+Held-out text, float32. Agreement: how often the best token is the whole model's. {words}
 
 {table}
 
 ![How it was trained](training.png)
 """
-AGREEMENT = "Held-out text, float32. Agreement: how often the best token is the whole model's. "
 
 
 def count(module):
@@ -26,8 +25,8 @@ def count(module):
 
 
 def card(title, about, run, facts, words, head, numbers, tables):
-    """A card in Markdown. about: a sentence or two; facts: {name: value}; words: what the table's words mean;
-    head: what the numbers count; numbers: those to show, from 1 on; tables: {file: {what: [values]}}."""
+    """A card in Markdown. facts: {name: value}; words: what the table's words mean; head: what the numbers
+    count; numbers: those to show, from 1 on; tables: {file: {what: [values]}}."""
     facts |= {"tokens": f"{run.step * run.block:,}", "command": f"`{run.a.command}`",
               "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"}
     rows = [f"| {head} | " + " | ".join(map(str, numbers)) + " |", "|---" * (len(numbers) + 1) + "|"]
@@ -35,13 +34,12 @@ def card(title, about, run, facts, words, head, numbers, tables):
         for what, values in table.items():
             cells = (f"{values[n - 1]:.2f}" if n <= len(values) else "" for n in numbers)
             rows.append(f"| {what}, {Path(name).stem} | " + " | ".join(cells) + " |")
-    return CARD.format(title=title, about=about, words=AGREEMENT + words, table="\n".join(rows),
+    return CARD.format(title=title, about=about, words=words, table="\n".join(rows),
                        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()))
 
 
 def model_card(run, tables, sample):
-    """The card of a `train.Run`. tables: {file: what each exit is worth on it}; sample: a text that the model
-    wrote."""
+    """The card of a `train.Run`. tables: {file: what each exit is worth on it}; sample: what it writes."""
     c = run.model.c
     about = (f"A {'Gemma-2' if c.post_norm else 'Llama'} of {count(run.model) / 1e6:.1f} M weights, trained "
              "by this repository's `lab/train.py` with Muon (matrices) and AdamW (the rest).")

@@ -1,8 +1,8 @@
 """HAMburger (arXiv 2505.20438), a small reconstruction: NOT lossless, and NOT the model that it is made of.
 
 Several tokens share one entry, which is one key and one value in each block, and one step says all tokens of
-the next entry. The one thing to remember: as a writer it trusts its own guesses, so its text is another one;
-as a drafter (`BurgerDraft`) it is checked by the untouched model, and the text is exact.
+the next entry. As a writer it trusts its own guesses, so its text is another one. As a drafter, which the
+untouched model checks, it is exact.
 
     tokens     Once   upon a time   ,    there was       an entry goes on while the next token is almost sure;
     entries    [ 0 ]  [     1     ] [2]  [   3   ]       its position is that of its last token
@@ -85,10 +85,13 @@ class Hamburger(nn.Module):
 
 def begins(entropy, most):
     """Which tokens begin an entry, (B, T), by the entropy (B, T) of what each was drawn from: where it is not
-    small, nor small beside the largest in the entry; and the first two, as what was given is not merged.
+    small, nor small beside the largest in the entry; and the first two, as what was given is not merged. Here
+    0.6 is less than 0.3 of 2.5, which stays the largest; 0.04 is almost 0; no entry has five.
 
-    >>> begins(torch.tensor([[9.0, 2.0, 0.5, 0.7, 0.01, 0.0]]), most=4).int().tolist()
-    [[1, 1, 0, 1, 0, 0]]
+    >>> entropy = torch.tensor([[9.0, 2.5, 0.6, 0.74, 0.76, 0.04, 0.2, 0.3, 0.01, 0.01, 0.01, 0.01],
+    ...                         [0.0, 0.0, 0.04, 0.06, 0.01, 0.04, 0.01, 0.01, 3.0, 3.0, 0.89, 0.91]])
+    >>> ["".join(".x"[i] for i in row) for row in begins(entropy, most=4).int().tolist()]
+    ['xx..x..x...x', 'xx.x...xxx.x']
     """
     found, size, peak = [torch.ones_like(entropy[:, 0], dtype=torch.bool)] * 2, 1, entropy[:, 1]
     for e in entropy[:, 2:].unbind(1):
@@ -195,8 +198,8 @@ class BurgerDraft(Drafter):
     """A drafter for the untouched model, which checks it: exact. A draft is what one step says; what a round
     wrote, with the token that the target chose, is read as one entry."""
 
-    def __init__(self, burger, confidence, gamma=None):
-        rule = Rule(burger.most - 1 if gamma is None else gamma)
+    def __init__(self, burger, confidence):
+        rule = Rule(burger.most - 1)
         rule.stop = lambda k, logits, token: burger.stops(self.x, confidence)[:, 0]
         super().__init__(rule)
         self.burger = burger

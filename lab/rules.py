@@ -14,10 +14,9 @@ class AdaptiveExit(Rule):
     2023, section 3.3), each row on its own. The threshold outlives the run, as in the paper's code, and so
     does the running acceptance, which starts at 0."""
 
-    def __init__(self, threshold=0.6, target=0.9, beta1=0.5, beta2=0.9, epsilon=0.01, gamma=12):
+    def __init__(self, threshold=0.6, target=0.9, gamma=12):
         super().__init__(gamma)
-        self.start, self.target, self.epsilon = threshold, target, epsilon
-        self.beta1, self.beta2, self.threshold = beta1, beta2, []
+        self.start, self.target, self.threshold = threshold, target, []
 
     def begin(self, state):
         rows = len(state.known)
@@ -34,10 +33,9 @@ class AdaptiveExit(Rule):
     def learn(self, state, r):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
-                m = self.acceptance[b] = self.beta1 * self.acceptance[b] + (1 - self.beta1) * kept / drafted
-                up, full = m < self.target, drafted == self.most
-                aim = self.threshold[b] + (self.epsilon if up else 0 if full else -self.epsilon)
-                self.threshold[b] = self.beta2 * self.threshold[b] + (1 - self.beta2) * aim
+                m = self.acceptance[b] = (self.acceptance[b] + kept / drafted) / 2
+                move = 0.01 if m < self.target else 0.0 if drafted == self.most else -0.01
+                self.threshold[b] += 0.1 * move     # beta2 = 0.9: the new threshold counts a tenth
 
 
 class Gate(Rule):

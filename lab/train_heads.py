@@ -27,7 +27,7 @@ from methods.trees import rank_acceptance
 from model import Placement
 from sampling import Coins, to_probs
 from search import VOCAB
-from speculative import rounds
+from speculative import generate
 from support import cli
 from support.files import BOUNDARY, write_file
 
@@ -107,12 +107,11 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0):
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             warmth = chain(repeat(1.0, opening), repeat(temperature))           # one for each round
-            begun = rounds(model, [[c.bos]] * ROWS, length - 1, None,
-                           lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins, c.eos)
-            for state, r in begun:  # noqa: B007
-                bar.update(sum(map(len, r.new)))
-            for row in state.known:
-                ids += row[:-1] if row[-1] == c.bos else row    # where one id begins and ends a text
+            texts, _ = generate(model, [[c.bos]] * ROWS, length - 1, None,
+                                lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins, c.eos)
+            for text in texts:      # trap: one id may both begin and end a text
+                ids += [c.bos, *(text[:-1] if text[-1] == c.bos else text)]
+            bar.update(len(ids) - bar.n)
     return torch.tensor(ids, dtype=torch.int32)
 
 
@@ -216,10 +215,10 @@ def evaluate(head, tokens, context, most):
     for rows in windows.split(max(1, 1024 // context)):
         found = []
         for said, target in judged(head, rows):
-            p, q = target.float().softmax(-1), said.float().softmax(-1)
+            logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)
+            p, q = logp.exp(), logq.exp()
             ranks = rank_acceptance(to_probs(target), q, min(RANKS, q.shape[-1]))
-            far = p * (target.float().log_softmax(-1) - said.float().log_softmax(-1))
-            far = far.masked_fill(q == 0, 0.0).sum(-1).mean()       # without the tokens that it never says
+            far = (p * (logp - logq)).masked_fill(q == 0, 0.0).sum(-1).mean()   # of tokens that it may say
             found.append([float(far), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
         total = total + len(rows) * torch.tensor(found, dtype=torch.float64)
     loss, overlap, *ranks = (total / len(windows)).T.tolist()       # lists over the steps

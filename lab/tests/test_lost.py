@@ -5,7 +5,6 @@ from dataclasses import replace
 import promises
 import pytest
 import torch
-from teach import picture
 from test_control import outcome, state_of
 from test_heads import GROVE, both_ways, wild
 from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read
@@ -16,14 +15,14 @@ from lab.m2r2 import M2R2
 from lab.recycle import Recycle
 from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
-from lab.transfer import Transfer, ahead
+from lab.transfer import Transfer
 from layerskip import SelfDraft
 from methods.heads import Prophet
 from methods.then import Then
 from methods.trees import Siblings
 from sampling import to_probs
 from search import Teacher
-from speculative import NGram, ancestors, generate, rounds
+from speculative import NGram, generate, rounds
 
 DRAFTERS = {
     "swift": lambda m: SWIFT(m, 0.7, window=3, every=2, threshold=0.2, widths=(2,)),
@@ -246,9 +245,3 @@ def test_heads_start_as_the_model_itself(models, family):
     gate, up = (w @ x for w in m.blocks[1].mlp.gate_up.chunk(2))
     some = m.blocks[1].mlp.act(gate[:half]) * up[:half]
     assert torch.allclose(prophet(x[None])[0], m.blocks[1].mlp.down[:, :half] @ some)
-
-
-def test_pseudo_states_by_hand():
-    tree = ancestors(torch.tensor([[0, 0]]))    # a token and its two children, two rows for each
-    assert picture(ahead(tree, 2)[0]) == [
-        "x..x.....", "x..xx....", "xx...x...", "xx...xx..", "x.x....x.", "x.x....xx"]

@@ -37,14 +37,6 @@ def begin(flags):
     return lambda *out, **changes: train.open_run(train.parse(flags(*out, **changes)))
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
-def product(request, data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("product") / request.param
-    argv = argv_of({"out": out, "data": data, **SMALL, "family": request.param})
-    assert train.main(argv) == 0
-    return out, argv
-
-
 def state(out):
     """What a run's checkpoint holds."""
     return torch.load(out / train.STATE, weights_only=True)
@@ -185,11 +177,13 @@ def test_bad_input_is_refused(changes, word, call, flags, tmp_path):
     call.refuses(flags(**changes), tmp_path, word)
 
 
-def test_what_was_saved_has_the_same_logits_and_learns_on(product, begin, call, flags):
+@each_family
+def test_what_was_saved_has_the_same_logits_and_learns_on(family, begin, call, flags, tmp_path):
     """It is what was trained, in bfloat16."""
-    out, argv = product
+    out = tmp_path / "out"
+    assert call(*flags(family=family))[0] == 0
     m, tokenizer = checkpoint.load(out, "cpu", torch.float32)
-    run, further = train.open_run(train.parse([*argv, "--resume"])), begin(**SHAPE, start=out)
+    run, further = begin(family=family, resume=True), begin("further", **SHAPE, start=out)
     for p in run.model.parameters():
         p.data = p.data.bfloat16().float()
     for other in (run, further):
