@@ -38,17 +38,16 @@ def card(title, about, run, facts, words, head, numbers, tables):
                        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()))
 
 
-def model_card(run, tables, sample):
-    """The card of a `train.Run`. tables: {file: what each exit is worth on it}; sample: what it writes."""
+def model_card(run, tables):
+    """The card of a `train.Run`. tables: {file: what each exit is worth on it}."""
     c = run.model.c
     about = (f"A {'Gemma-2' if c.post_norm else 'Llama'} of {count(run.model) / 1e6:.1f} M weights, trained "
              "by this repository's `lab/train.py` with Muon (matrices) and AdamW (the rest).")
     shape = (f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for keys "
              f"and values, hidden {c.hidden_dim}, vocabulary {c.vocab_size:,}, context {c.max_len}, bfloat16")
-    words = ("Loss: nats per token. Speed-up: the best that the formula promises where c counts the weights "
-             "that a drafted step reads.")
     exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
-    facts = {"shape": shape, "data": ", ".join(run.text.train), "greedy sample": sample}
+    facts = {"shape": shape, "data": ", ".join(run.text.train)}
+    words = "Loss: nats per token. What an exit gains: `python -m lab.bench check`."
     return card(Path(run.a.out).name, about, run, facts, words, "exit after block", exits, tables)
 
 
@@ -61,8 +60,7 @@ def head_card(run, tables):
     facts = {"shape": f"{shape}; {count(head.weights) / 1e6:.2f} M weights in bfloat16",
              "data": ", ".join(a.data) or f"own text at temperature {a.temperature:g}"}
     words = ("Before: at the start. Step: the first, second, ... token that a head foresees. Loss: "
-             "KL(p || q) in nats. Top 5: how often that token is among the head's best five. Overlap: the "
-             "sum of min(p, q), the acceptance at temperature 1.")
+             "KL(p || q) in nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")
     tables = {name: table | {"agreement before": run.before[name]["agreement"]}
               for name, table in tables.items()}
     steps = range(1, 1 + len(next(iter(tables.values()))["loss"]))

@@ -31,10 +31,10 @@ def train_tokenizer(documents, vocab):
     return tokenizer
 
 
-def stream(tokenizer, documents, start):
-    """All documents in one row, each after the ids in `start`: (N,) int32."""
-    rows = tokenizer.encode_batch(documents, add_special_tokens=False)
-    return torch.tensor([t for row in rows for t in (*start, *row.ids)], dtype=torch.int32)
+def stream(tokenizer, documents, start=None):
+    """All documents in one row, each after the ids in `start`, or as a prompt begins: (N,) int32."""
+    rows = tokenizer.encode_batch(documents, add_special_tokens=start is None)
+    return torch.tensor([t for row in rows for t in (*(start or ()), *row.ids)], dtype=torch.int32)
 
 
 @dataclass
@@ -96,15 +96,12 @@ def read(files, valid, length, vocab=4096, tokenizer=None, start=None):
 
     files: each FILE or FILE=WEIGHT. valid: files to measure on; an empty list stands for the last part of
     each training file. Without a tokenizer, one of `vocab` tokens is trained. start: the ids between two
-    documents, such as end-of-text and begin-of-text (default: that of <|endoftext|>, which is both). Raises
-    ValueError or FileNotFoundError for files that are missing, empty or too short.
+    documents, such as end-of-text and begin-of-text (default: those that the tokenizer puts before a prompt).
+    Raises ValueError or FileNotFoundError for files that are missing, empty or too short.
     """
     documents, weights = read_weighted(files)
     held_out, _ = read_weighted(valid)
     tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
-    start = start or [tokenizer.token_to_id(BOUNDARY)]
-    if None in start:
-        raise ValueError(f"this tokenizer has no {BOUNDARY} to separate the documents")
     train = {name: stream(tokenizer, texts, start) for name, texts in documents.items()}
     valid = {name: stream(tokenizer, texts, start) for name, texts in held_out.items()}
     return split(train, valid, weights, tokenizer, length)

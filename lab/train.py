@@ -18,11 +18,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import checkpoint
-from control import best_gamma, expected_speedup, weight_costs
 from lab import card, corpus, plots
-from layerskip import early_exit
 from model import Config, Placement, Transformer
-from speculative import generate
 from support import cli
 from support.files import BOUNDARY, replacing, write_file
 
@@ -163,14 +160,6 @@ def evaluate(model, tokens, context, most):
     return {"loss": (loss / count).tolist(), "agreement": (agreed / count).tolist()}
 
 
-def speedups(c, agreement):
-    """The best speed-up that the formula promises each exit but the last: its alpha is its agreement, its
-    cost the share of the weights that it reads."""
-    costs = [weight_costs(c).step(early_exit(c.n_layers, e)) for e in range(1, c.n_layers)]
-    return [expected_speedup(alpha, best_gamma(alpha, cost), cost)
-            for alpha, cost in zip(agreement[:-1], costs, strict=True)]
-
-
 # --- a run
 
 
@@ -180,6 +169,8 @@ def first_model(a, tokenizer, device):
     if a.start:
         return long_enough(a, a.start, device)[0].requires_grad_(True)
     boundary, vocab = tokenizer.token_to_id(BOUNDARY), tokenizer.get_vocab()
+    if boundary is None:
+        raise ValueError(f"the tokenizer of {a.tokenizer} has no {BOUNDARY} to separate the documents")
     fields = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
                   n_kv_heads=a.kv_heads, head_dim=a.dim // a.heads, hidden_dim=a.hidden, max_len=a.context,
                   tied=True, bos=boundary, eos=(boundary,))
@@ -332,15 +323,10 @@ def finish(run):
     """Write the model in bfloat16, its picture and its card."""
     out = Path(run.a.out)
     checkpoint.save(copy.deepcopy(run.model).bfloat16(), out, run.text.tokenizer)
-    model, tokenizer = checkpoint.load(out, run.device, torch.float32)
+    model, _ = checkpoint.load(out, run.device, torch.float32)
     tables = {name: evaluate(model, s, run.a.context, 32768) for name, s in run.text.valid.items()}
     plots.training(run, tables, "exit after block", out / "training.png")
-    for table in tables.values():
-        table["speed-up"] = speedups(model.c, table["agreement"])
-    ids = next(iter(run.text.valid.values()))[: run.a.context // 8 + 1].tolist()
-    (new,), _ = generate(model, [ids], min(60, model.c.max_len - len(ids)), eos=model.c.eos)
-    sample = " ".join(f"{tokenizer.decode(ids)} ... {tokenizer.decode(new)}".split())
-    write_file(out / "README.md", card.model_card(run, tables, sample))
+    write_file(out / "README.md", card.model_card(run, tables))
 
 
 def run(argv):

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import checkpoint
 from kvcache import KVCache
 from lab import card, corpus, plots, train
 from lab.m2r2 import M2R2
@@ -115,15 +114,6 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0):
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def read_text(a, model, tokenizer):
-    """The Corpus of --data. Any tokenizer will do: each document begins as a prompt would."""
-    documents, weights = corpus.read_weighted(a.data)
-    streams = {name: torch.tensor([t for text in texts
-                                   for t in checkpoint.encode(tokenizer, text, model.c.bos)]).int()
-               for name, texts in documents.items()}
-    return corpus.split(streams, {}, weights, tokenizer, a.context)
-
-
 # --- training
 
 
@@ -208,9 +198,8 @@ def losses(head, batch, memory=None, rows=None, loss=kl):
 @torch.no_grad()
 def evaluate(head, tokens, context, most):
     """What a head is worth on the first `most` tokens, cut into windows: of each of its steps the "loss", the
-    "agreement" of its best token with the model's, how often the model's is among its best five, "top 5",
-    and the "overlap", the sum of min(p, q). "ranks": the greedy acceptance of its first, second, ... guess,
-    averaged over its steps."""
+    "agreement" of its best token with the model's and the "overlap", the sum of min(p, q). "ranks": the
+    greedy acceptance of its first, second, ... guess, averaged over its steps."""
     windows, total = corpus.windows(tokens, context, most, context).to(head.model.tok.device), 0.0
     for rows in windows.split(max(1, 1024 // context)):
         found = []
@@ -222,8 +211,7 @@ def evaluate(head, tokens, context, most):
             found.append([float(far), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
         total = total + len(rows) * torch.tensor(found, dtype=torch.float64)
     loss, overlap, *ranks = (total / len(windows)).T.tolist()       # lists over the steps
-    five = [sum(column) for column in zip(*ranks, strict=True)]
-    return {"loss": loss, "agreement": ranks[0], "top 5": five, "overlap": overlap,
+    return {"loss": loss, "agreement": ranks[0], "overlap": overlap,
             "ranks": [sum(r) / len(r) for r in ranks]}
 
 
@@ -260,7 +248,7 @@ def fresh_run(a, device, text):
     model, tokenizer = train.long_enough(a, a.model, device)
     build(a, model)     # a wrong shape is refused before minutes of writing
     if text is None and a.data:
-        text = read_text(a, model, tokenizer)
+        text = corpus.read(a.data, [], a.context, tokenizer=tokenizer)
     elif text is None:
         written = write_text(model, a.text, a.seed, a.context, a.temperature, a.opening)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)

@@ -1,5 +1,6 @@
 """What the lab keeps although it loses by the project's own tables (SWIFT, published rules, M2R2,
 Hidden Transfer, prophets): each does what its paper says, and none changes the text or its law."""
+import doctest
 from dataclasses import replace
 
 import promises
@@ -11,6 +12,7 @@ from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, re
 
 from control import Beta
 from kvcache import KVCache
+from lab import gguf, hamburger, sparse, transfer
 from lab.m2r2 import M2R2
 from lab.recycle import Recycle
 from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson, ValueGate
@@ -227,7 +229,13 @@ def test_value_gate_drafts_where_it_pays_and_tries_again():
     assert rule.gamma(None)[0] == 1, "what is known fades"
 
 
-# --- heads
+# --- heads and worked examples
+
+
+@pytest.mark.parametrize("module", [gguf, hamburger, sparse, transfer], ids=lambda module: module.__name__)
+def test_examples(module):
+    failed, attempted = doctest.testmod(module)
+    assert attempted and not failed
 
 
 @each_family
