@@ -17,9 +17,7 @@ HELD_OUT = 0.02             # the share of each training file that is measured o
 
 def train_tokenizer(documents, vocab):
     """A byte-level BPE (Radford et al. 2019, section 2.2), which can encode any text and decode it again
-    without loss. Id 0 is the boundary of documents."""
-    if vocab < 257:
-        raise ValueError(f"--vocab must be at least 257, all bytes and {BOUNDARY}, got {vocab}")
+    without loss, of at least 257 tokens. Id 0 is the boundary of documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -63,11 +61,6 @@ class Corpus:
     def state(self):
         """What a checkpoint keeps of it."""
         return vars(self) | {"tokenizer": self.tokenizer.to_str()}
-
-
-def restored(state):
-    """The Corpus of which a checkpoint kept the `state`."""
-    return Corpus(**state | {"tokenizer": Tokenizer.from_str(state["tokenizer"])})
 
 
 def windows(tokens, size, most, stride):

@@ -1,6 +1,6 @@
 """What a chat model answers, as text to train its heads on.
 
-    python -m lab.own --model runs/smollm --prompts lab/instructions.jsonl --out runs/own.txt
+    python -m lab.own --model runs/smollm --prompts lab/prompts/instructions.jsonl --out runs/own.txt
 
 A head learns to say what its model says, so its text is best written by the model itself. A chat model says
 little after a begin-of-text id alone; it has to be asked. Each document is a prompt in the model's template

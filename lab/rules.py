@@ -121,10 +121,9 @@ class Thompson(Rule):
             self.seen = [Beta() for _ in state.known]
 
     def gamma(self, state):
-        lengths = [min(1, self.most) for _ in self.seen]
+        lengths, draw = [1] * len(self.seen), self.random
         for b, seen in enumerate(self.seen):
-            while 0 < lengths[b] < self.most and self.random.random() < self.random.betavariate(
-                    seen.hits + 1, seen.misses + 1):
+            while lengths[b] < self.most and draw.random() < draw.betavariate(seen.hits + 1, seen.misses + 1):
                 lengths[b] += 1
         return lengths
 

@@ -8,10 +8,8 @@ first few and its last few tokens leaves nearly all of it where it is.
     the model reads           x  x  x  x  x  x  x  x  x    for the token at slot 8;
     2 sinks, a window of 3    x  x  .  .  .  .  x  x  x    its draft leaves out four of them
 
-A model heeds its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones.
-MagicDec (arXiv 2408.11049) drafts so with all weights, TriForce (arXiv 2404.11912) with keys and values that
-it retrieves; newer are Vegas (arXiv 2602.07223) and SparseSpec-L (arXiv 2607.27735); QuantSpec (arXiv
-2502.10424) drafts with keys, values and weights in 4 bits.
+A model attends to its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones.
+MagicDec (arXiv 2408.11049) drafts in this way with all weights; docs/papers.md names its relatives.
 """
 import torch
 

@@ -16,9 +16,8 @@ class SWIFT(Wrapper):
     Each candidate, a random set of the published size and every 25th time one that the Gaussian process
     promises most of, is scored in one pass by its *matchness*: how often its likeliest token is the next one
     of the window, the first `window` tokens that this text wrote. A better set takes the incumbent's place.
-    The search (the "optimisation phase") ends at a score above `enough`, after more than `patience`
-    candidates in a row that were no better, or after `most` in all; then nothing but drafting is left (the
-    "acceleration phase").
+    The search ends at a score above `enough`, after more than `patience` candidates in a row that were no
+    better, or after `most` in all.
 
     Changed: theirs keeps the best score of all texts, so that a search that has ended never begins again;
     here the incumbent is scored anew when a text begins. Their process sees points of the box [0, 1]^n that

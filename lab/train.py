@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
@@ -290,7 +291,9 @@ def open_run(a, fresh=fresh_run):
         if state["command"] != a.command:
             raise ValueError(f"{out} holds another run, which only the same flags continue: "
                              f"{state['command']} --resume")
-    run = fresh(a, checkpoint.find_device(a.device), corpus.restored(state["text"]) if state else None)
+    text = state and corpus.Corpus(**state["text"] | {
+        "tokenizer": Tokenizer.from_str(state["text"]["tokenizer"])})
+    run = fresh(a, checkpoint.find_device(a.device), text)
     if state:
         run.restore(state)
     else:

@@ -127,11 +127,10 @@ class Rows(StandIn):
         return self.model.unembed(x, self.rows)
 
 
-def judged(head, tokens, memory=None, rows=None):
+def judged(head, tokens, memory=None):
     """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
     (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them.
 
-    rows: those of the output head for a vocabulary of N tokens, of which alone both then speak.
     memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text that comes
     again costs no pass. A head that reads the model's keys and values has no use for it."""
     model, T = head.model, tokens.shape[1]
@@ -149,10 +148,7 @@ def judged(head, tokens, memory=None, rows=None):
         else:
             states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
         trace = dict(zip(taps, states, strict=True))
-        target = model.unembed(states[-1], rows)                                # (B, T, V)
-    if rows is not None:
-        part, head = "own" if hasattr(head, "own") else "model", copy.copy(head)
-        setattr(head, part, Rows(getattr(head, part), rows))
+        target = model.unembed(states[-1])                                      # (B, T, V)
     for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
         yield said, target[:, k : k + said.shape[1]]
 
@@ -178,21 +174,15 @@ def overlap(logp, logq):
     return 0.9 * (p - logq.exp()).abs().sum(-1) - 0.1 * (p * logq).sum(-1)
 
 
-LOSSES = {"kl": kl, "overlap": overlap}     # of log p and log q (B, N, V) -> (B, N)
-FADE = {"kl": 0.8, "overlap": math.exp(-1 / 4)}     # what a step counts less than the one before
+# of log p and log q (B, N, V) -> (B, N); how much less a step counts than the one before
+LOSSES = {"kl": (kl, 0.8), "overlap": (overlap, math.exp(-1 / 4))}     # Medusa, section 2.2.1; DSpark
 
 
-def losses(head, batch, memory=None, rows=None, loss=kl):
+def losses(head, batch, memory=None, loss=kl):
     """How far the head's distributions lie from the model's, as `loss` has it, at each step of the head,
-    averaged over the texts (B, T); and what else counts, a number, which only M2R2 has. memory, rows: see
-    `judged`."""
-    found, besides = [], 0.0
-    for said, target in judged(head, batch, memory, rows):
-        logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)       # (B, N, V)
-        found.append(loss(logp, logq).mean())
-        if isinstance(head, M2R2):
-            besides = head.besides()
-    return found, besides
+    averaged over the texts (B, T). memory: see `judged`."""
+    return [loss(target.float().log_softmax(-1), said.float().log_softmax(-1)).mean()
+            for said, target in judged(head, batch, memory)]
 
 
 @torch.no_grad()
@@ -219,10 +209,13 @@ class Run(train.Run):
     """A head, its optimiser and what was done so far, kept as lab/train.py keeps a model."""
 
     def __init__(self, a, model, text, device):
-        self.model, self.head, self.memory, self.vocab, self.rows = model, build(a, model), {}, None, None
+        self.model, self.head, self.memory, self.vocab = model, build(a, model), {}, None
+        self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
         if a.vocab:
             self.vocab = most_frequent([row.tolist() for row in text.train.values()], a.vocab)
-            self.rows = ShortHead(model, self.vocab["ids"]).rows
+            rows = ShortHead(model, self.vocab["ids"]).rows
+            for part in {"model", "own"} & vars(self.head).keys():
+                setattr(self.taught, part, Rows(getattr(self.head, part), rows))
         trained = self.head.weights
         self.start(a, text, device, trained, [
             torch.optim.AdamW(trained.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)])
@@ -231,11 +224,10 @@ class Run(train.Run):
         a = self.a
         # the same windows come again and again, so that the model reads each of them once only
         batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1, grid=a.context)
-        found, besides = losses(self.head, batch.long().to(self.device), self.memory, self.rows,
-                                LOSSES[a.loss])
-        weights = [FADE[a.loss] ** k for k in range(len(found))]    # Medusa, section 2.2.1; DSpark
-        loss = sum(w * step for w, step in zip(weights, found, strict=True)) / sum(weights)
-        self.update(loss + besides)
+        measure, fade = LOSSES[a.loss]
+        found = losses(self.taught, batch.long().to(self.device), self.memory, measure)
+        loss = sum(fade**k * far for k, far in enumerate(found)) / sum(fade**k for k in range(len(found)))
+        self.update(loss + self.taught.besides() if isinstance(self.taught, M2R2) else loss)
         self.losses.append([sum(loss.item() for loss in found) / len(found), None, None])
 
     def evaluate(self, tokens, most=MEASURED):

@@ -172,7 +172,7 @@ def test_what_cannot_be_resumed_is_refused(call, flags, begin, tmp_path):
 
 @pytest.mark.parametrize("changes, word", [
     ({"dropout": 1.1}, "--dropout"), ({"lr": "nan"}, "--lr"), ({"kv_heads": 3}, "--kv-heads 3"),
-    ({"vocab": 256}, "--vocab"), ({"data": ["none.txt"]}, "none.txt"), ({"context": 9999}, "a.txt")], ids=str)
+    ({"data": ["none.txt"]}, "none.txt"), ({"context": 9999}, "a.txt")], ids=str)
 def test_bad_input_is_refused(changes, word, call, flags, tmp_path):
     call.refuses(flags(**changes), tmp_path, word)
 

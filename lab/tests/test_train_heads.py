@@ -55,13 +55,14 @@ def test_a_head_learns(kind, folder, capsys):
     assert plain[0] == drafted[0] and drafted[1] < 0.8 * plain[1]
 
 
-def test_a_short_vocabulary_and_the_loss_that_acceptance_counts(folder, capsys):
-    out = folder / "heads" / "short"
-    assert train_heads.main(line("eagle", folder, out, "--vocab", "12", "--loss", "overlap")) == 0
+@pytest.mark.parametrize("kind", ["eagle", "m2r2"])
+def test_a_short_vocabulary_and_the_loss_that_acceptance_counts(kind, folder, tmp_path, capsys):
+    out = tmp_path / "short"
+    assert train_heads.main(line(kind, folder, out, "--vocab", "12", "--loss", "overlap")) == 0
     held, model = state(out), checkpoint.load(folder, "cpu", torch.float32)[0]
     ids = read_vocab(out / "draft_vocab.json", model.c.vocab_size)
     assert len(ids) == 12
-    head = heads.shorter(heads.load(out, model), ids)
+    head = heads.shorter(heads.load(out, model, train_heads.KINDS), ids)
     after = train_heads.evaluate(head, held["text"]["valid"]["own text"], 24, train_heads.MEASURED)["overlap"]
     before = held["before"]["own text"]["overlap"]
     assert all(new > old + 0.1 for old, new in zip(before, after, strict=True))
@@ -84,7 +85,7 @@ def test_text_is_drawn_from_the_model(folder):
 def test_the_loss_is_the_kl_divergence_from_the_model():
     m = make(replace(LLAMA, vocab_size=5)).requires_grad_(True)
     head, tokens, trace = heads.Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5, {11: None}
-    (first, second), _ = train_heads.losses(head, tokens)
+    first, second = train_heads.losses(head, tokens)
     p = m(tokens).softmax(-1).detach()
     m.run(m.embed(tokens), Placement.at(0, 8), trace=trace)
     q = head.after(trace[11], 1).softmax(-1).detach()
