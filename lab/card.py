@@ -2,6 +2,7 @@
 itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
+from methods.heads import count
 from support import cli
 
 CARD = """# {title}
@@ -20,10 +21,6 @@ Held-out text, float32. Agreement: how often the best token is the whole model's
 """
 
 
-def count(module):
-    return sum(p.numel() for p in module.parameters())
-
-
 def card(title, about, run, facts, words, head, numbers, tables):
     """A card in Markdown. facts: {name: value}; words: what the table's words mean; head: what the numbers
     count; numbers: those to show, from 1 on; tables: {file: {what: [values]}}."""
@@ -40,9 +37,9 @@ def card(title, about, run, facts, words, head, numbers, tables):
 
 def model_card(run, tables):
     """The card of a `train.Run`. tables: {file: what each exit is worth on it}."""
-    c = run.model.c
-    about = (f"A {'Gemma-2' if c.post_norm else 'Llama'} of {count(run.model) / 1e6:.1f} M weights, trained "
-             "by this repository's `lab/train.py` with Muon (matrices) and AdamW (the rest).")
+    c, weights = run.model.c, sum(p.numel() for p in run.model.parameters())
+    about = (f"A {'Gemma-2' if c.post_norm else 'Llama'} of {weights / 1e6:.1f} M weights, trained by this "
+             "repository's `lab/train.py` with Muon (matrices) and AdamW (the rest).")
     shape = (f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for keys "
              f"and values, hidden {c.hidden_dim}, vocabulary {c.vocab_size:,}, context {c.max_len}, bfloat16")
     exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
@@ -57,7 +54,7 @@ def head_card(run, tables):
     about = ("Trained heads, made by this repository's `lab/train_heads.py`. They draft for the model with "
              "whose frozen weights they were trained, and for no other.")
     shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
-    facts = {"shape": f"{shape}; {count(head.weights) / 1e6:.2f} M weights in bfloat16",
+    facts = {"shape": f"{shape}; {count(head) / 1e6:.2f} M weights in bfloat16",
              "data": ", ".join(a.data) or f"own text at temperature {a.temperature:g}"}
     words = ("Before: at the start. Step: the first, second, ... token that a head foresees. Loss: "
              "KL(p || q) in nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")
