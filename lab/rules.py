@@ -109,8 +109,7 @@ class AnnealedConfidence(Confidence):
 class Thompson(Rule):
     """Go on after each token with a probability drawn from a Beta distribution of what became of all drafts
     so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform prior is ours). It
-    ignores the tokens, so the length is drawn ahead, with random numbers of its own.
-    """
+    ignores the tokens, so the length is drawn ahead, with random numbers of its own."""
 
     def __init__(self, gamma=MOST, seed=0):
         super().__init__(gamma)
@@ -143,8 +142,7 @@ class ValueGate(Gate):
     """The gate by expected value: it learns how often drafts are accepted after a target's token of each
     confidence, in ten classes, and drafts where that exceeds the cost, as far as the formula says. Later
     drafts are counted in one more class. Old evidence fades, and a class with almost none drafts one token,
-    to learn: so none is given up for good.
-    """
+    to learn: so none is given up for good."""
 
     def __init__(self, cost, gamma=MOST, fade=0.99):
         super().__init__(gamma)
