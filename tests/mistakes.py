@@ -440,7 +440,7 @@ TABLE = {
         ("Then.observe", "accepted=first, proposed=", "proposed=", "the tail's acceptances are the first "
          "one's", "control::each_rule_learns_of_its_own_part")],
     "support/files.py": [
-        ("resume", "found == header", "isinstance(found, dict)", "the log of another search goes on",
+        ("resume", "found != header", "not isinstance(found, dict)", "the log of another search goes on",
          "search::a_search_that_was_killed_goes_on_where_it_was")],
     "methods/trees.py": [
         ("siblings", ".scatter(2, last, 0.0)", "", "the same guess twice: drawn with replacement",
