@@ -15,6 +15,7 @@
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
+import argparse
 import json
 import os
 import sys
@@ -34,6 +35,12 @@ RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "hel
         "beyond": beyond.run}   # -> (Markdown, data)
 
 
+class Flags(argparse.Namespace):
+    @property
+    def machine(self):
+        return cli.machine(torch.device(self.device))
+
+
 def parse(argv):
     p = cli.Parser(usage="python -m lab.bench WHAT [flags]", description="Measure.", allow_abbrev=False)
     p.add_argument("what", choices=RUNS)
@@ -43,41 +50,39 @@ def parse(argv):
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
-    p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
+    p.add_argument("--quick", action="store_const", const=1, help="one prompt of each kind")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
-    p.add_argument("--exit-layer", type=int, metavar="E", help="help, block: only this exit")
-    p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with: weights, measured, or "
-                   "a file from lab.bench costs --out (default: as in generate.py)")
+    p.add_argument("--exit-layer", type=int, metavar="E", help="block: this exit")
+    p.add_argument("--costs", choices=["weights", "measured"], default="measured",
+                   help="dynamic: what Pace reckons with")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
                    "skip.json (all but help: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
-                   "the most frequent first (self, dynamic: by default draft_vocab.json beside the weights)")
-    p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
-    p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
+                   "the most frequent first (by default draft_vocab.json beside the weights)")
+    p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
+                   help="self: a small model with the same tokenizer")
     p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS,
-                   help=f"self, heads: only these of {', '.join(SETS)}")
+                   help=f"self, heads, block: only these of {', '.join(SETS)}")
     p.add_argument("--only", nargs="+", metavar="WORD", help="self, dynamic: only ways to draft with one of "
                    "these words in their names, and what they are compared with")
     p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
                    "several (default: those beside the weights)")
     p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
     p.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md")
-    p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
-    a = p.parse_args(argv)
+    a = p.parse_args(argv, Flags())
     if a.new < 8 or a.repeats is not None and a.repeats < 1:
         raise ValueError("--new must be at least 8 and --repeats at least 1")
     if a.out and not Path(a.out).resolve().parent.is_dir():
         raise ValueError(f"--out {a.out}: no such folder")
     checkpoint.find_device(a.device)
-    a.machine = cli.machine(torch.device(a.device))
     return a
 
 
 def run(argv):
     a = parse(argv)
     text, data = RUNS[a.what](a)
-    data = {"what": a.what, "machine": a.machine, "torch": torch.__version__, "dtype": a.dtype, **data}
-    print(json.dumps(data) if a.json else text)
+    data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__, **data}
+    print(text)
     if a.out:
         write_file(Path(f"{a.out}.md"), text + "\n")
         write_file(Path(f"{a.out}.json"), json.dumps(data, indent=1) + "\n")

@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 import control
 from control import expected_speedup, weight_costs
-from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
+from lab.bench.plain import their_text
+from lab.bench.shared import SETS, beside, figures, forecast, load_both, page, prompt_ids
 from lab.recycle import Recycle
 from lab.rules import ValueGate
 from layerskip import SelfDraft, ShortHead, early_exit, without
@@ -32,19 +33,17 @@ GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
 READS = "spread", "after", "rise", "join"   # the first of these methods that a head has reads its matrices
 COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "±": "{spread:.0%}", "ratio to plain": "{ratio:.2f}",
-           "tau": "{tau:.2f}", "accepted": "{acceptance:.2f}", "alpha": "{alpha:.2f}", "c": "{c:.3f}",
-           "block": "{block:.2f}", "predicted": "{predicted:.2f}", "of it": "{reached:.2f}",
-           "by weights": "{by_weights:.2f}", "draft / verify / loop": "{parts}"}
+           "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
+           "alpha": "{alpha:.2f}", "c": "{c:.3f}", "block": "{block:.2f}"}
 
 
 @dataclass
 class Sample:
-    """One prompt continued once. Seconds: `prefill` until the prompt is read, `decode` after that."""
+    """One prompt continued once. decode: seconds after the prompt was read."""
     ids: list
-    prefill: float
     decode: float
     rounds: list = field(default_factory=list)      # (accepted, proposed)
-    split: dict | None = None
+    drafting: float = 0.0   # of these seconds
     read: float = 0.0       # weights, in passes of the target over one token; over a block they count once
 
     @property
@@ -76,37 +75,36 @@ class Method:
 
 
 class Bench:
-    """Some prompts and one way of sampling: models[dtype] = (target, small model or None). heads: those that
-    draft for the timed target."""
+    """Some prompts and one way of sampling: models[dtype] = (target, small model or None), first the timed
+    ones, last those in float64. heads: those that draft for the timed target."""
 
-    def __init__(self, a, models, prompts, flags, heads=()):
-        self.a, self.models, self.prompts, self.heads = a, models, prompts, heads
-        self.model, self.small = models[a.dtype]
+    def __init__(self, models, prompts, flags, new, repeats, heads=()):
+        self.models, self.prompts, self.heads = [*models.values()], prompts, heads
+        self.model, self.small = self.models[0]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
-        self.costs = weight_costs(self.model.c)
+        self.new, self.repeats, self.costs = new, repeats, weight_costs(self.model.c)
 
-    def steps(self, i, drafter, model=None):
-        model = model or self.model
-        return rounds(model, [self.prompts[i]], self.a.new, drafter, self.probs, Coins(i), model.c.eos)
+    def steps(self, i, drafter, model):
+        return rounds(model, [self.prompts[i]], self.new, drafter, self.probs, Coins(i), model.c.eos)
 
     def write(self, make, i):
         """Prompt i, timed and metered."""
-        s = Sample([], 0.0, 0.0)
+        s = Sample([], 0.0)
         with metered([m for m in (self.model, self.small) if m], self.heads) as spent:
             timed = Timed(After(make(self.model, self.small), spent.clear))
-            for _, r in self.steps(i, timed):
+            for _, r in self.steps(i, timed, self.model):
                 s.ids += r.new[0]
                 s.rounds.append((int(r.accepted[0]), int(r.proposed[0])))
-        s.prefill, s.decode, s.split = timed.reading, sum(timed.seconds.values()), timed.seconds
+        s.decode, s.drafting = sum(timed.seconds.values()), timed.seconds["draft"]
         s.read = sum(spent) / self.costs.whole
         return s
 
-    def check_texts(self, methods, bar):
+    def check_texts(self, methods, bar, prompts):
         """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain decoding: that is
         a bug, and its speed would mean nothing."""
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
-        model, small = self.models["float64"]
-        for i in range(len(self.prompts)):
+        model, small = self.models[-1]
+        for i in prompts:
             texts = {}
             for name, make in makers.items():
                 steps = self.steps(i, make(model, small), model)
@@ -117,7 +115,7 @@ class Bench:
 
     def run(self, methods, bar):
         """All methods on each prompt, one after another, again and again, after a warm-up on one prompt."""
-        for repeat in range(self.a.repeats + 1):
+        for repeat in range(self.repeats + 1):
             makers = {name: m.start() for name, m in methods.items()}
             for i in range(len(self.prompts) if repeat else 1):
                 for name, m in methods.items():
@@ -131,9 +129,9 @@ class Bench:
         """({method: row}, where greedy texts parted from plain decoding). texts: see `pilot`."""
         ours, prompts = sum(not m.ask for m in methods.values()), len(self.prompts)
         bar.set_description(title)
-        bar.reset(ours * prompts * self.greedy + len(methods) * (1 + self.a.repeats * prompts))
+        bar.reset(ours * prompts * self.greedy + len(methods) * (1 + self.repeats * prompts))
         if self.greedy:
-            self.check_texts(methods, bar)
+            self.check_texts(methods, bar, range(prompts))
         self.run(methods, bar)
         rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
         return rows, divergences(self, methods, title) if self.greedy else []
@@ -244,6 +242,12 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
     return methods
 
 
+def chosen(methods, words):
+    """Those of the methods that --only names, and plain decoding."""
+    return {name: m for name, m in methods.items()
+            if not words or name == "plain" or any(word in name for word in words)}
+
+
 def their_methods(a, bench, exit_layer):
     """{name: Method} of transformers, on the same weights, with its own defaults."""
     from transformers import AutoModelForCausalLM, logging
@@ -251,8 +255,8 @@ def their_methods(a, bench, exit_layer):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     open_ = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, a.dtype))
-    model, sampling = open_(a.model).to(a.device), bench.probs.keywords
-    helper = open_(a.draft_model).to(a.device) if a.draft_model else None
+    model, helper = (open_(folder).to(a.device) for folder in (a.model, a.draft_model))
+    sampling = bench.probs.keywords
 
     def ask(flags, ids):
         tokens = torch.tensor([ids], device=a.device)
@@ -261,16 +265,14 @@ def their_methods(a, bench, exit_layer):
             model(tokens, use_cache=True, logits_to_keep=1).logits.argmax().item()  # waits for a GPU
         prefill, start = time.perf_counter() - start, time.perf_counter()
         torch.manual_seed(0)
-        out = model.generate(tokens, max_new_tokens=a.new, attention_mask=torch.ones_like(tokens),
-                             do_sample=bool(sampling), top_k=0 if sampling else None, pad_token_id=0,
-                             **sampling, **flags)
-        return Sample(out[0, len(ids) :].tolist(), prefill, time.perf_counter() - start - prefill)
+        text = their_text(model, tokens, a.new, **flags)[0].tolist()
+        return Sample(text, time.perf_counter() - start - prefill)
 
+    sampling = {"do_sample": True, "top_k": 0, **sampling} if sampling else {}
     flags = {"plain": {}, "assistant_model": {"assistant_model": helper},
              "prompt lookup": {"prompt_lookup_num_tokens": TAIL},
              "assistant_early_exit": {"assistant_early_exit": exit_layer}}
-    return {f"transformers, {name}": Method(ask=partial(ask, f)) for name, f in flags.items()
-            if helper or name != "assistant_model"}
+    return {f"transformers, {name}": Method(ask=partial(ask, sampling | f)) for name, f in flags.items()}
 
 
 def pilot(bench, L):
@@ -308,27 +310,25 @@ def row(m, plain, texts):
     quarts = statistics.quantiles(rates, n=4)
     r = {"tokens_per_second": statistics.median(rates),
          "spread": (quarts[2] - quarts[0]) / statistics.median(rates),
-         "ratio": statistics.geometric_mean(paired), "ratios": paired,  # one a prompt
-         "prefill": statistics.median(s.prefill for s in samples)}
+         "ratio": statistics.geometric_mean(paired), "ratios": paired}  # one per prompt
     return r if m.ask else r | drafting(m, samples, plain, texts)
 
 
 def taken(samples, plain):
     """(what a drafted token takes, what a round takes beside its drafts), relative to a plain round."""
     one = sum(s.decode for s in plain) / sum(len(s.rounds) for s in plain)
-    drafts, proposed = sum(s.split["draft"] for s in samples), sum(s.proposed for s in samples)
-    rest = sum(sum(s.split.values()) for s in samples) - drafts
+    drafts, proposed = sum(s.drafting for s in samples), sum(s.proposed for s in samples)
+    rest = sum(s.decode for s in samples) - drafts
     return drafts / proposed / one, rest / sum(len(s.rounds) for s in samples) / one
 
 
 def drafting(m, samples, plain, texts):
     """The part of `row` that only our own methods have."""
-    rounds, whole = sum((s.rounds for s in samples), []), sum(sum(s.split.values()) for s in samples)
+    rounds = sum((s.rounds for s in samples), [])
     accepted, proposed = (sum(column) for column in zip(*rounds, strict=True))
     tokens = sum(len(s.ids) for s in samples)
     r = {"tau": tokens / len(rounds), "acceptance": accepted / proposed if proposed else None,
-         "positions": by_position(rounds), "by_weights": tokens / sum(s.read for s in samples),
-         "split": {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}}
+         "positions": by_position(rounds), "by_weights": tokens / sum(s.read for s in samples)}
     if proposed:
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))
     if m.sublayers:
@@ -355,16 +355,16 @@ def divergences(bench, methods, title):
     return found
 
 
-def markdown(a, results, notes):
-    lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
-             f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs: medians, of the "
-             "ratios the geometric mean over the prompts; every greedy method of ours wrote the same text as "
-             "plain decoding in float64", ""]
+def header(a, repeats):
+    return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
+            f"tokens after each prompt, {repeats} interleaved runs: medians, of the ratios the geometric "
+            "mean over the prompts; every greedy text of ours is that of plain decoding in float64", ""]
+
+
+def markdown(a, repeats, results, notes):
+    lines = header(a, repeats)
     for title, rows in results.items():
-        told = [(name, r | {"reached": r["ratio"] / r["predicted"] if "predicted" in r else None,
-                            "parts": " / ".join(f"{x:.0%}" for x in r.get("split", {}).values())})
-                for name, r in rows.items()]
-        lines += [f"**{title}**", "", *figures(told, COLUMNS)]
+        lines += [f"**{title}**", "", *figures(rows.items(), COLUMNS)]
     for n in notes:
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
         lines.append(f"- {n['set']}, prompt {n['prompt']}, {n['method']}: other than plain decoding from new "
@@ -381,29 +381,21 @@ def column(a, bench, skip, vocab, everything, title, bar):
     texts, cost, exits = pilot(bench, L)
     methods = own_methods(L, exits[:3], skip, cost, everything, vocab)
     methods |= their_methods(a, bench, exits[0][0])
-    if a.only:
-        methods = {name: m for name, m in methods.items()
-                   if name == "plain" or any(word in name for word in a.only)}
-    return bench.table(methods, texts, title, bar)
+    return bench.table(chosen(methods, a.only), texts, title, bar)
 
 
 def run(a):
-    a.repeats = a.repeats or (1 if a.quick else 2)
-    a.draft_model = a.draft_model or str(WEIGHTS / "stories-draft")
-    models, tokenizer = load_both(a, a.draft_model)
+    repeats, (models, tokenizer) = a.repeats or 2, load_both(a, a.draft_model)
     c = models[a.dtype][0].c
     skip = beside(a, "skip", a.skip, read_skip, c.n_layers)      # search.py wrote both
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, c.vocab_size)
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]
-    tasks = [task for task in tasks if not a.prompts or task[0] in a.prompts]
     results, notes = {}, []
     with tqdm(disable=None) as bar:
-        for name, flags in tasks[:1] if a.quick else tasks:
-            how = f"T {flags['temperature']}, top-p {flags['top_p']}" if flags else "greedy"
-            prompts, title = prompt_ids(name, tokenizer, c), f"{name}, {how}"
-            bench = Bench(a, models, prompts[:4] if a.quick else prompts, flags)
+        for name, flags in (task for task in tasks if task[0] in (a.prompts or SETS)):
+            title = f"{name}, {'T 0.8, top-p 0.95' if flags else 'greedy'}"
+            prompts = prompt_ids(name, tokenizer, c)[: a.quick]
+            bench = Bench(models, prompts, flags, a.new, repeats)
             results[title], seen = column(a, bench, skip, vocab, name == "stories" and not flags, title, bar)
             notes += seen
-    data = {"results": results, "divergences": notes, "new": a.new, "repeats": a.repeats,
-            "model": str(a.model)}
-    return markdown(a, results, notes), data
+    return markdown(a, repeats, results, notes), {"results": results, "divergences": notes}

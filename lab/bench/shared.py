@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def load(a, dtype=None, folder=None):
-    """(model, tokenizer) as the flags say, or in another dtype, or from another folder."""
+    """(model, tokenizer) of the flags, or in another dtype, or from another folder."""
     return checkpoint.load(folder or a.model, a.device, getattr(torch, dtype or a.dtype))
 
 
