@@ -28,7 +28,7 @@ gpu-test: $(VENV)/dev
 	$(PY) -m pytest
 
 gpu: $(VENV)/run
-	$(PY) -m lab.bench.gpu --out gpu.json --resume
+	$(PY) -m lab.bench.gpu --out gpu.json
 
 mistakes: $(VENV)/dev
 	$(PY) tests/mistakes.py

@@ -80,7 +80,10 @@ def parse(argv):
 
 def run(argv):
     a = parse(argv)
-    text, data = RUNS[a.what](a)
+    try:
+        text, data = RUNS[a.what](a)
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{e.name} is not installed: see requirements-dev.txt") from None
     data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__, **data}
     print(text)
     if a.out:
