@@ -57,8 +57,8 @@ def parse(argv):
                    help="dynamic: what Pace reckons with")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
                    "skip.json (all but help: by default the one beside the weights, if there is one)")
-    p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
-                   "the most frequent first (by default draft_vocab.json beside the weights)")
+    p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
+                   "most frequent first (by default draft_vocab.json beside the weights)")
     p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
                    help="self: a small model with the same tokenizer")
     p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS,

@@ -6,11 +6,11 @@ weights; nothing has to be decoded to know whether alpha > c.
 from tqdm import tqdm
 
 from control import weight_costs
-from lab.bench.shared import SETS, beside, figures, forecast, load, page, prompt_ids, table
-from layerskip import ShortHead, early_exit
+from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids, table
+from layerskip import early_exit
 from search import Teacher
 from speculative import generate, rounds
-from support.cli import read_skip, read_vocab
+from support.cli import read_skip
 from support.measure import as_data, measure_costs
 from support.stats import compare
 
@@ -73,40 +73,20 @@ def promises(a, model, tokenizer):
         f"exit {e}": early_exit(L, e) for e in range(1, L)}
     texts, costs = teachers(model, tokenizer, a), measure_costs(model)
     for name, subs in tqdm(drafts.items(), disable=None, leave=False):
-        found[name] = promise(texts, costs, subs)
+        series = [t.acceptance(subs)[unscored:] for t, unscored in texts]
+        alpha, gamma, gain = forecast(series, costs.step(subs), costs.block)
+        found[name] = {"sublayers": subs, "alpha": alpha, "c": costs.step(subs),
+                       "c_weights": weight_costs(model.c).step(subs), "gamma": gamma, "speedup": gain}
     best = max(found, key=lambda name: (found[name]["speedup"], found[name]["alpha"] - found[name]["c"]))
-    vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
-    short = short_heads(model, texts, costs, found[best]["sublayers"], vocab)
     scored = sum(len(t.p[0]) - unscored for t, unscored in texts)
     said = verdict(a, best, found[best])
     lines = [f"{a.model}, {str(model.tok.dtype)[6:]}; {a.machine}; greedy, {scored} tokens of its own "
-             "answers to support/prompts", "", *figures(found.items(), PROMISED, "draft"),
-             f"{best} with a draft vocabulary, the first tokens {'of its file' if vocab else 'by id'}:", "",
-             *figures(short.items(), PROMISED, "tokens"), said]
-    return page(lines), {"drafts": found, "short_heads": short, "verdict": said}
+             "answers to support/prompts", "", *figures(found.items(), PROMISED, "draft"), said]
+    return page(lines), {"drafts": found, "verdict": said}
 
 
 PROMISED = {"alpha": "{alpha:.3f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",
             "best gamma": "{gamma}", "speed-up promised": "{speedup:.2f}"}
-
-
-def promise(texts, costs, subs, drafting=None):
-    """What a draft is worth on the texts that `teachers` made."""
-    share, weights = 1.0 if drafting is None else drafting.share, weight_costs(texts[0][0].model.c)
-    cost = costs.step(subs, share)
-    series = [t.acceptance(subs, drafting)[unscored:] for t, unscored in texts]
-    alpha, gamma, gain = forecast(series, cost, costs.block)
-    return {"sublayers": subs, "alpha": alpha, "c": cost, "c_weights": weights.step(subs, share),
-            "gamma": gamma, "speedup": gain}
-
-
-def short_heads(model, texts, costs, subs, vocab):
-    """{N: what the draft promises with only N tokens} for powers of two. Without a draft vocabulary they are
-    the lowest ids: a byte-pair tokenizer numbers what it merges first, and so the frequent, first."""
-    V, ids = model.c.vocab_size, vocab or range(model.c.vocab_size)
-    sizes = [1 << k for k in range(5, V.bit_length()) if 1 << k < min(V, len(ids) + 1)]
-    return {str(size): promise(texts, costs, subs, ShortHead(model, ids[:size]))
-            for size in tqdm(sizes, disable=None, leave=False)}
 
 
 def verdict(a, name, best):

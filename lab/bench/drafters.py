@@ -32,7 +32,7 @@ from support.stats import Timed, parting
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
 READS = "spread", "after", "rise", "join"   # the first of these methods that a head has reads its matrices
-COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "±": "{spread:.0%}", "ratio to plain": "{ratio:.2f}",
+COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "ratio to plain": "{ratio:.2f}",
            "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
            "alpha": "{alpha:.2f}", "c": "{c:.3f}", "block": "{block:.2f}"}
 
@@ -210,16 +210,17 @@ def ruled(sublayers, new_rule, tail=False, vocab=None):
     return Method(start, None, sublayers, vocab=vocab)
 
 
-def own_methods(L, exits, skip, cost, everything, vocab=None):
+def own_methods(L, exits, skip, cost, vocab=None):
     """{name: Method} of what this library offers. exits: [(exit layer, its best gamma)], the best one first;
-    cost: {exit layer or "bad": of a drafted token}; everything: also what only the stories are measured with;
-    vocab: the ids of a draft vocabulary."""
+    cost: {exit layer or "bad": of a drafted token}; vocab: the ids of a draft vocabulary."""
     (e, g), bad = exits[0], without(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
     no_harm = partial(control.DoNoHarm, cost[e])
-    for gamma in sorted({*(GAMMAS if everything else GAMMAS[:4]), g}):
+    for gamma in sorted({*GAMMAS, g}):
         methods |= fixed(f"exit {e}", best, gamma)
-    for gamma in ((2, 4) if everything else (2,)) if skip else ():
+    for other, gamma in exits[1:]:
+        methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
+    for gamma in (2, 4) if skip else ():
         methods |= fixed("skip set", skip, gamma)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
                 "suffix": Method(lambda: lambda model, small: Suffix(TAIL)),
@@ -228,17 +229,14 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
                 "do no harm": ruled(best, no_harm),
                 "do no harm, n-gram tail": ruled(best, no_harm, tail=True),
                 "expected-value gate": ruled(best, lambda: ValueGate(cost[e])),
-                "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"]))}
+                "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"])),
+                "confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
+                "target gate 0.5": ruled(best, lambda: control.Gate(g)),
+                "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
     if vocab:
         for gamma in sorted({g, g + 1}):
             methods |= fixed(f"exit {e}, draft vocabulary", best, gamma, vocab)
         methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, no_harm, tail=True, vocab=vocab)
-    if everything:
-        for other, gamma in exits[1:]:
-            methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
-        methods |= {"confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
-                    "target gate 0.5": ruled(best, lambda: control.Gate(g)),
-                    "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
     return methods
 
 
@@ -304,12 +302,9 @@ def row(m, plain, texts):
     """What is reported of a method, as a dict. The ratio, and what is predicted, is a geometric mean over the
     prompts, so that the quotient of two rows is a paired ratio, too; c and block are of all prompts."""
     samples = [s for runs in m.samples.values() for s in runs]
-    rates = [speed(s) for s in samples]
     paired = [statistics.median(map(speed, runs)) / statistics.median(map(speed, plain.samples[i]))
               for i, runs in m.samples.items()]
-    quarts = statistics.quantiles(rates, n=4)
-    r = {"tokens_per_second": statistics.median(rates),
-         "spread": (quarts[2] - quarts[0]) / statistics.median(rates),
+    r = {"tokens_per_second": statistics.median(map(speed, samples)),
          "ratio": statistics.geometric_mean(paired), "ratios": paired}  # one per prompt
     return r if m.ask else r | drafting(m, samples, plain, texts)
 
@@ -325,11 +320,10 @@ def taken(samples, plain):
 def drafting(m, samples, plain, texts):
     """The part of `row` that only our own methods have."""
     rounds = sum((s.rounds for s in samples), [])
-    accepted, proposed = (sum(column) for column in zip(*rounds, strict=True))
     tokens = sum(len(s.ids) for s in samples)
-    r = {"tau": tokens / len(rounds), "acceptance": accepted / proposed if proposed else None,
-         "positions": by_position(rounds), "by_weights": tokens / sum(s.read for s in samples)}
-    if proposed:
+    r = {"tau": tokens / len(rounds), "positions": by_position(rounds),
+         "by_weights": tokens / sum(s.read for s in samples)}
+    if r["positions"]:
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))
     if m.sublayers:
         series = [t.acceptance(m.sublayers, m.vocab and ShortHead(t.model, m.vocab))[unscored:]
@@ -349,7 +343,7 @@ def divergences(bench, methods, title):
     for name, m in methods.items():
         for i, runs in m.samples.items():
             ours, plain = runs[0].ids, methods["plain"].samples[i][0].ids
-            if any(x != y for x, y in zip(ours, plain, strict=False)):
+            if ours != plain:
                 found.append({"set": title, "method": name, "prompt": i,
                               **parting(bench.model, bench.prompts[i], ours, plain)})
     return found
@@ -375,11 +369,11 @@ def markdown(a, repeats, results, notes):
 # --- the command
 
 
-def column(a, bench, skip, vocab, everything, title, bar):
+def column(a, bench, skip, vocab, title, bar):
     """One table, see `Bench.table`."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
-    methods = own_methods(L, exits[:3], skip, cost, everything, vocab)
+    methods = own_methods(L, exits[:3], skip, cost, vocab)
     methods |= their_methods(a, bench, exits[0][0])
     return bench.table(chosen(methods, a.only), texts, title, bar)
 
@@ -396,6 +390,6 @@ def run(a):
             title = f"{name}, {'T 0.8, top-p 0.95' if flags else 'greedy'}"
             prompts = prompt_ids(name, tokenizer, c)[: a.quick]
             bench = Bench(models, prompts, flags, a.new, repeats)
-            results[title], seen = column(a, bench, skip, vocab, name == "stories" and not flags, title, bar)
+            results[title], seen = column(a, bench, skip, vocab, title, bar)
             notes += seen
     return markdown(a, repeats, results, notes), {"results": results, "divergences": notes}

@@ -77,7 +77,7 @@ def column(bench, found, title, bar):
     """One table: {method: row}, and where greedy texts parted. found: {name: {dtype: head}}."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
-    free, best = own_methods(L, exits, None, cost, False), dict(exits)
+    free, best = own_methods(L, exits, None, cost), dict(exits)
     methods, known = {"plain": free["plain"]}, {}
     layers = {h.shape["exit_layer"] for h in bench.heads if "exit_layer" in h.shape}
     for e in sorted(layers | {exits[0][0]}):
