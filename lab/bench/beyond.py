@@ -301,9 +301,9 @@ def prophet_lines(found):
                    [[n, *(f"{loss:.4f}" for loss in found[n])] for n in "13"])
     agreed = " and ".join(f"{statistics.mean(s):.0%}" for s in zip(*found["streams"], strict=True))
     lines += [f"Three streams change it by {statistics.mean(change):+.4f} (standard error {error:.4f}); "
-              f"from seed to seed a loss moves by {noise:.4f}. The streams agree with their model in {agreed} "
-              "of the places, one and two tokens after the next. As drafts, learnt with the model or later:",
-              ""]
+              f"from seed to seed a loss moves by {noise:.4f}. The streams agree with their model in "
+              f"{agreed} of the places, one and two tokens after the next. As drafts, learnt with the model "
+              "or later:", ""]
     return lines + figures(found["drafts"].items(), LOOP, "streams learnt")
 
 
