@@ -112,7 +112,7 @@ def layout(model):
     block |= {f"{norm}.weight": [f"{name}_layernorm"] for norm, name in norms.items()}
     yield model, "tok", [EMBED]
     yield model.norm, "weight", ["model.norm.weight"]
-    if model.head is not None:
+    if not model.c.tied:
         yield model, "head", [HEAD]
     for i, b in enumerate(model.blocks):
         for path, names in block.items():

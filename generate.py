@@ -15,6 +15,7 @@ import torch
 import checkpoint
 import sampling
 from machine import parallel
+from machine.packed import Packed, pack_where_it_pays
 from machine.quant import KINDS
 from machine.recorded import Recorded
 from sampling import Coins, to_probs
@@ -137,7 +138,8 @@ def run(a):
         raise ValueError("--fast goes with one process, not with several")
     model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype),
                                        KINDS.get(a.quant), parallel.place())
-    writer = Writer(a, parallel.join(model) if world > 1 else model, tokenizer, texts)
+    model = parallel.join(model) if world > 1 else model if a.fast else pack_where_it_pays(model)
+    writer = Writer(a, model, tokenizer, texts)
     plan = drafts.plan(a, writer.model, tokenizer)
     if a.fast:
         writer.rehearse([plan.make, lambda: None] if a.compare else [plan.make])
@@ -168,6 +170,7 @@ def report(writer, plan, seen):
         "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
         "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + why,
         "fast": a.fast and model.replays(), "quant": a.quant, "processes": parallel.place()[1],
+        "packed": isinstance(model.blocks[0].mlp.down, Packed),
         "costs": plan.costs, "cost_table": as_data(plan.table) if auto else None,
         "chosen": drafter.chosen if auto else None, "beliefs": drafter.beliefs() if auto else None,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
@@ -208,7 +211,7 @@ def rates(r):
     """How fast the run was, in one line."""
     line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads"
     line += f", blocks in {r['quant']}" if r["quant"] else ""
-    line += ", in recorded passes" if r["fast"] else ""
+    line += ", in recorded passes" if r["fast"] else ", packed weights" if r["packed"] else ""
     line += f", {r['processes']} processes" if r["processes"] > 1 else ""
     if "baseline" not in r:
         return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s (one run, while printing)"

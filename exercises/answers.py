@@ -213,6 +213,12 @@ WRONG = {
             "self.accepted / max(1, self.turns)": "accepted tokens per",
             "self.hits / max(1, self.turns)": "rounds without a draft",
             "self.hits / max(1, self.passes)": "divide by `drafted`"}},
+    "counterexample": {
+        "torch.tensor([[2.0, 1.0]] * 2, dtype=torch.float64) / 3": {
+            "p[:2]": "where p = q nothing is ever rejected",
+            "p": "the target judges two drafts",
+            "torch.tensor([[1.0, 2.0], [1.01, 2.0]], dtype=torch.float64) / torch.tensor([[3.0], [3.01]])":
+                "look at the second"}},
 }
 
 # right answers of another shape: loops instead of tensors, other coins, less gained

@@ -4,9 +4,58 @@ import random
 
 import torch
 
-from control import MOST, Beta, Confidence, Gate, outcomes
+from control import MOST, Beta, Confidence, confidence, outcomes
 from sampling import raw_probs
 from speculative import Rule
+
+
+class AdaptiveExit(Rule):
+    """Confidence with a threshold that steers the acceptance towards `target` (Draft & Verify, Zhang et al.
+    2023, section 3.3), each row on its own. The threshold outlives the run, as in the paper's code, and so
+    does the running acceptance, which starts at 0."""
+
+    def __init__(self, threshold=0.6, target=0.9, beta1=0.5, beta2=0.9, epsilon=0.01, gamma=12):
+        super().__init__(gamma)
+        self.start, self.target, self.epsilon = threshold, target, epsilon
+        self.beta1, self.beta2, self.threshold = beta1, beta2, []
+
+    def begin(self, state):
+        rows = len(state.known)
+        if len(self.threshold) != rows:
+            self.threshold, self.acceptance = [self.start] * rows, [0.0] * rows
+
+    def gamma(self, state):
+        self.bar = state.send(self.threshold)  # (B,) once a round, not once a token
+        return self.most
+
+    def stop(self, k, logits, token):
+        return confidence(logits, token) < self.bar
+
+    def learn(self, state, r):
+        for b, (drafted, kept) in enumerate(outcomes(r)):
+            if drafted:
+                m = self.acceptance[b] = self.beta1 * self.acceptance[b] + (1 - self.beta1) * kept / drafted
+                up, full = m < self.target, drafted == self.most
+                aim = self.threshold[b] + (self.epsilon if up else 0 if full else -self.epsilon)
+                self.threshold[b] = self.beta2 * self.threshold[b] + (1 - self.beta2) * aim
+
+
+class Gate(Rule):
+    """Draft only after a token that the target was sure of, each row on its own (the repository
+    fast-llm-inference by ccs96307, with a threshold of 0.5)."""
+
+    def __init__(self, gamma, threshold=0.5):
+        super().__init__(gamma)
+        self.threshold = threshold
+
+    def begin(self, state):
+        self.sure = [1.0] * len(state.known)  # the target has not judged the prompt's last token
+
+    def gamma(self, state):
+        return [self.most if sure >= self.threshold else 0 for sure in self.sure]
+
+    def learn(self, state, r):
+        self.sure = [row[-1] if row else before for row, before in zip(r.sure, self.sure, strict=True)]
 
 
 class Schedule(Rule):

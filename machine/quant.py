@@ -128,7 +128,7 @@ def quantise(model, kind="int8"):
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(twin.blocks.modules()):
         for name, w in [*module.named_parameters(recurse=False), *module.named_children()]:
-            if isinstance(w, tuple(KINDS.values())):
+            if isinstance(w, Matrix):
                 w = w.full(model.tok.dtype)
             if isinstance(w, torch.Tensor) and w.dim() == 2:
                 put(module, name, KINDS[kind](w.detach()))

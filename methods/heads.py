@@ -52,7 +52,7 @@ def graft(model, first, count, hidden_dim=None):
     MLPs. They see the whole text, without Gemma's windows."""
     last, units = model.c.n_layers - 1, hidden_dim or model.c.hidden_dim
     c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
-    own = Transformer(replace(c, vocab_size=1)).to(model.tok.device, model.tok.dtype)
+    own = Transformer(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
     own.c, own.tok, own.norm, own.head, own.scale = c, model.tok, model.norm, model.head, model.scale
     for i, mine in enumerate(own.blocks, first):
         like = model.blocks[min(i, last)]
@@ -168,7 +168,7 @@ class Medusa(Head):
         self.taps, dim = [2 * model.c.n_layers - 1], model.c.dim
         self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
         if own_head:
-            rows = (model.tok if model.head is None else model.head).detach()
+            rows = (model.tok if model.c.tied else model.head).detach()
             self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
         self.step = Step(count(self) / heads, output=not own_head, most=heads)
 

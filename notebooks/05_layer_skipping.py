@@ -191,13 +191,17 @@ figure
 #
 # ## Who decides how far to draft?
 #
-# A fixed gamma is a compromise. A *rule* decides anew in each round, and none can change the text. We trace
-# three of them over one story. **Adaptive exit** (Draft & Verify, section 3.3) stops a draft after a token
-# of low confidence (the draft's probability of it), and moves its threshold so that a wanted share of the
-# guesses is accepted.
+# A fixed gamma is a compromise. A *rule* decides anew in each round, and no rule can change the text. We
+# trace one over a story, **do no harm**: it estimates alpha from what became of its drafts so far, drafts
+# as far as the formula says, and stops where that does not pay. We give it two drafts: the good exit, and a
+# useless one, which skips the first half of the model. (`control.Confidence` stops at an unsure token
+# instead, and `lab/rules.py` has the rules of other papers.)
+#
+# **Predict:** how many tokens will the useless draft propose before it is silenced? Will it ever be asked
+# again?
 
 # %%
-from control import AdaptiveExit, DoNoHarm, Gate
+from control import DoNoHarm
 
 subs, cost = early_exit(L, max(1, L // 6)), costs.step(early_exit(L, max(1, L // 6)))
 
@@ -214,40 +218,6 @@ def draw_trace(side, drafted, kept):
     side.bar(range(len(drafted)), drafted, 1, color="#56b4e9", label="drafted")
     side.bar(range(len(kept)), kept, 0.6, color=plots.HUES[0], label="accepted")
     side.set(xlabel="round", ylabel="tokens")
-
-# %%
-drafted, kept, bar = traced(AdaptiveExit(), subs, lambda rule: (rule.threshold[0], rule.acceptance[0]))
-figure, ((left, right),) = plots.axes(1, 2, width=6, height=2.8)
-draw_trace(left, drafted, kept)
-left.legend(frameon=False, fontsize=8)
-right.plot([b[0] for b in bar], color=plots.HUES[1], label="threshold")
-right.plot([b[1] for b in bar], color=plots.HUES[2], ls="--", label="running acceptance")
-right.axhline(AdaptiveExit().target, color="#808080", ls=":", label="target")
-right.set(xlabel="round", ylabel="probability, or share", ylim=(0, 1.05))
-right.legend(frameon=False, fontsize=8)
-figure
-
-# %% [markdown]
-# **The gate** (fast-llm-inference) asks before drafting: how sure was the target of its last token? It drafts
-# only where that exceeds a threshold.
-
-# %%
-drafted, kept, sure = traced(Gate(4, 0.6), subs, lambda rule: rule.sure[0])
-figure, ((left, right),) = plots.axes(1, 2, width=6, height=2.8)
-draw_trace(left, drafted, kept)
-before = [1.0, *sure[:-1]]                                      # the confidence that the gate saw
-right.scatter(before, drafted, s=18, color="#56b4e9", label="drafted")
-right.scatter(before, kept, s=6, color=plots.HUES[0], label="accepted")
-right.set(xlabel="how sure the target was of its last token", ylabel="tokens")
-right.legend(frameon=False, fontsize=8)
-figure
-
-# %% [markdown]
-# **Do no harm** estimates alpha from what became of the drafts so far, and stops where it does not pay. We
-# give it two drafts: the good exit, and a useless one, which skips the first half of the model.
-#
-# **Predict:** how many guesses will the useless draft make before it is silenced? Will it ever be asked
-# again?
 
 # %%
 bad = list(range(L, 2 * L))

@@ -387,8 +387,6 @@ TABLE = {
         ("Confidence.stop", "confidence(logits, token", "logits.softmax(-1).amax(-1",
          "the confidence in another token than the drawn one",
          "control::confidence_is_that_in_the_drawn_token_in_float32"),
-        ("AdaptiveExit.learn", "self.epsilon if up else 0 if full else -self", "-self.epsilon if up else 0 "
-         "if full else self", "the threshold moves the wrong way", "control::adaptive_exit_by_hand"),
         ("DoNoHarm.begin", "replace(self.past)", "self.past", "all rows share one estimate",
          "control::do_no_harm_estimates_by_hand"),
         ("DoNoHarm.gamma", "gamma, self.saved[b] = (1, self.saved[b] - self.cost)", "gamma = 1",

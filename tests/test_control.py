@@ -14,7 +14,6 @@ from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small
 
 import speculative
 from control import (
-    AdaptiveExit,
     Beta,
     Confidence,
     Costs,
@@ -73,7 +72,6 @@ test_drafts_are_right = promises.right_drafts({"model, model": lambda m, far: Th
 
 LAWS = {
     "do no harm": (TINY, lambda m: SelfDraft(m, range(4), DoNoHarm(0.1, 2))),
-    "adaptive exit": (TINY, lambda m: SelfDraft(m, range(4), AdaptiveExit(0.6, 0.5, 0.5, 0.5, 0.5, 2))),
     "sure exit, n-gram": (TINY, lambda m: Then(SelfDraft(m, range(4), Confidence(0.6, 2)), NGram(2, 1))),
     "exit, model": (TINY, lambda m: Then(SelfDraft(m, range(4), 1), ModelDraft(small(m), 1)))}
 test_exact_law = promises.exact_law(LAWS)
@@ -141,31 +139,6 @@ def test_confidence_is_that_in_the_drawn_token_in_float32():
     assert Confidence(0.5).stop(0, logits, drawn).tolist() == [False, True]
     half = confidence(torch.tensor([[100.0, 99.0]], dtype=torch.bfloat16), torch.tensor([0]))
     assert float(half) == pytest.approx(1 / (1 + math.exp(-1)), rel=1e-5)
-
-
-def test_adaptive_exit_by_hand():
-    """m <- m / 2 + share / 2; the threshold moves by a tenth of .01: up while m < .9, else down, but not if
-    nothing stopped the draft."""
-    rule = AdaptiveExit()
-    rule.begin(state_of())
-    for drafted, kept, mean, threshold in (
-            (4, 4, 0.5, 0.601), (4, 4, 0.75, 0.602), (4, 4, 0.875, 0.603), (12, 12, 0.9375, 0.603),
-            (0, 0, 0.9375, 0.603), (4, 4, 0.96875, 0.602), (4, 1, 0.609375, 0.603)):
-        rule.learn(state_of(), outcome((drafted, kept)))
-        assert [*rule.acceptance, *rule.threshold] == pytest.approx([mean, threshold], abs=1e-12)
-
-
-def test_adaptive_exit_keeps_rows_apart_and_remembers():
-    rule, state = AdaptiveExit(), state_of(3)
-    rule.begin(state)
-    rule.learn(state, outcome((4, 4), None, (2, 0)))
-    assert rule.threshold == pytest.approx([0.601, 0.6, 0.601])
-    rule.threshold = [0.3, 0.9, 0.5]
-    rule.begin(state)   # what a text taught is where the next one starts
-    rule.gamma(state)
-    assert rule.stop(0, torch.zeros(3, 2), torch.zeros(3).long()).tolist() == [False, True, False]
-    rule.begin(state_of(2))
-    assert rule.threshold == [0.6, 0.6], "other rows know nothing"
 
 
 def test_do_no_harm_tries_a_useless_draft_as_often_as_was_saved_for():

@@ -17,7 +17,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
-from control import AdaptiveExit, DoNoHarm  # noqa: E402
+from control import DoNoHarm  # noqa: E402
 from layerskip import SelfDraft, without  # noqa: E402
 from methods import heads  # noqa: E402
 from methods.then import Then  # noqa: E402
@@ -39,7 +39,6 @@ def drafters(m, small):
         "ngram": NGram(4, 2),
         "exit 1, n-gram": Then(SelfDraft(m, range(2), 2), NGram(8, 3)),
         "do no harm": SelfDraft(m, range(4), DoNoHarm(0.25)),
-        "adaptive exit": SelfDraft(m, range(4), AdaptiveExit()),
         "exit 1, siblings": Siblings(SelfDraft(m, range(2), 2), [2, 1]),
         "skip, siblings": Siblings(SelfDraft(m, some, 3), [3, 1]),
         "model, siblings": Siblings(ModelDraft(small, 3), [2, 2]),

@@ -7,7 +7,7 @@ from paper_gpu import PaperGPU
 from tiny import LLAMA, make, small
 
 import checkpoint
-from control import AdaptiveExit, Confidence
+from control import Confidence
 from layerskip import SelfDraft
 from methods.then import Then
 from speculative import ModelDraft, NGram, State
@@ -15,9 +15,8 @@ from speculative import ModelDraft, NGram, State
 test_one_wait_a_round = promises.one_wait_a_round({
     "plain": lambda m: None,
     "n-gram, then model": lambda m: Then(NGram(2, 1), ModelDraft(small(m), 2)),
-    "model, confidence": lambda m: ModelDraft(small(m), Confidence(0.3, 4)),
-    "exit, adaptive exit": lambda m: SelfDraft(m, range(8), AdaptiveExit(0.3, gamma=4))},
-    extra={"n-gram, then model": 1, "model, confidence": 4, "exit, adaptive exit": 4})
+    "exit, confidence": lambda m: SelfDraft(m, range(8), Confidence(0.3, 4))},
+    extra={"n-gram, then model": 1, "exit, confidence": 4})
 
 
 @pytest.fixture

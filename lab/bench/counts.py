@@ -7,9 +7,9 @@ launch an operation, and by a wait it loses all that it was ahead.
 import sys
 from functools import cache
 
-from control import Confidence, DoNoHarm, Gate
+from control import Confidence, DoNoHarm
 from lab.bench.shared import ROOT, page, random_model, table
-from lab.rules import ValueGate
+from lab.rules import Gate, ValueGate
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Config

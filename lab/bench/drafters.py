@@ -17,7 +17,7 @@ from control import expected_speedup, weight_costs
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, figures, forecast, load_both, page, prompt_ids
 from lab.recycle import Recycle
-from lab.rules import ValueGate
+from lab.rules import Gate, ValueGate
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from methods.heads import count
 from methods.suffix import Suffix
@@ -231,7 +231,7 @@ def own_methods(L, exits, skip, cost, vocab=None):
                 "expected-value gate": ruled(best, lambda: ValueGate(cost[e])),
                 "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"])),
                 "confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
-                "target gate 0.5": ruled(best, lambda: control.Gate(g)),
+                "target gate 0.5": ruled(best, lambda: Gate(g)),
                 "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
     if vocab:
         for gamma in sorted({g, g + 1}):

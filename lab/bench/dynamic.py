@@ -11,11 +11,11 @@ from itertools import pairwise, product
 
 from tqdm import tqdm
 
-from control import AdaptiveExit, Confidence, DoNoHarm, weight_costs
+from control import Confidence, DoNoHarm, weight_costs
 from lab.bench.drafters import TAIL, Bench, Method, chosen, divergences, fixed, header, row, ruled
 from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
-from lab.clasp import CLaSp
-from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
+from lab.clasp import CLaSp, KnapSpec
+from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from layerskip import early_exit
 from machine.quant import byte_costs
@@ -107,6 +107,7 @@ def all_methods(c, skip, vocab, trained, costs):
         subs = early_exit(L, e)
         methods[f"exit {e}, do no harm, n-gram tail"] = ruled(subs, partial(DoNoHarm, step(subs)), tail=True)
     makers = {"SWIFT": SWIFT, "CLaSp": partial(CLaSp, skips=max(1, round(0.45 * L))), "DEL": DEL,
+              "KnapSpec": lambda m: KnapSpec(m, costs),
               "DEL, few exits": lambda m: DEL(m, exits, every=4),
               "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, trained[m.tok.dtype]), costs)}
     methods |= {name: living(make) for name, make in makers.items()}

@@ -1,4 +1,4 @@
-"""What the lab keeps although it loses by the project's own tables (SWIFT, CLaSp, published rules, M2R2,
+"""What the lab keeps although it loses by the project's own tables (SWIFT, published rules, M2R2,
 Hidden Transfer, prophets): each does what its paper says, and none changes the text or its law."""
 import random
 from dataclasses import replace
@@ -11,13 +11,11 @@ from test_control import outcome, state_of
 from test_heads import GROVE, both_ways, wild
 from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read
 
-from control import Beta, Gate
+from control import Beta
 from kvcache import KVCache
-from lab import clasp
-from lab.clasp import CLaSp, nearest
 from lab.m2r2 import M2R2
 from lab.recycle import Recycle
-from lab.rules import AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate, plan
+from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson, ValueGate, plan
 from lab.swift import SWIFT
 from lab.transfer import Transfer, ahead
 from layerskip import SelfDraft
@@ -30,7 +28,6 @@ from speculative import NGram, ancestors, generate, rounds
 
 DRAFTERS = {
     "swift": lambda m: SWIFT(m, 0.7, window=3, every=2, threshold=0.2, widths=(2,)),
-    "clasp": lambda m: CLaSp(m, 5, every=1, threshold=0.1),
     "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
     "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
     "transfer": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
@@ -40,7 +37,6 @@ DRAFTERS = {
 }
 SHORT = {    # drafts of one or two tokens
     "swift": (TINY, lambda m: SWIFT(m, 0.5, 1, every=2, threshold=0.5, gamma=2, widths=(1,))),
-    "gemma2 clasp": (TINY_GEMMA, lambda m: CLaSp(m, 1, every=1, threshold=0.6, gamma=2)),
     "gemma2 m2r2": (TINY_GEMMA, lambda m: wild(M2R2(m, 2, 2)).drafter(2)),
     "gemma2 transfer": (TINY_GEMMA, lambda m: wild(Transfer(m, 2, 2)).drafter(2, [0, 0, 1])),
 }
@@ -52,7 +48,7 @@ HEADS = {"m2r2": lambda m: M2R2(m, 3, 4), "transfer": lambda m: Transfer(m, 3, 3
          "from the embedding": lambda m: Transfer(m, 0, 3), "prophet": lambda m: Prophet(m, 2)}
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
 test_greedy_identity_on_a_gpu = promises.greedy_identity(DRAFTERS, ["swift"], on=["cuda"])
-test_poison = promises.poison(DRAFTERS, ["swift", "clasp"], count=12)
+test_poison = promises.poison(DRAFTERS, ["swift"], count=12)
 test_exact_law = promises.exact_law({name: (TINY, build) for name, build in RULES.items()})
 test_exact_law_of_drafters = promises.exact_law(SHORT, count=2)
 test_drafts_are_what_training_sees = promises.right_drafts(both_ways(HEADS))
@@ -172,6 +168,31 @@ def test_thompson_draws_from_what_became_of_drafts():
     assert lengths[:, 0].mean() > 7 and lengths[:, 1].mean() < 1.2 and int(lengths.min()) == 1
 
 
+def test_adaptive_exit_by_hand():
+    """m <- m / 2 + share / 2; the threshold moves by a tenth of .01: up while m < .9, else down, but not if
+    nothing stopped the draft."""
+    rule = AdaptiveExit()
+    rule.begin(state_of())
+    for drafted, kept, mean, threshold in (
+            (4, 4, 0.5, 0.601), (4, 4, 0.75, 0.602), (4, 4, 0.875, 0.603), (12, 12, 0.9375, 0.603),
+            (0, 0, 0.9375, 0.603), (4, 4, 0.96875, 0.602), (4, 1, 0.609375, 0.603)):
+        rule.learn(state_of(), outcome((drafted, kept)))
+        assert [*rule.acceptance, *rule.threshold] == pytest.approx([mean, threshold], abs=1e-12)
+
+
+def test_adaptive_exit_keeps_rows_apart_and_remembers():
+    rule, state = AdaptiveExit(), state_of(3)
+    rule.begin(state)
+    rule.learn(state, outcome((4, 4), None, (2, 0)))
+    assert rule.threshold == pytest.approx([0.601, 0.6, 0.601])
+    rule.threshold = [0.3, 0.9, 0.5]
+    rule.begin(state)   # what a text taught is where the next one starts
+    rule.gamma(state)
+    assert rule.stop(0, torch.zeros(3, 2), torch.zeros(3).long()).tolist() == [False, True, False]
+    rule.begin(state_of(2))
+    assert rule.threshold == [0.6, 0.6], "other rows know nothing"
+
+
 def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
     rule, state = Gate(4), state_of(3)
     rule.begin(state)
@@ -216,46 +237,6 @@ def test_value_gate_drafts_where_it_pays_and_tries_again():
     for _ in range(300):
         rule.learn(None, outcome(None, None, None))
     assert rule.gamma(None)[0] == 1, "what is known fades"
-
-
-# --- CLaSp
-
-
-@pytest.mark.parametrize("skips", [0, 6])
-def test_there_must_be_something_to_skip_and_to_keep(models, skips):
-    with pytest.raises(ValueError, match="of 6 blocks"):
-        CLaSp(models["llama"], skips)
-
-
-@each_family
-def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, monkeypatch):
-    m, seen = models[family], []
-    monkeypatch.setattr(clasp, "nearest", lambda states, run, most: (
-        seen.append((states, [run(u, torch.stack([states[u] + 1, states[u]]))[1] for u in range(6)]))
-        or [[1], [1, 3]]))
-    drafter, taps = CLaSp(m, 2, every=1, threshold=0.0, gamma=3), list(range(1, 12, 2))
-    ends = [[len(p) for p in PROMPTS[:3]]]
-    for state, r in rounds(m, PROMPTS[:3], 8, drafter):
-        lengths = zip(state.known, r.new, r.accepted.tolist(), strict=True)
-        ends.append([len(text) - len(new) + kept for text, new, kept in lengths])
-    for (states, ran), places in zip(seen, ends, strict=True):
-        for b, (text, end) in enumerate(zip(state.known, places, strict=True)):
-            _, trace = read(m, text[:end], taps)
-            for u, tap in enumerate(taps):
-                assert (states[u + 1][b] - trace[tap][0, -1]).abs().max() < 1e-9
-                assert (ran[u][b] - trace[tap][0, -1]).abs().max() < 1e-9
-    assert drafter.sublayers == [0, 1, 4, 5, 8, 9, 10, 11]
-
-
-def test_the_dynamic_programme_by_hand():
-    """Blocks turn a vector by an angle: the target turns by their sum; the least is skipped."""
-    turn = [torch.tensor([[torch.cos(a), torch.sin(a)], [-torch.sin(a), torch.cos(a)]])
-            for a in torch.tensor([0.5, 0.1, 0.3, 0.05])]
-    states = [torch.tensor([[1.0, 0.0]])]
-    for matrix in turn:
-        states.append(states[-1] @ matrix)
-    run = lambda u, x: x @ turn[u]  # noqa: E731
-    assert nearest(states, run, 3) == [[3], [1, 3], [1, 2, 3]]
 
 
 # --- heads

@@ -1,0 +1,22 @@
+"""A wrong form of block verification that was published, and a case that shows it (an exercise)."""
+import torch
+
+
+def first_failure(p, q, tokens, coins):
+    """`verification.verify_block` gone wrong: prefix i passes with its weight w_i = min(1, w_{i-1} p/q), and
+    the draft ends at the first coin that fails. p (1, 3, V), q (1, 2, V), tokens (1, 2)."""
+    ratio = (p[0, :2].gather(1, tokens[0, :, None]) / q[0].gather(1, tokens[0, :, None]))[:, 0]
+    first = ratio[0].clamp(max=1)
+    weight = torch.stack([first, (first * ratio[1]).clamp(max=1)])
+    accepted = int(coins.flip(weight).long().cumprod(0).sum())
+    left = p[0, accepted] - (q[0, accepted] if accepted < 2 else 0)
+    return accepted, int(coins.choose(left.clamp(min=0) if left.clamp(min=0).sum() > 0 else p[0, accepted]))
+
+
+def counterexample():
+    """(p (3, V), q (2, V)), distributions in float64 of three tokens of the target and two of the draft, each
+    the same whatever came before, for which `first_failure` writes texts with another distribution than p's.
+    Two tokens are enough: V = 2."""
+    p = torch.tensor([[1.0, 2.0]] * 3, dtype=torch.float64) / 3
+    q = torch.tensor([[2.0, 1.0]] * 2, dtype=torch.float64) / 3
+    return p, q

@@ -1,0 +1,50 @@
+"""Packed matrices: the products of `F.linear`, and so the same texts, for every way to draft."""
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import LIVELY, PROMPTS, make
+
+from layerskip import SelfDraft, ShortHead
+from machine import packed
+from machine.packed import Packed, pack, pack_where_it_pays
+from machine.quant import quantise, size
+from methods.heads import Eagle
+from speculative import NGram, generate
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_a_product_is_that_of_the_plain_matrix(rows, dtype, near):
+    torch.manual_seed(0)
+    w, x = torch.randn(96, 64).to(dtype), torch.randn(2, rows, 64).to(dtype)
+    matrix = Packed(w)
+    want = F.linear(x.double(), w.double())
+    assert (F.linear(x, matrix).double() - want).norm() < near * want.norm()
+    assert torch.equal(matrix.full(dtype), w) and size(matrix) == w.nbytes
+
+
+@pytest.mark.parametrize("family", LIVELY)
+def test_texts_of_a_ragged_batch(family):
+    plain, m = (make(LIVELY[family]).float() for _ in range(2))
+    rows, blocks = plain.unembed(plain.embed(torch.tensor([[1, 2]])))[..., [3, 5]], size(m.blocks)
+    pack(m)
+    assert size(m.blocks) == blocks
+    want, _ = generate(plain, PROMPTS, 24)
+    for drafter in None, SelfDraft(m, range(8), 3), NGram(4, 2), Eagle(m).drafter(3):
+        assert generate(m, PROMPTS, 24, drafter)[0] == want
+    short = ShortHead(m, [3, 5])
+    assert torch.allclose(short.unembed(m.embed(torch.tensor([[1, 2]])))[..., [3, 5]], rows, atol=1e-5)
+    assert isinstance(short.rows, Packed), "the rows of a short head are packed, too"
+    assert torch.equal(quantise(m).blocks[0].mlp.down.codes, quantise(plain).blocks[0].mlp.down.codes)
+
+
+def test_only_what_is_large_and_faster_is_packed(monkeypatch):
+    m, wide = make(LIVELY["llama"]).float(), make(LIVELY["llama"])
+    assert 0 < packed.gain(m, 1) < 1000
+    monkeypatch.setattr(packed, "gain", lambda model: 1.0)
+    monkeypatch.setattr(packed, "LARGE", 0)
+    assert isinstance(pack_where_it_pays(m).blocks[0].mlp.down, torch.Tensor)
+    monkeypatch.setattr(packed, "gain", lambda model: 1.5)
+    assert isinstance(pack_where_it_pays(wide).blocks[0].mlp.down, torch.Tensor), "oneDNN has no float64"
+    for _ in range(2):      # the second time it is packed already
+        assert isinstance(pack_where_it_pays(m).blocks[0].mlp.down, Packed)
