@@ -5,7 +5,6 @@ The one thing to remember: a GPU works while the host runs ahead of it. The host
 launch an operation, and by a wait it loses all that it was ahead.
 """
 import sys
-from functools import cache
 
 from control import Confidence, DoNoHarm
 from lab.bench.shared import ROOT, page, random_model, table
@@ -66,7 +65,6 @@ def count(gpu, device, make, gamma):
     return gpu.operations[device] - operations, len(gpu.waits) - waits
 
 
-@cache
 def counts():
     """{drafter: what a round with 2 drafted tokens takes, and what each further drafted token takes}."""
     sys.path.append(str(ROOT / "tests"))

@@ -15,7 +15,7 @@ from tqdm import tqdm
 import control
 from control import expected_speedup, weight_costs
 from lab.bench.plain import their_text
-from lab.bench.shared import SETS, beside, figures, forecast, load_both, page, prompt_ids
+from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.recycle import Recycle
 from lab.rules import Gate, ValueGate
 from layerskip import SelfDraft, ShortHead, early_exit, without
@@ -49,17 +49,6 @@ class Sample:
     @property
     def proposed(self):
         return sum(proposed for _, proposed in self.rounds)
-
-
-def by_position(rounds):
-    """How often the first, second, ... token of a draft was accepted, where it was tested.
-
-    >>> by_position([(2, 2), (0, 2), (1, 2), (0, 0)])
-    [0.6666666666666666, 0.5]
-    """
-    most = max((proposed for _, proposed in rounds), default=0)
-    tested = [[kept > k for kept, proposed in rounds if proposed > k and kept >= k] for k in range(most)]
-    return [sum(t) / len(t) for t in tested if t]
 
 
 @dataclass
@@ -125,13 +114,14 @@ class Bench:
                         m.samples.setdefault(i, []).append(sample)
                     bar.update()
 
-    def table(self, methods, texts, title, bar):
-        """({method: row}, where greedy texts parted from plain decoding). texts: see `pilot`."""
+    def table(self, methods, texts, title, bar, checked=None):
+        """({method: row}, where greedy texts parted from plain decoding). texts: see `pilot`; checked: the
+        prompts whose texts are compared in float64, by default all."""
         ours, prompts = sum(not m.ask for m in methods.values()), len(self.prompts)
+        checked = (checked or range(prompts)) if self.greedy else ()
         bar.set_description(title)
-        bar.reset(ours * prompts * self.greedy + len(methods) * (1 + self.repeats * prompts))
-        if self.greedy:
-            self.check_texts(methods, bar, range(prompts))
+        bar.reset(ours * len(checked) + len(methods) * (1 + self.repeats * prompts))
+        self.check_texts(methods, bar, checked)
         self.run(methods, bar)
         rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
         return rows, divergences(self, methods, title) if self.greedy else []
@@ -321,11 +311,12 @@ def drafting(m, samples, plain, texts):
     """The part of `row` that only our own methods have."""
     rounds = sum((s.rounds for s in samples), [])
     tokens = sum(len(s.ids) for s in samples)
-    r = {"tau": tokens / len(rounds), "positions": by_position(rounds),
-         "by_weights": tokens / sum(s.read for s in samples)}
-    if r["positions"]:
+    r = {"tau": tokens / len(rounds), "by_weights": tokens / sum(s.read for s in samples)}
+    drafted = [accepted for accepted, proposed in rounds if proposed]
+    if drafted:
+        r["first"] = sum(map(bool, drafted)) / len(drafted)     # how often the first token was accepted
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))
-    if m.sublayers:
+    if m.sublayers and texts:
         series = [t.acceptance(m.sublayers, m.vocab and ShortHead(t.model, m.vocab))[unscored:]
                   for t, unscored in texts]
         r["alpha"] = float(torch.cat(series).mean())
@@ -356,9 +347,7 @@ def header(a, repeats):
 
 
 def markdown(a, repeats, results, notes):
-    lines = header(a, repeats)
-    for title, rows in results.items():
-        lines += [f"**{title}**", "", *figures(rows.items(), COLUMNS)]
+    lines = header(a, repeats) + tables(results, COLUMNS)
     for n in notes:
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
         lines.append(f"- {n['set']}, prompt {n['prompt']}, {n['method']}: other than plain decoding from new "

@@ -5,15 +5,14 @@ it loses to the best fixed draft of each prompt, its regret, which nobody could 
 """
 import statistics
 from collections import Counter
-from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise, product
 
 from tqdm import tqdm
 
 from control import Confidence, DoNoHarm, weight_costs
-from lab.bench.drafters import TAIL, Bench, Method, chosen, divergences, fixed, header, row, ruled
-from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
+from lab.bench.drafters import TAIL, Bench, Method, chosen, fixed, header, ruled
+from lab.bench.shared import SETS, beside, load_both, page, prompt_ids, tables
 from lab.clasp import CLaSp, KnapSpec
 from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
@@ -127,26 +126,20 @@ def along(values, best, kinds):
             "regret": statistics.geometric_mean(b / x for b, x in zip(best, values, strict=True)) - 1}
 
 
-def both_ways(rows, methods, names, kinds):
-    """Fill in what only a stream tells, by the clock and by the weights that were read."""
+def column(bench, methods, names, kinds, title, bar):
+    """One table, see `Bench.table`, with what only a stream tells, by the clock and by the weights that were
+    read. names: of the fixed drafts."""
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    rows, parted = bench.table(methods, [], title, bar, first)
     for name, m in methods.items():
         rows[name]["read"] = [sum(len(s.ids) for s in m.samples[i]) / sum(s.read for s in m.samples[i])
                               for i in range(len(kinds))]
     for key, source in (("clock", "ratios"), ("weights", "read")):
-        best = [max([1.0, *(rows[name][source][i] for name in names)]) for i in range(len(kinds))]
+        best = [max([1.0, *(rows[name][source][i] for name in names if name in rows)])
+                for i in range(len(kinds))]
         for r in rows.values():
             r[key] = along(r[source], best, kinds)
-
-
-def column(bench, methods, names, kinds, bar):
-    """One table: {method: row}, and where greedy texts parted. names: of the fixed drafts."""
-    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)] * bench.greedy
-    bar.reset(len(methods) * (len(first) + 1 + bench.repeats * len(kinds)))
-    bench.check_texts(methods, bar, first)
-    bench.run(methods, bar)
-    rows = {name: row(replace(m, sublayers=None), methods["plain"], []) for name, m in methods.items()}
-    both_ways(rows, methods, [name for name in names if name in methods], kinds)
-    return rows, divergences(bench, methods, "the stream") if bench.greedy else []
+    return rows, parted
 
 
 COLUMNS = {"ratio to plain": "{clock[ratio]:.2f}", "regret": "{clock[regret]:.0%}",
@@ -158,9 +151,7 @@ def markdown(a, repeats, results):
     lines = header(a, repeats)
     lines[0] += (" on the first prompt of each kind; regret against the best fixed draft, or none, of each "
                  "prompt; the last columns are ratios by the clock")
-    for title, rows in results.items():
-        lines += [f"**{title}**", "", *figures(rows.items(), COLUMNS)]
-    return page(lines)
+    return page(lines + tables(results, COLUMNS))
 
 
 # --- the command
@@ -176,10 +167,9 @@ def run(a):
     (prompts, kinds), results, notes = stream(tokenizer, model.c, a.quick or TURN), {}, []
     with tqdm(disable=None) as bar:
         for title, flags in (("greedy", {}), ("T 0.8", {"temperature": 0.8})):
-            bar.set_description(title)
             bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
             methods, names = all_methods(model.c, skip, vocab, trained, costs)
-            results[title], seen = column(bench, chosen(methods, a.only), names, kinds, bar)
+            results[title], seen = column(bench, chosen(methods, a.only), names, kinds, title, bar)
             notes += seen
     data = {"results": results, "divergences": notes, "kinds": kinds, "cost_table": as_data(costs)}
     return markdown(a, repeats, results), data

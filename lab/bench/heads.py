@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from control import DoNoHarm
 from lab.bench.drafters import TAIL, Bench, Method, fixed, header, own_methods, pilot
-from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, steps
+from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, tables
 from lab.train_heads import KINDS
 from layerskip import early_exit
 from methods import heads
@@ -95,19 +95,16 @@ def column(bench, found, title, bar):
 
 COLUMNS = {"ratio to plain": "{ratio:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
            "tau by ranks": "{tau_predicted:.2f}", "c": "{c:.3f}", "block": "{block:.2f}",
-           "alpha by position": "{places}"}
+           "first token accepted": "{first:.2f}"}
 FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_weights:.3f}",
          "acceptance by rank": "{ranks}"}
 
 
 def markdown(a, repeats, results, facts):
     lines = header(a, repeats) + figures(facts.items(), FACTS, "heads")
-    lines[0] += ("; c and block: by the clock of the loop; by ranks: Sequoia's formula; by position: how "
-                 "often it was accepted where it was tested")
-    for title, rows in results.items():
-        told = [(name, r | {"places": steps(r.get("positions", []))}) for name, r in rows.items()]
-        lines += [f"**{title}**", "", *figures(told, COLUMNS), verdict(rows), ""]
-    return page(lines)
+    lines[0] += "; c and block: by the clock of the loop; by ranks: Sequoia's formula"
+    best = [f"{title}: {verdict(rows)}" for title, rows in results.items()]
+    return page(lines + tables(results, COLUMNS) + best)
 
 
 def verdict(rows):
@@ -126,7 +123,7 @@ def run(a):
              for name, folder in where.items()}
     own = {name: loaded[model.tok.dtype] for name, loaded in found.items()}
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.pricing(h)(0),
-                    "parameters": heads.count(h), "ranks": steps(h.ranks)} for name, h in own.items()}
+                    "parameters": heads.count(h), "ranks": " / ".join(f"{x:.2f}" for x in h.ranks)} for name, h in own.items()}
     results, notes = {}, []
     with tqdm(disable=None) as bar:
         for T, name in product((0.0, 0.8), a.prompts or SETS):

@@ -43,7 +43,7 @@ def test_the_stream_on_a_tiny_model(models):
     heads, costs = {torch.float64: [wild(Kangaroo(m, 2))]}, weight_costs(m.c)
     bench = Bench({"float64": (m, None)}, PROMPTS, {}, 6, 1)
     methods, fixed = dynamic.all_methods(m.c, SKIP, None, heads, costs)
-    rows, found = dynamic.column(bench, methods, fixed, kinds, MagicMock())
+    rows, found = dynamic.column(bench, methods, fixed, kinds, "greedy", MagicMock())
     assert found == [], "every method writes the same text"
     best = [max(1.0, *(rows[name]["read"][i] for name in fixed)) for i in range(4)]
     for r in rows.values():
