@@ -11,6 +11,7 @@
     python -m lab.bench block        block verification beside token by token
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
+    python -m lab.bench gpu          what a GPU can do, and what is made of it; goes on where --out ends
     python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
@@ -24,14 +25,14 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, heads, plain, quant, search
+from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, gpu, heads, plain, quant, search
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
 from support.files import write_file
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "block": block.run, "heads": heads.run, "search": search.run,
+        "block": block.run, "heads": heads.run, "search": search.run, "gpu": gpu.run,
         "beyond": beyond.run}   # -> (Markdown, data)
 
 
@@ -50,11 +51,10 @@ def parse(argv):
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
-    p.add_argument("--quick", action="store_const", const=1, help="one prompt of each kind")
+    p.add_argument("--quick", action="store_const", const=1, help="one prompt of each kind; gpu: tiny "
+                   "models, to see whether it runs at all")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
     p.add_argument("--exit-layer", type=int, metavar="E", help="block: this exit")
-    p.add_argument("--costs", choices=["weights", "measured"], default="measured",
-                   help="dynamic: what Pace reckons with")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
                    "skip.json (all but help: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
@@ -65,8 +65,7 @@ def parse(argv):
                    help=f"self, heads, block: only these of {', '.join(SETS)}")
     p.add_argument("--only", nargs="+", metavar="WORD", help="self, dynamic: only ways to draft with one of "
                    "these words in their names, and what they are compared with")
-    p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
-                   "several (default: those beside the weights)")
+    p.add_argument("--heads", metavar="DIR", help="heads: a folder of trained heads (default: MODEL/heads)")
     p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
     p.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md")
     a = p.parse_args(argv, Flags())

@@ -8,7 +8,6 @@ import sys
 
 from control import Confidence, DoNoHarm
 from lab.bench.shared import ROOT, page, random_model, table
-from lab.rules import Gate, ValueGate
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Config
@@ -23,8 +22,6 @@ DRAFTERS = {  # (target, small model, how many tokens to draft) -> drafter
     "n-gram": lambda m, small, gamma: NGram(gamma, 1),
     "model": lambda m, small, gamma: ModelDraft(small, gamma),
     "exit, then n-gram of 2": lambda m, small, gamma: Then(SelfDraft(m, EXIT, gamma), NGram(2, 1)),
-    "exit, gate": lambda m, small, gamma: SelfDraft(m, EXIT, Gate(gamma, 0.0)),
-    "exit, value gate": lambda m, small, gamma: SelfDraft(m, EXIT, ValueGate(0.05, gamma)),
     "exit, do no harm": lambda m, small, gamma: SelfDraft(m, EXIT, DoNoHarm(0.05, gamma)),
     "exit, stop rule": lambda m, small, gamma: SelfDraft(m, EXIT, Confidence(0.0, gamma))}
 

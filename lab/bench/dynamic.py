@@ -17,7 +17,6 @@ from lab.clasp import CLaSp, KnapSpec
 from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from layerskip import early_exit
-from machine.quant import byte_costs
 from methods.arms import candidates
 from methods.dynamic import DEL
 from methods.pace import Pace
@@ -163,7 +162,7 @@ def run(a):
     trained = {m.tok.dtype: trained_beside(a.model, m) for m, _ in models.values()}
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
-    costs = byte_costs(model) if a.costs == "weights" else kept_costs(model)
+    costs = kept_costs(model)
     (prompts, kinds), results, notes = stream(tokenizer, model.c, a.quick or TURN), {}, []
     with tqdm(disable=None) as bar:
         for title, flags in (("greedy", {}), ("T 0.8", {"temperature": 0.8})):

@@ -1,13 +1,9 @@
 """One command for the day a GPU is there: what the machine can do, and what is made of it.
 
-    python -m lab.bench.gpu --out gpu.json                     the parts that gpu.json lacks
-    python -m lab.bench.gpu --out x.json --tiny --device cpu   whether it runs at all: no figure counts
-
 The one thing to remember: one token costs the bytes that it reads, and so the bound of each speed is measured
 in the same run: bytes of weights and cache, divided by the rate at which this device reads.
 """
 import json
-import sys
 import traceback
 from dataclasses import replace
 from functools import partial
@@ -17,8 +13,8 @@ import torch
 
 import checkpoint
 from control import expected_speedup, weight_costs
-from lab.bench.plain import agree, launches, step
-from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, figures, random_model, read_prompts
+from lab.bench.plain import agree, step
+from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, figures, page, random_model, read_prompts
 from layerskip import SelfDraft, early_exit
 from speculative import NGram, generate, rounds
 from support import cli
@@ -73,8 +69,6 @@ def shape(device, tiny, c, read):
     rows = {key: {"ms": 1e3 * s[key], "relative": s[key] / s["a pass over 1"]} for key in s}
     for key, subs in exits.items():
         rows[key]["by weights"] = weight_costs(c).step(subs)
-    if device.type == "cuda" and torch.version.cuda:
-        rows["a plain round"] = {"launches": launches(model, ids)}
     context = L * c.n_kv_heads * c.head_dim * 1.5 * count      # keys, and as many values, half way
     bound, e = 2 * (weight_costs(c).whole + 2 * context) / read, L // 4
     drafters = {"plain": lambda: None, f"exit {e}": partial(SelfDraft, model, early_exit(L, e), GAMMA)}
@@ -131,46 +125,30 @@ def parts(device, tiny, found):
     return todo
 
 
-def show(name, rows):
-    """A part as a Markdown table."""
+def shown(name, rows):
+    """The lines of one part."""
     kinds = {key: type(value) for row in rows.values() for key, value in row.items() if key != "text"}
     columns = {key: f"{{{key}:.3g}}" if kind is float else f"{{{key}}}" for key, kind in kinds.items()}
-    print("\n".join(["", f"## {name}", "", *figures(rows.items(), columns)[:-1]]), flush=True)
+    return [f"**{name}**", "", *figures(rows.items(), columns)]
 
 
-def run(argv):
-    p = cli.Parser(usage="python -m lab.bench.gpu --out FILE [flags]", description="Measure a GPU.",
-                   allow_abbrev=False)
-    p.add_argument("--out", required=True, metavar="FILE", help="JSON, written anew after each part; the "
-                   "parts that it holds are kept")
-    p.add_argument("--device", default="cuda", metavar="NAME", help="cuda, or cpu for a trial")
-    p.add_argument("--tiny", action="store_true", help="a trial: sizes at which no figure means anything")
-    a = p.parse_args(argv)
-    device, file, failed = checkpoint.find_device(a.device), Path(a.out), 0
-    head = {"machine": cli.machine(device), "torch": torch.__version__, "tiny": a.tiny}
-    old = read_json(file) if file.exists() else head | {"parts": {}}
-    wrong = next((key for key in head if old.get(key) != head[key]), None)
+def run(a):
+    """The parts that --out lacks. Each is written as soon as it is measured."""
+    if not a.out:
+        raise ValueError("gpu needs --out: what is measured is kept there, part by part")
+    head, file = {"machine": a.machine, "tiny": bool(a.quick)}, Path(f"{a.out}.json")
+    kept = read_json(file) if file.exists() else head | {"parts": {}}
+    wrong = next((key for key in head if kept.get(key) != head[key]), None)
     if wrong:
         raise ValueError(f"{file} is of a run with another {wrong}: name another --out")
-    write_file(file, json.dumps(old, indent=1) + "\n")
-    print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
-    found = old["parts"]
-    for name, measure in parts(device, a.tiny, found).items():
+    found, lines, failed = kept["parts"], [], 0
+    for name, measure in parts(torch.device(a.device), a.quick, found).items():
         try:
             found[name] = found.get(name) or measure()
         except Exception:  # whatever one part meets, the others can still be measured
             traceback.print_exc()
-            print(f"{name}: failed")
             failed = 1
             continue
-        write_file(file, json.dumps(old, indent=1) + "\n")
-        show(name, found[name])
-    return failed
-
-
-def main(argv=None):
-    return cli.main(run, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        write_file(file, json.dumps(kept, indent=1) + "\n")
+        lines += shown(name, found[name])
+    return page(lines), head | {"parts": found, "status": failed}

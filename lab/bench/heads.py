@@ -24,19 +24,6 @@ NODES = 8       # of a tree
 LEVELS = 8      # no chain or tree here is deeper
 
 
-def folders(a):
-    """{name: folder} of the trained heads to measure: those of --heads, each a folder of heads or one that
-    holds several; by default those beside the weights. Raises FileNotFoundError for a folder without any."""
-    found = {}
-    for where in map(Path, a.heads or [Path(a.model) / "heads"]):
-        files = sorted(where.glob(heads.FILE)) or sorted(where.glob(f"*/{heads.FILE}"))
-        if not files:
-            raise FileNotFoundError(f"{where}: no trained heads, as lab/train_heads.py writes them")
-        for folder in (file.parent for file in files):
-            found[str(folder) if folder.name in found else folder.name] = folder
-    return found
-
-
 # --- the ways to draft
 
 
@@ -117,13 +104,16 @@ def verdict(rows):
 
 
 def run(a):
-    repeats, where, (models, tokenizer) = a.repeats or 3, folders(a), load_both(a)
-    model = models[a.dtype][0]
-    found = {name: {m.tok.dtype: heads.load(folder, m, KINDS) for m, _ in models.values()}
-             for name, folder in where.items()}
+    repeats, (models, tokenizer), where = a.repeats or 3, load_both(a), Path(a.heads or f"{a.model}/heads")
+    model, folders = models[a.dtype][0], sorted(file.parent for file in where.glob(f"*/{heads.FILE}"))
+    if not folders:
+        raise FileNotFoundError(f"{where}: no trained heads, as lab/train_heads.py writes them")
+    found = {folder.name: {m.tok.dtype: heads.load(folder, m, KINDS) for m, _ in models.values()}
+             for folder in folders}
     own = {name: loaded[model.tok.dtype] for name, loaded in found.items()}
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.pricing(h)(0),
-                    "parameters": heads.count(h), "ranks": " / ".join(f"{x:.2f}" for x in h.ranks)} for name, h in own.items()}
+                    "parameters": heads.count(h), "ranks": " / ".join(f"{x:.2f}" for x in h.ranks)}
+             for name, h in own.items()}
     results, notes = {}, []
     with tqdm(disable=None) as bar:
         for T, name in product((0.0, 0.8), a.prompts or SETS):

@@ -83,15 +83,6 @@ def step(model, T, at, sublayers=None):
     return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
 
 
-def launches(model, prompt):
-    """Kernel launches of a plain round, counted by the profiler."""
-    steps = rounds(model, [prompt], 16)
-    next(steps)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        next(steps)
-    return sum(e.count for e in seen.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
-
-
 def agree(ours, theirs):
     """How many first tokens are the same."""
     return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), len(ours))

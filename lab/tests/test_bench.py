@@ -20,7 +20,7 @@ from speculative import Drafter, ModelDraft, rounds
 
 DRAFT = WEIGHTS / "stories-draft"
 BAR = SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
-call, call_gpu = command(bench.main), command(gpu.main)
+call = command(bench.main)
 
 
 def bench_of(m, small=None, new=20):
@@ -119,19 +119,17 @@ def test_the_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda"])
-def test_every_part_for_a_gpu_runs(call_gpu, monkeypatch, tmp_path, device):
-    file = tmp_path / "gpu.json"
+def test_every_part_for_a_gpu_runs(call, monkeypatch, tmp_path, device):
     monkeypatch.setattr(gpu, "REPEATS", 1)
-    assert call_gpu("--out", file, "--tiny", "--device", device)[0] == 0
-    parts = json.loads(file.read_text())["parts"]
+    assert call("gpu", "--out", tmp_path / "gpu", "--quick", "--device", device)[0] == 0
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert set(parts) == {"constants", "stories-draft", *gpu.TINY}
     rows = [row for way, row in parts["stories-draft"].items() if way.endswith("float32")]
     assert len(rows) == 3 and all(row["as plain"] == row["as float32 on the CPU"] == 8 for row in rows)
 
 
-def test_a_part_that_fails_costs_no_other(call_gpu, monkeypatch, tmp_path):
-    ran, failing, file = [], ["two"], tmp_path / "gpu.json"
-    argv = ["--out", file, "--tiny", "--device", "cpu"]
+def test_a_part_that_fails_costs_no_other(call, monkeypatch, tmp_path):
+    ran, failing, argv = [], ["two"], ["gpu", "--out", tmp_path / "gpu"]
 
     def part(name):
         ran.append(name)
@@ -139,8 +137,8 @@ def test_a_part_that_fails_costs_no_other(call_gpu, monkeypatch, tmp_path):
 
     todo = {name: lambda name=name: part(name) for name in ("one", "two", "three")}
     monkeypatch.setattr(gpu, "parts", lambda *_: todo)
-    assert call_gpu(*argv)[0] == 1
-    assert list(json.loads(file.read_text())["parts"]) == ["one", "three"]
+    assert call(*argv)[0] == 1
+    assert list(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == ["one", "three"]
     failing.clear()
-    assert call_gpu(*argv)[::2] == (0, "") and ran == ["one", "two", "three", "two"]
-    call_gpu.refuses(["--out", file, "--device", "cpu"], tmp_path, "another tiny")
+    assert call(*argv)[::2] == (0, "") and ran == ["one", "two", "three", "two"]
+    call.refuses([*argv, "--quick"], tmp_path, "another tiny")

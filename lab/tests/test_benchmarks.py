@@ -1,5 +1,5 @@
-"""BENCHMARKS.md tells the truth: commands parse, links lead somewhere, figures are those of the files that
-hold them, and README has no others."""
+"""BENCHMARKS.md tells the truth: commands parse, links lead somewhere, counts are those of the code, and
+docs/papers.md quotes no other figures."""
 import re
 import shlex
 from pathlib import Path
