@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -108,60 +109,53 @@ def ask(folder, device, passes, prompts, new, stored):
     return said
 
 
-def ask_tokenizer(folder, texts, ours):
-    """What its tokenizer makes of the texts, of our ids, and of the CHATS: (text, ids), or None where the
-    template refuses the messages."""
-    from transformers import AutoTokenizer, logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    theirs = AutoTokenizer.from_pretrained(folder)
-
-    def chat(messages, more):
-        try:
-            text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
-        except TemplateError:
-            return None
-        return text, theirs(text, add_special_tokens=False).input_ids
-
-    return {"ids": [theirs(text).input_ids for text in texts],
-            "texts": [theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                      for ids in ours],
-            "chats": theirs.chat_template and {name: chat(*given) for name, given in CHATS.items()}}
-
-
 # --- tokenizer and chat template
 
 
 def check_tokenizer(folder, tokenizer):
     """Ids, and the text that they make again; the prompts that messages become, as text and as ids."""
+    from transformers import AutoTokenizer, logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    theirs, wrong = AutoTokenizer.from_pretrained(folder), []
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
     texts = [*TEXTS, f"a {' b'.join(special)} c", *(read_prompts(name)[0]["text"][:500] for name in SETS)]
-    ours = [checkpoint.encode(tokenizer, text) for text in texts]
-    said = ask_tokenizer(folder, texts, ours)
-    wrong = [repr(text[:20])
-             for text, ids, *theirs in zip(texts, ours, said["ids"], said["texts"], strict=True)
-             if theirs != [ids, tokenizer.decode(ids)]]
+    for text in texts:
+        ids = checkpoint.encode(tokenizer, text)
+        again = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if (theirs(text).input_ids, again) != (ids, tokenizer.decode(ids)):
+            wrong.append(repr(text[:20]))
     found = f"not equal: {', '.join(wrong)}" if wrong else "equal"
     rows = [judge(f"tokenizer: ids of {len(texts)} texts, and back", found, "AutoTokenizer", not wrong)]
-    return rows + check_chats(folder, tokenizer, said["chats"])
+    return rows + check_chats(folder, tokenizer, theirs)
 
 
-def check_chats(folder, tokenizer, said):
+def chat(render, encode, messages, more):
+    """(text, ids) of a chat, or None where the template refuses the messages."""
+    try:
+        text = render(messages, more)
+    except (ValueError, TemplateError):
+        return None
+    return text, encode(text)
+
+
+def check_chats(folder, tokenizer, theirs):
     """A template that refuses messages must refuse them in both."""
     try:
         render = read_template(folder)
     except ValueError:
-        return [judge("chat template", "none found", "has one", False) if said
+        return [judge("chat template", "none found", "has one", False) if theirs.chat_template
                 else Row("chat template", "none: a base model", "", NONE)]
+
+    def render_theirs(messages, more):
+        return theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
+
     rows = []
-    for name, (messages, more) in CHATS.items():
-        try:
-            text = render(messages, more)
-            ours = text, checkpoint.encode(tokenizer, text, special=False)
-        except ValueError:
-            ours = None
-        rows.append(judge(f"chat template: {name}", "text and ids" if ours else "refused",
-                          "text and ids" if said[name] else "refused", ours == said[name]))
+    for name, given in CHATS.items():
+        ours = chat(render, partial(checkpoint.encode, tokenizer, special=False), *given)
+        want = chat(render_theirs, partial(theirs.encode, add_special_tokens=False), *given)
+        rows.append(judge(f"chat template: {name}", *("text and ids" if made else "refused"
+                                                      for made in (ours, want)), ours == want))
     return rows
 
 

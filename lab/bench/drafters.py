@@ -284,17 +284,16 @@ def pilot(bench, L):
 # --- what is reported
 
 
-def speed(s):
-    return len(s.ids) / s.decode
+def rate(runs):
+    return statistics.median(len(s.ids) / s.decode for s in runs)
 
 
 def row(m, plain, texts):
     """What is reported of a method, as a dict. The ratio, and what is predicted, is a geometric mean over the
     prompts, so that the quotient of two rows is a paired ratio, too; c and block are of all prompts."""
     samples = [s for runs in m.samples.values() for s in runs]
-    paired = [statistics.median(map(speed, runs)) / statistics.median(map(speed, plain.samples[i]))
-              for i, runs in m.samples.items()]
-    r = {"tokens_per_second": statistics.median(map(speed, samples)),
+    paired = [rate(runs) / rate(plain.samples[i]) for i, runs in m.samples.items()]
+    r = {"tokens_per_second": rate(samples),
          "ratio": statistics.geometric_mean(paired), "ratios": paired}  # one per prompt
     return r if m.ask else r | drafting(m, samples, plain, texts)
 

@@ -37,14 +37,13 @@ def constants(device, tiny):
     n, side, calls = (2**12, 16, 2) if tiny else (2**30, 8192, 1000)
     # trap: zeros are multiplied faster, as a GPU that has less to switch runs at a higher clock
     noise = partial(torch.randn, dtype=torch.bfloat16, device=device)
-    x, y, square, small = noise(n // 2), noise(n // 2), noise(side, side), noise(2048)
+    x, square, small = noise(n // 2), noise(side, side), noise(2048)
 
     def adds():
         for _ in range(calls):
             small.add_(1)
 
-    work = {"copy": (16 * n, "bytes", lambda: [y.copy_(x) for _ in range(8)]),
-            "read": (8 * n, "bytes", lambda: [x.sum() for _ in range(8)]),
+    work = {"read": (8 * n, "bytes", lambda: [x.sum() for _ in range(8)]),
             "product": (2 * side**3, "operations", lambda: square @ square),
             "launch": (calls, "launches", adds),
             "wait": (calls, "waits", lambda: [small[0].item() for _ in range(calls)])}

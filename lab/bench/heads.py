@@ -37,7 +37,7 @@ def shapes(head, cost):
 
 
 def head_methods(name, loaded):
-    """({name: Method}, {name: what is known before it is timed}) of one head: a chain, a tree, and the rule
+    """({name: Method}, {name: its tree, and the tau by ranks}) of one head: a chain, a tree, and the rule
     that drafts as far as it pays, alone and with an n-gram tail, as the exits have it that need no training.
     loaded: {dtype: head}."""
     head, methods, known = next(iter(loaded.values())), {}, {}
@@ -46,12 +46,11 @@ def head_methods(name, loaded):
         levels = int(ancestors(torch.tensor([parents])).sum(-1).max()) - 1
         make = partial(drafter, loaded, levels, parents if "tree" in shape else None, False)
         methods[f"{name}, {shape}"] = Method(lambda make=make: make, gamma=levels)
-        known[f"{name}, {shape}"] = {"head": name, "parents": parents,
+        known[f"{name}, {shape}"] = {"parents": parents,
                                      "tau_predicted": tree_tokens(parents, head.ranks or [0.5])}
     for tail in (False, True):
-        title = f"{name}, do no harm{', n-gram tail' * tail}"
-        methods[title], known[title] = Method(lambda tail=tail: partial(
-            drafter, loaded, DoNoHarm(cost, head.step.most), None, tail)), {"head": name}
+        methods[f"{name}, do no harm{', n-gram tail' * tail}"] = Method(lambda tail=tail: partial(
+            drafter, loaded, DoNoHarm(cost, head.step.most), None, tail))
     return methods, known
 
 
@@ -90,17 +89,7 @@ FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_wei
 def markdown(a, repeats, results, facts):
     lines = header(a, repeats) + figures(facts.items(), FACTS, "heads")
     lines[0] += "; c and block: by the clock of the loop; by ranks: Sequoia's formula"
-    best = [f"{title}: {verdict(rows)}" for title, rows in results.items()]
-    return page(lines + tables(results, COLUMNS) + best)
-
-
-def verdict(rows):
-    """Which head is best, and how it compares with the best that needs no training."""
-    free, trained = ({name: r["ratio"] for name, r in rows.items() if ("head" in r) == has}
-                     for has in (False, True))
-    best, top = max(free, key=free.get), max(trained, key=trained.get)
-    return (f"Best: {top}, {trained[top]:.2f} times plain decoding, and {trained[top] / free[best]:.2f} "
-            f"times the best without training, {best}.")
+    return page(lines + tables(results, COLUMNS))
 
 
 def run(a):

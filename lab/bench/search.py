@@ -128,7 +128,6 @@ def landscape(a, space, calibration, costs):
         return dict(np.load(LANDSCAPE))
     land = enumerate_sets(space, calibration, costs)
     if shipped:
-        LANDSCAPE.parent.mkdir(exist_ok=True)
         np.savez_compressed(LANDSCAPE, **land)
     return land
 

@@ -5,6 +5,7 @@ import expected
 import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
+from transformers import AutoTokenizer
 
 import checkpoint
 from kvcache import KVCache
@@ -119,11 +120,11 @@ def test_a_wrong_text_is_caught_and_a_tie_is_not(asked, monkeypatch):
 def test_another_tokenization_and_another_chat_are_caught(call, asked, monkeypatch):
     encode, read, folder = checkpoint.encode, check.read_template, asked["llama"][0]
     ours = checkpoint.read_tokenizer(folder)
-    said = check.ask_tokenizer(folder, [], [])["chats"]
-    rows = check.check_chats(bench.WEIGHTS / "stories-llama", ours, said)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    rows = check.check_chats(bench.WEIGHTS / "stories-llama", ours, theirs)
     assert wrong(rows) == ["chat template"], "they find one, we do not"
     monkeypatch.setattr(check, "read_template", lambda f: lambda m, more=True: read(f)(m, True))
-    assert wrong(check.check_chats(folder, ours, said)) == ["chat template: an answer"]
+    assert wrong(check.check_chats(folder, ours, theirs)) == ["chat template: an answer"]
     monkeypatch.setattr(checkpoint, "encode", lambda *a, **how: encode(*a, **how) + [5])
     status, rows = call("llama")
     assert status == 1 and [*rows.values()].count(WRONG) == 4, "ids and three chats"

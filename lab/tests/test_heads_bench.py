@@ -88,6 +88,5 @@ def test_the_whole_benchmark(call, tmp_path):
     assert (status, err) == (0, "")
     data = json.loads((tmp_path / "made.json").read_text())
     for rows in data["results"].values():
-        assert {r.get("head") for r in rows.values()} == {None, "kangaroo", "medusa"}
-        assert {"do no harm, n-gram tail", "medusa, tree of 8"} <= {*rows}
+        assert {"do no harm, n-gram tail", "medusa, tree of 8", "kangaroo, do no harm"} <= {*rows}
         assert all(r["tau"] >= 1 and f"| {name} | " in out for name, r in rows.items())
