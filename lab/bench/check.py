@@ -22,7 +22,7 @@ from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit, without
 from model import Placement
-from speculative import NGram, generate, rounds
+from speculative import NGram, generate
 from support.chat import read_template
 from support.cli import read_skip
 from support.stats import parting
@@ -228,7 +228,7 @@ def check_rounding(half, theirs, want, stored):
                  f"{theirs:.1e}", ours <= 1.5 * theirs)
 
 
-# --- texts, context
+# --- texts
 
 
 def check_texts(model, prompts, new, sublayers, said):
@@ -245,22 +245,6 @@ def check_texts(model, prompts, new, sublayers, said):
         rows.append(judge(f"greedy text, {name}: {len(prompts)} x {new} tokens", ours or "equal",
                           "its text", all(p["near_tie"] for p in parts)))
     return rows
-
-
-def check_context(model, ids, said):
-    """The last position that fits is computed (in a long context only without what comes before it, see
-    `plan`), and one more is refused in one line."""
-    limit, answer = model.c.max_len, "fits"
-    try:
-        next(rounds(model, [[ids[0]] * limit], 1))
-    except ValueError as e:
-        answer = str(e)
-    fine = f"context of {limit}" in answer and "\n" not in answer
-    if limit <= 1024:
-        fine &= len(generate(model, [(ids * limit)[: limit - 1]], 2)[0][0]) == 1
-    ours = f"a prompt of {limit - 1} and a new token fit, one of {limit} is refused" if fine else answer
-    return judge("context: the last position, and one more", ours, str(said["max_len"]),
-                 fine and limit == said["max_len"])
 
 
 # --- all of it
@@ -298,7 +282,9 @@ def run(a):
         rows += check_logits(model, passes, said)
         if half is not None:
             rows.append(check_rounding(half, said["half"], said["logits"][0], stored))
-        rows += [*check_texts(model, prompts, new, sublayers, said), check_context(model, ids, said)]
+        rows += check_texts(model, prompts, new, sublayers, said)
+        limits = c.max_len, said["max_len"]
+        rows.append(judge("context", *map(str, limits), len(set(limits)) == 1))
         del model, said
         bar.update()
         helps, found = promises(a, *checkpoint.load(folder, a.device)) if c.n_layers > 1 else ("", {})

@@ -92,9 +92,7 @@ PROMISED = {"alpha": "{alpha:.3f}", "c": "{c:.3f}", "c by weights": "{c_weights:
 def verdict(a, name, best):
     """One line: the draft that promises most and how to try it, or why there is none."""
     if not best["gamma"]:
-        why = ("alpha exceeds c nowhere" if best["alpha"] <= best["c"] else
-               "to check several tokens costs more than alpha - c wins")
-        return (f"No gain: {why}; {name} comes nearest, alpha {best['alpha']:.2f} against c {best['c']:.2f}. "
+        return (f"No gain: {name} comes nearest, alpha {best['alpha']:.2f} against c {best['c']:.2f}. "
                 "Try --draft ngram, or search.py")
     flags = f"--skip {name}" if a.skip else f"--exit-layer {name.split()[1]}"
     flags += f" --gamma {best['gamma']} --compare"

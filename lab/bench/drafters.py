@@ -24,7 +24,7 @@ from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram, Wrapper, rounds
+from speculative import Drafter, ModelDraft, NGram, rounds
 from support.cli import read_skip, read_vocab
 from support.measure import measure_costs
 from support.stats import Timed, parting
@@ -80,7 +80,7 @@ class Bench:
         """Prompt i, timed and metered."""
         s = Sample([], 0.0)
         with metered([m for m in (self.model, self.small) if m], self.heads) as spent:
-            timed = Timed(After(make(self.model, self.small), spent.clear))
+            timed = Writing(make(self.model, self.small), spent)
             for _, r in self.steps(i, timed, self.model):
                 s.ids += r.new[0]
                 s.rounds.append((int(r.accepted[0]), int(r.proposed[0])))
@@ -127,16 +127,16 @@ class Bench:
         return rows, divergences(self, methods, title) if self.greedy else []
 
 
-class After(Wrapper):
-    """A drafter, and something to do once it and the target have read the prompt."""
+class Writing(Timed):
+    """A timed drafter. Of what was read, `spent`, it drops what reading the prompt took."""
 
-    def __init__(self, drafter, action):
+    def __init__(self, drafter, spent):
         super().__init__(drafter)
-        self.action = action
+        self.spent = spent
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        self.action()
+        self.spent.clear()
 
 
 @contextmanager
