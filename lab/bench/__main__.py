@@ -55,8 +55,8 @@ def parse(argv):
                    "models, to see whether it runs at all")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
     p.add_argument("--exit-layer", type=int, metavar="E", help="block: this exit")
-    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
-                   "skip.json (all but help: by default the one beside the weights, if there is one)")
+    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
+                   "a3,m4 or a skip.json (all but help: by default the one beside the weights, if there is one)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
                    "most frequent first (by default draft_vocab.json beside the weights)")
     p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),

@@ -115,16 +115,23 @@ class Bench:
                     bar.update()
 
     def table(self, methods, texts, title, bar, checked=None):
-        """({method: row}, where greedy texts parted from plain decoding). texts: see `pilot`; checked: the
-        prompts whose texts are compared in float64, by default all."""
+        """({method: row}, where greedy texts part from plain decoding in the timed dtype). texts: see
+        `pilot`; checked: the prompts whose texts are compared in float64, by default all."""
         ours, prompts = sum(not m.ask for m in methods.values()), len(self.prompts)
         checked = (checked or range(prompts)) if self.greedy else ()
         bar.set_description(title)
         bar.reset(ours * len(checked) + len(methods) * (1 + self.repeats * prompts))
         self.check_texts(methods, bar, checked)
         self.run(methods, bar)
-        rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
-        return rows, divergences(self, methods, title) if self.greedy else []
+        rows, parted = {}, []
+        for name, m in methods.items():
+            rows[name] = row(m, methods["plain"], texts)
+            for i, runs in m.samples.items() if self.greedy else ():
+                ours, plain = runs[0].ids, methods["plain"].samples[i][0].ids
+                if ours != plain:
+                    parted.append({"set": title, "method": name, "prompt": i,
+                                   **parting(self.model, self.prompts[i], ours, plain)})
+        return rows, parted
 
 
 class Writing(Timed):
@@ -327,22 +334,10 @@ def drafting(m, samples, plain, texts):
     return r
 
 
-def divergences(bench, methods, title):
-    """Where a text parts from plain decoding in the timed dtype, as `support.stats.parting` says."""
-    found = []
-    for name, m in methods.items():
-        for i, runs in m.samples.items():
-            ours, plain = runs[0].ids, methods["plain"].samples[i][0].ids
-            if ours != plain:
-                found.append({"set": title, "method": name, "prompt": i,
-                              **parting(bench.model, bench.prompts[i], ours, plain)})
-    return found
-
-
-def header(a, repeats):
+def header(a, repeats, more=""):
     return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
-            f"tokens after each prompt, {repeats} interleaved runs: medians, of the ratios the geometric "
-            "mean over the prompts; every greedy text of ours is that of plain decoding in float64", ""]
+            f"tokens after each prompt, {repeats} interleaved runs: medians, of the ratios the geometric mean "
+            f"over the prompts; every greedy text of ours is that of plain decoding in float64{more}", ""]
 
 
 def markdown(a, repeats, results, notes):

@@ -146,13 +146,6 @@ COLUMNS = {"ratio to plain": "{clock[ratio]:.2f}", "regret": "{clock[regret]:.0%
            "tau": "{tau:.2f}", **{kind: f"{{clock[sets][{kind}]:.2f}}" for kind in SETS}}
 
 
-def markdown(a, repeats, results):
-    lines = header(a, repeats)
-    lines[0] += (" on the first prompt of each kind; regret against the best fixed draft, or none, of each "
-                 "prompt; the last columns are ratios by the clock")
-    return page(lines + tables(results, COLUMNS))
-
-
 # --- the command
 
 
@@ -171,4 +164,6 @@ def run(a):
             results[title], seen = column(bench, chosen(methods, a.only), names, kinds, title, bar)
             notes += seen
     data = {"results": results, "divergences": notes, "kinds": kinds, "cost_table": as_data(costs)}
-    return markdown(a, repeats, results), data
+    lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
+                   "none, of each prompt; the last columns are ratios by the clock")
+    return page(lines + tables(results, COLUMNS)), data

@@ -86,12 +86,6 @@ FACTS = {"kind": "{kind}", "parameters": "{parameters}", "c by weights": "{c_wei
          "acceptance by rank": "{ranks}"}
 
 
-def markdown(a, repeats, results, facts):
-    lines = header(a, repeats) + figures(facts.items(), FACTS, "heads")
-    lines[0] += "; c and block: by the clock of the loop; by ranks: Sequoia's formula"
-    return page(lines + tables(results, COLUMNS))
-
-
 def run(a):
     repeats, (models, tokenizer), where = a.repeats or 3, load_both(a), Path(a.heads or f"{a.model}/heads")
     model, folders = models[a.dtype][0], sorted(file.parent for file in where.glob(f"*/{heads.FILE}"))
@@ -111,4 +105,5 @@ def run(a):
             results[title], seen = column(bench, found, title, bar)
             notes += seen
     data = {"results": results, "heads": facts, "divergences": notes}
-    return markdown(a, repeats, results, facts), data
+    lines = header(a, repeats, "; c and block: by the clock of the loop; by ranks: Sequoia's formula")
+    return page(lines + figures(facts.items(), FACTS, "heads") + tables(results, COLUMNS)), data

@@ -114,17 +114,6 @@ WAYS = {"tokens/s": "{rate:.1f}", "times transformers": "{ratio:.2f}", "of the b
         "same first tokens": "{same}"}
 
 
-def markdown(results, a, repeats):
-    ways = [(f"{name}, {way}", r) for name, found in results.items() for way, r in found["ways"].items()]
-    blocks, batches = ([[name, *(f"{x:.2f}" for x in found[part])] for name, found in results.items()]
-                       for part in ("blocks", "batches"))
-    return page([f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
-                 f"torch {torch.__version__}; medians of {repeats} runs A B A B", "",
-                 *figures(ways, WAYS, "model, dtype, way"),
-                 *table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks),
-                 *table(["ours, times transformers, at batch", *map(str, BATCHES)], batches)])
-
-
 def run(a):
     from transformers import AutoModelForCausalLM
 
@@ -141,4 +130,12 @@ def run(a):
             theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(a.device)
             theirs.generation_config.eos_token_id = None    # both write all the tokens
             results[f"{name}, {str(dtype)[6:]}"] = measure(model, theirs, prompt, a.new, repeats, a.fast)
-    return markdown(results, a, repeats), {"results": results}
+    ways = [(f"{name}, {way}", r) for name, found in results.items() for way, r in found["ways"].items()]
+    blocks, batches = ([[name, *(f"{x:.2f}" for x in found[part])] for name, found in results.items()]
+                       for part in ("blocks", "batches"))
+    lines = [f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
+             f"torch {torch.__version__}; medians of {repeats} runs A B A B", "",
+             *figures(ways, WAYS, "model, dtype, way"),
+             *table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks),
+             *table(["ours, times transformers, at batch", *map(str, BATCHES)], batches)]
+    return page(lines), {"results": results}
