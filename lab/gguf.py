@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import checkpoint
 from model import Config, Transformer
@@ -51,6 +51,11 @@ def halves(w, heads):
     return w.view(heads, -1, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 
+def decimal(x):
+    """The short decimal number that a float32 was made from."""
+    return float(f"{x:.7g}")
+
+
 def read_settings(kv, names):
     """The Config of a GGUF's metadata and the names of its tensors."""
     name = kv.get("general.architecture")
@@ -64,8 +69,9 @@ def read_settings(kv, names):
     return Config(vocab_size=len(kv["tokenizer.ggml.tokens"]), dim=dim, n_layers=get["block_count"],
                   n_heads=heads, n_kv_heads=get.get("attention.head_count_kv", heads),
                   head_dim=get.get("attention.key_length", dim // heads),
-                  hidden_dim=get["feed_forward_length"], norm_eps=get["attention.layer_norm_rms_epsilon"],
-                  rope_theta=get.get("rope.freq_base", 1e4), max_len=get["context_length"],
+                  hidden_dim=get["feed_forward_length"],
+                  norm_eps=decimal(get["attention.layer_norm_rms_epsilon"]),
+                  rope_theta=decimal(get.get("rope.freq_base", 1e4)), max_len=get["context_length"],
                   tied="output.weight" not in names, bos=kv.get("tokenizer.ggml.bos_token_id"),
                   eos=() if eos is None else (eos,))
 
@@ -83,6 +89,10 @@ def read_tokens(kv):
     types = kv.get("tokenizer.ggml.token_type", [])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)
                                   for token, kind in zip(tokens, types, strict=False) if kind == CONTROL])
+    if kv.get("tokenizer.ggml.add_bos_token"):
+        bos = tokens[kv["tokenizer.ggml.bos_token_id"]]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, kv["tokenizer.ggml.bos_token_id"])])
     return tokenizer
 
 
@@ -95,7 +105,7 @@ def convert(path, out):
         raise ValueError(f"{path}: not a readable GGUF file ({e})") from None
     kv = {key: field.contents() for key, field in reader.fields.items()}
     stored = {t.name: t for t in reader.tensors}
-    c = read_settings(kv, stored)
+    c, tokenizer = read_settings(kv, stored), read_tokens(kv)
     model = Transformer(c).bfloat16().requires_grad_(False)
     for name, piece in checkpoint.parts(model):
         t = stored.pop(their_name(name))
@@ -105,7 +115,7 @@ def convert(path, out):
         piece.copy_(w.view(piece.shape))
     if stored:
         raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama")
-    tokenizer, named = read_tokens(kv), {"bos_token": c.bos, "eos_token": c.eos[0] if c.eos else None}
+    named = {"bos_token": c.bos, "eos_token": c.eos[0] if c.eos else None}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast",
                 "chat_template": kv.get("tokenizer.chat_template")}
     settings |= {key: tokenizer.id_to_token(i) for key, i in named.items() if i is not None}
