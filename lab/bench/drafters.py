@@ -336,7 +336,7 @@ def drafting(m, samples, plain, texts):
 
 def header(a, repeats, more=""):
     return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
-            f"tokens after each prompt, {repeats} interleaved runs: medians, of the ratios the geometric mean "
+            f"tokens after each prompt, {repeats} interleaved runs: medians, of ratios the geometric mean "
             f"over the prompts; every greedy text of ours is that of plain decoding in float64{more}", ""]
 
 
