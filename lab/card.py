@@ -1,9 +1,8 @@
-"""The model card: what a trained model is, how it was made, and what each of its exits is worth.
-
-The one thing to remember: the run itself writes the card, so it cannot describe any other run.
-"""
+"""The model card: what a trained model is, how it was made, and what each of its exits is worth. The run
+itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
+from methods.heads import count
 from support import cli
 
 CARD = """# {title}
@@ -14,48 +13,38 @@ CARD = """# {title}
 |---|---|
 {facts}
 
-{words}
+Held-out text, float32. Agreement: how often the best token is the whole model's. {words}
 
 {table}
 
 ![How it was trained](training.png)
 """
-AGREEMENT = "Held-out text, float32. Agreement: how often the best token is the whole model's. "
-
-
-def count(module):
-    return sum(p.numel() for p in module.parameters())
 
 
 def card(title, about, run, facts, words, head, numbers, tables):
-    """A card in Markdown. about: a sentence or two; facts: {name: value}; words: what the table's words mean;
-    head: what the numbers count; numbers: those to show, from 1 on; tables: {file: {what: [values]}}."""
-    given = {name: v for name, v in run.settings.items() if v is not None and name not in ("text", "data")}
-    facts |= {"data": facts["data"] or ", ".join(run.text.train),
-              "settings": ", ".join(f"{name.replace('_', ' ')} {v}" for name, v in given.items()),
-              "tokens": f"{run.step * run.block:,}", "command": f"`{run.a.command}`",
+    """A card in Markdown. facts: {name: value}; words: what the table's words mean; head: what the numbers
+    count; numbers: those to show, from 1 on; tables: {file: {what: [values]}}."""
+    facts |= {"tokens": f"{run.step * run.block:,}", "command": f"`{run.a.command}`",
               "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"}
     rows = [f"| {head} | " + " | ".join(map(str, numbers)) + " |", "|---" * (len(numbers) + 1) + "|"]
     for name, table in tables.items():
         for what, values in table.items():
             cells = (f"{values[n - 1]:.2f}" if n <= len(values) else "" for n in numbers)
             rows.append(f"| {what}, {Path(name).stem} | " + " | ".join(cells) + " |")
-    return CARD.format(title=title, about=about, words=AGREEMENT + words, table="\n".join(rows),
+    return CARD.format(title=title, about=about, words=words, table="\n".join(rows),
                        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()))
 
 
-def model_card(run, tables, sample):
-    """The card of a `train.Run`. tables: {file: what each exit is worth on it}; sample: a text that the model
-    wrote."""
-    c = run.model.c
-    about = (f"A {'Gemma-2' if c.post_norm else 'Llama'} of {count(run.model) / 1e6:.1f} M weights, trained "
-             "by this repository's `lab/train.py` with Muon (matrices) and AdamW (the rest).")
+def model_card(run, tables):
+    """The card of a `train.Run`. tables: {file: what each exit is worth on it}."""
+    c, weights = run.model.c, sum(p.numel() for p in run.model.parameters())
+    about = (f"A {'Gemma-2' if c.post_norm else 'Llama'} of {weights / 1e6:.1f} M weights, trained by this "
+             "repository's `lab/train.py` with Muon (matrices) and AdamW (the rest).")
     shape = (f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for keys "
              f"and values, hidden {c.hidden_dim}, vocabulary {c.vocab_size:,}, context {c.max_len}, bfloat16")
-    words = ("Loss: nats per token. Speed-up: the best that the formula promises where c counts the weights "
-             "that a drafted step reads.")
     exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
-    facts = {"shape": shape, "data": run.a.about, "greedy sample": sample}
+    facts = {"shape": shape, "data": ", ".join(run.text.train)}
+    words = "Loss: nats per token. What an exit gains: `python -m lab.bench check`."
     return card(Path(run.a.out).name, about, run, facts, words, "exit after block", exits, tables)
 
 
@@ -65,13 +54,12 @@ def head_card(run, tables):
     about = ("Trained heads, made by this repository's `lab/train_heads.py`. They draft for the model with "
              "whose frozen weights they were trained, and for no other.")
     shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
-    facts = {"shape": f"{shape}; {count(head.weights) / 1e6:.2f} M weights in bfloat16",
-             "data": "" if a.data else f"own text at temperature {a.temperature:g}"}
+    facts = {"shape": f"{shape}; {count(head) / 1e6:.2f} M weights in bfloat16",
+             "data": ", ".join(a.data) or f"own text at temperature {a.temperature:g}"}
     words = ("Before: at the start. Step: the first, second, ... token that a head foresees. Loss: "
-             "KL(p || q) in nats. Top 5: how often that token is among the head's best five. Overlap: the "
-             "sum of min(p, q), the acceptance at temperature 1.")
-    before = {name: {"agreement before": t["agreement"]} for name, t in run.evals[0]["files"].items()}
-    tables = {name: table | before[name] for name, table in tables.items()}
+             "KL(p || q) in nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")
+    tables = {name: table | {"agreement before": run.before[name]["agreement"]}
+              for name, table in tables.items()}
     steps = range(1, 1 + len(next(iter(tables.values()))["loss"]))
     title = f"{head.kind} for {Path(a.model).resolve().name}"
     return card(title, about, run, facts, words, "step", steps, tables)

@@ -1,10 +1,9 @@
 """Text to train and measure on: from files of documents to a byte-level BPE, streams of tokens, and batches.
 
-The one thing to remember: every document begins with the begin-of-text id, and the batch of a step depends on
-nothing but seed and step, so that a run can be resumed or repeated exactly.
+Every document begins with the begin-of-text id, and the batch of a step depends on nothing but seed and step,
+so that a run can be resumed or repeated exactly.
 """
-import hashlib
-import sysconfig
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,20 +15,9 @@ from support.files import BOUNDARY, read_texts
 HELD_OUT = 0.02             # the share of each training file that is measured on where no other file is given
 
 
-def own_sources():
-    """The modules of Python's standard library: text that every machine with Python has."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [p for p in sorted(root.rglob("*.py"))
-             if not {"site-packages", "test", "tests"} & set(p.relative_to(root).parts)]
-    texts = (p.read_text(encoding="utf-8", errors="ignore").strip("\n") for p in paths)
-    return [text for text in texts if text]
-
-
 def train_tokenizer(documents, vocab):
     """A byte-level BPE (Radford et al. 2019, section 2.2), which can encode any text and decode it again
-    without loss. Id 0 is the boundary of documents."""
-    if vocab < 257:
-        raise ValueError(f"--vocab must be at least 257, all bytes and {BOUNDARY}, got {vocab}")
+    without loss, of at least 257 tokens. Id 0 is the boundary of documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,10 +29,10 @@ def train_tokenizer(documents, vocab):
     return tokenizer
 
 
-def stream(tokenizer, documents, start):
-    """All documents in one row, each after the ids in `start`: (N,) int32."""
-    rows = tokenizer.encode_batch(documents, add_special_tokens=False)
-    return torch.tensor([t for row in rows for t in (*start, *row.ids)], dtype=torch.int32)
+def stream(tokenizer, documents, start=None):
+    """All documents in one row, each after the ids in `start`, or as a prompt begins: (N,) int32."""
+    rows = tokenizer.encode_batch(documents, add_special_tokens=start is None)
+    return torch.tensor([t for row in rows for t in (*(start or ()), *row.ids)], dtype=torch.int32)
 
 
 @dataclass
@@ -70,11 +58,9 @@ class Corpus:
             windows.append(streams[file][start : start + length + 1])
         return torch.stack(windows)
 
-    def hash(self):
-        h = hashlib.sha256(repr(self.weights).encode())
-        for s in self.train.values():
-            h.update(s.numpy().tobytes())
-        return h.hexdigest()[:16]
+    def state(self):
+        """What a checkpoint keeps of it."""
+        return vars(self) | {"tokenizer": self.tokenizer.to_str()}
 
 
 def windows(tokens, size, most, stride):
@@ -89,12 +75,9 @@ def read_weighted(items):
     documents, weights = {}, []
     for item in items:
         path, _, weight = item.rpartition("=") if "=" in item else (item, "", "1")
-        try:
-            weights.append(float(weight))
-        except ValueError:
-            raise ValueError(f"{item}: the weight must be a number, got {weight!r}") from None
-        if not 0 < weights[-1] < float("inf"):
-            raise ValueError(f"{item}: the weight must be positive")
+        if not re.fullmatch(r"\d*\.?\d+", weight) or float(weight) == 0:
+            raise ValueError(f"{item}: expected FILE or FILE=W, where W is a number above 0")
+        weights.append(float(weight))
         if Path(path).name in documents:
             raise ValueError(f"{item}: two files have the same name")
         documents[Path(path).name] = read_texts(Path(path), "text", BOUNDARY)
@@ -104,18 +87,14 @@ def read_weighted(items):
 def read(files, valid, length, vocab=4096, tokenizer=None, start=None):
     """A Corpus whose streams are longer than `length`.
 
-    files: each FILE or FILE=WEIGHT; an empty list stands for `own_sources`. valid: files to measure on; an
-    empty list stands for the last part of each training file, which is then not trained on. Without a
-    tokenizer, one of `vocab` tokens is trained. start: the ids between two documents, such as end-of-text and
-    begin-of-text (default: that of <|endoftext|>, which is both). Raises ValueError or FileNotFoundError, in
-    one line, for files that are missing, empty or too short.
+    files: each FILE or FILE=WEIGHT. valid: files to measure on; an empty list stands for the last part of
+    each training file. Without a tokenizer, one of `vocab` tokens is trained. start: the ids between two
+    documents, such as end-of-text and begin-of-text (default: those that the tokenizer puts before a prompt).
+    Raises ValueError or FileNotFoundError for files that are missing, empty or too short.
     """
-    documents, weights = read_weighted(files) if files else ({"python": own_sources()}, [1.0])
+    documents, weights = read_weighted(files)
     held_out, _ = read_weighted(valid)
     tokenizer = tokenizer or train_tokenizer((t for texts in documents.values() for t in texts), vocab)
-    start = start or [tokenizer.token_to_id(BOUNDARY)]
-    if None in start:
-        raise ValueError(f"this tokenizer has no {BOUNDARY} to separate the documents")
     train = {name: stream(tokenizer, texts, start) for name, texts in documents.items()}
     valid = {name: stream(tokenizer, texts, start) for name, texts in held_out.items()}
     return split(train, valid, weights, tokenizer, length)

@@ -7,7 +7,6 @@ Weights of few bits become bfloat16: the folder holds the model that llama.cpp r
 quantised from. The package `gguf` reads the file. Only byte-level BPE tokenizers are read.
 """
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
@@ -43,12 +42,6 @@ def their_name(name):
         return f"{WHOLE[name]}.weight"
     _, _, layer, part = name.removesuffix(".weight").split(".", 3)
     return f"blk.{layer}.{NAMES[part]}.weight"
-
-
-def halves(w, heads):
-    """Undo llama.cpp's order of the rows of W_q and W_k (rows, dim), which keeps the two numbers that rotate
-    together side by side."""
-    return w.view(heads, -1, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 
 def decimal(x):
@@ -99,10 +92,8 @@ def read_tokens(kv):
 def convert(path, out):
     """Write the folder `out` of the GGUF at `path`. Raises ValueError, in one line, for what is not read."""
     import gguf
-    try:
+    with checkpoint.guarded(f"{path}: not a readable GGUF file"):
         reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, OSError) as e:
-        raise ValueError(f"{path}: not a readable GGUF file ({e})") from None
     kv = {key: field.contents() for key, field in reader.fields.items()}
     stored = {t.name: t for t in reader.tensors}
     c, tokenizer = read_settings(kv, stored), read_tokens(kv)
@@ -110,17 +101,14 @@ def convert(path, out):
     for name, piece in checkpoint.parts(model):
         t = stored.pop(their_name(name))
         w = torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type))
-        if "q_proj" in name or "k_proj" in name:
-            w = halves(w, c.n_heads if "q_proj" in name else c.n_kv_heads)
-        piece.copy_(w.view(piece.shape))
+        if "q_proj" in name or "k_proj" in name:    # of these rows two that rotate together are neighbours
+            heads = c.n_heads if "q_proj" in name else c.n_kv_heads
+            w = w.view(heads, -1, 2, c.dim).transpose(1, 2)
+        piece.copy_(w.reshape(piece.shape))
     if stored:
         raise ValueError(f"{path}: {next(iter(stored))} is no tensor of a plain Llama")
-    named = {"bos_token": c.bos, "eos_token": c.eos[0] if c.eos else None}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast",
-                "chat_template": kv.get("tokenizer.chat_template")}
-    settings |= {key: tokenizer.id_to_token(i) for key, i in named.items() if i is not None}
-    model.beside = {"tokenizer_config.json": json.dumps(
-        {key: value for key, value in settings.items() if value}, indent=2)}
+    if "tokenizer.chat_template" in kv:
+        model.beside = {"chat_template.jinja": kv["tokenizer.chat_template"]}
     checkpoint.save(model, out, tokenizer)
 
 

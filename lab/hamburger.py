@@ -1,8 +1,8 @@
 """HAMburger (arXiv 2505.20438), a small reconstruction: NOT lossless, and NOT the model that it is made of.
 
 Several tokens share one entry, which is one key and one value in each block, and one step says all tokens of
-the next entry. The one thing to remember: as a writer it trusts its own guesses, so its text is another one;
-as a drafter (`BurgerDraft`) it is checked by the untouched model, and the text is exact.
+the next entry. As a writer it trusts its own guesses, so its text is another one. As a drafter, which the
+untouched model checks, it is exact.
 
     tokens     Once   upon a time   ,    there was       an entry goes on while the next token is almost sure;
     entries    [ 0 ]  [     1     ] [2]  [   3   ]       its position is that of its last token
@@ -85,10 +85,13 @@ class Hamburger(nn.Module):
 
 def begins(entropy, most):
     """Which tokens begin an entry, (B, T), by the entropy (B, T) of what each was drawn from: where it is not
-    small, nor small beside the largest in the entry; and the first two, as what was given is not merged.
+    small, nor small beside the largest in the entry; and the first two, as what was given is not merged. Here
+    0.6 is less than 0.3 of 2.5, which stays the largest; 0.04 is almost 0; no entry has five.
 
-    >>> begins(torch.tensor([[9.0, 2.0, 0.5, 0.7, 0.01, 0.0]]), most=4).int().tolist()
-    [[1, 1, 0, 1, 0, 0]]
+    >>> entropy = torch.tensor([[9.0, 2.5, 0.6, 0.74, 0.76, 0.04, 0.2, 0.3, 0.01, 0.01, 0.01, 0.01],
+    ...                         [0.0, 0.0, 0.04, 0.06, 0.01, 0.04, 0.01, 0.01, 3.0, 3.0, 0.89, 0.91]])
+    >>> ["".join(".x"[i] for i in row) for row in begins(entropy, most=4).int().tolist()]
+    ['xx..x..x...x', 'xx.x...xxx.x']
     """
     found, size, peak = [torch.ones_like(entropy[:, 0], dtype=torch.bool)] * 2, 1, entropy[:, 1]
     for e in entropy[:, 2:].unbind(1):
@@ -177,20 +180,17 @@ def write(burger, prompt, max_new, confidence, probs=to_probs, coins=None):
 def score(burger, teacher, tokens, confidence):
     """How it would have written the texts (B, T) alone: KL(p || q) in nats a token, whose sum is that between
     the distributions of texts, and tokens a step, which are tokens for each key and value."""
-    (B, T), S, device = tokens.shape, burger.most, tokens.device
-    logp, ids = teacher(tokens).log_softmax(-1), F.pad(tokens, (0, S))          # (B, T, V), (B, T+S)
-    n, row = torch.ones(B, dtype=torch.long, device=device), torch.arange(B, device=device)[:, None]
-    rows, kl, steps = [[[t]] for t in tokens[:, 0].tolist()], 0.0, 0
-    while n.min() < T:
-        at = n[:, None] + torch.arange(S, device=device)                        # (B, S) of the next tokens
-        x = burger.following(latest(burger, rows), ids[row, at[:, :-1]][:, None])[:, 0]         # (B, S, dim)
-        ends = F.pad(burger.stops(x, confidence)[:, :-1], (0, 1), value=True).int().argmax(1)
-        live = (at <= (n + ends)[:, None]) & (at < T)                           # (B, S)
-        p, q = logp[row, (at - 1).clamp(max=T - 1)], burger.trunk.unembed(x).log_softmax(-1)    # (B, S, V)
-        kl, steps = kl + float((p.exp() * (p - q)).sum(-1)[live].sum()), steps + int((n < T).sum())
-        for b, k in enumerate(live.sum(1).tolist()):
-            rows[b] += [ids[b, n[b] : n[b] + k].tolist()] * (k > 0)
-        n = n + live.sum(1)
+    (B, T), kl, steps = tokens.shape, 0.0, 0
+    for text, logp in zip(tokens, teacher(tokens).log_softmax(-1), strict=True):        # (T,), (T, V)
+        row, n = [text[:1].tolist()], 1
+        while n < T:
+            ids = text[None, None, n : n + burger.most - 1]
+            x = burger.following(latest(burger, [row]), ids)[0, 0, : T - n]     # (J, dim)
+            stops = burger.stops(x, confidence).tolist()
+            J = 1 + stops.index(True) if True in stops else len(x)              # tokens of this entry
+            p, q = logp[n - 1 : n - 1 + J], burger.trunk.unembed(x[:J]).log_softmax(-1)
+            kl += float((p.exp() * (p - q)).sum())
+            row, n, steps = [*row, text[n : n + J].tolist()], n + J, steps + 1
     return kl / (B * (T - 1)), B * (T - 1) / steps
 
 
@@ -198,8 +198,8 @@ class BurgerDraft(Drafter):
     """A drafter for the untouched model, which checks it: exact. A draft is what one step says; what a round
     wrote, with the token that the target chose, is read as one entry."""
 
-    def __init__(self, burger, confidence, gamma=None):
-        rule = Rule(burger.most - 1 if gamma is None else gamma)
+    def __init__(self, burger, confidence):
+        rule = Rule(burger.most - 1)
         rule.stop = lambda k, logits, token: burger.stops(self.x, confidence)[:, 0]
         super().__init__(rule)
         self.burger = burger

@@ -23,8 +23,7 @@ class TwoRowDraft(SelfDraft):
 
 
 class M2R2(Head, StandIn):
-    """Accelerated residuals (M2R2, arXiv 2502.02040). This is a reconstruction: no code is public, and where
-    the adapters stand and what they are trained on are our reading of the paper's idea.
+    """Accelerated residuals (M2R2, arXiv 2502.02040), our reading of the paper: no code is public.
 
     Beside the ordinary row of each token a second one runs through the first E blocks, with the same weights
     and an adapter of rank r for each block: f <- block(f) + up down unit(f). After block i it should equal
@@ -35,8 +34,7 @@ class M2R2(Head, StandIn):
 
     rank: None for as many weights as Kangaroo's adapter has. align: what the distance from those
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
-    Two things of the paper are not here: its gate, which by our tables drafted too far, and its loading of
-    experts ahead of time, as Llama and Gemma-2 are dense.
+    Not here are the paper's gate, which by our tables drafted too far, and its loading of experts.
     """
     kind, draft = "m2r2", TwoRowDraft
 

@@ -1,6 +1,6 @@
 """What a chat model answers, as text to train its heads on.
 
-    python -m lab.own --model runs/smollm --prompts lab/instructions.jsonl --out runs/own.txt
+    python -m lab.own --model runs/smollm --prompts lab/prompts/instructions.jsonl --out runs/own.txt
 
 A head learns to say what its model says, so its text is best written by the model itself. A chat model says
 little after a begin-of-text id alone; it has to be asked. Each document is a prompt in the model's template
@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
-from lab.train import number
+from lab.train import add_numbers
 from sampling import Coins, to_probs
 from speculative import generate
 from support import cli
@@ -23,33 +23,26 @@ from support.chat import read_template
 from support.files import BOUNDARY, read_texts
 
 
-def answer(model, prompts, most, temperature, opening, coins):
-    """The prompts, lists of ids, each with an answer of at most that many tokens. They are drawn at this
-    temperature, the first `opening` of each at 1, so that the same question is not always answered alike."""
-    warmth = chain(repeat(1.0, opening), repeat(temperature))       # one for each round
-    outputs, _ = generate(model, prompts, most, None, lambda logits: to_probs(logits, next(warmth)), coins,
-                          model.c.eos)
-    return [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-
-
 def write(a):
     model, tokenizer = checkpoint.load(a.model, a.device, torch.float32)
     render, out = read_template(a.model), Path(a.out)
-    asked = [text for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
     prompts = [checkpoint.encode(tokenizer, render([{"role": "user", "content": text}]), special=False)
-               for text in asked]
+               for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
     prompts = [ids for ids in prompts if len(ids) + a.most <= model.c.max_len] * a.repeats
     random.Random(a.seed).shuffle(prompts)      # so that a part of the file is of all kinds, too
     done = len(read_texts(out, "text", BOUNDARY)) if out.is_file() else 0
     done -= done % a.batch
     with tqdm(total=len(prompts), initial=done, unit="answer", disable=None) as bar:
         for first in range(done, len(prompts), a.batch):
-            texts = answer(model, prompts[first : first + a.batch], a.most, a.temperature, a.opening,
-                           Coins(a.seed + first))
+            asked = prompts[first : first + a.batch]
+            warmth = chain(repeat(1.0, a.opening), repeat(a.temperature))       # one for each round
+            said, _ = generate(model, asked, a.most, None, lambda logits, warmth=warmth: to_probs(
+                logits, next(warmth)), Coins(a.seed + first), model.c.eos)
             with out.open("a", encoding="utf-8") as file:
-                for ids in texts:
-                    file.write(tokenizer.decode(ids, skip_special_tokens=False) + f"\n{BOUNDARY}\n")
-            bar.update(len(texts))
+                for prompt, answer in zip(asked, said, strict=True):
+                    text = tokenizer.decode(prompt + answer, skip_special_tokens=False)
+                    file.write(f"{text}\n{BOUNDARY}\n")
+            bar.update(len(asked))
 
 
 def main(argv=None):
@@ -59,13 +52,12 @@ def main(argv=None):
         p.add_argument("--prompts", required=True, nargs="+", metavar="FILE", help='{"prompt": text} a line')
         p.add_argument("--out", required=True, metavar="FILE", help="documents for lab.train_heads --data")
         p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-        for name, default, low, high, text in (
-                ("batch", 32, 1, 2**20, "prompts that are answered together"),
-                ("most", 192, 1, 2**20, "tokens of an answer at most"),
-                ("repeats", 1, 1, 2**20, "answers to each prompt"),
-                ("temperature", 0.5, 1e-30, 1e30, "at which answers are drawn"),
-                ("opening", 4, 0, 2**20, "but their first tokens at 1"), ("seed", 0, 0, 2**40, "")):
-            p.add_argument(f"--{name}", type=number(low, high), default=default, metavar="N", help=text)
+        add_numbers(p, (("batch", 32, 1, 2**20, "prompts that are answered together"),
+                        ("most", 192, 1, 2**20, "tokens of an answer at most"),
+                        ("repeats", 1, 1, 2**20, "answers to each prompt"),
+                        ("temperature", 0.5, 1e-30, 1e30, "at which answers are drawn"),
+                        ("opening", 4, 0, 2**20, "but their first tokens at 1"),
+                        ("seed", 0, 0, 2**40, "")))
         write(p.parse_args(argv))
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 

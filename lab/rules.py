@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from control import MOST, Beta, Confidence, confidence, outcomes
+from control import MOST, Beta, Confidence, confidence, expected_tokens, outcomes
 from sampling import raw_probs
 from speculative import Rule
 
@@ -14,10 +14,9 @@ class AdaptiveExit(Rule):
     2023, section 3.3), each row on its own. The threshold outlives the run, as in the paper's code, and so
     does the running acceptance, which starts at 0."""
 
-    def __init__(self, threshold=0.6, target=0.9, beta1=0.5, beta2=0.9, epsilon=0.01, gamma=12):
+    def __init__(self, threshold=0.6, target=0.9, gamma=12):
         super().__init__(gamma)
-        self.start, self.target, self.epsilon = threshold, target, epsilon
-        self.beta1, self.beta2, self.threshold = beta1, beta2, []
+        self.start, self.target, self.threshold = threshold, target, []
 
     def begin(self, state):
         rows = len(state.known)
@@ -34,10 +33,9 @@ class AdaptiveExit(Rule):
     def learn(self, state, r):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
-                m = self.acceptance[b] = self.beta1 * self.acceptance[b] + (1 - self.beta1) * kept / drafted
-                up, full = m < self.target, drafted == self.most
-                aim = self.threshold[b] + (self.epsilon if up else 0 if full else -self.epsilon)
-                self.threshold[b] = self.beta2 * self.threshold[b] + (1 - self.beta2) * aim
+                m = self.acceptance[b] = (self.acceptance[b] + kept / drafted) / 2
+                move = 0.01 if m < self.target else 0.0 if drafted == self.most else -0.01
+                self.threshold[b] += 0.1 * move     # beta2 = 0.9: the new threshold counts a tenth
 
 
 class Gate(Rule):
@@ -62,13 +60,12 @@ class Schedule(Rule):
     """Longer after a draft that was accepted whole, shorter otherwise, each row on its own.
 
     `Schedule(start)` adds and takes one (the baseline "FS" of DEL, arXiv 2504.05598); `Schedule(start, up=2)`
-    is transformers' "heuristic", and up=0, down=0 its "constant".
+    is transformers' "heuristic".
     """
 
-    def __init__(self, start, up=1, down=1, most=MOST):
-        self.start = Rule(start).most   # checked like any other length
-        super().__init__(max(self.start, most))
-        self.up, self.down = up, down
+    def __init__(self, start, up=1):
+        super().__init__(max(start, MOST))
+        self.start, self.up = start, up
 
     def begin(self, state):
         self.now = [self.start] * len(state.known)
@@ -79,7 +76,7 @@ class Schedule(Rule):
     def learn(self, state, r):
         for b, (drafted, kept) in enumerate(outcomes(r)):
             if drafted:
-                change = self.up if kept == drafted else -self.down
+                change = self.up if kept == drafted else -1
                 self.now[b] = min(max(1, self.now[b] + change), self.most)
 
 
@@ -112,8 +109,7 @@ class AnnealedConfidence(Confidence):
 class Thompson(Rule):
     """Go on after each token with a probability drawn from a Beta distribution of what became of all drafts
     so far, each row on its own (the "Beta-TS" of EESD, arXiv 2406.03853; the uniform prior is ours). It
-    ignores the tokens, so the length is drawn ahead, with random numbers of its own.
-    """
+    ignores the tokens, so the length is drawn ahead, with random numbers of its own."""
 
     def __init__(self, gamma=MOST, seed=0):
         super().__init__(gamma)
@@ -124,10 +120,9 @@ class Thompson(Rule):
             self.seen = [Beta() for _ in state.known]
 
     def gamma(self, state):
-        lengths = [min(1, self.most) for _ in self.seen]
+        lengths, draw = [1] * len(self.seen), self.random
         for b, seen in enumerate(self.seen):
-            while 0 < lengths[b] < self.most and self.random.random() < self.random.betavariate(
-                    seen.hits + 1, seen.misses + 1):
+            while lengths[b] < self.most and draw.random() < draw.betavariate(seen.hits + 1, seen.misses + 1):
                 lengths[b] += 1
         return lengths
 
@@ -139,38 +134,25 @@ class Thompson(Rule):
 def plan(first, later, cost, most):
     """The best gamma where the first draft is accepted with probability `first`, and each after an accepted
     one with `later`."""
-    best, top, tokens, reach = 0, 1.0, 1.0, first
-    for gamma in range(1, most + 1):
-        tokens, reach = tokens + reach, reach * later
-        if tokens / (gamma * cost + 1) > top:
-            best, top = gamma, tokens / (gamma * cost + 1)
-    return best
+    return max(range(most + 1), key=lambda gamma:
+               (1 + first * expected_tokens(later, gamma - 1)) / (gamma * cost + 1))
 
 
 class ValueGate(Gate):
     """The gate by expected value: it learns how often drafts are accepted after a target's token of each
-    confidence, and drafts where that exceeds the cost, as far as the formula says.
-
-    First drafts are counted in ten classes of confidence, and later ones in one more.
-    Old evidence fades, and a class with almost no evidence drafts one token, to learn: so none is given up
-    for good.
-    """
+    confidence, in ten classes, and drafts where that exceeds the cost, as far as the formula says. Later
+    drafts are counted in one more class. Old evidence fades, and a class with almost none drafts one token,
+    to learn: so none is given up for good."""
 
     def __init__(self, cost, gamma=MOST, fade=0.99):
         super().__init__(gamma)
         self.cost, self.fade = cost, fade
         self.first, self.later = [Beta() for _ in range(10)], Beta()
 
-    def kind(self, sure):
-        return self.first[min(9, int(10 * sure))]
-
     def gamma(self, state):
-        self.asked = [self.kind(sure) for sure in self.sure]
-        wanted = []
-        for kind in self.asked:
-            to_learn = min(1, self.most) if kind.hits + kind.misses < 0.5 else 0
-            wanted.append(max(to_learn, plan(kind.mean(), self.later.mean(), self.cost, self.most)))
-        return wanted
+        self.asked = [self.first[min(9, int(10 * sure))] for sure in self.sure]
+        return [max(plan(kind.mean(), self.later.mean(), self.cost, self.most),
+                    min(1, self.most) if kind.hits + kind.misses < 0.5 else 0) for kind in self.asked]
 
     def learn(self, state, r):
         for beta in (*self.first, self.later):

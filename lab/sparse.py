@@ -1,17 +1,15 @@
 """A draft by the whole model that reads only a few of the keys and values in the cache.
 
-The one thing to remember: what such a draft saves grows with the text. The weights are read by every drafted
-token as by a pass of the target; but after a hundred thousand tokens the cache is as large as the weights,
-and a draft that reads its first few and its last few tokens leaves nearly all of it where it is.
+What such a draft saves grows with the text. Every drafted token reads all weights, as a pass of the target
+does; but after a hundred thousand tokens the cache is as large as the weights, and a draft that reads its
+first few and its last few tokens leaves nearly all of it where it is.
 
     slot                      0  1  2  3  4  5  6  7  8
     the model reads           x  x  x  x  x  x  x  x  x    for the token at slot 8;
     2 sinks, a window of 3    x  x  .  .  .  .  x  x  x    its draft leaves out four of them
 
-A model heeds its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones.
-MagicDec (arXiv 2408.11049) drafts so with all weights, TriForce (arXiv 2404.11912) with keys and values that
-it retrieves; newer are Vegas (arXiv 2602.07223) and SparseSpec-L (arXiv 2607.27735); QuantSpec (arXiv
-2502.10424) drafts with keys, values and weights in 4 bits.
+A model attends to its first tokens, whatever they are (attention sinks, arXiv 2309.17453), and the last ones.
+MagicDec (arXiv 2408.11049) drafts in this way with all weights; docs/papers.md names its relatives.
 """
 import torch
 
@@ -32,21 +30,17 @@ def sparse(at, end, sinks, window):
 
 
 class SparseDraft(Drafter):
-    """Draft with the model itself, all of it or some sub-layers, where each token reads the first `sinks`
-    tokens and, with itself, the last `window`.
+    """Draft with the model itself, where each token reads the first `sinks` tokens and, with itself, the last
+    `window`.
 
     It drafts into the target's cache. What it writes there is rough, since other states make other keys and
     values, and so it hands nothing over: the verifying pass runs the whole block anew, and overwrites it. The
-    mask hides keys and does not skip them: only a kernel that gathers would save time. Raises ValueError for
-    negative sinks, for an empty window, and for a target that is not its model.
+    mask hides keys and does not skip them: only a kernel that gathers would save time.
     """
 
-    def __init__(self, model, rule, sinks=4, window=64, sublayers=None):
+    def __init__(self, model, rule, sinks=4, window=64):
         super().__init__(rule)
-        if sinks < 0 or window < 1:
-            raise ValueError(f"a sparse draft needs sinks from 0 up and a window from 1 up, got {sinks} and "
-                             f"{window}")
-        self.model, self.sinks, self.window, self.sublayers = model, sinks, window, sublayers
+        self.model, self.sinks, self.window = model, sinks, window
 
     def begin(self, state, trace):
         same_model(self.model, state)
@@ -63,7 +57,7 @@ class SparseDraft(Drafter):
             slots = torch.cat([every.expand(len(own), -1), own], 1)
             tree = torch.cat([seen, torch.ones_like(own, dtype=torch.bool)], 1)[:, None]    # (B, 1, end+1)
             at = Placement(slots, slots, at.first, at.end, tree)
-            return m.unembed(m.run(m.embed(token), at, state.cache, self.sublayers))
+            return m.unembed(m.run(m.embed(token), at, state.cache))
 
         return Draft(*chain(state, step, self.rule))
 
@@ -71,29 +65,26 @@ class SparseDraft(Drafter):
 # --- what it is worth, on paper
 
 
-def unread(costs, n, sinks, window, sublayers=None):
-    """What a drafted token after n others does not read of their keys and values, in the unit of the Costs:
-    numbers by `control.weight_costs`, and so half as many as bytes in a half type. Where an attention has a
-    window of its own, as Gemma-2's have, it has less to leave out.
+def unread(costs, n, sinks, window):
+    """What a drafted token after n others does not read of their keys and values, in the unit of the Costs.
+    Where an attention has a window of its own, as Gemma-2's have, it has less to leave out.
 
     >>> from control import Costs
     >>> unread(Costs((9.0, 9.0), 1.0, slot=2.0), 10, sinks=2, window=5)     # tokens 2 to 5: of 10 others four
     8.0
     """
     hidden = 0
-    for i in range(len(costs.sublayers)) if sublayers is None else sublayers:
-        if i % 2 == 0:
-            reach = n + 1 if costs.window is None or i % 4 else costs.window
-            hidden += max(0, n - window + 1 - max(sinks, n - reach + 1))
+    for i in range(0, len(costs.sublayers), 2):     # the attentions
+        reach = n + 1 if costs.window is None or i % 4 else costs.window
+        hidden += max(0, n - window + 1 - max(sinks, n - reach + 1))
     return hidden * costs.slot
 
 
-def step_cost(costs, n, sinks, window, sublayers=None, share=1.0):
+def step_cost(costs, n, sinks, window):
     """What a drafted token after n others costs relative to a pass of the target over one token, by what each
-    reads. share: of the head, as in `Costs.pricing`."""
-    every = range(len(costs.sublayers))
-    own = costs.pricing(every if sublayers is None else sublayers, share)(n)
-    return (own - unread(costs, n, sinks, window, sublayers)) / costs.pricing(every)(n)
+    reads."""
+    whole = costs.pricing(range(len(costs.sublayers)))(n)
+    return (whole - unread(costs, n, sinks, window)) / whole
 
 
 def promise(costs, n, alpha, sinks, window):

@@ -4,7 +4,7 @@ import torch
 
 from control import Confidence
 from lab.aside import aside
-from layerskip import SelfDraft, check_sublayers
+from layerskip import SelfDraft
 from methods.trees import Siblings
 from search import GaussianProcess, expected_improvement
 from speculative import Wrapper
@@ -16,25 +16,20 @@ class SWIFT(Wrapper):
     Each candidate, a random set of the published size and every 25th time one that the Gaussian process
     promises most of, is scored in one pass by its *matchness*: how often its likeliest token is the next one
     of the window, the first `window` tokens that this text wrote. A better set takes the incumbent's place.
-    The search (the "optimisation phase") ends at a score above `enough`, after more than `patience`
-    candidates in a row that were no better, or after `most` in all; then nothing but drafting is left (the
-    "acceleration phase").
+    The search ends at a score above `enough`, after more than `patience` candidates in a row that were no
+    better, or after `most` in all.
 
-    Mended. Theirs keeps the best score of all texts, so that a search that has ended never begins again, and
-    does not score the set that it starts with: here the incumbent is scored anew when a text begins. They
-    tell the process a point of the box [0, 1]^n that is not the set that was scored, and maximise mean + 2.5
-    deviations: here it sees sets, and of them the one with the largest expected improvement is tried. They
-    copy the whole cache for every draft and every score; and they draw the bonus token from the unprocessed
-    distribution. Their places have 1 to 10 guesses, by confidence; here all have 1 + len(widths).
+    Changed: theirs keeps the best score of all texts, so that a search that has ended never begins again;
+    here the incumbent is scored anew when a text begins. Their process sees points of the box [0, 1]^n that
+    are not the sets scored, and maximises mean + 2.5 deviations; ours sees sets, and the one with the largest
+    expected improvement is tried. Their places have 1 to 10 guesses, by confidence; ours 1 + len(widths).
     """
 
     def __init__(self, model, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000, every=25,
                  threshold=0.8, gamma=25, widths=(25, 25), seed=0):
-        self.model, self.c = model, model.c
+        self.model = model
         self.free = range(2, 2 * model.c.n_layers - 2)      # the first and the last block stay
         self.count = int(len(self.free) * skip_ratio)
-        if not self.count:
-            raise ValueError(f"of {model.c.n_layers} blocks SWIFT skips none at a ratio of {skip_ratio}")
         odd_first = sorted(self.free, key=lambda i: (i // 2 % 2 == 0, i))
         self.gone = frozenset(odd_first[: self.count])      # blocks 1, 3, 5, ...
         self.draft = SelfDraft(model, self.kept(self.gone), Confidence(threshold, gamma))
@@ -44,7 +39,7 @@ class SWIFT(Wrapper):
         self.tried, self.stale, self.seen = 0, 0, []        # seen: [(set, its score)]
 
     def kept(self, gone):
-        return check_sublayers([i for i in range(2 * self.c.n_layers) if i not in gone], self.c.n_layers)
+        return [i for i in range(2 * self.model.c.n_layers) if i not in gone]
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -52,33 +47,23 @@ class SWIFT(Wrapper):
 
     def observe(self, state, r):
         super().observe(state, r)
-        written = [len(text) - n for text, n in zip(state.known, self.start, strict=True)]
-        rows = [b for b, count in enumerate(written) if count >= self.window]
-        if not rows or self.searched():
-            return
-        if self.best is None:                               # a new text: first of all the incumbent
+        rows = [b for b, text in enumerate(state.known) if len(text) - self.start[b] >= self.window]
+        if rows and self.best is None:                      # a new text: first of all the incumbent
             self.best = self.score(state, self.gone, rows)
-            return
-        self.tried, self.stale = self.tried + 1, self.stale + 1
-        gone = self.candidate()
-        score = self.score(state, gone, rows)
-        if score > self.best:
-            self.gone, self.best, self.stale = gone, score, 0
-            self.draft.sublayers = self.kept(gone)
-
-    def searched(self):
-        """Whether the search has ended."""
-        if self.best is None:
-            return False
-        return self.best > self.enough or self.stale > self.patience or self.tried >= self.most
+        elif rows and self.best <= self.enough and self.stale <= self.patience and self.tried < self.most:
+            self.tried, self.stale = self.tried + 1, self.stale + 1
+            gone = self.candidate()
+            score = self.score(state, gone, rows)
+            if score > self.best:
+                self.gone, self.best, self.stale = gone, score, 0
+                self.draft.sublayers = self.kept(gone)
 
     @torch.inference_mode(False)    # trap: in the loop's inference mode nothing can be fitted
     def candidate(self):
         """The next set to try."""
-        count = 1 if self.tried % self.every or len(self.seen) < 2 else 256
-        sets = [self.random_set() for _ in range(count)]
-        if count == 1:
-            return sets[0]
+        if self.tried % self.every or len(self.seen) < 2:
+            return self.random_set()
+        sets = [self.random_set() for _ in range(256)]
         z, y = self.bits([gone for gone, _ in self.seen]), torch.tensor([score for _, score in self.seen])
         mean, std = GaussianProcess(z, y, torch.tensor([i % 2 for i in self.free])).predict(self.bits(sets))
         return sets[int(expected_improvement(mean, std, self.best).argmax())]

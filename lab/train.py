@@ -2,8 +2,8 @@
 
     python -m lab.train --out my-model --data stories.txt=2 code.txt --valid stories-valid.txt --tokens 8e6
 
-The one thing to remember: training skips sub-layers with the same call that drafting uses, `run` over a part
-of them, so a draft computes exactly what was trained.
+Training skips sub-layers with the same call that drafting uses, `run` over a part of them, so a draft
+computes exactly what was trained.
 """
 import argparse
 import copy
@@ -19,22 +19,16 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
-from control import best_gamma, expected_speedup, weight_costs
 from lab import card, corpus, plots
-from lab.lock import LOCK, lock
-from layerskip import early_exit
 from model import Config, Placement, Transformer
-from speculative import generate
 from support import cli
-from support.files import BOUNDARY, TEMPORARY, replacing, write_file
+from support.files import BOUNDARY, replacing, write_file
 
 STATE = "checkpoint.pt"
-# when a run is resumed
-MAY_CHANGE = {"out", "resume", "valid", "tokenizer", "every", "about", "prompt", "device", "dtype", "command"}
-SHAPE = [(flag, default, 1, 2**20, f"(default: {default})") for flag, default in {     # or that of --start
-    "layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "head-dim": 64, "hidden": 704, "window": 128,
-    "vocab": 4096}.items()]     # (flag, default, lowest, highest, help)
-RECIPE = (
+EVERY = 300     # seconds between checkpoints
+CLIP = 1.0      # the greatest norm of a gradient
+SHAPE = {"layers": 12, "dim": 256, "heads": 4, "kv-heads": 2, "hidden": 704, "vocab": 4096}
+RECIPE = (      # (flag, default, lowest, highest, help)
     ("dropout", 0.15, 0.0, 1.0, "how often the last sub-layer is dropped; the others less, the earlier they "
      "come (LayerSkip, section 4.1)"),
     ("exit-weight", 1.0, 0.0, 1e30, "of the early-exit loss relative to the final one (LayerSkip, 4.1)"),
@@ -48,9 +42,8 @@ STEPS = (
     ("batch", 16, 1, 2**20, "sequences of a step"), ("warmup", 100, 0, 2**40, "steps to the full rate"),
     ("lr", 3e-3, 1e-30, 1e30, "of AdamW: embeddings and norms"),
     ("muon-lr", 0.02, 1e-30, 1e30, "of Muon: matrices (Jordan et al. 2024)"),
-    ("decay", 0.5, 0.0, 1.0, "in the last P of the run both rates fall linearly to 2 %%"),
-    ("clip", 1.0, 1e-30, 1e30, "the greatest norm of a gradient"), ("seed", 0, 0, 2**40, ""),
-    ("every", 5.0, 1e-30, 1e30, "minutes between checkpoints"))
+    ("decay", 0.5, 1e-9, 1.0, "in the last P of the run both rates fall linearly to 2 %%"),
+    ("seed", 0, 0, 2**40, ""))
 
 
 # --- the command line
@@ -73,36 +66,40 @@ def number(low, high):
     return read
 
 
+def command_line(module, argv):
+    """The command that begins a run, for its card and its checkpoint."""
+    return f"python -m {module} {shlex.join(word for word in argv if word != '--resume')}"
+
+
 def parse(argv):
     p = cli.Parser(description="Train a tiny Llama or Gemma-2 so that skipping works.", allow_abbrev=False)
     p.add_argument("--out", required=True, metavar="DIR", help="for the model, its card and its checkpoint")
-    p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
-    p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
-                   f"{BOUNDARY}, drawn W times as often (default: Python's own standard library)")
+    p.add_argument("--resume", action="store_true", help="continue the run in --out; else as it was begun")
+    p.add_argument("--data", required=True, nargs="+", metavar="FILE[=W]", help="documents separated by "
+                   f"{BOUNDARY}, drawn W times as often")
     p.add_argument("--valid", nargs="+", default=[], metavar="FILE", help="measure on these (default: "
                    f"the last {corpus.HELD_OUT:.0%}% of each training file, which is then not trained on)")
     p.add_argument("--start", metavar="DIR", help="train the model in DIR further, with its shape and "
                    "tokenizer (continual pretraining), such as a model that cannot yet be left early")
     p.add_argument("--tokenizer", metavar="DIR", help="take the tokenizer of DIR instead of training one")
     p.add_argument("--family", choices=["llama", "gemma2"], default="llama")
-    add_numbers(p.add_argument_group("shape"), SHAPE)
+    add_numbers(p.add_argument_group("shape"),
+                [(flag, size, 1, 2**20, f"(default: {size})") for flag, size in SHAPE.items()])
     add_numbers(p.add_argument_group("recipe, after LayerSkip (arXiv 2404.16710), one random exit a step "
                                      "(--dropout 0 --exit-weight 0 is plain training)"), RECIPE)
     add_numbers(p.add_argument_group("optimisation"), STEPS)
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the products; "
                    "weights are float32. A CPU without bfloat16 units is faster in float32")
-    p.add_argument("--prompt", default="Once upon a time", help="what the sample begins with")
-    p.add_argument("--about", default="", metavar="TEXT", help="for the card: sources and licences")
     a = p.parse_args(argv)
-    a.command = f"python -m lab.train {shlex.join(argv)}"
-    for name in ("tokenizer", "family", *(row[0] for row in SHAPE)):
-        key = name.replace("-", "_")
-        if a.start and getattr(a, key) != p.get_default(key):
-            raise ValueError(f"--{name} is a matter of the model in {a.start}: leave it out")
-    if a.heads % a.kv_heads or a.head_dim % 2:
-        raise ValueError(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and --head-dim "
-                         f"{a.head_dim} even")
+    a.command = command_line("lab.train", argv)
+    for flag in ("tokenizer", "family", *SHAPE):
+        name = flag.replace("-", "_")
+        if a.start and getattr(a, name) != p.get_default(name):
+            raise ValueError(f"--{flag} is a matter of the model in {a.start}: leave it out")
+    if a.heads % a.kv_heads or a.dim % (2 * a.heads):
+        raise ValueError(f"--heads {a.heads} must be a multiple of --kv-heads {a.kv_heads}, and --dim "
+                         f"{a.dim} one of twice as many")
     return a
 
 
@@ -164,36 +161,7 @@ def evaluate(model, tokens, context, most):
     return {"loss": (loss / count).tolist(), "agreement": (agreed / count).tolist()}
 
 
-def speedups(c, agreement):
-    """The best speed-up that the formula promises each exit but the last: its alpha is its agreement, its
-    cost the share of the weights that it reads."""
-    costs = [weight_costs(c).step(early_exit(c.n_layers, e)) for e in range(1, c.n_layers)]
-    return [expected_speedup(alpha, best_gamma(alpha, cost), cost)
-            for alpha, cost in zip(agreement[:-1], costs, strict=True)]
-
-
 # --- a run
-
-
-def shape(a, tokenizer):
-    """The Config that the flags and the tokenizer ask for."""
-    boundary, vocab = tokenizer.token_to_id(BOUNDARY), tokenizer.get_vocab()
-    fields = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
-                  n_kv_heads=a.kv_heads, head_dim=a.head_dim, hidden_dim=a.hidden, max_len=a.context,
-                  tied=True, bos=boundary, eos=(boundary,))
-    if a.family == "gemma2":
-        fields |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5, post_norm=True,
-                       query_scale=a.head_dim**-0.5, attn_softcap=50.0, final_softcap=30.0, window=a.window)
-    return Config(**fields)
-
-
-def fill(module, c, seed):
-    """Give a module of a model with Config c fresh weights, where training begins: normal with a deviation of
-    0.02, and norms that multiply by 1."""
-    g = torch.Generator().manual_seed(seed)
-    for p in module.parameters():
-        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - c.norm_offset
-        p.data.copy_(torch.as_tensor(fresh))
 
 
 def first_model(a, tokenizer, device):
@@ -201,8 +169,20 @@ def first_model(a, tokenizer, device):
     with fresh weights."""
     if a.start:
         return long_enough(a, a.start, device)[0].requires_grad_(True)
-    model = Transformer(shape(a, tokenizer)).float()
-    fill(model, model.c, a.seed)
+    boundary, vocab = tokenizer.token_to_id(BOUNDARY), tokenizer.get_vocab()
+    if boundary is None:
+        raise ValueError(f"the tokenizer of {a.tokenizer} has no {BOUNDARY} to separate the documents")
+    fields = dict(vocab_size=max(vocab.values()) + 1, dim=a.dim, n_layers=a.layers, n_heads=a.heads,
+                  n_kv_heads=a.kv_heads, head_dim=a.dim // a.heads, hidden_dim=a.hidden, max_len=a.context,
+                  tied=True, bos=boundary, eos=(boundary,))
+    if a.family == "gemma2":
+        fields |= dict(norm_eps=1e-6, act="gelu", norm_offset=1.0, embed_scale=a.dim**0.5, post_norm=True,
+                       query_scale=(a.dim // a.heads) ** -0.5, attn_softcap=50.0, final_softcap=30.0,
+                       window=max(1, a.context // 4))
+    model, g = Transformer(Config(**fields)).float(), torch.Generator().manual_seed(a.seed)
+    for p in model.parameters():    # matrices: normal with a deviation of 0.02; norms multiply by 1
+        fresh = 0.02 * torch.randn(p.shape, generator=g) if p.dim() > 1 else 1 - model.c.norm_offset
+        p.data.copy_(torch.as_tensor(fresh))
     return model.to(device)
 
 
@@ -218,29 +198,20 @@ class Run:
     """A model, its optimisers and what was done so far; one file, the checkpoint, holds all of it."""
 
     def __init__(self, a, text, device):
-        self.a, self.text, self.device = a, text, device
-        self.model = self.trained = first_model(a, text.tokenizer, device)
+        self.model = first_model(a, text.tokenizer, device)
         matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
         chosen = set(map(id, matrices))
         rest = [p for p in self.model.parameters() if id(p) not in chosen]
-        self.optimisers = [torch.optim.Muon(matrices, lr=a.muon_lr, weight_decay=0.0),
-                           torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)]
-        self.rates = [a.muon_lr, a.lr]
-        self.start()
+        self.start(a, text, device, self.model, [
+            torch.optim.Muon(matrices, lr=a.muon_lr, weight_decay=0.0),
+            torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)])
 
-    def start(self):
-        """Nothing is done yet."""
-        self.steps = max(1, round(self.a.tokens / self.block))
-        self.step, self.seconds, self.losses, self.evals = 0, 0.0, [], []
-        self.settings = {k: v for k, v in vars(self.a).items() if k not in MAY_CHANGE}
-        self.settings |= {      # folders may lie elsewhere
-            "start": self.a.start and Path(self.a.start).name, "text": self.text.hash(),
-            "data": [Path(f).name for f in self.a.data]}
-
-    @property
-    def block(self):
-        """Tokens of a step."""
-        return self.a.batch * self.a.context
+    def start(self, a, text, device, trained, optimisers):
+        """Nothing is done yet. trained: the module whose weights learn."""
+        self.a, self.text, self.device, self.trained, self.optimisers = a, text, device, trained, optimisers
+        self.block = a.batch * a.context        # tokens of a step
+        self.steps = max(1, round(a.tokens / self.block))
+        self.step, self.seconds, self.losses, self.before = 0, 0.0, [], None
 
     def progress(self):
         """From 0 to 1."""
@@ -263,11 +234,11 @@ class Run:
     def update(self, loss):
         """One step of the optimisers down the gradient of the loss."""
         a, left = self.a, 1 - self.progress()
-        scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, left / max(a.decay, 1e-9)))
+        scale = min(1.0, (self.step + 1) / max(1, a.warmup), max(0.02, left / a.decay))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.trained.parameters(), a.clip)
-        for optimiser, rate in zip(self.optimisers, self.rates, strict=True):
-            optimiser.param_groups[0]["lr"] = rate * scale
+        torch.nn.utils.clip_grad_norm_(self.trained.parameters(), CLIP)
+        for optimiser in self.optimisers:
+            optimiser.param_groups[0]["lr"] = optimiser.defaults["lr"] * scale
             optimiser.step()
             optimiser.zero_grad()
         self.step += 1
@@ -277,97 +248,66 @@ class Run:
         with self.precision():
             return evaluate(self.model, tokens, self.a.context, most)
 
-    def measure(self):
-        files = {name: self.evaluate(tokens) for name, tokens in self.text.valid.items()}
-        self.evals.append({"tokens": self.step * self.block, "files": files})
-
     # --- the checkpoint: one file, replaced as a whole
 
-    def state(self):
-        return {"step": self.step, "seconds": self.seconds, "losses": self.losses, "evals": self.evals,
-                "settings": self.settings, "tokenizer": self.text.tokenizer.to_str(),
-                "weights": self.trained.state_dict(), "optimisers": [o.state_dict() for o in self.optimisers]}
-
     def save(self):
+        optimisers = [optimiser.state_dict() for optimiser in self.optimisers]
+        state = {"command": self.a.command, "text": self.text.state(), "step": self.step,
+                 "seconds": self.seconds, "losses": self.losses, "before": self.before,
+                 "weights": self.trained.state_dict(), "optimisers": optimisers}
         with replacing(Path(self.a.out) / STATE) as path:
-            torch.save(self.state(), path)
+            torch.save(state, path)
 
     def restore(self, state):
-        """Go on where a run stopped. Raises ValueError where it was begun with other settings."""
-        old = state["settings"]
-        wrong = next((k for k, v in self.settings.items() if old.get(k) != v), None)
-        if wrong:
-            raise ValueError(f"{self.a.out} holds a run with another {wrong} ({old.get(wrong)}, now "
-                             f"{self.settings[wrong]}): repeat that, or name another --out")
-        self.step, self.seconds, self.losses, self.evals = (
-            state[key] for key in ("step", "seconds", "losses", "evals"))
+        """Go on where a run stopped."""
+        self.step, self.seconds, self.losses, self.before = (
+            state[key] for key in ("step", "seconds", "losses", "before"))
         self.trained.load_state_dict(state["weights"])
         for optimiser, own in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(own)
 
 
-def sample(run):
-    """What the model writes after the prompt, greedily, on one line."""
-    ids = checkpoint.encode(run.text.tokenizer, run.a.prompt, run.model.c.bos)
-    (new,), _ = generate(run.model, [ids], min(60, run.model.c.max_len - len(ids)), eos=run.model.c.eos)
-    return " ".join(run.text.tokenizer.decode(ids + new).split())
-
-
-def between(c):
-    """The ids between two documents for a model that has its own: the end of one, the begin of the next."""
-    ids = list(dict.fromkeys([*c.eos[:1], *([] if c.bos is None else [c.bos])]))
-    if not ids:
-        raise ValueError("the model of --start names neither bos_token_id nor eos_token_id, so nothing can "
-                         "separate the documents")
-    return ids
-
-
-def fresh_run(a, device, state):
-    """A Run of which nothing is done. state: what the checkpoint holds, whose tokenizer is not trained again;
-    None where there is no checkpoint."""
-    folder = a.start or a.tokenizer
-    tokenizer = checkpoint.read_tokenizer(Path(folder)) if folder else None
-    if state:
-        tokenizer = Tokenizer.from_str(state["tokenizer"])
-    start = between(checkpoint.read_config(Path(a.start))) if a.start else None
-    run = Run(a, corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer, start), device)
-    if len(checkpoint.encode(run.text.tokenizer, a.prompt, run.model.c.bos)) >= a.context:
-        raise ValueError("--prompt fills the context")
-    return run
+def fresh_run(a, device, text):
+    """A Run of which nothing is done. text: the Corpus of the run that is resumed, if one is."""
+    if text is None:
+        folder, start = a.start or a.tokenizer, None
+        if a.start:     # between two documents stand the end of one and the begin of the next
+            c = checkpoint.read_config(Path(a.start))
+            start = list(dict.fromkeys(t for t in (*c.eos[:1], c.bos) if t is not None))
+        tokenizer = checkpoint.read_tokenizer(Path(folder)) if folder else None
+        text = corpus.read(a.data, a.valid, a.context, a.vocab, tokenizer, start)
+    return Run(a, text, device)
 
 
 def open_run(a, fresh=fresh_run):
-    """A fresh Run, or with --resume the one that --out holds. It keeps the lock of --out. Raises ValueError
-    where --out holds anything else, or where another process has the lock. fresh: makes a Run from the flags,
-    the device, and what the checkpoint holds."""
-    out, state, held = Path(a.out), None, None
-    there = {p.name for p in out.iterdir()} - {STATE + TEMPORARY, LOCK} if out.exists() else set()
-    if STATE in there and not a.resume:
-        raise ValueError(f"{out} holds a run already: continue with --resume, or name another --out")
-    if there and STATE not in there:
-        raise ValueError(f"{out} is not empty and holds no {STATE}: name another --out")
-    if there:
-        held = lock(out)    # before its checkpoint is read
+    """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds anything
+    else. fresh: makes a Run from the flags, the device, and the text of the checkpoint or None."""
+    out, state = Path(a.out), None
+    if out.exists() and any(out.iterdir()):
+        if not (a.resume and (out / STATE).is_file()):
+            raise ValueError(f"{out} is not empty: continue its run with --resume, or name another --out")
         with checkpoint.guarded(f"{out / STATE}: not a checkpoint of this program, or damaged"):
             state = torch.load(out / STATE, "cpu", weights_only=True)
-    run = fresh(a, checkpoint.find_device(a.device), state)
+        if state["command"] != a.command:
+            raise ValueError(f"{out} holds another run, which only the same flags continue: "
+                             f"{state['command']} --resume")
+    text = state and corpus.Corpus(**state["text"] | {
+        "tokenizer": Tokenizer.from_str(state["text"]["tokenizer"])})
+    run = fresh(a, checkpoint.find_device(a.device), text)
     if state:
         run.restore(state)
     else:
         out.mkdir(parents=True, exist_ok=True)
-        held = lock(out)
-        run.measure()
+        run.before = {name: run.evaluate(tokens) for name, tokens in run.text.valid.items()}
         run.save()
-    run.lock = held         # for as long as there is this run
     return run
 
 
 def train(run):
     """Take the steps that are left, and save a checkpoint every few minutes."""
     started, saved = time.monotonic() - run.seconds, run.seconds
-    pace = dict(mininterval=1 if sys.stderr.isatty() else 60)   # a file needs fewer lines than a terminal
-    total, done = run.steps * run.block, run.step * run.block
-    with tqdm(total=total, initial=done, unit="tok", unit_scale=True, **pace) as bar:
+    with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok", unit_scale=True,
+              mininterval=1 if sys.stderr.isatty() else 60) as bar:     # a file needs fewer lines
         while run.progress() < 1:
             run.train_step()
             run.seconds = time.monotonic() - started
@@ -376,30 +316,20 @@ def train(run):
                 raise ValueError(f"the loss is {loss} at step {run.step}: try a lower --lr and --muon-lr")
             bar.set_postfix_str(f"loss {loss:.2f}", refresh=False)
             bar.update(run.block)
-            if run.seconds - saved > 60 * run.a.every:
-                run.measure()
-                for name, table in run.evals[-1]["files"].items():
-                    values = " ".join(f"{v:.2f}" for v in table["agreement"])
-                    bar.write(f"{name}: agreement {values}", file=sys.stderr)
-                run.seconds = saved = time.monotonic() - started
+            if run.seconds - saved > EVERY:
+                saved = run.seconds
                 run.save()
-    if run.evals[-1]["tokens"] != run.step * run.block:
-        run.measure()
     run.save()
 
 
 def finish(run):
-    """Write the model in bfloat16, its picture and its card. Returns {file: table} of the model as written:
-    in each table loss, agreement and speed-up of every exit."""
+    """Write the model in bfloat16, its picture and its card."""
     out = Path(run.a.out)
     checkpoint.save(copy.deepcopy(run.model).bfloat16(), out, run.text.tokenizer)
     model, _ = checkpoint.load(out, run.device, torch.float32)
     tables = {name: evaluate(model, s, run.a.context, 32768) for name, s in run.text.valid.items()}
     plots.training(run, tables, "exit after block", out / "training.png")
-    for table in tables.values():
-        table["speed-up"] = speedups(model.c, table["agreement"])
-    write_file(out / "README.md", card.model_card(run, tables, sample(run)))
-    return tables
+    write_file(out / "README.md", card.model_card(run, tables))
 
 
 def run(argv):

@@ -2,16 +2,13 @@
 
     python -m lab.train_heads medusa --model weights/stories-llama --out weights/stories-llama/heads/medusa
 
-The one thing to remember: the teacher is the model itself. By default it also writes the text, at a
-low temperature, so that its heads learn what it says where they will draft, and nobody needs its training
-data. What a head is told to say is not the text but the model's whole distribution, because acceptance
-compares the two.
+The teacher is the model itself. By default it also writes the text, at a low temperature, so that its heads
+learn what it says where they will draft, and nobody needs its training data. What a head learns to say is not
+the text but the model's whole distribution, because acceptance compares the two.
 """
 import copy
-import hashlib
 import json
 import math
-import shlex
 import sys
 from itertools import chain, repeat
 from pathlib import Path
@@ -19,7 +16,6 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import checkpoint
 from kvcache import KVCache
 from lab import card, corpus, plots, train
 from lab.m2r2 import M2R2
@@ -30,16 +26,15 @@ from methods.trees import rank_acceptance
 from model import Placement
 from sampling import Coins, to_probs
 from search import VOCAB
-from speculative import rounds
+from speculative import generate
 from support import cli
 from support.files import BOUNDARY, write_file
 
 SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": [],
-         "m2r2": ["exit_layer", "rank", "align"], "medusa": ["heads", "own_head"],
-         "transfer": ["inject_layer", "steps"], "prophet": ["blocks"]}  # the flags of each kind
+         "m2r2": ["exit_layer", "align"], "medusa": ["heads"], "transfer": ["inject_layer", "steps"],
+         "prophet": ["blocks"]}     # the flags of each kind
 FLAGS = (   # as in train.add_numbers; a default of None depends on the model
     ("exit-layer", None, 0, 2**20, "kangaroo, exit_block, m2r2: after which block (default: a sixth)"),
-    ("rank", None, 1, 2**20, "m2r2: of each adapter (default: in all as many weights as Kangaroo's has)"),
     ("align", None, 0.0, 1e30, "m2r2: what the distance from the states further up counts, beside the "
      "distributions (default: 0.1)"),
     ("heads", None, 1, 2**20, "medusa: how many (default: 3)"),
@@ -48,15 +43,13 @@ FLAGS = (   # as in train.add_numbers; a default of None depends on the model
     ("steps", None, 1, 2**20, "transfer: rows for each token (default: 3)"),
     ("blocks", None, 1, 2**20, "prophet: how many (default: 1)"))
 TEXT = (
-    ("text", None, 1.0, 1e30, "how many tokens it writes (default: 150,000), or are taken from --data, by "
-     "weight (default: all)"),
+    ("text", 1.5e5, 1.0, 1e30, "how many tokens it writes"),
     ("temperature", 0.5, 1e-30, 1e30, "at which it writes"),
     ("opening", 0, 0, 2**40, "but the first N tokens at 1"))
 KINDS = heads.KINDS | {head.kind: head for head in (M2R2, Transfer)}
 MEASURED = 4096     # tokens of held-out text
 RANKS = 5           # of how many ranks a head's acceptance is measured, for the shape of a tree
 OWN = "own text"    # the name of what the model writes itself
-OWN_TEXT = 1.5e5    # tokens of it
 ROWS = 32           # texts that it writes at a time
 MEMORY = 2**31      # bytes of states that are kept
 
@@ -71,7 +64,6 @@ def parse(argv):
     p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks into "
                    "heads/KIND in the model's folder")
     p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
-    p.add_argument("--own-head", action="store_true", default=None, help="medusa: one output head each")
     p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N", help="learn to say only the "
                    "text's N most frequent tokens: with a large vocabulary many times cheaper; writes "
                    f"{VOCAB} beside the heads")
@@ -83,25 +75,22 @@ def parse(argv):
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("shape", FLAGS), ("text", TEXT), ("optimisation", steps)):
         train.add_numbers(p.add_argument_group(title), rows)
-    p.set_defaults(tokens=6e5, batch=4, context=256, lr=2e-3, warmup=20, dtype="float32", start=None)
+    p.set_defaults(tokens=6e5, batch=4, context=256, lr=2e-3, warmup=20)
     a = p.parse_args(argv)
-    a.command = f"python -m lab.train_heads {shlex.join(argv)}"
+    a.command = train.command_line("lab.train_heads", argv)
     for name in sorted(set().union(*SHAPE.values()) - {*SHAPE[a.kind]}):
         if getattr(a, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
-    ahead = max(heads.AHEAD, a.heads or 0, a.steps or 0)
-    if ahead >= a.context:
-        raise ValueError(f"--context {a.context} is too short for {ahead} steps")
     return a
 
 
 def build(a, model):
     """The head that the flags ask for, fresh."""
     L = model.c.n_layers
-    usual = {"exit_layer": max(1, L // 6), "rank": None, "align": 0.1, "heads": 3, "own_head": False,
-             "inject_layer": L // 2, "steps": 3, "blocks": 1}
-    given = {name: getattr(a, name) for name in SHAPE[a.kind] if getattr(a, name) is not None}
-    return KINDS[a.kind](model, **{name: usual[name] for name in SHAPE[a.kind]} | given)
+    usual = {"exit_layer": max(1, L // 6), "align": 0.1, "heads": 3, "inject_layer": L // 2, "steps": 3,
+             "blocks": 1}
+    shape = {name: usual[name] if getattr(a, name) is None else getattr(a, name) for name in SHAPE[a.kind]}
+    return KINDS[a.kind](model, **shape)
 
 
 # --- the text
@@ -113,30 +102,16 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0):
     int32."""
     c, ids, coins = model.c, [], Coins(seed)
     if c.bos is None:
-        raise ValueError("this model has no begin-of-text id to start a text with: give text with --data")
+        raise ValueError("this model has no begin-of-text id to start a text with: name texts with --data")
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             warmth = chain(repeat(1.0, opening), repeat(temperature))           # one for each round
-            begun = rounds(model, [[c.bos]] * ROWS, length - 1, None,
-                           lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins, c.eos)
-            for state, r in begun:  # noqa: B007
-                bar.update(sum(map(len, r.new)))
-            for row in state.known:
-                ids += row[:-1] if row[-1] == c.bos else row    # where one id begins and ends a text
+            texts, _ = generate(model, [[c.bos]] * ROWS, length - 1, None,
+                                lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins, c.eos)
+            for text in texts:      # trap: one id may both begin and end a text
+                ids += [c.bos, *(text[:-1] if text[-1] == c.bos else text)]
+            bar.update(len(ids) - bar.n)
     return torch.tensor(ids, dtype=torch.int32)
-
-
-def read_text(a, model, tokenizer):
-    """The Corpus of --data. Any tokenizer will do: each document begins as a prompt would."""
-    documents, weights = corpus.read_weighted(a.data)
-    ids = {name: [t for text in texts for t in checkpoint.encode(tokenizer, text, model.c.bos)]
-           for name, texts in documents.items()}
-    if a.text:      # then each file's size is its weight
-        cuts = [int(a.text * w / sum(weights)) for w in weights]
-        ids = {name: row[:cut] for (name, row), cut in zip(ids.items(), cuts, strict=True)}
-        weights = [1.0] * len(weights)
-    streams = {name: torch.tensor(row, dtype=torch.int32) for name, row in ids.items()}
-    return corpus.split(streams, {}, weights, tokenizer, a.context)
 
 
 # --- training
@@ -152,11 +127,10 @@ class Rows(StandIn):
         return self.model.unembed(x, self.rows)
 
 
-def judged(head, tokens, memory=None, rows=None):
+def judged(head, tokens, memory=None):
     """What a head and its model say of the same tokens of texts (B, T): for each step of the head raw logits
     (B, N, V) of both, its own with gradients. The model's pass is computed once, and without them.
 
-    rows: those of the output head for a vocabulary of N tokens, of which alone both then speak.
     memory: a dict that keeps the states of each text, up to MEMORY bytes of them, so that a text that comes
     again costs no pass. A head that reads the model's keys and values has no use for it."""
     model, T = head.model, tokens.shape[1]
@@ -174,10 +148,7 @@ def judged(head, tokens, memory=None, rows=None):
         else:
             states, cache = torch.cat([remembered(memory, row, read) for row in tokens.split(1)], 1), None
         trace = dict(zip(taps, states, strict=True))
-        target = model.unembed(states[-1], rows)                                # (B, T, V)
-    if rows is not None:
-        part, head = "own" if hasattr(head, "own") else "model", copy.copy(head)
-        setattr(head, part, Rows(getattr(head, part), rows))
+        target = model.unembed(states[-1])                                      # (B, T, V)
     for k, said in head.predict(tokens, trace, cache):  # row n is of the token k places after the next
         yield said, target[:, k : k + said.shape[1]]
 
@@ -203,42 +174,34 @@ def overlap(logp, logq):
     return 0.9 * (p - logq.exp()).abs().sum(-1) - 0.1 * (p * logq).sum(-1)
 
 
-LOSSES = {"kl": kl, "overlap": overlap}     # of log p and log q (B, N, V) -> (B, N)
-FADE = {"kl": 0.8, "overlap": math.exp(-1 / 4)}     # what a step counts less than the one before
+# of log p and log q (B, N, V) -> (B, N); how much less a step counts than the one before
+LOSSES = {"kl": (kl, 0.8), "overlap": (overlap, math.exp(-1 / 4))}     # Medusa, section 2.2.1; DSpark
 
 
-def losses(head, batch, memory=None, rows=None, loss=kl):
+def losses(head, batch, memory=None, loss=kl):
     """How far the head's distributions lie from the model's, as `loss` has it, at each step of the head,
-    averaged over the texts (B, T); and what else counts, a number, which only M2R2 has. memory, rows: see
-    `judged`."""
-    found, besides = [], 0.0
-    for said, target in judged(head, batch, memory, rows):
-        logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)       # (B, N, V)
-        found.append(loss(logp, logq).mean())
-        if isinstance(head, M2R2):
-            besides = head.besides()
-    return found, besides
+    averaged over the texts (B, T). memory: see `judged`."""
+    return [loss(target.float().log_softmax(-1), said.float().log_softmax(-1)).mean()
+            for said, target in judged(head, batch, memory)]
 
 
 @torch.no_grad()
 def evaluate(head, tokens, context, most):
     """What a head is worth on the first `most` tokens, cut into windows: of each of its steps the "loss", the
-    "agreement" of its best token with the model's, how often the model's is among its best five, "top 5",
-    and the "overlap", the sum of min(p, q). "ranks": the greedy acceptance of its first, second, ... guess,
-    averaged over its steps."""
+    "agreement" of its best token with the model's and the "overlap", the sum of min(p, q). "ranks": the
+    greedy acceptance of its first, second, ... guess, averaged over its steps."""
     windows, total = corpus.windows(tokens, context, most, context).to(head.model.tok.device), 0.0
     for rows in windows.split(max(1, 1024 // context)):
         found = []
         for said, target in judged(head, rows):
-            p, q = target.float().softmax(-1), said.float().softmax(-1)
+            logp, logq = target.float().log_softmax(-1), said.float().log_softmax(-1)
+            p, q = logp.exp(), logq.exp()
             ranks = rank_acceptance(to_probs(target), q, min(RANKS, q.shape[-1]))
-            far = p * (target.float().log_softmax(-1) - said.float().log_softmax(-1))
-            far = far.masked_fill(q == 0, 0.0).sum(-1).mean()       # without the tokens that it never says
+            far = (p * (logp - logq)).masked_fill(q == 0, 0.0).sum(-1).mean()   # of tokens that it may say
             found.append([float(far), float(torch.minimum(p, q).sum(-1).mean()), *ranks])
         total = total + len(rows) * torch.tensor(found, dtype=torch.float64)
     loss, overlap, *ranks = (total / len(windows)).T.tolist()       # lists over the steps
-    five = [sum(column) for column in zip(*ranks, strict=True)]
-    return {"loss": loss, "agreement": ranks[0], "top 5": five, "overlap": overlap,
+    return {"loss": loss, "agreement": ranks[0], "overlap": overlap,
             "ranks": [sum(r) / len(r) for r in ranks]}
 
 
@@ -246,65 +209,46 @@ class Run(train.Run):
     """A head, its optimiser and what was done so far, kept as lab/train.py keeps a model."""
 
     def __init__(self, a, model, text, device):
-        self.a, self.model, self.text, self.device = a, model, text, device
-        self.head = build(a, model)
-        self.trained = self.head.weights
-        self.optimisers = [torch.optim.AdamW(self.trained.parameters(), lr=a.lr, betas=(0.9, 0.95),
-                                             weight_decay=0.0)]
-        self.rates, self.memory, self.vocab, self.rows = [a.lr], {}, None, None
+        self.model, self.head, self.memory, self.vocab = model, build(a, model), {}, None
+        self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
         if a.vocab:
             self.vocab = most_frequent([row.tolist() for row in text.train.values()], a.vocab)
-            self.rows = ShortHead(model, self.vocab["ids"]).rows
-        self.start()
-        self.settings |= {"model": fingerprint(model)}
+            rows = ShortHead(model, self.vocab["ids"]).rows
+            for part in {"model", "own"} & vars(self.head).keys():
+                setattr(self.taught, part, Rows(getattr(self.head, part), rows))
+        trained = self.head.weights
+        self.start(a, text, device, trained, [
+            torch.optim.AdamW(trained.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)])
 
     def train_step(self):
         a = self.a
         # the same windows come again and again, so that the model reads each of them once only
         batch = self.text.batch(a.seed, self.step, a.batch, a.context - 1, grid=a.context)
-        found, besides = losses(self.head, batch.long().to(self.device), self.memory, self.rows,
-                                LOSSES[a.loss])
-        weights = [FADE[a.loss] ** k for k in range(len(found))]    # Medusa, section 2.2.1; DSpark
-        loss = sum(w * step for w, step in zip(weights, found, strict=True)) / sum(weights)
-        self.update(loss + besides)
+        measure, fade = LOSSES[a.loss]
+        found = losses(self.taught, batch.long().to(self.device), self.memory, measure)
+        loss = sum(fade**k * far for k, far in enumerate(found)) / sum(fade**k for k in range(len(found)))
+        self.update(loss + self.taught.besides() if isinstance(self.taught, M2R2) else loss)
         self.losses.append([sum(loss.item() for loss in found) / len(found), None, None])
 
     def evaluate(self, tokens, most=MEASURED):
         head = heads.shorter(self.head, self.vocab["ids"]) if self.vocab else self.head
         return evaluate(head, tokens, self.a.context, most)
 
-    def state(self):
-        """What the model wrote is not written again."""
-        written = None if self.a.data else (self.text.train[OWN], self.text.valid[OWN])
-        return super().state() | {"text": written}
 
-
-def fingerprint(model):
-    """The hash of a model's weights."""
-    h = hashlib.sha256()
-    for _, piece in checkpoint.parts(model):
-        h.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return h.hexdigest()
-
-
-def fresh_run(a, device, state):
-    """As `train.fresh_run`. The text that the model wrote is read from the checkpoint, where there is one."""
+def fresh_run(a, device, text):
+    """As `train.fresh_run`."""
     model, tokenizer = train.long_enough(a, a.model, device)
     build(a, model)     # a wrong shape is refused before minutes of writing
-    if a.data:
-        text = read_text(a, model, tokenizer)
-    elif state and state["text"]:
-        parts = [{OWN: tokens} for tokens in state["text"]]
-        text = corpus.Corpus(*parts, [1.0], tokenizer)
-    else:
-        written = write_text(model, a.text or OWN_TEXT, a.seed, a.context, a.temperature, a.opening)
+    if text is None and a.data:
+        text = corpus.read(a.data, [], a.context, tokenizer=tokenizer)
+    elif text is None:
+        written = write_text(model, a.text, a.seed, a.context, a.temperature, a.opening)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
     return Run(a, model, text, device)
 
 
 def finish(run):
-    """Write the heads in bfloat16, their picture and their card. Returns {file: what they are worth}, as
-    written."""
+    """Write the heads in bfloat16, their picture and their card."""
     out = Path(run.a.out)
     run.head.weights.bfloat16().float()     # as the file will hold them
     tables = {name: run.evaluate(s, 4 * MEASURED) for name, s in run.text.valid.items()}
@@ -315,7 +259,6 @@ def finish(run):
         write_file(out / VOCAB, json.dumps(run.vocab) + "\n")
     plots.training(run, tables, "step", out / "training.png")
     write_file(out / "README.md", card.head_card(run, tables))
-    return tables
 
 
 def run(argv):

@@ -141,7 +141,6 @@ class Streams(train.Run):
         self.trained = nn.ModuleList([self.model, self.head.weights])
         self.optimisers.append(torch.optim.AdamW(self.head.weights.parameters(), lr=a.lr, betas=(0.9, 0.95),
                                                  weight_decay=0.0))
-        self.rates.append(a.lr)
 
     def train_step(self):
         a = self.a
@@ -153,9 +152,10 @@ class Streams(train.Run):
 
 def prophet(text, device, streams, seed, tokens, shape=SHAPE):
     """A finished run of a tiny model with so many streams. shape: some flags of lab/train.py."""
-    flags = {"context": CONTEXT, "batch": BATCH, "warmup": 20, "dropout": 0, "exit-weight": 0, "seed": seed,
-             "tokens": tokens, "dtype": "float32", "device": device.type} | shape
-    a = train.parse(["--out", "nowhere", *(word for k, v in flags.items() for word in (f"--{k}", str(v)))])
+    flags = {"out": "nowhere", "data": "given", "context": CONTEXT, "batch": BATCH, "warmup": 20,
+             "dropout": 0, "exit-weight": 0, "seed": seed, "tokens": tokens, "dtype": "float32",
+             "device": device.type} | shape
+    a = train.parse([word for k, v in flags.items() for word in (f"--{k}", str(v))])
     run = train.Run(a, text, device) if streams == 1 else Streams(a, text, device, streams)
     while run.progress() < 1:
         run.train_step()

@@ -176,7 +176,7 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # **Predict:** will the gap between one and three streams be larger than that between two seeds?
 
 # %%
-small = {"layers": 2, "dim": 64, "heads": 2, "kv-heads": 1, "head-dim": 32, "hidden": 176, "batch": 4,
+small = {"layers": 2, "dim": 64, "heads": 2, "kv-heads": 1, "hidden": 176, "batch": 4,
          "context": 64, "warmup": 5}
 runs = {(n, seed): beyond.prophet(text, device, n, seed, 8192, small) for seed in range(2) for n in (1, 3)}
 losses = {key: train.evaluate(run.model, held_out, 64, 1024)["loss"][-1] for key, run in runs.items()}

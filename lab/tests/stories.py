@@ -3,8 +3,8 @@ import random
 from dataclasses import replace
 
 from tiny import LLAMA, make
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from lab.corpus import train_tokenizer
 from support.files import BOUNDARY
 
 
@@ -17,13 +17,7 @@ def story(seed, count=60):
 
 def story_tokenizer():
     """A byte-level BPE of 300 tokens, whose id 0 separates documents."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    tokenizer.train_from_iterator(story(0).split(BOUNDARY), trainers.BpeTrainer(
-        vocab_size=300, special_tokens=[BOUNDARY], show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
-    tokenizer.post_processor = processors.TemplateProcessing(f"{BOUNDARY} $A", None, [(BOUNDARY, 0)])
-    return tokenizer
+    return train_tokenizer(story(0).split(BOUNDARY), 300)
 
 
 def foreseeable():

@@ -25,7 +25,6 @@ def test_the_tokenizer_has_not_seen_what_is_measured_on(tmp_path, monkeypatch):
     runs = [read(["a", b], v, 16, 300) for b, v in (("b=2", ["v"]), ("b", ["v"]), ("b", []))]
     assert [*runs[0].train, *runs[0].valid] == ["a", "b", "v"] and runs[0].weights == [1, 2]
     assert len({c.tokenizer.to_str() for c in runs}) == 1
-    assert [c.hash() == runs[1].hash() for c in runs] == [False, True, False]
 
 
 def test_windows_follow_from_seed_and_step_and_reach_every_place():

@@ -10,6 +10,7 @@ from tiny import LIVELY, make
 
 import checkpoint
 from lab import gguf as ours
+from support.chat import read_template
 
 C = replace(LIVELY["llama"], vocab_size=303, bos=0, eos=(0,))
 
@@ -58,7 +59,7 @@ def test_the_folder_holds_the_model_of_the_file(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(got.parameters(), m.parameters(), strict=True))
     text = "Lily saw a big dog.\n  It was 12 years old<|endoftext|>."
     assert checkpoint.encode(read, text) == checkpoint.encode(tokenizer, text)
-    assert "chat_template" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert read_template(tmp_path / "out")([{"role": "user", "content": "Hi"}]) == "Hi"
 
 
 @pytest.mark.parametrize("changes, words", [({"arch": "qwen2"}, "architecture is qwen2"),

@@ -1,4 +1,4 @@
-"""HAMburger: entries by hand, one computation for learning and writing, and exact as a drafter."""
+"""HAMburger: merging by hand, one computation for learning and writing, and exact as a drafter."""
 import promises
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from tiny import PROMPTS, TINY, TINY_GEMMA, each_family, oracle
 
 from lab import hamburger
-from lab.hamburger import BurgerDraft, Hamburger, begins, latest, losses, pack, score, write
+from lab.hamburger import BurgerDraft, Hamburger, begins, latest, losses, score, write
 from methods.then import Then
 from model import Placement
 from speculative import NGram
@@ -22,17 +22,6 @@ def wild(model, **shape):
         noise = torch.randn(p.shape, generator=g, dtype=torch.float64).to(p)
         p += (0.02 if p in trunk else 0.3) * noise
     return burger
-
-
-def test_entries_by_hand():
-    """0.6 is less than 0.3 of 2.5, which stays the largest; 0.04 is almost 0; no entry has five."""
-    entropy = torch.tensor([[9.0, 2.5, 0.6, 0.74, 0.76, 0.04, 0.2, 0.3, 0.01, 0.01, 0.01, 0.01],
-                            [0.0, 0.0, 0.04, 0.06, 0.01, 0.04, 0.01, 0.01, 3.0, 3.0, 0.89, 0.91]])
-    first = begins(entropy, 4)
-    assert ["".join(".x"[int(b)] for b in row) for row in first] == ["xx..x..x...x", "xx.x...xxx.x"]
-    entries, count = pack(torch.arange(12).repeat(2, 1), first, 4)
-    assert count.tolist() == [[1, 3, 3, 4, 1, 0, 0], [1, 2, 4, 1, 1, 2, 1]]
-    assert entries[0, 2].tolist() == [4, 5, 6, 0] and entries[1, 2].tolist() == [3, 4, 5, 6]
 
 
 def test_the_merging_by_hand(models):
@@ -91,7 +80,7 @@ def test_learning_sees_what_writing_computes(models, family, monkeypatch):
 
 
 test_greedy_identity = promises.greedy_identity({
-    "longer than an entry": lambda m: BurgerDraft(wild(m, most=2, blocks=1), 0.4, 5),
+    "entries of two": lambda m: BurgerDraft(wild(m, most=2, blocks=1), 0.4),
     "and n-gram": lambda m: Then(BurgerDraft(wild(m), 0.5), NGram(3, 1))}, on=["cpu"])
 test_exact_law = promises.exact_law({
     family: (c, lambda m: BurgerDraft(wild(m, most=3, blocks=1), 0.5))
