@@ -28,7 +28,7 @@ gpu-test: $(VENV)/dev
 	$(PY) -m pytest
 
 gpu: $(VENV)/run
-	$(PY) -m lab.bench.gpu --out gpu.json --resume
+	$(PY) -m lab.bench gpu --device cuda --out gpu
 
 mistakes: $(VENV)/dev
 	$(PY) tests/mistakes.py
@@ -92,7 +92,7 @@ results/plain/kangaroo/README.md:
 results/plain/eagle/README.md:
 	$(PY) -m lab.train_heads eagle --model weights/stories-plain $(OWN) --tokens 2.4e6 --out $(@D) $(RESUME)
 results/%-dynamic.json:
-	$(PY) -m lab.bench dynamic --costs measured --model weights/$* --out results/$*-dynamic
+	$(PY) -m lab.bench dynamic --model weights/$* --out results/$*-dynamic
 results/beyond.json:
 	$(PY) -m lab.bench beyond --twin weights/stories-plain --out results/beyond
 

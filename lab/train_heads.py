@@ -30,11 +30,12 @@ from speculative import generate
 from support import cli
 from support.files import BOUNDARY, write_file
 
-SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": [],
+SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": ["fused"],
          "m2r2": ["exit_layer", "align"], "medusa": ["heads"], "transfer": ["inject_layer", "steps"],
          "prophet": ["blocks"]}     # the flags of each kind
 FLAGS = (   # as in train.add_numbers; a default of None depends on the model
     ("exit-layer", None, 0, 2**20, "kangaroo, exit_block, m2r2: after which block (default: a sixth)"),
+    ("fused", None, 0, 1, "eagle: 1 to read the states after a quarter and half of the blocks, too"),
     ("align", None, 0.0, 1e30, "m2r2: what the distance from the states further up counts, beside the "
      "distributions (default: 0.1)"),
     ("heads", None, 1, 2**20, "medusa: how many (default: 3)"),
@@ -67,8 +68,8 @@ def parse(argv):
     p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N", help="learn to say only the "
                    "text's N most frequent tokens: with a large vocabulary many times cheaper; writes "
                    f"{VOCAB} beside the heads")
-    p.add_argument("--loss", choices=LOSSES, default="kl", help="kl: KL(p || q); overlap: what acceptance "
-                   "counts, the distance of p and q, and a tenth of cross-entropy (DSpark)")
+    p.add_argument("--loss", choices=LOSSES, default="overlap", help="overlap: what acceptance counts, "
+                   "the distance of p and q, and a tenth of cross-entropy (DSpark); kl: KL(p || q)")
     p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
                    f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
@@ -87,8 +88,8 @@ def parse(argv):
 def build(a, model):
     """The head that the flags ask for, fresh."""
     L = model.c.n_layers
-    usual = {"exit_layer": max(1, L // 6), "align": 0.1, "heads": 3, "inject_layer": L // 2, "steps": 3,
-             "blocks": 1}
+    usual = {"exit_layer": max(1, L // 6), "fused": 0, "align": 0.1, "heads": 3, "inject_layer": L // 2,
+             "steps": 3, "blocks": 1}
     shape = {name: usual[name] if getattr(a, name) is None else getattr(a, name) for name in SHAPE[a.kind]}
     return KINDS[a.kind](model, **shape)
 

@@ -37,7 +37,7 @@ class Reader(Drafter):
     def begin(self, state, trace):
         same_model(self.head.model, state)
         super().begin(state, trace)
-        x, device = trace[self.taps[0]], state.n.device                         # (B, T, dim)
+        x, device = self.head.state(trace), state.n.device                      # (B, T, dim)
         T, late = x.shape[1], self.late
         self.noted = x.new_zeros(*state.tokens.shape, x.shape[2])               # (B, S, dim) by slot
         self.noted[:, late : late + T] = x
@@ -50,7 +50,7 @@ class Reader(Drafter):
 
     def observe(self, state, r):
         super().observe(state, r)
-        x, new = r.trace[self.taps[0]], state.send([[len(row)] for row in r.new])       # (B, K+1, dim)
+        x, new = self.head.state(r.trace), state.send([[len(row)] for row in r.new])    # (B, K+1, dim)
         steps = torch.arange(x.shape[1], device=new.device) + self.late - 1     # from where the round began
         self.noted.scatter_(1, state.after(steps - new)[..., None].expand_as(x), x)
         rows = zip(state.known, self.held, strict=True)

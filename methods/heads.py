@@ -83,6 +83,10 @@ class Head:
     ranks: how likely the model's greedy token is the head's first, second, ... guess, if measured."""
     branches, ranks = False, ()
 
+    def state(self, trace):
+        """What it reads of the target's states at its taps. (B, T, dim)"""
+        return trace[self.taps[-1]]
+
     def drafter(self, rule, shape=None):
         """For a chain, or for trees of this shape, a list of parents."""
         if self.branches:
@@ -124,16 +128,28 @@ class Eagle(Head):
 
     It learns the first token of a draft, and the second, which reads what the block said (HASS, arXiv
     2408.15766); those after it are drafted as the second is.
+
+    fused: in place of the final state it reads a mix of it and of the states after a quarter and after half
+    of the blocks (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final one alone.
     """
     kind, draft = "eagle", drafting.EagleDraft
     reach = 2   # steps that it learns; more can be judged
 
-    def __init__(self, model):
-        self.model, self.shape, self.own = model, {}, graft(model, 0, 1)
-        self.taps, self.weights = [2 * model.c.n_layers - 1], nn.Module()
+    def __init__(self, model, fused=False):
+        self.model, self.shape, self.own = model, {"fused": bool(fused)}, graft(model, 0, 1)
+        L, self.weights = model.c.n_layers, nn.Module()
+        self.taps = [2 * max(1, b) - 1 for b in ((L // 4, L // 2, L) if fused else (L,))]
         self.weights.blocks = self.own.blocks
+        if fused:
+            one = torch.eye(model.c.dim).to(model.tok)
+            self.weights.mix = nn.Parameter(torch.cat([0 * one, 0 * one, one], 1))      # (dim, 3 dim)
         self.weights.matrix = nn.Parameter(torch.zeros_like(model.tok[:1]).repeat(model.c.dim, 1))
         self.step = Step(count(self), reads=True)
+
+    def state(self, trace):
+        if not self.shape["fused"]:
+            return super().state(trace)
+        return F.linear(torch.cat([unit(trace[tap]) for tap in self.taps], -1), self.weights.mix)
 
     def join(self, tokens, before):
         """The block's input for tokens (B, T) and the states (B, T, dim) of those before them."""
@@ -142,7 +158,7 @@ class Eagle(Head):
     def predict(self, tokens, trace, cache):
         T, device = tokens.shape[1], tokens.device
         ones = torch.ones(T, T, dtype=torch.bool, device=device)
-        before, inputs, seen = trace[self.taps[0]], [], []
+        before, inputs, seen = self.state(trace), [], []
         for k in range(1, 1 + self.reach):      # the rows of all steps so far: as each token is read in each
             inputs.append(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1]))
             drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one row of each step after the first

@@ -47,7 +47,7 @@ DRAFTERS = {
     "kangaroo and n-gram": lambda m: Then(wild(Kangaroo(m, 2)).drafter(2), NGram(2, 1)),
     "exit block, siblings": lambda m: Siblings(wild(ExitBlock(m, 3)).drafter(3), [3, 1]),
     "eagle": lambda m: wild(Eagle(m)).drafter(Unsure(5)),
-    "eagle, siblings": lambda m: Siblings(wild(Eagle(m)).drafter(3), [3, 1]),
+    "eagle, siblings": lambda m: Siblings(wild(Eagle(m, fused=True)).drafter(3), [3, 1]),
     "medusa, tree": lambda m: wild(Medusa(m, 4, own_head=True)).drafter(4, GROVE),
     "medusa, uneven tree": lambda m: wild(Medusa(m, 3)).drafter(
         Says(lambda state: [3, 1, 2, 3][: len(state.known)]), [0, 0, 0, 1, 1, 3, 4, 4]),
@@ -115,14 +115,14 @@ def both_ways(kinds):
             for name in kinds for way in (alone, in_turns, with_tail)}
 
 
-def eagle(m):
-    head = Eagle(m)
+def eagle(m, fused=False):
+    head = Eagle(m, fused)
     head.reach = 4      # it is judged on every token of a draft, not only on the two that it learns
     return head
 
 
 HEADS = {"kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
-         "eagle": eagle, "medusa": lambda m: Medusa(m, 4)}
+         "eagle": eagle, "eagle, fused": lambda m: eagle(m, True), "medusa": lambda m: Medusa(m, 4)}
 test_drafts_are_what_training_sees = promises.right_drafts(both_ways(HEADS))
 
 

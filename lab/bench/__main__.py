@@ -11,10 +11,12 @@
     python -m lab.bench block        block verification beside token by token
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
+    python -m lab.bench gpu          what a GPU can do, and what is made of it; goes on where --out ends
     python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
 
 The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
+import argparse
 import json
 import os
 import sys
@@ -23,15 +25,21 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, heads, plain, quant, search
+from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, gpu, heads, plain, quant, search
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
 from support.files import write_file
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "block": block.run, "heads": heads.run, "search": search.run,
+        "block": block.run, "heads": heads.run, "search": search.run, "gpu": gpu.run,
         "beyond": beyond.run}   # -> (Markdown, data)
+
+
+class Flags(argparse.Namespace):
+    @property
+    def machine(self):
+        return cli.machine(torch.device(self.device))
 
 
 def parse(argv):
@@ -43,41 +51,40 @@ def parse(argv):
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
-    p.add_argument("--quick", action="store_true", help="less of everything: two minutes")
+    p.add_argument("--quick", action="store_const", const=1, help="one prompt of each kind; gpu: tiny "
+                   "models, to see whether it runs at all")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
-    p.add_argument("--exit-layer", type=int, metavar="E", help="help, block: only this exit")
-    p.add_argument("--costs", metavar="FILE", help="dynamic: what Pace reckons with: weights, measured, or "
-                   "a file from lab.bench costs --out (default: as in generate.py)")
-    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic: this skip set, a3,m4 or a "
-                   "skip.json (all but help: by default the one beside the weights, if there is one)")
-    p.add_argument("--draft-vocab", metavar="FILE", help="help, self, dynamic: the tokens of this file, "
-                   "the most frequent first (self, dynamic: by default draft_vocab.json beside the weights)")
-    p.add_argument("--text", metavar="FILE", help="help, check: a text of your own to score or to read")
-    p.add_argument("--draft-model", metavar="DIR", help="self: a small model with the same tokenizer")
+    p.add_argument("--exit-layer", type=int, metavar="E", help="block: this exit")
+    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
+                   "a3,m4 or a skip.json (but for help by default the one beside the weights)")
+    p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
+                   "most frequent first (by default draft_vocab.json beside the weights)")
+    p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
+                   help="self: a small model with the same tokenizer")
     p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS,
-                   help=f"self, heads: only these of {', '.join(SETS)}")
+                   help=f"self, heads, block: only these of {', '.join(SETS)}")
     p.add_argument("--only", nargs="+", metavar="WORD", help="self, dynamic: only ways to draft with one of "
                    "these words in their names, and what they are compared with")
-    p.add_argument("--heads", nargs="+", metavar="DIR", help="heads: trained heads, or folders that hold "
-                   "several (default: those beside the weights)")
+    p.add_argument("--heads", metavar="DIR", help="heads: a folder of trained heads (default: MODEL/heads)")
     p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
     p.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md")
-    p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
-    a = p.parse_args(argv)
+    a = p.parse_args(argv, Flags())
     if a.new < 8 or a.repeats is not None and a.repeats < 1:
         raise ValueError("--new must be at least 8 and --repeats at least 1")
     if a.out and not Path(a.out).resolve().parent.is_dir():
         raise ValueError(f"--out {a.out}: no such folder")
     checkpoint.find_device(a.device)
-    a.machine = cli.machine(torch.device(a.device))
     return a
 
 
 def run(argv):
     a = parse(argv)
-    text, data = RUNS[a.what](a)
-    data = {"what": a.what, "machine": a.machine, "torch": torch.__version__, "dtype": a.dtype, **data}
-    print(json.dumps(data) if a.json else text)
+    try:
+        text, data = RUNS[a.what](a)
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{e.name} is not installed: see requirements-dev.txt") from None
+    data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__, **data}
+    print(text)
     if a.out:
         write_file(Path(f"{a.out}.md"), text + "\n")
         write_file(Path(f"{a.out}.json"), json.dumps(data, indent=1) + "\n")

@@ -30,7 +30,6 @@ from speculative import rounds
 from support.stats import Counts
 
 CONTEXT, BATCH, GAMMA, SINKS = 128, 8, 3, 4
-LENGTH = 256        # of the longest text: a group of texts takes as long as its longest
 LARGE, WINDOW = SHAPES["Llama 3.1 8B"], 1024    # on paper; the shapes of Llama 3 8B are the same
 SHAPE = {"layers": 4, "dim": 128, "heads": 2, "kv-heads": 1, "hidden": 352}    # of a ProphetNet
 COLD = 0.5                                      # the temperature that HAMburger imitates
@@ -47,15 +46,15 @@ class Sizes(NamedTuple):
     measured: int       # tokens of held-out text
 
 
-FULL, QUICK = Sizes(300_000, 100_000, 280_000, 3, 280, 4096), Sizes(8_000, 8_192, 8_192, 2, 16, 512)
+SIZES = Sizes(300_000, 100_000, 280_000, 3, 280, 4096)
 
 
 # --- what they share
 
 
-def own_text(model, tokenizer, count, measured, length=LENGTH):
+def own_text(model, tokenizer, count, measured, length=256):
     """A Corpus of what the model writes: `count` tokens to learn from and `measured` others to measure on, or
-    more, in texts of at most `length`."""
+    more, in texts of at most `length`: a group of texts takes as long as its longest."""
     streams = [{OWN: train_heads.write_text(model, tokens, seed, min(length, model.c.max_len))}
                for seed, tokens in enumerate((count, measured))]
     return corpus.split(*streams, [1.0], tokenizer, CONTEXT)
@@ -91,18 +90,18 @@ def counted(counts, cost):
 # --- M2R2: is an accelerated row better than an adapter with as many weights?
 
 
-def accelerated(model, text, prompts, new, size, exits):
+def accelerated(model, text, prompts, new, exits):
     """{name: what was found} of a bare exit, Kangaroo, and M2R2 as a whole and, at the first of the exits,
     without its alignment."""
     found, held_out = {}, text.valid[OWN]
     for e in exits:
-        learn = partial(taught, model, text, size.heads)
+        learn = partial(taught, model, text, SIZES.heads)
         kangaroo, m2r2 = (learn(kind, "--exit-layer", str(e)) for kind in ("kangaroo", "m2r2"))
         made = {"no adapters": M2R2(model, e, 0), "Kangaroo": kangaroo, "M2R2": m2r2}
         if e == exits[0]:
             made["M2R2, no alignment"] = learn("m2r2", "--exit-layer", str(e), "--align", "0")
         for name, head in made.items():
-            c, judged = heads.pricing(head)(0), train_heads.evaluate(head, held_out, CONTEXT, size.measured)
+            c, judged = heads.pricing(head)(0), train_heads.evaluate(head, held_out, CONTEXT, SIZES.measured)
             counts = written(model, prompts, head.drafter(GAMMA), new)
             found[f"exit {e}, {name}"] = {
                 "rows": 2 if head.shape.get("rank") else 1, "weights": heads.count(head), "c": c,
@@ -163,33 +162,25 @@ def prophet(text, device, streams, seed, tokens, shape=SHAPE):
     return run
 
 
-def prophets(text, device, new, size):
+def prophets(text, device, new):
     """"1", "3": the models' own losses on held-out text, one for each seed; "streams": how often each agrees
     with its model; "drafts": what the streams of the last seed are worth as a Transfer, and what one is that
     learnt when its model, of one stream, was finished."""
     held_out, found = text.valid[OWN], {"1": [], "3": [], "streams": [], "drafts": {}}
     prompts = held_out[: 16 * (min(128, len(held_out)) // 16)].view(-1, 16).tolist()
-    for seed in range(size.seeds):
-        runs = {n: prophet(text, device, n, seed, size.streams) for n in (1, 3)}
+    for seed in range(SIZES.seeds):
+        runs = {n: prophet(text, device, n, seed, SIZES.streams) for n in (1, 3)}
         for n, run in runs.items():
-            found[str(n)].append(train.evaluate(run.model, held_out, CONTEXT, size.measured)["loss"][-1])
-        judged = train_heads.evaluate(runs[3].head, held_out, CONTEXT, size.measured)
+            found[str(n)].append(train.evaluate(run.model, held_out, CONTEXT, SIZES.measured)["loss"][-1])
+        judged = train_heads.evaluate(runs[3].head, held_out, CONTEXT, SIZES.measured)
         found["streams"].append(judged["agreement"])
     plain, flags = runs[1].model.requires_grad_(False), ("--inject-layer", "0", "--steps", "2")
-    made = {"with the model": runs[3].head, "later": taught(plain, text, size.heads, "transfer", *flags)}
+    made = {"with the model": runs[3].head, "later": taught(plain, text, SIZES.heads, "transfer", *flags)}
     for name, head in made.items():
         c = heads.pricing(head)(0)
         counts = written(head.model, prompts, head.drafter(2), min(new, CONTEXT - 16))
         found["drafts"][name] = counted(counts, lambda K, c=c: K * c)
     return found
-
-
-def seed_noise(found):
-    """What three streams change in the model's own loss: (mean over the seeds, its standard error, how far a
-    loss moves from seed to seed)."""
-    change = [b - a for a, b in zip(found["1"], found["3"], strict=True)]
-    error = statistics.stdev(change) / len(change) ** 0.5
-    return statistics.mean(change), error, statistics.mean(map(statistics.stdev, (found["1"], found["3"])))
 
 
 # --- HAMburger: what is left of its speed where its trust is checked?
@@ -203,14 +194,14 @@ def cooled(model, temperature):
     return cold
 
 
-def hamburgers(model, tokenizer, prompts, new, size):
+def hamburgers(model, tokenizer, prompts, new):
     """{confidence: what was found} of one HAMburger, alone and as a drafter for the model. It imitates the
     model cooled: at temperature 1 a small one is hardly ever sure, and then nothing is merged."""
     device, costs, cold = model.tok.device, weight_costs(model.c), cooled(model, COLD)
-    burger, text = Hamburger(cold), own_text(cold, tokenizer, size.text // 2, size.measured)
-    batches = [text.batch(0, step, BATCH // 2, CONTEXT - 1).long().to(device) for step in range(size.burger)]
+    burger, text = Hamburger(cold), own_text(cold, tokenizer, SIZES.text // 2, SIZES.measured)
+    batches = [text.batch(0, i, BATCH // 2, CONTEXT - 1).long().to(device) for i in range(SIZES.burger)]
     tune(burger, cold, batches)
-    rows = max(1, size.measured // 4 // CONTEXT)            # each takes as many passes as it has entries
+    rows = max(1, SIZES.measured // 4 // CONTEXT)            # each takes as many passes as it has entries
     windows = text.valid[OWN][: rows * CONTEXT].view(rows, CONTEXT).long().to(device)
     small = (sum(costs.sublayers[: 2 * burger.micro.c.n_layers]) + costs.head) / costs.whole    # a micro step
     cost, found = lambda K: (1 + small * (K - 1)) * (K > 0), {}
@@ -300,16 +291,19 @@ def m2r2_lines(found):
 
 
 def prophet_lines(found):
-    change, error, noise = seed_noise(found)
+    change = [b - a for a, b in zip(found["1"], found["3"], strict=True)]
+    error = statistics.stdev(change) / len(change) ** 0.5
+    noise = statistics.mean(map(statistics.stdev, (found["1"], found["3"])))
     seeds = range(len(found["1"]))
     lines = ["**ProphetNet**: does it help a model to foresee more than the next token? Its own loss, in "
              "nats a token of held-out text.", ""]
     lines += table(["streams", *(f"seed {s}" for s in seeds)],
                    [[n, *(f"{loss:.4f}" for loss in found[n])] for n in "13"])
     agreed = " and ".join(f"{statistics.mean(s):.0%}" for s in zip(*found["streams"], strict=True))
-    lines += [f"Three streams change it by {change:+.4f} (standard error {error:.4f}); from seed to seed a "
-              f"loss moves by {noise:.4f}. The streams agree with their model in {agreed} of the places, one "
-              "and two tokens after the next. As drafts, learnt with the model or later:", ""]
+    lines += [f"Three streams change it by {statistics.mean(change):+.4f} (standard error {error:.4f}); "
+              f"from seed to seed a loss moves by {noise:.4f}. The streams agree with their model in "
+              f"{agreed} of the places, one and two tokens after the next. As drafts, learnt with the model "
+              "or later:", ""]
     return lines + figures(found["drafts"].items(), LOOP, "streams learnt")
 
 
@@ -337,31 +331,28 @@ def sparse_lines(found, on_paper):
 
 
 def run(a):
-    size, data = QUICK if a.quick else FULL, {"m2r2": {}}
-    folders = [a.model, *([a.twin] if a.twin else [])]
-    new = min(a.new, 32 if a.quick else 128)
+    folders, m2r2, data = [a.model, *([a.twin] if a.twin else [])], {}, {}
     with tqdm(total=len(folders) + 4, disable=None, leave=False) as bar:
         for folder in reversed(folders):            # the model comes last, and the others need its text
             bar.set_description("M2R2")
             model, tokenizer = load(a, "float32", folder)
-            count = size.text // (1 if folder == a.model else 2)
-            text = own_text(model, tokenizer, count, size.measured)
+            text = own_text(model, tokenizer, SIZES.text // (1 if folder == a.model else 2), SIZES.measured)
             prompts = [ids for name in SETS
-                       for ids in prompt_ids(name, tokenizer, model.c)[: 1 if a.quick else 4]]
-            L, shares = model.c.n_layers, (1 / 6, 1 / 12, 1 / 4)        # the others where there is time
+                       for ids in prompt_ids(name, tokenizer, model.c)[: a.quick or 4]]
+            L, shares = model.c.n_layers, (1 / 6, 1 / 12, 1 / 4)
             exits = list(dict.fromkeys(max(1, round(L * share)) for share in shares))
-            exits = exits[:1] if a.quick or folder != a.model else exits
-            data["m2r2"][str(folder)] = accelerated(model, text, prompts, new, size, exits)
+            exits = exits if folder == a.model else exits[:1]
+            m2r2[folder] = accelerated(model, text, prompts, a.new, exits)
             bar.update()
-        texts = long_texts(tokenizer, model.c, 4 if a.quick else 16)
-        parts = {"prophet": lambda: prophets(text, model.tok.device, new, size),
-                 "hamburger": lambda: hamburgers(model, tokenizer, prompts, new, size),
-                 "sparse": lambda: sparse_drafts(model, texts, new), "paper": paper}
+        texts = long_texts(tokenizer, model.c, 16)
+        parts = {"prophet": lambda: prophets(text, model.tok.device, a.new),
+                 "hamburger": lambda: hamburgers(model, tokenizer, prompts, a.new),
+                 "sparse": lambda: sparse_drafts(model, texts, a.new), "paper": paper}
         for name, part in parts.items():
             bar.set_description(name)
             data[name] = part()
             bar.update()
-    lines = [f"{a.model}, float32; {a.machine}; {size.text:,} tokens of its own text, each head learnt from "
-             f"{size.heads:,}; gamma {GAMMA}", "", *m2r2_lines(data["m2r2"]), *prophet_lines(data["prophet"]),
+    lines = [f"{a.model}, float32; {a.machine}; {SIZES.text:,} tokens of its own text, each head learnt from "
+             f"{SIZES.heads:,}; gamma {GAMMA}", "", *m2r2_lines(m2r2), *prophet_lines(data["prophet"]),
              *burger_lines(data["hamburger"]), *sparse_lines(data["sparse"], data["paper"])]
-    return page(lines), data | {"model": str(a.model), "sizes": size._asdict()}
+    return page(lines), {"m2r2": m2r2, **data}

@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,21 +17,20 @@ from tqdm import tqdm
 
 import checkpoint
 from kvcache import KVCache
-from lab.bench.costs import run_help
+from lab.bench.costs import promises
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, page, prompt_ids, read_prompts, table
 from layerskip import SelfDraft, early_exit, without
 from model import Placement
-from speculative import NGram, generate, rounds
+from speculative import NGram, generate
 from support.chat import read_template
 from support.cli import read_skip
-from support.files import read_text
 from support.stats import parting
 
-RIGHT, WRONG, OPEN, NONE = "right", "DIFFERS", "not checked", "-"
+RIGHT, WRONG, NONE = "right", "DIFFERS", "-"
 HALF = torch.bfloat16, torch.float16
 TOLERANCE = 5e-5            # of the largest logit; in float32 two right programs differ by 1e-6 to 1e-5
-SIZES = 256, 64             # tokens: for logits in float32, and in the stored dtype
+LENGTH = 256                # tokens of the text for logits
 CHUNKS = 1, 2, 7, 1, 32     # how many tokens each pass into the cache takes, again and again
 TEXTS = ("Once upon a time", " two  spaces,\ttabs\n\nand lines \r\n", "def f(x):\n    return x**2 + 1e-5",
          "naïve café, Größe 你好 русский عربي \U0001f44d\U0001f3fd e\u0301 \u00a0\u200bx\u2028y",
@@ -58,17 +58,6 @@ class Pass(NamedTuple):
 
 def judge(name, ours, theirs, fine):
     return Row(name, ours, theirs, RIGHT if fine else WRONG)
-
-
-def attempt(action, *args):
-    """(what it returns, "") or (None, why it could not): that transformers is not installed, or cannot load a
-    folder, says nothing about this library."""
-    try:
-        return action(*args), ""
-    except ModuleNotFoundError as e:
-        return None, f"{e.name} is not installed"
-    except Exception as e:
-        return None, f"transformers: {' '.join(str(e).split())[:80]}"
 
 
 # --- transformers: one model in memory at a time, and only what it says is kept
@@ -102,43 +91,22 @@ def shaken(p):
 
 
 @torch.inference_mode()
-def ask(folder, device, passes, prompts, new, half, stored):
+def ask(folder, device, passes, prompts, new, stored):
     """All that transformers is asked about the model: its context, logits and greedy texts, and the logits of
-    the pass `half` in the stored dtype."""
+    the first pass in the stored dtype, if that is a half one."""
     model = theirs_in(folder, torch.float32, device)
-    said = {"max_len": model.config.max_position_embeddings, "greedy": [], "half": None}
-    for ids in prompts:
-        said["greedy"].append(their_text(model, torch.tensor([ids], device=device), new)[0].tolist())
+    said = {"max_len": model.config.max_position_embeddings,
+            "greedy": [their_text(model, torch.tensor([ids], device=device), new)[0].tolist()
+                       for ids in prompts]}
     said["logits"] = [their_logits(model, p) for p in passes]  # last, because these change the window
     said["tolerance"] = [TOLERANCE + 2 * apart(their_logits(model, shaken(p)), logits)
                          for p, logits in zip(passes, said["logits"], strict=True)]
     del model
     gc.collect()
-    if half:
-        said["half"] = their_logits(theirs_in(folder, stored, device), half)
+    if stored in HALF:
+        said["half"] = their_logits(theirs_in(folder, stored, device), passes[0])
         gc.collect()
     return said
-
-
-def ask_tokenizer(folder, texts, ours):
-    """What its tokenizer makes of the texts, of our ids, and of the CHATS: (text, ids), or None where the
-    template refuses the messages."""
-    from transformers import AutoTokenizer, logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    theirs = AutoTokenizer.from_pretrained(folder)
-
-    def chat(messages, more):
-        try:
-            text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
-        except TemplateError:
-            return None
-        return text, theirs(text, add_special_tokens=False).input_ids
-
-    return {"ids": [theirs(text).input_ids for text in texts],
-            "texts": [theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-                      for ids in ours],
-            "chats": theirs.chat_template and {name: chat(*given) for name, given in CHATS.items()}}
 
 
 # --- tokenizer and chat template
@@ -146,36 +114,48 @@ def ask_tokenizer(folder, texts, ours):
 
 def check_tokenizer(folder, tokenizer):
     """Ids, and the text that they make again; the prompts that messages become, as text and as ids."""
+    from transformers import AutoTokenizer, logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    theirs, wrong = AutoTokenizer.from_pretrained(folder), []
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
     texts = [*TEXTS, f"a {' b'.join(special)} c", *(read_prompts(name)[0]["text"][:500] for name in SETS)]
-    ours = [checkpoint.encode(tokenizer, text) for text in texts]
-    said, why = attempt(ask_tokenizer, folder, texts, ours)
-    if not said:
-        return [Row("tokenizer and chat template", "", why, OPEN)]
-    wrong = [repr(text[:20])
-             for text, ids, *theirs in zip(texts, ours, said["ids"], said["texts"], strict=True)
-             if theirs != [ids, tokenizer.decode(ids)]]
+    for text in texts:
+        ids = checkpoint.encode(tokenizer, text)
+        again = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if (theirs(text).input_ids, again) != (ids, tokenizer.decode(ids)):
+            wrong.append(repr(text[:20]))
     found = f"not equal: {', '.join(wrong)}" if wrong else "equal"
     rows = [judge(f"tokenizer: ids of {len(texts)} texts, and back", found, "AutoTokenizer", not wrong)]
-    return rows + check_chats(folder, tokenizer, said["chats"])
+    return rows + check_chats(folder, tokenizer, theirs)
 
 
-def check_chats(folder, tokenizer, said):
+def chat(render, encode, messages, more):
+    """(text, ids) of a chat, or None where the template refuses the messages."""
+    try:
+        text = render(messages, more)
+    except (ValueError, TemplateError):
+        return None
+    return text, encode(text)
+
+
+def check_chats(folder, tokenizer, theirs):
     """A template that refuses messages must refuse them in both."""
     try:
         render = read_template(folder)
     except ValueError:
-        return [judge("chat template", "none found", "has one", False) if said
+        return [judge("chat template", "none found", "has one", False) if theirs.chat_template
                 else Row("chat template", "none: a base model", "", NONE)]
+
+    def render_theirs(messages, more):
+        return theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=more)
+
     rows = []
-    for name, (messages, more) in CHATS.items():
-        try:
-            text = render(messages, more)
-            ours = text, checkpoint.encode(tokenizer, text, special=False)
-        except ValueError:
-            ours = None
-        rows.append(judge(f"chat template: {name}", "text and ids" if ours else "refused",
-                          "text and ids" if said[name] else "refused", ours == said[name]))
+    for name, given in CHATS.items():
+        ours = chat(render, partial(checkpoint.encode, tokenizer, special=False), *given)
+        want = chat(render_theirs, partial(theirs.encode, add_special_tokens=False), *given)
+        rows.append(judge(f"chat template: {name}", *("text and ids" if made else "refused"
+                                                      for made in (ours, want)), ours == want))
     return rows
 
 
@@ -233,86 +213,53 @@ def within(name, gap, tolerance):
 
 
 def check_logits(model, passes, said):
-    """(rows, logits of the first pass), in float32. Without transformers the cache can still be compared with
-    one pass over all of the text."""
-    ours, rows, most = [our_logits(model, p) for p in passes], [], TOLERANCE
-    want = ours[0]
-    if said:
-        want, most = said["logits"][0], said["tolerance"][0]
-        rows = [within(p.name, apart(*both), tolerance) for p, tolerance, *both in zip(
-            passes, said["tolerance"], ours, said["logits"], strict=True)]
-    name = f"the same in chunks of {', '.join(map(str, CHUNKS))} through the cache"
-    return [*rows, within(name, apart(cached_logits(model, passes[0].ids), want), most)], want
+    """In float32."""
+    rows = [within(p.name, apart(our_logits(model, p), theirs), tolerance) for p, theirs, tolerance in zip(
+        passes, said["logits"], said["tolerance"], strict=True)]
+    name, gap = f"the same in chunks of {', '.join(map(str, CHUNKS))} through the cache", apart(
+        cached_logits(model, passes[0].ids), said["logits"][0])
+    return [*rows, within(name, gap, said["tolerance"][0])]
 
 
 def check_rounding(half, theirs, want, stored):
     """How far the stored dtype is from float32, root mean square: a half dtype rounds in both libraries."""
-    want = want[: len(half)]
     ours, theirs = (float((x - want).norm() / want.norm()) for x in (half, theirs))
     return judge(f"error of {str(stored)[6:]} against float32, root mean square", f"{ours:.1e}",
                  f"{theirs:.1e}", ours <= 1.5 * theirs)
 
 
-# --- texts, context
+# --- texts
 
 
 def check_texts(model, prompts, new, sublayers, said):
-    """Greedy texts in float32, both prompts in one ragged batch, beside theirs or else our own plain
-    decoding. Where two logits tie, texts may part."""
-    L = model.c.n_layers
+    """Greedy texts in float32, both prompts in one ragged batch. Where two logits tie, texts may part."""
+    L, rows = model.c.n_layers, []
     exit_layer = (L + 2) // 3
     drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3),
                 "a skip set": SelfDraft(model, sublayers, 3), "an n-gram": NGram(6, 2)}
-    plain, rows = generate(model, prompts, new)[0], []
-    want = said["greedy"] if said else plain
     for name, drafter in drafters.items():
-        texts = generate(model, prompts, new, drafter)[0] if drafter else plain
-        parts = [parting(model, *row) for row in zip(prompts, texts, want, strict=True) if row[1] != row[2]]
+        texts, _ = generate(model, prompts, new, drafter)
+        parts = [parting(model, *row) for row in zip(prompts, texts, said["greedy"], strict=True)
+                 if row[1] != row[2]]
         ours = "; ".join(f"parts at token {p['position']}, logits {p['gap']:.0e} apart" for p in parts)
         rows.append(judge(f"greedy text, {name}: {len(prompts)} x {new} tokens", ours or "equal",
-                          "its text" if said else "plain decoding", all(p["near_tie"] for p in parts)))
-    return rows if said else rows[1:]
-
-
-def check_context(model, ids, said):
-    """The last position that fits is computed (in a long context only without what comes before it, see
-    `plan`), and one more is refused in one line."""
-    limit, answer = model.c.max_len, "fits"
-    try:
-        next(rounds(model, [[ids[0]] * limit], 1))
-    except ValueError as e:
-        answer = str(e)
-    fine = f"context of {limit}" in answer and "\n" not in answer
-    if limit <= 1024:
-        fine &= len(generate(model, [(ids * limit)[: limit - 1]], 2)[0][0]) == 1
-    theirs = said["max_len"] if said else limit
-    ours = f"a prompt of {limit - 1} and a new token fit, one of {limit} is refused" if fine else answer
-    return judge("context: the last position, and one more", ours, str(theirs), fine and limit == theirs)
+                          "its text", all(p["near_tie"] for p in parts)))
+    return rows
 
 
 # --- all of it
 
 
-def texts(tokenizer, c, a):
+def texts(tokenizer, c):
     """(ids of the text for logits, two prompts). Raises ValueError for a tokenizer that makes no such ids."""
-    text = read_text(Path(a.text)) if a.text else " ".join(read_prompts(name)[0]["text"] for name in SETS)
-    ids = checkpoint.encode(tokenizer, text, c.bos)[: min(c.max_len, SIZES[a.quick])]
+    text = " ".join(read_prompts(name)[0]["text"] for name in SETS)
+    ids = checkpoint.encode(tokenizer, text, c.bos)[: min(c.max_len, LENGTH)]
     prompts = [prompt_ids(name, tokenizer, c)[0][: c.max_len // 2] for name in ("stories", "code")]
     used = [i for part in (ids, *prompts) for i in part]
     if not all((ids, *prompts)) or max(used) >= c.vocab_size:
-        raise ValueError(f"{a.model}: the tokenizer makes ids up to {max(used, default=None)}, but "
-                         f"config.json has a vocabulary of {c.vocab_size}")
+        raise ValueError(f"the tokenizer makes ids up to {max(used, default=None)}, but config.json has a "
+                         f"vocabulary of {c.vocab_size}")
     return ids, prompts
-
-
-def summary(rows):
-    """(the last line, exit status)."""
-    by = {v: [r.check for r in rows if r.verdict == v] for v in (RIGHT, WRONG, OPEN)}
-    if by[WRONG]:
-        return f"{len(by[WRONG])} of {len(by[RIGHT]) + len(by[WRONG])} differ: {'; '.join(by[WRONG])}", 1
-    if by[OPEN]:
-        return f"Nothing differs, but {len(by[OPEN])} could not be checked: {'; '.join(by[OPEN])}", 0
-    return f"All {len(by[RIGHT])} checks are right: this is the model that transformers computes", 0
 
 
 def run(a):
@@ -320,34 +267,33 @@ def run(a):
     folder = Path(a.model)
     model, tokenizer = checkpoint.load(folder, a.device)  # refuses in one line what it would compute wrongly
     c, stored = model.c, model.tok.dtype
-    ids, prompts = texts(tokenizer, c, a)
+    ids, prompts = texts(tokenizer, c)
     new = min(a.new, 64, c.max_len - max(map(len, prompts)))
     odd = without(c.n_layers, range(1, c.n_layers, 2))
     sublayers = beside(a, "skip", a.skip, read_skip, c.n_layers) or odd
     passes = plan(c, ids)
-    first = passes[0]._replace(ids=ids[: SIZES[1]], positions=torch.arange(len(ids))[: SIZES[1]])
-    half = our_logits(model, first) if stored in HALF else None
+    half = our_logits(model, passes[0]) if stored in HALF else None
     del model
-    with tqdm(total=3, disable=None, leave=False) as bar:
+    with tqdm(total=2, disable=None, leave=False) as bar:
         rows = check_tokenizer(folder, tokenizer)
-        said, why = attempt(ask, folder, a.device, passes, prompts, new, half is not None and first, stored)
-        if not said:
-            rows.append(Row("logits and texts", "", why, OPEN))
+        said = ask(folder, a.device, passes, prompts, new, stored)
         bar.update()
         model, _ = checkpoint.load(folder, a.device, torch.float32)
-        logits, want = check_logits(model, passes, said)
-        rows += logits
-        if said and half is not None:
-            rows.append(check_rounding(half, said["half"], want, stored))
+        rows += check_logits(model, passes, said)
+        if half is not None:
+            rows.append(check_rounding(half, said["half"], said["logits"][0], stored))
+        rows += check_texts(model, prompts, new, sublayers, said)
+        limits = c.max_len, said["max_len"]
+        rows.append(judge("context", *map(str, limits), len(set(limits)) == 1))
+        del model, said
         bar.update()
-        rows += [*check_texts(model, prompts, new, sublayers, said), check_context(model, ids, said)]
-        del model, said, want
-        bar.update()
-        a.dtype = str(stored)[6:]  # in which the model will be used
-        helps, found = run_help(a) if c.n_layers > 1 else ("", {})
-    verdict, status = summary(rows)
+        helps, found = promises(a, *checkpoint.load(folder, a.device)) if c.n_layers > 1 else ("", {})
+    wrong = [r.check for r in rows if r.verdict == WRONG]
+    verdict = (f"{len(wrong)} of {len(rows)} differ: {'; '.join(wrong)}" if wrong else
+               "All checks are right: this is the model that transformers computes")
     lines = [f"{a.model} beside transformers; {a.machine}; differences of the largest logit, in float32", "",
              *table(Row._fields, [[cell.replace("|", "\\|") for cell in r] for r in rows]),
              verdict, "", helps]
-    data = {"checks": [r._asdict() for r in rows], "verdict": verdict, "status": status, "help": found}
+    data = {"checks": [r._asdict() for r in rows], "verdict": verdict, "status": int(bool(wrong)),
+            "help": found}
     return page(lines), data

@@ -3,18 +3,14 @@
 The one thing to remember: alpha comes from one pass over a text, and c from a stopwatch or from the number of
 weights; nothing has to be decoded to know whether alpha > c.
 """
-from pathlib import Path
-
 from tqdm import tqdm
 
-import checkpoint
 from control import weight_costs
 from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids, table
-from layerskip import ShortHead, early_exit
+from layerskip import early_exit
 from search import Teacher
 from speculative import generate, rounds
-from support.cli import read_skip, read_vocab
-from support.files import read_text
+from support.cli import read_skip
 from support.measure import as_data, measure_costs
 from support.stats import compare
 
@@ -23,7 +19,7 @@ from support.stats import compare
 
 def run_costs(a):
     model, _ = load(a)
-    costs = measure_costs(model, repeats=a.repeats or (20 if a.quick else 100))
+    costs = measure_costs(model, repeats=a.repeats or 100)
     weights = weight_costs(model.c)
     names = [f"{kind} {i}" for i in range(model.c.n_layers) for kind in ("attention", "MLP")]
     parts = zip([*names, "head", "all else"], *((*c.sublayers, c.head, c.call) for c in (costs, weights)),
@@ -35,7 +31,7 @@ def run_costs(a):
              *table(["tokens in a block", *(str(T) for T, _ in costs.blocks)],
                     [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]]),
              f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an attention."]
-    return page(lines), {"model": str(a.model), **as_data(costs), "unit": "seconds"}
+    return page(lines), {**as_data(costs), "unit": "seconds"}
 
 
 def against_plain(model, prompts, drafter, new, repeats):
@@ -56,15 +52,10 @@ def against_plain(model, prompts, drafter, new, repeats):
 
 def teachers(model, tokenizer, a):
     """The texts to score drafts on: [(Teacher, unscored)], where the first `unscored` positions are left out.
-    They are those of --text, or else what the model itself writes after the prompts, which is what a draft
-    will meet."""
-    c = model.c
-    if a.text:
-        ids, size = checkpoint.encode(tokenizer, read_text(Path(a.text)), c.bos), min(512, c.max_len)
-        return [(Teacher(model, ids[i : i + size]), 0) for i in range(0, min(len(ids), 2048), size)]
-    made = []
+    They are what the model itself writes after the prompts, which is what a draft will meet."""
+    c, made = model.c, []
     for name in SETS:
-        for ids in prompt_ids(name, tokenizer, c)[: 1 if a.quick else 2]:
+        for ids in prompt_ids(name, tokenizer, c)[: a.quick or 2]:
             ids = ids[: c.max_len // 2]
             (new,), _ = generate(model, [ids], a.new, eos=c.eos)
             made.append((Teacher(model, ids + new), len(ids) - 1))
@@ -72,58 +63,36 @@ def teachers(model, tokenizer, a):
 
 
 def run_help(a):
+    return promises(a, *load(a))
+
+
+def promises(a, model, tokenizer):
     """Alpha, c and what they promise, for every exit or one skip set."""
-    model, tokenizer = load(a)
-    L = model.c.n_layers
-    exits = range(1, L) if a.exit_layer is None else [a.exit_layer]
-    drafts = {a.skip: read_skip(a.skip, L)} if a.skip else {f"exit {e}": early_exit(L, e) for e in exits}
-    texts, weights = teachers(model, tokenizer, a), weight_costs(model.c)
-    costs, found = measure_costs(model, repeats=20 if a.quick else 50), {}
+    L, found = model.c.n_layers, {}
+    drafts = {a.skip: read_skip(a.skip, L)} if a.skip else {
+        f"exit {e}": early_exit(L, e) for e in range(1, L)}
+    texts, costs = teachers(model, tokenizer, a), measure_costs(model)
     for name, subs in tqdm(drafts.items(), disable=None, leave=False):
-        found[name] = promise(texts, costs, weights, subs)
+        series = [t.acceptance(subs)[unscored:] for t, unscored in texts]
+        alpha, gamma, gain = forecast(series, costs.step(subs), costs.block)
+        found[name] = {"sublayers": subs, "alpha": alpha, "c": costs.step(subs),
+                       "c_weights": weight_costs(model.c).step(subs), "gamma": gamma, "speedup": gain}
     best = max(found, key=lambda name: (found[name]["speedup"], found[name]["alpha"] - found[name]["c"]))
-    source = f"of {a.draft_vocab}" if a.draft_vocab else "by id (--draft-vocab: the frequent ones of a text)"
-    short = short_heads(a, model, texts, costs, found[best]["sublayers"])
     scored = sum(len(t.p[0]) - unscored for t, unscored in texts)
-    lines = [f"{a.model}, {a.dtype}; {a.machine}; greedy, {scored} tokens of "
-             f"{a.text or 'its own answers to support/prompts'}", "",
-             *figures(found.items(), PROMISED, "draft"),
-             f"{best} with a draft vocabulary, the first tokens {source}:", "",
-             *figures(short.items(), PROMISED, "tokens")]
     said = verdict(a, best, found[best])
-    return "\n".join([*lines, said]), {"drafts": found, "short_heads": short, "verdict": said}
+    lines = [f"{a.model}, {str(model.tok.dtype)[6:]}; {a.machine}; greedy, {scored} tokens of its own "
+             "answers to support/prompts", "", *figures(found.items(), PROMISED, "draft"), said]
+    return page(lines), {"drafts": found, "verdict": said}
 
 
 PROMISED = {"alpha": "{alpha:.3f}", "c": "{c:.3f}", "c by weights": "{c_weights:.3f}",
             "best gamma": "{gamma}", "speed-up promised": "{speedup:.2f}"}
 
 
-def promise(texts, costs, weights, subs, drafting=None):
-    """What a draft is worth on the texts that `teachers` made."""
-    share = 1.0 if drafting is None else drafting.share
-    cost = costs.step(subs, share)
-    series = [t.acceptance(subs, drafting)[unscored:] for t, unscored in texts]
-    alpha, gamma, gain = forecast(series, cost, costs.block)
-    return {"sublayers": subs, "alpha": alpha, "c": cost, "c_weights": weights.step(subs, share),
-            "gamma": gamma, "speedup": gain}
-
-
-def short_heads(a, model, texts, costs, subs):
-    """{N: what the draft promises with only N tokens} for powers of two. Without --draft-vocab they are the
-    lowest ids: a byte-pair tokenizer numbers what it merges first, and so the frequent, first."""
-    V, weights = model.c.vocab_size, weight_costs(model.c)
-    ids = read_vocab(a.draft_vocab, V) if a.draft_vocab else range(V)
-    sizes = [1 << k for k in range(5, V.bit_length()) if 1 << k < min(V, len(ids) + 1)]
-    return {str(size): promise(texts, costs, weights, subs, ShortHead(model, ids[:size]))
-            for size in tqdm(sizes, disable=None, leave=False)}
-
-
 def verdict(a, name, best):
     """One line: the draft that promises most and how to try it, or why there is none."""
     if not best["gamma"]:
-        why = ("alpha exceeds c nowhere" if best["alpha"] <= best["c"] else
-               "to check several tokens costs more than alpha - c wins")
-        return (f"No gain: {why}; {name} comes nearest, alpha {best['alpha']:.2f} against c {best['c']:.2f}. "
+        return (f"No gain: {name} comes nearest, alpha {best['alpha']:.2f} against c {best['c']:.2f}. "
                 "Try --draft ngram, or search.py")
     flags = f"--skip {name}" if a.skip else f"--exit-layer {name.split()[1]}"
     flags += f" --gamma {best['gamma']} --compare"

@@ -5,11 +5,9 @@ The one thing to remember: a GPU works while the host runs ahead of it. The host
 launch an operation, and by a wait it loses all that it was ahead.
 """
 import sys
-from functools import cache
 
 from control import Confidence, DoNoHarm
 from lab.bench.shared import ROOT, page, random_model, table
-from lab.rules import Gate, ValueGate
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Config
@@ -24,8 +22,6 @@ DRAFTERS = {  # (target, small model, how many tokens to draft) -> drafter
     "n-gram": lambda m, small, gamma: NGram(gamma, 1),
     "model": lambda m, small, gamma: ModelDraft(small, gamma),
     "exit, then n-gram of 2": lambda m, small, gamma: Then(SelfDraft(m, EXIT, gamma), NGram(2, 1)),
-    "exit, gate": lambda m, small, gamma: SelfDraft(m, EXIT, Gate(gamma, 0.0)),
-    "exit, value gate": lambda m, small, gamma: SelfDraft(m, EXIT, ValueGate(0.05, gamma)),
     "exit, do no harm": lambda m, small, gamma: SelfDraft(m, EXIT, DoNoHarm(0.05, gamma)),
     "exit, stop rule": lambda m, small, gamma: SelfDraft(m, EXIT, Confidence(0.0, gamma))}
 
@@ -66,7 +62,6 @@ def count(gpu, device, make, gamma):
     return gpu.operations[device] - operations, len(gpu.waits) - waits
 
 
-@cache
 def counts():
     """{drafter: what a round with 2 drafted tokens takes, and what each further drafted token takes}."""
     sys.path.append(str(ROOT / "tests"))

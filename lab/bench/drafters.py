@@ -14,7 +14,8 @@ from tqdm import tqdm
 
 import control
 from control import expected_speedup, weight_costs
-from lab.bench.shared import SETS, WEIGHTS, beside, figures, forecast, load_both, page, prompt_ids
+from lab.bench.plain import their_text
+from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.recycle import Recycle
 from lab.rules import Gate, ValueGate
 from layerskip import SelfDraft, ShortHead, early_exit, without
@@ -23,7 +24,7 @@ from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram, Wrapper, rounds
+from speculative import Drafter, ModelDraft, NGram, rounds
 from support.cli import read_skip, read_vocab
 from support.measure import measure_costs
 from support.stats import Timed, parting
@@ -31,36 +32,23 @@ from support.stats import Timed, parting
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
 READS = "spread", "after", "rise", "join"   # the first of these methods that a head has reads its matrices
-COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "±": "{spread:.0%}", "ratio to plain": "{ratio:.2f}",
-           "tau": "{tau:.2f}", "accepted": "{acceptance:.2f}", "alpha": "{alpha:.2f}", "c": "{c:.3f}",
-           "block": "{block:.2f}", "predicted": "{predicted:.2f}", "of it": "{reached:.2f}",
-           "by weights": "{by_weights:.2f}", "draft / verify / loop": "{parts}"}
+COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "ratio to plain": "{ratio:.2f}",
+           "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
+           "alpha": "{alpha:.2f}", "c": "{c:.3f}", "block": "{block:.2f}"}
 
 
 @dataclass
 class Sample:
-    """One prompt continued once. Seconds: `prefill` until the prompt is read, `decode` after that."""
+    """One prompt continued once. decode: seconds after the prompt was read."""
     ids: list
-    prefill: float
     decode: float
     rounds: list = field(default_factory=list)      # (accepted, proposed)
-    split: dict | None = None
+    drafting: float = 0.0   # of these seconds
     read: float = 0.0       # weights, in passes of the target over one token; over a block they count once
 
     @property
     def proposed(self):
         return sum(proposed for _, proposed in self.rounds)
-
-
-def by_position(rounds):
-    """How often the first, second, ... token of a draft was accepted, where it was tested.
-
-    >>> by_position([(2, 2), (0, 2), (1, 2), (0, 0)])
-    [0.6666666666666666, 0.5]
-    """
-    most = max((proposed for _, proposed in rounds), default=0)
-    tested = [[kept > k for kept, proposed in rounds if proposed > k and kept >= k] for k in range(most)]
-    return [sum(t) / len(t) for t in tested if t]
 
 
 @dataclass
@@ -76,37 +64,36 @@ class Method:
 
 
 class Bench:
-    """Some prompts and one way of sampling: models[dtype] = (target, small model or None). heads: those that
-    draft for the timed target."""
+    """Some prompts and one way of sampling: models[dtype] = (target, small model or None), first the timed
+    ones, last those in float64. heads: those that draft for the timed target."""
 
-    def __init__(self, a, models, prompts, flags, heads=()):
-        self.a, self.models, self.prompts, self.heads = a, models, prompts, heads
-        self.model, self.small = models[a.dtype]
+    def __init__(self, models, prompts, flags, new, repeats, heads=()):
+        self.models, self.prompts, self.heads = [*models.values()], prompts, heads
+        self.model, self.small = self.models[0]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
-        self.costs = weight_costs(self.model.c)
+        self.new, self.repeats, self.costs = new, repeats, weight_costs(self.model.c)
 
-    def steps(self, i, drafter, model=None):
-        model = model or self.model
-        return rounds(model, [self.prompts[i]], self.a.new, drafter, self.probs, Coins(i), model.c.eos)
+    def steps(self, i, drafter, model):
+        return rounds(model, [self.prompts[i]], self.new, drafter, self.probs, Coins(i), model.c.eos)
 
     def write(self, make, i):
         """Prompt i, timed and metered."""
-        s = Sample([], 0.0, 0.0)
+        s = Sample([], 0.0)
         with metered([m for m in (self.model, self.small) if m], self.heads) as spent:
-            timed = Timed(After(make(self.model, self.small), spent.clear))
-            for _, r in self.steps(i, timed):
+            timed = Writing(make(self.model, self.small), spent)
+            for _, r in self.steps(i, timed, self.model):
                 s.ids += r.new[0]
                 s.rounds.append((int(r.accepted[0]), int(r.proposed[0])))
-        s.prefill, s.decode, s.split = timed.reading, sum(timed.seconds.values()), timed.seconds
+        s.decode, s.drafting = sum(timed.seconds.values()), timed.seconds["draft"]
         s.read = sum(spent) / self.costs.whole
         return s
 
-    def check_texts(self, methods, bar):
+    def check_texts(self, methods, bar, prompts):
         """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain decoding: that is
         a bug, and its speed would mean nothing."""
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
-        model, small = self.models["float64"]
-        for i in range(len(self.prompts)):
+        model, small = self.models[-1]
+        for i in prompts:
             texts = {}
             for name, make in makers.items():
                 steps = self.steps(i, make(model, small), model)
@@ -117,7 +104,7 @@ class Bench:
 
     def run(self, methods, bar):
         """All methods on each prompt, one after another, again and again, after a warm-up on one prompt."""
-        for repeat in range(self.a.repeats + 1):
+        for repeat in range(self.repeats + 1):
             makers = {name: m.start() for name, m in methods.items()}
             for i in range(len(self.prompts) if repeat else 1):
                 for name, m in methods.items():
@@ -127,28 +114,36 @@ class Bench:
                         m.samples.setdefault(i, []).append(sample)
                     bar.update()
 
-    def table(self, methods, texts, title, bar):
-        """({method: row}, where greedy texts parted from plain decoding). texts: see `pilot`."""
+    def table(self, methods, texts, title, bar, checked=None):
+        """({method: row}, where greedy texts part from plain decoding in the timed dtype). texts: see
+        `pilot`; checked: the prompts whose texts are compared in float64, by default all."""
         ours, prompts = sum(not m.ask for m in methods.values()), len(self.prompts)
+        checked = (checked or range(prompts)) if self.greedy else ()
         bar.set_description(title)
-        bar.reset(ours * prompts * self.greedy + len(methods) * (1 + self.a.repeats * prompts))
-        if self.greedy:
-            self.check_texts(methods, bar)
+        bar.reset(ours * len(checked) + len(methods) * (1 + self.repeats * prompts))
+        self.check_texts(methods, bar, checked)
         self.run(methods, bar)
-        rows = {name: row(m, methods["plain"], texts) for name, m in methods.items()}
-        return rows, divergences(self, methods, title) if self.greedy else []
+        rows, parted = {}, []
+        for name, m in methods.items():
+            rows[name] = row(m, methods["plain"], texts)
+            for i, runs in m.samples.items() if self.greedy else ():
+                ours, plain = runs[0].ids, methods["plain"].samples[i][0].ids
+                if ours != plain:
+                    parted.append({"set": title, "method": name, "prompt": i,
+                                   **parting(self.model, self.prompts[i], ours, plain)})
+        return rows, parted
 
 
-class After(Wrapper):
-    """A drafter, and something to do once it and the target have read the prompt."""
+class Writing(Timed):
+    """A timed drafter. Of what was read, `spent`, it drops what reading the prompt took."""
 
-    def __init__(self, drafter, action):
+    def __init__(self, drafter, spent):
         super().__init__(drafter)
-        self.action = action
+        self.spent = spent
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        self.action()
+        self.spent.clear()
 
 
 @contextmanager
@@ -212,16 +207,17 @@ def ruled(sublayers, new_rule, tail=False, vocab=None):
     return Method(start, None, sublayers, vocab=vocab)
 
 
-def own_methods(L, exits, skip, cost, everything, vocab=None):
+def own_methods(L, exits, skip, cost, vocab=None):
     """{name: Method} of what this library offers. exits: [(exit layer, its best gamma)], the best one first;
-    cost: {exit layer or "bad": of a drafted token}; everything: also what only the stories are measured with;
-    vocab: the ids of a draft vocabulary."""
+    cost: {exit layer or "bad": of a drafted token}; vocab: the ids of a draft vocabulary."""
     (e, g), bad = exits[0], without(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
     no_harm = partial(control.DoNoHarm, cost[e])
-    for gamma in sorted({*(GAMMAS if everything else GAMMAS[:4]), g}):
+    for gamma in sorted({*GAMMAS, g}):
         methods |= fixed(f"exit {e}", best, gamma)
-    for gamma in ((2, 4) if everything else (2,)) if skip else ():
+    for other, gamma in exits[1:]:
+        methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
+    for gamma in (2, 4) if skip else ():
         methods |= fixed("skip set", skip, gamma)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
                 "suffix": Method(lambda: lambda model, small: Suffix(TAIL)),
@@ -230,18 +226,21 @@ def own_methods(L, exits, skip, cost, everything, vocab=None):
                 "do no harm": ruled(best, no_harm),
                 "do no harm, n-gram tail": ruled(best, no_harm, tail=True),
                 "expected-value gate": ruled(best, lambda: ValueGate(cost[e])),
-                "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"]))}
+                "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"])),
+                "confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
+                "target gate 0.5": ruled(best, lambda: Gate(g)),
+                "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
     if vocab:
         for gamma in sorted({g, g + 1}):
             methods |= fixed(f"exit {e}, draft vocabulary", best, gamma, vocab)
         methods["do no harm, n-gram tail, draft vocabulary"] = ruled(best, no_harm, tail=True, vocab=vocab)
-    if everything:
-        for other, gamma in exits[1:]:
-            methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
-        methods |= {"confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
-                    "target gate 0.5": ruled(best, lambda: Gate(g)),
-                    "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
     return methods
+
+
+def chosen(methods, words):
+    """Those of the methods that --only names, and plain decoding."""
+    return {name: m for name, m in methods.items()
+            if not words or name == "plain" or any(word in name for word in words)}
 
 
 def their_methods(a, bench, exit_layer):
@@ -251,8 +250,8 @@ def their_methods(a, bench, exit_layer):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     open_ = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, a.dtype))
-    model, sampling = open_(a.model).to(a.device), bench.probs.keywords
-    helper = open_(a.draft_model).to(a.device) if a.draft_model else None
+    model, helper = (open_(folder).to(a.device) for folder in (a.model, a.draft_model))
+    sampling = bench.probs.keywords
 
     def ask(flags, ids):
         tokens = torch.tensor([ids], device=a.device)
@@ -261,16 +260,14 @@ def their_methods(a, bench, exit_layer):
             model(tokens, use_cache=True, logits_to_keep=1).logits.argmax().item()  # waits for a GPU
         prefill, start = time.perf_counter() - start, time.perf_counter()
         torch.manual_seed(0)
-        out = model.generate(tokens, max_new_tokens=a.new, attention_mask=torch.ones_like(tokens),
-                             do_sample=bool(sampling), top_k=0 if sampling else None, pad_token_id=0,
-                             **sampling, **flags)
-        return Sample(out[0, len(ids) :].tolist(), prefill, time.perf_counter() - start - prefill)
+        text = their_text(model, tokens, a.new, **flags)[0].tolist()
+        return Sample(text, time.perf_counter() - start - prefill)
 
+    sampling = {"do_sample": True, "top_k": 0, **sampling} if sampling else {}
     flags = {"plain": {}, "assistant_model": {"assistant_model": helper},
              "prompt lookup": {"prompt_lookup_num_tokens": TAIL},
              "assistant_early_exit": {"assistant_early_exit": exit_layer}}
-    return {f"transformers, {name}": Method(ask=partial(ask, f)) for name, f in flags.items()
-            if helper or name != "assistant_model"}
+    return {f"transformers, {name}": Method(ask=partial(ask, sampling | f)) for name, f in flags.items()}
 
 
 def pilot(bench, L):
@@ -294,44 +291,38 @@ def pilot(bench, L):
 # --- what is reported
 
 
-def speed(s):
-    return len(s.ids) / s.decode
+def rate(runs):
+    return statistics.median(len(s.ids) / s.decode for s in runs)
 
 
 def row(m, plain, texts):
     """What is reported of a method, as a dict. The ratio, and what is predicted, is a geometric mean over the
     prompts, so that the quotient of two rows is a paired ratio, too; c and block are of all prompts."""
     samples = [s for runs in m.samples.values() for s in runs]
-    rates = [speed(s) for s in samples]
-    paired = [statistics.median(map(speed, runs)) / statistics.median(map(speed, plain.samples[i]))
-              for i, runs in m.samples.items()]
-    quarts = statistics.quantiles(rates, n=4)
-    r = {"tokens_per_second": statistics.median(rates),
-         "spread": (quarts[2] - quarts[0]) / statistics.median(rates),
-         "ratio": statistics.geometric_mean(paired), "ratios": paired,  # one a prompt
-         "prefill": statistics.median(s.prefill for s in samples)}
+    paired = [rate(runs) / rate(plain.samples[i]) for i, runs in m.samples.items()]
+    r = {"tokens_per_second": rate(samples),
+         "ratio": statistics.geometric_mean(paired), "ratios": paired}  # one per prompt
     return r if m.ask else r | drafting(m, samples, plain, texts)
 
 
 def taken(samples, plain):
     """(what a drafted token takes, what a round takes beside its drafts), relative to a plain round."""
     one = sum(s.decode for s in plain) / sum(len(s.rounds) for s in plain)
-    drafts, proposed = sum(s.split["draft"] for s in samples), sum(s.proposed for s in samples)
-    rest = sum(sum(s.split.values()) for s in samples) - drafts
+    drafts, proposed = sum(s.drafting for s in samples), sum(s.proposed for s in samples)
+    rest = sum(s.decode for s in samples) - drafts
     return drafts / proposed / one, rest / sum(len(s.rounds) for s in samples) / one
 
 
 def drafting(m, samples, plain, texts):
     """The part of `row` that only our own methods have."""
-    rounds, whole = sum((s.rounds for s in samples), []), sum(sum(s.split.values()) for s in samples)
-    accepted, proposed = (sum(column) for column in zip(*rounds, strict=True))
+    rounds = sum((s.rounds for s in samples), [])
     tokens = sum(len(s.ids) for s in samples)
-    r = {"tau": tokens / len(rounds), "acceptance": accepted / proposed if proposed else None,
-         "positions": by_position(rounds), "by_weights": tokens / sum(s.read for s in samples),
-         "split": {part: sum(s.split[part] for s in samples) / whole for part in samples[0].split}}
-    if proposed:
+    r = {"tau": tokens / len(rounds), "by_weights": tokens / sum(s.read for s in samples)}
+    drafted = [accepted for accepted, proposed in rounds if proposed]
+    if drafted:
+        r["first"] = sum(map(bool, drafted)) / len(drafted)     # how often the first token was accepted
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))
-    if m.sublayers:
+    if m.sublayers and texts:
         series = [t.acceptance(m.sublayers, m.vocab and ShortHead(t.model, m.vocab))[unscored:]
                   for t, unscored in texts]
         r["alpha"] = float(torch.cat(series).mean())
@@ -343,28 +334,14 @@ def drafting(m, samples, plain, texts):
     return r
 
 
-def divergences(bench, methods, title):
-    """Where a text parts from plain decoding in the timed dtype, as `support.stats.parting` says."""
-    found = []
-    for name, m in methods.items():
-        for i, runs in m.samples.items():
-            ours, plain = runs[0].ids, methods["plain"].samples[i][0].ids
-            if any(x != y for x, y in zip(ours, plain, strict=False)):
-                found.append({"set": title, "method": name, "prompt": i,
-                              **parting(bench.model, bench.prompts[i], ours, plain)})
-    return found
+def header(a, repeats, more=""):
+    return [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
+            f"tokens after each prompt, {repeats} interleaved runs: medians, of ratios the geometric mean "
+            f"over the prompts; every greedy text of ours is that of plain decoding in float64{more}", ""]
 
 
-def markdown(a, results, notes):
-    lines = [f"{a.model}, {a.dtype}; {a.machine}; torch {torch.__version__}; batch 1, up to {a.new} new "
-             f"tokens after each prompt of support/prompts, {a.repeats} interleaved runs: medians, of the "
-             "ratios the geometric mean over the prompts; every greedy method of ours wrote the same text as "
-             "plain decoding in float64", ""]
-    for title, rows in results.items():
-        told = [(name, r | {"reached": r["ratio"] / r["predicted"] if "predicted" in r else None,
-                            "parts": " / ".join(f"{x:.0%}" for x in r.get("split", {}).values())})
-                for name, r in rows.items()]
-        lines += [f"**{title}**", "", *figures(told, COLUMNS)]
+def markdown(a, repeats, results, notes):
+    lines = header(a, repeats) + tables(results, COLUMNS)
     for n in notes:
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
         lines.append(f"- {n['set']}, prompt {n['prompt']}, {n['method']}: other than plain decoding from new "
@@ -375,35 +352,27 @@ def markdown(a, results, notes):
 # --- the command
 
 
-def column(a, bench, skip, vocab, everything, title, bar):
+def column(a, bench, skip, vocab, title, bar):
     """One table, see `Bench.table`."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
-    methods = own_methods(L, exits[:3], skip, cost, everything, vocab)
+    methods = own_methods(L, exits[:3], skip, cost, vocab)
     methods |= their_methods(a, bench, exits[0][0])
-    if a.only:
-        methods = {name: m for name, m in methods.items()
-                   if name == "plain" or any(word in name for word in a.only)}
-    return bench.table(methods, texts, title, bar)
+    return bench.table(chosen(methods, a.only), texts, title, bar)
 
 
 def run(a):
-    a.repeats = a.repeats or (1 if a.quick else 2)
-    a.draft_model = a.draft_model or str(WEIGHTS / "stories-draft")
-    models, tokenizer = load_both(a, a.draft_model)
+    repeats, (models, tokenizer) = a.repeats or 2, load_both(a, a.draft_model)
     c = models[a.dtype][0].c
     skip = beside(a, "skip", a.skip, read_skip, c.n_layers)      # search.py wrote both
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, c.vocab_size)
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]
-    tasks = [task for task in tasks if not a.prompts or task[0] in a.prompts]
     results, notes = {}, []
     with tqdm(disable=None) as bar:
-        for name, flags in tasks[:1] if a.quick else tasks:
-            how = f"T {flags['temperature']}, top-p {flags['top_p']}" if flags else "greedy"
-            prompts, title = prompt_ids(name, tokenizer, c), f"{name}, {how}"
-            bench = Bench(a, models, prompts[:4] if a.quick else prompts, flags)
-            results[title], seen = column(a, bench, skip, vocab, name == "stories" and not flags, title, bar)
+        for name, flags in (task for task in tasks if task[0] in (a.prompts or SETS)):
+            title = f"{name}, {'T 0.8, top-p 0.95' if flags else 'greedy'}"
+            prompts = prompt_ids(name, tokenizer, c)[: a.quick]
+            bench = Bench(models, prompts, flags, a.new, repeats)
+            results[title], seen = column(a, bench, skip, vocab, title, bar)
             notes += seen
-    data = {"results": results, "divergences": notes, "new": a.new, "repeats": a.repeats,
-            "model": str(a.model)}
-    return markdown(a, results, notes), data
+    return markdown(a, repeats, results, notes), {"results": results, "divergences": notes}

@@ -5,31 +5,28 @@ it loses to the best fixed draft of each prompt, its regret, which nobody could 
 """
 import statistics
 from collections import Counter
-from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 from tqdm import tqdm
 
 from control import Confidence, DoNoHarm, weight_costs
-from lab.bench.drafters import TAIL, Bench, Method, divergences, fixed, row, ruled
-from lab.bench.shared import SETS, beside, figures, load_both, page, prompt_ids
+from lab.bench.drafters import TAIL, Bench, Method, chosen, fixed, header, ruled
+from lab.bench.shared import SETS, beside, load_both, page, prompt_ids, tables
 from lab.clasp import CLaSp, KnapSpec
 from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
 from lab.swift import SWIFT
 from layerskip import early_exit
-from machine.quant import byte_costs, size
 from methods.arms import candidates
 from methods.dynamic import DEL
 from methods.pace import Pace
 from speculative import NGram, Wrapper
 from support.cli import read_skip, read_vocab
-from support.drafts import LARGE, trained_beside
-from support.measure import as_data, kept_costs, read_costs
+from support.drafts import trained_beside
+from support.measure import as_data, kept_costs
 
 TURN = 4  # prompts of one kind in a row
 GAMMAS = 1, 2, 4
-NEEDED = "plain", "n-gram", "Pace"      # whatever --only says
 
 
 def stream(tokenizer, c, each):
@@ -38,17 +35,6 @@ def stream(tokenizer, c, each):
     some = [(name, ids) for first in range(0, 2 * TURN, TURN)
             for name in SETS for ids in sets[name][first : first + each]]
     return [ids for _, ids in some], [name for name, _ in some]
-
-
-class Stream(Bench):
-    """A Bench for which drafters live on from prompt to prompt. trained: {dtype: heads}."""
-
-    def __init__(self, a, models, prompts, flags, trained):
-        super().__init__(a, models, prompts, flags, trained[a.dtype])
-        self.trained = trained
-
-    def heads_of(self, model):
-        return self.trained[next(dtype for dtype, (target, _) in self.models.items() if target is model)]
 
 
 class Thinking(Wrapper):
@@ -79,27 +65,23 @@ def living(make):
 # --- the methods
 
 
-def fixed_drafts(a, bench, skip, vocab):
-    """{name: Method} of drafts that never change, and the exits among them."""
-    L, methods = bench.model.c.n_layers, {}
-    exits = sorted({max(1, L // 12), max(1, L // 6), max(1, L // 4)})
-    for e in exits[1:2] if a.quick else exits:
-        for gamma in GAMMAS[1:2] if a.quick else GAMMAS:
-            methods |= fixed(f"exit {e}", early_exit(L, e), gamma)
+def fixed_drafts(L, exits, skip, vocab, trained):
+    """{name: Method} of drafts that never change. trained: {dtype: heads}."""
+    methods = {}
+    for e, gamma in product(exits, GAMMAS):
+        methods |= fixed(f"exit {e}", early_exit(L, e), gamma)
     methods["n-gram"] = Method(lambda: lambda model, small: NGram(TAIL, 3))
-    if not a.quick:
-        for e in exits[:2]:
-            for gamma in GAMMAS[1:]:
-                methods[f"exit {e}, gamma {gamma}, n-gram tail"] = ruled(
-                    early_exit(L, e), lambda gamma=gamma: gamma, tail=True)
-        subs = early_exit(L, e := exits[len(exits) // 2])
-        methods |= fixed("skip set", skip, 2) if skip else {}
-        methods |= fixed(f"exit {e}, draft vocabulary", subs, 2, vocab) if vocab else {}
-        for i, head in enumerate(bench.heads_of(bench.model)):
-            gamma = min(3, getattr(head, "steps", 3))
-            methods[f"{head.kind}, gamma {gamma}"] = Method(lambda i=i, gamma=gamma: lambda model, small: (
-                bench.heads_of(model)[i].drafter(gamma)))
-    return methods, exits
+    for e, gamma in product(exits[:2], GAMMAS[1:]):
+        methods[f"exit {e}, gamma {gamma}, n-gram tail"] = ruled(
+            early_exit(L, e), lambda gamma=gamma: gamma, tail=True)
+    subs = early_exit(L, e := exits[len(exits) // 2])
+    methods |= fixed("skip set", skip, 2) if skip else {}
+    methods |= fixed(f"exit {e}, draft vocabulary", subs, 2, vocab) if vocab else {}
+    for i, head in enumerate(next(iter(trained.values()))):
+        gamma = min(3, head.step.most)
+        methods[f"{head.kind}, gamma {gamma}"] = Method(lambda i=i, gamma=gamma: lambda model, small: (
+            trained[model.tok.dtype][i].drafter(gamma)))
+    return methods
 
 
 def rules(L, e, cost):
@@ -111,10 +93,12 @@ def rules(L, e, cost):
             "expected-value gate": lambda: ValueGate(cost)}
 
 
-def all_methods(a, bench, skip, vocab, costs):
+def all_methods(c, skip, vocab, trained, costs):
     """({name: Method}, the names of the fixed ones)"""
-    L, (methods, exits) = bench.model.c.n_layers, fixed_drafts(a, bench, skip, vocab)
-    names, e, step = list(methods), exits[len(exits) // 2], weight_costs(bench.model.c).step
+    L, step = c.n_layers, weight_costs(c).step
+    exits = sorted({max(1, L // 12), max(1, L // 6), max(1, L // 4)})
+    methods = fixed_drafts(L, exits, skip, vocab, trained)
+    names, e = list(methods), exits[len(exits) // 2]
     subs = early_exit(L, e)
     methods |= {f"exit {e}, {name}": ruled(subs, rule) for name, rule in rules(L, e, step(subs)).items()}
     for e in exits[:2]:
@@ -123,13 +107,9 @@ def all_methods(a, bench, skip, vocab, costs):
     makers = {"SWIFT": SWIFT, "CLaSp": partial(CLaSp, skips=max(1, round(0.45 * L))), "DEL": DEL,
               "KnapSpec": lambda m: KnapSpec(m, costs),
               "DEL, few exits": lambda m: DEL(m, exits, every=4),
-              "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, bench.heads_of(m)), costs)}
+              "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, trained[m.tok.dtype]), costs)}
     methods |= {name: living(make) for name, make in makers.items()}
-    methods = {"plain": Method(gamma=0)} | methods
-    if a.only:
-        methods = {name: m for name, m in methods.items()
-                   if name in NEEDED or any(word in name for word in a.only)}
-    return methods, [name for name in names if name in methods]
+    return {"plain": Method(gamma=0)} | methods, names
 
 
 # --- what is reported
@@ -145,71 +125,45 @@ def along(values, best, kinds):
             "regret": statistics.geometric_mean(b / x for b, x in zip(best, values, strict=True)) - 1}
 
 
-def both_ways(rows, methods, names, kinds):
-    """Fill in what only a stream tells, by the clock and by the weights that were read."""
+def column(bench, methods, names, kinds, title, bar):
+    """One table, see `Bench.table`, with what only a stream tells, by the clock and by the weights that were
+    read. names: of the fixed drafts."""
+    first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    rows, parted = bench.table(methods, [], title, bar, first)
     for name, m in methods.items():
         rows[name]["read"] = [sum(len(s.ids) for s in m.samples[i]) / sum(s.read for s in m.samples[i])
                               for i in range(len(kinds))]
     for key, source in (("clock", "ratios"), ("weights", "read")):
-        best = [max(1.0, *(rows[name][source][i] for name in names)) for i in range(len(kinds))]
+        best = [max([1.0, *(rows[name][source][i] for name in names if name in rows)])
+                for i in range(len(kinds))]
         for r in rows.values():
             r[key] = along(r[source], best, kinds)
-
-
-def column(a, bench, kinds, skip, vocab, costs, bar):
-    """One table: {method: row}, and where texts parted."""
-    few = bench.prompts[::TURN][: len(SETS)]
-    methods, names = all_methods(a, bench, skip, vocab, costs)
-    bar.reset(len(methods) * (len(few) * bench.greedy + 1 + a.repeats * len(bench.prompts)))
-    if bench.greedy:
-        Stream(a, bench.models, few, {}, bench.trained).check_texts(methods, bar)
-    bench.run(methods, bar)
-    rows = {name: row(replace(m, sublayers=None), methods["plain"], []) for name, m in methods.items()}
-    both_ways(rows, methods, names, kinds)
-    return rows, divergences(bench, methods, "the stream")
+    return rows, parted
 
 
 COLUMNS = {"ratio to plain": "{clock[ratio]:.2f}", "regret": "{clock[regret]:.0%}",
            "by weights": "{weights[ratio]:.2f}", "its regret": "{weights[regret]:.0%}",
-           "tau": "{tau:.2f}", "accepted": "{acceptance:.2f}"}
-
-
-def markdown(a, results, kinds):
-    lines = [f"{a.model}, {a.dtype}; {a.machine}; batch 1, {len(kinds)} prompts, whose kind changes every "
-             f"{1 if a.quick else TURN}, up to {a.new} new tokens each, {a.repeats} interleaved runs; regret "
-             "against the best fixed draft, or none, of each prompt; the last columns are ratios by the "
-             "clock; on the first prompt of each kind the greedy texts were plain decoding's in float64", ""]
-    for title, (rows, _) in results.items():
-        columns = COLUMNS | {kind: f"{{clock[sets][{kind}]:.2f}}" for kind in kinds}
-        lines += [f"**{title}**", "", *figures(rows.items(), columns)]
-    return page(lines)
+           "tau": "{tau:.2f}", **{kind: f"{{clock[sets][{kind}]:.2f}}" for kind in SETS}}
 
 
 # --- the command
 
 
 def run(a):
-    a.repeats = a.repeats or 1
-    models, tokenizer = load_both(a)
-    heads = {dtype: trained_beside(a.model, model) for dtype, (model, _) in models.items()}
+    repeats, (models, tokenizer) = a.repeats or 1, load_both(a)
     model = models[a.dtype][0]
+    trained = {m.tok.dtype: trained_beside(a.model, m) for m, _ in models.values()}
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
-    how = a.costs or ("measured" if size(model.blocks) >= LARGE else "weights")
-    costs = (byte_costs(model) if how == "weights" else
-             kept_costs(model) if how == "measured" else read_costs(how, model.c))
-    prompts, kinds = stream(tokenizer, model.c, 1 if a.quick else TURN)
-    if a.quick:
-        prompts, kinds = prompts[: len(SETS)], kinds[: len(SETS)]
-    tasks, results = [("greedy", {}), ("T 0.8", {"temperature": 0.8})], {}
+    costs = kept_costs(model)
+    (prompts, kinds), results, notes = stream(tokenizer, model.c, a.quick or TURN), {}, []
     with tqdm(disable=None) as bar:
-        for title, flags in tasks[:1] if a.quick else tasks:
-            bar.set_description(title)
-            bench = Stream(a, models, prompts, flags, heads)
-            results[title] = column(a, bench, kinds, skip, vocab, costs, bar)
-    parts = zip(("results", "divergences"), zip(*results.values(), strict=True), strict=True)
-    data = {name: dict(zip(results, values, strict=True)) for name, values in parts}
-    data["divergences"].pop("T 0.8", None)      # where texts are drawn they may differ
-    data |= {"kinds": kinds, "costs": how, "cost_table": as_data(costs), "new": a.new,
-             "repeats": a.repeats, "model": str(a.model)}
-    return markdown(a, results, kinds), data
+        for title, flags in (("greedy", {}), ("T 0.8", {"temperature": 0.8})):
+            bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
+            methods, names = all_methods(model.c, skip, vocab, trained, costs)
+            results[title], seen = column(bench, chosen(methods, a.only), names, kinds, title, bar)
+            notes += seen
+    data = {"results": results, "divergences": notes, "kinds": kinds, "cost_table": as_data(costs)}
+    lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
+                   "none, of each prompt; the last columns are ratios by the clock")
+    return page(lines + tables(results, COLUMNS)), data

@@ -3,6 +3,7 @@
 The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
 """
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from tqdm import tqdm
 
 import checkpoint
 from kvcache import KVCache
-from lab.bench.shared import WEIGHTS, page, random_model, table
+from lab.bench.shared import WEIGHTS, figures, page, random_model, table
 from machine.recorded import Recorded
 from model import SPARE, Config, Placement
 from speculative import generate, rounds
@@ -23,28 +24,11 @@ TEXT = "Once upon a time there was a little girl who lived in a house near the b
 BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
 
 
-class Pair:
-    """The same weights in this library and in transformers."""
-
-    def __init__(self, folder, dtype, device):
-        from transformers import AutoModelForCausalLM
-
-        self.ours, _ = checkpoint.load(folder, device, dtype)
-        self.theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-        self.theirs.generation_config.eos_token_id = None  # both write all the tokens
-        self.device = torch.device(device)
-
-    def generators(self, prompts, new):
-        """Both continue the prompts greedily: two functions that return the ids."""
-        ids = torch.tensor(prompts, device=self.device)
-        return {"ours": lambda: generate(self.ours, prompts, new)[0],
-                "transformers": lambda: their_text(self.theirs, ids, new).tolist()}
-
-
 def their_text(model, ids, new, **flags):
-    """What a model of transformers writes after ids (B, T), greedily. (B, new)"""
-    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-                          max_new_tokens=new, **flags)[:, ids.shape[1] :]
+    """What a model of transformers writes after ids (B, T), greedily unless flags say otherwise. (B, new)"""
+    flags = {"do_sample": False, "pad_token_id": 0} | flags
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new,
+                          **flags)[:, ids.shape[1] :]
 
 
 def compiled(theirs, prompt, new):
@@ -99,84 +83,59 @@ def step(model, T, at, sublayers=None):
     return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))
 
 
-def launches(model, prompt):
-    """Kernel launches of a plain round, counted by the profiler."""
-    steps = rounds(model, [prompt], 16)
-    next(steps)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        next(steps)
-    return sum(e.count for e in seen.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA)
-
-
 def agree(ours, theirs):
     """How many first tokens are the same."""
     return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), len(ours))
 
 
-def measure(folder, dtype, device, a, bar):
-    """All of `plain` for one model and dtype, as a dict for JSON."""
-    pair, prompt = Pair(folder, dtype, device), a.prompt[:32]
-    both = pair.generators([prompt], a.new)
-    others = {"ours, recorded": recorded(pair.ours, prompt, a.new),
-              "transformers, compiled": compiled(pair.theirs, prompt, a.new)} if a.fast else {}
-    ours, theirs = (run()[0] for run in both.values())
-    r = {"same tokens": agree(ours, theirs),
-         "others": {name: agree(ours, run()) for name, run in others.items()}}
-    bar.update()
-    r["decode"] = interleave(both | others, a.repeats)
-    bar.update()
-    single = interleave({"matrices": matrices(pair.ours), "pass": step(pair.ours, 1, 64)}, 10 * a.repeats)
-    r["bound"] = single["matrices"] * a.new / r["decode"]["ours"]
-    if a.quick:
-        return r
-    r["blocks"] = interleave({T: step(pair.ours, T, 64) for T in BLOCKS}, 5 * a.repeats)
-    bar.update()
-    r["batches"] = {B: interleave(pair.generators([prompt] * B, a.new // 4), a.repeats) for B in BATCHES}
-    bar.update()
-    return r
+def measure(model, theirs, prompt, new, repeats, fast):
+    """All of `plain` for one model, as a dict for JSON."""
+    def both(prompts, count):
+        ids = torch.tensor(prompts, device=theirs.device)
+        return {"transformers": lambda: their_text(theirs, ids, count).tolist(),
+                "ours": lambda: generate(model, prompts, count)[0]}
+
+    ways = both([prompt], new)
+    if fast:
+        ways |= {"transformers, compiled": compiled(theirs, prompt, new),
+                 "ours, recorded": recorded(model, prompt, new)}
+    texts = {name: way()[0] for name, way in ways.items()}
+    seconds, bound = interleave(ways, repeats), interleave({"": matrices(model)}, 10 * repeats)[""] * new
+    blocks = interleave({T: step(model, T, 64) for T in BLOCKS}, 5 * repeats)
+    batches = {B: interleave(both([prompt] * B, new // 4), repeats) for B in BATCHES}
+    return {"ways": {name: {"rate": new / s, "ratio": seconds["transformers"] / s, "bound": bound / s,
+                            "same": agree(texts[name], texts["transformers"])}
+                     for name, s in seconds.items()},
+            "blocks": [s / blocks[1] for s in blocks.values()],
+            "batches": [s["transformers"] / s["ours"] for s in batches.values()]}
 
 
-def markdown(results, a):
-    """The tables of `plain`."""
-    lines = [f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
-             f"torch {torch.__version__}; medians of {a.repeats} runs A B A B", ""]
-    speed = []
-    for name, r in results.items():
-        ours, theirs = r["decode"]["ours"], r["decode"]["transformers"]
-        speed.append([name, f"{a.new / ours:.1f}", f"{a.new / theirs:.1f}", f"{theirs / ours:.2f}",
-                      f"{r['bound']:.2f}", f"{r['same tokens']} of {a.new}"])
-    lines += table(["model, dtype", "tokens/s", "transformers", "ratio", "of the bound", "same first tokens"],
-                   speed)
-    if a.fast:
-        lines += table(["model, dtype", "way", "tokens/s", "ours / it", "same first tokens"], [
-            [name, way, f"{a.new / r['decode'][way]:.1f}",
-             f"{r['decode'][way] / r['decode']['ours']:.2f}", f"{same} of {a.new}"]
-            for name, r in results.items() for way, same in r["others"].items()])
-    return page(lines if a.quick else lines + details(results))
-
-
-def details(results):
-    """The tables that --quick leaves out."""
-    blocks, batches = [], []
-    for name, r in results.items():
-        blocks.append([name, *(f"{s / r['blocks'][1]:.2f}" for s in r["blocks"].values())])
-        batches.append([name, *(f"{s['transformers'] / s['ours']:.2f}" for s in r["batches"].values())])
-    return [*table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks),
-            *table(["ratio at batch", *map(str, BATCHES)], batches)]
+WAYS = {"tokens/s": "{rate:.1f}", "times transformers": "{ratio:.2f}", "of the bound": "{bound:.2f}",
+        "same first tokens": "{same}"}
 
 
 def run(a):
-    a.repeats = a.repeats or 5
+    from transformers import AutoModelForCausalLM
+
     _, tokenizer = checkpoint.load(WEIGHTS / "stories-llama", "cpu")
-    a.prompt = checkpoint.encode(tokenizer, TEXT * 4, 0)
+    prompt, repeats, results = checkpoint.encode(tokenizer, TEXT * 4, 0)[:32], a.repeats or 5, {}
     shapes = {"stories-llama": None, "stories-gemma2": None, "110M shape": SHAPE_110M}  # None: in weights/
     dtypes = torch.bfloat16, torch.float32
-    results, bar = {}, tqdm(total=4 * len(shapes) * len(dtypes), disable=None)
-    with bar, tempfile.TemporaryDirectory() as made:
-        for name, c in shapes.items():
-            for dtype in dtypes:
-                folder = Path(made) if c else WEIGHTS / name
-                if c:
-                    checkpoint.save(random_model(c, dtype), folder, tokenizer)
-                results[f"{name}, {str(dtype)[6:]}"] = measure(folder, dtype, a.device, a, bar)
-    return markdown(results, a), {"results": results}
+    with tempfile.TemporaryDirectory() as made:
+        for (name, c), dtype in tqdm([*product(shapes.items(), dtypes)], disable=None):
+            folder = Path(made) if c else WEIGHTS / name
+            if c:
+                checkpoint.save(random_model(c, dtype), folder, tokenizer)
+            model, _ = checkpoint.load(folder, a.device, dtype)
+            theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(a.device)
+            theirs.generation_config.eos_token_id = None    # both write all the tokens
+            results[f"{name}, {str(dtype)[6:]}"] = measure(model, theirs, prompt, a.new, repeats, a.fast)
+    ways = [(f"{name}, {way}", r) for name, found in results.items() for way, r in found["ways"].items()]
+    blocks, batches = ([[name, *(f"{x:.2f}" for x in found[part])] for name, found in results.items()]
+                       for part in ("blocks", "batches"))
+    lines = [f"plain decoding, greedy, 32-token prompt, {a.new} new tokens; {a.device}: {a.machine}; "
+             f"torch {torch.__version__}; medians of {repeats} runs A B A B", "",
+             *figures(ways, WAYS, "model, dtype, way"),
+             *table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks),
+             *table(["ours, times transformers, at batch", *map(str, BATCHES)], batches)]
+    return page(lines), {"results": results}

@@ -4,6 +4,7 @@ The one thing to remember: few bits are always less memory, but less time only w
 they are. So c is given twice, by the bytes that a pass reads and by the clock of this machine.
 """
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,18 +52,18 @@ def measure(a, model, tokenizer, drafts, owns):
     """{name: what was found} of each draft, {name: (model, sub-layers)}, of one target. owns: {name: bytes}
     that a draft takes which is a model of its own; the others are the target's own sub-layers."""
     texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
-    prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS][: 1 if a.quick else len(SETS)]
-    repeats, whole, rows = 2 if a.quick else 20, byte_costs(model).whole, {}
-    block = measure_costs(model, repeats=repeats).block(GAMMA + 1)
+    prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS]
+    repeats, whole, rows = a.repeats or 3, byte_costs(model).whole, {}
+    block = measure_costs(model, repeats=10 * repeats).block(GAMMA + 1)
     clock = interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
-        {"target": (model, every)} | drafts).items()}, repeats)
+        {"target": (model, every)} | drafts).items()}, 10 * repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
         series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]
         own = byte_costs(draft)
         by_bytes, by_clock = own.step(subs) * own.whole / whole, clock[name] / clock["target"]
-        make = (lambda d=draft, s=subs: ModelDraft(d, GAMMA, s)) if name in owns else (
-            lambda s=subs: SelfDraft(model, s, GAMMA))
-        tau, speed = against_plain(model, prompts, make, a.new, a.repeats or 3)
+        make = partial(ModelDraft, draft, GAMMA, subs) if name in owns else (
+            partial(SelfDraft, model, subs, GAMMA))
+        tau, speed = against_plain(model, prompts, make, a.new, repeats)
         rows[name] = {"alpha": float(torch.cat(series).mean()), "megabytes": owns.get(name, 0) / MEGABYTE,
                       "c_bytes": by_bytes, "c_clock": by_clock, "tau": tau,
                       "tau_predicted": control.expected_tokens(series, GAMMA), "speed": speed,
@@ -77,38 +78,22 @@ COLUMNS = {"alpha": "{alpha:.3f}", "tau, predicted": "{tau_predicted:.2f}", "tau
            "measured": "{speed:.2f}"}
 
 
-def titled(title, model, a, found):
-    """The lines of one target."""
-    title += f", {a.dtype}, {size(model) / MEGABYTE:.1f} MB; gamma {GAMMA}; {a.machine}"
-    return [title, "", *figures(found.items(), COLUMNS, "draft")]
-
-
-def shipped(a):
-    """The models to measure: the one of --model; for the default both that are shipped."""
-    default = Path(a.model).resolve() == WEIGHTS / "stories-llama"
-    return [WEIGHTS / "stories-llama", WEIGHTS / "stories-gemma2"] if default else [Path(a.model)]
-
-
 def measured(a):
-    """Lines and data of all that is measured."""
-    lines, data = [], {}
-    for folder in shipped(a):
+    """{target: (its bytes, {draft: what was found})}. For the default model both that are shipped."""
+    found, folders = {}, [Path(a.model)]
+    if folders[0].resolve() == WEIGHTS / "stories-llama":
+        folders.append(WEIGHTS / "stories-gemma2")
+    for folder in folders:
         model, tokenizer = load(a, folder=folder)
         drafts = copies(model)
         owns = {name: size(draft.blocks) for name, (draft, _) in drafts.items() if draft is not model}
-        found = measure(a, model, tokenizer, drafts, owns)
-        data[folder.name] = {a.dtype: found}
-        lines += titled(folder.name, model, a, found)
+        found[folder.name] = size(model), measure(a, model, tokenizer, drafts, owns)
         small, other = load(a, folder=WEIGHTS / "stories-draft")
-        if other.get_vocab() != tokenizer.get_vocab():
-            continue
-        for kind in KINDS:
-            target = quantise(model, kind)
-            assistant = {"stories-draft": (small, range(2 * small.c.n_layers))}
-            found = measure(a, target, tokenizer, assistant, {"stories-draft": size(small)})
-            data[folder.name][kind] = found
-            lines += titled(f"{folder.name} with its blocks in {kind}", target, a, found)
-    return lines, data
+        for kind in KINDS if other.get_vocab() == tokenizer.get_vocab() else ():
+            target, assistant = quantise(model, kind), {"stories-draft": (small, range(2 * small.c.n_layers))}
+            found[f"{folder.name} in {kind}"] = size(target), measure(
+                a, target, tokenizer, assistant, {"stories-draft": size(small)})
+    return found
 
 
 # --- on paper
@@ -139,7 +124,10 @@ def paper_table():
 
 
 def run(a):
-    lines, data = measured(a)
-    lines += ["On paper, by bytes alone, with products that read few bits as they are (here only int8 in "
-              "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table()]
-    return page(lines), {"models": data, "gamma": GAMMA}
+    found = measured(a)
+    rows = [(f"{target}, {weight / MEGABYTE:.1f} MB; {name}", row)
+            for target, (weight, drafts) in found.items() for name, row in drafts.items()]
+    lines = [f"{a.dtype}; gamma {GAMMA}; {a.machine}", "", *figures(rows, COLUMNS, "target; draft"),
+             "On paper, by bytes alone, with products that read few bits as they are (here only int8 in "
+             "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table()]
+    return page(lines), {"models": {target: drafts for target, (_, drafts) in found.items()}}

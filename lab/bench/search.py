@@ -104,9 +104,9 @@ def regrets(space, land, bar):
 
 def over_everything(a, model, calibration, prompts):
     """All 2L bits but the first two, with measured costs: the search beside the best early exit."""
-    L, costs = model.c.n_layers, measure_costs(model, repeats=20 if a.quick else 100)
+    L, costs = model.c.n_layers, measure_costs(model, repeats=100)
     space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
-    entries = list(search(space, score, 60 if a.quick else 200))
+    entries = list(search(space, score, 200))
     exits = [early_exit(L, e) for e in range(1, L)]
     found = max(entries, key=lambda e: e["value"])["bits"]
     sets = {"found by the search": space.sublayers([int(b) for b in found]),
@@ -115,7 +115,7 @@ def over_everything(a, model, calibration, prompts):
     for name, subs in sets.items():
         t = score(subs)
         drafter = partial(SelfDraft, model, subs, t.gamma)
-        _, measured = against_plain(model, prompts, drafter, a.new, 1 if a.quick else 3)
+        _, measured = against_plain(model, prompts, drafter, a.new, a.repeats or 3)
         seen[name] = {"sublayers": subs, "alpha": t.alpha, "c": t.cost, "gamma": t.gamma,
                       "predicted": t.speedup, "measured": measured}
     return {"sets": seen, "curve": [entry["value"] for entry in entries]}
@@ -128,7 +128,6 @@ def landscape(a, space, calibration, costs):
         return dict(np.load(LANDSCAPE))
     land = enumerate_sets(space, calibration, costs)
     if shipped:
-        LANDSCAPE.parent.mkdir(exist_ok=True)
         np.savez_compressed(LANDSCAPE, **land)
     return land
 

@@ -36,7 +36,7 @@ SHAPES = {
 
 
 def load(a, dtype=None, folder=None):
-    """(model, tokenizer) as the flags say, or in another dtype, or from another folder."""
+    """(model, tokenizer) of the flags, or in another dtype, or from another folder."""
     return checkpoint.load(folder or a.model, a.device, getattr(torch, dtype or a.dtype))
 
 
@@ -100,8 +100,10 @@ def figures(rows, columns, head=""):
     return table([head, *columns], [[name, *(cell(how, r) for how in columns.values())] for name, r in rows])
 
 
-def steps(values):
-    return " / ".join(f"{x:.2f}" for x in values)
+def tables(results, columns):
+    """The lines of a table with a title for each {title: {name: {key: figure}}}."""
+    return [line for title, rows in results.items()
+            for line in (f"**{title}**", "", *figures(rows.items(), columns))]
 
 
 def page(lines):

@@ -1,7 +1,6 @@
 """A sparse draft: what it reads, how often it is accepted, what it is worth on paper; streams that
 teach their model; and `lab.bench beyond` as a whole."""
 import itertools
-import json
 from copy import deepcopy
 from dataclasses import replace
 
@@ -118,13 +117,12 @@ def test_streams_say_in_training_what_a_transfer_says(models, family):
     torch.testing.assert_close(torch.stack(beyond.stream_losses(m, head, batch)), torch.stack(want))
 
 
-def test_the_whole_command(capsys, monkeypatch):
+def test_the_whole_command(monkeypatch):
     """Two blocks of stories-draft, and a step or two of everything."""
-    monkeypatch.setattr(beyond, "QUICK", beyond.Sizes(300, 1024, 1024, 2, 1, 130))
+    monkeypatch.setattr(beyond, "SIZES", beyond.Sizes(300, 1024, 1024, 2, 1, 130))
     monkeypatch.setattr(beyond, "CONFIDENCES", (0.5, 2.0))
-    argv = "beyond", "--model", str(WEIGHTS / "stories-draft"), "--quick", "--new", "8", "--json"
-    assert bench.main(argv) == 0
-    data = json.loads(capsys.readouterr().out)
+    argv = ["beyond", "--model", str(WEIGHTS / "stories-draft"), "--quick", "--new", "8"]
+    _, data = beyond.run(bench.parse(argv))
     rows, = data["m2r2"].values()
     m2r2, kangaroo = rows["exit 1, M2R2"]["weights"], rows["exit 1, Kangaroo"]["weights"]
     assert m2r2 == pytest.approx(kangaroo, rel=0.1) and len(rows) == 4, "as many weights"

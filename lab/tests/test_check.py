@@ -1,18 +1,17 @@
 """`lab.bench check` calls right what is right, and catches each planted error."""
-import json
-import sys
 from dataclasses import replace
 
 import expected
 import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
+from transformers import AutoTokenizer
 
 import checkpoint
 from kvcache import KVCache
 from lab.bench import __main__ as bench
 from lab.bench import check
-from lab.bench.check import OPEN, RIGHT, WRONG
+from lab.bench.check import RIGHT, WRONG
 from layerskip import SelfDraft
 
 COMMON = dict(vocab_size=64, max_len=128, bos=0, eos=(1,), norm_eps=1e-2)
@@ -32,24 +31,23 @@ def asked(tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         checkpoint.save(make(c).bfloat16(), folder, expected.byte_tokenizer(adds_bos=True))
         (folder / "chat_template.jinja").write_text(TEMPLATE)
-        a = bench.parse(["check", "--model", str(folder), "--quick"])
-        ids, prompts = check.texts(checkpoint.read_tokenizer(folder), c, a)
-        passes = check.plan(c, ids)
-        said = check.ask(folder, "cpu", passes, prompts, 12, None, torch.bfloat16)
+        ids, prompts = check.texts(checkpoint.read_tokenizer(folder), c)
+        passes = check.plan(c, ids[:64])
+        said = check.ask(folder, "cpu", passes, prompts, 12, torch.float32)
         found[family] = folder, passes, prompts, said
     return found
 
 
 @pytest.fixture
-def call(asked, capsys, monkeypatch):
+def call(asked, monkeypatch):
     """lab.bench check, but what looks at the clock: (status, {row: verdict})"""
-    monkeypatch.setattr(check, "run_help", lambda a: ("", {}))
+    monkeypatch.setattr(check, "promises", lambda *_: ("", {}))
+    monkeypatch.setattr(check, "LENGTH", 64)
 
     def run(family):
-        folder = str(asked[family][0])
-        status = bench.main(["check", "--model", folder, "--quick", "--new", "12", "--json"])
-        rows = json.loads(capsys.readouterr().out)["checks"]
-        return status, {r["check"]: r["verdict"] for r in rows}
+        argv = ["check", "--model", str(asked[family][0]), "--new", "12"]
+        _, data = check.run(bench.parse(argv))
+        return data["status"], {r["check"]: r["verdict"] for r in data["checks"]}
     return run
 
 
@@ -69,23 +67,16 @@ def test_what_is_right_is_called_right(call, family):
     assert ("logits, window 16 instead of 64" in rows) == (family == "gemma")
 
 
-def test_what_transformers_cannot_do_is_no_verdict_on_us(call, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    status, rows = call("gemma")
-    assert status == 0 and {*rows.values()} == {RIGHT, OPEN}
-    assert [*rows.values()].count(RIGHT) == 5, "the cache, three drafts and the context need no other"
-
-
 def test_far_angles_in_float32_are_no_difference_and_a_wrong_norm_is(tmp_path):
     """Deep in a long context those of transformers move the logits by more than a thousandth."""
     c = replace(LLAMA, vocab_size=64, n_layers=12, max_len=8192, rope_theta=500.0)
     checkpoint.save(make(c).float(), tmp_path, expected.byte_tokenizer())
     passes, model = check.plan(c, [i * i % 61 for i in range(64)]), load(tmp_path)
-    said = check.ask(tmp_path, "cpu", passes, [], 1, None, torch.float32)
-    rows, _ = check.check_logits(model, passes, said)
+    said = check.ask(tmp_path, "cpu", passes, [], 1, torch.float32)
+    rows = check.check_logits(model, passes, said)
     assert wrong(rows) == [] and 1e-3 < float(rows[1].ours) and float(rows[1].theirs) < 0.05
     model.blocks[7].mlp_norm = torch.nn.Identity()
-    assert len(wrong(check.check_logits(model, passes, said)[0])) == 3
+    assert len(wrong(check.check_logits(model, passes, said))) == 3
 
 
 @pytest.mark.parametrize("family, lie", [
@@ -95,7 +86,7 @@ def test_a_config_that_is_misread_is_caught(asked, monkeypatch, family, lie):
     (folder, passes, _, said), read = asked[family], checkpoint.read_config
     monkeypatch.setattr(checkpoint, "read_config", lambda folder: replace(read(folder), **lie))
     model = load(folder)
-    rows, _ = check.check_logits(model, check.plan(model.c, passes[0].ids), said)
+    rows = check.check_logits(model, check.plan(model.c, passes[0].ids), said)
     assert {"logits, 64 tokens at once", rows[-1].check} <= set(wrong(rows))
 
 
@@ -104,13 +95,12 @@ def test_an_angle_that_is_misread_far_away_and_a_cache_that_errs_are_caught(aske
     model = load(folder)
     model.angles(128)
     model.table = [t.clone().index_copy_(0, torch.arange(100, 256), t[:156]) for t in model.table]
-    rows, _ = check.check_logits(model, passes, said)
+    rows = check.check_logits(model, passes, said)
     assert wrong(rows) == ["logits, 48 tokens spread over positions 0 to 127"]
     write = KVCache.write
     monkeypatch.setattr(KVCache, "write", lambda *a, **to: [0.9 * kv for kv in write(*a, **to)])
-    for known in (said, None):
-        rows, _ = check.check_logits(load(folder), passes, known)
-        assert wrong(rows) == [rows[-1].check]
+    rows = check.check_logits(load(folder), passes, said)
+    assert wrong(rows) == [rows[-1].check]
 
 
 def test_a_wrong_text_is_caught_and_a_tie_is_not(asked, monkeypatch):
@@ -121,9 +111,8 @@ def test_a_wrong_text_is_caught_and_a_tie_is_not(asked, monkeypatch):
         return [first, [*second[:-1], (second[-1] + isinstance(drafter, SelfDraft)) % 64]], passes
 
     monkeypatch.setattr(check, "generate", lies)
-    for known in (said, None):
-        rows = check.check_texts(load(folder), prompts, 12, [0, 1, 5, 6], known)
-        assert [name.split(":")[0][13:] for name in wrong(rows)] == ["exit 2", "a skip set"]
+    rows = check.check_texts(load(folder), prompts, 12, [0, 1, 5, 6], said)
+    assert [name.split(":")[0][13:] for name in wrong(rows)] == ["exit 2", "a skip set"]
     monkeypatch.setattr(check, "parting", lambda *_: {"position": 1, "gap": 0.0, "near_tie": True})
     assert wrong(check.check_texts(load(folder), prompts, 12, [0, 1, 5, 6], said)) == []
 
@@ -131,28 +120,25 @@ def test_a_wrong_text_is_caught_and_a_tie_is_not(asked, monkeypatch):
 def test_another_tokenization_and_another_chat_are_caught(call, asked, monkeypatch):
     encode, read, folder = checkpoint.encode, check.read_template, asked["llama"][0]
     ours = checkpoint.read_tokenizer(folder)
-    said = check.ask_tokenizer(folder, [], [])["chats"]
-    rows = check.check_chats(bench.WEIGHTS / "stories-llama", ours, said)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    rows = check.check_chats(bench.WEIGHTS / "stories-llama", ours, theirs)
     assert wrong(rows) == ["chat template"], "they find one, we do not"
     monkeypatch.setattr(check, "read_template", lambda f: lambda m, more=True: read(f)(m, True))
-    assert wrong(check.check_chats(folder, ours, said)) == ["chat template: an answer"]
+    assert wrong(check.check_chats(folder, ours, theirs)) == ["chat template: an answer"]
     monkeypatch.setattr(checkpoint, "encode", lambda *a, **how: encode(*a, **how) + [5])
     status, rows = call("llama")
     assert status == 1 and [*rows.values()].count(WRONG) == 4, "ids and three chats"
 
 
-def test_a_context_that_is_misread_or_not_enforced_is_caught(asked, monkeypatch):
-    folder, _, _, said = asked["llama"]
-    model, verdicts = load(folder), []
-    for limit, action in (128, check.rounds), (64, check.rounds), (128, lambda *run: iter([None])):
-        model.c = replace(model.c, max_len=limit)
-        monkeypatch.setattr(check, "rounds", action)
-        verdicts.append([check.check_context(model, [3], known).verdict for known in (said, None)])
-    assert verdicts == [[RIGHT, RIGHT], [WRONG, RIGHT], [WRONG, WRONG]]
+def test_a_context_that_is_misread_is_caught(call, monkeypatch):
+    read = checkpoint.read_config
+    monkeypatch.setattr(checkpoint, "read_config", lambda folder: replace(read(folder), max_len=64))
+    status, rows = call("llama")
+    assert status == 1 and [name for name in rows if rows[name] == WRONG] == ["context"]
 
 
 def test_rounding_is_held_against_theirs():
-    want = torch.full((70, 4), 2.0)
-    verdicts = [check.check_rounding(want[:64] + off, want[:64] + 0.1, want, torch.half).verdict
+    want = torch.full((64, 4), 2.0)
+    verdicts = [check.check_rounding(want + off, want + 0.1, want, torch.half).verdict
                 for off in (0.14, 0.2, float("nan"))]
     assert verdicts == [RIGHT, WRONG, WRONG]

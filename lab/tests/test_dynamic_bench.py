@@ -2,17 +2,17 @@
 benchmark reports the regret that it defines."""
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from test_heads import wild
 from test_pace import IDS, SKIP
 from tiny import LIVELY, PROMPTS, each_family, make
 
 from control import weight_costs
 from lab.bench import dynamic
-from lab.bench.drafters import metered
+from lab.bench.drafters import Bench, metered
 from lab.m2r2 import M2R2
 from lab.transfer import Transfer
 from methods.heads import ExitBlock, Kangaroo, Medusa, Prophet
@@ -40,12 +40,11 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
 
 def test_the_stream_on_a_tiny_model(models):
     m, kinds = models["llama"], ["stories", "stories", "code", "code"]
-    a = SimpleNamespace(new=6, dtype="float64", repeats=1, quick=True, only=None)
-    heads = {"float64": [wild(Kangaroo(m, 2))]}
-    bench, costs = dynamic.Stream(a, {"float64": (m, None)}, PROMPTS, {}, heads), weight_costs(m.c)
-    rows, found = dynamic.column(a, bench, kinds, SKIP, None, costs, MagicMock())
+    heads, costs = {torch.float64: [wild(Kangaroo(m, 2))]}, weight_costs(m.c)
+    bench = Bench({"float64": (m, None)}, PROMPTS, {}, 6, 1)
+    methods, fixed = dynamic.all_methods(m.c, SKIP, None, heads, costs)
+    rows, found = dynamic.column(bench, methods, fixed, kinds, "greedy", MagicMock())
     assert found == [], "every method writes the same text"
-    fixed = [name for name in rows if "gamma" in name and "EESD" not in name] + ["n-gram"]
     best = [max(1.0, *(rows[name]["read"][i] for name in fixed)) for i in range(4)]
     for r in rows.values():
         regret = math.prod(b / x for b, x in zip(best, r["read"], strict=True)) ** 0.25 - 1

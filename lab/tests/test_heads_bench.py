@@ -70,8 +70,8 @@ def test_typical_acceptance_by_hand():
 def test_the_shapes_of_a_head_are_those_that_promise_most(models, monkeypatch):
     head = Kangaroo(models["llama"], 2)
     head.ranks = [0.8, 0.1]
-    monkeypatch.setattr(measured.heads, "pricing", lambda head: lambda n: 0.3)
-    chain, tree = measured.shapes(head, (4,)).values()
+    monkeypatch.setattr(measured, "NODES", 4)
+    chain, tree = measured.shapes(head, 0.3).values()
     assert chain == [0, 1, 2], "2.95 tokens for 1.9 passes"
     assert tree == [0, 0, 1, 1], "2.62 tokens for 1.6 passes"
 
@@ -83,10 +83,10 @@ def test_the_whole_benchmark(call, tmp_path):
     for head in (Kangaroo(m, 1), Medusa(m, 2)):
         (folder / "heads" / head.kind).mkdir(parents=True)
         heads.save(head, folder / "heads" / head.kind)
-    status, out, err = call("heads", "--model", folder, "--quick", "--new", "8", "--out", tmp_path / "made")
+    status, out, err = call("heads", "--model", folder, "--quick", "--new", "8", "--repeats", "1",
+                            "--prompts", "code", "--out", tmp_path / "made")
     assert (status, err) == (0, "")
     data = json.loads((tmp_path / "made.json").read_text())
     for rows in data["results"].values():
-        assert {r.get("head") for r in rows.values()} == {None, "kangaroo", "medusa"}
-        assert {"do no harm, n-gram tail", "medusa, tree of 8"} <= {*rows}
+        assert {"do no harm, n-gram tail", "medusa, tree of 8", "kangaroo, do no harm"} <= {*rows}
         assert all(r["tau"] >= 1 and f"| {name} | " in out for name, r in rows.items())
