@@ -51,7 +51,7 @@ def flags():
     add("--quant", choices=KINDS, help="keep the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
-    add("--picture", metavar="FILE", help="draw the coloured text as SVG")
+    add("--picture", metavar="FILE", help="draw the coloured text as SVG (first prompt)")
     add("--page", metavar="FILE", help="write a page to step through the run in a browser (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return p

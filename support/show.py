@@ -4,6 +4,7 @@ All of it consumes what `speculative.rounds` yields; the loop knows nothing of i
 """
 import html
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,14 +193,35 @@ def round_html(r, tokenizer=None):
     return f"<table>{''.join(lines)}</table>"
 
 
-def picture(generation, path, columns=72):
-    """Draw the texts into an SVG file: the HTML of a Generation in a frame of so many columns."""
-    texts = (prompt + "".join(t.text for t in row)
-             for prompt, row in zip(generation.prompts, generation.rows, strict=True))
-    lines = [line for text in texts for line in [*text.split("\n"), ""]]
-    height = 25 * (8 + sum(1 + len(line) // columns for line in lines))
-    Path(path).write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {8 * columns + 40} {height}">'
-        '<foreignObject width="100%" height="100%"><div xmlns="http://www.w3.org/1999/xhtml" '
-        'style="font-size:13px;background:white;color:#1a1a1a;padding:4px 20px">'
-        f"{generation.html()}</div></foreignObject></svg>\n", encoding="utf-8")
+def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
+    """Draw the first text into an SVG file: a box for each token, in lines of so many columns."""
+    row, boxes, line, column = generation.rows[0], [], 2, 0     # boxes: [(line, column, text, origin)]
+    words = [(word, None) for word in re.findall(r"\s*\S+", generation.prompts[0])]
+    for token, origin in [*words, *((t.text, t.origin) for t in row)]:
+        for i, text in enumerate(token.translate(SIGNS).split("\n")):
+            if i or column + len(text) > columns:
+                line, column, text = line + 1, 0, text.lstrip()
+            bare = text.strip()
+            boxes += [(line, column + text.index(bare), bare, origin)] if bare else []
+            column += len(text)
+    height, column = pitch * (line + 3) + 2 * margin, 0
+    boxes.append((line + 2, 0, generation.summary().split("\n")[0], None))
+    for origin, (*_, name) in STYLES.items():
+        if count := sum(t.origin == origin for t in row):
+            boxes += [(0, column, name, origin), (0, column + len(name) + 1, str(count), None)]
+            column += len(name) + len(str(count)) + 4
+    width = columns * wide + 2 * margin
+    drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13" '
+             'font-family="monospace"><rect width="100%" height="100%" fill="white"/>']
+    for line, column, text, origin in boxes:
+        x, y, w = margin + wide * column, margin + pitch * line, wide * len(text)
+        if origin:
+            hue, _, style, _ = STYLES[origin]
+            drawn.append(f'<rect x="{x}" y="{y}" width="{w}" height="20" rx="3" fill="{hue}2b"/>')
+            dashes = {"dashed": "5 3", "dotted": "2 3"}.get(style, "")
+            for up in (0, 3) if style == "double" else (0,):
+                drawn.append(f'<path d="M{x + 2} {y + 20 - up}h{w - 4}" stroke="{hue}" stroke-width="1.5" '
+                             f'stroke-dasharray="{dashes}"/>')
+        drawn.append(f'<text x="{x}" y="{y + 14}" textLength="{w}" fill="{"#1a1a1a" if origin else "#666"}">'
+                     f'{html.escape(text)}</text>')
+    Path(path).write_text("\n".join([*drawn, "</svg>\n"]), encoding="utf-8")
