@@ -31,14 +31,15 @@ from support import cli
 from support.files import BOUNDARY, write_file
 
 SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": ["fused"],
-         "m2r2": ["exit_layer", "align"], "medusa": ["heads"], "transfer": ["inject_layer", "steps"],
-         "prophet": ["blocks"]}     # the flags of each kind
+         "m2r2": ["exit_layer", "align"], "medusa": ["heads", "markov"],
+         "transfer": ["inject_layer", "steps"], "prophet": ["blocks"]}     # the flags of each kind
 FLAGS = (   # as in train.add_numbers; a default of None depends on the model
     ("exit-layer", None, 0, 2**20, "kangaroo, exit_block, m2r2: after which block (default: a sixth)"),
     ("fused", None, 0, 1, "eagle: 1 to read the states after a quarter and half of the blocks, too"),
     ("align", None, 0.0, 1e30, "m2r2: what the distance from the states further up counts, beside the "
      "distributions (default: 0.1)"),
     ("heads", None, 1, 2**20, "medusa: how many (default: 3)"),
+    ("markov", None, 0, 2**20, "medusa: rank of a bias by the token before, 0 for none (default: 64)"),
     ("inject-layer", None, 0, 2**20, "transfer: after which block rows of future tokens begin (default: "
      "half of them)"),
     ("steps", None, 1, 2**20, "transfer: rows for each token (default: 3)"),
@@ -82,14 +83,16 @@ def parse(argv):
     for name in sorted(set().union(*SHAPE.values()) - {*SHAPE[a.kind]}):
         if getattr(a, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
+    if a.kind == "medusa" and a.vocab and a.markov != 0:
+        raise ValueError("the bias by the token before is of the whole vocabulary: --vocab goes with --markov 0")
     return a
 
 
 def build(a, model):
     """The head that the flags ask for, fresh."""
     L = model.c.n_layers
-    usual = {"exit_layer": max(1, L // 6), "fused": 0, "align": 0.1, "heads": 3, "inject_layer": L // 2,
-             "steps": 3, "blocks": 1}
+    usual = {"exit_layer": max(1, L // 6), "fused": 0, "align": 0.1, "heads": 3, "markov": 64,
+             "inject_layer": L // 2, "steps": 3, "blocks": 1}
     shape = {name: usual[name] if getattr(a, name) is None else getattr(a, name) for name in SHAPE[a.kind]}
     return KINDS[a.kind](model, **shape)
 

@@ -145,7 +145,7 @@ class MedusaDraft(LastState):
         said, last = [], self.last(state)
 
         def step(token, k):
-            said.append(self.head.after(last, k))
+            said.append(self.head.after(last, k, token))
             return said[-1]                                                     # (B, 1, V)
 
         draft = Draft(*chain(state, step, self.rule))

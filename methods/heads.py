@@ -175,32 +175,40 @@ class Medusa(Head):
     W (x + silu(W_k x)), where W_k starts at zero, and W is the model's output head with the norm before it.
 
     own_head: each head has a copy of the output head that is trained, too, as in the paper. That is a matrix
-    (V, dim) for each of them, which in large vocabularies is many times as large as W_k.
+    (V, dim) for each of them, which in large vocabularies is many times as large as W_k. markov: the rank of
+    a bias by the token before, W_2 W_1[token] (DeepSpec's DSpark), which all heads share; 0: none. With it a
+    head knows what the one before it drafted.
     """
     kind, draft, branches = "medusa", drafting.MedusaDraft, True
 
-    def __init__(self, model, heads, own_head=False):
-        self.model, self.shape, self.steps = model, {"heads": heads, "own_head": own_head}, heads
-        self.taps, dim = [2 * model.c.n_layers - 1], model.c.dim
+    def __init__(self, model, heads, own_head=False, markov=0):
+        self.model, self.steps = model, heads
+        self.shape = {"heads": heads, "own_head": own_head, "markov": markov}
+        self.taps, dim, V = [2 * model.c.n_layers - 1], model.c.dim, model.c.vocab_size
         self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
         if own_head:
             rows = (model.tok if model.c.tied else model.head).detach()
             self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
-        self.step = Step(count(self) / heads, output=not own_head, most=heads)
+        self.step = Step(count(self) / heads + markov * V, output=not own_head, most=heads)
+        if markov:
+            noise = torch.randn(V, markov, generator=torch.Generator().manual_seed(0))
+            self.weights.before = nn.Parameter(0.02 * noise.to(model.tok))
+            self.weights.bias = nn.Parameter(model.tok.new_zeros(V, markov))
 
-    def after(self, x, k):
+    def after(self, x, k, before):
         """What head k, from 0 on, says after final states x (B, T, dim): raw logits (B, T, V) of the token
-        k + 1 places after the next."""
-        x = unit(x)
-        x = x + F.silu(F.linear(x, self.weights.inner[k]))
-        if self.shape["own_head"]:
-            return self.model.unembed(x, self.weights.outer[k])
-        return self.model.unembed(x)
+        k + 1 places after the next. before (B, T): the token before that one."""
+        x, w = unit(x), self.weights
+        x = x + F.silu(F.linear(x, w.inner[k]))
+        logits = self.model.unembed(x, w.outer[k]) if self.shape["own_head"] else self.model.unembed(x)
+        if self.shape["markov"]:
+            logits = logits + F.linear(F.embedding(before, w.before), w.bias)
+        return logits
 
     def predict(self, tokens, trace, cache):
         x = trace[self.taps[0]]
         for k in range(1, self.steps + 1):
-            yield k, self.after(x[:, :-k], k - 1)
+            yield k, self.after(x[:, :-k], k - 1, tokens[:, k:])
 
 
 class Prophet(Head):

@@ -48,7 +48,7 @@ DRAFTERS = {
     "exit block, siblings": lambda m: Siblings(wild(ExitBlock(m, 3)).drafter(3), [3, 1]),
     "eagle": lambda m: wild(Eagle(m)).drafter(Unsure(5)),
     "eagle, siblings": lambda m: Siblings(wild(Eagle(m, fused=True)).drafter(3), [3, 1]),
-    "medusa, tree": lambda m: wild(Medusa(m, 4, own_head=True)).drafter(4, GROVE),
+    "medusa, tree": lambda m: wild(Medusa(m, 4, own_head=True, markov=3)).drafter(4, GROVE),
     "medusa, uneven tree": lambda m: wild(Medusa(m, 3)).drafter(
         Says(lambda state: [3, 1, 2, 3][: len(state.known)]), [0, 0, 0, 1, 1, 3, 4, 4]),
     "in turns": lambda m: Turns(
@@ -68,7 +68,7 @@ test_one_wait_a_round = promises.one_wait_a_round(
 test_exact_law = promises.exact_law({
     "kangaroo": (TINY, lambda m: wild(Kangaroo(m, 1)).drafter(Unsure(2))),
     "gemma2 eagle": (TINY_GEMMA, lambda m: wild(Eagle(m)).drafter(2)),
-    "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2, True)).drafter(2, [0, 0, 1])),
+    "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2, True, 2)).drafter(2, [0, 0, 1])),
 }, count=2)
 
 
@@ -122,7 +122,8 @@ def eagle(m, fused=False):
 
 
 HEADS = {"kangaroo": lambda m: Kangaroo(m, 2), "exit block": lambda m: ExitBlock(m, 3),
-         "eagle": eagle, "eagle, fused": lambda m: eagle(m, True), "medusa": lambda m: Medusa(m, 4)}
+         "eagle": eagle, "eagle, fused": lambda m: eagle(m, True), "medusa": lambda m: Medusa(m, 4),
+         "medusa, markov": lambda m: Medusa(m, 4, markov=3)}
 test_drafts_are_what_training_sees = promises.right_drafts(both_ways(HEADS))
 
 

@@ -88,7 +88,7 @@ def test_the_loss_is_the_kl_divergence_from_the_model():
     first, second = train_heads.losses(head, tokens)
     p = m(tokens).softmax(-1).detach()
     m.run(m.embed(tokens), Placement.at(0, 8), trace=trace)
-    q = head.after(trace[11], 1).softmax(-1).detach()
+    q = head.after(trace[11], 1, tokens).softmax(-1).detach()
     want = (p[0, 2:] * (p[0, 2:] / q[0, :6]).log()).sum(-1).mean()
     assert second.item() == pytest.approx(want.item(), rel=1e-5)
     (first + second).backward()
