@@ -84,7 +84,7 @@ def parse(argv):
         if getattr(a, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
     if a.kind == "medusa" and a.vocab and a.markov != 0:
-        raise ValueError("the bias by the token before is of the whole vocabulary: --vocab goes with --markov 0")
+        raise ValueError("the bias by the token before is of all tokens: --vocab goes with --markov 0")
     return a
 
 

@@ -60,7 +60,7 @@ class Transfer(Head):
         w = self.weights
         return F.linear(x, w.matrix.flatten(0, 1)).unflatten(-1, w.bias.shape) + w.bias
 
-    def after(self, rows, k):
+    def after(self, rows, k, before):
         """What row k of the final pseudo states (B, steps, dim) says: (B, 1, V)."""
         return self.model.unembed(rows[:, k : k + 1])
 
