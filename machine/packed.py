@@ -3,7 +3,8 @@
 A product with one row of x waits for memory, and one with two to sixteen rows should wait no longer: then a
 round of speculative decoding costs what a token costs. On many CPUs `F.linear` is far from that, as it puts a
 matrix in order anew for every block of a few tokens. oneDNN, the library behind it, can do so beforehand; a
-packed matrix takes as much memory and is rounded as before.
+packed matrix takes as much memory and is rounded as before. Where single rows are faster without, both are
+kept, the plain matrix for them and the packed one for blocks.
 """
 import statistics
 import time
@@ -14,18 +15,23 @@ import torch.nn.functional as F
 from checkpoint import put
 from machine.quant import Matrix, size
 
-LARGE = 64e6        # bytes of a model's blocks, from which on packing is worth a second of measuring
-ROWS = 1, 4, 8      # of the blocks that decide whether it pays
+LARGE, HUGE = 64e6, 2e9     # bytes of a model's blocks: worth measuring; too much to be kept twice
+MEASURED = 2.5e8            # bytes that are measured with: more than the caches of a processor hold
+ROWS = 8                    # of a block, as rounds of speculative decoding have them
 
 
 class Packed(Matrix):
-    """A matrix (N, K), float32 or bfloat16, on a CPU with oneDNN."""
+    """A matrix w (N, K), float32 or bfloat16, on a CPU with oneDNN. keep: use w itself for single rows."""
 
-    def __init__(self, w):
+    def __init__(self, w, keep=False):
         super().__init__()
-        self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(w.detach().contiguous()))
+        w = w.detach().contiguous()
+        self.plain = w if keep else None        # no buffer: it takes no part in what the matrix is worth
+        self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(w, ROWS))
 
     def product(self, x):
+        if self.plain is not None and x.shape[:-1].numel() == 1:
+            return F.linear(x, self.plain)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
 
     def full(self, dtype):
@@ -33,41 +39,46 @@ class Packed(Matrix):
 
     def __getitem__(self, rows):
         """Some rows of a head, for a draft vocabulary: packed, too."""
-        return Packed(self.packed.to_dense()[rows])
+        return Packed(self.packed.to_dense()[rows], self.plain is not None)
 
     def detach(self):
         return self
 
 
-def pack(model):
+def pack(model, keep=False):
     """Pack the matrices of a model's blocks, and its output head, in place. A tied head is a matrix of its
     own from then on, as the embedding stays as it is. Cast a model before this, not after it."""
     for module in list(model.blocks.modules()):
         for name, w in list(module.named_parameters(recurse=False)):
             if w.dim() == 2:
-                put(module, name, Packed(w))
-    put(model, "head", Packed(model.tok if model.c.tied else model.head))
+                put(module, name, Packed(w, keep))
+    put(model, "head", Packed(model.tok if model.c.tied else model.head, keep))
     return model
 
 
 @torch.inference_mode()
-def gain(model, repeats=5):
-    """How many times as fast the products of a block are when packed, over blocks of ROWS tokens."""
-    plain = [w for w in model.blocks[0].parameters() if w.dim() == 2]
-    forms, seconds = {"plain": plain, "packed": [Packed(w) for w in plain]}, {"plain": [], "packed": []}
-    for _ in range(repeats):
-        for form, matrices in forms.items():
+def gain(model, rows, repeats=7):
+    """How many times as fast the products of a block of that many tokens are when packed."""
+    some = model.blocks[: max(1, int(MEASURED / size(model.blocks[0])))]
+    plain = [w for w in some.parameters() if w.dim() == 2]
+    took = []
+    for matrices in plain, [Packed(w) for w in plain]:
+        seconds = []
+        for _ in range(repeats):    # one after another: while texts are written caches hold one form only
             start = time.perf_counter()
-            for rows in ROWS:
-                for w, matrix in zip(plain, matrices, strict=True):
-                    F.linear(w.new_ones(1, rows, w.shape[1]), matrix)
-            seconds[form].append(time.perf_counter() - start)
-    return statistics.median(seconds["plain"]) / statistics.median(seconds["packed"])
+            for w, matrix in zip(plain, matrices, strict=True):
+                F.linear(w.new_ones(1, rows, w.shape[1]), matrix)
+            seconds.append(time.perf_counter() - start)
+        took.append(statistics.median(seconds))
+    return took[0] / took[1]
 
 
 def pack_where_it_pays(model):
-    """The model; if it is large and on a CPU on which that is faster, packed."""
-    w = model.blocks[0].mlp.down
-    fits = (torch.backends.mkldnn.is_available() and isinstance(w, torch.Tensor) and not w.is_cuda
-            and w.dtype in (torch.float32, torch.bfloat16) and size(model.blocks) >= LARGE)
-    return pack(model) if fits and gain(model) > 1.05 else model
+    """The model; if it is large and on a CPU on which blocks of tokens are faster so, packed."""
+    w, bytes_ = model.blocks[0].mlp.down, size(model.blocks)
+    if (torch.backends.mkldnn.is_available() and isinstance(w, torch.Tensor) and not w.is_cuda
+            and w.dtype in (torch.float32, torch.bfloat16) and bytes_ >= LARGE and gain(model, ROWS) > 1.05):
+        keep = gain(model, 1) < 0.95
+        if not keep or bytes_ < HUGE:
+            return pack(model, keep)
+    return model
