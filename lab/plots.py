@@ -1,6 +1,6 @@
 """The chart of what the lab trains."""
+from notebooks.plots import HUES, axes
 from support.files import replacing
-from support.plots import HUES, axes
 
 
 def running_mean(values, width):

@@ -27,7 +27,7 @@ import torch
 
 import checkpoint
 from model import Placement
-from support import plots
+from notebooks import plots
 
 torch.set_grad_enabled(False)                   # nothing is trained here
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

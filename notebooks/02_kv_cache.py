@@ -20,7 +20,7 @@ import torch
 
 import checkpoint
 from model import Placement
-from support import plots
+from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

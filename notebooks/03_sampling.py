@@ -20,7 +20,7 @@ MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llam
 import torch
 
 import checkpoint
-from support import plots
+from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

@@ -21,7 +21,7 @@ import torch
 
 import checkpoint
 from sampling import Coins, to_probs
-from support import plots
+from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

@@ -22,7 +22,7 @@ import checkpoint
 from lab.bench import search as bench
 from control import weight_costs
 from search import Calibration, speedup
-from support import plots
+from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

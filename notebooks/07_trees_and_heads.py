@@ -24,7 +24,7 @@ from model import Placement
 from layerskip import SelfDraft
 from sampling import Coins, to_probs
 from search import Teacher
-from support import plots
+from notebooks import plots
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c, device, L = model.c, model.tok.device, model.c.n_layers

@@ -22,7 +22,7 @@ import checkpoint
 from model import Placement
 from support.files import read_prompts
 from control import weight_costs
-from support import plots
+from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

@@ -25,7 +25,7 @@ from model import Placement
 from support.files import read_prompts
 from kvcache import KVCache
 from speculative import generate, prefill, rounds
-from support import plots
+from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)

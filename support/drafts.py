@@ -17,15 +17,16 @@ from machine.recorded import Recorded
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
+from methods.suffix import Suffix
 from methods.trees import best_tree
 from speculative import ModelDraft, NGram, ancestors
 from support import cli
 from support.files import note
 from support.measure import kept_costs
 
-NAMES = ("auto", "none", "ngram", "exit", "skip", *KINDS, *heads.KINDS)
+NAMES = ("auto", "none", "ngram", "suffix", "exit", "skip", *KINDS, *heads.KINDS)
 LARGE = 64e6    # bytes of a model's blocks from which on auto measures costs
-GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "exit": 2}    # if neither --gamma nor a file says; else 3
+GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "suffix": 8, "exit": 2}  # where nothing says; else 3
 GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
              "draft_vocab": ("auto", "exit", "skip", "model", *KINDS), "tree": ("heads", *heads.KINDS)}
 
@@ -51,7 +52,7 @@ def add_flags(group):
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto: at most); levels of a tree")
     add("--tree", type=int, metavar="N", help="trained heads: draft a tree of N tokens")
-    add("--draft-vocab", metavar="FILE", help="but for ngram and trained heads: draft with few tokens only, "
+    add("--draft-vocab", metavar="FILE", help="but for lookup and trained heads: draft with few tokens only, "
         "and so with a shorter output head, as search.py --draft-vocab writes it")
 
 
@@ -88,8 +89,9 @@ def plan(a, model, tokenizer):
     gamma = a.gamma if a.gamma is not None else GAMMA.get(kind, 3)
     if kind == "none":
         return Plan(kind, lambda: None, 0, "draft: none")
-    if kind == "ngram":
-        return Plan(kind, lambda: NGram(gamma, 3), gamma, f"draft: ngram, gamma {gamma}")
+    if kind in ("ngram", "suffix"):
+        return Plan(kind, lambda: NGram(gamma, 3) if kind == "ngram" else Suffix(gamma), gamma,
+                    f"draft: {kind}, gamma {gamma}")
     if kind == "auto":
         return weighed(a, model, gamma)
     if kind in GOES_WITH["tree"]:

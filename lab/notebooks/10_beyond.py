@@ -35,7 +35,7 @@ from model import Placement
 from lab import train_heads
 from lab.bench import beyond
 from lab.plots import running_mean
-from support import plots
+from notebooks import plots
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c, device, L = model.c, model.tok.device, model.c.n_layers
