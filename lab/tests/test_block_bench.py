@@ -1,6 +1,4 @@
 """Two small tables: block verification beside token by token, and packed matrices beside plain ones."""
-import pytest
-
 from lab.bench import __main__ as bench
 from lab.bench import block, packed
 
@@ -19,4 +17,3 @@ def test_packed_matrices(capsys):
     text, data = packed.run(bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32",
                                          "--repeats", "1"]))
     assert "| packed |" in text and min(data["times"].values()) > 0
-    assert data["times"]["plain 1"] == pytest.approx(data["times"]["packed 1"], rel=50)
