@@ -13,8 +13,6 @@
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
     python -m lab.bench gpu          what a GPU can do, and what is made of it; goes on where --out ends
     python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
-
-The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
 import argparse
 import json

@@ -1,8 +1,4 @@
-"""Block verification beside token by token: tokens per round, and by the clock.
-
-The one thing to remember: both write with the same seeds from the same distribution, so what differs is how
-much of a draft each of them accepts.
-"""
+"""Block verification beside token by token: tokens per round, and by the clock."""
 import statistics
 from functools import partial
 from itertools import product

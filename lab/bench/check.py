@@ -1,8 +1,4 @@
-"""Does this library compute your checkpoint right? Any folder that loads, beside transformers, row by row.
-
-The one thing to remember: in float32 both libraries must agree to rounding; in a half dtype both round, so
-each is compared with float32, and ours may not be further from it than theirs.
-"""
+"""Does this library compute your checkpoint right? Any folder that loads, beside transformers, row by row."""
 import gc
 import itertools
 import math

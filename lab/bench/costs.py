@@ -1,8 +1,4 @@
-"""What drafting costs on this machine, and what a draft would be worth for any model.
-
-The one thing to remember: alpha comes from one pass over a text, and c from a stopwatch or from the number of
-weights; nothing has to be decoded to know whether alpha > c.
-"""
+"""What drafting costs on this machine, and what a draft would be worth for any model."""
 from tqdm import tqdm
 
 from control import weight_costs

@@ -1,14 +1,8 @@
-"""Drafts that adapt, on a stream of prompts whose kind changes: what is published, fixed drafts, and Pace.
-
-The one thing to remember: on one kind of text a fixed draft is hard to beat; a rule that adapts is worth what
-it loses to the best fixed draft of each prompt, its regret, which nobody could have known beforehand.
-"""
+"""Drafts that adapt, on a stream of prompts whose kind changes: what is published, fixed drafts, and Pace."""
 import statistics
 from collections import Counter
 from functools import cache, partial
 from itertools import pairwise, product
-
-from tqdm import tqdm
 
 from control import Confidence, DoNoHarm, weight_costs
 from lab.bench.drafters import TAIL, Bench, Method, chosen, fixed, header, ruled
@@ -125,11 +119,11 @@ def along(values, best, kinds):
             "regret": statistics.geometric_mean(b / x for b, x in zip(best, values, strict=True)) - 1}
 
 
-def column(bench, methods, names, kinds, title, bar):
+def column(bench, methods, names, kinds, title):
     """One table, see `Bench.table`, with what only a stream tells, by the clock and by the weights that were
     read. names: of the fixed drafts."""
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    rows, parted = bench.table(methods, [], title, bar, first)
+    rows, parted = bench.table(methods, [], title, first)
     for name, m in methods.items():
         rows[name]["read"] = [sum(len(s.ids) for s in m.samples[i]) / sum(s.read for s in m.samples[i])
                               for i in range(len(kinds))]
@@ -157,12 +151,11 @@ def run(a):
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
     costs = kept_costs(model)
     (prompts, kinds), results, notes = stream(tokenizer, model.c, a.quick or TURN), {}, []
-    with tqdm(disable=None) as bar:
-        for title, flags in (("greedy", {}), ("T 0.8", {"temperature": 0.8})):
-            bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
-            methods, names = all_methods(model.c, skip, vocab, trained, costs)
-            results[title], seen = column(bench, chosen(methods, a.only), names, kinds, title, bar)
-            notes += seen
+    for title, flags in (("greedy", {}), ("T 0.8", {"temperature": 0.8})):
+        bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
+        methods, names = all_methods(model.c, skip, vocab, trained, costs)
+        results[title], seen = column(bench, chosen(methods, a.only), names, kinds, title)
+        notes += seen
     data = {"results": results, "divergences": notes, "kinds": kinds, "cost_table": as_data(costs)}
     lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
                    "none, of each prompt; the last columns are ratios by the clock")

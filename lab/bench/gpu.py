@@ -1,8 +1,4 @@
-"""One command for the day a GPU is there: what the machine can do, and what is made of it.
-
-The one thing to remember: one token costs the bytes that it reads, and so the bound of each speed is measured
-in the same run: bytes of weights and cache, divided by the rate at which this device reads.
-"""
+"""One command for the day a GPU is there: what the machine can do, and what is made of it."""
 import json
 import traceback
 from dataclasses import replace

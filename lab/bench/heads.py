@@ -1,14 +1,9 @@
-"""Trained heads beside one another, on the same frozen weights: what they say, cost and gain.
-
-The one thing to remember: tau, the tokens that a pass writes, says how well a head drafts; the speed-up also
-says what its drafts cost. A head is worth its training where it beats the best draft that needs none.
-"""
+"""Trained heads beside one another, on the same frozen weights: what they say, cost and gain."""
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from control import DoNoHarm
 from lab.bench.drafters import TAIL, Bench, Method, fixed, header, own_methods, pilot
@@ -59,7 +54,7 @@ def drafter(loaded, rule, shape, tail, model, small):
     return Then(made, NGram(TAIL, 3)) if tail else made
 
 
-def column(bench, found, title, bar):
+def column(bench, found, title):
     """One table: {method: row}, and where greedy texts parted. found: {name: {dtype: head}}."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
@@ -72,7 +67,7 @@ def column(bench, found, title, bar):
     for name, loaded in found.items():
         more, facts = head_methods(name, loaded)
         methods, known = methods | more, known | facts
-    rows, parted = bench.table(methods, texts, title, bar)
+    rows, parted = bench.table(methods, texts, title)
     return {name: r | known.get(name, {}) for name, r in rows.items()}, parted
 
 
@@ -98,12 +93,11 @@ def run(a):
                     "parameters": heads.count(h), "ranks": " / ".join(f"{x:.2f}" for x in h.ranks)}
              for name, h in own.items()}
     results, notes = {}, []
-    with tqdm(disable=None) as bar:
-        for T, name in product((0.0, 0.8), a.prompts or SETS):
-            prompts, title = prompt_ids(name, tokenizer, model.c)[: a.quick], f"{name}, T {T:g}"
-            bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats, own.values())
-            results[title], seen = column(bench, found, title, bar)
-            notes += seen
+    for T, name in product((0.0, 0.8), a.prompts or SETS):
+        prompts, title = prompt_ids(name, tokenizer, model.c)[: a.quick], f"{name}, T {T:g}"
+        bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats, own.values())
+        results[title], seen = column(bench, found, title)
+        notes += seen
     data = {"results": results, "heads": facts, "divergences": notes}
     lines = header(a, repeats, "; c and block: by the clock of the loop; by ranks: Sequoia's formula")
     return page(lines + figures(facts.items(), FACTS, "heads") + tables(results, COLUMNS)), data

@@ -1,7 +1,4 @@
-"""Plain decoding, measured beside transformers.
-
-The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
-"""
+"""Plain decoding, measured beside transformers."""
 import tempfile
 from itertools import product
 from pathlib import Path

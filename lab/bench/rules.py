@@ -1,8 +1,4 @@
-"""Several guesses for one place: which rule keeps one of them most often, and which rules are exact?
-
-The one thing to remember: an exact rule is judged by how often one of k guesses is kept, beside the most that
-any exact rule could keep; a rule that is not exact is judged by how far its text is from the model's.
-"""
+"""Several guesses for one place: which rule keeps one of them most often, and which rules are exact?"""
 import torch
 
 from sampling import Coins

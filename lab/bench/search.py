@@ -1,8 +1,4 @@
-"""The search for sub-layers to skip, against the truth: all 4,096 sets of twelve groups of sub-layers.
-
-The one thing to remember: a search is judged by its regret, how far the best set it has seen is from the best
-there is.
-"""
+"""The search for sub-layers to skip, against the truth: all 4,096 sets of twelve groups of sub-layers."""
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -88,18 +84,13 @@ def run_method(method, space, worth, seed, count):
     return best + best[-1:] * (count - len(best))
 
 
-def regrets(space, land, bar):
+def regrets(space, land):
     """{method: (seeds, budget) best values so far}."""
     def worth(z):
         return float(land["speedup"][sum(b << j for j, b in enumerate(z))])
 
-    found = {}
-    for name, method in METHODS.items():
-        found[name] = []
-        for seed in range(SEEDS):
-            found[name].append(run_method(method, space, worth, seed, max(BUDGETS)))
-            bar.update()
-    return found
+    return {name: [run_method(method, space, worth, seed, max(BUDGETS))
+                   for seed in tqdm(range(SEEDS), name, disable=None)] for name, method in METHODS.items()}
 
 
 def over_everything(a, model, calibration, prompts):
@@ -139,10 +130,8 @@ def run(a):
     space, costs = bands(model.c.n_layers), weight_costs(model.c)
     calibration = Calibration(exact, tokenizer, documents, 512)
     land = landscape(a, space, calibration, costs)
-    with tqdm(total=len(METHODS) * SEEDS, desc="methods", disable=None) as bar:
-        curves = regrets(space, land, bar)
     optimum, best = float(land["speedup"].max()), bits(int(land["speedup"].argmax()), len(space.skippable))
-    data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": curves,
+    data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": regrets(space, land),
             "everything": over_everything(a, model, calibration, prompts)}
     return markdown(a, land, data), data
 
