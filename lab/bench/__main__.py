@@ -54,7 +54,7 @@ def parse(argv):
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
     p.add_argument("--exit-layer", type=int, metavar="E", help="block: this exit")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
-                   "a3,m4 or a skip.json (but for help by default the one beside the weights)")
+                   "a3,m4 or a skip.json (self, dynamic, block: by default the one beside the weights)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
                    "most frequent first (by default draft_vocab.json beside the weights)")
     p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
