@@ -52,7 +52,6 @@ def parse(argv):
     p.add_argument("--quick", action="store_const", const=1, help="one prompt of each kind; gpu: tiny "
                    "models, to see whether it runs at all")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
-    p.add_argument("--exit-layer", type=int, metavar="E", help="block: this exit")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
                    "a3,m4 or a skip.json (self, dynamic, block: by default the one beside the weights)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
