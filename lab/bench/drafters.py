@@ -109,20 +109,19 @@ class Bench:
                         m.samples.setdefault(i, []).append(sample)
 
     def table(self, methods, texts, title, checked=None):
-        """({method: row}, where greedy texts part from plain decoding in the timed dtype). texts: see
-        `pilot`; checked: the prompts whose texts are compared in float64, by default all."""
+        """{method: row}, each with "parted": where greedy texts part from plain decoding in the timed dtype.
+        texts: see `pilot`; checked: the prompts whose texts are compared in float64, by default all."""
         if self.greedy:
             self.check_texts(methods, checked or range(len(self.prompts)))
         self.run(methods, title)
-        rows, parted = {}, []
-        for name, m in methods.items():
-            rows[name] = row(m, methods["plain"], texts)
-            for i, runs in m.samples.items() if self.greedy else ():
-                ours, plain = runs[0].ids, methods["plain"].samples[i][0].ids
-                if ours != plain:
-                    parted.append({"set": title, "method": name, "prompt": i,
-                                   **parting(self.model, self.prompts[i], ours, plain)})
-        return rows, parted
+        plain = methods["plain"]
+        return {name: row(m, plain, texts) | {"parted": self.parted(m, plain) if self.greedy else []}
+                for name, m in methods.items()}
+
+    def parted(self, m, plain):
+        both = [(i, runs[0].ids, plain.samples[i][0].ids) for i, runs in m.samples.items()]
+        return [{"prompt": i, **parting(self.model, self.prompts[i], ours, theirs)}
+                for i, ours, theirs in both if ours != theirs]
 
 
 class Writing(Timed):
@@ -331,12 +330,14 @@ def header(a, repeats, more=""):
             f"over the prompts; every greedy text of ours is that of plain decoding in float64{more}", ""]
 
 
-def markdown(a, repeats, results, notes):
+def markdown(a, repeats, results):
     lines = header(a, repeats) + tables(results, COLUMNS)
-    for n in notes:
+    found = [(title, name, n) for title, rows in results.items() for name, r in rows.items()
+             for n in r["parted"]]
+    for title, name, n in found:
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
-        lines.append(f"- {n['set']}, prompt {n['prompt']}, {n['method']}: other than plain decoding from new "
-                     f"token {n['position']} on, where the logits lie {n['gap']:.3g} apart, {why}")
+        lines.append(f"- {title}, prompt {n['prompt']}, {name}: other than plain decoding from new token "
+                     f"{n['position']} on, where the logits lie {n['gap']:.3g} apart, {why}")
     return page(lines)
 
 
@@ -358,11 +359,10 @@ def run(a):
     skip = beside(a, "skip", a.skip, read_skip, c.n_layers)      # search.py wrote both
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, c.vocab_size)
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]
-    results, notes = {}, []
+    results = {}
     for name, flags in (task for task in tasks if task[0] in (a.prompts or SETS)):
         title = f"{name}, {'T 0.8, top-p 0.95' if flags else 'greedy'}"
         prompts = prompt_ids(name, tokenizer, c)[: a.quick]
         bench = Bench(models, prompts, flags, a.new, repeats)
-        results[title], seen = column(a, bench, skip, vocab, title)
-        notes += seen
-    return markdown(a, repeats, results, notes), {"results": results, "divergences": notes}
+        results[title] = column(a, bench, skip, vocab, title)
+    return markdown(a, repeats, results), {"results": results}

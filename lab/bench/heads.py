@@ -55,7 +55,7 @@ def drafter(loaded, rule, shape, tail, model, small):
 
 
 def column(bench, found, title):
-    """One table: {method: row}, and where greedy texts parted. found: {name: {dtype: head}}."""
+    """One table: {method: row}. found: {name: {dtype: head}}."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
     free, best = own_methods(L, exits, None, cost), dict(exits)
@@ -67,8 +67,7 @@ def column(bench, found, title):
     for name, loaded in found.items():
         more, facts = head_methods(name, loaded)
         methods, known = methods | more, known | facts
-    rows, parted = bench.table(methods, texts, title)
-    return {name: r | known.get(name, {}) for name, r in rows.items()}, parted
+    return {name: r | known.get(name, {}) for name, r in bench.table(methods, texts, title).items()}
 
 
 # --- what is reported
@@ -92,12 +91,11 @@ def run(a):
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.pricing(h)(0),
                     "parameters": heads.count(h), "ranks": " / ".join(f"{x:.2f}" for x in h.ranks)}
              for name, h in own.items()}
-    results, notes = {}, []
+    results = {}
     for T, name in product((0.0, 0.8), a.prompts or SETS):
         prompts, title = prompt_ids(name, tokenizer, model.c)[: a.quick], f"{name}, T {T:g}"
         bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats, own.values())
-        results[title], seen = column(bench, found, title)
-        notes += seen
-    data = {"results": results, "heads": facts, "divergences": notes}
+        results[title] = column(bench, found, title)
+    data = {"results": results, "heads": facts}
     lines = header(a, repeats, "; c and block: by the clock of the loop; by ranks: Sequoia's formula")
     return page(lines + figures(facts.items(), FACTS, "heads") + tables(results, COLUMNS)), data
