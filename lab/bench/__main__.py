@@ -24,29 +24,16 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import (
-    beyond,
-    block,
-    check,
-    costs,
-    counts,
-    drafters,
-    dynamic,
-    gpu,
-    heads,
-    packed,
-    plain,
-    quant,
-    search,
-)
+from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, gpu, heads, plain, quant, search
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
 from support.files import write_file
 
-RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
-        "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "block": block.run, "packed": packed.run, "heads": heads.run, "search": search.run, "gpu": gpu.run,
-        "beyond": beyond.run}   # -> (Markdown, data)
+RUNS = {    # -> (Markdown, data)
+    "counts": counts.run, "plain": plain.run, "packed": plain.run_packed, "costs": costs.run_costs,
+    "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
+    "quant": quant.run, "block": block.run, "heads": heads.run, "search": search.run, "gpu": gpu.run,
+    "beyond": beyond.run}
 
 
 class Flags(argparse.Namespace):
