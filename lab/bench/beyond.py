@@ -271,9 +271,6 @@ def paper():
     return rows
 
 
-# --- the command
-
-
 LOOP = {"accepted": "{accepted:.2f}", "tau": "{tau:.2f}", "speed-up by weights": "{by_weights:.2f}"}
 M2R2_COLUMNS = {"rows": "{rows}", "own weights": "{weights:,}", "c by weights": "{c:.3f}",
                 "alpha": "{alpha:.3f}", **LOOP}

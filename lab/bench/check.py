@@ -219,9 +219,6 @@ def check_rounding(half, theirs, want, stored):
                  f"{theirs:.1e}", ours <= 1.5 * theirs)
 
 
-# --- texts
-
-
 def check_texts(model, prompts, new, said):
     """Greedy texts in float32, both prompts in one ragged batch. Where two logits tie, texts may part."""
     L, rows = model.c.n_layers, []
@@ -235,9 +232,6 @@ def check_texts(model, prompts, new, said):
         rows.append(judge(f"greedy text, {name}: {len(prompts)} x {new} tokens", ours or "equal",
                           "its text", all(p["near_tie"] for p in parts)))
     return rows
-
-
-# --- all of it
 
 
 def texts(tokenizer, c):

@@ -10,8 +10,6 @@ from support.cli import read_skip
 from support.measure import as_data, measure_costs
 from support.stats import compare
 
-# --- costs
-
 
 def run_costs(a):
     model, _ = load(a)
@@ -41,9 +39,6 @@ def against_plain(model, prompts, drafter, new, repeats):
     rate = {name: sum(r.tokens for r in some) / sum(r.seconds for r in some) for name, some in runs.items()}
     tau = sum(r.tokens for r in runs["drafted"]) / sum(r.passes for r in runs["drafted"])
     return tau, rate["drafted"] / rate["plain"]
-
-
-# --- will it help?
 
 
 def teachers(model, tokenizer, a):

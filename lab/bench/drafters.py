@@ -341,9 +341,6 @@ def markdown(a, repeats, results):
     return page(lines)
 
 
-# --- the command
-
-
 def column(a, bench, skip, vocab, title):
     """One table, see `Bench.table`."""
     L = bench.model.c.n_layers

@@ -137,9 +137,6 @@ COLUMNS = {"ratio to plain": "{clock[ratio]:.2f}", "regret": "{clock[regret]:.0%
            "tau": "{tau:.2f}", **{kind: f"{{clock[sets][{kind}]:.2f}}" for kind in SETS}}
 
 
-# --- the command
-
-
 def run(a):
     repeats, (models, tokenizer) = a.repeats or 1, load_both(a)
     model = models[a.dtype][0]

@@ -106,9 +106,6 @@ def shipped(device, tiny, name):
     return rows
 
 
-# --- the command line
-
-
 def parts(device, tiny, found):
     """{name: what measures it}, in this order: all but the first need the first."""
     shapes = TINY if tiny else {name: SHAPES[name] for name in NAMES}

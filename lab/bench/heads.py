@@ -19,9 +19,6 @@ NODES = 8       # of a tree
 LEVELS = 8      # no chain or tree here is deeper
 
 
-# --- the ways to draft
-
-
 def shapes(head, cost):
     """{name: parents} of the chain and of the tree that promise most, where a level costs what its weights
     say, and further nodes nothing."""
@@ -68,9 +65,6 @@ def column(bench, found, title):
         more, facts = head_methods(name, loaded)
         methods, known = methods | more, known | facts
     return {name: r | known.get(name, {}) for name, r in bench.table(methods, texts, title).items()}
-
-
-# --- what is reported
 
 
 COLUMNS = {"ratio to plain": "{ratio:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
