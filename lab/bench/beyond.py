@@ -2,9 +2,9 @@
 reconstruction, and each with one question that its paper leaves open.
 """
 import copy
-import operator
 import statistics
 from functools import partial
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -77,17 +77,12 @@ def taught(model, text, tokens, kind, *words):
     return finished(train_heads.Run(a, model, text, model.tok.device)).head
 
 
-def written(model, prompts, drafter, new):
-    """The Counts of greedy answers to all prompts, which are one batch."""
+def worth(model, prompts, drafter, new, cost):
+    """What is reported of a drafter, from greedy answers to all prompts, which are one batch. cost(K): what a
+    draft of K tokens takes, in passes of the target, by the weights that it reads."""
     counts = Counts()
     for _, r in rounds(model, prompts, new, drafter, eos=model.c.eos):
         counts.add(r)
-    return counts
-
-
-def counted(counts, cost):
-    """What is reported of a drafter. cost(K): what a draft of K tokens takes, in passes of the target, by the
-    weights that it reads."""
     return {"accepted": counts.accepted / max(1, counts.proposed), "tau": counts.tau,
             "by_weights": counts.tau / (1 + cost(counts.proposed / max(1, counts.turns)))}
 
@@ -108,10 +103,9 @@ def accelerated(model, text, prompts, new, exits):
         for name, head in made.items():
             c = heads.pricing(head)(0)
             alpha = train_heads.evaluate(head, held_out, CONTEXT, SIZES.measured)["agreement"][0]
-            counts = written(model, prompts, head.drafter(GAMMA), new)
             found[f"exit {e}, {name}"] = {
                 "rows": 2 if head.shape.get("rank") else 1, "weights": heads.count(head), "c": c,
-                "alpha": alpha, **counted(counts, partial(operator.mul, c))}
+                "alpha": alpha, **worth(model, prompts, head.drafter(GAMMA), new, partial(mul, c))}
     return found
 
 
@@ -180,8 +174,8 @@ def prophets(text, device, new):
     plain, flags = runs[1].model.requires_grad_(False), ("--inject-layer", "0", "--steps", "2")
     made = {"with the model": runs[3].head, "later": taught(plain, text, SIZES.heads, "transfer", *flags)}
     for name, head in made.items():
-        counts = written(head.model, prompts, head.drafter(2), min(new, CONTEXT - 16))
-        found["drafts"][name] = counted(counts, partial(operator.mul, heads.pricing(head)(0)))
+        found["drafts"][name] = worth(head.model, prompts, head.drafter(2), min(new, CONTEXT - 16),
+                                      partial(mul, heads.pricing(head)(0)))
     return found
 
 
@@ -209,9 +203,8 @@ def hamburgers(model, tokenizer, prompts, new):
     cost, found = lambda K: (1 + small * (K - 1)) * (K > 0), {}
     for confidence in CONFIDENCES:
         kl, tokens = score(burger, cold, windows, confidence)
-        counts = written(model, prompts, BurgerDraft(burger, confidence), new)
         found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens),
-                                  **counted(counts, cost)}
+                                  **worth(model, prompts, BurgerDraft(burger, confidence), new, cost)}
     return found
 
 
@@ -252,9 +245,10 @@ def sparse_drafts(model, texts, new):
 
         n, drafter = 3 * T // 4, sparse.SparseDraft(model, GAMMA, SINKS, window)
         unread = sparse.unread(costs, n, SINKS, window) / ((n + 1) * c.n_layers * costs.slot)
-        counts = written(model, [ids[: T // 2] for ids in texts], drafter, min(new, T // 2 - 1))
-        found[str(window)] = {"alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0), "unread": unread,
-                              "overlap": alpha(warm, SINKS), "tau": counts.tau}
+        found[str(window)] = {
+            "alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0), "overlap": alpha(warm, SINKS),
+            "unread": unread, **worth(model, [ids[: T // 2] for ids in texts], drafter, min(new, T // 2 - 1),
+                                      partial(mul, 1.0))}     # a token reads all weights
     return found
 
 

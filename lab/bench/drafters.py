@@ -57,6 +57,7 @@ class Method:
     sublayers: list | None = None                  # of a self-draft
     gamma: int | None = None                       # of a fixed draft, to which the formula applies
     vocab: list | None = None                      # what it drafts with, if not with all tokens
+    facts: dict = field(default_factory=dict)      # what is known before it is measured
     samples: dict = field(default_factory=dict)    # prompt -> [Sample], without the warm-up
 
 
@@ -115,13 +116,13 @@ class Bench:
             self.check_texts(methods, checked or range(len(self.prompts)))
         self.run(methods, title)
         plain = methods["plain"]
-        return {name: row(m, plain, texts) | {"parted": self.parted(m, plain) if self.greedy else []}
+        return {name: row(m, plain, texts) | m.facts | {"parted": self.parted(m, plain)}
                 for name, m in methods.items()}
 
     def parted(self, m, plain):
         both = [(i, runs[0].ids, plain.samples[i][0].ids) for i, runs in m.samples.items()]
         return [{"prompt": i, **parting(self.model, self.prompts[i], ours, theirs)}
-                for i, ours, theirs in both if ours != theirs]
+                for i, ours, theirs in both if self.greedy and ours != theirs]
 
 
 class Writing(Timed):

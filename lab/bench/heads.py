@@ -29,21 +29,19 @@ def shapes(head, cost):
 
 
 def head_methods(name, loaded):
-    """({name: Method}, {name: its tree, and the tau by ranks}) of one head: a chain, a tree, and the rule
-    that drafts as far as it pays, alone and with an n-gram tail, as the exits have it that need no training.
-    loaded: {dtype: head}."""
-    head, methods, known = next(iter(loaded.values())), {}, {}
+    """{name: Method} of one head: a chain, a tree, and the rule that drafts as far as it pays, alone and with
+    an n-gram tail, as the exits have it that need no training. loaded: {dtype: head}."""
+    head, methods = next(iter(loaded.values())), {}
     cost = heads.pricing(head)(0)
     for shape, parents in shapes(head, cost).items():
         levels = int(ancestors(torch.tensor([parents])).sum(-1).max()) - 1
         make = partial(drafter, loaded, levels, parents if "tree" in shape else None, False)
-        methods[f"{name}, {shape}"] = Method(lambda make=make: make, gamma=levels)
-        known[f"{name}, {shape}"] = {"parents": parents,
-                                     "tau_predicted": tree_tokens(parents, head.ranks or [0.5])}
+        facts = {"parents": parents, "tau_predicted": tree_tokens(parents, head.ranks or [0.5])}
+        methods[f"{name}, {shape}"] = Method(lambda make=make: make, gamma=levels, facts=facts)
     for tail in (False, True):
         methods[f"{name}, do no harm{', n-gram tail' * tail}"] = Method(lambda tail=tail: partial(
             drafter, loaded, DoNoHarm(cost, head.step.most), None, tail))
-    return methods, known
+    return methods
 
 
 def drafter(loaded, rule, shape, tail, model, small):
@@ -56,15 +54,14 @@ def column(bench, found, title):
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
     free, best = own_methods(L, exits, None, cost), dict(exits)
-    methods, known = {"plain": free["plain"]}, {}
+    methods = {"plain": free["plain"]}
     layers = {h.shape["exit_layer"] for h in bench.heads if "exit_layer" in h.shape}
     for e in sorted(layers | {exits[0][0]}):
         methods |= fixed(f"exit {e}", early_exit(L, e), best.get(e, 2))
     methods |= {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
     for name, loaded in found.items():
-        more, facts = head_methods(name, loaded)
-        methods, known = methods | more, known | facts
-    return {name: r | known.get(name, {}) for name, r in bench.table(methods, texts, title).items()}
+        methods |= head_methods(name, loaded)
+    return bench.table(methods, texts, title)
 
 
 COLUMNS = {"ratio to plain": "{ratio:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
