@@ -32,8 +32,8 @@ from support.files import write_file
 RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "packed": plain.run_packed, "costs": costs.run_costs,
     "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
-    "quant": quant.run, "block": block.run, "heads": heads.run, "search": search.run, "gpu": gpu.run,
-    "beyond": beyond.run}
+    "quant": quant.run, "block": block.run, "heads": heads.run, "search": search.run,
+    "gpu": gpu.run, "beyond": beyond.run}
 
 
 class Flags(argparse.Namespace):
@@ -55,7 +55,7 @@ def parse(argv):
                    "models, to see whether it runs at all")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
-                   "a3,m4 or a skip.json (self, dynamic, block: by default the one beside the weights)")
+                   "a3,m4 or a skip.json (the last three: by default the one beside the weights)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
                    "most frequent first (by default draft_vocab.json beside the weights)")
     p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),

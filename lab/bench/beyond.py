@@ -4,6 +4,7 @@ reconstruction, and each with one question that its paper leaves open.
 import copy
 import statistics
 from functools import partial
+from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
@@ -52,7 +53,8 @@ SIZES = Sizes()
 
 def parsed(parse, flags, *words):
     """What a command makes of {flag: value} and of further words."""
-    return parse([*(word for name, value in flags.items() for word in (f"--{name}", str(value))), *words])
+    pairs = [(f"--{name}", str(value)) for name, value in flags.items()]
+    return parse([*chain(*pairs), *words])
 
 
 def finished(run):
@@ -71,15 +73,15 @@ def own_text(model, tokenizer, count, measured, length=256):
 
 def taught(model, text, tokens, kind, *words):
     """A head of lab/train_heads.py, with its flags, trained on the text."""
-    flags = {"model": "given", "out": "nowhere", "tokens": tokens, "context": CONTEXT, "batch": BATCH,
-             "device": model.tok.device.type}
+    flags = {"model": "given", "out": "nowhere", "tokens": tokens, "context": CONTEXT,
+             "batch": BATCH, "device": model.tok.device.type}
     a = parsed(train_heads.parse, flags, kind, *words)
     return finished(train_heads.Run(a, model, text, model.tok.device)).head
 
 
 def worth(model, prompts, drafter, new, cost):
-    """What is reported of a drafter, from greedy answers to all prompts, which are one batch. cost(K): what a
-    draft of K tokens takes, in passes of the target, by the weights that it reads."""
+    """What is reported of a drafter, from greedy answers to all prompts, which are one batch.
+    cost(K): what a draft of K tokens takes, in passes of the target, by the weights that it reads."""
     counts = Counts()
     for _, r in rounds(model, prompts, new, drafter, eos=model.c.eos):
         counts.add(r)
@@ -124,14 +126,15 @@ class Grown:
 
 
 def stream_losses(model, head, batch):
-    """The cross-entropy of each stream for windows (B, T+1): first the model's own, then those of the rows of
-    the head, a Transfer from the embeddings on, each of which foresees a token further. (ProphetNet is an
-    encoder and a decoder; this is a decoder alone.) The losses of the rows train what they read, too: the
-    model's keys and values."""
+    """The cross-entropy of each stream for windows (B, T+1): first the model's own, then those of the
+    rows of the head, a Transfer from the embeddings on, each of which foresees a token further. They
+    train what they read, too: the model's keys and values. (ProphetNet is an encoder and a decoder;
+    this is a decoder alone.)"""
     tokens, cache = batch[:, :-1], Grown()
     x = model.run(model.embed(tokens), Placement.at(0, tokens.shape[1], tokens.device), cache)
     said = [model.unembed(x), *(logits for _, logits in head.predict(tokens, {}, cache))]
-    return [F.cross_entropy(logits.flatten(0, 1), batch[:, k:].flatten()) for k, logits in enumerate(said, 1)]
+    return [F.cross_entropy(logits.flatten(0, 1), batch[:, k:].flatten())
+            for k, logits in enumerate(said, 1)]
 
 
 class Streams(train.Run):
@@ -156,15 +159,16 @@ class Streams(train.Run):
 def prophet(text, device, streams, seed, tokens, shape=SHAPE):
     """A finished run of a tiny model with so many streams. shape: some flags of lab/train.py."""
     a = parsed(train.parse, {
-        "out": "nowhere", "data": "given", "context": CONTEXT, "batch": BATCH, "warmup": 20, "dropout": 0,
-        "exit-weight": 0, "seed": seed, "tokens": tokens, "dtype": "float32", "device": device.type} | shape)
-    return finished(train.Run(a, text, device) if streams == 1 else Streams(a, text, device, streams))
+        "out": "nowhere", "data": "given", "device": device.type, "dtype": "float32", "seed": seed,
+        "tokens": tokens, "context": CONTEXT, "batch": BATCH, "warmup": 20, "dropout": 0,
+        "exit-weight": 0} | shape)
+    plain = streams == 1
+    return finished(train.Run(a, text, device) if plain else Streams(a, text, device, streams))
 
 
 def prophets(text, device, new):
-    """"1", "3": the models' own losses on held-out text, one for each seed; "drafts": what the streams of the
-    last seed are worth as a Transfer, and what those are that learnt when a model of one stream was finished.
-    """
+    """"1", "3": the models' own losses on held-out text, one for each seed; "drafts": what the last
+    seed's streams are worth as a Transfer, and those that learnt when its model of one was finished."""
     held_out, found = text.valid[OWN], {"1": [], "3": [], "drafts": {}}
     prompts = held_out[: 16 * (min(128, len(held_out)) // 16)].view(-1, 16).tolist()
     for seed in range(SIZES.seeds):
@@ -203,8 +207,8 @@ def hamburgers(model, tokenizer, prompts, new):
     cost, found = lambda K: (1 + small * (K - 1)) * (K > 0), {}
     for confidence in CONFIDENCES:
         kl, tokens = score(burger, cold, windows, confidence)
-        found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens),
-                                  **worth(model, prompts, BurgerDraft(burger, confidence), new, cost)}
+        checked = worth(model, prompts, BurgerDraft(burger, confidence), new, cost)
+        found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens), **checked}
     return found
 
 
@@ -236,7 +240,7 @@ def long_texts(tokenizer, c, count):
 def sparse_drafts(model, texts, new):
     """{window: what was found} in the second half of texts of the same length: alpha with sinks and without,
     and at temperature 1, "overlap"; and tau, where greedy text goes on."""
-    T, c = len(texts[0]), model.c
+    T, c, halves = len(texts[0]), model.c, [ids[: len(ids) // 2] for ids in texts]
     warm = [Teacher(model, ids, lambda x: to_probs(x, 1.0)) for ids in texts]
     cold, costs, found = [Teacher(model, ids) for ids in texts], weight_costs(c), {}
     for window in (w for w in (8, 16, 32, 64, 128) if w < T // 2):
@@ -245,10 +249,9 @@ def sparse_drafts(model, texts, new):
 
         n, drafter = 3 * T // 4, sparse.SparseDraft(model, GAMMA, SINKS, window)
         unread = sparse.unread(costs, n, SINKS, window) / ((n + 1) * c.n_layers * costs.slot)
-        found[str(window)] = {
-            "alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0), "overlap": alpha(warm, SINKS),
-            "unread": unread, **worth(model, [ids[: T // 2] for ids in texts], drafter, min(new, T // 2 - 1),
-                                      partial(mul, 1.0))}     # a token reads all weights
+        checked = worth(model, halves, drafter, min(new, T // 2 - 1), float)    # it reads all weights
+        found[str(window)] = {"alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0),
+                              "overlap": alpha(warm, SINKS), "unread": unread, **checked}
     return found
 
 
@@ -271,7 +274,7 @@ M2R2_COLUMNS = {"rows": "{rows}", "own weights": "{weights:,}", "c by weights": 
 BURGER_COLUMNS = {"KL alone": "{kl:.3f}", "tokens a step alone": "{tokens:.2f}",
                   "speed-up alone, by weights": "{alone:.2f}", **LOOP}
 SPARSE_COLUMNS = {"alpha": "{alpha:.3f}", "alpha without sinks": "{no_sinks:.3f}",
-                  "alpha at temperature 1": "{overlap:.3f}", "keys and values not read": "{unread:.0%}",
+                  "at temperature 1": "{overlap:.3f}", "keys and values not read": "{unread:.0%}",
                   "tau": "{tau:.2f}"}
 PAPER_COLUMNS = {"GB a pass reads": "{read:.1f}", "GB of keys and values": "{cached:.1f}",
                  "GB a draft leaves": "{left:.1f}", "c by bytes": "{c:.2f}",
@@ -291,27 +294,29 @@ def prophet_lines(found):
     change = [b - a for a, b in zip(found["1"], found["3"], strict=True)]
     error = statistics.stdev(change) / len(change) ** 0.5
     noise = statistics.mean(map(statistics.stdev, (found["1"], found["3"])))
-    return ["**ProphetNet**: does it help a model to foresee more than the next token? Its own loss, in nats "
-            "a token of held-out text, and what its streams are worth as drafts.", "",
+    return ["**ProphetNet**: does it help a model to foresee more than the next token? Its own loss, "
+            "in nats a token of held-out text, and what its streams are worth as drafts.", "",
             *table(["streams", *(f"seed {s}" for s in range(len(change)))],
                    [[n, *(f"{loss:.4f}" for loss in found[n])] for n in "13"]),
-            f"Three streams change it by {statistics.mean(change):+.4f} (standard error {error:.4f}); "
-            f"from seed to seed a loss moves by {noise:.4f}.", "",
+            f"Three streams change it by {statistics.mean(change):+.4f} (standard error {error:.4f}), "
+            f"a seed by {noise:.4f}.", "",
             *figures(found["drafts"].items(), LOOP, "streams learnt")]
 
 
 def burger_lines(found):
-    return [f"**HAMburger**, which imitates the model at temperature {COLD}: what is left of its speed where "
-            "its trust is checked? Alone it writes another text, and KL is what it is off, in nats a token; "
-            "checked, its text is exact. At confidence 2 each step says one token.", "",
+    return [f"**HAMburger**, which imitates the model at temperature {COLD}: what is left of its speed "
+            "where its trust is checked? Alone it writes another text, and KL is what it is off, in nats "
+            "a token; checked, its text is exact. At confidence 2 each step says one token.", "",
             *figures(found.items(), BURGER_COLUMNS, "confidence")]
 
 
 def sparse_lines(found, on_paper):
-    rows = [(f"{r['tokens']:,}", r | {"read": (r["weights"] + r["cache"]) / 1e9, "cached": r["cache"] / 1e9,
-                                      "left": r["unread"] / 1e9}) for r in on_paper]
-    return [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, in "
-            "the second halves of texts of up to 256 tokens.", "",
+    rows = []
+    for r in on_paper:
+        read = {"read": r["weights"] + r["cache"], "cached": r["cache"], "left": r["unread"]}
+        rows.append((f"{r['tokens']:,}", r | {name: size / 1e9 for name, size in read.items()}))
+    return [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, "
+            "in the second halves of texts of up to 256 tokens.", "",
             *figures(found.items(), SPARSE_COLUMNS, "window"),
             f"On paper, Llama 3 8B in a half type, {SINKS} sinks and a window of {WINDOW:,}:", "",
             *figures(rows, PAPER_COLUMNS, "tokens")]
@@ -319,10 +324,11 @@ def sparse_lines(found, on_paper):
 
 def run(a):
     m2r2, exits = {}, (1 / 6, 1 / 12, 1 / 4)        # shares of the blocks
-    for folder, share in ([(a.twin, 2)] if a.twin else []) + [(a.model, 1)]:    # the others need its text
+    for folder, share in ([(a.twin, 2)] if a.twin else []) + [(a.model, 1)]:    # this text goes on
         model, tokenizer = load(a, "float32", folder)
         text = own_text(model, tokenizer, SIZES.text // share, SIZES.measured)
-        prompts = [ids for name in SETS for ids in prompt_ids(name, tokenizer, model.c)[: a.quick or 4]]
+        kinds = [prompt_ids(name, tokenizer, model.c) for name in SETS]
+        prompts = [ids for kind in kinds for ids in kind[: a.quick or 4]]
         after = list(dict.fromkeys(max(1, round(model.c.n_layers * part)) for part in exits))
         m2r2[folder] = accelerated(model, text, prompts, a.new, after if share == 1 else after[:1])
     parts = {"prophet": partial(prophets, text, model.tok.device, a.new),

@@ -1,5 +1,5 @@
-"""Block verification beside token by token, and of trees traversal beside it: tokens per round, which both
-write with the same seeds from the same distribution."""
+"""Tokens per round by block verification beside token by token, and of trees by traversal: with the
+same seeds and from the same distribution."""
 import statistics
 from functools import partial
 from itertools import product
@@ -70,10 +70,11 @@ def run(a):
                              model.c.eos, verify=judge) for seed, ids in product(seeds, prompts)]
             tau[name] = sum(len(out) for (out,), _ in runs) / sum(passes for _, passes in runs)
         one, two = tau.values()
-        rows.append([f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}", f"{two / one - 1:+.1%}"])
+        gain = f"{two / one - 1:+.1%}"
+        rows.append([f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}", gain])
         data.append({"temperature": temperature, "gamma": gamma, "tau": tau})
-    lines = [f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts of {len(subs)} of {2 * L} "
-             f"sub-layers. {a.machine}.", "",
+    lines = [f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts of {len(subs)} of "
+             f"{2 * L} sub-layers. {a.machine}.", "",
              *table(["temperature", "gamma", "tau, token by token", "tau, block", "gain"], rows),
              "Trees:", "", *trees(a, model, subs, prompts)]
     return page(lines), {"rows": data, "sublayers": list(subs)}

@@ -1,4 +1,4 @@
-"""Does this library compute your checkpoint right? Any folder that loads, beside transformers, row by row."""
+"""Does this library compute your checkpoint right? Any folder that loads, beside transformers."""
 import gc
 import itertools
 import math
@@ -263,7 +263,8 @@ def run(a):
     if half is not None:
         rows.append(check_rounding(half, said["half"], said["logits"][0], stored))
     rows += check_texts(model, prompts, new, said)
-    rows.append(judge("context", str(c.max_len), str(said["max_len"]), c.max_len == said["max_len"]))
+    theirs = said["max_len"]
+    rows.append(judge("context", str(c.max_len), str(theirs), c.max_len == theirs))
     del model, said
     helps, found = promises(a, *checkpoint.load(folder, a.device)) if c.n_layers > 1 else ("", {})
     wrong = [r.check for r in rows if r.verdict == WRONG]

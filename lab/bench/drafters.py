@@ -1,4 +1,4 @@
-"""What drafting is worth: every method on four kinds of text, beside one another and transformers."""
+"""What drafting is worth: every method on four kinds of text, beside transformers."""
 import statistics
 import time
 from collections.abc import Callable
@@ -110,8 +110,8 @@ class Bench:
                         m.samples.setdefault(i, []).append(sample)
 
     def table(self, methods, texts, title, checked=None):
-        """{method: row}, each with "parted": where greedy texts part from plain decoding in the timed dtype.
-        texts: see `pilot`; checked: the prompts whose texts are compared in float64, by default all."""
+        """{method: row}, with "parted": where greedy texts part from plain decoding in the timed dtype.
+        texts: see `pilot`; checked: prompts whose texts are compared in float64, by default all."""
         if self.greedy:
             self.check_texts(methods, checked or range(len(self.prompts)))
         self.run(methods, title)
@@ -337,8 +337,8 @@ def markdown(a, repeats, results):
              for n in r["parted"]]
     for title, name, n in found:
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
-        lines.append(f"- {title}, prompt {n['prompt']}, {name}: other than plain decoding from new token "
-                     f"{n['position']} on, where the logits lie {n['gap']:.3g} apart, {why}")
+        lines.append(f"- {title}, prompt {n['prompt']}, {name}: other than plain decoding from new "
+                     f"token {n['position']} on, where the logits lie {n['gap']:.3g} apart, {why}")
     return page(lines)
 
 

@@ -1,4 +1,5 @@
-"""Drafts that adapt, on a stream of prompts whose kind changes: what is published, fixed drafts, and Pace."""
+"""Drafts that adapt, beside fixed ones, on a stream of prompts whose kind changes. The regret of a rule is
+what it loses to the best fixed draft of each prompt."""
 import statistics
 from collections import Counter
 from functools import cache, partial

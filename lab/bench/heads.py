@@ -29,8 +29,8 @@ def shapes(head, cost):
 
 
 def head_methods(name, loaded):
-    """{name: Method} of one head: a chain, a tree, and the rule that drafts as far as it pays, alone and with
-    an n-gram tail, as the exits have it that need no training. loaded: {dtype: head}."""
+    """{name: Method} of one head: a chain, a tree, and the rule that drafts as far as it pays, alone
+    and with an n-gram tail, as the exits have it that need no training. loaded: {dtype: head}."""
     head, methods = next(iter(loaded.values())), {}
     cost = heads.pricing(head)(0)
     for shape, parents in shapes(head, cost).items():

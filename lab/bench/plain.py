@@ -1,4 +1,4 @@
-"""Plain decoding, measured beside transformers; and passes with the matrices packed for this processor."""
+"""Plain decoding, measured beside transformers; and passes with packed matrices."""
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -145,8 +145,8 @@ def run_packed(a):
     forms = {"plain": load(a)[0], "packed": load(a)[0]}
     keep = gain(forms["packed"], 1) < 0.95
     pack(forms["packed"], keep)
-    times = interleave({(form, T): step(model, T, 100) for form, model in forms.items() for T in WIDTHS},
-                       a.repeats or 15)
+    passes = {(form, T): step(model, T, 100) for form, model in forms.items() for T in WIDTHS}
+    times = interleave(passes, a.repeats or 15)
     one = times["plain", 1]
     rows = [[form, *(f"{1e3 * times[form, T]:.1f} ({times[form, T] / one:.2f})" for T in WIDTHS)]
             for form in forms]

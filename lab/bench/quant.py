@@ -1,4 +1,5 @@
-"""What a model in few bits is worth: as a draft of the whole one, and as a target with a small assistant."""
+"""What a model in few bits is worth: as a draft, and as a target with a small assistant. Few bits are
+less memory, but less time only where a product reads them as they are."""
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

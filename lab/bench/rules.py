@@ -1,4 +1,4 @@
-"""Several guesses for one place: which rule keeps one of them most often, and which rules are exact?"""
+"""Several guesses for one place: which rule keeps one most often, and which rules are exact?"""
 import torch
 
 from sampling import Coins
@@ -43,8 +43,8 @@ def tried(p, tokens, q):
 
 
 def spectr(p, q, k):
-    """How likely k-sequential selection keeps one of k independent draws, 1 - (1 - b)^k: b is the sum of
-    min(q, p / rho), where rho is the least number with 1 - (1 - b)^k <= rho b (Sun et al. 2023, SpecTr)."""
+    """How likely k-sequential selection keeps one of k independent draws, 1 - (1 - b)^k: b is the sum
+    of min(q, p / rho), and rho the least number with 1 - (1 - b)^k <= rho b (Sun et al. 2023)."""
     low, high = 1.0, float(k)
     for _ in range(60):     # halving: rho lies between 1 and k
         rho = (low + high) / 2

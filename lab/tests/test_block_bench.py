@@ -14,6 +14,7 @@ def test_block_verification_accepts_more(monkeypatch):
 
 
 def test_packed_matrices():
-    text, data = plain.run_packed(bench.parse(["packed", "--model", "weights/stories-plain", "--repeats", "1",
-                                               "--dtype", "float32"]))
+    a = bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32",
+                     "--repeats", "1"])
+    text, data = plain.run_packed(a)
     assert "| packed |" in text and min(data["times"].values()) > 0
