@@ -276,7 +276,7 @@ BURGER_COLUMNS = {"KL alone": "{kl:.3f}", "tokens a step alone": "{tokens:.2f}",
 SPARSE_COLUMNS = {"alpha": "{alpha:.3f}", "alpha without sinks": "{no_sinks:.3f}",
                   "at temperature 1": "{overlap:.3f}", "keys and values not read": "{unread:.0%}",
                   "tau": "{tau:.2f}"}
-PAPER_COLUMNS = {"GB a pass reads": "{read:.1f}", "GB of keys and values": "{cached:.1f}",
+PAPER_COLUMNS = {"GB a pass reads": "{read:.1f}", "of them keys and values": "{cached:.1f}",
                  "GB a draft leaves": "{left:.1f}", "c by bytes": "{c:.2f}",
                  "speed-up if alpha is 0.8": "{promise[0.8][1]:.2f} (gamma {promise[0.8][0]})",
                  "if it is 0.9": "{promise[0.9][1]:.2f} (gamma {promise[0.9][0]})"}
