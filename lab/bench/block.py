@@ -1,6 +1,7 @@
 """Tokens per round by block verification beside token by token, and of trees by traversal: with the
 same seeds and from the same distribution."""
 import statistics
+import time
 from functools import partial
 from itertools import product
 
@@ -64,17 +65,21 @@ def run(a):
     prompts = [ids for kind in a.prompts or SETS[:2] for ids in prompt_ids(kind, tokenizer, model.c)]
     seeds, rows, data = range(1 if a.quick else SEEDS), [], []
     for temperature, gamma in product(TEMPERATURES, GAMMAS):
-        tau, probs = {}, partial(to_probs, temperature=temperature)
-        for name, judge in JUDGES.items():      # each prompt alone, so that a round is one text's
-            runs = [generate(model, [ids], a.new, SelfDraft(model, subs, gamma), probs, Coins(seed),
-                             model.c.eos, verify=judge) for seed, ids in product(seeds, prompts)]
-            tau[name] = sum(len(out) for (out,), _ in runs) / sum(passes for _, passes in runs)
+        spent, probs = {name: [] for name in JUDGES}, partial(to_probs, temperature=temperature)
+        for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):     # in turn, each text alone
+            start = time.perf_counter()
+            (out,), passes = generate(model, [ids], a.new, SelfDraft(model, subs, gamma), probs, Coins(seed),
+                                      model.c.eos, verify=judge)
+            spent[name].append((len(out), passes, time.perf_counter() - start))
+        sums = {name: [sum(column) for column in zip(*runs, strict=True)] for name, runs in spent.items()}
+        tau = {name: tokens / passes for name, (tokens, passes, _) in sums.items()}
         one, two = tau.values()
-        gain = f"{two / one - 1:+.1%}"
-        rows.append([f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}", gain])
-        data.append({"temperature": temperature, "gamma": gamma, "tau": tau})
+        slow, fast = (tokens / seconds for tokens, _, seconds in sums.values())
+        rows.append([f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}", f"{two / one - 1:+.1%}",
+                     f"{fast / slow:.2f}"])
+        data.append({"temperature": temperature, "gamma": gamma, "tau": tau, "speed": fast / slow})
     lines = [f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts of {len(subs)} of "
              f"{2 * L} sub-layers. {a.machine}.", "",
-             *table(["temperature", "gamma", "tau, token by token", "tau, block", "gain"], rows),
+             *table(["temperature", "gamma", "tau, token by token", "tau, block", "gain", "speed"], rows),
              "Trees:", "", *trees(a, model, subs, prompts)]
     return page(lines), {"rows": data, "sublayers": list(subs)}
