@@ -66,7 +66,7 @@ def run(a):
     seeds, rows, data = range(1 if a.quick else SEEDS), [], []
     for temperature, gamma in product(TEMPERATURES, GAMMAS):
         spent, probs = {name: [] for name in JUDGES}, partial(to_probs, temperature=temperature)
-        for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):     # in turn, each text alone
+        for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):    # A B A B, text by text
             start = time.perf_counter()
             (out,), passes = generate(model, [ids], a.new, SelfDraft(model, subs, gamma), probs, Coins(seed),
                                       model.c.eos, verify=judge)
