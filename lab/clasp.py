@@ -87,10 +87,8 @@ class CLaSp(Nearest):
     """
 
     def __init__(self, model, skips, every=128, threshold=0.7, gamma=8):
-        L = model.c.n_layers
-        if not 0 < skips < L:
-            raise ValueError(f"CLaSp skips from 1 to {L - 1} of {L} blocks, got {skips}")
-        super().__init__(model, [[2 * i, 2 * i + 1] for i in range(L)], Confidence(threshold, gamma), every)
+        blocks = [[2 * i, 2 * i + 1] for i in range(model.c.n_layers)]
+        super().__init__(model, blocks, Confidence(threshold, gamma), every)
         self.skips = skips
 
     def begin(self, state, trace):

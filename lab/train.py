@@ -19,10 +19,10 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
-from lab import card, corpus, plots
+from lab import card, corpus
 from model import Config, Placement, Transformer
 from support import cli
-from support.files import BOUNDARY, replacing, write_file
+from support.files import BOUNDARY, replacing
 
 STATE = "checkpoint.pt"
 EVERY = 300     # seconds between checkpoints
@@ -266,6 +266,14 @@ class Run:
         for optimiser, own in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(own)
 
+    def finish(self):
+        """Write the model in bfloat16, its picture and its card."""
+        out = Path(self.a.out)
+        checkpoint.save(copy.deepcopy(self.model).bfloat16(), out, self.text.tokenizer)
+        model, _ = checkpoint.load(out, self.device, torch.float32)
+        card.model_card(self, {name: evaluate(model, tokens, self.a.context, 32768)
+                               for name, tokens in self.text.valid.items()})
+
 
 def fresh_run(a, device, text):
     """A Run of which nothing is done. text: the Corpus of the run that is resumed, if one is."""
@@ -304,7 +312,7 @@ def open_run(a, fresh=fresh_run):
 
 
 def train(run):
-    """Take the steps that are left, and save a checkpoint every few minutes."""
+    """Take the steps that are left, save a checkpoint every few minutes, and write what was trained."""
     started, saved = time.monotonic() - run.seconds, run.seconds
     with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok", unit_scale=True,
               mininterval=1 if sys.stderr.isatty() else 60) as bar:     # a file needs fewer lines
@@ -320,26 +328,11 @@ def train(run):
                 saved = run.seconds
                 run.save()
     run.save()
-
-
-def finish(run):
-    """Write the model in bfloat16, its picture and its card."""
-    out = Path(run.a.out)
-    checkpoint.save(copy.deepcopy(run.model).bfloat16(), out, run.text.tokenizer)
-    model, _ = checkpoint.load(out, run.device, torch.float32)
-    tables = {name: evaluate(model, s, run.a.context, 32768) for name, s in run.text.valid.items()}
-    plots.training(run, tables, "exit after block", out / "training.png")
-    write_file(out / "README.md", card.model_card(run, tables))
-
-
-def run(argv):
-    begun = open_run(parse(argv))
-    train(begun)
-    finish(begun)
+    run.finish()
 
 
 def main(argv=None):
-    return cli.main(run, sys.argv[1:] if argv is None else argv)
+    return cli.main(lambda argv: train(open_run(parse(argv))), sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":
