@@ -35,9 +35,8 @@ def nearest(states, run, times, most, least=-1.0):
         keep, skip = near(ran, u + 1), near(best, u + 1).roll(time)
         skip[: time or most + 1] = -2.0
         choose = keep >= skip                                                   # (J,)
-        marked = gone.clone()
-        marked[:, u] = True
-        gone = torch.where(choose[:, None], gone, marked.roll(time, 0))
+        gone = torch.where(choose[:, None], gone, gone.roll(time, 0))
+        gone[:, u] = ~choose
         best = torch.where(choose[:, None, None], ran, best.roll(time, 0))
         there = torch.maximum(keep, skip) > -2.0
     return [[u for u, bit in enumerate(row) if bit] if yes else None

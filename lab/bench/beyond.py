@@ -21,7 +21,7 @@ from lab.bench.shared import SETS, SHAPES, figures, load, page, prompt_ids, read
 from lab.hamburger import BurgerDraft, Hamburger, score, tune
 from lab.m2r2 import M2R2
 from lab.train_heads import OWN
-from lab.transfer import Transfer, ahead
+from lab.transfer import Transfer, riders
 from methods import heads
 from model import Placement
 from sampling import to_probs
@@ -119,12 +119,9 @@ def stream_losses(model, head, batch):
     encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of the rows train
     what they read, too: the model's keys and values."""
     T, N, device = batch.shape[1] - 1, head.steps, batch.device
-    x, at = model.embed(batch[:, :-1]), torch.arange(T, device=device)[None]
-    tree = torch.ones(1, T, T, dtype=torch.bool, device=device).tril()
-    seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)              # (1, T+T*N, T+T*N)
-    places = torch.cat([at, (at[..., None] + 1 + torch.arange(N, device=device)).flatten(1)], 1)
-    slots = torch.arange(places.shape[1], device=device)[None]
-    at = Placement(places, slots, 0, slots.shape[1], seen)
+    x, at = model.embed(batch[:, :-1]), riders(T, N, device)
+    tree = F.pad(torch.ones(1, T, T, dtype=torch.bool, device=device).tril(), (0, T * N))
+    at = at._replace(tree=torch.cat([tree, at.tree], 1))                        # (1, T+T*N, T+T*N)
     x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), at)
     rows = [x[:, :T], *x[:, T:].unflatten(1, (T, N)).unbind(2)]                 # (B, T, dim) each
     return [F.cross_entropy(model.unembed(row[:, : T - k]).flatten(0, 1), batch[:, 1 + k :].flatten())

@@ -120,11 +120,6 @@ def test_a_row_at_the_end_of_the_context_has_no_window(models):
 # --- rules
 
 
-def sure_of(r, sure):
-    """The target was so sure of each row's last new token, and certain of those before it."""
-    return replace(r, sure=[[1.0] * len(row[1:]) + [sure] * len(row[:1]) for row in r.new])
-
-
 @pytest.mark.parametrize("rule, want", [
     (Schedule(2, up=2), [2, 4, 6, 5, 4, 3, 2, 4]),
     (Schedule(15), [15, 16, 16, 15, 14, 13, 12, 13])])
@@ -192,12 +187,12 @@ def test_adaptive_exit_keeps_rows_apart_and_remembers():
 
 
 def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
-    rule, state = Gate(4), state_of(3)
+    rule, state, written = Gate(4), state_of(3), outcome((4, 1), None, (0, 0))
     rule.begin(state)
     assert rule.gamma(state) == [4, 4, 4], "the target has not judged the prompt"
-    rule.learn(state, sure_of(outcome((4, 1), None, (0, 0)), 0.5 - 1e-9))
+    rule.learn(state, replace(written, sure=[[1.0, 0.5 - 1e-9], [], [0.5 - 1e-9]]))
     assert rule.gamma(state) == [0, 4, 0], "a row that has ended keeps what was known"
-    rule.learn(state, sure_of(outcome((0, 0), None, (0, 0)), 0.5))
+    rule.learn(state, replace(written, sure=[[0.0, 0.5], [], [0.5]]))
     assert rule.gamma(state) == [4, 4, 4]
 
 
