@@ -6,7 +6,6 @@ Training skips sub-layers with the same call that drafting uses, `run` over a pa
 computes exactly what was trained.
 """
 import argparse
-import copy
 import math
 import shlex
 import sys
@@ -217,16 +216,13 @@ class Run:
         """From 0 to 1."""
         return min(1.0, self.step / self.steps)
 
-    def precision(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.a.dtype == "bfloat16")
-
     def train_step(self):
         a = self.a
         g = torch.Generator().manual_seed(a.seed * 1_000_003 + self.step + 2**40)
         kept, exit_layer = choose(a, self.model.c.n_layers, g)
         batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
-        with self.precision():
-            exits = exit_layer if a.exit_weight else None
+        exits = exit_layer if a.exit_weight else None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=a.dtype == "bfloat16"):
             final, exit_loss = losses(self.model, batch, kept, exits, a.distil)
         self.update(final if exit_loss is None else final + a.exit_weight * exit_loss)
         self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
@@ -244,9 +240,7 @@ class Run:
         self.step += 1
 
     def evaluate(self, tokens, most=8192):
-        """{"loss", "agreement"}: lists, of each exit."""
-        with self.precision():
-            return evaluate(self.model, tokens, self.a.context, most)
+        return evaluate(self.model, tokens, self.a.context, most)
 
     # --- the checkpoint: one file, replaced as a whole
 
@@ -268,11 +262,9 @@ class Run:
 
     def finish(self):
         """Write the model in bfloat16, its picture and its card."""
-        out = Path(self.a.out)
-        checkpoint.save(copy.deepcopy(self.model).bfloat16(), out, self.text.tokenizer)
-        model, _ = checkpoint.load(out, self.device, torch.float32)
-        card.model_card(self, {name: evaluate(model, tokens, self.a.context, 32768)
-                               for name, tokens in self.text.valid.items()})
+        checkpoint.save(self.model.bfloat16(), Path(self.a.out), self.text.tokenizer)
+        self.model.float()      # as the file holds it
+        card.model_card(self, {name: self.evaluate(s, 32768) for name, s in self.text.valid.items()})
 
 
 def fresh_run(a, device, text):
