@@ -245,10 +245,10 @@ class Run:
     # --- the checkpoint: one file, replaced as a whole
 
     def save(self):
-        optimisers = [optimiser.state_dict() for optimiser in self.optimisers]
-        state = {"command": self.a.command, "text": self.text.state(), "step": self.step,
-                 "seconds": self.seconds, "losses": self.losses, "before": self.before,
-                 "weights": self.trained.state_dict(), "optimisers": optimisers}
+        state = {"command": self.a.command, "step": self.step, "seconds": self.seconds,
+                 "losses": self.losses, "before": self.before, "weights": self.trained.state_dict(),
+                 "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+                 "text": vars(self.text) | {"tokenizer": self.text.tokenizer.to_str()}}
         with replacing(Path(self.a.out) / STATE) as path:
             torch.save(state, path)
 
