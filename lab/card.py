@@ -2,8 +2,10 @@
 itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
+from lab import plots
 from methods.heads import count
 from support import cli
+from support.files import write_file
 
 CARD = """# {title}
 
@@ -21,18 +23,19 @@ Held-out text, float32. Agreement: how often the best token is the whole model's
 """
 
 
-def card(title, about, run, facts, words, head, numbers, tables):
-    """A card in Markdown. facts: {name: value}; words: what the table's words mean; head: what the numbers
-    count; numbers: those to show, from 1 on; tables: {file: {what: [values]}}."""
+def write(run, title, about, facts, words, thing, tables):
+    """A card in Markdown and its picture, into the folder of the run. facts: {name: value}; words: what the
+    table's words mean; thing: what its columns are, one after the other; tables: {file: {what: [values]}}."""
     facts |= {"tokens": f"{run.step * run.block:,}", "command": f"`{run.a.command}`",
               "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"}
-    rows = [f"| {head} | " + " | ".join(map(str, numbers)) + " |", "|---" * (len(numbers) + 1) + "|"]
-    for name, table in tables.items():
-        for what, values in table.items():
-            cells = (f"{values[n - 1]:.2f}" if n <= len(values) else "" for n in numbers)
-            rows.append(f"| {what}, {Path(name).stem} | " + " | ".join(cells) + " |")
-    return CARD.format(title=title, about=about, words=words, table="\n".join(rows),
+    columns = range(1, 1 + len(next(iter(tables.values()))["loss"]))
+    rows = [f"| {thing} | " + " | ".join(map(str, columns)) + " |", "|---" * (1 + len(columns)) + "|"]
+    rows += [f"| {what}, {Path(name).stem} | " + " | ".join(f"{x:.2f}" for x in values) + " |"
+             for name, table in tables.items() for what, values in table.items()]
+    text = CARD.format(title=title, about=about, words=words, table="\n".join(rows),
                        facts="\n".join(f"| {name} | {value} |" for name, value in facts.items()))
+    plots.training(run, tables, thing, Path(run.a.out) / "training.png")
+    write_file(Path(run.a.out) / "README.md", text)
 
 
 def model_card(run, tables):
@@ -42,10 +45,9 @@ def model_card(run, tables):
              "repository's `lab/train.py` with Muon (matrices) and AdamW (the rest).")
     shape = (f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for keys "
              f"and values, hidden {c.hidden_dim}, vocabulary {c.vocab_size:,}, context {c.max_len}, bfloat16")
-    exits = [e for e in range(1, c.n_layers + 1) if e in {1, 2, 3} or e % 2 == 0 or e == c.n_layers]
     facts = {"shape": shape, "data": ", ".join(run.text.train)}
     words = "Loss: nats per token. What an exit gains: `python -m lab.bench check`."
-    return card(Path(run.a.out).name, about, run, facts, words, "exit after block", exits, tables)
+    write(run, Path(run.a.out).name, about, facts, words, "exit after block", tables)
 
 
 def head_card(run, tables):
@@ -60,6 +62,4 @@ def head_card(run, tables):
              "KL(p || q) in nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")
     tables = {name: table | {"agreement before": run.before[name]["agreement"]}
               for name, table in tables.items()}
-    steps = range(1, 1 + len(next(iter(tables.values()))["loss"]))
-    title = f"{head.kind} for {Path(a.model).resolve().name}"
-    return card(title, about, run, facts, words, "step", steps, tables)
+    write(run, f"{head.kind} for {Path(a.model).resolve().name}", about, facts, words, "step", tables)

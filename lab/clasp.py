@@ -35,9 +35,8 @@ def nearest(states, run, times, most, least=-1.0):
         keep, skip = near(ran, u + 1), near(best, u + 1).roll(time)
         skip[: time or most + 1] = -2.0
         choose = keep >= skip                                                   # (J,)
-        marked = gone.clone()
-        marked[:, u] = True
-        gone = torch.where(choose[:, None], gone, marked.roll(time, 0))
+        gone = torch.where(choose[:, None], gone, gone.roll(time, 0))
+        gone[:, u] = ~choose
         best = torch.where(choose[:, None, None], ran, best.roll(time, 0))
         there = torch.maximum(keep, skip) > -2.0
     return [[u for u, bit in enumerate(row) if bit] if yes else None
@@ -87,10 +86,8 @@ class CLaSp(Nearest):
     """
 
     def __init__(self, model, skips, every=128, threshold=0.7, gamma=8):
-        L = model.c.n_layers
-        if not 0 < skips < L:
-            raise ValueError(f"CLaSp skips from 1 to {L - 1} of {L} blocks, got {skips}")
-        super().__init__(model, [[2 * i, 2 * i + 1] for i in range(L)], Confidence(threshold, gamma), every)
+        blocks = [[2 * i, 2 * i + 1] for i in range(model.c.n_layers)]
+        super().__init__(model, blocks, Confidence(threshold, gamma), every)
         self.skips = skips
 
     def begin(self, state, trace):

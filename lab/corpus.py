@@ -58,10 +58,6 @@ class Corpus:
             windows.append(streams[file][start : start + length + 1])
         return torch.stack(windows)
 
-    def state(self):
-        """What a checkpoint keeps of it."""
-        return vars(self) | {"tokenizer": self.tokenizer.to_str()}
-
 
 def windows(tokens, size, most, stride):
     """Rows of `size` tokens, each begun `stride` later, of the first `most` tokens (N,): (n, size) int64, of

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 import checkpoint
 from model import Config, Transformer
@@ -21,14 +21,9 @@ NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 WHOLE = {checkpoint.EMBED: "token_embd", "model.norm.weight": "output_norm", checkpoint.HEAD: "output"}
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
 SPLITS = {  # what a text is cut into before the merges, by the name of the pre-tokenizer
-    "gpt-2": BYTES, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES]),
-    "llama-bpe": pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])}
+    "gpt-2": BYTES, "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), BYTES])}
 CONTROL = 3     # the type of a token such as <|im_start|>
 
 
@@ -76,8 +71,7 @@ def read_tokens(kv):
         raise ValueError(f"its tokenizer is {kind}, {split}; read are gpt2 with {', '.join(SPLITS)}")
     tokens, pairs = kv["tokenizer.ggml.tokens"], kv["tokenizer.ggml.merges"]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)},
-                                     [tuple(pair.split(" ")) for pair in pairs],
-                                     ignore_merges=split == "llama-bpe"))
+                                     [tuple(pair.split(" ")) for pair in pairs]))
     tokenizer.pre_tokenizer, tokenizer.decoder = SPLITS[split], decoders.ByteLevel()
     types = kv.get("tokenizer.ggml.token_type", [])
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)

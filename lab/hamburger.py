@@ -21,7 +21,6 @@ from torch import nn
 
 from methods.heads import graft
 from model import Placement
-from sampling import Coins, to_probs
 from speculative import Draft, Drafter, Rule, chain
 
 SURE, SHARE = 0.05, 0.3     # nats; and relative to the largest entropy in the entry (the paper's code)
@@ -161,15 +160,15 @@ def latest(burger, rows):
 
 
 @torch.inference_mode()
-def write(burger, prompt, max_new, confidence, probs=to_probs, coins=None):
-    """Write alone, and trust itself: yields the ids of each entry. The prompt is not merged."""
-    row, coins = [[t] for t in prompt], coins or Coins()
+def write(burger, prompt, max_new, confidence):
+    """Write alone, greedily, and trust itself: yields the ids of each entry. The prompt is not merged."""
+    row = [[t] for t in prompt]
     while max_new > 0:
         features = latest(burger, [row])
         ids = torch.zeros(1, 1, 0, dtype=torch.long, device=features.device)    # (1, 1, J)
         for _ in range(min(burger.most, max_new)):
             x = burger.following(features, ids)[:, :, -1]                       # (1, 1, dim)
-            ids = torch.cat([ids, coins.choose(probs(burger.trunk.unembed(x)))[None]], 2)
+            ids = torch.cat([ids, burger.trunk.unembed(x).argmax(-1)[None]], 2)
             if burger.stops(x, confidence):
                 break
         row, max_new = row + ids[0].tolist(), max_new - ids.shape[2]

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from control import MOST, Beta, Confidence, confidence, expected_tokens, outcomes
+from control import MOST, Beta, Confidence, confidence, outcomes
 from sampling import raw_probs
 from speculative import Rule
 
@@ -129,36 +129,3 @@ class Thompson(Rule):
     def learn(self, state, r):
         for row, (drafted, kept) in zip(self.seen, outcomes(r), strict=True):
             row.add(kept, kept < drafted)
-
-
-def plan(first, later, cost, most):
-    """The best gamma where the first draft is accepted with probability `first`, and each after an accepted
-    one with `later`."""
-    return max(range(most + 1), key=lambda gamma:
-               (1 + first * expected_tokens(later, gamma - 1)) / (gamma * cost + 1))
-
-
-class ValueGate(Gate):
-    """The gate by expected value: it learns how often drafts are accepted after a target's token of each
-    confidence, in ten classes, and drafts where that exceeds the cost, as far as the formula says. Later
-    drafts are counted in one more class. Old evidence fades, and a class with almost none drafts one token,
-    to learn: so none is given up for good."""
-
-    def __init__(self, cost, gamma=MOST, fade=0.99):
-        super().__init__(gamma)
-        self.cost, self.fade = cost, fade
-        self.first, self.later = [Beta() for _ in range(10)], Beta()
-
-    def gamma(self, state):
-        self.asked = [self.first[min(9, int(10 * sure))] for sure in self.sure]
-        return [max(plan(kind.mean(), self.later.mean(), self.cost, self.most),
-                    min(1, self.most) if kind.hits + kind.misses < 0.5 else 0) for kind in self.asked]
-
-    def learn(self, state, r):
-        for beta in (*self.first, self.later):
-            beta.fade(self.fade)
-        for (drafted, kept), kind in zip(outcomes(r), self.asked, strict=True):
-            if drafted:
-                kind.add(min(kept, 1), kept == 0)
-                self.later.add(max(0, kept - 1), 0 < kept < drafted)
-        super().learn(state, r)

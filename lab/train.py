@@ -6,7 +6,6 @@ Training skips sub-layers with the same call that drafting uses, `run` over a pa
 computes exactly what was trained.
 """
 import argparse
-import copy
 import math
 import shlex
 import sys
@@ -19,10 +18,10 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 import checkpoint
-from lab import card, corpus, plots
+from lab import card, corpus
 from model import Config, Placement, Transformer
 from support import cli
-from support.files import BOUNDARY, replacing, write_file
+from support.files import BOUNDARY, replacing
 
 STATE = "checkpoint.pt"
 EVERY = 300     # seconds between checkpoints
@@ -217,16 +216,13 @@ class Run:
         """From 0 to 1."""
         return min(1.0, self.step / self.steps)
 
-    def precision(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.a.dtype == "bfloat16")
-
     def train_step(self):
         a = self.a
         g = torch.Generator().manual_seed(a.seed * 1_000_003 + self.step + 2**40)
         kept, exit_layer = choose(a, self.model.c.n_layers, g)
         batch = self.text.batch(a.seed, self.step, a.batch, a.context).to(self.device)
-        with self.precision():
-            exits = exit_layer if a.exit_weight else None
+        exits = exit_layer if a.exit_weight else None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=a.dtype == "bfloat16"):
             final, exit_loss = losses(self.model, batch, kept, exits, a.distil)
         self.update(final if exit_loss is None else final + a.exit_weight * exit_loss)
         self.losses.append([final.item(), None if exit_loss is None else exit_loss.item(), exit_layer])
@@ -244,17 +240,15 @@ class Run:
         self.step += 1
 
     def evaluate(self, tokens, most=8192):
-        """{"loss", "agreement"}: lists, of each exit."""
-        with self.precision():
-            return evaluate(self.model, tokens, self.a.context, most)
+        return evaluate(self.model, tokens, self.a.context, most)
 
     # --- the checkpoint: one file, replaced as a whole
 
     def save(self):
-        optimisers = [optimiser.state_dict() for optimiser in self.optimisers]
-        state = {"command": self.a.command, "text": self.text.state(), "step": self.step,
-                 "seconds": self.seconds, "losses": self.losses, "before": self.before,
-                 "weights": self.trained.state_dict(), "optimisers": optimisers}
+        state = {"command": self.a.command, "step": self.step, "seconds": self.seconds,
+                 "losses": self.losses, "before": self.before, "weights": self.trained.state_dict(),
+                 "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
+                 "text": vars(self.text) | {"tokenizer": self.text.tokenizer.to_str()}}
         with replacing(Path(self.a.out) / STATE) as path:
             torch.save(state, path)
 
@@ -265,6 +259,12 @@ class Run:
         self.trained.load_state_dict(state["weights"])
         for optimiser, own in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(own)
+
+    def finish(self):
+        """Write the model in bfloat16, its picture and its card."""
+        checkpoint.save(self.model.bfloat16(), Path(self.a.out), self.text.tokenizer)
+        self.model.float()      # as the file holds it
+        card.model_card(self, {name: self.evaluate(s, 32768) for name, s in self.text.valid.items()})
 
 
 def fresh_run(a, device, text):
@@ -304,7 +304,7 @@ def open_run(a, fresh=fresh_run):
 
 
 def train(run):
-    """Take the steps that are left, and save a checkpoint every few minutes."""
+    """Take the steps that are left, save a checkpoint every few minutes, and write what was trained."""
     started, saved = time.monotonic() - run.seconds, run.seconds
     with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok", unit_scale=True,
               mininterval=1 if sys.stderr.isatty() else 60) as bar:     # a file needs fewer lines
@@ -320,26 +320,11 @@ def train(run):
                 saved = run.seconds
                 run.save()
     run.save()
-
-
-def finish(run):
-    """Write the model in bfloat16, its picture and its card."""
-    out = Path(run.a.out)
-    checkpoint.save(copy.deepcopy(run.model).bfloat16(), out, run.text.tokenizer)
-    model, _ = checkpoint.load(out, run.device, torch.float32)
-    tables = {name: evaluate(model, s, run.a.context, 32768) for name, s in run.text.valid.items()}
-    plots.training(run, tables, "exit after block", out / "training.png")
-    write_file(out / "README.md", card.model_card(run, tables))
-
-
-def run(argv):
-    begun = open_run(parse(argv))
-    train(begun)
-    finish(begun)
+    run.finish()
 
 
 def main(argv=None):
-    return cli.main(run, sys.argv[1:] if argv is None else argv)
+    return cli.main(lambda argv: train(open_run(parse(argv))), sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from kvcache import KVCache
-from lab import card, corpus, plots, train
+from lab import card, corpus, train
 from lab.m2r2 import M2R2
 from lab.transfer import Transfer
 from layerskip import ShortHead, StandIn, most_frequent
@@ -30,20 +30,17 @@ from speculative import generate
 from support import cli
 from support.files import BOUNDARY, write_file
 
-SHAPE = {"kangaroo": ["exit_layer"], "exit_block": ["exit_layer"], "eagle": ["fused"],
-         "m2r2": ["exit_layer", "align"], "medusa": ["heads", "markov"],
-         "transfer": ["inject_layer", "steps"], "prophet": ["blocks"]}     # the flags of each kind
-FLAGS = (   # as in train.add_numbers; a default of None depends on the model
-    ("exit-layer", None, 0, 2**20, "kangaroo, exit_block, m2r2: after which block (default: a sixth)"),
-    ("fused", None, 0, 1, "eagle: 1 to read the states after a quarter and half of the blocks, too"),
-    ("align", None, 0.0, 1e30, "m2r2: what the distance from the states further up counts, beside the "
-     "distributions (default: 0.1)"),
-    ("heads", None, 1, 2**20, "medusa: how many (default: 3)"),
-    ("markov", None, 0, 2**20, "medusa: rank of a bias by the token before, 0 for none (default: 64)"),
-    ("inject-layer", None, 0, 2**20, "transfer: after which block rows of future tokens begin (default: "
-     "half of them)"),
-    ("steps", None, 1, 2**20, "transfer: rows for each token (default: 3)"),
-    ("blocks", None, 1, 2**20, "prophet: how many (default: 1)"))
+EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
+SHAPE = {   # the flags of each kind, as in train.add_numbers; a default of None depends on the model
+    "kangaroo": [EXIT], "exit_block": [EXIT],
+    "eagle": [("fused", 0, 0, 1, "1 to read the states after a quarter and half of the blocks, too")],
+    "m2r2": [EXIT, ("align", 0.1, 0.0, 1e30, "what the distance from the states further up counts, beside "
+                    "the distributions (default: 0.1)")],
+    "medusa": [("heads", 3, 1, 2**20, "how many (default: 3)"),
+               ("markov", 64, 0, 2**20, "rank of a bias by the token before, 0 for none (default: 64)")],
+    "transfer": [("inject-layer", None, 0, 2**20, "after which block rows of future tokens begin (default: "
+                  "half of them)"), ("steps", 3, 1, 2**20, "rows for each token (default: 3)")],
+    "prophet": [("blocks", 1, 1, 2**20, "how many (default: 1)")]}
 TEXT = (
     ("text", 1.5e5, 1.0, 1e30, "how many tokens it writes"),
     ("temperature", 0.5, 1e-30, 1e30, "at which it writes"),
@@ -60,8 +57,7 @@ MEMORY = 2**31      # bytes of states that are kept
 
 
 def parse(argv):
-    p = cli.Parser(description="Train a head that drafts for a frozen model.", allow_abbrev=False)
-    p.add_argument("kind", choices=KINDS)
+    p = cli.Parser(add_help=False)      # what all kinds share
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks into "
                    "heads/KIND in the model's folder")
@@ -75,15 +71,17 @@ def parse(argv):
                    f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
-    for title, rows in (("shape", FLAGS), ("text", TEXT), ("optimisation", steps)):
+    for title, rows in (("text", TEXT), ("optimisation", steps)):
         train.add_numbers(p.add_argument_group(title), rows)
     p.set_defaults(tokens=6e5, batch=4, context=256, lr=2e-3, warmup=20)
-    a = p.parse_args(argv)
+    whole = cli.Parser(description="Train a head that drafts for a frozen model.")
+    kinds = whole.add_subparsers(dest="kind", required=True)
+    for kind in KINDS:
+        one = kinds.add_parser(kind, parents=[p], allow_abbrev=False)
+        train.add_numbers(one.add_argument_group("shape"), SHAPE[kind])
+    a = whole.parse_args(argv)
     a.command = train.command_line("lab.train_heads", argv)
-    for name in sorted(set().union(*SHAPE.values()) - {*SHAPE[a.kind]}):
-        if getattr(a, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is no flag of {a.kind}")
-    if a.kind == "medusa" and a.vocab and a.markov != 0:
+    if a.kind == "medusa" and a.vocab and a.markov:
         raise ValueError("the bias by the token before is of all tokens: --vocab goes with --markov 0")
     return a
 
@@ -91,9 +89,9 @@ def parse(argv):
 def build(a, model):
     """The head that the flags ask for, fresh."""
     L = model.c.n_layers
-    usual = {"exit_layer": max(1, L // 6), "fused": 0, "align": 0.1, "heads": 3, "markov": 64,
-             "inject_layer": L // 2, "steps": 3, "blocks": 1}
-    shape = {name: usual[name] if getattr(a, name) is None else getattr(a, name) for name in SHAPE[a.kind]}
+    usual = {"exit_layer": max(1, L // 6), "inject_layer": L // 2}
+    given = {name: getattr(a, name) for name in (flag.replace("-", "_") for flag, *_ in SHAPE[a.kind])}
+    shape = {name: usual[name] if value is None else value for name, value in given.items()}
     return KINDS[a.kind](model, **shape)
 
 
@@ -238,6 +236,18 @@ class Run(train.Run):
         head = heads.shorter(self.head, self.vocab["ids"]) if self.vocab else self.head
         return evaluate(head, tokens, self.a.context, most)
 
+    def finish(self):
+        """Write the heads in bfloat16, their picture and their card."""
+        out = Path(self.a.out)
+        self.head.weights.bfloat16().float()    # as the file will hold them
+        tables = {name: self.evaluate(s, 4 * MEASURED) for name, s in self.text.valid.items()}
+        ranks = zip(*(table.pop("ranks") for table in tables.values()), strict=True)
+        self.head.ranks = [sum(r) / len(r) for r in ranks]
+        heads.save(self.head, out)
+        if self.vocab:
+            write_file(out / VOCAB, json.dumps(self.vocab) + "\n")
+        card.head_card(self, tables)
+
 
 def fresh_run(a, device, text):
     """As `train.fresh_run`."""
@@ -251,27 +261,9 @@ def fresh_run(a, device, text):
     return Run(a, model, text, device)
 
 
-def finish(run):
-    """Write the heads in bfloat16, their picture and their card."""
-    out = Path(run.a.out)
-    run.head.weights.bfloat16().float()     # as the file will hold them
-    tables = {name: run.evaluate(s, 4 * MEASURED) for name, s in run.text.valid.items()}
-    ranks = zip(*(table.pop("ranks") for table in tables.values()), strict=True)
-    run.head.ranks = [sum(r) / len(r) for r in ranks]
-    heads.save(run.head, out)
-    if run.vocab:
-        write_file(out / VOCAB, json.dumps(run.vocab) + "\n")
-    plots.training(run, tables, "step", out / "training.png")
-    write_file(out / "README.md", card.head_card(run, tables))
-
-
-def run(argv):
-    begun = train.open_run(parse(argv), fresh_run)
-    train.train(begun)
-    finish(begun)
-
-
 def main(argv=None):
+    def run(argv):
+        train.train(train.open_run(parse(argv), fresh_run))
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 

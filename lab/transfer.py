@@ -67,25 +67,24 @@ class Transfer(Head):
     def predict(self, tokens, trace, cache):
         T, t, m = tokens.shape[1], self.shape["inject_layer"], self.model
         rows = self.spread(trace[self.taps[0]] if t > 0 else m.embed(tokens)).flatten(1, 2)
-        tree = ahead(torch.ones(1, T, T, dtype=torch.bool, device=tokens.device).tril(), self.steps)
-        at = torch.arange(T, device=tokens.device)[None]                        # (1, T)
-        after = (at[..., None] + 1 + torch.arange(self.steps, device=tokens.device)).flatten(1)
-        slots = torch.arange(T * (1 + self.steps), device=tokens.device)[None]  # (1, T+T*steps)
-        at = Placement(torch.cat([at, after], 1), slots, 0, slots.shape[1], tree)
+        at = riders(T, self.steps, tokens.device)
         x = m.run(rows, at, ScratchTail(cache, 0, T), range(2 * t, 2 * m.c.n_layers))
         x = x.unflatten(1, (T, -1))                                             # (B, T, steps, dim)
         for k in range(1, self.steps + 1):
             yield k, m.unembed(x[:, :-k, k - 1])
 
 
-def ahead(tree, N):
-    """Which of T nodes, and which of the N rows that ride along with each of them, does each such row see?
-    What its node sees, and of its node's rows itself and those before it. (B or 1, T, T) -> (B or 1, T*N,
-    T + T*N) bool
+def riders(T, N, device=None):
+    """The Placement of N rows that ride along with each of T tokens: they stand where the next tokens will,
+    and see what their token sees, themselves, and their token's rows before them. The tree is (1, T*N,
+    T + T*N).
 
-    >>> ahead(torch.tensor([[[True, False], [True, True]]]), 2).int().tolist()[0][2:]   # the rows of node 1
-    [[1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
+    >>> at = riders(2, 2)
+    >>> at.positions.tolist(), at.tree.int().tolist()[0][2:]                    # the rows of token 1
+    ([[0, 1, 1, 2, 2, 3]], [[1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]])
     """
-    every = torch.arange(tree.shape[1] * N, device=tree.device)
-    own = (every[:, None] // N == every // N) & (every <= every[:, None])       # (T*N, T*N)
-    return torch.cat([tree.repeat_interleave(N, 1), own.expand(len(tree), -1, -1)], 2)
+    token, row = torch.arange(T, device=device), torch.arange(T * N, device=device)
+    mine = row[:, None] // N                                                    # each row's token
+    tree = torch.cat([token <= mine, (row // N == mine) & (row <= row[:, None])], 1)[None]
+    slots = torch.arange(T + T * N, device=device)[None]
+    return Placement(torch.cat([token, row // N + 1 + row % N])[None], slots, 0, T + T * N, tree)

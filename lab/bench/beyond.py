@@ -20,7 +20,7 @@ from lab.bench.shared import SETS, SHAPES, figures, load, page, prompt_ids, read
 from lab.hamburger import BurgerDraft, Hamburger, score, tune
 from lab.m2r2 import M2R2
 from lab.train_heads import OWN
-from lab.transfer import Transfer
+from lab.transfer import Transfer, riders
 from methods import heads
 from model import Placement
 from sampling import to_probs
@@ -114,27 +114,19 @@ def accelerated(model, text, prompts, new, exits):
 # --- ProphetNet: does it help the model itself to foresee more than the next token?
 
 
-class Grown:
-    """A cache for one pass in training: gradients flow through what it keeps."""
-
-    def __init__(self):
-        self.layers = []
-
-    def write(self, layer, k, v, at, start=0):
-        self.layers.append((k, v))
-        return k[:, :, start:], v[:, :, start:]
-
-
 def stream_losses(model, head, batch):
-    """The cross-entropy of each stream for windows (B, T+1): first the model's own, then those of the
-    rows of the head, a Transfer from the embeddings on, each of which foresees a token further. They
-    train what they read, too: the model's keys and values. (ProphetNet is an encoder and a decoder;
-    this is a decoder alone.)"""
-    tokens, cache = batch[:, :-1], Grown()
-    x = model.run(model.embed(tokens), Placement.at(0, tokens.shape[1], tokens.device), cache)
-    said = [model.unembed(x), *(logits for _, logits in head.predict(tokens, {}, cache))]
-    return [F.cross_entropy(logits.flatten(0, 1), batch[:, k:].flatten())
-            for k, logits in enumerate(said, 1)]
+    """The cross-entropy of each stream for windows (B, T+1): first the model's own, then those of the rows of
+    the head, a Transfer from the embeddings on, each of which foresees a token further. (ProphetNet is an
+    encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of the rows train
+    what they read, too: the model's keys and values."""
+    T, N, device = batch.shape[1] - 1, head.steps, batch.device
+    x, at = model.embed(batch[:, :-1]), riders(T, N, device)
+    tree = F.pad(torch.ones(1, T, T, dtype=torch.bool, device=device).tril(), (0, T * N))
+    at = at._replace(tree=torch.cat([tree, at.tree], 1))                        # (1, T+T*N, T+T*N)
+    x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), at)
+    rows = [x[:, :T], *x[:, T:].unflatten(1, (T, N)).unbind(2)]                 # (B, T, dim) each
+    return [F.cross_entropy(model.unembed(row[:, : T - k]).flatten(0, 1), batch[:, 1 + k :].flatten())
+            for k, row in enumerate(rows)]
 
 
 class Streams(train.Run):

@@ -14,7 +14,7 @@ from control import expected_speedup, weight_costs
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.recycle import Recycle
-from lab.rules import Gate, ValueGate
+from lab.rules import Gate
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from methods.heads import count
 from methods.suffix import Suffix
@@ -216,7 +216,6 @@ def own_methods(L, exits, skip, cost, vocab=None):
                 "n-gram tail": ruled(best, lambda: g, tail=True),
                 "do no harm": ruled(best, no_harm),
                 "do no harm, n-gram tail": ruled(best, no_harm, tail=True),
-                "expected-value gate": ruled(best, lambda: ValueGate(cost[e])),
                 "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"])),
                 "confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
                 "target gate 0.5": ruled(best, lambda: Gate(g)),

@@ -9,7 +9,7 @@ from control import Confidence, DoNoHarm, weight_costs
 from lab.bench.drafters import TAIL, Bench, Method, chosen, fixed, header, ruled
 from lab.bench.shared import SETS, beside, load_both, page, prompt_ids, tables
 from lab.clasp import CLaSp, KnapSpec
-from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson, ValueGate
+from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson
 from lab.swift import SWIFT
 from layerskip import early_exit
 from methods.arms import candidates
@@ -81,8 +81,7 @@ def rules(L, e, cost):
     return {"FS, +1 / -1": lambda: Schedule(6), "heuristic, +2 / -1": lambda: Schedule(5, up=2),
             "Draft & Verify, adaptive": AdaptiveExit, "Kangaroo's confidence": lambda: Confidence(0.6),
             "SVIP, entropy": Entropy, "EESD, Thompson": Thompson,
-            "SpecBound, annealed": lambda: AnnealedConfidence(e / L), "do no harm": lambda: DoNoHarm(cost),
-            "expected-value gate": lambda: ValueGate(cost)}
+            "SpecBound, annealed": lambda: AnnealedConfidence(e / L), "do no harm": lambda: DoNoHarm(cost)}
 
 
 def all_methods(c, skip, vocab, trained, costs):

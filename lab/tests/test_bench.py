@@ -113,7 +113,7 @@ def test_the_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     assert (status, err) == (0, "") and (tmp_path / "made.md").read_text() == out
     rows = json.loads((tmp_path / "made.json").read_text())["results"]["code, greedy"]
     assert rows.pop("transformers, assistant_early_exit")["tokens_per_second"] > 0
-    assert {"plain", "skip set, gamma 2", "expected-value gate"} <= set(rows)
+    assert {"plain", "skip set, gamma 2", "target gate 0.5"} <= set(rows)
     assert all(f"| {name} |" in out and r["by_weights"] > 0 for name, r in rows.items())
 
 

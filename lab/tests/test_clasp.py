@@ -3,7 +3,6 @@ from dataclasses import replace
 from itertools import combinations
 
 import promises
-import pytest
 import torch
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, each_family, make, read
 
@@ -24,12 +23,6 @@ test_exact_law = promises.exact_law({
 def free(m):
     """Costs with which almost any draft gains."""
     return Costs((1.0, 2.0) * m.c.n_layers, 0.0)
-
-
-@pytest.mark.parametrize("skips", [0, 6])
-def test_there_must_be_something_to_skip_and_to_keep(models, skips):
-    with pytest.raises(ValueError, match="of 6 blocks"):
-        CLaSp(models["llama"], skips)
 
 
 @each_family
@@ -81,30 +74,17 @@ def test_times_by_brute_force():
     assert few[0] == [3] and few[-1] is None, "what turns away too far is given up"
 
 
-def test_knapspec_drafts_with_the_set_that_promises_most_and_not_at_all_where_none_gains():
+def test_knapspec_drafts_with_the_set_that_promises_most_and_not_at_all_where_none_gains(monkeypatch):
     m = make(LIVELY["llama"])
-    drafter = KnapSpec(m, free(m))
+    drafter, m.unembed = KnapSpec(m, free(m)), lambda x: x
     assert drafter.times == [0, 0, 1, 2, 1, 2, 1, 2, 1, 2, 0, 0]
     ends = torch.eye(17)[:13, None].repeat(1, 4, 1)         # (J, N, V) one-hot "states"
     states = [None] * 12 + [torch.eye(17)[torch.tensor([0, 0, 1, 2])]]
-
-    def judged(sets):
-        clasp_nearest, clasp.nearest = clasp.nearest, lambda *_, **__: (sets, ends)
-        m.unembed = lambda x: x
-        try:
-            drafter.choose(states, None)
-        finally:
-            clasp.nearest = clasp_nearest
-        return drafter.sublayers, drafter.rule.most
-
-    sets = [[4], [4, 6]] + [None] * 10      # their best tokens: 1 everywhere, 2 everywhere; each right once
-    kept, gamma = judged(sets)
-    assert gamma == 0 and kept == list(range(12)), "alpha 1/3 against c 17/18"
-    ends[2] = states[-1]                    # the second one is always right: alpha 5/6, c 16/18
-    kept, gamma = judged(sets)
-    assert (4 not in kept and 6 not in kept) == (gamma > 0)
+    # their best tokens: 1 everywhere, 2 everywhere; each right once
+    monkeypatch.setattr(clasp, "nearest", lambda *_, **__: ([[4], [4, 6]] + [None] * 10, ends))
+    drafter.choose(states, None)
+    assert drafter.rule.most == 0 and drafter.sublayers == [*range(12)], "alpha 1/3 against c 17/18"
+    ends[2] = states[-1]                    # the second one is always right: alpha 5/6, and c 4/6
     drafter.costs = Costs((1.0, 1e-9) * 6, 0.0)
-    kept, gamma = judged(sets)
-    assert kept == [0, 1, 2, 3, 5, 7, 8, 9, 10, 11] and gamma > 0
-
-
+    drafter.choose(states, None)
+    assert drafter.sublayers == [0, 1, 2, 3, 5, 7, 8, 9, 10, 11] and drafter.rule.most > 0

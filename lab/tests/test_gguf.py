@@ -15,11 +15,6 @@ from support.chat import read_template
 C = replace(LIVELY["llama"], vocab_size=303, bos=0, eos=(0,))
 
 
-def interleaved(w, heads):
-    """llama.cpp's order of the rows of W_q and W_k: the two numbers that rotate together side by side."""
-    return w.view(heads, 2, -1, w.shape[-1]).transpose(1, 2).reshape(w.shape)
-
-
 def write(path, m, tokenizer, arch="llama", kind="gpt2", scaled=False):
     c, writer = m.c, gguf.GGUFWriter(path, arch)
     parts = json.loads(tokenizer.to_str())["model"]
@@ -42,7 +37,9 @@ def write(path, m, tokenizer, arch="llama", kind="gpt2", scaled=False):
     for name, piece in checkpoint.parts(m):
         w = piece.detach().float().reshape(checkpoint.stored_shape(piece))
         if "q_proj" in name or "k_proj" in name:
-            w = interleaved(w, c.n_heads if "q_proj" in name else c.n_kv_heads)
+            # llama.cpp's order of the rows: the two numbers that rotate together side by side
+            heads = c.n_heads if "q_proj" in name else c.n_kv_heads
+            w = w.view(heads, 2, -1, c.dim).transpose(1, 2).reshape(w.shape)
         writer.add_tensor(ours.their_name(name), w.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

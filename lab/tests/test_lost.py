@@ -10,12 +10,11 @@ from test_control import outcome, state_of
 from test_heads import GROVE, both_ways, wild
 from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, read
 
-from control import Beta
 from kvcache import KVCache
 from lab import gguf, hamburger, sparse, transfer
 from lab.m2r2 import M2R2
 from lab.recycle import Recycle
-from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson, ValueGate
+from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson
 from lab.swift import SWIFT
 from lab.transfer import Transfer
 from layerskip import SelfDraft
@@ -121,11 +120,6 @@ def test_a_row_at_the_end_of_the_context_has_no_window(models):
 # --- rules
 
 
-def sure_of(r, sure):
-    """The target was so sure of each row's last new token, and certain of those before it."""
-    return replace(r, sure=[[1.0] * len(row[1:]) + [sure] * len(row[:1]) for row in r.new])
-
-
 @pytest.mark.parametrize("rule, want", [
     (Schedule(2, up=2), [2, 4, 6, 5, 4, 3, 2, 4]),
     (Schedule(15), [15, 16, 16, 15, 14, 13, 12, 13])])
@@ -193,40 +187,13 @@ def test_adaptive_exit_keeps_rows_apart_and_remembers():
 
 
 def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
-    rule, state = Gate(4), state_of(3)
+    rule, state, written = Gate(4), state_of(3), outcome((4, 1), None, (0, 0))
     rule.begin(state)
     assert rule.gamma(state) == [4, 4, 4], "the target has not judged the prompt"
-    rule.learn(state, sure_of(outcome((4, 1), None, (0, 0)), 0.5 - 1e-9))
+    rule.learn(state, replace(written, sure=[[1.0, 0.5 - 1e-9], [], [0.5 - 1e-9]]))
     assert rule.gamma(state) == [0, 4, 0], "a row that has ended keeps what was known"
-    rule.learn(state, sure_of(outcome((0, 0), None, (0, 0)), 0.5))
+    rule.learn(state, replace(written, sure=[[0.0, 0.5], [], [0.5]]))
     assert rule.gamma(state) == [4, 4, 4]
-
-
-def test_value_gate_counts_by_hand():
-    """First drafts count for the class of the token before them, later ones together."""
-    rule, state = ValueGate(0.1, fade=0.5), state_of(4)
-    rule.sure = [0.05, 1.0, 0.5, 0.59]
-    rule.gamma(state)
-    rule.learn(state, sure_of(outcome((4, 2), (3, 0), (4, 4), (0, 0)), 0.31))
-    count = [(b.hits, b.misses) for b in rule.first]
-    assert count[0] == (1, 0) and count[9] == (0, 1) and count[5] == (1, 0)
-    assert sum(map(sum, count)) == 3 and (rule.later.hits, rule.later.misses) == (4, 1)
-    rule.gamma(state)
-    rule.learn(state, outcome((1, 1), (2, 1), (1, 0), None))
-    count = [(b.hits, b.misses) for b in rule.first]
-    assert count[0] == (0.5, 0) and count[9] == (0, 0.5) and count[5] == (0.5, 0)
-    assert count[3] == (2, 1) and (rule.later.hits, rule.later.misses) == (2, 1.5)
-
-
-def test_value_gate_drafts_where_it_pays_and_tries_again():
-    """Where later drafts are always accepted, the first one still has to pay."""
-    rule = ValueGate(0.9, 12)
-    rule.sure, rule.later = [0.15, 0.35, 0.95], Beta(900.0, 0.0)
-    rule.first[1], rule.first[9] = Beta(0.0, 5.0), Beta(500.0, 0.0)
-    assert rule.gamma(None) == [0, 1, 12], "of a class of which it knows nothing it tries a token"
-    for _ in range(300):
-        rule.learn(None, outcome(None, None, None))
-    assert rule.gamma(None)[0] == 1, "what is known fades"
 
 
 # --- heads and worked examples

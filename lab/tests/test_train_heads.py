@@ -6,12 +6,12 @@ import torch
 from stories import foreseeable, story_tokenizer
 from test_heads import wild
 from test_train import state
-from tiny import LIVELY, LLAMA, PROMPTS, argv_of, command, make
+from tiny import LLAMA, PROMPTS, argv_of, command, make
 
 import checkpoint
 from lab import train, train_heads
 from methods import heads
-from methods.heads import ExitBlock, Medusa
+from methods.heads import Medusa
 from model import Placement
 from speculative import generate, rounds
 from support.cli import read_vocab
@@ -107,14 +107,6 @@ def test_a_resumed_training_does_not_write_its_text_again(folder, tmp_path, monk
     (["--context", "65"], "65"), (["--data", "none"], "none"), (["--model", "none"], "none")])
 def test_bad_input_is_refused(folder, tmp_path, call, more, word):
     call.refuses(line("medusa", folder, tmp_path / "out") + more, tmp_path, word)
-
-
-def test_judged_compares_the_same_tokens():
-    """A head that says what the model will say is right. The model's pass has no gradients."""
-    m, tokens = make(LIVELY["llama"]).requires_grad_(True), torch.tensor([PROMPTS[0], PROMPTS[3]])
-    ((said, target),) = train_heads.judged(ExitBlock(m, 5), tokens)
-    assert said.shape == (2, 8, 17) and (said - target).abs().max() < 1e-9
-    assert said.requires_grad and not target.requires_grad
 
 
 def test_a_text_that_comes_again_costs_no_pass(models, monkeypatch):
