@@ -21,8 +21,7 @@ from machine.recorded import Recorded
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import chat, cli, drafts, page, show, stats
-from support.files import read_texts
-from support.measure import as_data
+from support.files import read_texts, write_file
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 REHEARSED = 24  # rounds, before recorded passes are timed
@@ -59,14 +58,11 @@ def flags():
 
 def parse(argv):
     a = flags().parse_args(argv)
-    for flag, value in vars(a).items():
-        if value == "" and flag != "prompt":
-            raise ValueError(f"--{flag.replace('_', '-')} is empty")
     if (a.prompt is None) == (a.prompt_file is None):
         raise ValueError("give one prompt, or a batch with --prompt-file")
     for flag, path, suffix in (("picture", a.picture, ".svg"), ("page", a.page, ".html")):
-        if path and Path(path).suffix != suffix:
-            raise ValueError(f"--{flag} must name a {suffix} file, got {path}")
+        if path is not None and Path(path).suffix != suffix:
+            raise ValueError(f"--{flag} must name a {suffix} file, got {path!r}")
     if a.page and a.tree:
         raise ValueError("--page shows chains, coin by coin, and no trees: leave out --page or --tree")
     sampling.check(a.temperature, a.top_k, a.top_p, None)
@@ -80,7 +76,7 @@ def read_prompts(a):
         if parallel.place() != (0, 1):
             raise ValueError("standard input goes to one process only: give the prompt, or --prompt-file")
         return [cli.read_input().removesuffix("\n")]
-    return read_texts(Path(a.prompt_file), "prompt", "\n") if a.prompt_file else [a.prompt]
+    return [a.prompt] if a.prompt_file is None else read_texts(Path(a.prompt_file), "prompt", "\n")
 
 
 class Writer:
@@ -149,7 +145,7 @@ def run(a):
     if a.picture and rank == 0:
         show.picture(seen, a.picture)
     if player and rank == 0:
-        player.save(a.page)
+        write_file(Path(a.page), player.html())
     if a.compare:
         r |= against_plain(writer, plan, r["outputs"])
     print(json.dumps(r) if a.json else summary(r, seen))
@@ -171,8 +167,7 @@ def report(writer, plan, seen):
         "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + why,
         "fast": a.fast and model.replays(), "quant": a.quant, "processes": parallel.place()[1],
         "packed": isinstance(model.blocks[0].mlp.down, Packed),
-        "cost_table": as_data(drafter.costs) if auto else None,
-        "chosen": drafter.chosen if auto else None, "beliefs": drafter.beliefs() if auto else None,
+        "chosen": drafter.chosen if auto else None,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed,
     }

@@ -170,14 +170,12 @@ def record(model, tokenizer, prompts, max_new, drafter=None, probs=to_probs, eos
     return seen
 
 
-def round_html(r, tokenizer=None):
+def round_html(r, tokenizer):
     """A Round as a table: p, q and the verdict on each drafted token, then the row's new tokens. A token that
     was never tested is dead: it stands after a rejection, after an end of text or beyond its row's own draft.
-    A tokenizer puts texts beside the ids."""
-
+    """
     def name(token):
-        text = tokenizer and tokenizer.decode([token], skip_special_tokens=False)
-        return f"{token} {text!r}" if tokenizer else f"{token}"
+        return f"{token} {tokenizer.decode([token], skip_special_tokens=False)!r}"
 
     drafted, q = r.draft.tokens[..., None], r.draft.q                                   # (B, K, 1)
     p = r.p[:, : drafted.shape[1]].gather(2, drafted)[..., 0]                           # (B, K)
