@@ -215,7 +215,7 @@ def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
         x, y, w = margin + wide * column, margin + pitch * line, wide * len(text)
         if origin:
             hue, _, style, _ = STYLES[origin]
-            drawn.append(f'<rect x="{x}" y="{y}" width="{w}" height="20" rx="3" fill="{hue}2b"/>')
+            drawn.append(f'<rect x="{x}" y="{y}" width="{w}" height="20" rx="3" fill="{hue}" opacity=".17"/>')
             dashes = {"dashed": "5 3", "dotted": "2 3"}.get(style, "")
             for up in (0, 3) if style == "double" else (0,):
                 drawn.append(f'<path d="M{x + 2} {y + 20 - up}h{w - 4}" stroke="{hue}" stroke-width="1.5" '

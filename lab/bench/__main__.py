@@ -8,6 +8,7 @@
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
+    python -m lab.bench packed       blocks of tokens by plain and by packed matrices, on a CPU
     python -m lab.bench block        block verification beside token by token
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
@@ -25,14 +26,28 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, gpu, heads, plain, quant, search
+from lab.bench import (
+    beyond,
+    block,
+    check,
+    costs,
+    counts,
+    drafters,
+    dynamic,
+    gpu,
+    heads,
+    packed,
+    plain,
+    quant,
+    search,
+)
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
 from support.files import write_file
 
 RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
         "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "block": block.run, "heads": heads.run, "search": search.run, "gpu": gpu.run,
+        "block": block.run, "packed": packed.run, "heads": heads.run, "search": search.run, "gpu": gpu.run,
         "beyond": beyond.run}   # -> (Markdown, data)
 
 
