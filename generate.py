@@ -159,12 +159,12 @@ def report(writer, plan, seen):
     outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
                for text, row in zip(writer.texts, seen.rows, strict=True)]
     drafter = seen.timed.drafters[0]
-    why = f": {drafts.chosen(drafter)}" if auto else ""
     return {
         "outputs": outputs, **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
-        "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + why,
+        "draft": plan.draft, "gamma": plan.gamma,
+        "how": f"{plan.note}: {drafter.summary()}" if auto else plan.note,
         "fast": a.fast and model.replays(), "quant": a.quant, "processes": parallel.place()[1],
         "packed": isinstance(model.blocks[0].mlp.down, Packed),
         "chosen": drafter.chosen if auto else None,

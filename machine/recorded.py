@@ -219,7 +219,7 @@ class Recorded(StandIn):
 
     def replays(self):
         """Whether any pass is replayed: there may be no compiler, or all recordings were refused."""
-        return any(tape not in (None, refused) for tapes in self.tapes.values() for tape in tapes.values())
+        return any(tape for tapes in self.tapes.values() for tape in tapes.values())
 
     def width(self, T):
         return next((width for width in self.widths if width >= T), None)
@@ -245,10 +245,10 @@ class Recorded(StandIn):
         if tapes.get(key) is None and not self.frozen:
             tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
         tape = tapes.get(key)
-        return tape and tape(inputs, fixed)
+        return tape(inputs, fixed) if tape else None
 
     def record(self, key, f, inputs, fixed):
-        """A recording of f that does on its first real inputs what f itself does; else `refused`."""
+        """A recording of f that does on its first real inputs what f itself does; False if there is none."""
         sublayers, rows, width = key[:3]
         what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
         name = f"{what}, batch {rows}, blocks of {width}"
@@ -258,7 +258,7 @@ class Recorded(StandIn):
             got = tape(inputs, fixed)
         except Exception as e:  # whatever a compiler meets, the pass itself can be run
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
-            return refused
+            return False
         off = [float(distance(a, b)) for a, b in zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)]
         most = tolerance(want.dtype, len(sublayers or ()))
         if all(d <= most for d in off):     # trap: of NaN and a number, `max` can take either
@@ -266,7 +266,7 @@ class Recorded(StandIn):
         for t, before in zip(fixed, kept, strict=True):
             t.copy_(before)
         self.say(f"{name}: recording refused, as it is off by {max(off):.2g} of what the eager pass says")
-        return refused
+        return False
 
     def make(self, name, key, f, inputs, fixed):
         if self.how != "compile":
@@ -292,10 +292,6 @@ def tolerance(dtype, n_sublayers):
     the depth as a random walk does."""
     half = dtype in (torch.float16, torch.bfloat16)
     return TOLERANCE[dtype] * (max(1.0, n_sublayers / 16) ** 0.5 if half else 1.0)
-
-
-def refused(inputs, fixed):
-    """Stands where a recording failed."""
 
 
 def pad(x, rows):

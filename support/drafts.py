@@ -145,14 +145,6 @@ def weighed(a, model, gamma):
                 gamma, f"draft: auto, with costs {'as measured here' if measured else 'by weights'}")
 
 
-def chosen(pace):
-    """What a Pace chose, to follow the note."""
-    beliefs, often = pace.beliefs(), sorted(pace.chosen.items(), key=lambda item: -item[1])
-    why = {name: f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
-           for name, (alpha, price) in beliefs.items()}
-    return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)
-
-
 # --- trained heads
 
 
