@@ -54,7 +54,7 @@ class Say(Drafter):
 DRAFTERS = {
     "exit": lambda m: SelfDraft(m, range(8), dice()),
     "skip set": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), dice()),
-    "n-gram": lambda m: NGram(dice(ends=False), 1),
+    "n-gram": lambda m: NGram(dice(ends=False), 1), "n-gram, no harm": lambda m: NGram(DoNoHarm(0.1, 3), 1),
     "model, model": lambda m: Then(ModelDraft(small(m), dice(3)), ModelDraft(m, dice(4))),
     "exit, model, n-gram": lambda m: Then(
         SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1))),

@@ -99,6 +99,8 @@ def test_it_finds_the_optimum_within_sixty_trials():
     entries = run(Space(8, tuple(range(2, 12))), values.get, 60)
     assert max(e["value"] for e in entries) == max(values.values())
     assert len(set(sets(entries))) == 60
+    fits = [e["theta"] for e in entries]
+    assert fits[9] is None and fits[10] == fits[14] != fits[15] == fits[19], "a fit lasts five trials"
 
 
 def test_it_ends_when_every_set_was_tried():

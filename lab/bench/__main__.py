@@ -14,8 +14,6 @@
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
     python -m lab.bench gpu          what a GPU can do, and what is made of it; goes on where --out ends
     python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
-
-The one thing to remember: a speed is a ratio, measured in one run, with dtype, threads and prompt beside it.
 """
 import argparse
 import json
@@ -26,29 +24,16 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import (
-    beyond,
-    block,
-    check,
-    costs,
-    counts,
-    drafters,
-    dynamic,
-    gpu,
-    heads,
-    packed,
-    plain,
-    quant,
-    search,
-)
+from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, gpu, heads, plain, quant, search
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
 from support.files import write_file
 
-RUNS = {"counts": counts.run, "plain": plain.run, "costs": costs.run_costs, "help": costs.run_help,
-        "check": check.run, "self": drafters.run, "dynamic": dynamic.run, "quant": quant.run,
-        "block": block.run, "packed": packed.run, "heads": heads.run, "search": search.run, "gpu": gpu.run,
-        "beyond": beyond.run}   # -> (Markdown, data)
+RUNS = {    # -> (Markdown, data)
+    "counts": counts.run, "plain": plain.run, "packed": plain.run_packed, "costs": costs.run_costs,
+    "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
+    "quant": quant.run, "block": block.run, "heads": heads.run, "search": search.run,
+    "gpu": gpu.run, "beyond": beyond.run}
 
 
 class Flags(argparse.Namespace):
@@ -69,9 +54,8 @@ def parse(argv):
     p.add_argument("--quick", action="store_const", const=1, help="one prompt of each kind; gpu: tiny "
                    "models, to see whether it runs at all")
     p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
-    p.add_argument("--exit-layer", type=int, metavar="E", help="block: this exit")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
-                   "a3,m4 or a skip.json (but for help by default the one beside the weights)")
+                   "a3,m4 or a skip.json (the last three: by default the one beside the weights)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
                    "most frequent first (by default draft_vocab.json beside the weights)")
     p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),

@@ -1,12 +1,11 @@
 """Four systems at a scale that is honest: M2R2, ProphetNet, HAMburger and a sparse self-draft, each a small
 reconstruction, and each with one question that its paper leaves open.
-
-The one thing to remember: what is trained for minutes says which of two ways is better, not how good either
-can become; so each answer stands beside what it is compared with, and beside its noise.
 """
 import copy
 import statistics
 from functools import partial
+from itertools import chain
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from lab.bench.shared import SETS, SHAPES, figures, load, page, prompt_ids, read
 from lab.hamburger import BurgerDraft, Hamburger, score, tune
 from lab.m2r2 import M2R2
 from lab.train_heads import OWN
-from lab.transfer import Transfer, ahead
+from lab.transfer import Transfer
 from methods import heads
 from model import Placement
 from sampling import to_probs
@@ -38,18 +37,30 @@ CONFIDENCES = 0.5, 0.8, 0.9, 2.0                # 2: no head is so sure, so that
 
 class Sizes(NamedTuple):
     """How much of everything."""
-    text: int           # tokens that the model writes itself; the twin half as many
-    heads: int          # tokens that each head learns from
-    streams: int        # tokens that each ProphetNet learns from
-    seeds: int          # of ProphetNets
-    burger: int         # steps of HAMburger
-    measured: int       # tokens of held-out text
+    text: int = 300_000     # tokens that the model writes itself; the twin half as many
+    heads: int = 100_000    # tokens that each head learns from
+    streams: int = 280_000  # tokens that each ProphetNet learns from
+    seeds: int = 3          # of ProphetNets
+    burger: int = 280       # steps of HAMburger
+    measured: int = 4096    # tokens of held-out text
 
 
-SIZES = Sizes(300_000, 100_000, 280_000, 3, 280, 4096)
+SIZES = Sizes()
 
 
 # --- what they share
+
+
+def parsed(parse, flags, *words):
+    """What a command makes of {flag: value} and of further words."""
+    pairs = [(f"--{name}", str(value)) for name, value in flags.items()]
+    return parse([*chain(*pairs), *words])
+
+
+def finished(run):
+    while run.progress() < 1:
+        run.train_step()
+    return run
 
 
 def own_text(model, tokenizer, count, measured, length=256):
@@ -62,29 +73,20 @@ def own_text(model, tokenizer, count, measured, length=256):
 
 def taught(model, text, tokens, kind, *words):
     """A head of lab/train_heads.py, with its flags, trained on the text."""
-    sizes = {"tokens": tokens, "context": CONTEXT, "batch": BATCH, "device": model.tok.device.type}
-    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    run = train_heads.Run(train_heads.parse([kind, "--model", "given", "--out", "nowhere", *flags, *words]),
-                          model, text, model.tok.device)
-    while run.progress() < 1:
-        run.train_step()
-    return run.head
+    flags = {"model": "given", "out": "nowhere", "tokens": tokens, "context": CONTEXT,
+             "batch": BATCH, "device": model.tok.device.type}
+    a = parsed(train_heads.parse, flags, kind, *words)
+    return finished(train_heads.Run(a, model, text, model.tok.device)).head
 
 
-def written(model, prompts, drafter, new):
-    """The Counts of greedy answers to all prompts, which are one batch."""
+def worth(model, prompts, drafter, new, cost):
+    """What is reported of a drafter, from greedy answers to all prompts, which are one batch.
+    cost(K): what a draft of K tokens takes, in passes of the target, by the weights that it reads."""
     counts = Counts()
     for _, r in rounds(model, prompts, new, drafter, eos=model.c.eos):
         counts.add(r)
-    return counts
-
-
-def counted(counts, cost):
-    """What is reported of a drafter. cost(K): what a draft of K tokens takes, in passes of the target, by the
-    weights that it reads."""
-    drafted = counts.proposed / max(1, counts.turns)
-    return {"drafted": drafted, "accepted": counts.accepted / max(1, counts.proposed), "tau": counts.tau,
-            "by_weights": counts.tau / (1 + cost(drafted))}
+    return {"accepted": counts.accepted / max(1, counts.proposed), "tau": counts.tau,
+            "by_weights": counts.tau / (1 + cost(counts.proposed / max(1, counts.turns)))}
 
 
 # --- M2R2: is an accelerated row better than an adapter with as many weights?
@@ -101,34 +103,38 @@ def accelerated(model, text, prompts, new, exits):
         if e == exits[0]:
             made["M2R2, no alignment"] = learn("m2r2", "--exit-layer", str(e), "--align", "0")
         for name, head in made.items():
-            c, judged = heads.pricing(head)(0), train_heads.evaluate(head, held_out, CONTEXT, SIZES.measured)
-            counts = written(model, prompts, head.drafter(GAMMA), new)
+            c = heads.pricing(head)(0)
+            alpha = train_heads.evaluate(head, held_out, CONTEXT, SIZES.measured)["agreement"][0]
             found[f"exit {e}, {name}"] = {
                 "rows": 2 if head.shape.get("rank") else 1, "weights": heads.count(head), "c": c,
-                "alpha": judged["agreement"][0], "overlap": judged["overlap"][0],
-                **counted(counts, lambda K, c=c: K * c)}
+                "alpha": alpha, **worth(model, prompts, head.drafter(GAMMA), new, partial(mul, c))}
     return found
 
 
 # --- ProphetNet: does it help the model itself to foresee more than the next token?
 
 
+class Grown:
+    """A cache for one pass in training: gradients flow through what it keeps."""
+
+    def __init__(self):
+        self.layers = []
+
+    def write(self, layer, k, v, at, start=0):
+        self.layers.append((k, v))
+        return k[:, :, start:], v[:, :, start:]
+
+
 def stream_losses(model, head, batch):
-    """The cross-entropy of each stream for windows (B, T+1): first the model's own, then those of the rows of
-    the head, a Transfer from the embeddings on, each of which foresees a token further. (ProphetNet is an
-    encoder and a decoder; this is a decoder alone.) All is one pass, so that the losses of the rows train
-    what they read, too: the model's keys and values."""
-    T, N, device = batch.shape[1] - 1, head.steps, batch.device
-    x, at = model.embed(batch[:, :-1]), torch.arange(T, device=device)[None]
-    tree = torch.ones(1, T, T, dtype=torch.bool, device=device).tril()
-    seen = torch.cat([F.pad(tree, (0, T * N)), ahead(tree, N)], 1)              # (1, T+T*N, T+T*N)
-    places = torch.cat([at, (at[..., None] + 1 + torch.arange(N, device=device)).flatten(1)], 1)
-    slots = torch.arange(places.shape[1], device=device)[None]
-    at = Placement(places, slots, 0, slots.shape[1], seen)
-    x = model.run(torch.cat([x, head.spread(x).flatten(1, 2)], 1), at)
-    rows = [x[:, :T], *x[:, T:].unflatten(1, (T, N)).unbind(2)]                 # (B, T, dim) each
-    return [F.cross_entropy(model.unembed(row[:, : T - k]).flatten(0, 1), batch[:, 1 + k :].flatten())
-            for k, row in enumerate(rows)]
+    """The cross-entropy of each stream for windows (B, T+1): first the model's own, then those of the
+    rows of the head, a Transfer from the embeddings on, each of which foresees a token further. They
+    train what they read, too: the model's keys and values. (ProphetNet is an encoder and a decoder;
+    this is a decoder alone.)"""
+    tokens, cache = batch[:, :-1], Grown()
+    x = model.run(model.embed(tokens), Placement.at(0, tokens.shape[1], tokens.device), cache)
+    said = [model.unembed(x), *(logits for _, logits in head.predict(tokens, {}, cache))]
+    return [F.cross_entropy(logits.flatten(0, 1), batch[:, k:].flatten())
+            for k, logits in enumerate(said, 1)]
 
 
 class Streams(train.Run):
@@ -152,34 +158,28 @@ class Streams(train.Run):
 
 def prophet(text, device, streams, seed, tokens, shape=SHAPE):
     """A finished run of a tiny model with so many streams. shape: some flags of lab/train.py."""
-    flags = {"out": "nowhere", "data": "given", "context": CONTEXT, "batch": BATCH, "warmup": 20,
-             "dropout": 0, "exit-weight": 0, "seed": seed, "tokens": tokens, "dtype": "float32",
-             "device": device.type} | shape
-    a = train.parse([word for k, v in flags.items() for word in (f"--{k}", str(v))])
-    run = train.Run(a, text, device) if streams == 1 else Streams(a, text, device, streams)
-    while run.progress() < 1:
-        run.train_step()
-    return run
+    a = parsed(train.parse, {
+        "out": "nowhere", "data": "given", "device": device.type, "dtype": "float32", "seed": seed,
+        "tokens": tokens, "context": CONTEXT, "batch": BATCH, "warmup": 20, "dropout": 0,
+        "exit-weight": 0} | shape)
+    plain = streams == 1
+    return finished(train.Run(a, text, device) if plain else Streams(a, text, device, streams))
 
 
 def prophets(text, device, new):
-    """"1", "3": the models' own losses on held-out text, one for each seed; "streams": how often each agrees
-    with its model; "drafts": what the streams of the last seed are worth as a Transfer, and what one is that
-    learnt when its model, of one stream, was finished."""
-    held_out, found = text.valid[OWN], {"1": [], "3": [], "streams": [], "drafts": {}}
+    """"1", "3": the models' own losses on held-out text, one for each seed; "drafts": what the last
+    seed's streams are worth as a Transfer, and those that learnt when its model of one was finished."""
+    held_out, found = text.valid[OWN], {"1": [], "3": [], "drafts": {}}
     prompts = held_out[: 16 * (min(128, len(held_out)) // 16)].view(-1, 16).tolist()
     for seed in range(SIZES.seeds):
         runs = {n: prophet(text, device, n, seed, SIZES.streams) for n in (1, 3)}
         for n, run in runs.items():
             found[str(n)].append(train.evaluate(run.model, held_out, CONTEXT, SIZES.measured)["loss"][-1])
-        judged = train_heads.evaluate(runs[3].head, held_out, CONTEXT, SIZES.measured)
-        found["streams"].append(judged["agreement"])
     plain, flags = runs[1].model.requires_grad_(False), ("--inject-layer", "0", "--steps", "2")
     made = {"with the model": runs[3].head, "later": taught(plain, text, SIZES.heads, "transfer", *flags)}
     for name, head in made.items():
-        c = heads.pricing(head)(0)
-        counts = written(head.model, prompts, head.drafter(2), min(new, CONTEXT - 16))
-        found["drafts"][name] = counted(counts, lambda K, c=c: K * c)
+        found["drafts"][name] = worth(head.model, prompts, head.drafter(2), min(new, CONTEXT - 16),
+                                      partial(mul, heads.pricing(head)(0)))
     return found
 
 
@@ -207,9 +207,8 @@ def hamburgers(model, tokenizer, prompts, new):
     cost, found = lambda K: (1 + small * (K - 1)) * (K > 0), {}
     for confidence in CONFIDENCES:
         kl, tokens = score(burger, cold, windows, confidence)
-        counts = written(model, prompts, BurgerDraft(burger, confidence), new)
-        found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens),
-                                  **counted(counts, cost)}
+        checked = worth(model, prompts, BurgerDraft(burger, confidence), new, cost)
+        found[str(confidence)] = {"kl": kl, "tokens": tokens, "alone": tokens / cost(tokens), **checked}
     return found
 
 
@@ -241,7 +240,7 @@ def long_texts(tokenizer, c, count):
 def sparse_drafts(model, texts, new):
     """{window: what was found} in the second half of texts of the same length: alpha with sinks and without,
     and at temperature 1, "overlap"; and tau, where greedy text goes on."""
-    T, c = len(texts[0]), model.c
+    T, c, halves = len(texts[0]), model.c, [ids[: len(ids) // 2] for ids in texts]
     warm = [Teacher(model, ids, lambda x: to_probs(x, 1.0)) for ids in texts]
     cold, costs, found = [Teacher(model, ids) for ids in texts], weight_costs(c), {}
     for window in (w for w in (8, 16, 32, 64, 128) if w < T // 2):
@@ -250,9 +249,9 @@ def sparse_drafts(model, texts, new):
 
         n, drafter = 3 * T // 4, sparse.SparseDraft(model, GAMMA, SINKS, window)
         unread = sparse.unread(costs, n, SINKS, window) / ((n + 1) * c.n_layers * costs.slot)
-        counts = written(model, [ids[: T // 2] for ids in texts], drafter, min(new, T // 2 - 1))
-        found[str(window)] = {"alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0), "unread": unread,
-                              "overlap": alpha(warm, SINKS), "tau": counts.tau}
+        checked = worth(model, halves, drafter, min(new, T // 2 - 1), float)    # it reads all weights
+        found[str(window)] = {"alpha": alpha(cold, SINKS), "no_sinks": alpha(cold, 0),
+                              "overlap": alpha(warm, SINKS), "unread": unread, **checked}
     return found
 
 
@@ -269,17 +268,18 @@ def paper():
     return rows
 
 
-# --- the command
-
-
-LOOP = {"drafted a round": "{drafted:.2f}", "accepted": "{accepted:.2f}", "tau": "{tau:.2f}",
-        "speed-up by weights": "{by_weights:.2f}"}
+LOOP = {"accepted": "{accepted:.2f}", "tau": "{tau:.2f}", "speed-up by weights": "{by_weights:.2f}"}
 M2R2_COLUMNS = {"rows": "{rows}", "own weights": "{weights:,}", "c by weights": "{c:.3f}",
-                "alpha": "{alpha:.3f}", "overlap": "{overlap:.3f}", **LOOP}
+                "alpha": "{alpha:.3f}", **LOOP}
 BURGER_COLUMNS = {"KL alone": "{kl:.3f}", "tokens a step alone": "{tokens:.2f}",
                   "speed-up alone, by weights": "{alone:.2f}", **LOOP}
-SPARSE_COLUMNS = {"alpha": "{alpha:.3f}", "alpha without sinks": "{no_sinks:.3f}", "overlap": "{overlap:.3f}",
-                  "keys and values not read": "{unread:.0%}", "tau": "{tau:.2f}"}
+SPARSE_COLUMNS = {"alpha": "{alpha:.3f}", "alpha without sinks": "{no_sinks:.3f}",
+                  "at temperature 1": "{overlap:.3f}", "keys and values not read": "{unread:.0%}",
+                  "tau": "{tau:.2f}"}
+PAPER_COLUMNS = {"GB a pass reads": "{read:.1f}", "of them keys and values": "{cached:.1f}",
+                 "GB a draft leaves": "{left:.1f}", "c by bytes": "{c:.2f}",
+                 "speed-up if alpha is 0.8": "{promise[0.8][1]:.2f} (gamma {promise[0.8][0]})",
+                 "if it is 0.9": "{promise[0.9][1]:.2f} (gamma {promise[0.9][0]})"}
 
 
 def m2r2_lines(found):
@@ -294,65 +294,49 @@ def prophet_lines(found):
     change = [b - a for a, b in zip(found["1"], found["3"], strict=True)]
     error = statistics.stdev(change) / len(change) ** 0.5
     noise = statistics.mean(map(statistics.stdev, (found["1"], found["3"])))
-    seeds = range(len(found["1"]))
-    lines = ["**ProphetNet**: does it help a model to foresee more than the next token? Its own loss, in "
-             "nats a token of held-out text.", ""]
-    lines += table(["streams", *(f"seed {s}" for s in seeds)],
-                   [[n, *(f"{loss:.4f}" for loss in found[n])] for n in "13"])
-    agreed = " and ".join(f"{statistics.mean(s):.0%}" for s in zip(*found["streams"], strict=True))
-    lines += [f"Three streams change it by {statistics.mean(change):+.4f} (standard error {error:.4f}); "
-              f"from seed to seed a loss moves by {noise:.4f}. The streams agree with their model in "
-              f"{agreed} of the places, one and two tokens after the next. As drafts, learnt with the model "
-              "or later:", ""]
-    return lines + figures(found["drafts"].items(), LOOP, "streams learnt")
+    return ["**ProphetNet**: does it help a model to foresee more than the next token? Its own loss, "
+            "in nats a token of held-out text, and what its streams are worth as drafts.", "",
+            *table(["streams", *(f"seed {s}" for s in range(len(change)))],
+                   [[n, *(f"{loss:.4f}" for loss in found[n])] for n in "13"]),
+            f"Three streams change it by {statistics.mean(change):+.4f} (standard error {error:.4f}), "
+            f"a seed by {noise:.4f}.", "",
+            *figures(found["drafts"].items(), LOOP, "streams learnt")]
 
 
 def burger_lines(found):
-    lines = [f"**HAMburger**, which imitates the model at temperature {COLD}: what is left of its speed "
-             "where its trust is checked? Alone it writes another text: KL is what it is off, in nats a "
-             "token. Tokens a step are tokens for each key and value, too. Checked by the model its text, "
-             "here greedy, is exact. At confidence 2 each step says one token.", ""]
-    return lines + figures(found.items(), BURGER_COLUMNS, "confidence")
+    return [f"**HAMburger**, which imitates the model at temperature {COLD}: what is left of its speed "
+            "where its trust is checked? Alone it writes another text, and KL is what it is off, in nats "
+            "a token; checked, its text is exact. At confidence 2 each step says one token.", "",
+            *figures(found.items(), BURGER_COLUMNS, "confidence")]
 
 
 def sparse_lines(found, on_paper):
-    lines = [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, "
-             "in the second halves of texts of up to 256 tokens.", "",
-             *figures(found.items(), SPARSE_COLUMNS, "window")]
     rows = []
     for r in on_paper:
-        gains = (f"{gain:.2f} (gamma {gamma})" for gamma, gain in r["promise"].values())
-        read = r["weights"] + r["cache"], r["cache"], r["unread"]
-        rows.append([f"{r['tokens']:,}", *(f"{x / 1e9:.1f}" for x in read), f"{r['c']:.2f}", *gains])
-    head = ["tokens", "GB a pass reads", "of them keys and values", "GB a draft leaves", "c by bytes"]
-    head += [f"speed-up if alpha is {alpha}" for alpha in on_paper[0]["promise"]]
-    return lines + [f"On paper, Llama 3 8B in a half type, {SINKS} sinks and a window of {WINDOW:,}:", "",
-                    *table(head, rows)]
+        read = {"read": r["weights"] + r["cache"], "cached": r["cache"], "left": r["unread"]}
+        rows.append((f"{r['tokens']:,}", r | {name: size / 1e9 for name, size in read.items()}))
+    return [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, "
+            "in the second halves of texts of up to 256 tokens.", "",
+            *figures(found.items(), SPARSE_COLUMNS, "window"),
+            f"On paper, Llama 3 8B in a half type, {SINKS} sinks and a window of {WINDOW:,}:", "",
+            *figures(rows, PAPER_COLUMNS, "tokens")]
 
 
 def run(a):
-    folders, m2r2, data = [a.model, *([a.twin] if a.twin else [])], {}, {}
-    with tqdm(total=len(folders) + 4, disable=None, leave=False) as bar:
-        for folder in reversed(folders):            # the model comes last, and the others need its text
-            bar.set_description("M2R2")
-            model, tokenizer = load(a, "float32", folder)
-            text = own_text(model, tokenizer, SIZES.text // (1 if folder == a.model else 2), SIZES.measured)
-            prompts = [ids for name in SETS
-                       for ids in prompt_ids(name, tokenizer, model.c)[: a.quick or 4]]
-            L, shares = model.c.n_layers, (1 / 6, 1 / 12, 1 / 4)
-            exits = list(dict.fromkeys(max(1, round(L * share)) for share in shares))
-            exits = exits if folder == a.model else exits[:1]
-            m2r2[folder] = accelerated(model, text, prompts, a.new, exits)
-            bar.update()
-        texts = long_texts(tokenizer, model.c, 16)
-        parts = {"prophet": lambda: prophets(text, model.tok.device, a.new),
-                 "hamburger": lambda: hamburgers(model, tokenizer, prompts, a.new),
-                 "sparse": lambda: sparse_drafts(model, texts, a.new), "paper": paper}
-        for name, part in parts.items():
-            bar.set_description(name)
-            data[name] = part()
-            bar.update()
+    m2r2, exits = {}, (1 / 6, 1 / 12, 1 / 4)        # shares of the blocks
+    for folder, share in ([(a.twin, 2)] if a.twin else []) + [(a.model, 1)]:    # this text goes on
+        model, tokenizer = load(a, "float32", folder)
+        text = own_text(model, tokenizer, SIZES.text // share, SIZES.measured)
+        kinds = [prompt_ids(name, tokenizer, model.c) for name in SETS]
+        prompts = [ids for kind in kinds for ids in kind[: a.quick or 4]]
+        after = list(dict.fromkeys(max(1, round(model.c.n_layers * part)) for part in exits))
+        m2r2[folder] = accelerated(model, text, prompts, a.new, after if share == 1 else after[:1])
+    parts = {"prophet": partial(prophets, text, model.tok.device, a.new),
+             "hamburger": partial(hamburgers, model, tokenizer, prompts, a.new),
+             "sparse": partial(sparse_drafts, model, long_texts(tokenizer, model.c, 16), a.new),
+             "paper": paper}
+    data = {"m2r2": m2r2} | {name: part() for name, part in tqdm(parts.items(), disable=None)}
     lines = [f"{a.model}, float32; {a.machine}; {SIZES.text:,} tokens of its own text, each head learnt from "
              f"{SIZES.heads:,}; gamma {GAMMA}", "", *m2r2_lines(m2r2), *prophet_lines(data["prophet"]),
              *burger_lines(data["hamburger"]), *sparse_lines(data["sparse"], data["paper"])]
-    return page(lines), {"m2r2": m2r2, **data}
+    return page(lines), data

@@ -1,9 +1,7 @@
-"""Block verification beside token by token: tokens per round, and by the clock.
-
-The one thing to remember: both write with the same seeds from the same distribution, so what differs is how
-much of a draft each of them accepts.
-"""
+"""Tokens per round by block verification beside token by token, and of trees by traversal: with the
+same seeds and from the same distribution."""
 import statistics
+import time
 from functools import partial
 from itertools import product
 
@@ -16,7 +14,6 @@ from methods.trees import Siblings
 from sampling import Coins, to_probs
 from speculative import Wrapper, generate, layout
 from support.cli import read_skip
-from support.measure import interleave
 from verification import verify, verify_block, verify_tree
 
 GAMMAS, TEMPERATURES, SEEDS = range(2, 7), (0.8, 1.0), 4
@@ -64,33 +61,25 @@ def trees(a, model, subs, prompts):
 def run(a):
     model, tokenizer = load(a)
     L = model.c.n_layers
-    skip = None if a.exit_layer else beside(a, "skip", a.skip, read_skip, L)
-    subs = early_exit(L, a.exit_layer or max(1, L // 6)) if skip is None else skip
+    subs = beside(a, "skip", a.skip, read_skip, L) or early_exit(L, max(1, L // 6))
     prompts = [ids for kind in a.prompts or SETS[:2] for ids in prompt_ids(kind, tokenizer, model.c)]
-    repeats, seeds = a.repeats or 3, range(1 if a.quick else SEEDS)
-    rows, data = [], []
+    seeds, rows, data = range(1 if a.quick else SEEDS), [], []
     for temperature, gamma in product(TEMPERATURES, GAMMAS):
-        def write(judge, ids, seed=0, temperature=temperature, gamma=gamma):
-            return generate(model, ids, a.new, SelfDraft(model, subs, gamma),
-                            partial(to_probs, temperature=temperature), Coins(seed), model.c.eos,
-                            verify=judge)
-
-        taus = {name: [] for name in JUDGES}
-        for (name, judge), seed in product(JUDGES.items(), seeds):
-            for ids in prompts:     # each alone, so that a round is one text's
-                (out,), passes = write(judge, [ids], seed)
-                taus[name].append((len(out), passes))
-        tau = {name: sum(n for n, _ in runs) / sum(m for _, m in runs) for name, runs in taus.items()}
-        times = interleave({name: lambda judge=judge: [write(judge, [ids]) for ids in prompts[:4]]
-                            for name, judge in JUDGES.items()}, repeats)
-        written = {name: statistics.fmean(n for n, _ in runs[:4]) * 4 for name, runs in taus.items()}
-        speed = {name: written[name] / times[name] for name in JUDGES}
-        one, two = JUDGES
-        rows.append([f"{temperature}", str(gamma), f"{tau[one]:.2f}", f"{tau[two]:.2f}",
-                     f"{tau[two] / tau[one] - 1:+.1%}", f"{speed[two] / speed[one]:.2f}"])
-        data.append({"temperature": temperature, "gamma": gamma, "tau": tau, "tokens per second": speed})
-    head = ["temperature", "gamma", "tau, token by token", "tau, block", "gain", "speed, block / token"]
-    words = (f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts of {len(subs)} of "
-             f"{2 * L} sub-layers. {a.machine}.")
-    lines = [words, "", *table(head, rows), "Trees:", "", *trees(a, model, subs, prompts)]
+        spent, probs = {name: [] for name in JUDGES}, partial(to_probs, temperature=temperature)
+        for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):    # A B A B, text by text
+            start = time.perf_counter()
+            (out,), passes = generate(model, [ids], a.new, SelfDraft(model, subs, gamma), probs, Coins(seed),
+                                      model.c.eos, verify=judge)
+            spent[name].append((len(out), passes, time.perf_counter() - start))
+        sums = {name: [sum(column) for column in zip(*runs, strict=True)] for name, runs in spent.items()}
+        tau = {name: tokens / passes for name, (tokens, passes, _) in sums.items()}
+        one, two = tau.values()
+        slow, fast = (tokens / seconds for tokens, _, seconds in sums.values())
+        rows.append([f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}", f"{two / one - 1:+.1%}",
+                     f"{fast / slow:.2f}"])
+        data.append({"temperature": temperature, "gamma": gamma, "tau": tau, "speed": fast / slow})
+    lines = [f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts of {len(subs)} of "
+             f"{2 * L} sub-layers. {a.machine}.", "",
+             *table(["temperature", "gamma", "tau, token by token", "tau, block", "gain", "speed"], rows),
+             "Trees:", "", *trees(a, model, subs, prompts)]
     return page(lines), {"rows": data, "sublayers": list(subs)}

@@ -1,8 +1,4 @@
-"""Does this library compute your checkpoint right? Any folder that loads, beside transformers, row by row.
-
-The one thing to remember: in float32 both libraries must agree to rounding; in a half dtype both round, so
-each is compared with float32, and ours may not be further from it than theirs.
-"""
+"""Does this library compute your checkpoint right? Any folder that loads, beside transformers."""
 import gc
 import itertools
 import math
@@ -13,18 +9,16 @@ from typing import NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from tqdm import tqdm
 
 import checkpoint
 from kvcache import KVCache
 from lab.bench.costs import promises
 from lab.bench.plain import their_text
-from lab.bench.shared import SETS, beside, page, prompt_ids, read_prompts, table
-from layerskip import SelfDraft, early_exit, without
+from lab.bench.shared import SETS, page, prompt_ids, read_prompts, table
+from layerskip import SelfDraft, early_exit
 from model import Placement
-from speculative import NGram, generate
+from speculative import generate
 from support.chat import read_template
-from support.cli import read_skip
 from support.stats import parting
 
 RIGHT, WRONG, NONE = "right", "DIFFERS", "-"
@@ -208,17 +202,14 @@ def apart(got, want):
     return float(worst.max() / want.abs().max())
 
 
-def within(name, gap, tolerance):
-    return judge(name, f"{gap:.1e}", f"{tolerance:.1e}", gap <= tolerance)
-
-
 def check_logits(model, passes, said):
     """In float32."""
-    rows = [within(p.name, apart(our_logits(model, p), theirs), tolerance) for p, theirs, tolerance in zip(
-        passes, said["logits"], said["tolerance"], strict=True)]
-    name, gap = f"the same in chunks of {', '.join(map(str, CHUNKS))} through the cache", apart(
-        cached_logits(model, passes[0].ids), said["logits"][0])
-    return [*rows, within(name, gap, said["tolerance"][0])]
+    found = [(p.name, our_logits(model, p)) for p in passes]
+    found.append((f"the same in chunks of {', '.join(map(str, CHUNKS))} through the cache",
+                  cached_logits(model, passes[0].ids)))
+    wanted = [[*given, given[0]] for given in (said["logits"], said["tolerance"])]
+    return [judge(name, f"{(gap := apart(ours, theirs)):.1e}", f"{tolerance:.1e}", gap <= tolerance)
+            for (name, ours), theirs, tolerance in zip(found, *wanted, strict=True)]
 
 
 def check_rounding(half, theirs, want, stored):
@@ -228,15 +219,11 @@ def check_rounding(half, theirs, want, stored):
                  f"{theirs:.1e}", ours <= 1.5 * theirs)
 
 
-# --- texts
-
-
-def check_texts(model, prompts, new, sublayers, said):
+def check_texts(model, prompts, new, said):
     """Greedy texts in float32, both prompts in one ragged batch. Where two logits tie, texts may part."""
     L, rows = model.c.n_layers, []
     exit_layer = (L + 2) // 3
-    drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3),
-                "a skip set": SelfDraft(model, sublayers, 3), "an n-gram": NGram(6, 2)}
+    drafters = {"plain": None, f"exit {exit_layer}": SelfDraft(model, early_exit(L, exit_layer), 3)}
     for name, drafter in drafters.items():
         texts, _ = generate(model, prompts, new, drafter)
         parts = [parting(model, *row) for row in zip(prompts, texts, said["greedy"], strict=True)
@@ -245,9 +232,6 @@ def check_texts(model, prompts, new, sublayers, said):
         rows.append(judge(f"greedy text, {name}: {len(prompts)} x {new} tokens", ours or "equal",
                           "its text", all(p["near_tie"] for p in parts)))
     return rows
-
-
-# --- all of it
 
 
 def texts(tokenizer, c):
@@ -269,25 +253,20 @@ def run(a):
     c, stored = model.c, model.tok.dtype
     ids, prompts = texts(tokenizer, c)
     new = min(a.new, 64, c.max_len - max(map(len, prompts)))
-    odd = without(c.n_layers, range(1, c.n_layers, 2))
-    sublayers = beside(a, "skip", a.skip, read_skip, c.n_layers) or odd
     passes = plan(c, ids)
     half = our_logits(model, passes[0]) if stored in HALF else None
     del model
-    with tqdm(total=2, disable=None, leave=False) as bar:
-        rows = check_tokenizer(folder, tokenizer)
-        said = ask(folder, a.device, passes, prompts, new, stored)
-        bar.update()
-        model, _ = checkpoint.load(folder, a.device, torch.float32)
-        rows += check_logits(model, passes, said)
-        if half is not None:
-            rows.append(check_rounding(half, said["half"], said["logits"][0], stored))
-        rows += check_texts(model, prompts, new, sublayers, said)
-        limits = c.max_len, said["max_len"]
-        rows.append(judge("context", *map(str, limits), len(set(limits)) == 1))
-        del model, said
-        bar.update()
-        helps, found = promises(a, *checkpoint.load(folder, a.device)) if c.n_layers > 1 else ("", {})
+    rows = check_tokenizer(folder, tokenizer)
+    said = ask(folder, a.device, passes, prompts, new, stored)
+    model, _ = checkpoint.load(folder, a.device, torch.float32)
+    rows += check_logits(model, passes, said)
+    if half is not None:
+        rows.append(check_rounding(half, said["half"], said["logits"][0], stored))
+    rows += check_texts(model, prompts, new, said)
+    theirs = said["max_len"]
+    rows.append(judge("context", str(c.max_len), str(theirs), c.max_len == theirs))
+    del model, said
+    helps, found = promises(a, *checkpoint.load(folder, a.device)) if c.n_layers > 1 else ("", {})
     wrong = [r.check for r in rows if r.verdict == WRONG]
     verdict = (f"{len(wrong)} of {len(rows)} differ: {'; '.join(wrong)}" if wrong else
                "All checks are right: this is the model that transformers computes")

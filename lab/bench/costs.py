@@ -1,8 +1,4 @@
-"""What drafting costs on this machine, and what a draft would be worth for any model.
-
-The one thing to remember: alpha comes from one pass over a text, and c from a stopwatch or from the number of
-weights; nothing has to be decoded to know whether alpha > c.
-"""
+"""What drafting costs on this machine, and what a draft would be worth for any model."""
 from tqdm import tqdm
 
 from control import weight_costs
@@ -13,8 +9,6 @@ from speculative import generate, rounds
 from support.cli import read_skip
 from support.measure import measure_costs
 from support.stats import compare
-
-# --- costs
 
 
 def run_costs(a):
@@ -35,19 +29,17 @@ def run_costs(a):
 
 
 def against_plain(model, prompts, drafter, new, repeats):
-    """(tau, speed relative to plain decoding): drafted and plain in turn, prompt by prompt. drafter(): a new
-    one."""
-    makers, runs = {"plain": lambda: None, "drafted": drafter}, {"plain": [], "drafted": []}
-    for ids in prompts:
-        start = lambda d, ids=ids: rounds(model, [ids], new, d, eos=model.c.eos)  # noqa: E731
-        for name, run in compare(start, makers, 1, repeats).items():
-            runs[name].append(run)
-    rate = {name: sum(r.tokens for r in some) / sum(r.seconds for r in some) for name, some in runs.items()}
-    tau = sum(r.tokens for r in runs["drafted"]) / sum(r.passes for r in runs["drafted"])
-    return tau, rate["drafted"] / rate["plain"]
+    """(tau, speed relative to plain decoding): drafted and plain in turn, prompt by prompt. drafter():
+    a new one."""
+    makers = {"plain": lambda: None, "drafted": drafter}
+    runs = [compare(lambda d, ids=ids: rounds(model, [ids], new, d, eos=model.c.eos), makers, 1, repeats)
+            for ids in prompts]
 
+    def total(name, what):
+        return sum(getattr(run[name], what) for run in runs)
 
-# --- will it help?
+    rate = {name: total(name, "tokens") / total(name, "seconds") for name in makers}
+    return total("drafted", "tokens") / total("drafted", "passes"), rate["drafted"] / rate["plain"]
 
 
 def teachers(model, tokenizer, a):

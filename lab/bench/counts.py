@@ -1,8 +1,5 @@
 """What a round takes outside the sub-layers: tensor operations, and waits for the device. Both are counted,
 not timed, and a GPU's on paper (see tests/paper_gpu.py), so that none is needed.
-
-The one thing to remember: a GPU works while the host runs ahead of it. The host needs some microseconds to
-launch an operation, and by a wait it loses all that it was ahead.
 """
 import sys
 

@@ -1,7 +1,4 @@
-"""What drafting is worth: every method on four kinds of text, beside one another and transformers.
-
-The one thing to remember: no speed is printed before its text has been found identical in float64.
-"""
+"""What drafting is worth: every method on four kinds of text, beside transformers."""
 import statistics
 import time
 from collections.abc import Callable
@@ -60,6 +57,7 @@ class Method:
     sublayers: list | None = None                  # of a self-draft
     gamma: int | None = None                       # of a fixed draft, to which the formula applies
     vocab: list | None = None                      # what it drafts with, if not with all tokens
+    facts: dict = field(default_factory=dict)      # what is known before it is measured
     samples: dict = field(default_factory=dict)    # prompt -> [Sample], without the warm-up
 
 
@@ -88,7 +86,7 @@ class Bench:
         s.read = sum(spent) / self.costs.whole
         return s
 
-    def check_texts(self, methods, bar, prompts):
+    def check_texts(self, methods, prompts):
         """Raises RuntimeError where a greedy text of ours, in float64, is not that of plain decoding: that is
         a bug, and its speed would mean nothing."""
         makers = {name: m.start() for name, m in methods.items() if not m.ask}
@@ -100,38 +98,31 @@ class Bench:
                 texts[name] = [token for _, r in steps for token in r.new[0]]
                 if texts[name] != texts["plain"]:       # which comes first
                     raise RuntimeError(f"{name} differs from plain decoding in float64 on prompt {i}")
-                bar.update()
 
-    def run(self, methods, bar):
+    def run(self, methods, title):
         """All methods on each prompt, one after another, again and again, after a warm-up on one prompt."""
         for repeat in range(self.repeats + 1):
             makers = {name: m.start() for name, m in methods.items()}
-            for i in range(len(self.prompts) if repeat else 1):
+            for i in tqdm(range(len(self.prompts) if repeat else 1), title, disable=None):
                 for name, m in methods.items():
-                    bar.set_postfix_str(name, refresh=False)
                     sample = m.ask(self.prompts[i]) if m.ask else self.write(makers[name], i)
                     if repeat:
                         m.samples.setdefault(i, []).append(sample)
-                    bar.update()
 
-    def table(self, methods, texts, title, bar, checked=None):
-        """({method: row}, where greedy texts part from plain decoding in the timed dtype). texts: see
-        `pilot`; checked: the prompts whose texts are compared in float64, by default all."""
-        ours, prompts = sum(not m.ask for m in methods.values()), len(self.prompts)
-        checked = (checked or range(prompts)) if self.greedy else ()
-        bar.set_description(title)
-        bar.reset(ours * len(checked) + len(methods) * (1 + self.repeats * prompts))
-        self.check_texts(methods, bar, checked)
-        self.run(methods, bar)
-        rows, parted = {}, []
-        for name, m in methods.items():
-            rows[name] = row(m, methods["plain"], texts)
-            for i, runs in m.samples.items() if self.greedy else ():
-                ours, plain = runs[0].ids, methods["plain"].samples[i][0].ids
-                if ours != plain:
-                    parted.append({"set": title, "method": name, "prompt": i,
-                                   **parting(self.model, self.prompts[i], ours, plain)})
-        return rows, parted
+    def table(self, methods, texts, title, checked=None):
+        """{method: row}, with "parted": where greedy texts part from plain decoding in the timed dtype.
+        texts: see `pilot`; checked: prompts whose texts are compared in float64, by default all."""
+        if self.greedy:
+            self.check_texts(methods, checked or range(len(self.prompts)))
+        self.run(methods, title)
+        plain = methods["plain"]
+        return {name: row(m, plain, texts) | m.facts | {"parted": self.parted(m, plain)}
+                for name, m in methods.items()}
+
+    def parted(self, m, plain):
+        both = [(i, runs[0].ids, plain.samples[i][0].ids) for i, runs in m.samples.items()]
+        return [{"prompt": i, **parting(self.model, self.prompts[i], ours, theirs)}
+                for i, ours, theirs in both if self.greedy and ours != theirs]
 
 
 class Writing(Timed):
@@ -340,25 +331,24 @@ def header(a, repeats, more=""):
             f"over the prompts; every greedy text of ours is that of plain decoding in float64{more}", ""]
 
 
-def markdown(a, repeats, results, notes):
+def markdown(a, repeats, results):
     lines = header(a, repeats) + tables(results, COLUMNS)
-    for n in notes:
+    found = [(title, name, n) for title, rows in results.items() for name, r in rows.items()
+             for n in r["parted"]]
+    for title, name, n in found:
         why = f"{a.dtype} rounds a block otherwise" if n["near_tie"] else "WHICH ROUNDING DOES NOT EXPLAIN"
-        lines.append(f"- {n['set']}, prompt {n['prompt']}, {n['method']}: other than plain decoding from new "
+        lines.append(f"- {title}, prompt {n['prompt']}, {name}: other than plain decoding from new "
                      f"token {n['position']} on, where the logits lie {n['gap']:.3g} apart, {why}")
     return page(lines)
 
 
-# --- the command
-
-
-def column(a, bench, skip, vocab, title, bar):
+def column(a, bench, skip, vocab, title):
     """One table, see `Bench.table`."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
     methods = own_methods(L, exits[:3], skip, cost, vocab)
     methods |= their_methods(a, bench, exits[0][0])
-    return bench.table(chosen(methods, a.only), texts, title, bar)
+    return bench.table(chosen(methods, a.only), texts, title)
 
 
 def run(a):
@@ -367,12 +357,10 @@ def run(a):
     skip = beside(a, "skip", a.skip, read_skip, c.n_layers)      # search.py wrote both
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, c.vocab_size)
     tasks = [(name, {}) for name in SETS] + [("stories", {"temperature": 0.8, "top_p": 0.95})]
-    results, notes = {}, []
-    with tqdm(disable=None) as bar:
-        for name, flags in (task for task in tasks if task[0] in (a.prompts or SETS)):
-            title = f"{name}, {'T 0.8, top-p 0.95' if flags else 'greedy'}"
-            prompts = prompt_ids(name, tokenizer, c)[: a.quick]
-            bench = Bench(models, prompts, flags, a.new, repeats)
-            results[title], seen = column(a, bench, skip, vocab, title, bar)
-            notes += seen
-    return markdown(a, repeats, results, notes), {"results": results, "divergences": notes}
+    results = {}
+    for name, flags in (task for task in tasks if task[0] in (a.prompts or SETS)):
+        title = f"{name}, {'T 0.8, top-p 0.95' if flags else 'greedy'}"
+        prompts = prompt_ids(name, tokenizer, c)[: a.quick]
+        bench = Bench(models, prompts, flags, a.new, repeats)
+        results[title] = column(a, bench, skip, vocab, title)
+    return markdown(a, repeats, results), {"results": results}

@@ -1,14 +1,9 @@
-"""Drafts that adapt, on a stream of prompts whose kind changes: what is published, fixed drafts, and Pace.
-
-The one thing to remember: on one kind of text a fixed draft is hard to beat; a rule that adapts is worth what
-it loses to the best fixed draft of each prompt, its regret, which nobody could have known beforehand.
-"""
+"""Drafts that adapt, beside fixed ones, on a stream of prompts whose kind changes. The regret of a rule is
+what it loses to the best fixed draft of each prompt."""
 import statistics
 from collections import Counter
 from functools import cache, partial
 from itertools import pairwise, product
-
-from tqdm import tqdm
 
 from control import Confidence, DoNoHarm, weight_costs
 from lab.bench.drafters import TAIL, Bench, Method, chosen, fixed, header, ruled
@@ -42,18 +37,15 @@ class Thinking(Wrapper):
 
     def __init__(self, drafter):
         super().__init__(drafter)
-        self.chosen = []
-
-    def seen(self):
-        return Counter(getattr(self.drafters[0], "chosen", {}))
+        self.before = []
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        self.chosen.append(self.seen())
+        self.before.append(Counter(self.drafters[0].chosen))
 
     def choices(self):
         """[{way: rounds}] of each prompt."""
-        counts = pairwise([*self.chosen, self.seen()])
+        counts = pairwise([*self.before, Counter(self.drafters[0].chosen)])
         return [dict(now - before) for before, now in counts]
 
 
@@ -125,11 +117,11 @@ def along(values, best, kinds):
             "regret": statistics.geometric_mean(b / x for b, x in zip(best, values, strict=True)) - 1}
 
 
-def column(bench, methods, names, kinds, title, bar):
+def column(bench, methods, names, kinds, title):
     """One table, see `Bench.table`, with what only a stream tells, by the clock and by the weights that were
     read. names: of the fixed drafts."""
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-    rows, parted = bench.table(methods, [], title, bar, first)
+    rows = bench.table(methods, [], title, first)
     for name, m in methods.items():
         rows[name]["read"] = [sum(len(s.ids) for s in m.samples[i]) / sum(s.read for s in m.samples[i])
                               for i in range(len(kinds))]
@@ -138,15 +130,12 @@ def column(bench, methods, names, kinds, title, bar):
                 for i in range(len(kinds))]
         for r in rows.values():
             r[key] = along(r[source], best, kinds)
-    return rows, parted
+    return rows
 
 
 COLUMNS = {"ratio to plain": "{clock[ratio]:.2f}", "regret": "{clock[regret]:.0%}",
            "by weights": "{weights[ratio]:.2f}", "its regret": "{weights[regret]:.0%}",
            "tau": "{tau:.2f}", **{kind: f"{{clock[sets][{kind}]:.2f}}" for kind in SETS}}
-
-
-# --- the command
 
 
 def run(a):
@@ -156,14 +145,12 @@ def run(a):
     skip = beside(a, "skip", a.skip, read_skip, model.c.n_layers)
     vocab = beside(a, "draft_vocab", a.draft_vocab, read_vocab, model.c.vocab_size)
     costs = kept_costs(model)
-    (prompts, kinds), results, notes = stream(tokenizer, model.c, a.quick or TURN), {}, []
-    with tqdm(disable=None) as bar:
-        for title, flags in (("greedy", {}), ("T 0.8", {"temperature": 0.8})):
-            bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
-            methods, names = all_methods(model.c, skip, vocab, trained, costs)
-            results[title], seen = column(bench, chosen(methods, a.only), names, kinds, title, bar)
-            notes += seen
-    data = {"results": results, "divergences": notes, "kinds": kinds, "cost_table": vars(costs)}
+    (prompts, kinds), results = stream(tokenizer, model.c, a.quick or TURN), {}
+    for title, flags in (("greedy", {}), ("T 0.8", {"temperature": 0.8})):
+        bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
+        methods, names = all_methods(model.c, skip, vocab, trained, costs)
+        results[title] = column(bench, chosen(methods, a.only), names, kinds, title)
+    data = {"results": results, "kinds": kinds, "cost_table": vars(costs)}
     lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
                    "none, of each prompt; the last columns are ratios by the clock")
     return page(lines + tables(results, COLUMNS)), data

@@ -1,8 +1,4 @@
-"""One command for the day a GPU is there: what the machine can do, and what is made of it.
-
-The one thing to remember: one token costs the bytes that it reads, and so the bound of each speed is measured
-in the same run: bytes of weights and cache, divided by the rate at which this device reads.
-"""
+"""One command for the day a GPU is there: what the machine can do, and what is made of it."""
 import json
 import traceback
 from dataclasses import replace
@@ -108,9 +104,6 @@ def shipped(device, tiny, name):
             row["as float32 on the CPU"] = agree(row["text"], truth)
             rows[f"{way}, {str(dtype)[6:]}"] = row
     return rows
-
-
-# --- the command line
 
 
 def parts(device, tiny, found):

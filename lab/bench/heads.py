@@ -1,14 +1,9 @@
-"""Trained heads beside one another, on the same frozen weights: what they say, cost and gain.
-
-The one thing to remember: tau, the tokens that a pass writes, says how well a head drafts; the speed-up also
-says what its drafts cost. A head is worth its training where it beats the best draft that needs none.
-"""
+"""Trained heads beside one another, on the same frozen weights: what they say, cost and gain."""
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from control import DoNoHarm
 from lab.bench.drafters import TAIL, Bench, Method, fixed, header, own_methods, pilot
@@ -24,9 +19,6 @@ NODES = 8       # of a tree
 LEVELS = 8      # no chain or tree here is deeper
 
 
-# --- the ways to draft
-
-
 def shapes(head, cost):
     """{name: parents} of the chain and of the tree that promise most, where a level costs what its weights
     say, and further nodes nothing."""
@@ -37,21 +29,19 @@ def shapes(head, cost):
 
 
 def head_methods(name, loaded):
-    """({name: Method}, {name: its tree, and the tau by ranks}) of one head: a chain, a tree, and the rule
-    that drafts as far as it pays, alone and with an n-gram tail, as the exits have it that need no training.
-    loaded: {dtype: head}."""
-    head, methods, known = next(iter(loaded.values())), {}, {}
+    """{name: Method} of one head: a chain, a tree, and the rule that drafts as far as it pays, alone
+    and with an n-gram tail, as the exits have it that need no training. loaded: {dtype: head}."""
+    head, methods = next(iter(loaded.values())), {}
     cost = heads.pricing(head)(0)
     for shape, parents in shapes(head, cost).items():
         levels = int(ancestors(torch.tensor([parents])).sum(-1).max()) - 1
         make = partial(drafter, loaded, levels, parents if "tree" in shape else None, False)
-        methods[f"{name}, {shape}"] = Method(lambda make=make: make, gamma=levels)
-        known[f"{name}, {shape}"] = {"parents": parents,
-                                     "tau_predicted": tree_tokens(parents, head.ranks or [0.5])}
+        facts = {"parents": parents, "tau_predicted": tree_tokens(parents, head.ranks or [0.5])}
+        methods[f"{name}, {shape}"] = Method(lambda make=make: make, gamma=levels, facts=facts)
     for tail in (False, True):
         methods[f"{name}, do no harm{', n-gram tail' * tail}"] = Method(lambda tail=tail: partial(
             drafter, loaded, DoNoHarm(cost, head.step.most), None, tail))
-    return methods, known
+    return methods
 
 
 def drafter(loaded, rule, shape, tail, model, small):
@@ -59,24 +49,19 @@ def drafter(loaded, rule, shape, tail, model, small):
     return Then(made, NGram(TAIL, 3)) if tail else made
 
 
-def column(bench, found, title, bar):
-    """One table: {method: row}, and where greedy texts parted. found: {name: {dtype: head}}."""
+def column(bench, found, title):
+    """One table: {method: row}. found: {name: {dtype: head}}."""
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
     free, best = own_methods(L, exits, None, cost), dict(exits)
-    methods, known = {"plain": free["plain"]}, {}
+    methods = {"plain": free["plain"]}
     layers = {h.shape["exit_layer"] for h in bench.heads if "exit_layer" in h.shape}
     for e in sorted(layers | {exits[0][0]}):
         methods |= fixed(f"exit {e}", early_exit(L, e), best.get(e, 2))
     methods |= {name: free[name] for name in ("do no harm", "do no harm, n-gram tail")}
     for name, loaded in found.items():
-        more, facts = head_methods(name, loaded)
-        methods, known = methods | more, known | facts
-    rows, parted = bench.table(methods, texts, title, bar)
-    return {name: r | known.get(name, {}) for name, r in rows.items()}, parted
-
-
-# --- what is reported
+        methods |= head_methods(name, loaded)
+    return bench.table(methods, texts, title)
 
 
 COLUMNS = {"ratio to plain": "{ratio:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
@@ -97,13 +82,11 @@ def run(a):
     facts = {name: {"kind": h.kind, "shape": h.shape, "c_weights": heads.pricing(h)(0),
                     "parameters": heads.count(h), "ranks": " / ".join(f"{x:.2f}" for x in h.ranks)}
              for name, h in own.items()}
-    results, notes = {}, []
-    with tqdm(disable=None) as bar:
-        for T, name in product((0.0, 0.8), a.prompts or SETS):
-            prompts, title = prompt_ids(name, tokenizer, model.c)[: a.quick], f"{name}, T {T:g}"
-            bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats, own.values())
-            results[title], seen = column(bench, found, title, bar)
-            notes += seen
-    data = {"results": results, "heads": facts, "divergences": notes}
+    results = {}
+    for T, name in product((0.0, 0.8), a.prompts or SETS):
+        prompts, title = prompt_ids(name, tokenizer, model.c)[: a.quick], f"{name}, T {T:g}"
+        bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, repeats, own.values())
+        results[title] = column(bench, found, title)
+    data = {"results": results, "heads": facts}
     lines = header(a, repeats, "; c and block: by the clock of the loop; by ranks: Sequoia's formula")
     return page(lines + figures(facts.items(), FACTS, "heads") + tables(results, COLUMNS)), data

@@ -1,7 +1,4 @@
-"""Plain decoding, measured beside transformers.
-
-The one thing to remember: what is compared is given the same weights, prompt, dtype and threads.
-"""
+"""Plain decoding, measured beside transformers; and passes with packed matrices."""
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -12,7 +9,8 @@ from tqdm import tqdm
 
 import checkpoint
 from kvcache import KVCache
-from lab.bench.shared import WEIGHTS, figures, page, random_model, table
+from lab.bench.shared import WEIGHTS, figures, load, page, random_model, table
+from machine.packed import gain, pack
 from machine.recorded import Recorded
 from model import SPARE, Config, Placement
 from speculative import generate, rounds
@@ -21,7 +19,7 @@ from support.measure import interleave
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
                     hidden_dim=2048, max_len=1024)
 TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
-BLOCKS, BATCHES = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)
+BLOCKS, BATCHES, WIDTHS = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16)
 
 
 def their_text(model, ids, new, **flags):
@@ -139,3 +137,20 @@ def run(a):
              *table(["cost of a block, relative to one token", *map(str, BLOCKS)], blocks),
              *table(["ours, times transformers, at batch", *map(str, BATCHES)], batches)]
     return page(lines), {"results": results}
+
+
+@torch.inference_mode()
+def run_packed(a):
+    """What a pass over a block of tokens takes, with the matrices as they are and packed."""
+    forms = {"plain": load(a)[0], "packed": load(a)[0]}
+    keep = gain(forms["packed"], 1) < 0.95
+    pack(forms["packed"], keep)
+    passes = {(form, T): step(model, T, 100) for form, model in forms.items() for T in WIDTHS}
+    times = interleave(passes, a.repeats or 15)
+    one = times["plain", 1]
+    rows = [[form, *(f"{1e3 * times[form, T]:.1f} ({times[form, T] / one:.2f})" for T in WIDTHS)]
+            for form in forms]
+    words = (f"{a.model}, {a.dtype}; {a.machine}; ms a pass (in plain passes over one token); "
+             f"{'single rows by the plain matrix' if keep else 'packed alone'}")
+    data = {f"{form} {T}": seconds for (form, T), seconds in times.items()}
+    return page([words, "", *table(["tokens", *map(str, WIDTHS)], rows)]), {"times": data}

@@ -1,8 +1,5 @@
-"""What a model in few bits is worth: as a draft of the whole one, and as a target with a small assistant.
-
-The one thing to remember: few bits are always less memory, but less time only where a product reads them as
-they are. So c is given twice, by the bytes that a pass reads and by the clock of this machine.
-"""
+"""What a model in few bits is worth: as a draft, and as a target with a small assistant. Few bits are
+less memory, but less time only where a product reads them as they are."""
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

@@ -1,17 +1,10 @@
-"""Several guesses for one place: which rule keeps one of them most often, and which rules are exact?
-
-The one thing to remember: an exact rule is judged by how often one of k guesses is kept, beside the most that
-any exact rule could keep; a rule that is not exact is judged by how far its text is from the model's.
-"""
+"""Several guesses for one place: which rule keeps one most often, and which rules are exact?"""
 import torch
 
 from sampling import Coins
 from verification import verify_tree
 
 TOKENS = 6      # of a vocabulary in which everything is enumerated
-
-
-# --- how k tokens can be drawn
 
 
 def draws(q, k, again):
@@ -32,9 +25,6 @@ def draws(q, k, again):
     return tokens[some], torch.stack(drawn, 1)[some], chance[some]
 
 
-# --- the rules
-
-
 class Chances(Coins):
     """Coins that note how likely each flip was."""
 
@@ -52,16 +42,15 @@ def tried(p, tokens, q):
     return coins.noted * torch.cat([torch.ones_like(refused[:, :1]), refused[:, :-1]], 1)
 
 
-def shared_part(p, q, k):
-    """min(q, p / rho) (V,) of k-sequential selection, for k independent draws: rho is the least number with
-    1 - (1 - b)^k <= rho b, where b is the sum of that minimum (Sun et al. 2023, SpecTr). Returns it and
-    rho."""
+def spectr(p, q, k):
+    """How likely k-sequential selection keeps one of k independent draws, 1 - (1 - b)^k: b is the sum
+    of min(q, p / rho), and rho the least number with 1 - (1 - b)^k <= rho b (Sun et al. 2023)."""
     low, high = 1.0, float(k)
     for _ in range(60):     # halving: rho lies between 1 and k
         rho = (low + high) / 2
         b = float(torch.minimum(q, p / rho).sum())
         low, high = (low, rho) if 1 - (1 - b) ** k <= rho * b else (rho, high)
-    return torch.minimum(q, p / high), high
+    return 1 - (1 - float(torch.minimum(q, p / high).sum())) ** k
 
 
 def passes(p, tokens, epsilon=0.09, delta=0.3):
@@ -78,9 +67,6 @@ def typical(p, tokens):
     return torch.where(best > 0, tokens.gather(1, at[:, None])[:, 0], p.argmax())
 
 
-# --- what cannot be exceeded, and what must not happen
-
-
 def optimum(p, tokens, chance):
     """The most that any exact rule can accept of these draws: the least of p(H) + 1 - P(all draws lie in H)
     over all sets H of tokens. It is the cut of a network in which each way to draw may flow into its tokens,
@@ -93,9 +79,6 @@ def optimum(p, tokens, chance):
     inside = ((ways & ~sets[:, None]) == 0).to(p) @ chance                      # (2^V,)
     holds = (sets[:, None] >> torch.arange(V) & 1).to(p)                        # (2^V, V)
     return float((holds @ p + 1 - inside).min())
-
-
-# --- what each keeps
 
 
 def pairs(teacher, sublayers, count):
@@ -117,7 +100,7 @@ def judge(p, q, k):
         return float(tried(p.expand(len(ways[0]), -1), *ways[:2]).sum(1) @ ways[2])
 
     return {"recursive, drawn again": kept(ways), "optimum of these": optimum(p, ways[0], ways[2]),
-            "SpecTr": 1 - (1 - float(shared_part(p, q, k)[0].sum())) ** k,
-            "recursive, not again": kept(apart), "optimum": optimum(p, tokens, chance),
+            "SpecTr": spectr(p, q, k), "recursive, not again": kept(apart),
+            "optimum": optimum(p, tokens, chance),
             "typical": float(passes(p, tokens).any(1).double() @ chance),
             "its bias": float((written - p).abs().sum() / 2)}

@@ -1,8 +1,5 @@
-"""The search for sub-layers to skip, against the truth: all 4,096 sets of twelve groups of sub-layers.
-
-The one thing to remember: a search is judged by its regret, how far the best set it has seen is from the best
-there is.
-"""
+"""The search for sub-layers to skip, against the truth: all 4,096 sets of twelve groups of them. Its regret
+is how far the best set it has seen is from the best there is."""
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +18,7 @@ from search import Calibration, Space, Trial, search, speedup
 from support.measure import measure_costs
 
 LANDSCAPE = ROOT / "notebooks" / "landscape.npz"
-BUDGETS, SEEDS = (25, 50, 100), 20
+BUDGETS, SEEDS, TRIALS = (25, 50, 100), 20, 200
 
 
 @dataclass(frozen=True)
@@ -88,27 +85,24 @@ def run_method(method, space, worth, seed, count):
     return best + best[-1:] * (count - len(best))
 
 
-def regrets(space, land, bar):
+def regrets(space, land):
     """{method: (seeds, budget) best values so far}."""
     def worth(z):
         return float(land["speedup"][sum(b << j for j, b in enumerate(z))])
 
-    found = {}
-    for name, method in METHODS.items():
-        found[name] = []
-        for seed in range(SEEDS):
-            found[name].append(run_method(method, space, worth, seed, max(BUDGETS)))
-            bar.update()
-    return found
+    def curves(name, method):
+        return [run_method(method, space, worth, seed, max(BUDGETS))
+                for seed in tqdm(range(SEEDS), name, disable=None)]
+
+    return {name: curves(name, method) for name, method in METHODS.items()}
 
 
 def over_everything(a, model, calibration, prompts):
     """All 2L bits but the first two, with measured costs: the search beside the best early exit."""
     L, costs = model.c.n_layers, measure_costs(model, repeats=100)
     space, score = Space(L, tuple(range(2, 2 * L))), partial(speedup, calibration, costs)
-    entries = list(search(space, score, 200))
     exits = [early_exit(L, e) for e in range(1, L)]
-    found = max(entries, key=lambda e: e["value"])["bits"]
+    found = max(search(space, score, TRIALS), key=lambda e: e["value"])["bits"]
     sets = {"found by the search": space.sublayers([int(b) for b in found]),
             "best early exit": max(exits, key=lambda subs: score(subs).value)}
     seen = {}
@@ -118,7 +112,7 @@ def over_everything(a, model, calibration, prompts):
         _, measured = against_plain(model, prompts, drafter, a.new, a.repeats or 3)
         seen[name] = {"sublayers": subs, "alpha": t.alpha, "c": t.cost, "gamma": t.gamma,
                       "predicted": t.speedup, "measured": measured}
-    return {"sets": seen, "curve": [entry["value"] for entry in entries]}
+    return seen
 
 
 def landscape(a, space, calibration, costs):
@@ -139,10 +133,8 @@ def run(a):
     space, costs = bands(model.c.n_layers), weight_costs(model.c)
     calibration = Calibration(exact, tokenizer, documents, 512)
     land = landscape(a, space, calibration, costs)
-    with tqdm(total=len(METHODS) * SEEDS, desc="methods", disable=None) as bar:
-        curves = regrets(space, land, bar)
     optimum, best = float(land["speedup"].max()), bits(int(land["speedup"].argmax()), len(space.skippable))
-    data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": curves,
+    data = {"optimum": optimum, "optimum_set": space.sublayers(best), "curves": regrets(space, land),
             "everything": over_everything(a, model, calibration, prompts)}
     return markdown(a, land, data), data
 
@@ -166,6 +158,6 @@ def markdown(a, land, data):
                      *(f"{sum(x < 1e-9 for x in r) / len(r):.0%}" for r in at),
                      f"{near:.0f}" if near <= max(BUDGETS) else "never"])
     lines += table(head, rows)
-    every = data["everything"]
-    sets = [(name, r | {"kept": " ".join(map(str, r["sublayers"]))}) for name, r in every["sets"].items()]
-    return page(lines + figures(sets, EVERY, f"{len(every['curve'])} trials, all sub-layers but 0 and 1"))
+    sets = [(name, r | {"kept": " ".join(map(str, r["sublayers"]))})
+            for name, r in data["everything"].items()]
+    return page(lines + figures(sets, EVERY, f"{TRIALS} trials, all sub-layers but 0 and 1"))

@@ -1,7 +1,4 @@
-"""What the benchmarks share: models, prompts, forecasts and tables.
-
-The one thing to remember: a speed is a ratio, measured in one process A B A B, medians after a warm-up.
-"""
+"""What the benchmarks share: models, prompts, forecasts and tables."""
 from dataclasses import replace
 from pathlib import Path
 

@@ -19,7 +19,6 @@ from layerskip import SelfDraft, ShortHead
 from speculative import Drafter, ModelDraft, rounds
 
 DRAFT = WEIGHTS / "stories-draft"
-BAR = SimpleNamespace(update=lambda: None, set_postfix_str=lambda *_, **__: None)
 call = command(bench.main)
 
 
@@ -72,10 +71,10 @@ def test_a_method_that_writes_another_text_stops_the_benchmark(models):
             r.new[0][-1] = (r.new[0][-1] + 1) % 17
 
     b, methods = bench_of(models["llama"], new=8), {"plain": Method(), "theirs": Method(ask=print)}
-    b.check_texts(methods, BAR, [0, 1])
+    b.check_texts(methods, [0, 1])
     methods["wrong"] = Method(lambda: lambda model, small: Liar())
     with pytest.raises(RuntimeError, match="^wrong differs from plain decoding .* prompt 0$"):
-        b.check_texts(methods, BAR, [0, 1])
+        b.check_texts(methods, [0, 1])
 
 
 def sample(tokens, decode, passes, proposed=0, accepted=0, draft=0.0, read=8.0):

@@ -23,7 +23,7 @@ from layerskip import SelfDraft
 from methods.trees import Siblings
 from sampling import Coins
 from search import Teacher
-from speculative import NGram, generate, rounds
+from speculative import NGram, rounds
 
 test_greedy_identity = promises.greedy_identity({
     "siblings": lambda m: Siblings(SparseDraft(m, 3, 1, 2), [3, 1]),
@@ -56,15 +56,6 @@ def test_a_draft_reads_its_sinks_and_its_window_and_nothing_else(models, family,
         for text, was in zip(state.known, changed, strict=True):
             own = len(text) - 1
             assert was == (j < own and (j < sinks or own - j < window)), (j, len(text))
-
-
-@each_family
-def test_a_window_over_everything_drafts_as_a_self_draft_does(models, family):
-    m = models[family]
-    assert generate(m, PROMPTS, 24, SparseDraft(m, 3, 0, 64))[1] == 6, "all is accepted"
-    one, other = (next(rounds(m, PROMPTS, 20, drafter, warm, Coins(2)))[1].draft for drafter in (
-        SparseDraft(m, 3, 0, 64), SelfDraft(m, range(12), 3)))
-    assert torch.equal(one.tokens, other.tokens) and torch.allclose(one.q, other.q, atol=1e-9)
 
 
 @each_family

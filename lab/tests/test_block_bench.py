@@ -1,6 +1,6 @@
 """Two small tables: block verification beside token by token, and packed matrices beside plain ones."""
 from lab.bench import __main__ as bench
-from lab.bench import block, packed
+from lab.bench import block, plain
 
 
 def test_block_verification_accepts_more(monkeypatch):
@@ -13,7 +13,8 @@ def test_block_verification_accepts_more(monkeypatch):
     assert 1 < row["tau"]["token by token"] and 1 < row["tau"]["block"] and "| 1.0 | 2 / 2 / 2 |" in text
 
 
-def test_packed_matrices(capsys):
-    text, data = packed.run(bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32",
-                                         "--repeats", "1"]))
+def test_packed_matrices():
+    a = bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32",
+                     "--repeats", "1"])
+    text, data = plain.run_packed(a)
     assert "| packed |" in text and min(data["times"].values()) > 0

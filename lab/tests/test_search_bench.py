@@ -1,6 +1,5 @@
 """The bench that judges the search: sets of bands and competitors."""
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def test_methods_end_at_the_best_of_all_sets(monkeypatch):
         assert [land[name][k] for name in land] == [t.alpha, t.cost, t.gamma, t.speedup]
     monkeypatch.setattr(bench, "SEEDS", 4)
     monkeypatch.setattr(bench, "BUDGETS", (8,))
-    curves = bench.regrets(space, land, SimpleNamespace(update=lambda: None))
+    curves = bench.regrets(space, land)
     assert [runs[0][-1] for runs in curves.values()] == [land["speedup"].max()] * 2
     for seed, curve in enumerate(curves["random"]):
         first = space.random(torch.Generator().manual_seed(seed))
