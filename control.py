@@ -17,9 +17,6 @@ from speculative import Rule
 MOST = 16  # drafts longer than this are not weighed; a rule with a published limit may go further
 
 
-# --- the speed-up model
-
-
 def expected_tokens(alpha, gamma):
     """Tokens that a target pass over gamma drafts yields: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 at
     alpha = 1 (Leviathan et al. 2023, eq. 1).
@@ -128,9 +125,6 @@ def weight_costs(c):
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim,
                  slot=2 * c.n_kv_heads * c.head_dim, window=c.window)
-
-
-# --- rules
 
 
 class Confidence(Rule):

@@ -21,11 +21,9 @@ from machine.recorded import Recorded
 from sampling import Coins, to_probs
 from speculative import rounds
 from support import chat, cli, drafts, page, show, stats
-from support.files import read_texts
-from support.measure import as_data
+from support.files import read_texts, write_file
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
-REHEARSED = 24  # rounds, before recorded passes are timed
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
 
@@ -59,14 +57,11 @@ def flags():
 
 def parse(argv):
     a = flags().parse_args(argv)
-    for flag, value in vars(a).items():
-        if value == "" and flag != "prompt":
-            raise ValueError(f"--{flag.replace('_', '-')} is empty")
     if (a.prompt is None) == (a.prompt_file is None):
         raise ValueError("give one prompt, or a batch with --prompt-file")
     for flag, path, suffix in (("picture", a.picture, ".svg"), ("page", a.page, ".html")):
-        if path and Path(path).suffix != suffix:
-            raise ValueError(f"--{flag} must name a {suffix} file, got {path}")
+        if path is not None and Path(path).suffix != suffix:
+            raise ValueError(f"--{flag} must name a {suffix} file, got {path!r}")
     if a.page and a.tree:
         raise ValueError("--page shows chains, coin by coin, and no trees: leave out --page or --tree")
     sampling.check(a.temperature, a.top_k, a.top_p, None)
@@ -80,7 +75,7 @@ def read_prompts(a):
         if parallel.place() != (0, 1):
             raise ValueError("standard input goes to one process only: give the prompt, or --prompt-file")
         return [cli.read_input().removesuffix("\n")]
-    return read_texts(Path(a.prompt_file), "prompt", "\n") if a.prompt_file else [a.prompt]
+    return [a.prompt] if a.prompt_file is None else read_texts(Path(a.prompt_file), "prompt", "\n")
 
 
 class Writer:
@@ -104,10 +99,10 @@ class Writer:
                       self.cache)
 
     def rehearse(self, makers):
-        """Have recorded what the first rounds need, before anything is timed or printed."""
+        """Have recorded what the first 24 rounds need, before anything is timed or printed."""
         def write():
             for make in makers:
-                for state, _ in islice(self.rounds(make()), REHEARSED):
+                for state, _ in islice(self.rounds(make()), 24):
                     self.cache = state.cache    # whose addresses graphs hold
         self.model.rehearse(write)
 
@@ -124,11 +119,9 @@ class Writer:
                 player.add(*step)
             if live:
                 print(seen.fresh(colour), end="", flush=True)
-        if live:
-            print(seen.fresh(colour))
-        elif not self.a.json:
-            for b, prompt in enumerate(opening):
-                print(f"{prompt}{seen.fresh(colour, b)}\n")
+        if not self.a.json:
+            for b, prompt in enumerate([""] if live else opening):
+                print(prompt + seen.fresh(colour, b), end="\n" if live else "\n\n")
         return seen
 
 
@@ -149,7 +142,7 @@ def run(a):
     if a.picture and rank == 0:
         show.picture(seen, a.picture)
     if player and rank == 0:
-        player.save(a.page)
+        write_file(Path(a.page), player.html())
     if a.compare:
         r |= against_plain(writer, plan, r["outputs"])
     print(json.dumps(r) if a.json else summary(r, seen))
@@ -159,20 +152,17 @@ def run(a):
 
 def report(writer, plan, seen):
     """What --json prints of one run."""
-    a, model, n, auto = writer.a, writer.model, seen.counts, plan.draft == "auto"
+    a, model, n = writer.a, writer.model, seen.counts
     outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
                for text, row in zip(writer.texts, seen.rows, strict=True)]
-    drafter = seen.timed.drafters[0]
-    why = f": {drafts.chosen(drafter)}" if auto else ""
+    chosen = f": {seen.timed.drafters[0].summary()}" if plan.draft == "auto" else ""
     return {
         "outputs": outputs, **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
-        "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + why,
+        "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + chosen,
         "fast": a.fast and model.replays(), "quant": a.quant, "processes": parallel.place()[1],
         "packed": isinstance(model.blocks[0].mlp.down, Packed),
-        "cost_table": as_data(drafter.costs) if auto else None,
-        "chosen": drafter.chosen if auto else None, "beliefs": drafter.beliefs() if auto else None,
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed,
     }
@@ -224,8 +214,7 @@ def verdict(r):
     """Whether the text is that of plain decoding, in one line."""
     d = r["first_divergence"]
     if r["identical"] is None:
-        return ("sampled texts may differ, as drafting uses the random numbers differently; compare texts at "
-                "temperature 0")
+        return "sampled texts may differ, as drafting spends other random numbers: compare at temperature 0"
     if d is None:
         return f"identical to plain decoding in {r['dtype']}, token for token"
     equal = f"{d['position']} equal tokens" + f" of output {d['output']}" * (len(r["outputs"]) > 1)

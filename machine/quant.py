@@ -54,9 +54,12 @@ class Matrix(nn.Module):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return args[1].product(args[0]) if func is F.linear and len(args) == 2 else NotImplemented
 
+    def full(self, dtype):
+        """The matrix that this stands for, (N, K); None where several processes share it."""
+
     def product(self, x):
         """x (..., K) -> (..., N)"""
-        return F.linear(x, self.full(x.dtype))      # full(dtype): the matrix that this stands for, (N, K)
+        return F.linear(x, self.full(x.dtype))
 
 
 class Int8(Matrix):

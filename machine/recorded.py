@@ -8,7 +8,6 @@ between two rounds must lie in its inputs, or in the key that it is found by.
     how="graph"     on CUDA     the launches of all kernels, as one CUDA graph
     how="paper"     anywhere    nothing is recorded, but whatever would break a graph breaks this: for tests
 """
-import hashlib
 import math
 import os
 import shutil
@@ -28,7 +27,7 @@ from kvcache import KVCache
 from layerskip import StandIn
 from model import Placement, Transformer
 from support import files
-from support.cli import machine
+from support.measure import identity
 
 FEW = 8     # rows of a batch and a block together, for which a product is faster as sums
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -51,17 +50,16 @@ class Slots(KVCache):
         return keys[:, :, start : at.end], values[:, :, start : at.end]
 
 
-def block(sublayers, model, x, first, cos, sin, near, *caches):
+def block(sublayers, model, x, first, cos, sin, *caches):
     """`sublayers` of the model for x (B, W, dim) from the positions first (B, 1) on. cos, sin (reach, D): the
-    table of angles, whose length says how many slots are read, and that of near, how many of them by sliding
-    layers; caches: keys and values of each attention."""
-    end, window = cos.shape[0], model.c.window
-    low = 0 if window is None else end - near.shape[0] + window - 1
+    table of angles, whose length says how many slots are read, also by sliding layers; caches: keys and
+    values of each attention."""
+    end = cos.shape[0]
     steps, last = torch.arange(x.shape[1], device=x.device), torch.arange(end, device=x.device)[-1]
     slots = torch.minimum(first + steps, last)  # (B, W) beyond the last slot there is nothing to write to
     layers = (i // 2 for i in sublayers if i % 2 == 0)
     cache = Slots(dict(zip(layers, zip(caches[::2], caches[1::2], strict=True), strict=True)))
-    return model.run(x, Placement(slots, slots, low, end), cache, sublayers, table=(cos, sin))
+    return model.run(x, Placement(slots, slots, 0, end), cache, sublayers, table=(cos, sin))
 
 
 # --- recordings
@@ -149,11 +147,10 @@ def write_program(path, model, f, inputs, fixed):
                 # trap: with it masked grouped attention is taken for another pattern and comes out wrong
                 "pattern_matcher": False}
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        # trap: lengths that are equal here are one number to the program ever after. So sliding layers
-        # (fixed[2]) read less than the others, and the caches (fixed[3:]) are longer than what is read
-        caches = (F.pad(t, (0, 0, 0, 1)) for t in fixed[3:])
-        examples = tuple(torch.zeros(t.shape, dtype=t.dtype)
-                         for t in (*inputs, *fixed[:2], *(t[1:] for t in fixed[2:3]), *caches))
+        # trap: lengths that are equal here are one number to the program ever after. So the caches
+        # (fixed[2:]) are longer than what is read
+        caches = (F.pad(t, (0, 0, 0, 1)) for t in fixed[2:])
+        examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in (*inputs, *fixed[:2], *caches))
         program = torch.export.export(Program(model, f), examples, strict=False,
                                       dynamic_shapes={"inputs": tuple(shapes)})
         if inputs[0].shape[:-1].numel() <= FEW:
@@ -190,9 +187,6 @@ class Recorded(StandIn):
         self.frozen = False                 # True: nothing new is recorded
         model.angles(1)                     # trap: the table may be that of another dtype
 
-    def __call__(self, tokens):
-        return self.model(tokens)
-
     def rehearse(self, write):
         """Call write() twice, after which all that it needs is recorded, and record nothing from then on:
         so no recording falls into what is timed."""
@@ -211,7 +205,7 @@ class Recorded(StandIn):
             if not at.same or end <= S:
                 # trap: a program trusts in the strides of its inputs, too
                 inputs = pad(x, width - T), at.slots[:, :1].expand(B, 1).contiguous()
-                fixed = self.lengths(at.first, min(end, S), width, S)
+                fixed = self.angles_read(min(end, S), S)
                 fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
                 y = self.play(cache, (subs, B, width), partial(block, subs), inputs, fixed)
         return self.model.run(x, at, cache, sublayers, trace) if y is None else y[:, :T]
@@ -225,42 +219,36 @@ class Recorded(StandIn):
 
     def replays(self):
         """Whether any pass is replayed: there may be no compiler, or all recordings were refused."""
-        return any(tape not in (None, refused) for tapes in self.tapes.values() for tape in tapes.values())
+        return any(tape for tapes in self.tapes.values() for tape in tapes.values())
 
     def width(self, T):
         return next((width for width in self.widths if width >= T), None)
 
-    def lengths(self, first, end, width, slots):
-        """[cos, sin, near] for `block`: the table of angles for all positions that are read, (reach, D) each,
-        and a part of it that is as long as what sliding layers read. Lengths are rounded up to a multiple of
-        `step`: a compiled program takes any; of the others there are no more than if they doubled from
-        `self.reach` on."""
-        count, window = 1 + math.ceil(math.log2(max(1, slots / self.reach))), self.c.window
+    def angles_read(self, end, slots):
+        """[cos, sin] for `block`: the table of angles for all positions that are read, (reach, D) each. The
+        reach is rounded up to a multiple of `step`: a compiled program takes any; of the others there are no
+        more than if they doubled from `self.reach` on."""
+        count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
         step = 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
-        reach = near = min(slots, -(-end // step) * step)
-        if window is not None:      # the same for all places of a single row within one `reach`
-            least = window + width
-            more = reach - max(0, first + 1 - window) - least
-            near = min(reach, least + (max(0, more) // step + 1) * step)
-        cos, sin = (t[:reach] for t in self.model.angles(reach))
-        return [cos, sin, cos[:near]]
+        reach = min(slots, -(-end // step) * step)
+        return [t[:reach] for t in self.model.angles(reach)]
 
     @torch.inference_mode()
     def play(self, home, key, f, inputs, fixed):
         """f(model, *inputs, *fixed), replayed; None where it is to be run eagerly: when it is seen for the
         first time, and where its recording was refused."""
         if self.how == "compile":
-            home, key = self, (*key, *(t.dtype for t in (*inputs, *fixed[3:4])))
+            home, key = self, (*key, *(t.dtype for t in (*inputs, *fixed[2:3])))
         elif fixed:
-            key = *key, len(fixed[0]), len(fixed[2])
+            key = *key, len(fixed[0])
         tapes = self.tapes.setdefault(home, {})
         if tapes.get(key) is None and not self.frozen:
             tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
         tape = tapes.get(key)
-        return tape and tape(inputs, fixed)
+        return tape(inputs, fixed) if tape else None
 
     def record(self, key, f, inputs, fixed):
-        """A recording of f that does on its first real inputs what f itself does; else `refused`."""
+        """A recording of f that does on its first real inputs what f itself does; False if there is none."""
         sublayers, rows, width = key[:3]
         what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
         name = f"{what}, batch {rows}, blocks of {width}"
@@ -270,43 +258,33 @@ class Recorded(StandIn):
             got = tape(inputs, fixed)
         except Exception as e:  # whatever a compiler meets, the pass itself can be run
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
-            return refused
-        off = [float(distance(a, b)) for a, b in zip([got, *fixed[3:]], [want, *kept[3:]], strict=True)]
+            return False
+        off = [float(distance(a, b)) for a, b in zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)]
         most = tolerance(want.dtype, len(sublayers or ()))
         if all(d <= most for d in off):     # trap: of NaN and a number, `max` can take either
             return tape
         for t, before in zip(fixed, kept, strict=True):
             t.copy_(before)
         self.say(f"{name}: recording refused, as it is off by {max(off):.2g} of what the eager pass says")
-        return refused
+        return False
 
     def make(self, name, key, f, inputs, fixed):
         if self.how != "compile":
             return (Graph if self.how == "graph" else Tape)(partial(f, self.model), inputs, fixed)
-        path = files.cache_file(f"{self.identity(key)}.pt2")
-        if path.is_file():
-            return Compiled(path, self.model)
-        usual = "clang++" if sys.platform == "darwin" else "g++"
-        if not shutil.which(os.environ.get("CXX", usual)):
-            self.frozen = True      # from now on all that has no program yet runs eagerly
-            raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
-        self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
-        with tempfile.TemporaryDirectory() as folder:
-            program = Path(folder) / path.name
-            write_program(program, self.model, f, inputs, fixed)
-            try:
+        sources = [Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__])]
+        path = files.cache_file(f"{identity(self.model, key, sources)}.pt2")
+        if not path.is_file():
+            usual = "clang++" if sys.platform == "darwin" else "g++"
+            if not shutil.which(os.environ.get("CXX", usual)):
+                self.frozen = True      # from now on all that has no program yet runs eagerly
+                raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
+            path.parent.mkdir(parents=True, exist_ok=True)      # or it fails at once, not after a minute
+            self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
+            with tempfile.TemporaryDirectory() as folder:
+                program = Path(folder) / path.name
+                write_program(program, self.model, f, inputs, fixed)
                 files.keep(path, program.read_bytes())
-            except OSError as e:
-                self.say(f"{name}: not kept, so the next run compiles anew: {e}")
-            return Compiled(program, self.model)
-
-    def identity(self, key):
-        """A name for all that a compiled program depends on: not the weights, but their shapes and types,
-        which differ where they are quantised."""
-        weights = [(name, w.shape, w.dtype) for name, w in self.model.state_dict().items()]
-        facts = torch.__version__, machine(torch.device("cpu")), self.c, weights, key
-        sources = (Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__]))
-        return hashlib.sha256(repr(facts).encode() + b"".join(sources)).hexdigest()
+        return Compiled(path, self.model)
 
 
 def tolerance(dtype, n_sublayers):
@@ -314,10 +292,6 @@ def tolerance(dtype, n_sublayers):
     the depth as a random walk does."""
     half = dtype in (torch.float16, torch.bfloat16)
     return TOLERANCE[dtype] * (max(1.0, n_sublayers / 16) ** 0.5 if half else 1.0)
-
-
-def refused(inputs, fixed):
-    """Stands where a recording failed."""
 
 
 def pad(x, rows):

@@ -19,12 +19,6 @@ def overlaps(probs, p, logits):
     return both.clamp(max=1), raw_probs(logits).amax(-1).double()
 
 
-def last_places(state, trace, count):
-    """The last places of each prompt: {tap: (B, count, dim)}, and which of them there are (B, count)."""
-    at = state.n[:, None] + torch.arange(-count, 0, device=state.n.device)      # (B, count)
-    return {tap: pick(x, at.clamp(min=0)) for tap, x in trace.items()}, at >= 0
-
-
 class DEL(SelfDraft):
     """Leave after the block that promises the most tokens for the layers that are run, and stop where it is
     unsure (DEL, arXiv 2504.05598).
@@ -53,8 +47,9 @@ class DEL(SelfDraft):
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        trace, true = last_places(state, trace, self.window)
-        self.score(state, trace, state.probs(self.model.unembed(trace[self.taps[-1]])), true)
+        at = state.n[:, None] + torch.arange(-self.window, 0, device=state.n.device)    # (B, window)
+        trace = {tap: pick(x, at.clamp(min=0)) for tap, x in trace.items()}     # of the prompt's last places
+        self.score(state, trace, state.probs(self.model.unembed(trace[self.taps[-1]])), at >= 0)
 
     def observe(self, state, r):
         super().observe(state, r)

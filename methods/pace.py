@@ -152,7 +152,11 @@ class Pace(Wrapper):
                 self.tails.add(right, 1)
             self.before[b] = bool(same)
 
-    def beliefs(self):
-        """{name: (acceptance rate as believed now, passes per drafted token)} of each arm."""
+    def summary(self):
+        """What drafted how often, and what is believed of it now, in a line."""
         known = {arm.name: (arm.drafter.rule.skill.mean(), arm.price(self.n)) for arm in self.arms}
-        return known | {"n-gram": (self.copied.mean(), 0.0)}
+        known["n-gram"] = self.copied.mean(), 0.0
+        why = {name: f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
+               for name, (alpha, price) in known.items()}
+        often = sorted(self.chosen.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)

@@ -296,19 +296,17 @@ figure
 # %%
 from IPython.display import HTML
 
-from support import show
-
 warm = lambda z: to_probs(z, temperature=0.8)
 run = rounds(model, [prompt], 60, SelfDraft(model, range(2 * EXIT), 3), warm, Coins(7))
 state, r = next(run)
-HTML(show.round_html(r, tokenizer))
+HTML(plots.round_html(r, tokenizer))
 
 # %% [markdown]
 # That was the first round. Run the next cell again and again to step on.
 
 # %%
 state, r = next(run)
-HTML(show.round_html(r, tokenizer))
+HTML(plots.round_html(r, tokenizer))
 
 # %% [markdown]
 # Every field of a round, and what the loop knows after it. The draft comes first: its tokens, their q, how
@@ -347,7 +345,7 @@ small, other = checkpoint.load(ROOT / "weights" / "stories-draft", device, torch
 if other.get_vocab() == tokenizer.get_vocab():                  # else its ids would mean other words
     drafters["small model"] = lambda gamma: ModelDraft(small, gamma)
 gamma, (plain, passes) = 5, generate(model, [prompt], 80)
-runs = {name: show.record(model, tokenizer, [prompt], 80, make(gamma)) for name, make in drafters.items()}
+runs = {name: plots.record(model, tokenizer, [prompt], 80, make(gamma)) for name, make in drafters.items()}
 for name, seen in runs.items():
     assert [t.id for t in seen.rows[0]] == plain[0]
     print(f"{name:13} {seen.counts.passes} passes instead of {passes}")
@@ -356,7 +354,7 @@ for name, seen in runs.items():
 from IPython.display import display
 
 for name, seen in runs.items():
-    display(HTML(f"<b>{name}</b>"), seen)
+    display(HTML(f"<b>{name}</b>"), HTML(plots.text_html(seen)))
 
 # %% [markdown]
 # The colours say where each token came from; the line below each colour says the same without it. Under the

@@ -1,10 +1,13 @@
-"""The charts. Each function takes plain data, draws one figure and writes it to a file.
+"""What notebooks show: charts of plain data, and what `rounds` yields in colours."""
+import html
 
-Nothing is measured here; a chart shows what another module has found.
-"""
+import torch
 from matplotlib.figure import Figure
 
 from control import best_gamma, expected_speedup
+from speculative import rounds
+from support.show import SIGNS, STYLES, Generation, origins
+from support.stats import Timed
 
 # hues that the colour-blind tell from one another (Okabe & Ito 2008)
 HUES = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#808080"
@@ -53,3 +56,53 @@ def draw_plane(side, alphas, costs):
     side.scatter(costs, alphas, s=8, color=HUES[0], alpha=0.5, linewidths=0, label="trials")
     side.set(xlabel="c, cost of a drafted step", ylabel="alpha", xlim=(0, 1), ylim=(0, 1.01),
              title="a gain lies above alpha = c")
+
+
+def record(model, tokenizer, prompts, max_new, drafter):
+    """A whole run, timed, as a show.Generation. All but the tokenizer are arguments of `rounds`."""
+    seen = Generation(tokenizer, prompts, Timed(drafter))
+    for _ in seen.watch(rounds(model, prompts, max_new, seen.timed)):
+        pass
+    return seen
+
+
+def span(text, origin=None, title=""):
+    """A piece of text in HTML. The letters keep the page's own colour, light or dark; only the background and
+    the line below are set."""
+    hue, _, line, _ = STYLES.get(origin, [""] * 4)
+    look = f"background:{hue}2b;border-bottom:{3 if line == 'double' else 2}px {line} {hue};border-radius:3px"
+    text = html.escape(text.translate(SIGNS))
+    return f'<span style="{look if origin else "opacity:.7"}" title="{html.escape(title)}">{text}</span>'
+
+
+def text_html(seen):
+    """A show.Generation: legend, texts and summary. A token's tooltip has its origin, its id and the target's
+    own raw probability of it."""
+    blocks = [" ".join(span(name, origin) for origin, (*_, name) in STYLES.items())]
+    for prompt, row in zip(seen.prompts, seen.rows, strict=True):
+        spans = (span(t.text, t.origin, f"{t.origin}, id {t.id}, target's raw probability {t.p:.3g}")
+                 for t in row if t.text)
+        blocks.append(span(prompt) + "".join(spans))
+    style = "white-space:pre-wrap;line-height:1.9;background:none;color:inherit"
+    return "".join(f'<pre style="{style}">{block}</pre>' for block in [*blocks, span(seen.summary())])
+
+
+def round_html(r, tokenizer):
+    """A Round as a table: p, q and the verdict on each drafted token, then the row's new tokens. A token that
+    was never tested is dead: it stands after a rejection, after an end of text or beyond its row's own draft.
+    """
+    def name(token):
+        return f"{token} {tokenizer.decode([token], skip_special_tokens=False)!r}"
+
+    drafted, q = r.draft.tokens[..., None], r.draft.q                                   # (B, K, 1)
+    p = r.p[:, : drafted.shape[1]].gather(2, drafted)[..., 0]                           # (B, K)
+    q = torch.ones_like(p) if q is None else q.gather(2, drafted)[..., 0]               # (B, K)
+    lines = ["<tr><th>row<th>drafted<th>p<th>q<th>verdict"]
+    for b, (accepted, proposed) in enumerate(zip(r.accepted.tolist(), r.proposed.tolist(), strict=True)):
+        for k, token in enumerate(drafted[b, :, 0].tolist()):
+            verdict = "accepted" if k < accepted else "refused" if k == accepted < proposed else "dead"
+            cells = b, html.escape(name(token)), f"{p[b, k]:.3g}", f"{q[b, k]:.3g}", verdict
+            lines.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
+        spans = (span(name(t), origin, origin) for t, origin in zip(r.new[b], origins(r, b), strict=True))
+        lines.append(f'<tr><td>{b}<td colspan="4" style="text-align:left">new: {" ".join(spans)}')
+    return f"<table>{''.join(lines)}</table>"

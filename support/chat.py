@@ -20,8 +20,7 @@ def refuse(message):
 def read_template(folder):
     """The chat template in `folder` as a function render(messages, add_generation_prompt=True).
 
-    Raises ValueError if there is none; `render` raises it if the template is broken or refuses the
-    messages.
+    Raises ValueError if there is none; `render` raises it if the template fails or refuses the messages.
     """
     file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
     config = read_json(settings) if settings.is_file() else {}

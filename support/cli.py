@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 def skip_set(text):
     """(attn, mlp, gamma): the blocks whose attention or MLP is skipped, and how far to draft, None if
     that is left open. text: "a3,m4", which skips attention 3 and MLP 4, or a file of search.py."""
-    names = [name.strip() for name in text.split(",")]
+    names = [name.strip() for name in str(text).split(",")]
     if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
         attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
         return attn, mlp, None
@@ -58,12 +58,11 @@ def read_vocab(path, vocab_size):
     return ids
 
 
-def read_beside(folder, name, read, size):
-    """read(FILE, size) of NAME.json beside the weights. None if there is no such file, or if it is not ours:
+def read_beside(path, read, *args):
+    """read(path, *args) of a file beside the weights. None if there is no such file, or if it is not ours:
     what lies beside the weights by chance must not end a run."""
-    path = Path(folder) / f"{name}.json"
     try:
-        return read(str(path), size) if path.is_file() else None
+        return read(path, *args) if path.is_file() else None
     except (ValueError, OSError) as e:
         note("left out", e)
         return None

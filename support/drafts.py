@@ -21,7 +21,6 @@ from methods.suffix import Suffix
 from methods.trees import best_tree
 from speculative import ModelDraft, NGram, ancestors
 from support import cli
-from support.files import note
 from support.measure import kept_costs
 
 NAMES = ("auto", "none", "ngram", "suffix", "exit", "skip", *KINDS, *heads.KINDS)
@@ -59,8 +58,10 @@ def add_flags(group):
 def kind_of(a):
     """The draft that the flags choose: one of NAMES, or "model" or "heads" for a folder."""
     if a.draft is None:
+        if a.skip is not None and a.exit_layer is None:
+            return "skip"
         # trap: with --fast auto would have passes of many shapes recorded
-        return "exit" if a.exit_layer is not None else "skip" if a.skip else "exit" if a.fast else "auto"
+        return "exit" if a.exit_layer is not None or a.fast else "auto"
     if a.draft in NAMES:
         return a.draft
     for kind, file in (("heads", heads.FILE), ("model", "config.json")):
@@ -76,7 +77,7 @@ def check(a):
     for flag, kinds in GOES_WITH.items():
         if getattr(a, flag) is not None and kind not in kinds:
             raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see --help")
-    if kind == "skip" and not a.skip:
+    if kind == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     for flag, least, most in (("gamma", 0, 1000), ("tree", 1, 128)):
         if getattr(a, flag) is not None and not least <= getattr(a, flag) <= most:
@@ -121,7 +122,7 @@ def plan(a, model, tokenizer):
 
 def short(a, model):
     """The model, with a head of the --draft-vocab only if there is one."""
-    if not a.draft_vocab:
+    if a.draft_vocab is None:
         return model
     return ShortHead(model, cli.read_vocab(a.draft_vocab, model.c.vocab_size))
 
@@ -129,11 +130,11 @@ def short(a, model):
 def weighed(a, model, gamma):
     """auto: a Pace with the usual candidates, and with the skip set, the draft vocabulary and the trained
     heads that are named or that lie beside the weights."""
-    c, alone = model.c, not a.fast and parallel.place()[1] == 1
-    skip = (cli.read_skip(a.skip, c.n_layers) if a.skip else
-            cli.read_beside(a.model, "skip", cli.read_skip, c.n_layers))
-    vocab = (cli.read_vocab(a.draft_vocab, c.vocab_size) if a.draft_vocab else
-             cli.read_beside(a.model, "draft_vocab", cli.read_vocab, c.vocab_size))
+    c, alone, folder = model.c, not a.fast and parallel.place()[1] == 1, Path(a.model)
+    skip = (cli.read_skip(a.skip, c.n_layers) if a.skip is not None else
+            cli.read_beside(folder / "skip.json", cli.read_skip, c.n_layers))
+    vocab = (cli.read_vocab(a.draft_vocab, c.vocab_size) if a.draft_vocab is not None else
+             cli.read_beside(folder / "draft_vocab.json", cli.read_vocab, c.vocab_size))
     # heads are for the very weights that lie there; and what has taps is not replayed from recordings
     found = trained_beside(a.model, model) if alone and not a.quant else []
     # trap: a measured table differs from machine to machine, and so does where the seed's uniforms are spent.
@@ -144,27 +145,14 @@ def weighed(a, model, gamma):
                 gamma, f"draft: auto, with costs {'as measured here' if measured else 'by weights'}")
 
 
-def chosen(pace):
-    """What a Pace chose, to follow the note."""
-    beliefs, often = pace.beliefs(), sorted(pace.chosen.items(), key=lambda item: -item[1])
-    why = {name: f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
-           for name, (alpha, price) in beliefs.items()}
-    return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)
-
-
 # --- trained heads
 
 
 def trained_beside(folder, model):
     """The trained heads that lie beside the weights, in heads/KIND. Those of another shape are left out."""
-    found = []
-    for path in (Path(folder) / "heads" / kind for kind in heads.KINDS):
-        if (path / heads.FILE).is_file():
-            try:
-                found.append(heads.load(path, model))
-            except ValueError as e:
-                note("draft", f"left out, as {e}")
-    return found
+    files = (Path(folder) / "heads" / kind / heads.FILE for kind in heads.KINDS)
+    found = [cli.read_beside(file, lambda file: heads.load(file.parent, model)) for file in files]
+    return [head for head in found if head]
 
 
 def trained(a, model, kind):

@@ -13,7 +13,6 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-TEMPORARY = ".part"  # the ending of a file that is being written
 BOUNDARY = "<|endoftext|>"  # separates the documents of a file; its id begins a document and ends an answer
 PROMPTS = Path(__file__).resolve().parent / "prompts"
 
@@ -28,7 +27,7 @@ def replacing(path, writer=""):
     """A temporary path to write to, which replaces `path` once all is written. After a kill at any moment
     either the old file is there or the new one. writer: part of the temporary name, if several processes may
     write at once. Raises OSError, in one line, if it cannot be written."""
-    temporary = path.with_name(f"{path.name}{writer}{TEMPORARY}")
+    temporary = path.with_name(f"{path.name}{writer}.part")
     try:
         yield temporary
         with open(temporary, "rb+") as file:

@@ -79,14 +79,9 @@ def measure_costs(model, at=64, repeats=50):
 # --- tables in files
 
 
-def as_data(costs):
-    """A Costs table as JSON holds it. The window is the model's."""
-    return {key: value for key, value in vars(costs).items() if key != "window"}
-
-
 def read_costs(path, c):
-    """The Costs in a file that holds what `as_data` gives, for a model of this Config; all but
-    "sublayers" and "head" may be missing. Raises ValueError for any other file."""
+    """The Costs in a file that holds their fields, for a model of this Config; all but "sublayers" and "head"
+    may be missing. Raises ValueError for any other file."""
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes it"):
         costs = Costs(**{field.name: raw[field.name] for field in fields(Costs) if field.name in raw})
@@ -108,7 +103,7 @@ def kept_costs(model):
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")
     costs = quick(model)
     try:
-        keep(path, json.dumps(as_data(costs)).encode())
+        keep(path, json.dumps(vars(costs)).encode())
         note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure anew")
     except OSError as e:
         note("costs", f"not kept, so the next run measures anew: {e}")
@@ -122,9 +117,9 @@ def quick(model):
     return measure_costs(model, repeats=max(3, min(30, int(SECONDS / PASSES / one))))
 
 
-def identity(model):
-    """A name for all that costs depend on: how they are measured, torch, the machine with its number of
-    threads, and the shapes and types of the weights, but not their values."""
+def identity(model, *facts):
+    """A name for all that costs and recordings depend on: torch, the machine with its number of threads, the
+    shapes and types of the weights, but not their values, and these facts."""
     weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
-    facts = "rounds", torch.__version__, machine(model.tok.device), model.tok.device.type, model.c, weights
+    facts = torch.__version__, machine(model.tok.device), model.tok.device.type, model.c, weights, facts
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from sampling import Coins
-from support.files import write_file
 from support.show import SIGNS, STYLES, Stream, origins
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -80,7 +79,6 @@ class Player:
                 "coin": short(coin), "bars": bars}
 
     def html(self):
-        """The page."""
         if not self.rounds:
             raise ValueError("nothing was written, so there is no round to step through")
         styles = {origin: [hue, line, name] for origin, (hue, _, line, name) in STYLES.items()}
@@ -88,10 +86,6 @@ class Player:
                            "tokens": [self.text(t) for t in self.tokens]}, separators=(",", ":"))
         # trap: "</script>" ends a script wherever it stands, also within a string
         return TEMPLATE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"))
-
-    def save(self, path):
-        write_file(Path(path), self.html())
-
 
 def short(value):
     """Four digits are enough to look at."""

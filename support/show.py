@@ -1,4 +1,4 @@
-"""What people look at: tokens coloured by where they came from, in a terminal, in a notebook, as a picture.
+"""What people look at: tokens coloured by where they came from, in a terminal or as a picture.
 
 All of it consumes what `speculative.rounds` yields; the loop knows nothing of it.
 """
@@ -8,11 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from sampling import to_probs
-from speculative import rounds
-from support.stats import Counts, Timed, next_tenth
+from support.stats import Counts, next_tenth
 
 # For each origin of a token: a hue that the colour-blind tell from the others (Okabe & Ito 2008); what tells
 # the origins apart without hues: in a terminal (underlined, bold, dim), and elsewhere the line below the
@@ -52,15 +48,6 @@ def paint(pieces, colour=True):
 def legend(colour=True):
     """One line for the terminal. It is empty without colours, as there is then nothing to explain."""
     return "  ".join(paint([(name, origin)]) for origin, (*_, name) in STYLES.items()) if colour else ""
-
-
-def span(text, origin=None, title=""):
-    """A piece of text in HTML. The letters keep the page's own colour, light or dark; only the background and
-    the line below are set."""
-    hue, _, line, _ = STYLES.get(origin, [""] * 4)
-    look = f"background:{hue}2b;border-bottom:{3 if line == 'double' else 2}px {line} {hue};border-radius:3px"
-    text = html.escape(text.translate(SIGNS))
-    return f'<span style="{look if origin else "opacity:.7"}" title="{html.escape(title)}">{text}</span>'
 
 
 class Stream:
@@ -147,50 +134,6 @@ class Generation:
             parts = ", ".join(f"{part} {s / sum(seconds.values()):.0%}" for part, s in seconds.items())
             lines += [f"time: {parts}", next_tenth(n, seconds)]
         return "\n".join(lines)
-
-    def html(self):
-        """Legend, texts and summary. A token's tooltip has its origin, its id and the target's own raw
-        probability of it."""
-        blocks = [" ".join(span(name, origin) for origin, (*_, name) in STYLES.items())]
-        for prompt, row in zip(self.prompts, self.rows, strict=True):
-            spans = (span(t.text, t.origin, f"{t.origin}, id {t.id}, target's raw probability {t.p:.3g}")
-                     for t in row if t.text)
-            blocks.append(span(prompt) + "".join(spans))
-        style = "white-space:pre-wrap;line-height:1.9;background:none;color:inherit"
-        return "".join(f'<pre style="{style}">{block}</pre>' for block in [*blocks, span(self.summary())])
-
-    _repr_html_ = html      # in a notebook
-
-
-def record(model, tokenizer, prompts, max_new, drafter=None, probs=to_probs, eos=()):
-    """A whole run, timed, as a Generation. All but the tokenizer are arguments of `rounds`."""
-    seen = Generation(tokenizer, prompts, Timed(drafter))
-    for _ in seen.watch(rounds(model, prompts, max_new, seen.timed, probs, eos=eos)):
-        pass
-    return seen
-
-
-def round_html(r, tokenizer=None):
-    """A Round as a table: p, q and the verdict on each drafted token, then the row's new tokens. A token that
-    was never tested is dead: it stands after a rejection, after an end of text or beyond its row's own draft.
-    A tokenizer puts texts beside the ids."""
-
-    def name(token):
-        text = tokenizer and tokenizer.decode([token], skip_special_tokens=False)
-        return f"{token} {text!r}" if tokenizer else f"{token}"
-
-    drafted, q = r.draft.tokens[..., None], r.draft.q                                   # (B, K, 1)
-    p = r.p[:, : drafted.shape[1]].gather(2, drafted)[..., 0]                           # (B, K)
-    q = torch.ones_like(p) if q is None else q.gather(2, drafted)[..., 0]               # (B, K)
-    lines = ["<tr><th>row<th>drafted<th>p<th>q<th>verdict"]
-    for b, (accepted, proposed) in enumerate(zip(r.accepted.tolist(), r.proposed.tolist(), strict=True)):
-        for k, token in enumerate(drafted[b, :, 0].tolist()):
-            verdict = "accepted" if k < accepted else "refused" if k == accepted < proposed else "dead"
-            cells = b, html.escape(name(token)), f"{p[b, k]:.3g}", f"{q[b, k]:.3g}", verdict
-            lines.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
-        spans = (span(name(t), origin, origin) for t, origin in zip(r.new[b], origins(r, b), strict=True))
-        lines.append(f'<tr><td>{b}<td colspan="4" style="text-align:left">new: {" ".join(spans)}')
-    return f"<table>{''.join(lines)}</table>"
 
 
 def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):

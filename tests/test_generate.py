@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,7 +74,8 @@ def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
     where = {"exit": " after block 3", "kangaroo": " after block 2", "eagle": ", trees of 30 tokens",
              "skip": " a3,m4"}.get(draft, "")       # a tree has places for 6 levels of 5 ranks
     assert r["how"].startswith(f"draft: {draft}{where}")
-    assert sum((r["chosen"] or {}).values()) == (r["target_passes"] if draft == "auto" else 0)
+    drafting = sum(map(int, re.findall(r"in (\d+) rounds", r["how"])))
+    assert drafting == (r["target_passes"] if draft == "auto" else 0)
 
 
 @pytest.mark.parametrize("kind, flags", [
@@ -98,7 +100,7 @@ def test_compare(call, once):
     said = call("Once upon a time", *SHORT, "--compare")[1]
     assert "identical to plain decoding" in said and "ratio" in said
     nothing = as_json(call, "--compare", "--max-new", "0")
-    assert nothing["ratio"] is None and nothing["identical"] is True and nothing["chosen"] == {}
+    assert nothing["ratio"] is None and nothing["identical"] is True
     assert r["ratio"] == pytest.approx(r["tokens_per_second"] / plain["tokens_per_second"])
     assert as_json(call, "--compare", "--temperature", "1")["identical"] is None, "samples differ"
 

@@ -139,10 +139,10 @@ def test_words_that_make_no_sense_are_refused(text, error):
     ("skip", read_skip, {"attn": [1]}, without(17, attn=[1]), {"rows": 3}),
     ("draft_vocab", read_vocab, {"ids": [16, 0]}, [16, 0], {"hello": 0})])
 def test_what_lies_beside_weights_by_chance_is_left_out(tmp_path, name, read, ours, want, chance):
-    assert read_beside(tmp_path, name, read, 17) is None, "there is no such file"
+    assert read_beside(tmp_path / f"{name}.json", read, 17) is None, "there is no such file"
     for content, result in ((chance, None), (ours, want)):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        assert read_beside(tmp_path, name, read, 17) == result
+        assert read_beside(tmp_path / f"{name}.json", read, 17) == result
 
 
 # --- drafting with some of the sub-layers

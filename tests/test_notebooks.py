@@ -1,6 +1,8 @@
 """The notebooks: each runs from top to bottom without a warning, and its two files hold the same cells."""
 import base64
+import html
 import io
+import re
 import runpy
 from pathlib import Path
 
@@ -8,6 +10,11 @@ import jupytext
 import nbformat
 import pytest
 from PIL import Image
+from test_show import STORIES
+from tiny import make_round
+
+from notebooks import plots
+from support.show import Generation
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
@@ -44,3 +51,12 @@ def test_pictures_have_few_colours_and_keep_their_hues():
     small = Image.open(io.BytesIO(base64.b64decode(execute["smaller"](base64.b64encode(png.getvalue())))))
     colours = [rgb for _, rgb in small.convert("RGB").getcolors()]
     assert len(colours) <= 128 and min(255 - r + g + b for r, g, b in colours) < 40
+
+
+def test_html_of_a_generation_is_escaped():
+    ids = STORIES.encode(' <b>&"</b>\x1b').ids
+    seen = Generation(STORIES, [[0]])
+    seen.add(make_round([ids], [len(ids) - 1], [len(ids) - 1], vocab=4096))
+    page = plots.text_html(seen)
+    assert "<b>" not in page and "\x1b" not in page
+    assert STORIES.decode(ids).replace("\x1b", "\u241b") in html.unescape(re.sub(r"<[^>]*>", "", page))

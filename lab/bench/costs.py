@@ -7,7 +7,7 @@ from layerskip import early_exit
 from search import Teacher
 from speculative import generate, rounds
 from support.cli import read_skip
-from support.measure import as_data, measure_costs
+from support.measure import measure_costs
 from support.stats import compare
 
 
@@ -25,7 +25,7 @@ def run_costs(a):
              *table(["tokens in a block", *(str(T) for T, _ in costs.blocks)],
                     [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]]),
              f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an attention."]
-    return page(lines), {**as_data(costs), "unit": "seconds"}
+    return page(lines), {**vars(costs), "unit": "seconds"}
 
 
 def against_plain(model, prompts, drafter, new, repeats):

@@ -18,7 +18,7 @@ from methods.pace import Pace
 from speculative import NGram, Wrapper
 from support.cli import read_skip, read_vocab
 from support.drafts import trained_beside
-from support.measure import as_data, kept_costs
+from support.measure import kept_costs
 
 TURN = 4  # prompts of one kind in a row
 GAMMAS = 1, 2, 4
@@ -149,7 +149,7 @@ def run(a):
         bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
         methods, names = all_methods(model.c, skip, vocab, trained, costs)
         results[title] = column(bench, chosen(methods, a.only), names, kinds, title)
-    data = {"results": results, "kinds": kinds, "cost_table": as_data(costs)}
+    data = {"results": results, "kinds": kinds, "cost_table": vars(costs)}
     lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
                    "none, of each prompt; the last columns are ratios by the clock")
     return page(lines + tables(results, COLUMNS)), data

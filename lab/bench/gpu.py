@@ -96,7 +96,7 @@ def shipped(device, tiny, name):
         if not rows:
             (truth,), _ = generate(checkpoint.load(WEIGHTS / name, "cpu", dtype)[0], [ids], count)
         L = model.c.n_layers
-        subs = cli.read_beside(WEIGHTS / name, "skip", cli.read_skip, L)
+        subs = cli.read_beside(WEIGHTS / name / "skip.json", cli.read_skip, L)
         drafts = {"exit": early_exit(L, max(1, L // 4))} | ({"skip set": subs} if subs else {})
         drafters = {"plain": lambda: None, "n-gram": lambda: NGram(8, 3)}
         drafters |= {way: partial(SelfDraft, model, kept, GAMMA) for way, kept in drafts.items()}

@@ -74,7 +74,7 @@ def forecast(series, cost, block=lambda T: 1.0):
 def beside(a, name, given, read, size):
     """read(FILE, size) of the file that a flag gave, or of NAME.json beside the weights; None where there is
     neither."""
-    return read(given, size) if given else read_beside(a.model, name, read, size)
+    return read(given, size) if given else read_beside(Path(a.model) / f"{name}.json", read, size)
 
 
 def table(head, rows):
