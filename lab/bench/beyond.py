@@ -52,9 +52,9 @@ SIZES = Sizes()
 
 
 def parsed(parse, flags, *words):
-    """What a command makes of {flag: value} and of further words."""
+    """What a command makes of words and of {flag: value}."""
     pairs = [(f"--{name}", str(value)) for name, value in flags.items()]
-    return parse([*chain(*pairs), *words])
+    return parse([*words, *chain(*pairs)])
 
 
 def finished(run):
