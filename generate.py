@@ -22,6 +22,7 @@ from sampling import Coins, to_probs
 from speculative import rounds
 from support import chat, cli, drafts, page, show, stats
 from support.files import read_texts, write_file
+from verification import verify, verify_block
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
 REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
@@ -94,9 +95,10 @@ class Writer:
         a, coins = self.a, coins or Coins(self.a.seed)
         if parallel.place() != (0, 1):
             coins = parallel.Agreed(coins)
+        judge = verify if a.page or a.temperature == 0 else verify_block    # a page explains `verify`
         return rounds(self.model, self.prompts, a.max_new, drafter,
                       lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p), coins, self.eos,
-                      self.cache)
+                      self.cache, judge)
 
     def rehearse(self, makers):
         """Have recorded what the first 24 rounds need, before anything is timed or printed."""

@@ -9,13 +9,15 @@ the text but the model's whole distribution, because acceptance compares the two
 import copy
 import json
 import math
+import random
 import sys
-from itertools import chain, repeat
+from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+import checkpoint
 from kvcache import KVCache
 from lab import card, corpus, train
 from lab.m2r2 import M2R2
@@ -28,7 +30,8 @@ from sampling import Coins, to_probs
 from search import VOCAB
 from speculative import generate
 from support import cli
-from support.files import BOUNDARY, write_file
+from support.chat import read_template
+from support.files import BOUNDARY, read_texts, write_file
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
 SHAPE = {   # the flags of each kind, as in train.add_numbers; a default of None depends on the model
@@ -69,6 +72,8 @@ def parse(argv):
                    "the distance of p and q, and a tenth of cross-entropy (DSpark); kl: KL(p || q)")
     p.add_argument("--data", nargs="+", default=[], metavar="FILE[=W]", help="documents separated by "
                    f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
+    p.add_argument("--prompts", nargs="+", default=[], metavar="FILE", help="it writes answers to these, "
+                   'lines of {"prompt": text}, by its chat template')
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("text", TEXT), ("optimisation", steps)):
@@ -98,20 +103,31 @@ def build(a, model):
 # --- the text
 
 
-def write_text(model, count, seed, length, temperature=1.0, opening=0):
+def read_prompts(a, model, tokenizer):
+    """The prompts of --prompts in the model's chat template, in an order that the seed shuffles."""
+    render = read_template(a.model)
+    texts = [text for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
+    random.Random(a.seed).shuffle(texts)
+    return [checkpoint.encode(tokenizer, render([{"role": "user", "content": text}]), special=False)
+            for text in texts]
+
+
+def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=None):
     """At least `count` tokens of texts that the model draws at this temperature, but the first `opening` of
     each at 1, one text after the other, each from a begin-of-text id to its end or to `length` tokens. (N,)
-    int32."""
+    int32. prompts: what it answers instead, again and again: a chat model says little unasked."""
     c, ids, coins = model.c, [], Coins(seed)
-    if c.bos is None:
+    if c.bos is None and not prompts:
         raise ValueError("this model has no begin-of-text id to start a text with: name texts with --data")
+    begun = cycle(prompts or [[c.bos]])
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             warmth = chain(repeat(1.0, opening), repeat(temperature))           # one for each round
-            texts, _ = generate(model, [[c.bos]] * ROWS, length - 1, None,
+            rows = list(islice(begun, ROWS))
+            texts, _ = generate(model, rows, length - 1, None,
                                 lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins, c.eos)
-            for text in texts:      # trap: one id may both begin and end a text
-                ids += [c.bos, *(text[:-1] if text[-1] == c.bos else text)]
+            for row, text in zip(rows, texts, strict=True):     # trap: one id may both begin and end a text
+                ids += row + (text[:-1] if text[-1] == c.bos else text)
             bar.update(len(ids) - bar.n)
     return torch.tensor(ids, dtype=torch.int32)
 
@@ -256,7 +272,8 @@ def fresh_run(a, device, text):
     if text is None and a.data:
         text = corpus.read(a.data, [], a.context, tokenizer=tokenizer)
     elif text is None:
-        written = write_text(model, a.text, a.seed, a.context, a.temperature, a.opening)
+        prompts = read_prompts(a, model, tokenizer) if a.prompts else None
+        written = write_text(model, a.text, a.seed, a.context, a.temperature, a.opening, prompts)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
     return Run(a, model, text, device)
 

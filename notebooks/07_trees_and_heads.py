@@ -393,16 +393,18 @@ figure
 # - **EAGLE** (arXiv 2401.15077) needs no trunk: one block reads each token together with the final state of
 #   the token before it. After D there are no final states yet, and it reads what it said itself.
 # - **Medusa** (arXiv 2401.10774) reads the final state of the last token read, and nothing else. It says
-#   three tokens at once: cheap, but its second head does not know what the first one has said.
+#   three tokens at once: cheap, but its second head does not know what the first one has said (unless it is
+#   trained with a bias by the token before, `markov`).
 # - **The prophet** (lucidrains; not ProphetNet, which is in the lab) is a small decoder. It begins with
 #   the final state and reads its own drafts.
 #
 # ## In the loop
 #
 # A head learns from the model itself: at each place of a text, what the model will say some places later.
-# The loss is KL(p || q), the sum of p log(p / q), and the model stays as it is (`lab/train_heads.py`). Once
-# trained it is a drafter like any other. Here are trees of the Medusa heads that lie beside the weights;
-# without any, of fresh ones. The text cannot change; only the number of passes can.
+# The loss is the distance of its distribution from the model's, which is what acceptance counts, and the
+# model stays as it is (`lab/train_heads.py`). Once trained it is a drafter like any other. Here are trees
+# of the Medusa heads that lie beside the weights; without any, of fresh ones. The text cannot change; only
+# the number of passes can.
 
 # %%
 from methods import heads

@@ -82,6 +82,18 @@ def test_text_is_drawn_from_the_model(folder):
     assert all(model(torch.tensor([t])).argmax(-1)[0, 4:-1].tolist() == t[5:] for t in texts)
 
 
+def test_a_chat_model_answers_prompts(folder, tmp_path):
+    """Each of them once before any of them again, in the template's words."""
+    (tmp_path / "some.jsonl").write_text('{"prompt": "Lily saw"}\n{"prompt": "Tom took"}\n')
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }} the")
+    a = train_heads.parse(line("medusa", folder, tmp_path / "out", "--prompts", str(tmp_path / "some.jsonl")))
+    model, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
+    prompts = train_heads.read_prompts(a, model, tokenizer)
+    assert sorted(map(tokenizer.decode, prompts)) == ["Lily saw the", "Tom took the"]
+    text = tokenizer.decode(train_heads.write_text(model, 100, 0, 9, prompts=prompts).tolist())
+    assert text.count("Lily saw the") >= 16 <= text.count("Tom took the")
+
+
 def test_the_loss_is_the_kl_divergence_from_the_model():
     m = make(replace(LLAMA, vocab_size=5)).requires_grad_(True)
     head, tokens, trace = heads.Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5, {11: None}
