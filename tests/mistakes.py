@@ -439,14 +439,9 @@ TABLE = {
          "control::each_row_goes_on_where_its_own_draft_ends"),
         ("Then.observe", "accepted=first, proposed=", "proposed=", "the tail's acceptances are the first "
          "one's", "control::each_rule_learns_of_its_own_part")],
-    "support/files.py": [
-        ("resume", "found != header", "not isinstance(found, dict)", "the log of another search goes on",
-         "search::a_search_that_was_killed_goes_on_where_it_was")],
     "methods/trees.py": [
         ("siblings", ".scatter(2, last, 0.0)", "", "the same guess twice: drawn with replacement",
          "trees::measured_ranks_are_what_first_families_accept"),
-        ("siblings", "left / mass", "left", "a sibling's q does not sum to 1", "trees::exact_law[exit, "
-         "top-p]"),
         ("siblings", "coins.choose(q[-1]", "q[-1].argmax(-1", "the next best token, not a drawn one",
          "trees::exact_law[exit, top-p]"),
         ("best_tree", "* (1 + inside) +", "+ inside +", "a subtree counts though its root is refused",
@@ -457,13 +452,9 @@ TABLE = {
          "heads::a_tree_has_as_many_levels_as_the_rule_says")],
     "machine/quant.py": [
         ("Int8.__init__", "torch.maximum(-low, high)", "high", "the largest weight, not the largest "
-         "magnitude", "quant::int8_by_hand"),
-        ("NF4.__init__", "16 * nearest[..., ::2] +", "nearest[..., ::2] + 16 *",
-         "the two halves of a byte change places", "quant::nf4_by_hand")],
+         "magnitude", "quant::int8_by_hand")],
     "machine/parallel.py": [
         ("Added.product", "talk(dist.all_reduce, y)", "pass", "nothing is added up",
-         "parallel::several_processes_write_the_text_of_one"),
-        ("Part.read", "min(self.rank * own, whole - own)", "0", "all processes read the first slice",
          "parallel::several_processes_write_the_text_of_one")],
     "methods/drafting.py": [
         ("Reader.observe", "steps - new", "steps", "states are noted where the next round begins",

@@ -132,12 +132,16 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
 
     monkeypatch.setattr(generate, "rounds", crooked)
     if near:
-        monkeypatch.setattr(stats, "parting", lambda *args: dict(position=5, gap=0.1, near_tie=True))
+        tie = dict(position=5, gap=0.1, rounding=0.2, near_tie=True)
+        monkeypatch.setattr(stats, "parting", lambda *args: tie)
     status, out, _ = call("Once upon a time", *SHORT, "--compare", "--json")
     r = json.loads(out)
     assert status == (0 if near else 1) and r["identical"] is False
     assert r["first_divergence"] | dict(output=0, position=5, near_tie=near) == r["first_divergence"]
     assert r["outputs"][0]["ids"][5] == r["baseline"]["ids"][0][5] + 1
+    one, both = generate.verdict(r), generate.verdict(r | {"outputs": 2 * r["outputs"]})
+    assert ("near-tie was decided" in one) == near == ("NOT identical" not in one)
+    assert "5 equal tokens of output 0" in both and "of output" not in one
 
 
 def test_seed_repeats_a_sampled_run(call):
