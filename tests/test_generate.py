@@ -142,6 +142,7 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
     one, both = generate.verdict(r), generate.verdict(r | {"outputs": 2 * r["outputs"]})
     assert ("near-tie was decided" in one) == near == ("NOT identical" not in one)
     assert "5 equal tokens of output 0" in both and "of output" not in one
+    assert "sampled texts may differ" in generate.verdict(r | {"identical": None})
 
 
 def test_seed_repeats_a_sampled_run(call):

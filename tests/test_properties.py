@@ -12,15 +12,60 @@ from hypothesis import strategies as st
 from tiny import LLAMA, make, wide
 
 import checkpoint
+from control import expected_tokens
 from kvcache import KVCache
+from layerskip import skipped, without
 from model import Placement, frequencies, rope, rotate, visible
-from sampling import Coins, uniforms
+from sampling import Coins, to_probs, uniforms
+from speculative import ancestors
 
 settings.register_profile("here", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("here")
 
 
 # --- sampling
+
+
+def slow_probs(logits, temperature, top_k, top_p, min_p):
+    """By its definition, token by token."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k if temperature else 1]
+    p = [math.exp((logits[i] - max(logits)) / (temperature or 1)) for i in order]
+    p, total, kept = [x / sum(p) for x in p], 0.0, {}
+    for i, x in zip(order, p, strict=True):
+        if (top_p is None or total < top_p - 1e-12) and x >= (min_p or 0) * p[0]:
+            kept[i] = x
+        total += x
+    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
+
+
+@given(st.lists(st.floats(-9, 9, width=16), min_size=1, max_size=9), st.tuples(
+    st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.none() | st.integers(1, 12),
+    st.none() | st.sampled_from([0.05, 0.37, 0.81, 1.0]), st.none() | st.sampled_from([0.07, 0.33, 1.0])))
+def test_to_probs_is_its_definition(logits, flags):
+    assert to_probs(wide(logits), *flags).tolist() == pytest.approx(slow_probs(logits, *flags))
+
+
+@given(st.data(), st.integers(1, 7))
+def test_ancestors_are_found_by_walking_up(data, K):
+    parents, walks = [data.draw(st.integers(0, k)) for k in range(K)], [{0}]
+    for k, parent in enumerate(parents, 1):
+        walks.append({k} | walks[parent])
+    seen = ancestors(torch.tensor([parents]))[0]
+    assert [set(row.nonzero()[:, 0].tolist()) for row in seen] == walks
+
+
+@given(st.floats(0, 1), st.integers(0, 6))
+def test_expected_tokens_is_a_sum_over_outcomes(alpha, gamma):
+    want = sum((k + 1) * alpha**k * (1 - alpha if k < gamma else 1) for k in range(gamma + 1))
+    assert expected_tokens(alpha, gamma) == pytest.approx(want)
+    assert expected_tokens(torch.full((40,), alpha), gamma) == pytest.approx(want)
+
+
+@given(st.data(), st.integers(1, 9))
+def test_without_and_skipped_are_inverse(data, n):
+    attn, mlp = (sorted(data.draw(st.sets(st.integers(0, n - 1)))) for _ in range(2))
+    if len(attn) + len(mlp) < 2 * n:
+        assert skipped(n, without(n, attn, mlp)) == (attn, mlp)
 
 
 def splitmix(seed, i):

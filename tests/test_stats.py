@@ -64,22 +64,6 @@ def test_the_parts_of_a_round_add_up_and_the_prompt_does_not_count(monkeypatch):
     assert waits == ["cuda:0"] * (1 + 1 + 4 * 2), "once for a prompt, four times per timed round"
 
 
-def test_tokens_and_seconds_are_those_of_the_median_rate(monkeypatch):
-    """trap: the median seconds beside the tokens of another run are a rate that no run had."""
-    runs = iter([(50, 1), (1, 1), (9, 3), (4, 1), (30, 5), (10, 10), (8, 1), (6, 2)])   # A B A B
-    drafters = []
-
-    def measure(start, drafter, rows):
-        drafters.append(drafter)
-        tokens, seconds = next(runs)
-        return Run([[7] * tokens], tokens, 0.0, seconds)
-
-    monkeypatch.setattr(stats, "measure", measure)
-    got = stats.compare(None, {"drafted": Drafter, "plain": lambda: None}, 1, 3)
-    assert (got["drafted"].rate, got["plain"].rate) == (6, 3), "without the warm-up"
-    assert len(set(drafters)) == 5, "no two runs share what has learnt a text"
-
-
 # --- where two texts part
 
 

@@ -13,7 +13,7 @@ from tiny import LIVELY, PROMPTS, law, make, wide
 from layerskip import SelfDraft
 from sampling import to_probs
 from speculative import NGram, generate
-from verification import verify, verify_block
+from verification import verify, verify_block, verify_tree
 
 
 def one_row(judge):
@@ -76,6 +76,27 @@ def accepted(judge, p, q, copied=None):
         tokens = coins.choose(q) if copied is None else copied
         return int(judge(p[None], q[None] if copied is None else None, tokens[None], coins)[0])
     return sum(n * weight for n, weight in law(run).items())
+
+
+@pytest.mark.parametrize("judge", [verify, verify_block, verify_tree])
+@given(st.data(), st.integers(1, 2))
+@settings(max_examples=15)
+def test_any_p_keeps_its_law(judge, data, K):
+    """Whatever q is, the text is p's: chains, which are trees, too."""
+    p, q = data.draw(laws(K + 1)), data.draw(laws(K))
+
+    def text(coins):
+        tokens = coins.choose(q)
+        args = (p[None], tokens[None], torch.arange(K)[None], coins, q[None]) if judge is verify_tree else (
+            p[None], q[None], tokens[None], coins)
+        kept, token = map(int, judge(*args))
+        out = [*tokens[:kept].tolist(), token]
+        return tuple([*out, *(int(coins.choose(row)) for row in p[len(out) :])])
+
+    want = {(): 1.0}
+    for row in p:
+        want = {(*ids, t): w * float(x) for ids, w in want.items() for t, x in enumerate(row) if x > 0}
+    assert law(text) == pytest.approx(want)
 
 
 def test_the_example_of_the_paper():
