@@ -1,4 +1,4 @@
-"""What keeps the text the target's: guesses are tested, and the next token is drawn from what they leave.
+"""What keeps the text the target's: drafts are tested, and the next token is drawn from what they leave.
 p is the target's distribution, q the draft's.
 
 The one thing to remember: a position without a proposal has q = 0, so that max(p - q, 0) = p. Bonus token,

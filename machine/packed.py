@@ -41,7 +41,7 @@ class Packed(Matrix):
         """Some rows of a head, for a draft vocabulary: packed, too."""
         return Packed(self.packed.to_dense()[rows], self.plain is not None)
 
-    def detach(self):
+    def detach(self):   # as of a tensor: nothing of it is trained
         return self
 
 
@@ -75,10 +75,10 @@ def gain(model, rows, repeats=7):
 
 def pack_where_it_pays(model):
     """The model; if it is large and on a CPU on which blocks of tokens are faster so, packed."""
-    w, bytes_ = model.blocks[0].mlp.down, size(model.blocks)
+    w, weight = model.blocks[0].mlp.down, size(model.blocks)    # in bytes
     if (torch.backends.mkldnn.is_available() and isinstance(w, torch.Tensor) and not w.is_cuda
-            and w.dtype in (torch.float32, torch.bfloat16) and bytes_ >= LARGE and gain(model, ROWS) > 1.05):
+            and w.dtype in (torch.float32, torch.bfloat16) and weight >= LARGE and gain(model, ROWS) > 1.05):
         keep = gain(model, 1) < 0.95
-        if not keep or bytes_ < HUGE:
+        if not keep or weight < HUGE:
             return pack(model, keep)
     return model

@@ -13,15 +13,23 @@ import jinja2.sandbox
 from support.files import read_json, read_text
 
 
+class Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %} marks text to train on, and renders it."""
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)    # variables set inside are not seen outside
+
+
 def refuse(message):
     raise jinja2.TemplateError(message)
 
 
 def read_template(folder):
-    """The chat template in `folder` as a function render(messages, add_generation_prompt=True).
-
-    Raises ValueError if there is none; `render` raises it if the template fails or refuses the messages.
-    """
+    """The chat template in `folder` as a function render(messages, add_generation_prompt=True). Raises
+    ValueError if there is none; `render` raises it if the template fails or refuses the messages."""
     file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
     config = read_json(settings) if settings.is_file() else {}
     source = read_text(file) if file.is_file() else config.get("chat_template")
@@ -30,9 +38,10 @@ def read_template(folder):
     if not isinstance(source, str):
         raise ValueError(f"{folder}: no chat template, so this is a base model: prompt it without --chat")
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     # Jinja's own escapes for HTML
-    env.filters["tojson"] = lambda x, **how: json.dumps(x, **{"ensure_ascii": False} | how)
+    env.filters["tojson"] = lambda x, ensure_ascii=False, **how: json.dumps(
+        x, ensure_ascii=ensure_ascii, **how)
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     # <s> and the like: a file gives a token as a string, as an object or as null

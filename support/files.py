@@ -87,12 +87,14 @@ def parse(text):
 
 def resume(path, header):
     """Make a log of JSON lines ready to be appended to. Returns the lines below its `header` that an earlier
-    run wrote, up to one that a kill has cut off. Raises ValueError for a folder that holds something else."""
+    run wrote, up to one that a kill has cut off; none if it had another header. Raises ValueError for a
+    folder that holds something else."""
     found, *lines = map(parse, (read_text(path) if path.is_file() else "").split("\n"))
-    if found != header and path.parent.exists() and any(path.parent.iterdir()):
-        raise ValueError(f"{path.parent} is not empty, and not of this model, text and flags: name another "
-                         "--out")
-    lines = list(itertools.takewhile(bool, lines))
+    if isinstance(found, dict) and found.keys() == header.keys() and found != header:
+        note(path, "of another model, text or flags; the search starts anew")
+    elif found != header and path.parent.exists() and any(path.parent.iterdir()):
+        raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
+    lines = list(itertools.takewhile(bool, lines)) if found == header else []
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
     return lines
@@ -168,8 +170,7 @@ def cache_file(name):
 
 
 def keep(path, content):
-    """Write bytes to a file in the cache folder. Raises OSError, in one line, if that is not possible: the
-    caller reports it and goes on."""
+    """Write bytes to a file in the cache folder. Raises OSError, in one line, if that is not possible."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, f".{os.getpid()}") as temporary:
         temporary.write_bytes(content)

@@ -33,12 +33,13 @@ TEMPLATES = {"chatml": CHATML, "brackets": """
 {% set ns = namespace(s='') %}{% for m in messages[::-1] %}
 {% if m.role == 'system' %}{% continue %}{% endif %}{% set ns.s = ns.s ~ m.content %}
 {% if m.role == 'user' %}{% break %}{% endif %}{% endfor %}{{ ns.s }}""",
-    "macros": """
+    "macros and generation": """
 {% macro turn(role, text='') %}<{{ role | upper }}>{{ text }}{{ caller() if caller }}
-{% endmacro %}{% for m in messages %}
-{% call turn(m.role) %}{{ m.content | length }} {{ loop.index }}{% endcall %}
+{% endmacro %}{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}
+{%- generation -%} {% set x = 'in' %}{{ x }} {{ m.content }} {{ loop.index }}
+{% endgeneration %}{{ x }}{% else %}{% call turn(m.role) %}{{ m.content | length }}{% endcall %}{% endif %}
 {% endfor %}{{ turn('assistant', 'x') | indent(2) }}""", "json": """
-{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'é': 1, 'b': 2} | tojson(ensure_ascii=true) }}
+{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ {'é': 1, 'b': 2} | tojson(true) }}
 {{ {'b': "<é'>", 'a': none} | tojson(separators=(',', ':'), sort_keys=true) }}
 {{ documents is none }} {{ tools is none }} {{ custom is defined }} {{ messages[0].name }}"""}
 ASK, MORE, ANSWER, SYSTEM = ({"role": role, "content": content} for role, content in (

@@ -163,7 +163,7 @@ search.main(sys.argv[1:])
 
 
 def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
-    """Wherever in its log that was. Another search needs a folder of its own."""
+    """Wherever in its log that was. Another search starts anew, and says so."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(search.__file__).parent)}
     r = subprocess.run([sys.executable, "-c", KILLED, *flags()], capture_output=True, env=env)
     assert r.returncode == -9, r.stderr
@@ -173,8 +173,8 @@ def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
     assert log == b"".join(lines[:4])
     for left in (log, log[:-9], lines[0]):
         Path("out/trials.jsonl").write_bytes(left)
-        assert call(*flags())[0] == 0 and contents("out") == want
-    call.refuses(flags(seed=1), Path("out"), "name another --out")
+        assert "anew" not in call(*flags())[2] and contents("out") == want
+    assert "anew" in call(*flags(seed=1))[2] and contents("out") != want
 
 
 def test_another_model_text_or_space_is_another_search(flags):
