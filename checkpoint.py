@@ -52,6 +52,8 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
         embed = files.setdefault(EMBED, head)
         if head.get_dtype() != embed.get_dtype() or not torch.equal(head[...], embed[...]):
             c, files[HEAD] = replace(c, tied=False), head
+    if c.n_layers > len(files):
+        raise ValueError(f"config.json says {c.n_layers} layers, but the weights are {len(files)} tensors")
     with guarded(f"{folder}: no model has the shape that config.json says"), torch.device("meta"):
         model = Transformer(c)
     check_tensors(files, model)
@@ -203,6 +205,7 @@ def read_config(folder):
             number = isinstance(raw.get(key), int | float) and raw[key] > 0
             check(key, number or key.endswith("softcapping") and raw[key] is None)
         check("rope_type", raw["rope_type"] in ROPE)
+        check("low_freq_factor", len(scaling) < 4 or raw["low_freq_factor"] < raw["high_freq_factor"])
         check("partial_rotary_factor", raw.get("partial_rotary_factor", 1) == 1)
         check(activation, raw[activation] in ACTS)
         check("layer_types", all(name == turn[i % 2] for i, name in enumerate(raw.get("layer_types", []))))

@@ -227,8 +227,7 @@ def verdict(r):
 
 
 def main(argv=None):
-    """Exit status: 0; 1 if --compare found a difference that rounding cannot explain; 2 after bad input; 130
-    after Ctrl-C."""
+    """Exit status: 0; 1 after an unexplained difference (--compare), 2 after bad input, 130 after Ctrl-C."""
     def start(argv):
         with parallel.together():
             return run(parse(argv))

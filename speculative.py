@@ -325,9 +325,8 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
     prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is none:
     pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without a drafter
     every draft is empty: plain decoding. `cache` is that of an earlier run, to be used again: what it holds
-    need not be erased, as long as it is finite. verify: how chains are judged; the other way
-    is `verify_block`. Raises ValueError for prompts that cannot be continued, for a cache of another size,
-    and for NaN or infinite logits.
+    need not be erased, as long as it is finite. verify: or `verify_block`. Raises ValueError
+    for prompts that cannot be continued, a cache of another size, and logits that are NaN or infinite.
     """
     check_prompts(model, prompts, max_new)
     drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]

@@ -73,8 +73,7 @@ def verify_block(p, q, tokens, coins, length=None):
         return verify(p, q, tokens, coins)
     length = torch.full((B,), K, device=p.device) if length is None else length
     row, k, drafted = torch.arange(B, device=p.device), torch.arange(K, device=p.device), tokens[..., None]
-    if q is None:
-        q = torch.zeros_like(p[:, :K]).scatter_(2, drafted, 1.0)
+    q = torch.zeros_like(p[:, :K]).scatter_(2, drafted, 1.0) if q is None else q
     ratio, weight = p[:, :K].gather(2, drafted) / q.gather(2, drafted), [torch.ones_like(p[:, 0, 0])]
     for r in ratio[..., 0].unbind(1):
         weight.append((weight[-1] * r).clamp(max=1))

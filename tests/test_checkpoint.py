@@ -143,7 +143,8 @@ REFUSED = [
     (GEMMA, dict(layer_types=["full_attention", "sliding_attention"] * 3), "layer_types"),
     (LLAMA, dict(rope_scaling={"type": "yarn", "factor": 4}), "yarn"), (LLAMA, dict(rope_theta=-1), "theta"),
     (LLAMA, dict(rope_scaling={"rope_type": "linear"}), "factor"), (LLAMA, dict(bos_token_id=17), "17"),
-    (LLAMA, dict(bos_token_id=-1), "-1"),
+    (LLAMA, dict(rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}), "low_freq_factor"),
+    (LLAMA, dict(bos_token_id=-1), "-1"), (LLAMA, dict(num_hidden_layers=10**5), "100000 layers"),
     (LLAMA, dict(rope_scaling=LINEAR | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
     (LLAMA, dict(hidden_size="32"), "'32'"),
     (GEMMA, dict(sliding_window=None), "window"), (LLAMA, dict(hidden_size=2**60), "shape")]
