@@ -171,7 +171,8 @@ def distance(a, b):
 
 class Recorded(StandIn):
     """Stands in for a Transformer on which nothing is trained: its passes over blocks of at most widths[-1]
-    tokens are replayed from recordings; all others, and those with a tree or a trace, run eagerly.
+    tokens are replayed from recordings; all others, and those with a tree, run eagerly. A pass that is traced
+    is cut behind each state, and its segments are recorded like the parts that early exits run.
 
     how: see above; by default what suits the model's device. widths: a block is padded with dead rows to the
     next of them, which lie in the spare slots of a cache. reach: graphs tell no more lengths of a text apart
@@ -198,9 +199,13 @@ class Recorded(StandIn):
     def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
         (B, T, _), subs = x.shape, tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
+        cut = next((n for n, i in enumerate(subs, 1) if i in (trace or ())), 0)
+        if cut:
+            x = trace[subs[cut - 1]] = self.run(x, at, cache, subs[:cut])
+            return self.run(x, at, cache, subs[cut:], trace)
         width, y = self.width(T), None
         prompt = at.same and at.first == 0      # is read once, and that does not pay
-        if subs and cache is not None and at.tree is None and not trace and width and not prompt:
+        if subs and cache is not None and at.tree is None and width and not prompt:
             S, end = cache.k.shape[3], at.end + width - T
             if not at.same or end <= S:
                 # trap: a program trusts in the strides of its inputs, too
@@ -208,7 +213,7 @@ class Recorded(StandIn):
                 fixed = self.angles_read(min(end, S), S)
                 fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
                 y = self.play(cache, (subs, B, width), partial(block, subs), inputs, fixed)
-        return self.model.run(x, at, cache, sublayers, trace) if y is None else y[:, :T]
+        return self.model.run(x, at, cache, subs) if y is None else y[:, :T]
 
     def unembed(self, x, rows=None):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""

@@ -13,6 +13,7 @@ from sampling import raw_probs
 from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
+EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks
 TRUST = 0.98    # the same of a tenth of confidence, after each of its tokens
 
 
@@ -83,11 +84,11 @@ def self_draft(name, model, sublayers, costs):
 
 
 def head_draft(head, costs, vocab=None):
-    """The Arm of a trained head (methods/heads.py), with a draft vocabulary (its ids) if there is one."""
-    head, share = (shorter(head, vocab), len(vocab) / head.model.c.vocab_size) if vocab else (head, 1.0)
+    """The Arm of a trained head (methods/heads.py). vocab: a draft vocabulary (its ids) if it has none."""
+    head = shorter(head, vocab) if vocab else head
     trunk, drafter = head.step.trunk, head.drafter(Calibrated(prior=head.ranks[0] if head.ranks else 0.5,
                                                               gamma=head.step.most))
-    arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs, share),
+    arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs),
               shared=sum(costs.sublayers[: 2 * trunk]) / costs.whole, most=head.step.most)
     if isinstance(drafter, Reader):         # it reads what it has missed; an EAGLE's block does so with D
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
@@ -95,12 +96,12 @@ def head_draft(head, costs, vocab=None):
     return arm
 
 
-def candidates(model, costs, skip=None, vocab=None, heads=()):
-    """The usual arms: a few exits; a skip set (its sub-layers) if there is one; trained heads. All of them
-    draft with a vocabulary of their own (its ids) if there is one."""
+def candidates(model, costs, skip=None, vocab=None, heads=(), exits=EXITS):
+    """The usual arms: exits after these parts of the blocks; a skip set (its sub-layers) if there is one;
+    trained heads. All of them draft with a vocabulary of their own (its ids) if there is one."""
     L = model.c.n_layers
     drafting = ShortHead(model, vocab) if vocab else model
-    exits = sorted({max(1, round(L * part)) for part in (1 / 12, 1 / 6, 1 / 4, 1 / 3)} - {L})
-    drafts = {f"exit {e}": early_exit(L, e) for e in exits} | ({"skip set": skip} if skip else {})
+    layers = sorted({max(1, round(L * part)) for part in exits} - {L})
+    drafts = {f"exit {e}": early_exit(L, e) for e in layers} | ({"skip set": skip} if skip else {})
     return ([self_draft(name, drafting, subs, costs) for name, subs in drafts.items()]
             + [head_draft(head, costs, vocab) for head in heads])

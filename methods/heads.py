@@ -34,10 +34,13 @@ from torch import nn
 import checkpoint
 from control import MOST, weight_costs
 from layerskip import ShortHead, early_exit
+from machine.recorded import Recorded
 from methods import drafting
 from methods.drafting import unit
 from methods.trees import Siblings
 from model import Placement, Transformer
+from search import VOCAB
+from support.cli import read_vocab
 from support.files import replacing
 
 FILE = "heads.safetensors"
@@ -68,11 +71,11 @@ def graft(model, first, count, hidden_dim=None):
 @dataclass(frozen=True)
 class Step:
     """What one drafted token costs: `trunk` blocks of the model run for it, `weights` of the head's own are
-    read, and the model's output head unless it has its own. reads: whether its attention reads the whole
-    text. most: the longest draft."""
+    read, and this share of the model's `output` head. reads: whether its attention reads the whole text.
+    most: the longest draft."""
     weights: float
     trunk: int = 0
-    output: bool = True
+    output: float = 1.0
     reads: bool = False
     most: int = MOST
 
@@ -189,7 +192,7 @@ class Medusa(Head):
         if own_head:
             rows = (model.tok if model.c.tied else model.head).detach()
             self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
-        self.step = Step(count(self) / heads + markov * V, output=not own_head, most=heads)
+        self.step = Step(count(self) / heads + markov * V, output=float(not own_head), most=heads)
         if markov:
             noise = torch.randn(V, markov, generator=torch.Generator().manual_seed(0))
             self.weights.before = nn.Parameter(0.02 * noise.to(model.tok))
@@ -242,24 +245,27 @@ def count(head):
     return sum(p.numel() for p in head.weights.parameters())
 
 
-def pricing(head, costs=None, share=1.0):
+def pricing(head, costs=None):
     """n -> what a drafted token takes after n others, relative to a pass of the target, by a Costs table, or
-    by weights. share: of the output head that it reads. The head's own weights are not in the table: each
-    counts as much as one of the model's blocks, or of its output head, whichever takes more."""
+    by weights. The head's own weights are not in the table: each counts as much as one of the model's blocks,
+    or of its output head, whichever takes more."""
     step, by_count = head.step, weight_costs(head.model.c)
     costs = costs or by_count
     rate = max(sum(costs.sublayers) / sum(by_count.sublayers), costs.head / by_count.head)
     own, slot = rate * step.weights, costs.slot * step.reads
-    part = costs.pricing(range(2 * step.trunk), share * step.output)
+    part = costs.pricing(range(2 * step.trunk), step.output)
     whole = costs.pricing(range(len(costs.sublayers)))
     return lambda n: (part(n) + own + slot * (n - costs.at)) / whole(n)
 
 
 def shorter(head, ids):
-    """The same head with a draft vocabulary, `layerskip.ShortHead`, unless it has output heads of its own."""
+    """The same head with a draft vocabulary, `layerskip.ShortHead`, unless it has one or has output heads of
+    its own."""
     twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
-    if head.step.output:
-        setattr(twin, part, ShortHead(getattr(head, part), ids))
+    if head.step.output == 1:
+        short = ShortHead(getattr(head, part), ids)
+        setattr(twin, part, short)
+        twin.step = replace(head.step, output=short.share)
     return twin
 
 
@@ -275,9 +281,10 @@ def save(head, folder):
 
 
 def load(folder, model, kinds=KINDS):
-    """The head that `save` wrote, on this model and in its dtype. Raises ValueError, in one line, for a file
+    """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it learnt if
+    one lies beside it, and in recorded passes if the model is. Raises ValueError, in one line, for a file
     that is missing or damaged or was made for a model of another shape or vocabulary."""
-    path = Path(folder) / FILE
+    path, vocab = Path(folder) / FILE, Path(folder) / VOCAB
     with checkpoint.guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         facts = json.loads(file.metadata()["heads"])
@@ -286,4 +293,6 @@ def load(folder, model, kinds=KINDS):
         head = kinds[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]
-        return head
+    if isinstance(model, Recorded) and hasattr(head, "own"):
+        head.own = Recorded(head.own, model.how)
+    return shorter(head, read_vocab(vocab, model.c.vocab_size)) if vocab.is_file() else head

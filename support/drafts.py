@@ -15,7 +15,7 @@ from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise, size
 from machine.recorded import Recorded
 from methods import heads
-from methods.arms import candidates
+from methods.arms import EXITS, candidates
 from methods.pace import Pace
 from methods.suffix import Suffix
 from methods.trees import best_tree
@@ -60,8 +60,7 @@ def kind_of(a):
     if a.draft is None:
         if a.skip is not None and a.exit_layer is None:
             return "skip"
-        # trap: with --fast auto would have passes of many shapes recorded
-        return "exit" if a.exit_layer is not None or a.fast else "auto"
+        return "exit" if a.exit_layer is not None else "auto"
     if a.draft in NAMES:
         return a.draft
     for kind, file in (("heads", heads.FILE), ("model", "config.json")):
@@ -130,18 +129,20 @@ def short(a, model):
 def weighed(a, model, gamma):
     """auto: a Pace with the usual candidates, and with the skip set, the draft vocabulary and the trained
     heads that are named or that lie beside the weights."""
-    c, alone, folder = model.c, not a.fast and parallel.place()[1] == 1, Path(a.model)
+    c, alone, folder = model.c, parallel.place()[1] == 1, Path(a.model)
     skip = (cli.read_skip(a.skip, c.n_layers) if a.skip is not None else
             cli.read_beside(folder / "skip.json", cli.read_skip, c.n_layers))
     vocab = (cli.read_vocab(a.draft_vocab, c.vocab_size) if a.draft_vocab is not None else
              cli.read_beside(folder / "draft_vocab.json", cli.read_vocab, c.vocab_size))
-    # heads are for the very weights that lie there; and what has taps is not replayed from recordings
+    # heads are for the very weights that lie there
     found = trained_beside(a.model, model) if alone and not a.quant else []
     # trap: a measured table differs from machine to machine, and so does where the seed's uniforms are spent.
-    # Parts of a pass are not recorded, and several processes would each measure their own
-    measured = alone and a.temperature == 0 and size(model.blocks) >= LARGE
+    # Single sub-layers are not recorded, and several processes would each measure their own
+    measured = alone and not a.fast and a.temperature == 0 and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)
-    return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs, most=gamma),
+    exits = (1 / 6,) if a.fast else EXITS       # each has passes of its own recorded
+    return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found, exits), costs,
+                                     most=gamma),
                 gamma, f"draft: auto, with costs {'as measured here' if measured else 'by weights'}")
 
 

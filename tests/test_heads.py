@@ -1,4 +1,5 @@
 """Trained heads: the loop stays exact, drafting says what training trained, files, what is refused."""
+import json
 from dataclasses import replace
 
 import promises
@@ -74,8 +75,12 @@ test_exact_law = promises.exact_law({
 
 def test_a_head_drafts_for_stand_ins_too(models):
     """Models whose passes are recorded, and those in few bits."""
-    for m in (Recorded(models["llama"], "paper"), quantise(models["llama"])):
+    fast = Recorded(models["llama"], "paper")
+    for m in (fast, quantise(models["llama"])):
         assert promises.write(m, DRAFTERS["kangaroo"](m), 12) == promises.write(m, None, 12)
+    *_, (state, _) = rounds(fast, PROMPTS[:1], 12, DRAFTERS["kangaroo"](fast))
+    seen = {key[0] for key, tape in fast.tapes[state.cache].items() if tape}
+    assert seen == {tuple(range(4)), tuple(range(4, 12))}, "the exit, and the rest of a pass that is traced"
 
 
 def checked(head, rule, far):
@@ -189,6 +194,19 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_loaded_for_recorded_passes_and_with_its_draft_vocabulary(tmp_path, models, name):
+    fast, ids = Recorded(models["gemma2"], "paper"), [4, 9, 0, 2, 16, 3]
+    heads.save(wild(HEADS[name](models["gemma2"])), tmp_path)
+    (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": ids}))
+    head = heads.load(tmp_path, fast)
+    assert head.step.output == (0 if head.shape.get("own_head") else len(ids) / fast.c.vocab_size)
+    assert heads.shorter(head, [1]).step == head.step, "its own vocabulary stays"
+    assert promises.write(fast, head.drafter(2), 12) == promises.write(models["gemma2"], None, 12)
+    own = getattr(getattr(head, "own", None), "model", None)    # what the ShortHead stands for
+    assert own is None or isinstance(own, Recorded)
+
+
 @pytest.mark.parametrize("kind", [Medusa, Kangaroo])
 def test_heads_of_other_weights_draft_and_of_another_shape_do_not(tmp_path, models, kind):
     m, other = models["llama"], make(LIVELY["llama"])
@@ -212,8 +230,6 @@ def test_damaged_files_are_refused(tmp_path, models):
         file.write_bytes(broken)
         with pytest.raises(ValueError, match="no trained heads for this model: "):
             heads.load(tmp_path, models["llama"])
-
-
 
 
 @pytest.mark.parametrize("build, message", [

@@ -79,16 +79,31 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
             assert off.abs().max() < 1e-9, (T, start)
 
 
-def test_what_has_a_trace_or_a_tree_or_is_wide_runs_eagerly(models):
+def test_what_has_a_tree_or_is_wide_runs_eagerly(models):
     m = on_paper(models["llama"].model)
     x, own = m.embed(torch.tensor([[1, 2, 3]])), torch.ones(1, 3, 3, dtype=torch.bool).tril()
     for _ in range(3):
         cache = KVCache(m.c, 1, 30, torch.float64)
-        for trace, tree in (({3: None}, None), (None, own)):
-            m.run(x, Placement.at(4, 7)._replace(tree=tree, same=tree is None), cache, trace=trace)
+        m.run(x, Placement.at(4, 7)._replace(tree=own, same=False), cache)
         assert m.run(x.repeat(1, 3, 1), Placement.at(4, 13), cache).shape == (1, 9, 32)
         assert m.run(x, Placement.at(4, 7), cache, []) is x and m.run(x, Placement.at(0, 3)).shape == x.shape
     assert not m.tapes
+
+
+@each_family
+def test_a_traced_pass_is_recorded_in_segments(models, family):
+    """Its parts are those of exits. The trace is that of an eager pass; a skipped state stays None."""
+    eager, m, subs = models[family].model, on_paper(models[family].model), [0, 1, 3, 6, 7, 8, 11]
+    cache, x = KVCache(m.c, 1, 30, torch.float64), m.embed(torch.tensor([[1, 2, 3]]))
+    for sublayers in (None, subs):
+        for taps in ([3], [3, 7, 11], [2, 8]):
+            want, got = dict.fromkeys(taps), dict.fromkeys(taps)
+            last = eager.run(x, Placement.at(4, 7), cache, sublayers, want)
+            for _ in range(3):
+                assert (m.run(x, Placement.at(4, 7), cache, sublayers, got) - last).abs().max() < 1e-9
+            for tap, state in want.items():
+                assert got[tap] is None if state is None else (got[tap] - state).abs().max() < 1e-9
+    assert {(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 3), (11,)} <= {key[0] for key in m.tapes[cache]}
 
 
 # --- what is recorded and kept
