@@ -15,7 +15,7 @@ from support.stats import Counts, next_tenth
 STYLES = {
     "accepted": ("#0072b2", "38;5;32", "solid", "accepted draft"),
     "correction": ("#d55e00", "4;38;5;166", "dashed", "correction"),
-    "bonus": ("#009e73", "1;38;5;36", "double", "bonus token"),
+    "bonus": ("#009e73", "1;38;5;29", "double", "bonus token"),
     "plain": ("#808080", "2", "dotted", "plain"),
 }
 # trap: a model can write escape sequences that take over a terminal: control characters become visible signs
