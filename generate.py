@@ -90,14 +90,14 @@ class Writer:
         self.prompts = [checkpoint.encode(tokenizer, text, model.c.bos, not a.chat) for text in texts]
         self.model, self.tokenizer = Recorded(model) if a.fast else model, tokenizer
 
-    def rounds(self, drafter, coins=None):
-        """What `speculative.rounds` yields. coins: those of a page, which looks at them."""
-        a, coins = self.a, coins or Coins(self.a.seed)
+    def rounds(self, drafter, player=None):
+        """What `speculative.rounds` yields. player: of a page, which looks at coins and distributions."""
+        a, (coins, look) = self.a, (player.coins, player.look) if player else (Coins(self.a.seed), to_probs)
         if parallel.place() != (0, 1):
             coins = parallel.Agreed(coins)
         judge = verify if a.page or a.temperature == 0 else verify_block    # a page explains `verify`
         return rounds(self.model, self.prompts, a.max_new, drafter,
-                      lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p), coins, self.eos,
+                      lambda logits: look(logits, a.temperature, a.top_k, a.top_p), coins, self.eos,
                       self.cache, judge)
 
     def rehearse(self, makers):
@@ -114,7 +114,7 @@ class Writer:
         seen, colour = show.Generation(self.tokenizer, self.prompts, drafter), show.colours(sys.stdout)
         opening = ["" if self.a.chat else show.paint([(prompt, None)]) for prompt in seen.prompts]
         live = not self.a.json and len(opening) == 1
-        steps = seen.watch(self.rounds(drafter, player and player.coins))   # checks the prompts first
+        steps = seen.watch(self.rounds(drafter, player))   # checks the prompts first
         print(opening[0] if live else "", end="", flush=True)
         for step in steps:
             if player:
@@ -144,7 +144,7 @@ def run(a):
     if a.picture and rank == 0:
         show.picture(seen, a.picture)
     if player and rank == 0:
-        write_file(Path(a.page), player.html())
+        write_file(Path(a.page), player.html(vars(a) | {"model": Path(a.model).name, "draft": plan.note}))
     if a.compare:
         r |= against_plain(writer, plan, r["outputs"])
     print(json.dumps(r) if a.json else summary(r, seen))

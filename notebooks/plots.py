@@ -83,13 +83,13 @@ def text_html(seen):
         spans = (span(t.text, t.origin, f"{t.origin}, id {t.id}, target's raw probability {t.p:.3g}")
                  for t in row if t.text)
         blocks.append(span(prompt) + "".join(spans))
-    style = "white-space:pre-wrap;line-height:1.9;background:none;color:inherit"
+    style = "white-space:pre-wrap;word-break:normal;line-height:1.9;background:none;color:inherit"
     return "".join(f'<pre style="{style}">{block}</pre>' for block in [*blocks, span(seen.summary())])
 
 
 def round_html(r, tokenizer):
     """A Round as a table: p, q and the verdict on each drafted token, then the row's new tokens. A token that
-    was never tested is dead: it stands after a rejection, after an end of text or beyond its row's own draft.
+    was never tested is dead: it comes after a rejected token, after an end of text or after its row's draft.
     """
     def name(token):
         return f"{token} {tokenizer.decode([token], skip_special_tokens=False)!r}"
@@ -100,7 +100,7 @@ def round_html(r, tokenizer):
     lines = ["<tr><th>row<th>drafted<th>p<th>q<th>verdict"]
     for b, (accepted, proposed) in enumerate(zip(r.accepted.tolist(), r.proposed.tolist(), strict=True)):
         for k, token in enumerate(drafted[b, :, 0].tolist()):
-            verdict = "accepted" if k < accepted else "refused" if k == accepted < proposed else "dead"
+            verdict = "accepted" if k < accepted else "rejected" if k == accepted < proposed else "dead"
             cells = b, html.escape(name(token)), f"{p[b, k]:.3g}", f"{q[b, k]:.3g}", verdict
             lines.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
         spans = (span(name(t), origin, origin) for t, origin in zip(r.new[b], origins(r, b), strict=True))

@@ -1,6 +1,6 @@
-"""What people look at: tokens coloured by where they came from, in a terminal or as a picture.
+"""A run for the eye: tokens coloured by where they came from, in a terminal or as a picture.
 
-All of it consumes what `speculative.rounds` yields; the loop knows nothing of it.
+Everything here consumes what `speculative.rounds` yields; the loop does not know about it.
 """
 import html
 import os
@@ -10,13 +10,12 @@ from pathlib import Path
 
 from support.stats import Counts, next_tenth
 
-# For each origin of a token: a hue that the colour-blind tell from the others (Okabe & Ito 2008); what tells
-# the origins apart without hues: in a terminal (underlined, bold, dim), and elsewhere the line below the
-# token; and the name in the legend.
+# Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the codes for a
+# terminal (underline, bold or dim, too, not only a hue), the line below it elsewhere, the name in the legend.
 STYLES = {
     "accepted": ("#0072b2", "38;5;32", "solid", "accepted draft"),
     "correction": ("#d55e00", "4;38;5;166", "dashed", "correction"),
-    "bonus": ("#009e73", "1;38;5;36", "double", "bonus token"),
+    "bonus": ("#009e73", "1;38;5;29", "double", "bonus token"),
     "plain": ("#808080", "2", "dotted", "plain"),
 }
 # trap: a model can write escape sequences that take over a terminal: control characters become visible signs
@@ -26,33 +25,32 @@ SIGNS |= dict.fromkeys(range(128, 160), "\ufffd")
 
 def origins(r, b=0):
     """Where each of r.new[b] came from, as keys of STYLES: accepted drafts, then the correction of a rejected
-    one, the bonus after a draft that was accepted whole or, if nothing was proposed, a plain token."""
+    one, the bonus after a draft that was accepted whole or, if nothing was drafted, a plain token."""
     accepted, proposed = int(r.accepted[b]), int(r.proposed[b])
     last = "plain" if proposed == 0 else "bonus" if accepted == proposed else "correction"
-    # after an end-of-text id inside the accepted draft nothing follows
+    # nothing follows an end-of-text id inside the accepted draft
     return ["accepted"] * accepted + [last] * (len(r.new[b]) - accepted)
 
 
 def colours(stream):
-    """Whether this stream is a terminal with colours, whose user wants them (no-color.org)."""
+    """Whether this stream is a terminal with colours, and its user wants them (no-color.org)."""
     return stream.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
 def paint(pieces, colour=True):
-    """(text, origin) pairs as one string that is safe to print. Text of origin None gets no colour."""
-    safe = ((text.translate(SIGNS), origin) for text, origin in pieces)
+    """(text, origin) pairs as one string that is safe to print. Text of origin None has no colour."""
     return "".join(f"\x1b[{STYLES[origin][1]}m{text}\x1b[0m" if colour and origin and text else text
-                   for text, origin in safe)
+                   for raw, origin in pieces for text in [raw.translate(SIGNS)])
 
 
 def legend(colour=True):
-    """One line for the terminal. It is empty without colours, as there is then nothing to explain."""
+    """One line for the terminal, empty without colours: then there is nothing to explain."""
     return "  ".join(paint([(name, origin)]) for origin, (*_, name) in STYLES.items()) if colour else ""
 
 
 class Stream:
-    """Token ids in, text out: a piece of text as soon as its characters are complete. Part of a character
-    decodes to U+FFFD, which is held back for as long as it ends the text."""
+    """Token ids in, text out: each piece of text as soon as its characters are complete. Part of a character
+    decodes to U+FFFD, which is held back while it is at the end of the text."""
 
     def __init__(self, tokenizer, ids):
         self.decode, self.ids = tokenizer.decode, list(ids)
@@ -60,13 +58,13 @@ class Stream:
         self.shown = len(self.text)
 
     def push(self, token):
-        """The text that this token completes: its own, with the bytes of tokens before it, or nothing yet."""
+        """The text that this token completes: its own, with bytes of earlier tokens, or nothing yet."""
         self.ids.append(token)
         # trap: decoded alone, a token can lose its leading space
         return self.read(self.decode(self.ids).rstrip("\ufffd"))
 
     def rest(self):
-        """What is held back, once nothing more will come."""
+        """What was held back. Call it after the last token."""
         return self.read(self.decode(self.ids))
 
     def read(self, whole):
@@ -79,23 +77,23 @@ class Token:
     id: int
     origin: str  # a key of STYLES
     p: float     # the target's own raw probability of it: softmax of the logits, before temperature and cuts
-    text: str    # what it completed: nothing if it is special or if its character waits for more bytes
+    text: str    # what it completed: nothing if it is special, or if its character needs more bytes
 
 
 class Generation:
-    """A run as people see it: `prompts` (texts), `rows` (the `Token`s after each of them) and `counts`.
+    """A run as text: `prompts` (texts), `rows` (the `Token`s after each of them) and `counts`.
 
-    prompts: lists of ids, as for `rounds`. timed: the run's `Timed` drafter, to know where the time went.
+    prompts: lists of ids, as for `rounds`. timed: the run's `Timed` drafter, which knows where the time went.
     """
 
     def __init__(self, tokenizer, prompts, timed=None):
         self.streams = [Stream(tokenizer, prompt) for prompt in prompts]
         self.prompts, self.rows = [s.text for s in self.streams], [[] for _ in prompts]
-        self.unseen = [[] for _ in prompts]  # what `fresh` has yet to hand out
+        self.unseen = [[] for _ in prompts]     # what `fresh` has not returned yet
         self.counts, self.timed = Counts(), timed
 
     def watch(self, steps):
-        """Take in what `rounds` yields, and yield it again."""
+        """Add what `rounds` yields, and yield it again."""
         for state, r in steps:
             self.add(r)
             yield state, r
@@ -110,22 +108,22 @@ class Generation:
                 self.unseen[b].append((text, origin))
 
     def close(self):
-        """No more rounds will come: what there is of a character shows as U+FFFD."""
+        """After the last round: an incomplete character is shown as U+FFFD."""
         for row, stream, unseen in zip(self.rows, self.streams, self.unseen, strict=True):
             if row and (rest := stream.rest()):
                 row[-1].text += rest
                 unseen.append((rest, row[-1].origin))
 
     def fresh(self, colour=True, b=0):
-        """What row b has to print since the last call. Call it once more after the last round."""
+        """What row b has written since the last call, to print. Call it once more after the last round."""
         pieces, self.unseen[b] = self.unseen[b], []
         return paint(pieces, colour)
 
     def summary(self):
-        """Counts, where the time went, and what the next tenth of speed would take, in up to four lines."""
-        n = self.counts
-        batch = f" over {len(self.rows)} rows" if len(self.rows) > 1 else ""
-        lines = [f"{n.tokens} tokens in {n.passes} passes{batch}: {n.tau:.2f} a pass (tau)"]
+        """Up to four lines: counts, where the time went, and what one tenth more speed would need."""
+        n, rows = self.counts, len(self.rows)
+        lines = [f"{n.tokens} token{'s' * (n.tokens != 1)} in {n.passes} pass{'es' * (n.passes != 1)}"
+                 f"{f' over {rows} rows' * (rows > 1)}: {n.tau:.2f} per pass (tau)"]
         if n.proposed:
             lines += [f"{n.accepted} of {n.proposed} drafted tokens accepted "
                       f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones (alpha)"]
@@ -137,23 +135,25 @@ class Generation:
 
 
 def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
-    """Draw the first text into an SVG file: a box for each token, in lines of so many columns."""
+    """Draw the first text as an SVG file: a box per token, in lines of at most `columns` characters."""
     row, boxes, line, column = generation.rows[0], [], 2, 0     # boxes: [(line, column, text, origin)]
-    words = [(word, None) for word in re.findall(r"\s*\S+", generation.prompts[0])]
-    for token, origin in [*words, *((t.text, t.origin) for t in row)]:
+    pieces = [(word, None) for word in re.findall(r"\s*\S+", generation.prompts[0])]
+    pieces += [(t.text, t.origin) for t in row]
+    rest = "".join(text for text, _ in pieces)
+    for token, origin in pieces:
+        word, rest = re.match(r"\s*\S*", rest)[0], rest[len(token) :]  # lines break between words
         for i, text in enumerate(token.translate(SIGNS).split("\n")):
-            if i or column + len(text) > columns:
+            if i or column + max(len(text), len(word) * text.startswith(" ")) > columns:
                 line, column, text = line + 1, 0, text.lstrip()
             bare = text.strip()
             boxes += [(line, column + text.index(bare), bare, origin)] if bare else []
             column += len(text)
-    height, column = pitch * (line + 3) + 2 * margin, 0
+    width, height, column = columns * wide + 2 * margin, pitch * (line + 3) + 2 * margin, 0
     boxes.append((line + 2, 0, generation.summary().split("\n")[0], None))
     for origin, (*_, name) in STYLES.items():
         if count := sum(t.origin == origin for t in row):
             boxes += [(0, column, name, origin), (0, column + len(name) + 1, str(count), None)]
             column += len(name) + len(str(count)) + 4
-    width = columns * wide + 2 * margin
     drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13" '
              'font-family="monospace"><rect width="100%" height="100%" fill="white"/>']
     for line, column, text, origin in boxes:

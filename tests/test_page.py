@@ -11,6 +11,7 @@ import checkpoint
 import generate
 from layerskip import SelfDraft
 from methods.then import Then
+from model import Placement
 from sampling import Coins, to_probs
 from speculative import NGram, rounds
 from support.page import Player
@@ -35,41 +36,35 @@ def test_the_page_says_what_rounds_yielded(shipped, drafter):
     model, tokenizer = shipped
     ids = checkpoint.encode(tokenizer, "One day, a cat. One day, a", model.c.bos)
     found = data(play(model, tokenizer, ids, 16, drafter(model), WARM, seed=5).html())
-    known, count = list(ids), 0
-
-    def names(ids):
-        return [tokenizer.decode([t], skip_special_tokens=False) for t in ids]
-
+    known, name = list(ids), lambda t: tokenizer.decode([t], skip_special_tokens=False)
     steps = rounds(model, [ids], 16, drafter(model), WARM, Coins(5))
     for (_, r), page in zip(steps, found["rounds"], strict=True):
         drafted, accepted = r.draft.tokens[0, : int(r.draft.length[0])].tolist(), int(r.accepted)
-        assert page["start"] == len(known) - 1 and page["block"] == names([known[-1], *drafted])
-        known, count = known + r.new[0], count + len(r.new[0])
-        assert (page["drafted"], page["accepted"], page["tokens"]) == (len(drafted), accepted, count)
+        assert page["start"] == len(known) - 1 and page["block"] == [name(t) for t in (known[-1], *drafted)]
+        assert len(page["places"]) == page["accepted"] + 1 == accepted + 1
+        known += r.new[0]
         assert "".join(t for t, _ in page["new"]) == tokenizer.decode(r.new[0])
-        verdicts = ["accepted"] * accepted + ["refused"] + ["dead"] * len(drafted)
-        tried = [d for d in page["places"] if d["text"] is not None]
-        assert [d["text"] for d in tried] == names(drafted)
-        assert [d["verdict"] for d in tried] == verdicts[: len(drafted)]
-        for k, d in enumerate(tried[: accepted + 1]):
+        assert [d["text"] for d in page["places"]] == [*map(name, drafted), None][: accepted + 1]
+        for k, d in enumerate(page["places"][: len(drafted)]):
             p = r.p[0, k]
             q = r.draft.q[0, k] if r.draft.q is not None else torch.eye(len(p))[drafted[k]]
-            ratio = float(p[drafted[k]] / q[drafted[k]])
-            assert (d["coin"] < ratio) == (d["verdict"] == "accepted"), "the coin decided"
-            want = [float(x[drafted[k]]) for x in (p, q, (p - q).clamp(min=0))]
-            assert any(bar[1:] == pytest.approx(want, abs=1e-3) for bar in d["bars"])
-        assert page["next"] == names(r.new[0][-1:])[0]
-    assert found["tokens"] == names(known)
+            want = [float(x[drafted[k]]) for x in (p, q)]
+            assert (d["coin"] < want[0] / want[1]) == (k < accepted), "the coin decided"
+            assert any(bar[1:3] == pytest.approx(want, abs=1e-3) for bar in d["bars"])
+            assert d["left"] == pytest.approx(float((p - q).clamp(min=0).sum()), abs=1e-3)
+        (p, q, end), = (bar[1:4] for bar in page["places"][-1]["bars"] if bar[0] == name(r.new[0][-1]))
+        assert end - (p - q) / page["places"][-1]["left"] - 1e-3 < page["coin"] < end + 1e-3, "it fell there"
+    assert found["tokens"] == [name(t) for t in known]
 
 
-def test_an_end_of_text_inside_the_accepted_guesses(shipped):
+def test_an_end_of_text_inside_the_accepted_tokens(shipped):
     model, tokenizer = shipped
     ids = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
     whole = SelfDraft(model, range(2 * model.c.n_layers), 4)
     (_, r), *_ = rounds(model, [ids], 9, whole)
     (page,) = play(model, tokenizer, ids, 9, whole, eos={r.new[0][1]}).rounds
-    assert page["next"] is None
-    assert [d["verdict"] for d in page["places"]] == ["accepted", "accepted", "dead", "dead"]
+    assert len(page["new"]) == page["accepted"] == 2 and len(page["block"]) == 5
+    assert [d["text"] for d in page["places"]] == page["block"][1:3]
 
 
 def test_of_a_batch_it_shows_the_first_row_which_may_end_first(shipped):
@@ -79,8 +74,8 @@ def test_of_a_batch_it_shows_the_first_row_which_may_end_first(shipped):
         player.add(state, r)
         written += r.new[0]
     assert player.tokens == prompts[0] + written and len(player.tokens) == LLAMA.max_len
-    places = [d for page in player.rounds for d in page["places"] if "coin" in d]
-    assert places and all((d["coin"] < d["p"] / d["q"]) == (d["verdict"] == "accepted") for d in places)
+    tested = [(d, k < r["accepted"]) for r in player.rounds for k, d in enumerate(r["places"]) if d["text"]]
+    assert tested and all(ok == (d["coin"] < d["p"] / d["q"]) for d, ok in tested)
 
 
 def test_whatever_a_model_writes_is_data(shipped):
@@ -94,9 +89,19 @@ def test_whatever_a_model_writes_is_data(shipped):
     assert {"\u241b", "\u2400"} <= set(data(page)["tokens"])
 
 
-def test_on_the_command_line(tmp_path, capsys):
-    path = tmp_path / "run.html"
-    assert generate.main(["Once upon a time", "--max-new", "12", "--json", "--page", str(path)]) == 0
+def test_on_the_command_line(shipped, tmp_path, capsys):
+    """A greedy page has p and q from before the one-hot, too: here they are computed without a cache."""
+    path, (model, tokenizer) = tmp_path / "run.html", shipped
+    argv = "Once upon a time", "--max-new", "12", "--draft", "exit", "--dtype", "float32", "--json", "--page"
+    assert generate.main([*argv, str(path)]) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     found = data(path.read_text(encoding="utf-8"))
     assert "".join(t for r in found["rounds"] for t, _ in r["new"]) == output["text"]
+    assert found["settings"]["model"] == "stories-llama" and found["settings"]["temperature"] == 0
+    ids = torch.tensor([checkpoint.encode(tokenizer, argv[0], model.c.bos) + output["ids"]])
+    places, at = [d for r in found["rounds"] for d in r["places"]], Placement.at(0, ids.shape[1], "cpu")
+    for column, blocks in ((4, 24), (5, 4)):
+        x = model.run(model.embed(ids), at, None, range(2 * blocks))
+        for d, top in zip(places, model.unembed(x)[0, -13:-1].softmax(-1).amax(-1).tolist(), strict=True):
+            found = max(bar[column] for bar in d["bars"])
+            assert found == pytest.approx(top, abs=1e-3) or (column == 5 and d["text"] is None)

@@ -113,8 +113,10 @@ def test_a_shown_character_is_not_shown_again():
 
 def test_picture(tmp_path):
     ids = STORIES.encode("It costs $\\frac{1}$ or <b> & {\n\nOK?").ids
-    seen = Generation(STORIES, [ids])
+    seen = Generation(STORIES, [[0]])
     seen.add(make_round([ids], [2], [4], vocab=4096))
-    show.picture(seen, tmp_path / "run.svg")
-    drawn = "".join(ElementTree.parse(tmp_path / "run.svg").getroot().itertext())
-    assert all(word in drawn for word in ("$\\frac{1}$", "<b>", "OK?"))
+    for columns in range(13, 40):
+        show.picture(seen, tmp_path / "run.svg", columns)
+        texts = ElementTree.parse(tmp_path / "run.svg").getroot().iterfind("{*}text")
+        drawn = "".join(a.text + "\n" * (a.get("y") != b.get("y")) for a, b in itertools.pairwise(texts))
+        assert all(word in drawn for word in ("$\\frac{1}$", "<b>", "OK?")), "a line breaks inside a word"
