@@ -103,13 +103,11 @@ def build(a, model):
 # --- the text
 
 
-def read_prompts(a, model, tokenizer):
-    """The prompts of --prompts in the model's chat template, in an order that the seed shuffles."""
-    render = read_template(a.model)
-    texts = [text for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
-    random.Random(a.seed).shuffle(texts)
+def ask(folder, tokenizer, files):
+    """The prompts of some files in the chat template of a model's folder, as ids."""
+    render = read_template(folder)
     return [checkpoint.encode(tokenizer, render([{"role": "user", "content": text}]), special=False)
-            for text in texts]
+            for name in files for text in read_texts(Path(name), "prompt", "\n")]
 
 
 def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=None):
@@ -272,7 +270,8 @@ def fresh_run(a, device, text):
     if text is None and a.data:
         text = corpus.read(a.data, [], a.context, tokenizer=tokenizer)
     elif text is None:
-        prompts = read_prompts(a, model, tokenizer) if a.prompts else None
+        prompts = ask(a.model, tokenizer, a.prompts) if a.prompts else None
+        random.Random(a.seed).shuffle(prompts or [])
         written = write_text(model, a.text, a.seed, a.context, a.temperature, a.opening, prompts)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)
     return Run(a, model, text, device)

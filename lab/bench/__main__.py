@@ -12,6 +12,7 @@
     python -m lab.bench block        block verification beside token by token
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
+    python -m lab.bench real         a real public model, over recorded plain decoding: see lab/bench/real.py
     python -m lab.bench gpu          what a GPU can do, and what is made of it; goes on where --out ends
     python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
 """
@@ -25,6 +26,7 @@ import torch
 
 import checkpoint
 from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, gpu, heads, plain, quant, search
+from lab.bench.real import KINDS, run_real
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
 from support.files import write_file
@@ -32,7 +34,7 @@ from support.files import write_file
 RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "packed": plain.run_packed, "costs": costs.run_costs,
     "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
-    "quant": quant.run, "block": block.run, "heads": heads.run, "search": search.run,
+    "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real, "search": search.run,
     "gpu": gpu.run, "beyond": beyond.run}
 
 
@@ -51,17 +53,17 @@ def parse(argv):
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
-    p.add_argument("--quick", action="store_const", const=1, help="one prompt of each kind; gpu: tiny "
-                   "models, to see whether it runs at all")
-    p.add_argument("--fast", action="store_true", help="plain: also in recorded passes")
+    p.add_argument("--quick", nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or "
+                   "N; gpu: tiny models, to see whether it runs at all")
+    p.add_argument("--fast", action="store_true", help="plain: also in recorded passes; real: in them")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
                    "a3,m4 or a skip.json (the last three: by default the one beside the weights)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
                    "most frequent first (by default draft_vocab.json beside the weights)")
     p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
                    help="self: a small model with the same tokenizer")
-    p.add_argument("--prompts", nargs="+", metavar="KIND", choices=SETS,
-                   help=f"self, heads, block: only these of {', '.join(SETS)}")
+    p.add_argument("--prompts", nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
+                   help=f"self, heads, block: only these of {', '.join(SETS)}; real: {', '.join(KINDS)}")
     p.add_argument("--only", nargs="+", metavar="WORD", help="self, dynamic: only ways to draft with one of "
                    "these words in their names, and what they are compared with")
     p.add_argument("--heads", metavar="DIR", help="heads: a folder of trained heads (default: MODEL/heads)")

@@ -25,6 +25,7 @@ from speculative import Drafter, ModelDraft, NGram, rounds
 from support.cli import read_skip, read_vocab
 from support.measure import measure_costs
 from support.stats import Timed, parting
+from verification import verify
 
 GAMMAS = 1, 2, 3, 4, 6
 TAIL = 8  # tokens that an n-gram may add
@@ -65,14 +66,15 @@ class Bench:
     """Some prompts and one way of sampling: models[dtype] = (target, small model or None), first the timed
     ones, last those in float64. heads: those that draft for the timed target."""
 
-    def __init__(self, models, prompts, flags, new, repeats, heads=()):
-        self.models, self.prompts, self.heads = [*models.values()], prompts, heads
+    def __init__(self, models, prompts, flags, new, repeats, heads=(), judge=verify):
+        self.models, self.prompts, self.heads, self.judge = [*models.values()], prompts, heads, judge
         self.model, self.small = self.models[0]
         self.greedy, self.probs = not flags, partial(to_probs, **flags)
         self.new, self.repeats, self.costs = new, repeats, weight_costs(self.model.c)
 
     def steps(self, i, drafter, model):
-        return rounds(model, [self.prompts[i]], self.new, drafter, self.probs, Coins(i), model.c.eos)
+        return rounds(model, [self.prompts[i]], self.new, drafter, self.probs, Coins(i), model.c.eos,
+                      verify=self.judge)
 
     def write(self, make, i):
         """Prompt i, timed and metered."""
@@ -148,7 +150,10 @@ def metered(models, heads=()):
 
         def acted(*args, **kwargs):
             spent.append(weights(*args, **kwargs))
-            return act(*args, **kwargs)
+            seen = len(spent)
+            done = act(*args, **kwargs)
+            del spent[seen:]    # a recorded pass calls itself for its segments
+            return done
 
         setattr(thing, name, acted)
         patched.append((thing, name))
@@ -240,7 +245,7 @@ def their_methods(a, bench, exit_layer):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     open_ = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, a.dtype))
-    model, helper = (open_(folder).to(a.device) for folder in (a.model, a.draft_model))
+    model, helper = (folder and open_(folder).to(a.device) for folder in (a.model, a.draft_model))
     sampling = bench.probs.keywords
 
     def ask(flags, ids):
@@ -254,9 +259,10 @@ def their_methods(a, bench, exit_layer):
         return Sample(text, time.perf_counter() - start - prefill)
 
     sampling = {"do_sample": True, "top_k": 0, **sampling} if sampling else {}
-    flags = {"plain": {}, "assistant_model": {"assistant_model": helper},
-             "prompt lookup": {"prompt_lookup_num_tokens": TAIL},
+    flags = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": TAIL},
              "assistant_early_exit": {"assistant_early_exit": exit_layer}}
+    if helper:
+        flags["assistant_model"] = {"assistant_model": helper}
     return {f"transformers, {name}": Method(ask=partial(ask, sampling | f)) for name, f in flags.items()}
 
 
@@ -311,6 +317,10 @@ def drafting(m, samples, plain, texts):
     drafted = [accepted for accepted, proposed in rounds if proposed]
     if drafted:
         r["first"] = sum(map(bool, drafted)) / len(drafted)     # how often the first token was accepted
+        tested = [sum(min(n, k + 1) > i for k, n in rounds) for i in range(max(n for _, n in rounds))]
+        kept = [sum(k > i for k, _ in rounds) for i in range(len(tested))]
+        r["tested"] = sum(kept) / sum(tested)       # alpha of the tokens that were tested; and by their place
+        r["places"] = " / ".join(f"{k / n:.2f}" for k, n in zip(kept, tested, strict=True) if n)
         r["c"], r["block"] = taken(samples, sum(plain.samples.values(), []))
     if m.sublayers and texts:
         series = [t.acceptance(m.sublayers, m.vocab and ShortHead(t.model, m.vocab))[unscored:]

@@ -88,7 +88,7 @@ def test_a_chat_model_answers_prompts(folder, tmp_path):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} the")
     a = train_heads.parse(line("medusa", folder, tmp_path / "out", "--prompts", str(tmp_path / "some.jsonl")))
     model, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
-    prompts = train_heads.read_prompts(a, model, tokenizer)
+    prompts = train_heads.ask(a.model, tokenizer, a.prompts)
     assert sorted(map(tokenizer.decode, prompts)) == ["Lily saw the", "Tom took the"]
     text = tokenizer.decode(train_heads.write_text(model, 100, 0, 9, prompts=prompts).tolist())
     assert text.count("Lily saw the") >= 16 <= text.count("Tom took the")

@@ -1,0 +1,112 @@
+"""A real public model: what each way to draft gains over the fastest plain decoding, on five kinds of chat.
+
+    make smollm && python -m lab.bench real --model runs/smollm
+"""
+from itertools import product
+from pathlib import Path
+
+from control import expected_speedup, weight_costs
+from lab.bench.drafters import TAIL, Bench, Method, chosen, fixed, header, their_methods
+from lab.bench.dynamic import living
+from lab.bench.heads import shapes
+from lab.bench.shared import forecast, load, page, tables
+from lab.train_heads import ask
+from layerskip import early_exit, without
+from machine.packed import pack_where_it_pays
+from machine.quant import byte_costs, quantise
+from machine.recorded import Recorded
+from methods import heads
+from methods.arms import candidates
+from methods.pace import Pace
+from methods.suffix import Suffix
+from methods.then import Then
+from search import Teacher
+from speculative import Drafter, ModelDraft, NGram
+from support.measure import kept_costs
+from verification import verify_block
+
+PROMPTS = Path(__file__).resolve().parents[1] / "prompts"
+KINDS = "chat", "summaries", "code_edits", "maths", "translation"
+CHAINS, NODES = (1, 2, 3, 4), 8     # lengths of a head's drafts, and tokens of its tree
+COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
+           "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
+           "alpha by place": "{places}", "c": "{c:.3f}", "block": "{block:.2f}"}
+PROMISES = {"alpha": "{alpha:.2f}", "c by weights": "{c:.2f}", "best gamma": "{gamma}",
+            "promised": "{gain:.2f}"}
+
+
+def untrained(bench):
+    """{draft: what the formula promises of it} of exits, and of leaving out every fourth MLP, on what the
+    model itself writes."""
+    L, costs, found = bench.model.c.n_layers, weight_costs(bench.model.c), {}
+    drafts = {f"exit {e}": early_exit(L, e) for e in sorted({max(1, L * i // 8) for i in (1, 2, 4, 6)})}
+    drafts["every fourth MLP left out"] = without(L, (), range(2, L, 4))
+    written = [bench.write(lambda model, small: Drafter(), i).ids for i in range(len(bench.prompts))]
+    texts = [(Teacher(bench.model, ids + new), len(ids) - 1)
+             for ids, new in zip(bench.prompts, written, strict=True)]
+    for name, subs in drafts.items():
+        c = costs.step(subs)
+        alpha, gamma, gain = forecast([t.acceptance(subs)[n:] for t, n in texts], c)
+        found[name] = {"alpha": alpha, "c": c, "gamma": gamma, "gain": gain}
+    return found
+
+
+def ways(a, model, trained):
+    """{name: Method}. trained: {folder: {dtype: head}}."""
+    L, costs = model.c.n_layers, byte_costs(model) if a.fast else kept_costs(model)
+    e = max(1, L // 6)
+    methods = {"plain": Method(gamma=0)} | fixed(f"exit {e}", early_exit(L, e), 1)
+    methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
+                "suffix": Method(lambda: lambda model, small: Suffix(TAIL)),
+                "int8 draft, gamma 2": Method(lambda: lambda model, small: ModelDraft(small, 2))}
+    for name, loaded in trained.items():
+        head = next(iter(loaded.values()))
+        drafts = {f"gamma {g}": (g, None) for g in CHAINS if g <= head.step.most}
+        tree = shapes(head, heads.pricing(head)(0))[f"tree of {NODES}"]
+        drafts[f"tree of {NODES}"] = min(NODES, head.step.most), tree
+        for shape, (levels, parents) in drafts.items():
+            methods[f"{name}, {shape}"] = Method(lambda loaded=loaded, levels=levels, parents=parents: (
+                lambda model, small: loaded[model.tok.dtype].drafter(levels, parents)),
+                gamma=None if parents else levels)
+        methods[f"{name}, gamma 2, n-gram tail"] = Method(lambda loaded=loaded: lambda model, small: (
+            Then(loaded[model.tok.dtype].drafter(2), NGram(TAIL, 3))))
+    methods["auto"] = living(lambda model: Pace(model, candidates(
+        model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()]), costs))
+    return methods
+
+
+def promise(m, r):
+    """A row of the table, and of a chain of fixed length what alpha, c and its block promise."""
+    if m.gamma and "c" in r:
+        r["predicted"] = expected_speedup(r["tested"], m.gamma, r["c"], r["block"])
+    return r
+
+
+def run_real(a):
+    models, (_, tokenizer) = {}, load(a)
+    for dtype in (a.dtype, "float64"):
+        m = load(a, dtype)[0]
+        small = quantise(m)     # of the weights as they are
+        models[dtype] = (m if dtype == "float64" else Recorded(m) if a.fast else pack_where_it_pays(m)), small
+    model, where = models[a.dtype][0], Path(a.heads or f"{a.model}/heads")
+    trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
+               for file in sorted(where.glob(f"*/{heads.FILE}"))}
+    methods = chosen(ways(a, model, trained), a.only)
+    results, promised, a.draft_model = {}, {}, None
+    for T, kind in product((0.0, 0.8), a.prompts or KINDS):
+        prompts = ask(a.model, tokenizer, [PROMPTS / f"{kind}.jsonl"])[: a.quick]
+        bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, a.repeats or 1,
+                      judge=verify_block)
+        if a.fast:      # whatever is not recorded by now runs eagerly
+            model.rehearse(lambda bench=bench: [bench.write(m.start(), 0) for m in methods.values()])
+        if not T:
+            promised[kind] = untrained(bench)
+        theirs = {} if T else their_methods(a, bench, max(1, model.c.n_layers // 6))
+        for m in methods.values():
+            m.samples.clear()
+        rows = bench.table(methods | theirs, (), kind, checked=[0])
+        results[f"{kind}, T {T:g}"] = {name: promise(methods.get(name), r) for name, r in rows.items()}
+    lines = header(a, a.repeats or 1, " on the first prompt of each kind")
+    lines += ["What the formula promises of drafts without training, by weights:", "",
+              *tables(promised, PROMISES), *tables(results, COLUMNS)]
+    return page(lines), {"results": results, "promised": promised}
