@@ -85,7 +85,8 @@ print("drafted:", [tokenizer.decode([t]) for t in tokens], "parents:", parents)
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 words = [tokenizer.decode(known[-1:]), *(tokenizer.decode([t]) for t in tokens)]
 names = [f"{k}: {word.strip() or '␣'}" for k, word in enumerate(words)]
-plots.tree_and_mask(parents, names)
+tree = ancestors(torch.tensor([parents]))[0]                    # (K+1, K+1): row k is what node k sees
+plots.tree_and_mask(parents, tree, names)
 
 # %% [markdown]
 # Number 4 sees the known tokens and itself. It does not see 1, 2 and 3, which belong to another branch.
@@ -96,7 +97,7 @@ plots.tree_and_mask(parents, names)
 
 # %%
 SHAPE = [0, 0, 1, 1, 3]
-plots.tree_and_mask(SHAPE, [str(k) for k in range(len(SHAPE) + 1)])
+plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in range(len(SHAPE) + 1)])
 
 # %% [markdown]
 # The deepest node has the most blue in its row. Each leaf ends one text: `[0, 0, 1, 1, 3]` holds three.
@@ -109,7 +110,6 @@ plots.tree_and_mask(SHAPE, [str(k) for k in range(len(SHAPE) + 1)])
 from kvcache import KVCache
 from speculative import prefill
 
-tree = ancestors(torch.tensor([parents]))[0]                    # (K+1, K+1): row k is what node k sees
 n, K = len(known), len(parents)
 cache = KVCache(c, 1, n + K, model.attention_dtype(), device)
 block = torch.tensor([[known[-1], *tokens]], device=device)

@@ -65,6 +65,7 @@ print("the fresh head predicts what the output head predicts: the next token, no
 
 # %%
 STEPS, RATE = 200, 3e-3
+torch.set_grad_enabled(True)
 teachers = [Teacher(model, ids, lambda logits: logits.softmax(-1)) for ids in stories]
 pairs = [(t.states[-1][0, :-1].clone(), t.p[0, 1:].clone()) for t in teachers]  # the state; p one place later
 train, test = ([torch.cat(part) for part in zip(*some, strict=True)] for some in (pairs[2:], pairs[:2]))
@@ -91,10 +92,10 @@ for step in range(STEPS + 1):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+torch.set_grad_enabled(False)                                   # everything below only runs what was trained
 print(f"{heads.count(head):,} weights; alpha on new stories: {course[0][2]:.2f}, then {course[-1][2]:.2f}")
 
 # %% jupyter={"source_hidden": true}
-torch.set_grad_enabled(False)
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3)
 steps, seen, new = zip(*course, strict=True)
 side.plot(steps, seen, color="#808080", ls="--", marker="o", label="the six stories that it trains on")

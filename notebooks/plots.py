@@ -5,7 +5,7 @@ import torch
 from matplotlib.figure import Figure
 
 from control import best_gamma, expected_speedup
-from speculative import ancestors, rounds
+from speculative import rounds
 from support.show import SIGNS, STYLES, Generation, origins
 from support.stats import Timed
 
@@ -136,12 +136,12 @@ def draw_tree(side, parents, words=()):
     side.axis("off")
 
 
-def tree_and_mask(parents, names):
-    """A drafted tree, and beside it the mask of its block. names: of node 0 and of each drafted token."""
+def tree_and_mask(parents, mask, names):
+    """A drafted tree, and the mask (K+1, K+1) of its block. names: of node 0 and of each drafted token."""
     figure, ((left, right),) = axes(1, 2, width=5.4)
     draw_tree(left, parents, names)
     left.set_title("the draft")
-    right.imshow(ancestors(torch.tensor([parents]))[0], cmap="Blues", vmax=1.5)
+    right.imshow(mask, cmap="Blues", vmax=1.5)
     right.set_xticks(range(len(names)), names, rotation=90)
     right.set_yticks(range(len(names)), names)
     right.set_title("its mask: a row sees what is blue")
