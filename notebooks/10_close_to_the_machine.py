@@ -504,8 +504,9 @@ large = replace(SHAPES["Llama 3.1 8B"], dim=8192, n_layers=80, n_heads=64, hidde
 worlds = 1, 2, 4, 8
 shares = [1e3 * reading(large) / world for world in worlds]
 waiting = [[1e3 * each * (2 * large.n_layers + 2) * (world > 1) for world in worlds] for each in SUMS]
-for world, share, wait in zip(worlds, shares, waiting[1], strict=True):
-    print(f"{world} devices: {shares[0] / (share + wait):.1f} times as fast as one, with the slower sums")
+for world, share, *waits in list(zip(worlds, shares, *waiting, strict=True))[1:]:
+    fast, slow = (shares[0] / (share + wait) for wait in waits)
+    print(f"{world} devices are {fast:.1f} times as fast as one, or {slow:.1f} with the slower all-reduce")
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3)
