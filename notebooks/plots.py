@@ -106,3 +106,62 @@ def round_html(r, tokenizer):
         spans = (span(name(t), origin, origin) for t, origin in zip(r.new[b], origins(r, b), strict=True))
         lines.append(f'<tr><td>{b}<td colspan="4" style="text-align:left">new: {" ".join(spans)}')
     return f"<table>{''.join(lines)}</table>"
+
+
+def place(parents):
+    """Where to draw each node of a tree: its depth, and its row. A first child stays in its parent's row."""
+    depth, row, todo, rows = {0: 0}, {0: 0}, [0], 0
+    while todo:                                                 # depth first, so that no lines cross
+        node = todo.pop()
+        if node > 0:
+            parent = parents[node - 1]
+            first = parents.index(parent) == node - 1
+            rows += not first
+            depth[node], row[node] = depth[parent] + 1, row[parent] if first else rows
+        todo += [k for k in range(len(parents), 0, -1) if parents[k - 1] == node]
+    return depth, row
+
+
+def draw_tree(side, parents, words=()):
+    """A tree from left to right, with a label for each node if there are any; node 0 is black."""
+    depth, row = place(parents)
+    for k, parent in enumerate(parents, 1):
+        side.plot([depth[parent], depth[k]], [-row[parent], -row[k]], color="#808080", lw=1, zorder=0)
+    for k in row:
+        side.plot(depth[k], -row[k], "o", color=HUES[0] if k else "#404040", ms=6)
+    for k, word in enumerate(words):
+        side.text(depth[k], -row[k], word, ha="center", va="center", fontsize=9,
+                  bbox=dict(boxstyle="round", fc="white", ec=HUES[0] if k else "#404040"))
+    side.set(xlim=(-0.5, max(depth.values()) + 0.5), ylim=(-max(row.values()) - 0.6, 0.6))
+    side.axis("off")
+
+
+def tree_and_mask(parents, mask, names):
+    """A drafted tree, and the mask (K+1, K+1) of its block. names: of node 0 and of each drafted token."""
+    figure, ((left, right),) = axes(1, 2, width=5.4)
+    draw_tree(left, parents, names)
+    left.set_title("the draft")
+    right.imshow(mask, cmap="Blues", vmax=1.5)
+    right.set_xticks(range(len(names)), names, rotation=90)
+    right.set_yticks(range(len(names)), names)
+    right.set_title("its mask: a row sees what is blue")
+    return figure
+
+
+def draw_reading(side, head, L):
+    """What a trained head reads (squares) and runs (orange), and what predicts which token (arrows). A column
+    is a token, a row a height in the model; D, the last known token, is column 1."""
+    exits = "exit_layer" in head.shape
+    top, low = head.taps[0] // 2 + 1, head.shape.get("exit_layer", 1)       # top: how high it reads
+    side.bar([-2, -1, 0], L, 0.7, color="#dce9f2")
+    if head.kind != "medusa":
+        side.bar([1, 2, 3], low, 0.7, color="#f2d0b8")
+    for column in range(-2, 4) if exits else range(-2, 1) if head.kind == "eagle" else [0]:
+        side.plot(column, top, "s", color=HUES[0], ms=8)
+    if head.kind in ("eagle", "prophet"):
+        side.plot([0, 1], [top, low], color="#808080", ls=":", lw=2)
+    for k in range(3):
+        start = (0, L) if head.kind == "medusa" else (1 + k, top if exits else 1)
+        side.annotate("", (2 + k, L * 1.12), start, arrowprops=dict(arrowstyle="->", color=HUES[1]))
+    side.set_xticks(range(-2, 5), ["", "", "read", "D", "+1", "+2", "+3"])
+    side.set(title=head.kind, ylim=(0, L * 1.15), yticks=[0, *([low] if exits else []), L])

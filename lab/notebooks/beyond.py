@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 10. Beyond: four ideas, rebuilt small
+# # Beyond: four ideas, rebuilt small
 #
 # Four more ways to draft, or to need fewer passes. M2R2 has no public code. ProphetNet and HAMburger need a
 # training that few people can repeat. The last idea is a draft that reads only a part of the text. Here

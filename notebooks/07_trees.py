@@ -1,0 +1,463 @@
+# %% [markdown]
+# # 7. Trees: several drafted tokens for one place
+#
+# A chain of drafted tokens ends at its first rejection: everything behind that token is lost. What if a
+# second candidate for the same place were ready? Then the draft is a *tree*. The target reads all of it
+# in one pass, and one path through it is accepted.
+#
+# > **The one thing to remember: siblings, which are drafted for the same place, are tried one after the
+# > other, each against what the rejected ones before it have left of p. So a tree changes how many
+# > tokens a pass writes, but not their distribution.**
+#
+# Before it: [4, speculative decoding](04_speculative_decoding.ipynb), and [5, layer
+# skipping](05_layer_skipping.ipynb) for the early exit that drafts here. About 30 minutes.
+
+# %%
+# %run start.py
+MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
+
+# %%
+import torch
+
+import checkpoint
+from model import Placement
+from layerskip import SelfDraft
+from sampling import Coins, to_probs
+from search import Teacher
+from support.files import read_prompts
+from notebooks import plots
+
+torch.set_grad_enabled(False)
+model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
+c, device, L = model.c, model.tok.device, model.c.n_layers
+EXIT = max(1, L // 6)                                           # the first sixth of the blocks drafts
+prompt = checkpoint.encode(tokenizer, "The old man looked at the", c.bos)
+print(f"{L} blocks, of which the first {EXIT} draft")
+
+# %% [markdown]
+# ## A tree and its mask
+#
+# `Siblings` wraps any drafter that drafts a chain. With widths `[2, 1]`, the first two tokens of the
+# chain get one sibling each, and the first token gets a second one. Siblings are drawn from the same q,
+# but without replacement: never the same token twice.
+#
+# The loop below runs twelve rounds. It keeps each tree as it was before verification, and picks the
+# tree whose first two candidates are the least certain to pass.
+
+# %%
+from itertools import islice
+
+from methods.trees import Siblings
+from speculative import Wrapper, ancestors, rounds
+
+
+class Kept(Wrapper):    # remembers the last draft as it was, before verification cuts it to a chain
+    def propose(self, state):
+        self.draft = super().propose(state)
+        return self.draft
+
+
+# %% jupyter={"source_hidden": true}
+warm = lambda z: to_probs(z, temperature=1.0)
+kept = Kept(Siblings(SelfDraft(model, range(2 * EXIT), 3), [2, 1]))
+seen = []
+for state, r in islice(rounds(model, [prompt], 60, kept, warm, Coins(0)), 12):
+    tokens, parents, q = (part[0].cpu() for part in (kept.draft.tokens, kept.draft.parents, kept.draft.q))
+    left, chances = r.p[0, 0].cpu(), []
+    for k in [k for k, parent in enumerate(parents.tolist()) if parent == 0][:2]:
+        chances.append(min(1.0, float(left[tokens[k]] / q[k, tokens[k]])))
+        left = (left - q[k]).clamp(min=0)
+        left = left / left.sum().clamp(min=1e-9)
+    known = state.known[0][: -len(r.new[0])]                    # before this round
+    unsure = min(min(chance, 1 - chance) for chance in chances)
+    seen.append((unsure, known, tokens.tolist(), parents.tolist(), q))
+_, known, tokens, parents, q = max(seen, key=lambda one: one[0])
+print("after: ...", tokenizer.decode(known[-12:]))
+print("drafted:", [tokenizer.decode([t]) for t in tokens], "parents:", parents)
+
+# %% [markdown]
+# `parents` is the whole shape. 0 stands for the last known token, and k for drafted token number k. So
+# a chain is `[0, 1, 2, ...]`, and here the last three tokens branch off the chain.
+#
+# **Predict:** the target reads all of these tokens in one pass. Which tokens must number 4 see, the
+# second child of the last known token? Which ones must it not see?
+
+# %% tags=["gallery"] jupyter={"source_hidden": true}
+words = [tokenizer.decode(known[-1:]), *(tokenizer.decode([t]) for t in tokens)]
+names = [f"{k}: {word.strip() or '␣'}" for k, word in enumerate(words)]
+tree = ancestors(torch.tensor([parents]))[0]                    # (K+1, K+1): row k is what node k sees
+plots.tree_and_mask(parents, tree, names)
+
+# %% [markdown]
+# Number 4 sees the known tokens and itself. It does not see 1, 2 and 3, which belong to another branch.
+# In general a node sees itself and its ancestors.
+#
+# Change `SHAPE` and run again. **Predict** first: which row of the mask has the most blue, and how many
+# different texts does the tree hold?
+
+# %%
+SHAPE = [0, 0, 1, 1, 3]
+plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in range(len(SHAPE) + 1)])
+
+# %% [markdown]
+# The deepest node has the most blue in its row. Each leaf ends one text: `[0, 0, 1, 1, 3]` holds three.
+#
+# Two siblings have the same *position* in the text, which is their depth, but two *slots* in the cache.
+# So one pass reads several texts at once. Does each path really get the same logits as if it were
+# alone? We read the tree in one pass and then each path by itself.
+
+# %%
+from kvcache import KVCache
+from speculative import prefill
+
+n, K = len(known), len(parents)
+cache = KVCache(c, 1, n + K, model.attention_dtype(), device)
+block = torch.tensor([[known[-1], *tokens]], device=device)
+
+# %%
+prefill(model, torch.tensor([known], device=device), cache)
+positions = n - 2 + tree.sum(-1)[None].to(device)               # the last known token stands at n - 1
+slots = torch.arange(n - 1, n + K, device=device)[None]
+at = Placement(positions, slots, n - 1, n + K, tree[None].to(device))
+x = model.run(model.embed(block), at, cache)
+together = model.unembed(x)[0]                                  # (K+1, V): one row per node
+for k in range(K + 1):
+    path = [int(t) for t, on in zip(block[0], tree[k], strict=True) if on]
+    alone = model(torch.tensor([known[:-1] + path], device=device))[0, -1]
+    assert torch.allclose(alone, together[k], atol=1e-3)
+print(f"one pass over {K + 1} tokens gives the logits of {K + 1} passes over one text each")
+
+# %% [markdown]
+# ## The walk, step by step
+#
+# Now p is known after each node, and we walk down from the last known token. Try the first child. If it
+# is rejected, try the next one against what is *left* of p. If one is accepted, go on with its
+# children. Here is the walk for one text in plain Python. `u` holds one uniform number per drafted
+# token, tried or not.
+
+# %%
+def walk(p, tokens, parents, q, u):
+    """(the last accepted node, what the next token is drawn from, what happened)"""
+    node, left, tale = 0, p[0].clone(), []
+    for k, token in enumerate(tokens):
+        if parents[k] != node:                                  # on another branch: not tried
+            continue
+        chance = min(1.0, float(left[token] / q[k][token]))
+        tale.append((node, k, float(left[token]), float(q[k][token]), chance, bool(u[k] < chance)))
+        if u[k] < chance:
+            node, left = k + 1, p[k + 1].clone()
+        else:
+            left = (left - q[k]).clamp(min=0)
+            left = left / left.sum()
+    return node, left, tale
+
+# %%
+from sampling import uniforms
+from verification import verify_tree
+
+p = warm(together).cpu()                                        # (K+1, V); q is (K, V)
+ends = set()
+for seed in range(200):
+    node, left, _ = walk(p, tokens, parents, q, uniforms(seed, 0, K))
+    own, _ = verify_tree(p[None], torch.tensor([tokens]), torch.tensor([parents]), Coins(seed), q[None])
+    assert int(own) == node
+    ends.add(node)
+print("200 walks end at the same node as the library's `verify_tree`; these nodes:", sorted(ends))
+
+# %% [markdown]
+# Let us follow one walk. `left` and `q` are the two probabilities of the token, `chance` is min(1, left
+# / q), and the token is accepted if `u` is below it. Change `SEED` and run again; **predict** the
+# verdicts from `chance` and `u`.
+
+# %% jupyter={"source_hidden": true}
+def narrate(seed):
+    u = uniforms(seed, 0, K).tolist()
+    node, _, tale = walk(p, tokens, parents, q, u)
+    for at, k, had, drawn, chance, ok in tale:
+        print(f"after {names[at]:9} try {names[k + 1]:9} left {had:.2g}  q {drawn:.2g}  chance {chance:.2f}  "
+              f"u {u[k]:.2f}  {'accepted' if ok else 'rejected'}")
+    print("then the next token is drawn from what is left after", names[node])
+
+
+def eventful(seed):     # whether the walk ends with a second chance that was taken, and how much it tried
+    verdicts = [ok for *_, ok in walk(p, tokens, parents, q, uniforms(seed, 0, K))[2]]
+    return verdicts[-2:] == [False, True], len(verdicts)
+
+# %%
+SEED = max(range(60), key=eventful)                             # or any number of yours
+narrate(SEED)
+
+# %% [markdown]
+# ## What a rejection leaves
+#
+# The last known token has three children. The pictures show what each of them is tried against if those
+# before it are rejected: blue is what is left of p, orange is what the token was drawn from.
+#
+# **Predict:** what happens to the orange bar of a token after it has been rejected? And to its blue
+# bar?
+
+# %% jupyter={"source_hidden": true}
+family = [k for k, parent in enumerate(parents) if parent == 0]
+likely = (p[0] + q[0]).topk(8).indices.tolist()
+left, shown = p[0], torch.tensor(list(dict.fromkeys([tokens[k] for k in family] + likely))[:8])
+figure, (sides,) = plots.axes(1, len(family), width=3.4, height=3)
+for side, k in zip(sides, family, strict=True):
+    side.bar(torch.arange(8) - 0.2, left[shown], 0.4, color=plots.HUES[0], label="left of p")
+    side.bar(torch.arange(8) + 0.2, q[k][shown], 0.4, color=plots.HUES[1], label="drawn from")
+    side.set_xticks(range(8), [tokenizer.decode([t]).strip() or "␣" for t in shown.tolist()], rotation=90)
+    side.set_title(f"try {names[k + 1]}\nchance {float((left / q[k])[tokens[k]].clamp(max=1)):.2f}")
+    left = (left - q[k]).clamp(min=0)
+    left = left / left.sum()
+sides[0].legend(frameon=False)
+figure
+
+# %% [markdown]
+# The orange bar disappears: the next sibling is drawn from q without that token, rescaled, since the
+# same token again would be wasted. From the blue bars q is subtracted, because what p and q share has
+# had its chance. Where p exceeds q, something is left, and a later sibling can hit it.
+#
+# ## Why the text is exact: one line
+#
+# Write R for what is left of p when a token is tried, and Q for what that token was drawn from. As in
+# notebook 4, the token is accepted with probability min(1, R/Q), and the probability of a rejection is
+# the sum of max(R - Q, 0). So if the token after a rejection is distributed as R', the rescaled rest,
+# then together they give R (Sequoia, arXiv 2402.12374, appendix F):
+#
+# $$\min(R, Q) \;+\; \textstyle\sum \max(R - Q, 0)\cdot\underbrace{\frac{\max(R - Q, 0)}
+# {\sum \max(R - Q, 0)}}_{R'} \;=\; R$$
+#
+# After the last sibling, the token is drawn from what is left, so it has this distribution. Then what
+# follows the sibling before it has the right distribution, too, and so on, back to the first sibling,
+# where R is p. Q may depend on all earlier siblings, and that is what allows drawing without
+# replacement. In the library, R is `left` and Q is `drawn`:
+
+# %%
+import inspect
+
+source = inspect.getsource(verify_tree)
+print(source[source.index("    for k in range(K):") : source.index("    passed, node")])
+
+# %% [markdown]
+# We can check it without a proof. Cut p and q to six tokens and go through *every* way to draw two
+# siblings; add up how likely each token is to be written.
+
+# %%
+some = (p[0] + q[0]).topk(6).indices
+p6, q6 = (x[some].double() / x[some].sum() for x in (p[0], q[0]))
+
+
+def families(q):
+    """Every way to draw two siblings: how likely it is, and [(token, what it was drawn from)] of both."""
+    for a in range(len(q)):
+        rest = q.clone()
+        rest[a] = 0
+        rest = rest / rest.sum()                                # without replacement
+        for b in range(len(q)):
+            if b != a:
+                yield q[a] * rest[b], [(a, q), (b, rest)]
+
+
+def written(p, q, order=lambda siblings: siblings):
+    """How likely each token is to be written, by recursive rejection."""
+    out = torch.zeros_like(p)
+    for chance, siblings in families(q):
+        left = p
+        for token, drawn in order(siblings):
+            accepted = (left[token] / drawn[token]).clamp(max=1)
+            out[token] += chance * accepted
+            chance = chance * (1 - accepted)
+            left = (left - drawn).clamp(min=0)
+            left = left / left.sum().clamp(min=1e-300)
+        out += chance * left                                    # both rejected
+    return out
+
+# %%
+assert torch.allclose(written(p6, q6), p6)
+print("p:      ", [round(v, 4) for v in p6.tolist()])
+print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
+
+# %% [markdown]
+# Recursive rejection is not the only rule for siblings. *SpecTr* (Sun et al. 2023) draws k tokens
+# independently and accepts the first that passes a stricter test; it is exact, too. *Typical
+# acceptance* (Medusa, arXiv 2401.10774) accepts any token that p considers likely enough, without a
+# coin. Question 3 asks whether that is exact. [lab/bench/rules.py](../lab/bench/rules.py) has all of
+# them, and the most that any exact rule can accept.
+#
+# ## Which shape?
+#
+# A sibling helps where first candidates are often rejected; depth helps where they are often accepted.
+# So measure the *rank acceptance*: how often the target's own token is the first, second, ... candidate
+# of the draft. Here it is for greedy decoding on a story.
+
+# %%
+from methods.trees import best_tree, rank_acceptance, tree_tokens
+
+story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:120]
+teacher = Teacher(model, story, lambda z: z)
+ranks = rank_acceptance(to_probs(teacher.p), teacher.draft(range(2 * EXIT)), 4)
+print("the target's token is candidate 1, 2, ... of the exit:", [round(rank, 2) for rank in ranks])
+
+# %% [markdown]
+# From these numbers a dynamic programme finds the best tree of a given size (Sequoia, section 3.1).
+# Best means fastest, and that depends on two costs, both in passes of the target: `depth_cost`, what
+# drafting one more level costs, and `node_cost`, what one more token in the target's block costs. The
+# speed of a tree is
+#
+# $$\frac{\text{tokens per pass}}{1 + \text{levels} \cdot \text{depth\_cost}
+# + \text{nodes} \cdot \text{node\_cost}}$$
+#
+# We take a level that costs 0.05 passes, and nodes that cost nothing.
+#
+# **Predict:** is the best tree of four nodes a chain of four? Then set `DEPTH_COST` to 0, and to 0.22,
+# and run again: when do the trees get deeper, when wider?
+
+# %%
+DEPTH_COST = 0.05
+
+
+def speed(shape):
+    """(levels, tokens per pass, speed)"""
+    levels = int(ancestors(torch.tensor([shape]))[0].sum(-1).max()) - 1
+    tokens = tree_tokens(shape, ranks)
+    return levels, tokens, tokens / (1 + levels * DEPTH_COST)
+
+
+best = {nodes: best_tree(ranks, nodes, DEPTH_COST, node_cost=0.0) for nodes in (4, 8, 16)}
+for nodes, shape in best.items():
+    for name, one in ((f"best tree of {nodes}", shape), (f"chain of {nodes}", list(range(nodes)))):
+        levels, per_pass, gain = speed(one)
+        print(f"{name:16} levels {levels:2}, tokens per pass {per_pass:.2f}, speed {gain:.2f}")
+
+# %% jupyter={"source_hidden": true}
+figure, (sides,) = plots.axes(1, 3, width=3.6, height=3.0)
+for side, (nodes, shape) in zip(sides, best.items(), strict=True):
+    plots.draw_tree(side, shape)
+    side.set_title(f"{nodes} nodes, speed {speed(shape)[2]:.2f}")
+figure
+
+# %% [markdown]
+# With a level at 0.05, the best tree of four has only three levels. A chain of four writes slightly
+# more tokens per pass, but its fourth level costs more time than it saves. Free levels make deep trees,
+# and expensive levels make wide ones. For this exit one level costs 0.22.
+#
+# Free nodes are an assumption, too. On a GPU that waits for memory, a pass over 16 tokens costs about
+# as much as a pass over one. On a CPU it does not, and a large tree can lose. `python -m lab.bench
+# heads` measures it.
+#
+# ## In the loop
+#
+# A tree is a drafter like any other. Here are a chain of three and the same chain with siblings,
+# greedy, on four stories.
+#
+# **Predict:** how many passes will eight siblings save, and will the text change?
+
+# %%
+from speculative import generate
+
+prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")[:4]]
+chain = SelfDraft(model, range(2 * EXIT), 3)
+drafters = {"plain": None, "chain of 3": chain, "with 3 siblings": Siblings(chain, [3]),
+            "with 8 siblings": Siblings(chain, [3, 3, 2])}
+texts = {}
+for name, drafter in drafters.items():
+    done = [generate(model, [ids], 48, drafter) for ids in prompts]
+    texts[name] = [row for (row,), _ in done]
+    tau = sum(map(len, texts[name])) / sum(passes for _, passes in done)
+    same = sum(a == b for a, b in zip(texts[name], texts["plain"], strict=True))
+    print(f"{name:16} {tau:.2f} tokens per pass (tau), {same} of {len(prompts)} texts as in plain decoding")
+
+# %% [markdown]
+# The text stays the same, and each sibling saves a little less than the one before it. Drafting the
+# siblings costs nothing here, because they come from the same logits as the chain. But the target's
+# block is longer. Whether the tree is also *faster* depends on the cost of a wider pass on your
+# machine.
+#
+# ## Questions
+#
+# Each answer is folded, and so is the cell below it that checks the answer.
+#
+# **1.** A tree has three levels and eleven nodes. How many tokens can a pass over it write at most?
+#
+# <details><summary>Answer</summary>
+# Four: at most one node of each level is accepted, and then comes one token of the target. Width only
+# makes this more likely.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+longest = max(len(r.new[0]) for _, r in rounds(model, [prompts[0]], 48, drafters["with 8 siblings"]))
+assert longest <= 4
+print(f"never more than 4; seen here: {longest}")
+
+# %% [markdown]
+# **2.** Suppose a program sorts the siblings before they are verified, the likeliest first. Is the text
+# still exact?
+#
+# <details><summary>Answer</summary>
+# No. Each sibling is verified against the q that it was drawn from, which belongs to its place in the
+# order of drawing. After sorting, the first sibling is the likelier of two draws, so it is no longer
+# distributed as q.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+wrong = written(p6, q6, lambda siblings: sorted(siblings, key=lambda one: -float(q6[one[0]])))
+moved = float((wrong - p6).abs().sum() / 2)
+assert moved > 1e-3
+print(f"{moved:.1%} of the probability has moved to other tokens")
+
+# %% [markdown]
+# **3.** Typical acceptance keeps the likeliest sibling whose p is above min(0.09, 0.3 exp(-H)), where H
+# is the entropy of p. If none is, it writes p's likeliest token. Is the text exact?
+#
+# <details><summary>Answer</summary>
+# No. It accepts likely tokens more often than p would draw them. That is a different distribution, so a
+# different text; it may be a good one.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+limit = min(0.09, 0.3 * float(torch.exp(-torch.special.entr(p6).sum())))
+typical = torch.zeros_like(p6)
+for chance, siblings in families(q6):
+    passing = [token for token, _ in siblings if p6[token] > limit]
+    typical[max(passing, key=lambda token: float(p6[token])) if passing else p6.argmax()] += chance
+assert (typical - p6).abs().max() > 1e-3
+print("p:      ", [round(v, 4) for v in p6.tolist()])
+print("typical:", [round(v, 4) for v in typical.tolist()])
+
+# %% [markdown]
+# **4.** At temperature 0, q is a one-hot, and after the first token nothing of it is left. What are the
+# siblings then, and how many of them can be accepted?
+#
+# <details><summary>Answer</summary>
+# The library takes the next most likely tokens of the draft. p is a one-hot, too, so either one sibling
+# is accepted or none.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+greedy = Kept(Siblings(SelfDraft(model, range(2 * EXIT), 1), [1, 1]))
+state, r = next(rounds(model, [prompt], 8, greedy))
+logits = Teacher(model, prompt, lambda z: z).draft(range(2 * EXIT))[0, -1]
+assert greedy.draft.tokens[0].tolist() == logits.topk(3).indices.tolist()
+assert (greedy.draft.q.amax(-1) == 1).all()
+print("siblings:", [tokenizer.decode([t]) for t in greedy.draft.tokens[0]], "accepted:", int(r.accepted[0]))
+
+# %% [markdown]
+# **5.** A tree has a single branch. Which function of notebook 4 does the same as `verify_tree` then?
+#
+# <details><summary>Answer</summary>
+# `verify`, with the same coins: a chain is a tree without siblings.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+from verification import verify
+
+line = torch.tensor([tokens[:3]])                               # the chain within our tree
+rows = p[:4][None]
+for seed in range(50):
+    accepted, token = verify(rows, q[None, :3], line, Coins(seed))
+    node, other = verify_tree(rows, line, torch.tensor([[0, 1, 2]]), Coins(seed), q[None, :3])
+    assert int(accepted) == int(node) and int(token) == int(other)
+print("50 seeds: the same node and the same token")
+
+# %% [markdown]
+# Next: [trained heads](08_trained_heads.ipynb). So far a part of the model has drafted. What can a
+# small module do that is trained to draft?

@@ -1,0 +1,307 @@
+# %% [markdown]
+# # 8. Trained heads: small modules that learn to draft
+#
+# So far a part of the model has drafted, and nothing was trained for it. A *head* is a small module
+# that is trained to predict what the model will write. The model itself stays frozen. This notebook
+# trains the smallest head there is, shows what five kinds of heads read and run, and compares what they
+# draft with what that costs.
+#
+# > **The one thing to remember: a head reads states that the target has computed anyway. So it can
+# > draft well for a small part of a pass; what it drafts is verified like any other draft.**
+#
+# Before it: [5, layer skipping](05_layer_skipping.ipynb), and [7, trees](07_trees.ipynb) for the trees
+# near the end. About 30 minutes.
+
+# %%
+# %run start.py
+MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
+
+# %%
+import torch
+
+import checkpoint
+from control import weight_costs
+from layerskip import SelfDraft
+from methods import heads
+from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
+from search import Teacher
+from speculative import generate
+from support.files import read_prompts
+from notebooks import plots
+
+model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
+model.requires_grad_(False)                                     # the model stays as it is
+c, L, costs = model.c, model.c.n_layers, weight_costs(model.c)
+stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:256] for line in read_prompts("stories")]
+print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens to learn from and to test on")
+
+# %% [markdown]
+# ## The smallest head
+#
+# At the last block, the target has a state x for each token that it has read. The output head turns x
+# into the distribution of the *next* token. *Medusa* (arXiv 2401.10774) asks for more of the same
+# state: head k predicts the token k places after that one. All it adds is one matrix W with a residual
+# connection,
+#
+# $$\text{logits} = \text{unembed}\big(x + \text{silu}(W x)\big)$$
+#
+# and W starts at zero. So what does a fresh head predict?
+
+# %%
+fresh = Medusa(model, 1)
+teacher = Teacher(model, stories[0], lambda logits: logits.softmax(-1))
+x = teacher.states[-1]                                          # (1, T, dim): the final states
+assert torch.allclose(fresh.after(x, 0, None), model.unembed(heads.unit(x)), atol=1e-3)
+print("the fresh head predicts what the output head predicts: the next token, not the one after it")
+
+# %% [markdown]
+# Now we train it. The teacher is the model itself: for each place of a text, the target's own
+# distribution p *one place later* is what the head should predict. The loss is the probability that a
+# token drawn from the head's q is rejected, which is 1 minus the sum of min(p, q). It is the quantity
+# of notebook 4, so we train for acceptance directly.
+#
+# **Predict:** what alpha will the head reach after 200 steps on six short stories, on these six and on
+# two others? Change `RATE` or `STEPS` and run again.
+
+# %%
+STEPS, RATE = 200, 3e-3
+torch.set_grad_enabled(True)
+teachers = [Teacher(model, ids, lambda logits: logits.softmax(-1)) for ids in stories]
+pairs = [(t.states[-1][0, :-1].clone(), t.p[0, 1:].clone()) for t in teachers]  # the state; p one place later
+train, test = ([torch.cat(part) for part in zip(*some, strict=True)] for some in (pairs[2:], pairs[:2]))
+
+
+def rejected(head, x, p):
+    """How likely a drafted token is rejected, on average over all places x."""
+    q = head.after(x[None], 0, None)[0].softmax(-1)
+    return 1 - torch.minimum(p, q).sum(-1).mean()
+
+
+def alphas(head):
+    with torch.no_grad():
+        return [1 - float(rejected(head, *some)) for some in (train, test)]
+
+
+head, g, course = Medusa(model, 1), torch.Generator().manual_seed(0), []
+optimizer = torch.optim.Adam(head.weights.parameters(), RATE)
+for step in range(STEPS + 1):
+    if step % 20 == 0:
+        course.append((step, *alphas(head)))
+    some = torch.randperm(len(train[0]), generator=g)[:128]
+    loss = rejected(head, train[0][some], train[1][some])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.set_grad_enabled(False)                                   # everything below only runs what was trained
+print(f"{heads.count(head):,} weights; alpha on new stories: {course[0][2]:.2f}, then {course[-1][2]:.2f}")
+
+# %% jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=7, height=3)
+steps, seen, new = zip(*course, strict=True)
+side.plot(steps, seen, color="#808080", ls="--", marker="o", label="the six stories that it trains on")
+side.plot(steps, new, color=plots.HUES[0], marker="o", label="two new stories")
+side.set(xlabel="training steps", ylabel="alpha", ylim=(0, None))
+side.legend(frameon=False)
+figure
+
+# %% [markdown]
+# A few seconds and one matrix raise alpha several times over. The gap between the two curves is
+# overfitting: six stories are far too little text. `lab/train_heads.py` trains on much more. The heads
+# beside the shipped weights come from there.
+#
+# ## What each head reads
+#
+# Medusa reads one state and nothing else. Other kinds read more, and run more. The picture shows five
+# kinds. A column is a token, and D is the last known token, which the target has not read yet. Blue
+# bars are states that the target has computed; a square marks a state that the head reads. Orange is
+# what drafting has to run. An arrow points to the token that is predicted.
+#
+# **Predict:** which kind will draft best? Which will cost least?
+
+# %% tags=["gallery"] jupyter={"source_hidden": true}
+E = max(1, L // 3)
+kinds = [Kangaroo(model, E), ExitBlock(model, E), Eagle(model), Medusa(model, 3), Prophet(model, 1)]
+figure, sides = plots.axes(2, 3, width=3, height=2.7)
+for side, one in zip(sides.flat, kinds, strict=False):
+    plots.draw_reading(side, one, L)
+for row in sides:
+    row[0].set_ylabel("block")
+sides[1, 2].axis("off")
+legend = ("blue bar: computed already", "square: what the head reads", "orange bar: what drafting runs",
+          "dotted: a state passed on", "arrow: predicts this token")
+sides[1, 2].text(0, 0.5, "\n".join(legend), va="center", fontsize=10)
+figure
+
+# %% [markdown]
+# - **Kangaroo** (arXiv 2404.18911) and the **exit block** (from lucidrains'
+#   [speculative-decoding](https://github.com/lucidrains/speculative-decoding)) put a small module of
+#   their own between an early exit and the output head. They read the state at the exit, also for
+#   drafted tokens. So for each drafted token the blocks up to the exit must run.
+# - **EAGLE** (arXiv 2401.15077) runs none of the model's blocks: one block of its own reads each token
+#   together with the target's final state of the token before it. For drafted tokens there is no such
+#   state yet, so it uses its own output.
+# - **Medusa** reads the final state of the last token that was read. Its heads predict three tokens at
+#   once, which is cheap; but the second head does not know what the first one has drafted (unless it is
+#   trained with `markov`, a bias by the token before).
+# - **The prophet** (lucidrains; not ProphetNet) is a small decoder. It starts from that final state and
+#   then reads its own drafts.
+#
+# What a drafted token costs follows from that: the blocks of the model that run for it, the head's own
+# weights, and the output head. `heads.pricing` adds them up, in passes of the target.
+
+# %% jupyter={"source_hidden": true}
+def trained(kind, fresh):
+    """The head of this kind beside the weights, or a fresh one."""
+    folder = MODEL / "heads" / kind
+    return heads.load(folder, model) if (folder / heads.FILE).is_file() else fresh
+
+
+shipped = {one.kind: trained(one.kind, one) for one in kinds if one.kind != "exit_block"}
+prices = {kind: heads.pricing(one)(0) for kind, one in shipped.items()}
+for kind, one in shipped.items():
+    print(f"{kind:9} {heads.count(one):8,} weights, {one.step.trunk} blocks of the model per drafted token: "
+          f"c = {prices[kind]:.2f}")
+
+# %% [markdown]
+# ## In the loop
+#
+# A trained head is a drafter like any other. Each of them drafts chains of three tokens and writes four
+# stories, greedy. Two early exits, which need no training, stand beside them. `tau` is the number of
+# tokens per pass. A round takes one pass and the cost of its draft, so the speed-up by weights is tau /
+# (1 + cost of a draft).
+#
+# **Predict:** which one has the highest tau? Is it also the fastest?
+
+# %%
+GAMMA, COUNT = 3, 4
+prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")[:COUNT]]
+
+
+def measure(drafter, prompts=prompts):
+    """(tau, the texts)"""
+    done = [generate(model, [ids], 48, drafter) for ids in prompts]
+    texts = [row for (row,), _ in done]
+    return sum(map(len, texts)) / sum(passes for _, passes in done), texts
+
+
+_, plain = measure(None)
+table = {}
+for kind, one in shipped.items():
+    most = min(GAMMA, one.step.most)                            # Medusa drafts one token per head
+    table[kind] = *measure(one.drafter(most)), most * prices[kind]
+for e in (max(1, L // 8), max(1, L // 6)):
+    subs = list(range(2 * e))
+    table[f"exit {e}"] = *measure(SelfDraft(model, subs, GAMMA)), GAMMA * costs.step(subs)
+for name, (tau, texts, cost) in table.items():
+    same = sum(a == b for a, b in zip(texts, plain, strict=True))
+    print(f"{name:9} tau {tau:.2f}, a draft costs {cost:.2f}, speed-up {tau / (1 + cost):.2f}; "
+          f"{same} of {COUNT} texts as in plain decoding")
+
+# %% jupyter={"source_hidden": true}
+figure, ((left, right),) = plots.axes(1, 2, width=4.4, height=3)
+hues = [plots.HUES[1] if name.startswith("exit") else plots.HUES[0] for name in table]
+left.barh(list(table), [tau for tau, _, _ in table.values()], color=hues)
+left.set(xlabel="tau, tokens per pass", title="blue: trained, orange: an exit")
+right.barh(list(table), [tau / (1 + cost) for tau, _, cost in table.values()], color=hues)
+right.set(xlabel="speed-up by weights")
+for side in (left, right):
+    side.axvline(1, color="#404040", lw=0.8)
+    side.invert_yaxis()
+figure
+
+# %% [markdown]
+# On the shipped model Kangaroo has the highest tau, and EAGLE gets as much speed-up from a lower one,
+# because its drafted tokens are cheaper. The exits come close to them in tau, and lose by cost. Medusa
+# is the cheapest and drafts worst: cheap drafts do not help much if they are rejected. The prophet lies
+# between. Four stories are few, and speed by weights is not speed by the clock:
+# [BENCHMARKS.md](../lab/BENCHMARKS.md) has both, on more text.
+#
+# Change `GAMMA` to 6 and run again. **Predict:** for which drafters does tau rise? For which does the
+# speed-up rise?
+#
+# <details><summary>Answer</summary>
+# Tau rises for all but Medusa, which cannot draft more than three tokens. The speed-up rises a little
+# for Kangaroo and EAGLE. For the others the longer draft costs more than it brings.
+# </details>
+#
+# ## A tree of heads
+#
+# Notebook 7 applies to heads, too: their second and third candidates make trees. The rank acceptance
+# was measured when the heads were trained and is stored with them, so `best_tree` can pick the shape.
+#
+# **Predict:** does a tree help EAGLE more, or Medusa?
+
+# %%
+from methods.trees import best_tree
+
+NODES = 8
+for kind in ("eagle", "medusa"):
+    one = shipped[kind]
+    most = min(GAMMA, one.step.most)
+    shape = best_tree(one.ranks or [0.5, 0.15, 0.08], NODES, prices[kind], 0.0, one.branches, levels=most)
+    chain, tree = (measure(one.drafter(most, some))[0] for some in (None, shape))
+    print(f"{kind:6} chain of {most}: tau {chain:.2f}; tree of {len(shape)}: tau {tree:.2f}; parents {shape}")
+
+# %% [markdown]
+# A tree helps Medusa more. Its first candidates are often rejected, so the others have more to gain.
+# Still it stays far behind EAGLE, even behind EAGLE's chain.
+#
+# ## Questions
+#
+# Each answer is folded, and so is the cell below it that checks the answer.
+#
+# **1.** The shipped Medusa drafts at most three tokens. EAGLE can draft more. Why?
+#
+# <details><summary>Answer</summary>
+# Medusa has one trained matrix for each place, and three of them. EAGLE reads its own output and can go
+# on, although it gets worse the further it goes.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+assert shipped["medusa"].step.most == shipped["medusa"].steps < shipped["eagle"].step.most
+print({kind: one.step.most for kind, one in shipped.items()})
+
+# %% [markdown]
+# **2.** The heads were trained on text that is mostly stories. What happens on code: is the text still
+# exact? Is it still fast?
+#
+# <details><summary>Answer</summary>
+# It is exact: the target verifies every token. But the head predicts code less well, so tau falls.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+code = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("code")[:COUNT]]
+_, plain_code = measure(None, code)
+tau, texts = measure(shipped["eagle"].drafter(GAMMA), code)
+assert sum(a == b for a, b in zip(texts, plain_code, strict=True)) >= COUNT - 1     # a near-tie may flip
+print(f"eagle: tau {table['eagle'][0]:.2f} on stories, {tau:.2f} on code")
+
+# %% [markdown]
+# **3.** EAGLE has over four times as many weights as Medusa, and reads over ten times as many of them
+# per drafted token. Why is its c not even twice as large?
+#
+# <details><summary>Answer</summary>
+# Both read the output head for each drafted token, and in a small model with a large vocabulary that is
+# more than either head. (A short draft vocabulary makes it smaller.)
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+output = costs.head / costs.whole
+print(f"the output head alone: c = {output:.3f}")
+if all(one.step.output for one in shipped.values()):
+    assert all(price > output for price in prices.values())
+
+# %% [markdown]
+# **4.** Suppose we trained the model together with the head. The drafts would get better. What would be
+# lost?
+#
+# <details><summary>Answer</summary>
+# The text. The target would be another model, and what it verifies would be distributed as *its* p, not
+# as that of the model we began with.
+# </details>
+
+# %% [markdown]
+# `generate.py --draft eagle` drafts with a head, and `--tree 8` with a tree of it.
+#
+# Next: [adapting](09_adapting.ipynb). The best way to draft changes with the text. How can a program
+# choose while it writes?

@@ -1,0 +1,578 @@
+# %% [markdown]
+# # 10. Close to the machine: what a token waits for
+#
+# The library says *what* is computed. This notebook looks at what the machine does with it: how many
+# operations are launched for one token, and how many bytes are read. Then it shows how the folder
+# `machine/` reduces both: passes that are recorded once and replayed, weights of few bits, and one
+# model on two processes. Recording and splitting do not change the text.
+#
+# > **The one thing to remember: a pass of a small model waits for operations to be launched, a pass of
+# > a large model for bytes to be read. A recording removes the first wait. Fewer bits shorten the
+# > second, and several devices share it.**
+#
+# Before it: notebooks 1 to 6, above all [2, the cache](02_kv_cache.ipynb) and [4, speculative
+# decoding](04_speculative_decoding.ipynb). About 30 minutes.
+
+# %%
+# %run start.py
+MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
+
+# %%
+import torch
+
+import checkpoint
+from model import Placement
+from support.files import read_prompts
+from kvcache import KVCache
+from speculative import generate, prefill, rounds
+from notebooks import plots
+
+torch.set_grad_enabled(False)
+model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
+c, L = model.c, model.c.n_layers
+prompt = checkpoint.encode(tokenizer, read_prompts("stories")[0]["prompt"], c.bos)
+cache, n = KVCache(c, 1, len(prompt) + 64, torch.float32), len(prompt)
+prefill(model, torch.tensor([prompt]), cache)
+print(f"{L} blocks of {c.dim} numbers; the prompt has {n} tokens")
+
+# %% [markdown]
+# ## Count the launches
+#
+# PyTorch can report each operation just before it runs, so we can count them. An operation that only
+# looks at the same memory in another shape is a *view*. It computes nothing, so we leave it out. On a
+# GPU, each of the others would *launch* one or more *kernels* (programs that run on the GPU).
+
+# %%
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Launches(TorchDispatchMode):
+    """Counts each operation of torch by its name."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with self:                      # an operation that is made of others counts as these
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is not NotImplemented:
+            return out
+        name = func.overloadpacket.__name__
+        self.names[name] += not (func.is_view or name == "_unsafe_view")
+        return func(*args, **(kwargs or {}))
+
+# %%
+from collections import Counter
+
+
+def one_pass(model, T=1, sublayers=None, cache=cache):
+    """A pass over T tokens after the prompt, with a cache."""
+    x = model.embed(torch.full((1, T), 5))
+    return model.unembed(model.run(x, Placement.at(n, n + T), cache, sublayers))
+
+
+def count(action):
+    """{operation: how often it was launched}"""
+    with Launches() as seen:
+        seen.names = Counter()
+        action()
+    return +seen.names
+
+# %%
+parts = {"all": None, "no sub-layer": [], "one attention": [2], "one MLP": [3]}
+launches = {name: count(lambda subs=subs: one_pass(model, 1, subs)).total() for name, subs in parts.items()}
+a, m = (launches[name] - launches["no sub-layer"] for name in ("one attention", "one MLP"))
+print(f"{launches['all']} launches for one token: {a} an attention, {m} an MLP, "
+      f"{launches['no sub-layer']} for embedding and head")
+assert launches["all"] == launches["no sub-layer"] + L * (a + m)
+
+# %% [markdown]
+# **Predict:** the model is made of products with weight matrices. How many of these launches are such
+# products?
+
+# %% jupyter={"source_hidden": true}
+names = count(lambda: one_pass(model))
+products = sum(k for name, k in names.items() if name in ("mm", "addmm", "linear"))
+top = names.most_common(14)
+figure, ((side,),) = plots.axes(1, 1, width=8, height=3.2)
+heavy = ("mm", "addmm", "linear")
+side.bar([name for name, _ in top], [k for _, k in top],
+         color=[plots.HUES[1 if name in heavy else 0] for name, _ in top])
+side.tick_params(axis="x", rotation=60)
+side.set(ylabel="launches for one token", title="orange: a product with a weight matrix")
+print(f"{products} of {names.total()}: four per block, and the output head")
+assert products == 4 * L + 1
+figure
+
+# %% [markdown]
+# Few. Most launches add, multiply or copy a few hundred numbers. *Launching* such an operation takes
+# longer than running it: Python calls torch, torch looks up types and devices, allocates memory for the
+# result, and calls the kernel.
+#
+# ## Count the bytes
+#
+# A pass over one token reads every matrix once. (It reads only one row of the embeddings; but where the
+# output head is the same matrix, it reads all of it.) It also reads the keys and values of all tokens
+# before it. `byte_costs` adds that up.
+
+# %%
+from machine.quant import byte_costs
+
+costs = byte_costs(model)
+table = {"attention": sum(costs.sublayers[::2]), "MLP": sum(costs.sublayers[1::2]), "head": costs.head,
+         f"keys and values of {n} tokens": L * costs.slot * n}
+for name, number in table.items():
+    print(f"{name:30} {number / 1e6:7.2f} MB")
+print(f"{'together':30} {sum(table.values()) / 1e6:7.2f} MB for one token")
+
+# %% [markdown]
+# Which of the two counts matters? Three timings can show it. They run in turn: the whole pass; the
+# matrix products of the model alone; and a pass of a model that has as many blocks but is so narrow
+# that there is almost nothing to read. The narrow one has only launches.
+#
+# **Predict:** which of the two takes longer, the products or the launches?
+
+# %%
+from dataclasses import replace
+
+import torch.nn.functional as F
+
+from model import Transformer
+from support.measure import interleave
+
+narrow = Transformer(replace(c, vocab_size=64, dim=32, hidden_dim=32, head_dim=8)).eval()
+for w in narrow.parameters():
+    torch.nn.init.normal_(w, std=0.02)
+matrices = [w for w in model.parameters() if w.dim() == 2][not c.tied :]     # head and blocks
+rows = [torch.ones(1, 1, w.shape[1]) for w in matrices]
+products_only = lambda: [F.linear(x, w) for x, w in zip(rows, matrices, strict=True)]
+thin = KVCache(narrow.c, 1, n + 8, torch.float32)
+one_pass(narrow, cache=thin)                                    # the first pass also computes the angles
+assert count(lambda: one_pass(narrow, cache=thin)) == names, "the same launches"
+work = {"the pass": lambda: one_pass(model), "its products": products_only,
+        "a narrow model's pass": lambda: one_pass(narrow, cache=thin)}
+ms = {name: 1e3 * s for name, s in interleave(work, 15).items()}
+print("  ".join(f"{name}: {t:.2f} ms" for name, t in ms.items()), f"({torch.get_num_threads()} threads)")
+
+# %% jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=8, height=2.2)
+side.barh(list(ms), list(ms.values()), color=["#808080", plots.HUES[1], plots.HUES[0]])
+side.set(xlabel="milliseconds on this machine, now")
+side.invert_yaxis()
+figure
+
+# %% [markdown]
+# On a small model the launches cost about as much as the products, or more. (The two need not add up to
+# the pass, since each product is launched, too, and that part is in both.)
+#
+# For larger models this turns around: bytes grow with the square of the width, launches only with the
+# depth. Here are shapes of known models on paper, in bfloat16, on a device that reads 3.35 TB/s (an
+# H100, by its data sheet). We assume that a launch takes 5 microseconds.
+#
+# **Predict:** how large must a model be before it waits longer for bytes than for launches? Change
+# `LAUNCH` to 1e-6 and run again.
+
+# %%
+from control import weight_costs
+from lab.bench.shared import SHAPES                             # what the model cards say
+
+LAUNCH, READS = 5e-6, 3.35e12                                   # seconds; bytes per second
+shapes = {"this one": c} | SHAPES
+
+
+def reading(shape, bits=16):
+    """Seconds for the blocks in this many bits per weight, and the head in 16."""
+    by_weights = weight_costs(shape)
+    return (sum(by_weights.sublayers) * bits / 8 + 2 * by_weights.head) / READS
+
+
+figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
+for k, name in enumerate(shapes):
+    started = 1e3 * LAUNCH * (launches["no sub-layer"] + shapes[name].n_layers * (a + m))
+    read = 1e3 * reading(shapes[name])
+    side.bar([k - 0.2, k + 0.2], [started, read], 0.4, color=[plots.HUES[0], plots.HUES[1]])
+    print(f"{name:15} launching {started:5.2f} ms, reading {read:6.3f} ms")
+side.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
+side.set(yscale="log", ylabel="ms per token, on paper", title="blue: launching, orange: reading")
+figure
+
+# %% [markdown]
+# With 5 microseconds, the two are equal near 8 billion parameters, and only the largest model here
+# clearly waits for bytes. With 1 microsecond the point moves to about 1 billion.
+#
+# ## Record once, replay
+#
+# A *recording* stores all operations of a pass and then launches them at once. `machine/recorded.py`
+# can do it in three ways: on a CPU as a compiled program; on a GPU as a *CUDA graph*, a stored list of
+# kernels with a single launch; and, for tests, as `paper`, which runs everything again but in memory of
+# its own, so that whatever would break a graph breaks it, too. We use `paper`. `Recorded` stands in for
+# the model, and the loop does not notice.
+
+# %%
+from layerskip import SelfDraft, early_exit
+from machine import recorded
+from machine.recorded import Recorded
+
+fast = Recorded(model, "paper", widths=(1, 2, 4))
+exit_subs = early_exit(L, max(1, L // 4))
+texts = [generate(one, [prompt], 24, SelfDraft(one, exit_subs, 3))[0][0] for one in (model, fast)]
+assert texts[0] == texts[1]
+print(tokenizer.decode(texts[1]))
+
+# %% [markdown]
+# Whatever is fixed in a recording must be part of its key: which sub-layers, how many rows, how many
+# tokens, and how many slots it reads. Whatever changes from round to round must be an input: the
+# states, the position, the table of angles. A pass is recorded when its key comes up for the second
+# time. Here is what this run has recorded.
+
+# %%
+*_, (state, _) = rounds(fast, [prompt], 24, SelfDraft(fast, exit_subs, 3))
+for (subs, rows, width, *reads), tape in fast.tapes[state.cache].items():
+    what = "recorded" if tape else "seen once"
+    print(f"sub-layers {subs[0]:2} to {subs[-1]:2}, {rows} row, {width} tokens, "
+          f"reads {reads[0]:3} slots: {what}")
+
+# %% [markdown]
+# How many operations does the host launch now? Inside a replay it launches none, so we count each
+# replay as one.
+#
+# **Predict:** an eager pass and the loop around it launch over 700 operations for one token. How many
+# are left?
+
+# %% jupyter={"source_hidden": true}
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class OneLaunch(recorded.Tape):
+    """As with a graph, a replay is a single launch."""
+
+    def replay(self):
+        with _disable_current_modes():
+            super().replay()
+        self.output.add_(0)             # counts as the one launch, and changes nothing
+
+# %%
+honest, recorded.Tape = recorded.Tape, OneLaunch
+replayed = Recorded(model, "paper", widths=(1, 2, 4))
+replayed.rehearse(lambda: generate(replayed, [prompt], 4, cache=cache))
+recorded.Tape = honest
+
+# %%
+def a_round(one):
+    """What the second round of plain decoding launches: {operation: how often}"""
+    steps = rounds(one, [prompt], 4, cache=cache)
+    next(steps)
+    return count(lambda: next(steps))
+
+
+host = {name: a_round(one).total() for name, one in (("eager", model), ("recorded", replayed))}
+assert host["recorded"] < host["eager"] / 3
+
+# %% jupyter={"source_hidden": true}
+loop = host["eager"] - launches["all"]
+figure, ((side,),) = plots.axes(1, 1, width=8, height=2.2)
+side.barh(list(host), [loop] * 2, color="#808080", label="the loop: draw, verify, append")
+passes = [k - loop for k in host.values()]
+side.barh(list(host), passes, left=[loop] * 2, color=plots.HUES[0], label="the pass")
+side.set(xlabel="operations that the host launches for one token")
+side.legend(frameon=False)
+print(host, "of which the loop", loop)
+figure
+
+# %% [markdown]
+# What is left is mostly the loop itself, which decides what is drafted, and draws. The rest copies
+# inputs into the recording and the output out of it.
+#
+# A compiled program saves more than launches: it *fuses*. An addition and the multiplication after it
+# become one loop over memory, and nothing is written and read again in between. `python -m lab.bench
+# plain --fast` measures the gain in tokens/s. This is the table of
+# [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the machine:
+
+# %% jupyter={"source_hidden": true}
+paragraphs = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8").split("\n\n")
+print(next(text for text in paragraphs if text.startswith("|") and "ours, recorded" in text))
+
+# %% [markdown]
+# ## A wrong program, and how it is caught
+#
+# Compilers have bugs. The one in torch 2.13 looks for patterns that it can replace by faster code, and
+# it takes our attention for one of them: scores, plus a mask, softmax. But here the G query heads that
+# share a key are folded into one axis with the T tokens, so the replacement computes other numbers,
+# without a warning (pytorch issues 195320 and 195383). `machine/recorded.py` turns these patterns off,
+# and still checks every recording.
+#
+# Compiling takes minutes on a slow machine, so **the next cell is a simulation**: not the compiler's
+# program, but ours with a mistake of that kind. It reads the mask's rows in the order (token, head),
+# while the scores have (head, token).
+
+# %% jupyter={"source_hidden": true}
+G = c.n_heads // c.n_kv_heads
+
+
+def confuse(attention, inputs):
+    """The inputs of an attention, with the mask in a wrong order."""
+    x, cos, sin, mask, store = inputs
+    if mask is not None:                                            # (1, 1, 1, T, S)
+        T = mask.shape[3]
+        mask = mask.repeat_interleave(G, 3).unflatten(3, (G, T))[:, :, 0]       # (1, 1, G, T, S)
+    return x, cos, sin, mask, store
+
+# %% jupyter={"source_hidden": true}
+class Miscompiled(recorded.Tape):
+    def replay(self):
+        hooks = [b.attn.register_forward_pre_hook(confuse) for b in model.blocks]
+        super().replay()
+        [hook.remove() for hook in hooks]
+
+# %% [markdown]
+# **Predict:** can this mistake change a pass over a single token? And over two?
+
+# %%
+def off(T):
+    """The largest error of the logits of a block of T tokens, and the largest logit."""
+    right = one_pass(model, T)
+    hooks = [b.attn.register_forward_pre_hook(confuse) for b in model.blocks]
+    wrong = one_pass(model, T)
+    [hook.remove() for hook in hooks]
+    return float((wrong - right).abs().max()), float(right.abs().max())
+
+# %% jupyter={"source_hidden": true}
+widths = range(1, 9)
+errors = [off(T) for T in widths]
+figure, ((side,),) = plots.axes(1, 1, width=7, height=2.8)
+side.plot(widths, [size for _, size in errors], color="#808080", marker=".", label="largest logit")
+side.plot(widths, [error for error, _ in errors], color=plots.HUES[1], marker="o", label="largest error")
+side.set(xlabel="tokens in the block", ylabel="logits", ylim=(-0.5, None), title="a wrong program, simulated")
+side.legend(frameon=False)
+assert errors[0][0] == 0 and (G == 1 or errors[3][0] > 0.1)
+figure
+
+# %% [markdown]
+# A single token has no mask, so it is right; from two tokens on, the logits are wrong. A test of plain
+# decoding would pass, and then verification, which reads several tokens, would fail. So `Recorded`
+# compares *each* new recording with the eager pass on its first real input, both its output and what it
+# writes into the cache. A recording that differs is not used, and that pass stays eager.
+#
+# **Predict:** `Recorded` without this check writes 32 tokens. Is the text obviously broken?
+
+# %%
+messages = []
+recorded.Tape = Miscompiled
+guarded = Recorded(model, "paper", widths=(4,), say=messages.append)
+right = generate(model, [prompt], 32)[0][0]
+safe = generate(guarded, [prompt], 32, SelfDraft(guarded, exit_subs, 3))[0][0]
+limits, recorded.TOLERANCE = recorded.TOLERANCE, dict.fromkeys(recorded.TOLERANCE, torch.inf)
+trusting = Recorded(model, "paper", widths=(4,))                # without the check
+wrong = generate(trusting, [prompt], 32, SelfDraft(trusting, exit_subs, 3))[0][0]
+recorded.Tape, recorded.TOLERANCE = honest, limits
+print(*messages[:3], sep="\n")
+print("checked:  ", repr(tokenizer.decode(safe)))
+print("unchecked:", repr(tokenizer.decode(wrong)))
+assert safe == right and (G == 1 or messages and wrong != right)
+
+# %% [markdown]
+# No, and that is what makes it dangerous: it reads well, but after a while it is another text than the
+# model's.
+#
+# ## What four bits keep
+#
+# Where a pass waits for bytes, smaller weights help. NF4 (Dettmers et al. 2023) stores four bits per
+# weight: the number of one of 16 levels, relative to the largest weight of its group of 64. Weights are
+# distributed much like a bell curve, so the levels divide a bell curve into equal shares, and lie close
+# together in the middle. They come from a formula, not from data.
+
+# %%
+from machine.quant import BLOCK, KINDS, codebook, quantise, size
+
+levels = codebook()
+w = torch.cat([b.mlp.gate_up.flatten() for b in model.blocks]).unflatten(0, (-1, BLOCK))     # (groups, 64)
+scaled = (w / w.abs().amax(1, keepdim=True)).flatten()
+figure, ((side,),) = plots.axes(1, 1, width=8, height=2.8)
+side.hist(scaled[:: max(1, len(scaled) // 200_000)].numpy(), bins=120, density=True, color="#c8d8e8")
+side.vlines(levels, 0, 0.5, color=plots.HUES[1], lw=2)
+side.set(xlabel="weight, relative to the largest of its group of 64", yticks=[],
+         title="blue: this model's weights; orange: the 16 levels")
+assert len(levels) == 16 and float(levels[7]) == 0 and float(levels.abs().max()) == 1
+figure
+
+# %% [markdown]
+# The peaks at both ends are the largest weight of each group. How much of a matrix is lost?
+
+# %%
+twins = {kind: quantise(model, kind) for kind in KINDS}
+paths = {"wqkv": "attn", "wo": "attn", "gate_up": "mlp", "down": "mlp"}
+lost = {kind: {} for kind in KINDS}
+for kind, twin in twins.items():
+    for name, part in paths.items():
+        both = ([getattr(getattr(b, part), name) for b in one.blocks] for one in (model, twin))
+        lost[kind][name] = sum(float((w - q.full(w.dtype)).norm() / w.norm())
+                               for w, q in zip(*both, strict=True)) / L
+    print(f"{kind}: {size(twin.blocks) / 1e6:5.1f} MB of blocks instead of {size(model.blocks) / 1e6:.1f};",
+          "  ".join(f"{name} off by {error:.2%}" for name, error in lost[kind].items()))
+
+# %% [markdown]
+# An error of nine percent sounds large. But in a sum over many weights the errors partly cancel, and
+# what counts is what the model *predicts*. A copy in few bits can even draft for the model, without
+# training. So we measure how often its greedy token is the model's own (alpha), on three stories, and
+# what it costs in bytes (c).
+#
+# **Predict:** for the same bytes, what is the better draft: the first blocks in full precision, or all
+# blocks in four bits?
+
+# %%
+from search import Teacher
+
+stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:200] for line in read_prompts("stories")[:3]]
+teachers = [Teacher(model, ids) for ids in stories]
+steps = sorted({max(1, round(L * share)) for share in (0.1, 0.25, 0.5, 0.75, 1)})
+points = {}
+
+
+def acceptance(teacher, one, subs):
+    """How likely the first token is accepted after each place, where another model drafts."""
+    x = one.run(one.embed(teacher.tokens), Placement.at(0, teacher.p.shape[1]), sublayers=subs)
+    return teacher.overlap(teacher.probs(one.unembed(x)))
+
+
+for kind, one in {"float32": model, **twins}.items():
+    bytes_of = byte_costs(one)
+    points[kind] = []
+    for E in steps:
+        subs = early_exit(L, E)
+        alpha = float(torch.cat([acceptance(t, one, subs) for t in teachers]).mean())
+        points[kind].append((bytes_of.step(subs) * bytes_of.whole / costs.whole, alpha))
+
+# %% tags=["gallery"] jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=7, height=4)
+for (kind, row), hue in zip(points.items(), plots.HUES, strict=False):
+    side.plot(*zip(*row, strict=True), color=hue, marker="o", label=kind)
+side.plot([0, 1], [0, 1], color="#808080", ls="--", lw=1, label="alpha = c: no gain")
+side.set(xlabel="c: bytes per drafted token, relative to a pass of the model",
+         ylabel="alpha", xlim=(0, 1.05), ylim=(0, 1.05),
+         title=f"drafting with the first {', '.join(map(str, steps))} blocks")
+side.legend(frameon=False, loc="lower right")
+for kind in KINDS:
+    print(f"{kind}, all blocks: alpha {points[kind][-1][1]:.3f} at c {points[kind][-1][0]:.2f}")
+assert points["float32"][-1][1] == 1 and points["int8"][-1][1] > 0.9
+figure
+
+# %% [markdown]
+# All blocks in four bits: at the same c their alpha is far higher than that of an early exit in full
+# precision. The two combine, as each curve shows: a copy can leave early, too. But the picture counts
+# bytes. By the *clock*, such a draft gains only where a product reads the four bits directly. Torch has
+# no such product for NF4 on a CPU, so the whole matrix is rebuilt each time. Then four bits save memory
+# and no time. (And the copy needs memory of its own, while an early exit needs none.)
+#
+# ## Two processes, one text
+#
+# A model that is too large for one device can be split. Each process keeps some heads of every
+# attention and some columns of every MLP. Twice per block, an all-reduce adds up their results, so that
+# every process has the full state again. `torchrun` starts the processes.
+
+# %%
+from machine.parallel import Part
+
+share = [checkpoint.load(MODEL, "cpu", torch.float32, part=Part(rank, 2))[0] for rank in range(2)]
+for rank, half in enumerate(share):
+    print(f"process {rank}: {size(half.blocks) / 1e6:5.1f} of {size(model.blocks) / 1e6:.1f} MB of blocks,",
+          f"wqkv {tuple(half.blocks[0].attn.wqkv.shape)} of {tuple(model.blocks[0].attn.wqkv.shape)}")
+
+# %%
+import os
+import subprocess
+
+words = read_prompts("stories")[0]["prompt"]
+argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "generate.py",
+        words, "--model", str(MODEL), "--max-new", "24", "--dtype", "float32", "--device", "cpu"]
+one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+out = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, env=one_thread)
+alone = tokenizer.decode(prompt + generate(model, [prompt], 24)[0][0])
+print(out.stdout if out.returncode == 0 else out.stderr[-500:])
+assert " ".join(alone.split()) in " ".join(out.stdout.split()), "the text of one process"
+
+# %% [markdown]
+# The text is the same as that of one process (the cell checks it). Do not read its tokens/s as a gain:
+# the two processes share one memory, so nothing is read faster. On several GPUs each reads from its own
+# memory.
+#
+# Here is a model of 70 billion parameters in bfloat16, on paper. Each device reads its share of the
+# weights. Then all of them wait for one another, 2 L + 2 times per token. How long one all-reduce takes
+# is assumed: 10 to 50 microseconds.
+#
+# **Predict:** will eight devices be eight times as fast as one? Change `SUMS` and run again.
+
+# %%
+SUMS = 10e-6, 50e-6                                             # seconds per all-reduce
+large = replace(SHAPES["Llama 3.1 8B"], dim=8192, n_layers=80, n_heads=64, hidden_dim=28672)
+worlds = 1, 2, 4, 8
+shares = [1e3 * reading(large) / world for world in worlds]
+waiting = [[1e3 * each * (2 * large.n_layers + 2) * (world > 1) for world in worlds] for each in SUMS]
+for world, share, *waits in list(zip(worlds, shares, *waiting, strict=True))[1:]:
+    fast, slow = (shares[0] / (share + wait) for wait in waits)
+    print(f"{world} devices are {fast:.1f} times as fast as one, or {slow:.1f} with the slower all-reduce")
+
+# %% jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=7, height=3)
+side.bar(range(4), shares, color=plots.HUES[1], label="reading")
+for wait, each, hue in reversed(list(zip(waiting, SUMS, (plots.HUES[0], "#c8d8e8"), strict=True))):
+    side.bar(range(4), wait, bottom=shares, color=hue, label=f"all-reduces of {1e6 * each:.0f} us")
+side.set_xticks(range(4), [f"{world} device{'s' * (world > 1)}" for world in worlds])
+side.set(ylabel="ms per token, on paper")
+side.legend(frameon=False)
+figure
+
+# %% [markdown]
+# No: the reading shrinks with each device, the waiting does not.
+#
+# ## Questions
+#
+# Each answer is folded, and so is the cell below it that checks the answer.
+#
+# **1.** How many operations are launched for a block of four tokens, compared with one token?
+#
+# <details><summary>Answer</summary>
+# About as many: a product of four rows is one launch, too. A longer block also needs a mask, which
+# takes a few launches, and copies where tokens and heads change places. So verifying a draft is cheap
+# even where only launches count.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+more = {T: count(lambda T=T: one_pass(model, T)).total() for T in (1, 4)}
+assert more[4] < 1.4 * more[1]
+print(f"{more[4]} for four tokens, {more[1]} for one")
+
+# %% [markdown]
+# **2.** NF4 takes 4.127 bits per weight (four, and its part of the scales) instead of 32. Is the whole
+# model 7.75 times smaller?
+#
+# <details><summary>Answer</summary>
+# No. Embeddings, output head and norms stay as they are, and in a small model with a large vocabulary
+# they are a large part.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+smaller = size(model) / size(twins["nf4"])
+assert smaller < size(model.blocks) / size(twins["nf4"].blocks) <= 32 / 4.1
+blocks = size(model.blocks) / size(twins["nf4"].blocks)
+print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} times")
+
+# %% [markdown]
+# **3.** A copy drafts with alpha = 0.95 and c = 0.3. What is its best speed-up, and with which gamma?
+# And a draft with alpha = 0.8 at half that cost?
+#
+# <details><summary>Answer</summary>
+# 2.18 with gamma 8, and 2.11 with gamma 5. At half the cost, a draft that is rejected four times as
+# often gains almost as much.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+from control import best_gamma, expected_speedup
+
+for alpha, cost in ((0.95, 0.3), (0.8, 0.15)):
+    gamma = best_gamma(alpha, cost)
+    print(f"alpha {alpha}, c {cost}: {expected_speedup(alpha, gamma, cost):.2f} times with gamma {gamma}")
+    assert round(expected_speedup(alpha, gamma, cost), 2) == {0.95: 2.18, 0.8: 2.11}[alpha]
+
+# %% [markdown]
+# To go one step closer: [kernels.py](../lab/notebooks/kernels.py) writes four operations of this model
+# by hand in Triton, each next to the line of torch that it replaces. It also runs in Triton's
+# interpreter.
+#
+# In the lab: [beyond](../lab/notebooks/beyond.ipynb), four ideas rebuilt small.
