@@ -1,7 +1,7 @@
 """From a Hugging Face folder to a model and its tokenizer, and back.
 
-The one thing to remember: `layout` says which tensors of a checkpoint each parameter holds. Loading copies
-them into it one by one, saving copies them out, and no pickle is ever opened.
+The one thing to remember: `layout` says which tensors of a checkpoint each parameter holds. Loading
+copies them into it one by one, saving copies them out, and no pickle is ever opened.
 """
 import json
 from dataclasses import replace
@@ -40,10 +40,10 @@ BESIDE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinj
 def load(folder, device=None, dtype=None, quant=None, part=None):
     """(model, tokenizer) from a Llama or Gemma-2 folder in the Hugging Face layout.
 
-    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function of
-    a matrix, such as machine.quant.NF4, whose result replaces each matrix of the blocks. part: the part of
-    the model that this process keeps, a machine.parallel.Part. Needs memory for the model and one more
-    matrix. Raises FileNotFoundError or ValueError, in one line, for what is missing, damaged or unsupported.
+    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function
+    of a matrix, such as machine.quant.NF4, whose result replaces each matrix of the blocks. part: this
+    process's part of the model, a machine.parallel.Part. Needs memory for the model and one more matrix.
+    Raises FileNotFoundError or ValueError, in one line, for what is missing, damaged or unsupported.
     """
     folder, device = Path(folder), find_device(device)
     c, tokenizer, files = read_config(folder), read_tokenizer(folder), find_weights(folder)
@@ -53,7 +53,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
         if head.get_dtype() != embed.get_dtype() or not torch.equal(head[...], embed[...]):
             c, files[HEAD] = replace(c, tied=False), head
     if c.n_layers > len(files):
-        raise ValueError(f"config.json says {c.n_layers} layers, but there are only {len(files)} tensors")
+        raise ValueError(f"config.json says {c.n_layers} layers, but the file has {len(files)} tensors")
     with guarded(f"{folder}: no model has the shape that config.json says"), torch.device("meta"):
         model = Transformer(c)
     check_tensors(files, model)
@@ -71,8 +71,8 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
 
 
 def save(model, folder, tokenizer):
-    """Write config, weights and tokenizer in the form that `transformers` reads. A loaded model keeps its
-    chat template, special tokens and settings."""
+    """Write config, weights and tokenizer in the form that `transformers` reads. A loaded model
+    keeps its chat template, special tokens and settings."""
     c, folder, beside = model.c, Path(folder), getattr(model, "beside", {})
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().reshape(stored_shape(p)).contiguous() for name, p in parts(model)}
@@ -92,9 +92,9 @@ def save(model, folder, tokenizer):
 
 
 def encode(tokenizer, text, bos=None, special=True):
-    """The ids of a prompt, as `AutoTokenizer` makes them: the post-processor of tokenizer.json alone decides
-    whether a begin-of-text id comes first. An empty prompt becomes `bos`, the model's begin-of-text id.
-    special: False for a rendered chat template, which already has its special tokens."""
+    """The ids of a prompt, as `AutoTokenizer` makes them: the post-processor of tokenizer.json alone
+    decides whether a begin-of-text id comes first. An empty prompt becomes `bos`, the model's
+    begin-of-text id. special: False for a rendered chat template, which has its special tokens already."""
     with guarded("the tokenizer cannot take this prompt"):
         text.encode()   # a clearer error for invalid Unicode than the tokenizer's
         ids = tokenizer.encode(text, add_special_tokens=special).ids
@@ -153,7 +153,7 @@ def stored_shape(piece):
 
 
 def check_tensors(files, model):
-    """Raises ValueError unless the weights are the model's tensors, in its shapes and a floating dtype."""
+    """Raises ValueError unless the weights are the model's tensors, with its shapes and a float dtype."""
     want = {name: stored_shape(piece) for name, piece in parts(model)}
     have = {name: tuple(stored.get_shape()) if stored.get_dtype() in DTYPES else stored.get_dtype()
             for name, stored in files.items() if not name.endswith("rotary_emb.inv_freq")}  # of Llama 1 and 2
@@ -163,7 +163,7 @@ def check_tensors(files, model):
 
 
 def find_device(device=None):
-    """The device of that name; None is CUDA if there is one, else the CPU. Raises ValueError for others."""
+    """The device of that name, by default CUDA if there is one, else the CPU. ValueError for others."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))]
     name = str(device or ("cuda" if gpus else "cpu"))
@@ -173,14 +173,14 @@ def find_device(device=None):
 
 
 def read_config(folder):
-    """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises ValueError for
-    anything that this library would compute wrongly."""
+    """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises
+    ValueError for anything that this library would compute wrongly."""
     path, other = folder / "config.json", folder / "generation_config.json"
     given, generation = read_json(path), read_json(other) if other.is_file() else {}
     with guarded(path):     # a value of an unexpected type fails somewhere below
         names, family = given.get("architectures"), given.get("model_type")
         if family not in FAMILIES or names not in (None, [ARCHITECTURES[family]]):
-            raise ValueError(f"architecture {names or family}: supported are {', '.join(ARCHITECTURES.values())}")
+            raise ValueError(f"architecture {names or family}: need one of {[*ARCHITECTURES.values()]}")
         gemma, rope = family == "gemma2", given.get("rope_scaling") or given.get("rope_parameters") or {}
         given["eos_token_id"] = generation.get("eos_token_id", given.get("eos_token_id"))
         raw = FAMILIES[family] | {key: value for key, value in (given | rope).items()

@@ -1,10 +1,10 @@
 """When to draft, how far, and what it gains.
 
-The one thing to remember: drafting gains only where alpha exceeds c. Alpha is how often the first token of a
-draft is accepted, and c is the cost of a drafted step relative to a pass of the target.
+The one thing to remember: drafting gains only where alpha exceeds c. Alpha is how often the first
+token of a draft is accepted, and c is the cost of a drafted step relative to a pass of the target.
 
-A rule says how far to draft; no rule can change the distribution of the text. Confidences come from the raw
-softmax, so that they have a meaning at temperature 0, too.
+A rule says how far to draft; no rule can change the distribution of the text. Confidences come from
+the raw softmax, so that they have a meaning at temperature 0, too.
 """
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,8 +18,8 @@ MOST = 16  # the longest draft that is considered; a rule with a published limit
 
 
 def expected_tokens(alpha, gamma):
-    """Tokens per target pass with gamma drafted tokens: (1 - alpha^(gamma+1)) / (1 - alpha), and gamma + 1 at
-    alpha = 1 (Leviathan et al. 2023, eq. 1).
+    """Tokens per target pass with gamma drafted tokens: (1 - alpha^(gamma+1)) / (1 - alpha), and
+    gamma + 1 at alpha = 1 (Leviathan et al. 2023, eq. 1).
 
     alpha: a number; or a series (T,) of acceptance rates along a text, or a list of series, one per text.
     alpha[i] is the probability that a draft of the token after position i is accepted. With a series, one
@@ -52,15 +52,15 @@ def expected_tokens(alpha, gamma):
 
 
 def expected_speedup(alpha, gamma, cost, block=1.0):
-    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8). cost: that of a drafted step
-    relative to a target pass over one token, the paper's c. block: that of the verifying pass over gamma + 1
-    tokens, in the paper as much as over one."""
+    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8). cost: that of a
+    drafted step relative to a target pass over one token, the paper's c. block: that of the
+    verifying pass over gamma + 1 tokens, in the paper as much as over one."""
     return expected_tokens(alpha, gamma) / (gamma * cost + block)
 
 
 def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
-    """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0, do not draft, if no
-    speed-up exceeds 1. block(T): the cost of a pass over T tokens relative to one token.
+    """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0, do not draft,
+    if no speed-up exceeds 1. block(T): the cost of a pass over T tokens relative to one token.
 
     >>> best_gamma(0.8, 0.2), best_gamma(0.8, 0.05), best_gamma(0.3, 0.4)
     (4, 8, 0)
@@ -94,18 +94,18 @@ class Costs:
         (6.0, 8.0)
         """
         fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
-        near, far = (sum(i % 4 == j for i in sublayers) for j in (0, 2))    # attentions, even and odd
+        near, far = (sum(i % 4 == j for i in sublayers) for j in (0, 2))  # attentions, even and odd
         slot, at, window = self.slot, self.at, self.window or float("inf")
         return lambda n: fixed + slot * (far * (n - at) + near * (min(n, window) - min(at, window)))
 
     def step(self, sublayers, share=1.0):
-        """The c of the formulas: the cost of a drafted step relative to a target pass, after `at` tokens. Both
-        include `call` and the head, the draft perhaps only a share of it (a draft vocabulary)."""
+        """The c of the formulas: the cost of a drafted step relative to a target pass, after `at` tokens.
+        Both include `call` and the head, the draft perhaps only a share of it (a draft vocabulary)."""
         return self.pricing(sublayers, share)(self.at) / self.whole
 
     def block(self, T):
-        """The cost of a pass over T tokens relative to one token: linear between the measured widths and beyond
-        the last one. Counted in weights it is 1 for every T, since a pass reads them once.
+        """The cost of a pass over T tokens relative to one token: linear between the measured widths
+        and beyond the last one. Counted in weights it is 1 for every T, since a pass reads them once.
 
         >>> costs = Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5)))
         >>> costs.block(3), costs.block(6)
@@ -120,7 +120,7 @@ class Costs:
 
 
 def weight_costs(c):
-    """Costs counted in weights, keys and values: reading them takes the time when tokens come one by one."""
+    """Costs counted in weights, keys and values, since reading them takes most of the time of a pass."""
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim,
                  slot=2 * c.n_kv_heads * c.head_dim, window=c.window)
@@ -139,11 +139,11 @@ class Confidence(Rule):
 
 
 class DoNoHarm(Rule):
-    """Never much slower than plain decoding, however bad the draft is. Each row keeps an exponentially
-    weighted acceptance rate and drafts as far as the formula says. Each round without a draft saves `risk`
-    passes; a row that has saved the cost of a drafted token spends it on one. So a useless draft costs `risk`
-    passes per round, whatever its price. A cost below `FLOOR` counts as `FLOOR`, because the estimate of a
-    useless draft falls no lower than 0.045."""
+    """Never much slower than plain decoding, however bad the draft is. Each row keeps an
+    exponentially weighted acceptance rate and drafts as far as the formula says. Each round without
+    a draft saves `risk` passes; a row that has saved the cost of a drafted token spends it on one.
+    So a useless draft costs `risk` passes per round, whatever its price. A cost below `FLOOR`
+    counts as `FLOOR`, because the estimate of a useless draft falls no lower than 0.045."""
     FLOOR = 0.05
 
     def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
@@ -152,7 +152,7 @@ class DoNoHarm(Rule):
         self.past, self.saved = Beta(), []
 
     def begin(self, state):
-        self.seen = [replace(self.past) for _ in state.known]  # a row starts from the estimate of earlier texts
+        self.seen = [replace(self.past) for _ in state.known]  # starts from the estimate of earlier texts
         if len(self.saved) != len(state.known):
             self.saved = [self.cost] * len(state.known)
 

@@ -33,25 +33,25 @@ def flags():
     add = p.add_argument_group("text").add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
     add("--prompt-file", metavar="FILE", help='a batch: one prompt per line, in .jsonl {"prompt": ...}')
-    add("--chat", action="store_true", help="treat the prompt as a message, with the model's chat template")
+    add("--chat", action="store_true", help="the prompt is a message: use the model's chat template")
     add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
     drafts.add_flags(p.add_argument_group("draft"))
     add = p.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P")
+    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that together reach P")
     add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     add = p.add_argument_group("model and machine").add_argument
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
     add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
-    add("--fast", action="store_true", help="replay recorded passes: CUDA graphs on a GPU, compiled programs "
-        "on a CPU (compiling takes some minutes, once per machine)")
+    add("--fast", action="store_true", help="replay recorded passes: CUDA graphs on a GPU, on a CPU compiled "
+        "programs (compiling takes some minutes, once per machine)")
     add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
     add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
-    add("--page", metavar="FILE", help="write a page to step through the run in a browser (first prompt)")
+    add("--page", metavar="FILE", help="write a page that steps through the run in a browser (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return p
 
@@ -95,7 +95,7 @@ class Writer:
         a, coins = self.a, coins or Coins(self.a.seed)
         if parallel.place() != (0, 1):
             coins = parallel.Agreed(coins)
-        judge = verify if a.page or a.temperature == 0 else verify_block    # a page explains `verify`
+        judge = verify if a.page or a.temperature == 0 else verify_block  # a page explains `verify`
         return rounds(self.model, self.prompts, a.max_new, drafter,
                       lambda logits: to_probs(logits, a.temperature, a.top_k, a.top_p), coins, self.eos,
                       self.cache, judge)
@@ -109,12 +109,12 @@ class Writer:
         self.model.rehearse(write)
 
     def watch(self, drafter, player=None):
-        """One run as a show.Generation. A single text is printed while it is written. player: the page's,
-        which receives every round."""
+        """One run as a show.Generation. A single text is printed while it is written. player: the
+        page's, which receives every round."""
         seen, colour = show.Generation(self.tokenizer, self.prompts, drafter), show.colours(sys.stdout)
         opening = ["" if self.a.chat else show.paint([(prompt, None)]) for prompt in seen.prompts]
         live = not self.a.json and len(opening) == 1
-        steps = seen.watch(self.rounds(drafter, player and player.coins))   # checks the prompts first
+        steps = seen.watch(self.rounds(drafter, player and player.coins))  # checks the prompts first
         print(opening[0] if live else "", end="", flush=True)
         for step in steps:
             if player:
@@ -216,18 +216,18 @@ def verdict(r):
     """Whether the text is that of plain decoding, in one line."""
     d = r["first_divergence"]
     if r["identical"] is None:
-        return "sampled texts may differ, as drafting spends more random numbers: compare at temperature 0"
+        return "sampled texts may differ: drafting spends more random numbers (compare at temperature 0)"
     if d is None:
         return f"identical to plain decoding in {r['dtype']}, token for token"
     equal = f"{d['position']} equal tokens" + f" of output {d['output']}" * (len(r["outputs"]) > 1)
     gap = f"{d['gap']:.3g} apart, and rounding in {r['dtype']} explains up to {d['rounding']:.2g}"
     if d["near_tie"]:
         return f"after {equal} a near-tie was decided the other way: two logits are {gap}"
-    return f"NOT identical to plain decoding, and no near-tie explains it: after {equal} two logits are {gap}"
+    return f"NOT identical to plain decoding, and not by a near-tie: after {equal} two logits are {gap}"
 
 
 def main(argv=None):
-    """Exit status: 0; 1 after an unexplained difference (--compare), 2 after bad input, 130 after Ctrl-C."""
+    """Exit status: 0; 1: an unexplained difference (--compare); 2: bad input; 130: Ctrl-C."""
     def start(argv):
         with parallel.together():
             return run(parse(argv))

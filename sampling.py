@@ -1,7 +1,7 @@
 """Logits -> distribution -> token. One `to_probs` serves target, draft and plain decoding.
 
-The one thing to remember: every random decision about a text is a flip or a choice, and both spend uniforms
-of a `Coins` object. Replace that object to replay a run, or to enumerate all its outcomes.
+The one thing to remember: every random decision about a text is a flip or a choice, and both spend
+uniforms of a `Coins` object. Replace that object to replay a run, or to enumerate all its outcomes.
 """
 import torch
 
@@ -9,10 +9,10 @@ import torch
 def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     """Logits (..., V) -> probabilities (..., V), in float32 or wider.
 
-    The order is fixed: temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Exactly
-    min(top_k, V) tokens stay; top-p keeps the smallest set whose mass reaches it, at least one token; then
-    tokens below min_p times the most likely one go. Ties are broken towards the lower id. Temperature 0 is an
-    exact one-hot. Raises ValueError for a setting out of range.
+    The order is fixed: temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al.
+    2024). Exactly min(top_k, V) tokens stay; top-p keeps the smallest set whose mass reaches it, at
+    least one token; then tokens below min_p times the most likely one go. Ties are broken towards
+    the lower id. Temperature 0 is an exact one-hot. Raises ValueError for a setting out of range.
 
     >>> logits = torch.tensor([2.0, 1.0, 1.0, 0.0])
     >>> to_probs(logits)                                    # greedy is sampling from a one-hot
@@ -26,7 +26,7 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    # trap: subtract the maximum first, or a small temperature overflows; 1e-30, because float32 ends at 1e-38
+    # trap: subtract the maximum first, or a small temperature overflows; float32 ends at 1e-38
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is None and top_p in (None, 1) and min_p is None:
         return logits.softmax(-1)
@@ -77,7 +77,7 @@ def uniforms(seed, first, count, device=None):
     >>> uniforms(0, 0, 2).tolist()
     [0.8833108082136426, 0.43152799704850997]
     """
-    z = torch.arange(first + 1, first + 1 + count, device=device)               # integers: exact on every device
+    z = torch.arange(first + 1, first + 1 + count, device=device)       # integers: exact everywhere
     z = z * signed(0x9E3779B97F4A7C15) + signed(seed)
     z = (z ^ shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
     z = (z ^ shift(z, 27)) * signed(0x94D049BB133111EB)
@@ -85,14 +85,14 @@ def uniforms(seed, first, count, device=None):
 
 
 class Coins:
-    """The uniforms of one seed, spent one after the other. The stream is the same on every device and in
-    every port, and it does not depend on how many are computed at once.
+    """The uniforms of one seed, spent one after the other. The stream is the same on every device
+    and in every port, and it does not depend on how many are computed at once.
 
-    The order of spending is part of the interface, since ports and golden traces depend on it. Each drafted
-    token that is drawn spends one uniform per row; copied tokens spend none. A chain is drawn before its
-    siblings, and siblings rank by rank. Verifying K drafted tokens, of a chain or a tree, spends K per row,
-    also after a rejection. Then one per row chooses the next token. `version` counts the changes of that
-    order.
+    The order of spending is part of the interface, since ports and golden traces depend on it. Each
+    drafted token that is drawn spends one uniform per row; copied tokens spend none. A chain is
+    drawn before its siblings, and siblings rank by rank. Verifying K drafted tokens, of a chain or
+    a tree, spends K per row, also after a rejection. Then one per row chooses the next token.
+    `version` counts the changes of that order.
     """
     version = 1
 
@@ -113,8 +113,8 @@ class Coins:
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def choose(self, weights):
-        """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform each, mapped to
-        an index by the inverse of the cumulative distribution over rising ids."""
+        """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform
+        each, mapped to an index by the inverse of the cumulative distribution over rising ids."""
         cdf = weights.double().cumsum(-1)                                   # (..., V)
         u = self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)
         # `right` skips weights of zero; the clamp is for weights all zero or NaN, which callers report

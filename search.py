@@ -3,8 +3,8 @@
     python search.py --model weights/stories-llama --text stories.txt --trials 200 --out found
     python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json --compare
 
-The one thing to remember: a trial is one pass over a text, without a stopwatch, and trial i depends only on
-the seed and the trials before it. So a search that was killed goes on where it stopped.
+The one thing to remember: a trial is one pass over a text, without a stopwatch, and trial i depends
+only on the seed and the trials before it. So a search that was killed goes on where it stopped.
 """
 import hashlib
 import itertools
@@ -33,9 +33,9 @@ LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "draft_vocab.json"
 
 
 class Teacher:
-    """One pass of the target over a text, kept so that any number of drafts can be scored against it without
-    decoding: how likely would the *first* drafted token after each position be accepted? All positions draft
-    in one pass, each in its own spare slot. For a text of T = 4:
+    """One pass of the target over a text, kept so that any number of drafts can be scored against
+    it without decoding: how likely would the *first* drafted token after each position be accepted?
+    All positions draft in one pass, each in its own spare slot. For a text of T = 4:
 
         slot      0 1 2 3 | 4 5 6 7
         query 2   x x . . | . . x .     the target's keys before position 2, and the draft's key at it
@@ -51,12 +51,12 @@ class Teacher:
         self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
         x, trace = model.embed(self.tokens), dict.fromkeys(range(2 * c.n_layers))
         model.run(x, Placement.at(0, T, x.device), self.cache, trace=trace)
-        self.states = [x, *trace.values()]                  # states[i] enters sub-layer i: (1, T, dim) each
+        self.states = [x, *trace.values()]          # states[i] enters sub-layer i: (1, T, dim) each
         self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
 
     @torch.inference_mode()
     def draft(self, sublayers, drafting=None):
-        """q (1, T, V), from which the first token after each position is drafted. drafting: a `ShortHead`."""
+        """q (1, T, V), from which the token after each position is drafted. drafting: a `ShortHead`."""
         subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
         shared = shared_prefix(subs)
         here, spare = (torch.arange(i, i + T, device=self.p.device)[None] for i in (0, T))
@@ -66,20 +66,20 @@ class Teacher:
         return self.probs((drafting or self.model).unembed(x))
 
     def acceptance(self, sublayers, drafting=None):
-        """How likely the first drafted token after each position is accepted. (T,) float64, on the CPU"""
+        """The acceptance rate of a first token after each position. (T,) float64, on the CPU"""
         return self.overlap(self.draft(sublayers, drafting))
 
     def overlap(self, q):
-        """The same for tokens drawn from any q (1, T, V): the sum of q min(1, p / q), which equals the sum of
-        min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
+        """The same for tokens drawn from any q (1, T, V): the sum of q min(1, p / q), which equals
+        the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
         both = torch.minimum(self.p, q).double().sum(-1)[0].cpu()
-        # trap: the float32 sum of a distribution can exceed 1. NaN: the draft overflowed; `verify` rejects it
+        # trap: a float32 sum of probabilities can exceed 1. NaN: an overflow, which `verify` rejects
         return both.clamp(max=1).nan_to_num(0.0)
 
 
 class Calibration:
-    """The text that skip sets are scored on: the first `tokens` tokens of its documents, one Teacher each.
-    drafting: a ShortHead that replaces the model while it drafts."""
+    """The text that skip sets are scored on: the first `tokens` tokens of its documents, one
+    Teacher each. drafting: a ShortHead that replaces the model while it drafts."""
 
     def __init__(self, model, tokenizer, documents, tokens, probs=to_probs, drafting=None):
         self.drafting, self.share, self.ids = drafting, drafting.share if drafting else 1.0, []
@@ -97,8 +97,8 @@ Trial = namedtuple("Trial", "value alpha cost gamma speedup")
 
 
 def speedup(calibration, costs, sublayers):
-    """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances along a
-    text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse one."""
+    """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances
+    along a text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse one."""
     series = [t.acceptance(sublayers, calibration.drafting) for t in calibration.teachers]
     cost = costs.step(sublayers, calibration.share)
     gamma = best_gamma(series, cost, least=1, block=costs.block)
@@ -113,11 +113,11 @@ def distances(a, b, groups):
 
 
 def kernel(d, theta):
-    """The covariance of two sets: exp(theta_s - sum over groups g of e^theta_g d_g). d (G, N, M) -> (N, M).
+    """The covariance of two sets: exp(theta_s - sum over g of e^theta_g d_g). d (G, N, M) -> (N, M).
 
-    theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance (theta_s), and of
-    the noise's variance. Each bit that differs contributes a factor e^-weight, so the matrix over all sets is
-    a Kronecker product of positive definite 2 x 2 matrices.
+    theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance
+    (theta_s), and of the noise's variance. Each bit that differs contributes a factor e^-weight, so
+    the matrix over all sets is a Kronecker product of positive definite 2 x 2 matrices.
     """
     return torch.exp(theta[-2] - (theta[:-2].exp()[:, None, None] * d).sum(0))
 
@@ -125,9 +125,9 @@ def kernel(d, theta):
 class GaussianProcess:
     """Regression on observed values (Rasmussen and Williams 2006, Algorithm 2.1), in float64.
 
-    z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted from 0; the
-    bits of a group share one weight. theta: where the fit starts, or the value itself if `fit` is false; None
-    is the centre of the priors. Inside, y always has mean 0 and standard deviation 1.
+    z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted from
+    0; the bits of a group share one weight. theta: where the fit starts, or the value itself if `fit`
+    is false; None is the centre of the priors. Inside, y always has mean 0 and standard deviation 1.
     """
 
     def __init__(self, z, y, groups, theta=None, fit=True):
@@ -140,15 +140,15 @@ class GaussianProcess:
         if fit:
             self.fit()
         self.L = torch.linalg.cholesky(self.covariance(self.theta))             # (N, N)
-        self.dual = torch.cholesky_solve(self.y[:, None], self.L)               # (N, 1): covariance^-1 y
+        self.dual = torch.cholesky_solve(self.y[:, None], self.L)          # (N, 1): covariance^-1 y
 
     def covariance(self, theta):
         noise = theta[-1].exp() + JITTER * theta[-2].exp()
         return kernel(self.d, theta) + noise * torch.eye(len(self.y), dtype=torch.float64)
 
     def loss(self, theta):
-        """Minus the log marginal likelihood (ibid., eq. 2.30), minus the log of a weak normal prior with a
-        standard deviation of 2. Without it a handful of values could move theta anywhere."""
+        """Minus the log marginal likelihood (ibid., eq. 2.30), minus the log of a weak normal prior
+        with a standard deviation of 2. Without it a handful of values could move theta anywhere."""
         L = torch.linalg.cholesky(self.covariance(theta))
         half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)   # (N, 1)
         return (0.5 * half.square().sum() + L.diagonal().log().sum()
@@ -167,7 +167,7 @@ class GaussianProcess:
         self.theta = theta.detach() if theta.isfinite().all() else self.theta
 
     def predict(self, z):
-        """Mean and standard deviation of the value, without noise, at the sets z (M, n): two tensors (M,)."""
+        """Mean and standard deviation of the noiseless value at the sets z (M, n): two tensors (M,)."""
         k = kernel(distances(self.z, z.double(), self.groups), self.theta)      # (N, M)
         half = torch.linalg.solve_triangular(self.L, k, upper=False)            # (N, M)
         variance = (self.theta[-2].exp() - half.square().sum(0)).clamp(min=0)   # (M,)
@@ -175,17 +175,17 @@ class GaussianProcess:
 
 
 def expected_improvement(mean, std, best):
-    """E[max(0, f - best)] for a normal f with this mean and standard deviation (Jones et al. 1998, eq. 15)."""
+    """E[max(0, f - best)] for a normal f with this mean and deviation (Jones et al. 1998, eq. 15)."""
     gap, std = mean - best, std.clamp(min=1e-12)
     u = gap / std
-    # trap: where the mean is far below the best, the two terms nearly cancel, and torch.special.ndtr on
-    # many numbers at once is not exact enough for that
-    above = torch.special.log_ndtr(u).exp()                                     # the chance that f exceeds best
+    # trap: where the mean is far below the best, the two terms nearly cancel, and
+    # torch.special.ndtr on many numbers at once is not exact enough for that
+    above = torch.special.log_ndtr(u).exp()                         # the chance that f exceeds best
     return (gap * above + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
 
 
 def climb(score, starts, allowed):
-    """Local search: from each start (S, n), flip the bit that raises the score most, as long as one does.
+    """Local search: from each start (S, n), flip the bit that raises the score most, while one does.
 
     score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores (S,).
     """
@@ -193,7 +193,7 @@ def climb(score, starts, allowed):
     value = score(z)
     flips = torch.eye(n, dtype=torch.float64)
     while True:
-        near = (z[:, None] - flips).abs()                                       # (S, n, n): bit j flipped
+        near = (z[:, None] - flips).abs()                                 # (S, n, n): bit j flipped
         flat = near.flatten(0, 1)                                               # (S * n, n)
         scores = torch.where(allowed(flat), score(flat), -math.inf).view(len(z), n)
         top, which = scores.max(1)                                              # (S,)
@@ -209,8 +209,8 @@ def climb(score, starts, allowed):
 
 @dataclass(frozen=True)
 class Space:
-    """All sets that may be tried, as vectors of bits: bit j is 1 where sub-layer `skippable[j]` is skipped.
-    At least one sub-layer stays."""
+    """All sets that may be tried, as vectors of bits: bit j is 1 where sub-layer `skippable[j]` is
+    skipped. At least one sub-layer stays."""
     n_layers: int
     skippable: tuple[int, ...]
 
@@ -237,10 +237,10 @@ class Space:
 
 
 def propose(space, entries, seed):
-    """(z, theta) of the trial after those in `entries`. z (n,): the set to try, None if 1000 random ones are
-    all known. theta: the hyper-parameters of the process, None in the first, random trials."""
-    zs = torch.tensor([[float(b) for b in e["bits"]] for e in entries], dtype=torch.float64)    # (N, n)
-    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)                       # (N,)
+    """(z, theta) of the trial after those in `entries`. z (n,): the set to try, None if 1000 random
+    ones are all known. theta: the hyper-parameters of the process, None in the first, random trials."""
+    zs = torch.tensor([[float(b) for b in e["bits"]] for e in entries], dtype=torch.float64)  # (N, n)
+    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)                     # (N,)
     g, known = torch.Generator().manual_seed((seed * 1_000_003 + len(entries)) % 2**63), zs.tolist()
     drawn = (space.random(g) for _ in range(1000))
     untried = (z for z in drawn if z.tolist() not in known)
@@ -260,8 +260,8 @@ def propose(space, entries, seed):
 
 
 def search(space, evaluate, count, seed=0, entries=()):
-    """Continue from the trials in `entries` until there are `count`, or until no new set is found. Yields
-    each new trial as an entry of the log. evaluate(sublayers) -> Trial."""
+    """Continue from the trials in `entries` until there are `count`, or until no new set is found.
+    Yields each new trial as an entry of the log. evaluate(sublayers) -> Trial."""
     entries = list(entries)
     while len(entries) < count:
         z, theta = propose(space, entries, seed)
@@ -283,8 +283,8 @@ def parse(argv):
     add("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     add("--text", required=True, metavar="FILE",
         help=f'documents, separated by {files.BOUNDARY} or in lines of JSON under "text"')
-    add("--out", required=True, metavar="DIR", help="for the results; a search that was stopped there goes on")
-    add("--trials", type=int, default=100, metavar="N", help="how many in all, with those of earlier runs")
+    add("--out", required=True, metavar="DIR", help="for the results; a stopped search goes on there")
+    add("--trials", type=int, default=100, metavar="N", help="in all, including earlier runs")
     add("--tokens", type=int, default=512, metavar="N", help="how much of the text to score drafts on")
     add("--temperature", type=float, default=0.0, metavar="T", help="at which the drafts will be used")
     add("--top-p", type=float, metavar="P", help="with which the drafts will be used")
@@ -302,7 +302,7 @@ def parse(argv):
 
 
 def header(a, model, tokenizer, documents, costs, space):
-    """The first line of the log: a hash of everything the trials depend on, and the sub-layer of each bit."""
+    """The first line of the log: a hash of all that trials depend on, and the sub-layer of each bit."""
     facts = (a.tokens, a.temperature, a.top_p, a.draft_vocab, a.seed, a.dtype, model.c, tokenizer.to_str(),
              documents, costs, space)
     h = hashlib.sha256(repr(facts).encode())
@@ -312,7 +312,7 @@ def header(a, model, tokenizer, documents, costs, space):
 
 
 def describe(space, entry):
-    """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and the expected gain."""
+    """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and the gain."""
     attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
     gamma = entry["gamma"] if entry["speedup"] > 1 else 0
     return {"attn": attn, "mlp": mlp, "gamma": gamma, "alpha": entry["alpha"], "c": entry["c"],

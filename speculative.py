@@ -2,14 +2,14 @@
 
 The one thing to remember: plain decoding is speculative decoding with an empty draft.
 
-One round, with K = 3 tokens drafted after D, the last known token (in the first round the prompt's last).
-Every round reads D itself, too, because it needs the distribution of the token after D.
+One round, with K = 3 tokens drafted after D, the last known token (in the first round the prompt's
+last). Every round reads D itself, too, because it needs the distribution of the token after D.
 
     slot      7   8   9   10
-    block     D   d1  d2  d3       one pass of the target reads the block and gives a row of p at each slot:
+    block     D   d1  d2  d3       one target pass reads the block and gives a row of p at each slot:
     row of p  0   1   2   3        the distribution of the token after it,
     judges    d1  d2  d3  -        so row k judges draft k + 1; q has a row for each draft, too
-    verdict   ok  no  dead         d1 is accepted with probability min(1, p/q), d2 is rejected, d3 does not count
+    verdict   ok  no  dead         drafts pass with probability min(1, p/q): here d2 is rejected, so d3 is dead
     text      D   d1  t            t is drawn from max(p - q, 0) in row 1; had all three been accepted,
                                    a bonus token would have been drawn from row 3
     next              t   e1       the next block starts at slot 9 and overwrites what d2 and d3 left
@@ -29,7 +29,7 @@ from verification import verify, verify_tree
 
 @dataclass
 class State:
-    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds at least all but the last of them."""
+    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds at least all but the last."""
     tokens: torch.Tensor       # (B, S) slot = position; entries from n on are dead
     n: torch.Tensor            # (B,) how many tokens of each row are known
     left: torch.Tensor         # (B,) how many tokens it may still emit; 0 = finished
@@ -43,8 +43,8 @@ class State:
     slots: torch.Tensor        # (1, S) 0, 1, 2, ...: `at` takes slices of it
 
     def at(self, first, stop=None):
-        """The Placement of the offsets first .. stop-1, or of `first` alone, counted from each row's last
-        known token (offset 0)."""
+        """The Placement of the offsets first .. stop-1, or of `first` alone, counted from each
+        row's last known token (offset 0)."""
         stop = first + 1 if stop is None else stop
         last = [len(text) - 1 for text in self.known]
         if len(last) == 1 and not self.n.is_cuda:
@@ -54,8 +54,8 @@ class State:
         return Placement(slots, slots, max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
 
     def back(self, T, stop):
-        """The Placement of the T tokens before the offset `stop`, and the index of each row's last (B, 1).
-        A row with fewer tokens starts at its first one instead and reads on into dead slots."""
+        """The Placement of the T tokens before the offset `stop`, and the index of each row's last (B,
+        1). A row with fewer tokens starts at its first one instead and reads on into dead slots."""
         at = self.at(stop - T, stop)
         missing = at.slots[:, :1].clamp(max=0)      # (B, 1) 0 or less
         return at._replace(positions=at.positions - missing, slots=at.slots - missing), T - 1 + missing
@@ -83,12 +83,12 @@ class State:
 class Draft:
     """What a drafter proposes, as data."""
     tokens: torch.Tensor                  # (B, K)
-    q: torch.Tensor | None = None         # (B, K, V) the very tensors the tokens were drawn from; None: the
-    #                                       tokens were copied, so q is one-hot
-    length: torch.Tensor | None = None    # (B,) how many of the K belong to each row's draft; None: all
-    reuse: tuple | None = None            # (i, x, trace): the target need not run sub-layers before i,
-    #                                       x (B, K+1, dim) enters sub-layer i, trace holds the taps before it
-    parents: torch.Tensor | None = None   # (B or 1, K) the parent of each: 0 = the last known token,
+    q: torch.Tensor | None = None         # (B, K, V) the very tensors that tokens were drawn from;
+    #                                       None: tokens were copied, so q is one-hot
+    length: torch.Tensor | None = None  # (B,) how many of the K belong to each row's draft; None: all
+    reuse: tuple | None = None         # (i, x, trace): the target need not run sub-layers before i;
+    #                                       x (B, K+1, dim) enters i, trace holds the taps before i
+    parents: torch.Tensor | None = None  # (B or 1, K) the parent of each: 0 = the last known token,
     #                                       k = drafted token k - 1, an earlier one; None: a chain
     traced: bool = True                   # False: the drafter does not read this round's trace
 
@@ -110,25 +110,25 @@ class Draft:
 
 @dataclass
 class Round:
-    """What happened in one draft-verify round, for stepping, colours, statistics and traces. A tree has
-    become a chain: see `straighten`."""
+    """What happened in one draft-verify round, for stepping, colours, statistics and traces. A tree
+    has become a chain: see `straighten`."""
     draft: Draft               # as verified: `length` is clipped to what each row may still emit
-    logits: torch.Tensor       # (B, K+1, V) the target's, after the final soft-cap and before the temperature
+    logits: torch.Tensor      # (B, K+1, V) the target's, after the soft-cap, before the temperature
     p: torch.Tensor            # (B, K+1, V)
     accepted: torch.Tensor     # (B,) on the CPU; never more than len(new)
-    proposed: torch.Tensor     # (B,) on the CPU; drafted tokens, less those after an accepted end of text
+    proposed: torch.Tensor     # (B,) on the CPU; drafted tokens up to an accepted end of text
     new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
     sure: list[list[float]]    # the target's probability of each: see `raw_probs`
-    trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
+    trace: dict            # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
 
 
 # --- how far to draft, and where drafts come from
 
 
 class Rule:
-    """How far to draft. `gamma` is called before each draft, `stop`, if the rule has one, after each drawn
-    token (see `chain`), and `learn` after each round. No rule can change the distribution of the text.
-    This one always drafts the same number of tokens."""
+    """How far to draft. `gamma` is called before each draft, `stop`, if the rule has one, after
+    each drawn token (see `chain`), and `learn` after each round. No rule can change the
+    distribution of the text. This one always drafts the same number of tokens."""
     stop = None
 
     def __init__(self, gamma):
@@ -151,8 +151,8 @@ class Rule:
 class Drafter:
     """Where drafts come from. This one never proposes anything: plain decoding.
 
-    rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose outputs the
-    drafter reads, those of the prompt in `begin` and those of every round in `Round.trace`.
+    rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose outputs
+    the drafter reads, those of the prompt in `begin` and those of every round in `Round.trace`.
     """
     taps = ()
 
@@ -173,7 +173,7 @@ class Drafter:
 
 
 class Wrapper(Drafter):
-    """A drafter around others: it forwards every call to all of them, and takes the draft of the first."""
+    """A drafter around others: it forwards each call to all, and takes the draft of the first."""
 
     def __init__(self, *drafters):
         self.drafters = drafters
@@ -210,14 +210,14 @@ def chain(state, step, rule):
     step(token (B, 1), k) reads `token`, which stands at offset k (0: the last known token), and returns the
     raw logits (B, 1, V) of the token after it. Returns tokens (B, K), q (B, K, V) or None, length (B,) or
     None: tokens beyond a row's length are dead. A rule's stop(k, logits (B, V), token (B,)) -> (B,) bool
-    says after a draw which rows end there, *and the drawn token stays*: discarding a token because of its
-    value would change the distribution of the text. While any row goes on, all rows draw and spend uniforms:
+    says after a draw which rows end there, *and the drawn token stays*: to discard a token for its value
+    would change the distribution of the text. While any row goes on, all rows draw and spend uniforms:
 
         row 0   a b c d   length 4
         row 1   a ! . .   length 2: it stopped at "!", which is still proposed
     """
     most, varied = wanted(state, rule)
-    K, own = max(most), state.send(most) if varied else None                    # (B,) if the rows differ
+    K, own = max(most), state.send(most) if varied else None               # (B,) if the rows differ
     token, tokens, qs = state.last(), [], []
     length, going = own, None                                                   # (B,)
     if rule.stop:
@@ -241,15 +241,15 @@ def chain(state, step, rule):
 
 
 def ancestors(parents):
-    """Which nodes of a tree each node sees: itself and its ancestors. Node 0 is the last known token, node k
-    is drafted token k - 1. (B or 1, K) -> (B or 1, K+1, K+1) bool
+    """Which nodes of a tree each node sees: itself and its ancestors. Node 0 is the last known
+    token, node k is drafted token k - 1. (B or 1, K) -> (B or 1, K+1, K+1) bool
 
     >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2 is a child of 1, 3 a sibling of 1
     [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
     """
     B, K = parents.shape
     row = torch.arange(B, device=parents.device)
-    tree = torch.eye(K + 1, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)    # (B, K+1, K+1)
+    tree = torch.eye(K + 1, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)  # (B, K+1, K+1)
     for k in range(1, K + 1):
         tree[:, k] |= tree[row, parents[:, k - 1]]      # a parent comes before its children
     return tree
@@ -266,17 +266,17 @@ def layout(state, K, parents=None):
 
 
 def straighten(state, draft, tree, node, logits, p, trace):
-    """Turn a verified tree into the chain of its accepted path, in the cache, too: nothing else needs to
-    know of trees. node (B,): the last accepted one. tree: the draft's `ancestors`. Returns the draft, how
-    many of its tokens were accepted (B,), and logits, p and trace in its order.
+    """Turn a verified tree into the chain of its accepted path, in the cache, too: nothing else
+    needs to know of trees. node (B,): the last accepted one. tree: the draft's `ancestors`. Returns
+    the draft, how many of its tokens were accepted (B,), and logits, p and trace in its order.
 
-    After the path come the descendants of its last node, all rejected, and then dead tokens. The length is
-    that of the longest branch through that last node: the most that could have been accepted.
+    After the path come the descendants of its last node, all rejected, and then dead tokens. The length
+    is that of the longest branch through that last node: the most that could have been accepted.
     """
     B, K = draft.tokens.shape
     row, tree = torch.arange(B, device=node.device), tree.expand(B, -1, -1)
     on, below = tree[row, node], tree[row, :, node]                             # (B, K+1) both
-    path = torch.where(on, 0, 2 - below.long()).argsort(dim=1, stable=True)     # (B, K+1) a permutation
+    path = torch.where(on, 0, 2 - below.long()).argsort(dim=1, stable=True)  # (B, K+1) a permutation
     slots = state.after(torch.arange(-1, K, device=node.device))                # (B, K+1)
     state.cache.move(slots.gather(1, path), slots)
     live = torch.arange(K + 1, device=node.device) <= draft.length[:, None]     # (B, K+1)
@@ -289,8 +289,8 @@ def straighten(state, draft, tree, node, logits, p, trace):
 
 
 def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
-    """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x (B, T, dim);
-    sublayers and trace are those of `Transformer.run`."""
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x (B,
+    T, dim); sublayers and trace are those of `Transformer.run`."""
     xs, traces = [], []
     for i, part in enumerate(tokens.split(block, 1)):
         traces.append(dict.fromkeys(trace or ()))
@@ -319,14 +319,14 @@ def check_prompts(model, prompts, max_new):
 def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,
            probs=to_probs, coins: Coins | None = None, eos=(), cache: KVCache | None = None,
            verify=verify) -> Iterator[tuple[State, Round]]:
-    """Continue every prompt, yielding (state, round) after each draft-verify round. A generator: stepping in
-    a notebook, streaming, colours and statistics are consumers of it.
+    """Continue every prompt, yielding (state, round) after each draft-verify round. A generator:
+    stepping in a notebook, streaming, colours and statistics are consumers of it.
 
-    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is none:
-    pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without a drafter
-    every draft is empty: plain decoding. cache: one of an earlier run, to use again; its content need not be
-    erased, as long as it is finite. verify: `verify` or `verify_block`. Raises ValueError for prompts that
-    cannot be continued, a cache of another size, and logits that are NaN or infinite.
+    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is
+    none: pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without
+    a drafter every draft is empty: plain decoding. cache: one of an earlier run, to use again; its
+    content need not be erased if it is finite. verify: `verify` or `verify_block`. Raises ValueError
+    for prompts that cannot be continued, a cache of another size, and logits that are NaN or infinite.
     """
     check_prompts(model, prompts, max_new)
     drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
@@ -348,7 +348,7 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
 @torch.inference_mode()  # a tenth faster than no_grad; clone a Round's tensors to train on them
 def loop(state, drafter, eos, verify):
     model, every = state.model, range(2 * state.model.c.n_layers)
-    if max(state.left_cpu, default=0) > 0:      # read the prompts; padding of short rows lands in dead slots
+    if max(state.left_cpu, default=0) > 0:      # read the prompts; padding falls into dead slots
         trace = dict.fromkeys(state.taps)
         x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
         last = pick(x, state.n[:, None] - 1)                                    # (B, 1, dim)
@@ -397,9 +397,9 @@ def check_finite(peaks, dtype):
 
 
 def commit(state, draft, accepted, next_token, logits, eos):
-    """Append the accepted tokens and the token after them. Only here does the loop wait for the device."""
+    """Append the accepted tokens and the next one. Only here does the loop wait for the device."""
     K = draft.tokens.shape[1]
-    out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])   # (B, K+1)
+    out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])  # (B, K+1)
     state.tokens.scatter_(1, state.at(1, K + 2).slots, out)
     peak = largest(logits)
     sure = raw_probs(logits).gather(2, out[..., None])[..., 0]                  # (B, K+1)
@@ -417,14 +417,14 @@ def commit(state, draft, accepted, next_token, logits, eos):
         chances.append(values[: len(row)])
         kept.append(min(int(yes), len(row)))
         proposed.append(int(offered) if len(row) > yes else kept[b])
-    host = torch.tensor([[len(row) for row in state.known], state.left_cpu, kept, proposed])    # (4, B)
+    host = torch.tensor([[len(row) for row in state.known], state.left_cpu, kept, proposed])  # (4, B)
     state.n, state.left = state.send(host[:2]).unbind()
     return new, chances, host[2], host[3]
 
 
 def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None,
              verify=verify):
-    """The continuation of every prompt as lists of ids, and the number of target passes, less the prompt's."""
+    """The continuation of every prompt as ids, and the number of target passes after the prompt."""
     return collect(rounds(model, prompts, max_new, drafter, probs, coins, eos, cache, verify), len(prompts))
 
 
@@ -442,8 +442,8 @@ def collect(steps, rows):
 
 
 class NGram(Drafter):
-    """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n tokens.
-    Raises ValueError for a rule that stops between tokens, since all of them are copied at once.
+    """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n
+    tokens. Raises ValueError for a rule that stops between tokens, since all of them are copied at once.
 
     again: a copy that reaches the end of the text continues with itself, as in LZ77, because a text that
     repeats two tokens often repeats them more than once. Without it, as published, the copy ends there."""
@@ -476,7 +476,7 @@ class NGram(Drafter):
             self.done[b] = max(self.done[b], last)
 
     def found(self, state):
-        """The ids that followed the previous occurrence of each row's final n-gram; empty if it is new."""
+        """The ids after the previous occurrence of each row's final n-gram; empty if it is new."""
         hits = []
         for text, index, most in zip(state.known, self.index, wanted(state, self.rule)[0], strict=True):
             at = index.get(tuple(text[-self.n :]), len(text))
@@ -494,12 +494,12 @@ class NGram(Drafter):
 
 
 class ModelDraft(Drafter):
-    """Draft with another model of the same vocabulary, which has its own cache (Leviathan et al. 2023): a
-    smaller model, or some sub-layers of one.
+    """Draft with another model of the same vocabulary, which has its own cache (Leviathan et al.
+    2023): a smaller model, or some sub-layers of one.
 
     Before each draft it reads the tokens it has not read yet, at least the last two known ones. After a
-    fully accepted draft two are missing, its last drafted token and the bonus token; otherwise one. Reading a
-    token again is harmless, as it rewrites the same keys and values, so both cases share this code.
+    fully accepted draft two are missing, its last drafted token and the bonus token; otherwise one. Reading
+    a token again is harmless, as it rewrites the same keys and values, so both cases share this code.
     """
 
     def __init__(self, model, rule, sublayers=None):
@@ -535,12 +535,12 @@ class ModelDraft(Drafter):
         K = tokens.shape[1]
         if K == 0:
             return Draft.none(state)
-        self.held = [b + K - 1 for b in n]  # it read its draft but the last; `observe` drops the rejected
+        self.held = [b + K - 1 for b in n]  # not the last draft; `observe` drops the rejected
         return Draft(tokens, q, length)
 
     def observe(self, state, r):
         super().observe(state, r)
-        # A row may have drafted less than the longest one, and another drafter may have continued its draft.
-        # The last accepted token may be a sibling of one that it drafted: then it has not read that token.
+        # A row may have drafted less than the longest one, or another drafter continued its draft.
+        # The last accepted token may be a sibling of one that it drafted: that one it has not read.
         rows = zip(self.held, state.known, r.new, r.accepted.tolist(), strict=True)
         self.held = [min(held, len(text) - len(new) + kept - 1) for held, text, new, kept in rows]

@@ -1,8 +1,8 @@
-"""What keeps the text exact: drafted tokens are tested, and the next token is drawn from the residual.
-p is the target's distribution, q the draft's.
+"""What keeps the text exact: drafted tokens are tested, and the next token is drawn from the
+residual. p is the target's distribution, q the draft's.
 
-The one thing to remember: a position without a drafted token has q = 0, so that max(p - q, 0) = p. Bonus
-token, ragged draft lengths and plain decoding are one formula.
+The one thing to remember: a position without a drafted token has q = 0, so that max(p - q, 0) = p.
+Bonus token, ragged draft lengths and plain decoding are one formula.
 """
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,10 @@ def verify(p, q, tokens, coins, length=None):
     p (B, K+1, V), q (B, K, V) or None for copied drafts, tokens (B, K), length (B,) or None for K
     everywhere. Returns how many were accepted (B,) and the token after them (B,).
 
-    The text is distributed as if sampled from p. Token t is written as an accepted draft with probability
-    q(t) min(1, p(t) / q(t)) = min(p(t), q(t)). A draft is rejected with probability S, the sum of
-    max(p - q, 0), and its replacement is drawn from max(p - q, 0) / S: so t is written as a replacement with
-    probability max(p(t) - q(t), 0). Together that is p(t).
+    The text is distributed as if sampled from p. Token t is written as an accepted draft with
+    probability q(t) min(1, p(t) / q(t)) = min(p(t), q(t)). A draft is rejected with probability S,
+    the sum of max(p - q, 0), and its replacement is drawn from max(p - q, 0) / S: so t is written
+    as a replacement with probability max(p(t) - q(t), 0). Together that is p(t).
 
     >>> from sampling import Coins
     >>> p = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])        # for the first token, and the one after it
@@ -36,8 +36,8 @@ def verify(p, q, tokens, coins, length=None):
     drafted, row = tokens[..., None], torch.arange(B, device=p.device)          # (B, K, 1)
     p_drafted = p[:, :K].gather(2, drafted)[..., 0]                             # (B, K)
     q_drafted = 1.0 if q is None else q.gather(2, drafted)[..., 0]
-    # Accept token k with probability min(1, p / q). All K are tested at once; `cumprod` ends at the first
-    # rejection, and the tests after it do not count.
+    # Accept token k with probability min(1, p / q). All K are tested at once; `cumprod` ends at the
+    # first rejection, and the tests after it do not count.
     passed = coins.flip(p_drafted / q_drafted) & (torch.arange(K, device=p.device) < length[:, None])
     accepted = passed.cumprod(1).sum(1)                                         # (B,)
 
@@ -51,11 +51,11 @@ def verify(p, q, tokens, coins, length=None):
 
 
 def verify_block(p, q, tokens, coins, length=None):
-    """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444, Algorithm 2): `verify` for the draft as a
-    whole. The text has the same distribution; from two drafted tokens on, more are accepted on average.
+    """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444, Algorithm 2): `verify` for the draft as
+    a whole. The text has the same distribution; from two drafted tokens on, more are accepted on average.
 
-    Arguments, results and the coins spent are those of `verify`. The weight of a prefix is w_0 = 1,
-    w_i = min(1, w_{i-1} p/q): a token with p > q makes up for an earlier one with p < q. Every prefix flips a
+    Arguments, results and the coins spent are those of `verify`. The weight of a prefix is w_0 = 1, w_i =
+    min(1, w_{i-1} p/q): a token with p > q makes up for an earlier one with p < q. Every prefix flips a
     coin, and the longest that passes is accepted, even if a shorter one failed. Prefix i passes with
     probability Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over the next token; the whole
     draft passes with probability w_K. So at least i tokens are accepted with probability w_i. By induction
@@ -65,7 +65,7 @@ def verify_block(p, q, tokens, coins, length=None):
     >>> p = torch.tensor([[[1/3, 2/3]] * 3])                # the example of the paper, section 3
     >>> q = torch.tensor([[[2/3, 1/3]] * 2])
     >>> accepted, token = verify_block(p, q, torch.tensor([[0, 1]]), Coins(1))
-    >>> accepted.tolist(), token.tolist()                   # 0 fails alone, but 0, 1 passes: w = 1/2, then 1
+    >>> accepted.tolist(), token.tolist()           # 0 fails alone, but 0, 1 passes: w = 1/2, then 1
     ([2], [1])
     """
     B, K = tokens.shape
@@ -78,31 +78,31 @@ def verify_block(p, q, tokens, coins, length=None):
     for r in ratio[..., 0].unbind(1):
         weight.append((weight[-1] * r).clamp(max=1))
     weight = torch.stack(weight, 1)                                             # (B, K+1)
-    residual = (weight[:, :K, None] * p[:, :K] - q).clamp_(min=0)               # (B, K, V) after k drafts
+    residual = (weight[:, :K, None] * p[:, :K] - q).clamp_(min=0)         # (B, K, V) after k drafts
     mass = F.pad(residual.sum(-1)[:, 1:], (0, 1))                               # (B, K)
     whole = k + 1 == length[:, None]
     chance = torch.where(whole, weight[:, 1:], mass / (mass + 1 - weight[:, 1:]))
     # trap: 0 / 0 where w = 1 and p = q: any chance is right, as the rest of the draft is always accepted
     passed = coins.flip(chance) & (k < length[:, None])
-    accepted = (passed * (k + 1)).amax(1)                                       # (B,) the longest that passed
+    accepted = (passed * (k + 1)).amax(1)                             # (B,) the longest that passed
     p, left = p[row, accepted], residual[row, accepted.clamp(max=K - 1)]        # (B, V) both
     some = (accepted < length)[:, None] & (left.sum(-1, keepdim=True) > 0)
     return accepted, coins.choose(torch.where(some, left, p))
 
 
 def verify_tree(p, tokens, parents, coins, q=None, length=None):
-    """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may hold
-    several drafted tokens for the same place.
+    """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may
+    hold several drafted tokens for the same place.
 
-    p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and length (B,)
-    are those of a Draft. q (B, K, V): what each token was drawn from, which for a later sibling may depend on
-    those before it; None for copied drafts. Returns the last accepted node (B,), 0 if there is none, and the
-    token after it (B,).
+    p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and
+    length (B,) are those of a Draft. q (B, K, V): what each token was drawn from, which for a later
+    sibling may depend on those before it; None for copied drafts. Returns the last accepted node
+    (B,), 0 if there is none, and the token after it (B,).
 
     Siblings are tried in order. If the first is rejected, the token must come from the residual
-    max(p - q, 0), scaled to sum to 1. So the residual takes p's place when the second is tried, and so on.
-    After an accepted token, its children are tried. Coins are spent as by `verify`: one flip for each of the
-    K tokens of every row, tried or not, then one choice per row.
+    max(p - q, 0), scaled to sum to 1. So the residual takes p's place when the second is tried, and
+    so on. After an accepted token, its children are tried. Coins are spent as by `verify`: one flip
+    for each of the K tokens of every row, tried or not, then one choice per row.
 
     >>> from sampling import Coins
     >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
@@ -119,7 +119,7 @@ def verify_tree(p, tokens, parents, coins, q=None, length=None):
         drawn = torch.zeros_like(left).scatter_(1, token, 1.0) if q is None else q[:, k]
         chance.append(left.gather(1, token) / drawn.gather(1, token))           # (B, 1)
         less = (left - drawn).clamp_(min=0)
-        mass = less.sum(-1, keepdim=True)               # trap: 0 where p = q up to rounding, as in `verify`
+        mass = less.sum(-1, keepdim=True)          # trap: 0 if p = q up to rounding, as in `verify`
         rest[row, parents[:, k]] = torch.where(live[:, k, None] & (mass > 0), less / mass, left)
     passed, node = coins.flip(torch.cat(chance, 1)) & live, torch.zeros_like(row)
     for k in range(K):      # the walk: from a node to the first of its children that passed
