@@ -277,7 +277,7 @@ def search(space, evaluate, count, seed=0, entries=()):
 
 
 def parse(argv):
-    from support import cli     # late: only this command needs it, not the library above
+    from support import cli  # late: only this command needs it, not the library above
     p = cli.Parser(description="Search for the sub-layers to skip while drafting.", allow_abbrev=False)
     add = p.add_argument
     add("--model", required=True, metavar="DIR", help="a Hugging Face folder")

@@ -9,7 +9,7 @@ last). Every round reads D itself, too, because it needs the distribution of the
     block     D   d1  d2  d3       one target pass reads the block and gives a row of p at each slot:
     row of p  0   1   2   3        the distribution of the token after it,
     judges    d1  d2  d3  -        so row k judges draft k + 1; q has a row for each draft, too
-    verdict   ok  no  dead         drafts pass with probability min(1, p/q): here d2 is rejected, so d3 is dead
+    verdict   ok  no  dead         each passes with probability min(1, p/q); here d2 is rejected: d3 is dead
     text      D   d1  t            t is drawn from max(p - q, 0) in row 1; had all three been accepted,
                                    a bonus token would have been drawn from row 3
     next              t   e1       the next block starts at slot 9 and overwrites what d2 and d3 left
