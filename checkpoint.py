@@ -53,7 +53,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
         if head.get_dtype() != embed.get_dtype() or not torch.equal(head[...], embed[...]):
             c, files[HEAD] = replace(c, tied=False), head
     if c.n_layers > len(files):
-        raise ValueError(f"config.json says {c.n_layers} layers, but the file has {len(files)} tensors")
+        raise ValueError(f"config.json says {c.n_layers} layers, but there are {len(files)} tensors")
     with guarded(f"{folder}: no model has the shape that config.json says"), torch.device("meta"):
         model = Transformer(c)
     check_tensors(files, model)

@@ -222,7 +222,7 @@ def verdict(r):
     equal = f"{d['position']} equal tokens" + f" of output {d['output']}" * (len(r["outputs"]) > 1)
     gap = f"{d['gap']:.3g} apart, and rounding in {r['dtype']} explains up to {d['rounding']:.2g}"
     if d["near_tie"]:
-        return f"after {equal} a near-tie was decided the other way: two logits are {gap}"
+        return f"after {equal} a near-tie was decided differently from plain decoding: two logits are {gap}"
     return f"NOT identical to plain decoding, and not by a near-tie: after {equal} two logits are {gap}"
 
 
