@@ -79,7 +79,7 @@ class Costs:
     blocks: tuple = ((1, 1.0),)  # (T, cost of a pass over T tokens relative to one token), T rising
     slot: float = 0.0            # extra cost of an attention per token that it reads
     at: int = 0                  # the number of tokens read to which `sublayers` applies
-    window: int | None = None    # attentions of even blocks read at most so many tokens
+    window: int | None = None    # the most tokens that an even block's attention reads
     call: float = 0.0            # fixed cost of any step, such as choosing a token
 
     @property
@@ -141,7 +141,7 @@ class Confidence(Rule):
 class DoNoHarm(Rule):
     """Never much slower than plain decoding, however bad the draft is. Each row keeps an
     exponentially weighted acceptance rate and drafts as far as the formula says. Each round without
-    a draft saves `risk` passes; a row that has saved the cost of a drafted token spends it on one.
+    a draft saves `risk` passes; a row that has saved the cost of a drafted token drafts one.
     So a useless draft costs `risk` passes per round, whatever its price. A cost below `FLOOR`
     counts as `FLOOR`, because the estimate of a useless draft falls no lower than 0.045."""
     FLOOR = 0.05

@@ -2,7 +2,7 @@
 one drafter for both; and drafting with a short vocabulary.
 
 The one thing to remember: the sub-layers before the first gap compute exactly what the verifier
-would, so it reuses their keys, values and hidden states (`reuse`) and does not compute them again.
+would. The verifier reuses their keys, values and hidden states (`reuse`) instead of computing them.
 """
 import math
 from collections import Counter

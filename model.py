@@ -300,8 +300,8 @@ class Transformer(nn.Module):
         return {window: zeros.masked_fill(~each, -math.inf) for window, each in seen.items()}
 
     def unembed(self, x, rows=None):
-        """(B, T, dim) -> raw logits (B, T, V): final norm, output head, final soft-cap. rows (N,
-        dim): some rows of the head instead of all, which gives (B, T, N)."""
+        """(B, T, dim) -> raw logits (B, T, V): final norm, output head, final soft-cap. rows
+        (N, dim): some rows of the head instead of all, which gives (B, T, N)."""
         head = self.tok if self.head is None else self.head
         return softcap(F.linear(self.norm(x), head if rows is None else rows), self.c.final_softcap)
 

@@ -54,8 +54,8 @@ class State:
         return Placement(slots, slots, max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
 
     def back(self, T, stop):
-        """The Placement of the T tokens before the offset `stop`, and the index of each row's last (B,
-        1). A row with fewer tokens starts at its first one instead and reads on into dead slots."""
+        """The Placement of the T tokens before the offset `stop`, and the index of each row's last
+        (B, 1). A row with fewer tokens starts at its first one instead and reads on into dead slots."""
         at = self.at(stop - T, stop)
         missing = at.slots[:, :1].clamp(max=0)      # (B, 1) 0 or less
         return at._replace(positions=at.positions - missing, slots=at.slots - missing), T - 1 + missing
@@ -289,8 +289,8 @@ def straighten(state, draft, tree, node, logits, p, trace):
 
 
 def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
-    """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x (B,
-    T, dim); sublayers and trace are those of `Transformer.run`."""
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x
+    (B, T, dim); sublayers and trace are those of `Transformer.run`."""
     xs, traces = [], []
     for i, part in enumerate(tokens.split(block, 1)):
         traces.append(dict.fromkeys(trace or ()))

@@ -54,9 +54,9 @@ def verify_block(p, q, tokens, coins, length=None):
     """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444, Algorithm 2): `verify` for the draft as
     a whole. The text has the same distribution; from two drafted tokens on, more are accepted on average.
 
-    Arguments, results and the coins spent are those of `verify`. The weight of a prefix is w_0 = 1, w_i =
-    min(1, w_{i-1} p/q): a token with p > q makes up for an earlier one with p < q. Every prefix flips a
-    coin, and the longest that passes is accepted, even if a shorter one failed. Prefix i passes with
+    Arguments, results and the coins spent are those of `verify`. The weight of a prefix is w_0 = 1,
+    w_i = min(1, w_{i-1} p/q): a token with p > q makes up for an earlier one with p < q. Every prefix flips
+    a coin, and the longest that passes is accepted, even if a shorter one failed. Prefix i passes with
     probability Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over the next token; the whole
     draft passes with probability w_K. So at least i tokens are accepted with probability w_i. By induction
     from the end: (w_i - Z) + (1 - w_i + Z) Z / (Z + 1 - w_i) = w_i, as the sum of min(w_i p, q) is w_i - Z.

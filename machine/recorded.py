@@ -29,7 +29,7 @@ from model import Placement, Transformer
 from support import files
 from support.measure import identity
 
-FEW = 8     # up to so many rows of x, a product is faster as sums
+FEW = 8     # rows of x up to which a product is faster as sums
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 

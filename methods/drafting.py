@@ -153,8 +153,8 @@ class MedusaDraft(LastState):
 
 
 class ProphetDraft(LastState):
-    """A small decoder writes the draft token by token, each round from the final state of the last token
-    read; it sees no other text (lucidrains' "prophet", after MEGABYTE, arXiv 2305.07185)."""
+    """A small decoder writes the draft token by token, each round from the final state of the last
+    token read; it sees no other text (lucidrains' "prophet", after MEGABYTE, arXiv 2305.07185)."""
 
     def begin(self, state, trace):
         super().begin(state, trace)

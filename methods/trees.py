@@ -136,9 +136,9 @@ class Siblings(Wrapper):
 
 
 def grow(state, draft, logits, parents):
-    """The Draft of a tree from a drawn chain (B, K) and the raw logits of each of its places (B, K,
-    V): a node's child number i is choice number i for its level. So all families of a level hold
-    the same tokens. The text stays exact, as only one of the families is tried. parents: as
+    """The Draft of a tree from a drawn chain (B, K) and the raw logits of each of its places
+    (B, K, V): a node's child number i is choice number i for its level. So all families of a level
+    hold the same tokens. The text stays exact, as only one of the families is tried. parents: as
     `best_tree` or `chain_with_siblings` makes them; levels deeper than the chain are left out."""
     K, depths = draft.tokens.shape[1], [0]
     for parent in parents:

@@ -27,7 +27,7 @@ from porting.check import fingerprint  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
 from speculative import Drafter, NGram, State, Wrapper, ancestors  # noqa: E402
 
-RANKS = 4  # so many top tokens must be clearly apart: siblings take the second and the third
+RANKS = 4  # top tokens that must be clearly apart: siblings take the second and the third
 
 
 def load(folder, dtype):

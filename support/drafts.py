@@ -24,7 +24,7 @@ from support import cli
 from support.measure import kept_costs
 
 NAMES = ("auto", "none", "ngram", "suffix", "exit", "skip", *KINDS, *heads.KINDS)
-LARGE = 64e6    # auto measures costs for models with at least so many bytes in their blocks
+LARGE = 64e6    # bytes of a model's blocks from which auto measures costs
 GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "suffix": 8, "exit": 2}  # the defaults; else 3
 GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
              "draft_vocab": ("auto", "exit", "skip", "model", *KINDS), "tree": ("heads", *heads.KINDS)}
