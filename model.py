@@ -184,8 +184,8 @@ class Attention(nn.Module):
         self.scale = c.head_dim ** -0.5 if c.query_scale is None else c.query_scale
 
     def forward(self, x, cos, sin, mask, store):
-        """store(k, v), both (B, Hkv, T, D), keeps them and returns all that the block reads: (B, Hkv,
-        S, D). mask (B, 1, 1, T, S) is added to the scores; None if every token sees every key."""
+        """store(k, v), both (B, Hkv, T, D), keeps them and returns all that the block reads, (B, Hkv, S, D).
+        mask (B, 1, 1, T, S) is added to the scores; None if every token sees every key."""
         (B, T, _), (Hkv, N, D) = x.shape, self.grouped
         G = N - 2
         qkv = F.linear(x, self.wqkv).view(B, T, Hkv, N, D).to(cos.dtype)       # (B, T, Hkv, G+2, D)
@@ -288,8 +288,8 @@ class Transformer(nn.Module):
         return x
 
     def masks(self, at, T, start):
-        """{window: what is added to the scores, 0 where visible and -inf elsewhere, (B or 1, 1, 1, T,
-        S)} for the slots that such a layer reads, from 0 or `start` on. None: nothing is hidden."""
+        """{window: what is added to the scores, 0 where visible and -inf elsewhere}, (B or 1, 1, 1, T, S),
+        for the slots that such a layer reads, from 0 or `start` on. None: nothing is hidden."""
         reads = {None: 0, self.c.window: start}
         if T == 1 and at.same:
             return dict.fromkeys(reads)

@@ -171,7 +171,7 @@ class Eagle(Head):
 
 
 class Medusa(Head):
-    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k predicts by
+    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k computes
     W (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head.
 
     own_head: each head also trains its own copy of the output head, as in the paper. With a large

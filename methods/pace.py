@@ -1,7 +1,7 @@
 """Pace: before every draft, choose how to draft and how far, for the most tokens per second.
 
-Prices are known before a round begins, in target passes over one token. Acceptance rates are learnt: those
-of an n-gram from the text, which shows what a copy would have been, all others from their own drafts.
+Prices are known before a round begins, in target passes over one token. Acceptance rates are learnt: that of
+an n-gram from the text, which shows what copies would have been worth, all others from their own drafts.
 
 Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance
 never falls below 0. Hence cost <= STAKE + (1 + risk) x tokens, however bad the drafts are.
@@ -60,7 +60,7 @@ class Pace(Wrapper):
         self.grown = self.whole(self.n) / self.costs.whole
 
     def cost(self, arm, g, tail=0):
-        """The passes that drafting g tokens with an arm, copying `tail` more and verifying all cost."""
+        """The cost, in passes, of a round: g tokens of an arm, `tail` copied ones, and the verification."""
         lost = arm.shared if tail else 0.0
         return arm.once(self.block) + g * arm.price(self.n) + lost + self.block(1 + g + tail)
 
