@@ -1,7 +1,7 @@
-"""A Hugging Face folder to a model and its tokenizer, and back: config.json, safetensors, tokenizer.json.
+"""From a Hugging Face folder to a model and its tokenizer, and back.
 
-The one thing to remember: `layout` says which tensors of a checkpoint each parameter holds. Loading copies
-them into it one by one, saving copies them out, and no pickle is ever opened.
+The one thing to remember: `layout` says which tensors of a checkpoint each parameter holds. Loading
+copies them into it one by one, saving copies them out, and no pickle is ever opened.
 """
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from model import MLP, Attention, Config, Transformer
 from support.files import find_weights, guarded, read_json, read_text, read_tokenizer, replacing, write_file
 
-FAMILIES = {  # defaults for keys that config.json leaves out; None: derived from other keys
+FAMILIES = {  # defaults of keys that config.json leaves out; None: derived from other keys
     "llama": dict(
         num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=False,
         max_position_embeddings=2048, hidden_act="silu"),
@@ -40,10 +40,10 @@ BESIDE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinj
 def load(folder, device=None, dtype=None, quant=None, part=None):
     """(model, tokenizer) from a Llama or Gemma-2 folder in the Hugging Face layout.
 
-    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function of
-    a matrix, such as machine.quant.NF4, whose result replaces each matrix of the blocks. part: what of the
-    model this process keeps, a machine.parallel.Part. Needs memory for the model and one more matrix. Raises
-    FileNotFoundError or ValueError, in one line, for what is missing, damaged or not supported.
+    device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function
+    of a matrix, such as machine.quant.NF4, whose result replaces each matrix of the blocks. part: this
+    process's part of the model, a machine.parallel.Part. Needs memory for the model and one more matrix.
+    Raises FileNotFoundError or ValueError, in one line, for what is missing, damaged or unsupported.
     """
     folder, device = Path(folder), find_device(device)
     c, tokenizer, files = read_config(folder), read_tokenizer(folder), find_weights(folder)
@@ -53,7 +53,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
         if head.get_dtype() != embed.get_dtype() or not torch.equal(head[...], embed[...]):
             c, files[HEAD] = replace(c, tied=False), head
     if c.n_layers > len(files):
-        raise ValueError(f"config.json says {c.n_layers} layers, but the weights are {len(files)} tensors")
+        raise ValueError(f"config.json says {c.n_layers} layers, but there are {len(files)} tensors")
     with guarded(f"{folder}: no model has the shape that config.json says"), torch.device("meta"):
         model = Transformer(c)
     check_tensors(files, model)
@@ -71,8 +71,8 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
 
 
 def save(model, folder, tokenizer):
-    """Write config, weights and tokenizer in the form that `transformers` reads. A loaded model keeps its
-    chat template, special tokens and settings."""
+    """Write config, weights and tokenizer in the form that `transformers` reads. A loaded model
+    keeps its chat template, special tokens and settings."""
     c, folder, beside = model.c, Path(folder), getattr(model, "beside", {})
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().reshape(stored_shape(p)).contiguous() for name, p in parts(model)}
@@ -92,11 +92,11 @@ def save(model, folder, tokenizer):
 
 
 def encode(tokenizer, text, bos=None, special=True):
-    """The ids of a prompt, as `AutoTokenizer` makes them: the post-processor of tokenizer.json alone decides
-    whether a begin-of-text id comes first. An empty prompt becomes `bos`, the model's begin-of-text id.
-    special: False for a rendered chat template, which has its special tokens."""
+    """The ids of a prompt, as `AutoTokenizer` makes them: the post-processor of tokenizer.json alone
+    decides whether a begin-of-text id comes first. An empty prompt becomes `bos`, the model's
+    begin-of-text id. special: False for a rendered chat template, which has its special tokens already."""
     with guarded("the tokenizer cannot take this prompt"):
-        text.encode()   # of what is no Unicode the tokenizer itself says less
+        text.encode()   # a clearer error for invalid Unicode than the tokenizer's
         ids = tokenizer.encode(text, add_special_tokens=special).ids
     if not ids and bos is None:
         raise ValueError("the prompt is empty, and config.json has no bos_token_id to begin with")
@@ -104,7 +104,7 @@ def encode(tokenizer, text, bos=None, special=True):
 
 
 def layout(model):
-    """(module, the key of its parameter, the tensors of a checkpoint that it holds) for every parameter."""
+    """(module, name of its parameter, names of the checkpoint tensors in it) for every parameter."""
     # trap: in Llama, post_attention_layernorm is the norm *before* the MLP
     norms = {"mlp_norm": "post_attention"} if not model.c.post_norm else {
         "attn_post": "post_attention", "mlp_norm": "pre_feedforward", "mlp_post": "post_feedforward"}
@@ -123,7 +123,7 @@ def layout(model):
 
 
 def split(module, key, p):
-    """The pieces of a parameter, one for each tensor that it holds."""
+    """The pieces of a parameter, one for each checkpoint tensor in it."""
     if key == "wqkv":   # group by group: its queries, its key and its value
         p = p.view(*module.grouped, -1)                                         # (Hkv, G+2, D, dim)
         return p[:, :-2], p[:, -2], p[:, -1]
@@ -131,7 +131,7 @@ def split(module, key, p):
 
 
 def parts(model):
-    """(name in the checkpoint, the piece of a parameter that it fills) for every tensor.
+    """(name of a checkpoint tensor, the piece of a parameter that it fills) for every tensor.
 
     >>> c = Config(vocab_size=9, dim=4, n_layers=1, n_heads=6, n_kv_heads=2, head_dim=2, hidden_dim=5)
     >>> [(name, *piece.shape) for name, piece in parts(Transformer(c))][3]
@@ -142,7 +142,7 @@ def parts(model):
 
 
 def put(module, key, value):
-    """Let value, a parameter or a module, take a parameter's place."""
+    """Replace a parameter of a module by `value`, a parameter or a module."""
     delattr(module, key)
     setattr(module, key, value)
 
@@ -153,34 +153,34 @@ def stored_shape(piece):
 
 
 def check_tensors(files, model):
-    """Raises ValueError unless the weights are the model's tensors, each of its shape and a floating type."""
+    """Raises ValueError unless the weights are the model's tensors, with its shapes and a float dtype."""
     want = {name: stored_shape(piece) for name, piece in parts(model)}
     have = {name: tuple(stored.get_shape()) if stored.get_dtype() in DTYPES else stored.get_dtype()
             for name, stored in files.items() if not name.endswith("rotary_emb.inv_freq")}  # of Llama 1 and 2
     for name in sorted(want.keys() | have.keys()):
         if want.get(name) != have.get(name):
-            raise ValueError(f"tensor {name}: config.json wants {want.get(name)}, not {have.get(name)}")
+            raise ValueError(f"tensor {name}: config.json needs {want.get(name)}, found {have.get(name)}")
 
 
 def find_device(device=None):
-    """The device of that name; None is CUDA if there is one, else the CPU. Raises ValueError for others."""
+    """The device of that name, by default CUDA if there is one, else the CPU. ValueError for others."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))]
     name = str(device or ("cuda" if gpus else "cpu"))
     if name not in there:
-        raise ValueError(f"device {name} is not here, or not supported: there is {', '.join(there)}")
+        raise ValueError(f"device {name} is missing or unsupported: available are {', '.join(there)}")
     return torch.device(name)
 
 
 def read_config(folder):
-    """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises ValueError for
-    whatever this library would compute wrongly."""
+    """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises
+    ValueError for anything that this library would compute wrongly."""
     path, other = folder / "config.json", folder / "generation_config.json"
     given, generation = read_json(path), read_json(other) if other.is_file() else {}
     with guarded(path):     # a value of an unexpected type fails somewhere below
         names, family = given.get("architectures"), given.get("model_type")
         if family not in FAMILIES or names not in (None, [ARCHITECTURES[family]]):
-            raise ValueError(f"architecture {names or family} is none of {', '.join(ARCHITECTURES.values())}")
+            raise ValueError(f"architecture {names or family}: need one of {[*ARCHITECTURES.values()]}")
         gemma, rope = family == "gemma2", given.get("rope_scaling") or given.get("rope_parameters") or {}
         given["eos_token_id"] = generation.get("eos_token_id", given.get("eos_token_id"))
         raw = FAMILIES[family] | {key: value for key, value in (given | rope).items()

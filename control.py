@@ -1,10 +1,10 @@
-"""When to draft and how far, and what it is worth.
+"""When to draft, how far, and what it gains.
 
-The one thing to remember: drafting gains only where alpha exceeds c. Alpha is how often the first token of a
-draft is accepted, and c is the cost of a drafted step relative to a pass of the target.
+The one thing to remember: drafting gains only where alpha exceeds c. Alpha is how often the first
+token of a draft is accepted, and c is the cost of a drafted step relative to a pass of the target.
 
-A rule says how far a drafter drafts, and none can change what the text is drawn from. Confidences come from
-the raw softmax, and so they mean something at temperature 0, too.
+A rule says how far to draft; no rule can change the distribution of the text. Confidences come from
+the raw softmax, so that they have a meaning at temperature 0, too.
 """
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,21 +14,21 @@ import torch
 from sampling import raw_probs
 from speculative import Rule
 
-MOST = 16  # drafts longer than this are not weighed; a rule with a published limit may go further
+MOST = 16  # the longest draft that is considered; a rule with a published limit may draft more
 
 
 def expected_tokens(alpha, gamma):
-    """Tokens that a target pass over gamma drafts yields: (1 - alpha^(gamma+1)) / (1 - alpha), gamma + 1 at
-    alpha = 1 (Leviathan et al. 2023, eq. 1).
+    """Tokens per target pass with gamma drafted tokens: (1 - alpha^(gamma+1)) / (1 - alpha), and
+    gamma + 1 at alpha = 1 (Leviathan et al. 2023, eq. 1).
 
-    alpha: a number; or a series (T,) of acceptances along a text, or a list of them, one for each text.
-    alpha[i] is how likely a draft of the token after position i is accepted, wherever in a round it falls.
-    Along a series rounds follow one another, because accepted tokens come in groups and a round starts where
-    another one was refused: the formula at their mean can be off either way.
+    alpha: a number; or a series (T,) of acceptance rates along a text, or a list of series, one per text.
+    alpha[i] is the probability that a draft of the token after position i is accepted. With a series, one
+    round follows another along the text. The formula at the mean would be wrong, too high or too low:
+    accepted tokens come in groups, and a round starts where the one before it ended in a rejection.
 
-    >>> round(expected_tokens(0.8, 2), 2)                   # 1 + .8 + .64
+    >>> round(expected_tokens(0.8, 2), 2)                   # 1 + 0.8 + 0.64
     2.44
-    >>> round(expected_tokens(torch.tensor([0.9, 0.2]), 2), 2)  # one round: 1 + .9 + .9 * .2
+    >>> round(expected_tokens(torch.tensor([0.9, 0.2]), 2), 2)  # one round: 1 + 0.9 + 0.9 * 0.2
     2.08
     """
     if isinstance(alpha, (int, float)):
@@ -36,7 +36,7 @@ def expected_tokens(alpha, gamma):
     tokens = rounds = 0.0
     for series in [alpha] if isinstance(alpha, torch.Tensor) else alpha:
         a = series.tolist()
-        starts = [1.0] + [0.0] * (len(a) + 1)   # how likely a round starts at each position
+        starts = [1.0] + [0.0] * (len(a) + 1)   # the chance that a round starts at each position
         for i in range(len(a) - gamma + 1):
             reach = starts[i]
             rounds += reach
@@ -52,15 +52,15 @@ def expected_tokens(alpha, gamma):
 
 
 def expected_speedup(alpha, gamma, cost, block=1.0):
-    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8). cost: what a drafted step
-    takes relative to a target pass over one token, the paper's c; block: what the pass over gamma + 1 tokens
-    that verifies takes, in the paper as much as one token."""
+    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8). cost: that of a
+    drafted step relative to a target pass over one token, the paper's c. block: that of the
+    verifying pass over gamma + 1 tokens, in the paper as much as over one."""
     return expected_tokens(alpha, gamma) / (gamma * cost + block)
 
 
 def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
-    """The gamma of the highest expected speed-up, from `least` on. With the default 0 it is 0, do not draft,
-    where no speed-up exceeds 1. block(T): what a pass over T tokens takes relative to one token.
+    """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0, do not draft,
+    if no speed-up exceeds 1. block(T): the cost of a pass over T tokens relative to one token.
 
     >>> best_gamma(0.8, 0.2), best_gamma(0.8, 0.05), best_gamma(0.3, 0.4)
     (4, 8, 0)
@@ -73,39 +73,39 @@ def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a pass over one token take, in any unit: the 2L sub-layers, the head, all else."""
-    sublayers: tuple[float, ...]
-    head: float
-    blocks: tuple = ((1, 1.0),)  # (T, what a pass over T tokens takes relative to one token), T rising
-    slot: float = 0.0            # what each token more that an attention reads adds to it
-    at: int = 0                  # after how many tokens `sublayers` holds
-    window: int | None = None    # the attentions of even blocks read no more tokens than that
-    call: float = 0.0            # what any step takes besides, such as to choose a token
+    """The cost of each part of a pass over one token, in any unit."""
+    sublayers: tuple[float, ...]  # of each of the 2L sub-layers
+    head: float                   # of the output head
+    blocks: tuple = ((1, 1.0),)  # (T, cost of a pass over T tokens relative to one token), T rising
+    slot: float = 0.0            # extra cost of an attention per token that it reads
+    at: int = 0                  # the number of tokens read to which `sublayers` applies
+    window: int | None = None    # the most tokens that an even block's attention reads
+    call: float = 0.0            # fixed cost of any step, such as choosing a token
 
     @property
     def whole(self):
         return sum(self.sublayers) + self.head + self.call
 
     def pricing(self, sublayers, share=1.0):
-        """n -> what these sub-layers and a share of the head take for a token after n others.
+        """n -> the cost of these sub-layers and a share of the head, for a token after n others.
 
         >>> price = Costs((2.0, 3.0), 1.0, slot=0.5).pricing([0, 1])
         >>> price(0), price(4)
         (6.0, 8.0)
         """
         fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
-        near, far = (sum(i % 4 == j for i in sublayers) for j in (0, 2))    # attentions, even and odd
+        near, far = (sum(i % 4 == j for i in sublayers) for j in (0, 2))  # attentions, even and odd
         slot, at, window = self.slot, self.at, self.window or float("inf")
         return lambda n: fixed + slot * (far * (n - at) + near * (min(n, window) - min(at, window)))
 
     def step(self, sublayers, share=1.0):
-        """The cost of a drafted step relative to a pass of the target, the c of the formulas, after `at`
-        tokens. Both include `call` and the head, the draft maybe only a share of it (a draft vocabulary)."""
+        """The c of the formulas: the cost of a drafted step relative to a target pass, after `at` tokens.
+        Both include `call` and the head, the draft perhaps only a share of it (a draft vocabulary)."""
         return self.pricing(sublayers, share)(self.at) / self.whole
 
     def block(self, T):
-        """What a pass over T tokens takes relative to one token: on straight lines between the measured
-        widths, of which the last goes on. By weights it is 1 for every T, since they are read once.
+        """The cost of a pass over T tokens relative to one token: linear between the measured widths
+        and beyond the last one. Counted in weights it is 1 for every T, since a pass reads them once.
 
         >>> costs = Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5)))
         >>> costs.block(3), costs.block(6)
@@ -120,15 +120,14 @@ class Costs:
 
 
 def weight_costs(c):
-    """Costs by the number of weights, and of keys and values: where tokens are written one by one, reading
-    them is what takes the time."""
+    """Costs counted in weights, keys and values, since reading them takes most of the time of a pass."""
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim,
                  slot=2 * c.n_kv_heads * c.head_dim, window=c.window)
 
 
 class Confidence(Rule):
-    """Stop after a token that the draft gives less than `threshold` (transformers'
+    """Stop after a token whose probability in the draft is below `threshold` (transformers'
     assistant_confidence_threshold: 0.4; Kangaroo, arXiv 2404.18911: 0.6)."""
 
     def __init__(self, threshold, gamma=MOST):
@@ -140,11 +139,11 @@ class Confidence(Rule):
 
 
 class DoNoHarm(Rule):
-    """Never much slower than plain decoding, whatever the draft is worth: each row estimates its acceptance
-    from what became of its drafts, old ones fading, and drafts as far as the formula says. Each round without
-    a draft earns `risk` passes; a row that has earned the cost of a drafted token drafts one and spends them.
-    So a useless draft costs `risk` passes per round, whatever its price. A cost below `FLOOR` counts as
-    `FLOOR`, as the estimate of a useless draft only falls to 0.045."""
+    """Never much slower than plain decoding, however bad the draft is. Each row keeps an
+    exponentially weighted acceptance rate and drafts as far as the formula says. Each round without
+    a draft saves `risk` passes; a row that has saved the cost of a drafted token drafts one.
+    So a useless draft costs `risk` passes per round, whatever its price. A cost below `FLOOR`
+    counts as `FLOOR`, because the estimate of a useless draft falls no lower than 0.045."""
     FLOOR = 0.05
 
     def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
@@ -153,7 +152,7 @@ class DoNoHarm(Rule):
         self.past, self.saved = Beta(), []
 
     def begin(self, state):
-        self.seen = [replace(self.past) for _ in state.known]  # a row starts with what other texts taught
+        self.seen = [replace(self.past) for _ in state.known]  # starts from the estimate of earlier texts
         if len(self.saved) != len(state.known):
             self.saved = [self.cost] * len(state.known)
 
@@ -178,8 +177,8 @@ class DoNoHarm(Rule):
 
 @dataclass
 class Beta:
-    """An estimate of an acceptance from counts of which old ones fade: the mean of a Beta distribution. What
-    was known beforehand, `prior`, counts as much as two drafts (at 0.5: Laplace's rule of succession)."""
+    """An acceptance rate estimated from counts that fade: the mean of a Beta distribution. `prior`, the
+    estimate before any count, weighs as much as two drafts (at 0.5: Laplace's rule of succession)."""
     hits: float = 0.0
     misses: float = 0.0
     prior: float = 0.5
@@ -188,7 +187,7 @@ class Beta:
         return (self.hits + 2 * self.prior) / (self.hits + self.misses + 2)
 
     def high(self):
-        """What it may well be: a standard deviation above the mean, at most 1."""
+        """An optimistic estimate: one standard deviation above the mean, at most 1."""
         mean = self.mean()
         return min(1.0, mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5)
 

@@ -1,4 +1,4 @@
-"""The command line: a prompt goes in, its continuation comes out while it is written, coloured by origin.
+"""The command line: a prompt goes in, and its continuation comes out token by token, coloured by origin.
 
     python generate.py "Once upon a time" --compare
     torchrun --nproc-per-node 2 generate.py "Once upon a time"      on two devices
@@ -32,26 +32,26 @@ def flags():
     p = cli.Parser(description="Self-speculative decoding of Llama and Gemma-2.", allow_abbrev=False)
     add = p.add_argument_group("text").add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
-    add("--prompt-file", metavar="FILE", help='a batch: a prompt per line, in .jsonl {"prompt": ...}')
-    add("--chat", action="store_true", help="treat the prompt as a message, by the model's chat template")
+    add("--prompt-file", metavar="FILE", help='a batch: one prompt per line, in .jsonl {"prompt": ...}')
+    add("--chat", action="store_true", help="the prompt is a message: use the model's chat template")
     add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
     drafts.add_flags(p.add_argument_group("draft"))
     add = p.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P")
-    add("--seed", type=int, default=0, help="of the random numbers (default: 0)")
+    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that together reach P")
+    add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     add = p.add_argument_group("model and machine").add_argument
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
     add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
-    add("--fast", action="store_true", help="replay recorded passes: on a CPU they are compiled when they "
-        "are first needed, some minutes once on a machine; on a GPU they are CUDA graphs")
-    add("--quant", choices=KINDS, help="keep the matrices of the model's blocks in few bits")
+    add("--fast", action="store_true", help="replay recorded passes: CUDA graphs on a GPU, on a CPU compiled "
+        "programs (compiling takes some minutes, once per machine)")
+    add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
-    add("--picture", metavar="FILE", help="draw the coloured text as SVG (first prompt)")
-    add("--page", metavar="FILE", help="write a page to step through the run in a browser (first prompt)")
+    add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
+    add("--page", metavar="FILE", help="write a page that steps through the run in a browser (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return p
 
@@ -64,7 +64,7 @@ def parse(argv):
         if path is not None and Path(path).suffix != suffix:
             raise ValueError(f"--{flag} must name a {suffix} file, got {path!r}")
     if a.page and a.tree:
-        raise ValueError("--page shows chains, coin by coin, and no trees: leave out --page or --tree")
+        raise ValueError("--page shows chains, coin by coin, not trees: leave out --page or --tree")
     sampling.check(a.temperature, a.top_k, a.top_p, None)
     drafts.check(a)
     return a
@@ -74,13 +74,13 @@ def read_prompts(a):
     """The texts to continue: one, or the batch of --prompt-file."""
     if a.prompt == "-":
         if parallel.place() != (0, 1):
-            raise ValueError("standard input goes to one process only: give the prompt, or --prompt-file")
+            raise ValueError("only one process can read standard input: give a prompt or --prompt-file")
         return [cli.read_input().removesuffix("\n")]
     return [a.prompt] if a.prompt_file is None else read_texts(Path(a.prompt_file), "prompt", "\n")
 
 
 class Writer:
-    """Continues the prompts, as the flags ask, with any drafter."""
+    """Continues the prompts with any drafter, as the flags say."""
 
     def __init__(self, a, model, tokenizer, texts):
         self.a, self.texts, self.eos, self.cache = a, texts, set(model.c.eos), None
@@ -95,22 +95,22 @@ class Writer:
         a, (coins, look) = self.a, (player.coins, player.look) if player else (Coins(self.a.seed), to_probs)
         if parallel.place() != (0, 1):
             coins = parallel.Agreed(coins)
-        judge = verify if a.page or a.temperature == 0 else verify_block    # a page explains `verify`
+        judge = verify if a.page or a.temperature == 0 else verify_block  # a page explains `verify`
         return rounds(self.model, self.prompts, a.max_new, drafter,
                       lambda logits: look(logits, a.temperature, a.top_k, a.top_p), coins, self.eos,
                       self.cache, judge)
 
     def rehearse(self, makers):
-        """Have recorded what the first 24 rounds need, before anything is timed or printed."""
+        """Record the passes of the first 24 rounds, before anything is timed or printed."""
         def write():
             for make in makers:
                 for state, _ in islice(self.rounds(make()), 24):
-                    self.cache = state.cache    # whose addresses graphs hold
+                    self.cache = state.cache    # graphs hold its addresses
         self.model.rehearse(write)
 
     def watch(self, drafter, player=None):
-        """One run as a show.Generation. A single text is printed while it is written. player: of the page,
-        which gets every round."""
+        """One run as a show.Generation. A single text is printed while it is written. player: the
+        page's, which receives every round."""
         seen, colour = show.Generation(self.tokenizer, self.prompts, drafter), show.colours(sys.stdout)
         opening = ["" if self.a.chat else show.paint([(prompt, None)]) for prompt in seen.prompts]
         live = not self.a.json and len(opening) == 1
@@ -130,7 +130,7 @@ class Writer:
 def run(a):
     texts, device, (rank, world) = read_prompts(a), checkpoint.find_device(a.device), parallel.place()
     if a.fast and world > 1:
-        raise ValueError("--fast goes with one process, not with several")
+        raise ValueError("--fast works in one process, not in several")
     model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype),
                                        KINDS.get(a.quant), parallel.place())
     model = parallel.join(model) if world > 1 else model if a.fast else pack_where_it_pays(model)
@@ -153,7 +153,7 @@ def run(a):
 
 
 def report(writer, plan, seen):
-    """What --json prints of one run."""
+    """What --json prints about a run."""
     a, model, n = writer.a, writer.model, seen.counts
     outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
                for text, row in zip(writer.texts, seen.rows, strict=True)]
@@ -171,13 +171,13 @@ def report(writer, plan, seen):
 
 
 def speed(tokens, reading, seconds):
-    """Tokens and seconds of one run. seconds: after the prompts were read."""
+    """Tokens and seconds of one run. seconds: those after the prompts were read."""
     return {"new_tokens": tokens, "reading_seconds": reading, "seconds": seconds,
             "tokens_per_second": tokens / seconds if seconds else 0.0}
 
 
 def against_plain(writer, plan, printed):
-    """Drafting timed beside plain decoding, and the printed text compared with the plain one."""
+    """Time drafting beside plain decoding, and compare the printed text with the plain one."""
     prompts, greedy = writer.prompts, writer.a.temperature == 0
     makers = {"drafted": plan.make, "plain": lambda: None}
     drafted, plain = stats.compare(writer.rounds, makers, len(prompts), REPEATS).values()
@@ -193,7 +193,7 @@ def against_plain(writer, plan, printed):
 
 
 def summary(r, seen):
-    """What follows the text: the legend, the counts, how it drafted, how fast it was, and the verdict."""
+    """The lines after the text: legend, counts, how it drafted, how fast it was, and the verdict."""
     lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r),
              verdict(r) if "baseline" in r else ""]
     return "\n".join(filter(None, lines))
@@ -216,18 +216,18 @@ def verdict(r):
     """Whether the text is that of plain decoding, in one line."""
     d = r["first_divergence"]
     if r["identical"] is None:
-        return "sampled texts may differ, as drafting spends other random numbers: compare at temperature 0"
+        return "sampled texts may differ: drafting spends more random numbers (compare at temperature 0)"
     if d is None:
         return f"identical to plain decoding in {r['dtype']}, token for token"
     equal = f"{d['position']} equal tokens" + f" of output {d['output']}" * (len(r["outputs"]) > 1)
     gap = f"{d['gap']:.3g} apart, and rounding in {r['dtype']} explains up to {d['rounding']:.2g}"
     if d["near_tie"]:
-        return f"after {equal} a near-tie was decided otherwise than in plain decoding: two logits are {gap}"
-    return f"NOT identical to plain decoding, and no near-tie explains it: after {equal} two logits are {gap}"
+        return f"after {equal} a near-tie was decided differently from plain decoding: two logits are {gap}"
+    return f"NOT identical to plain decoding, and not by a near-tie: after {equal} two logits are {gap}"
 
 
 def main(argv=None):
-    """Exit status: 0; 1 after an unexplained difference (--compare), 2 after bad input, 130 after Ctrl-C."""
+    """Exit status: 0; 1: an unexplained difference (--compare); 2: bad input; 130: Ctrl-C."""
     def start(argv):
         with parallel.together():
             return run(parse(argv))

@@ -1,15 +1,15 @@
-"""A KV cache that stores no fill level: slot = position in a text, and a block of tokens sees the slots
-before its own first slot, and itself.
+"""A KV cache that stores no fill level: slot = position in a text, and a block of tokens sees the
+slots before its own first slot, and itself.
 
 The one thing to remember: rolling back is starting the next block earlier.
 
     slot              3   4   5   6
-    this round        D   d1  d2  d3     d1 is accepted, d2 refused, and t is chosen in its place
+    this round        D   d1  d2  d3     d1 is accepted, d2 is rejected, and t takes its place
     next round                t   e1     the block starts at t and overwrites what d2 and d3 left
 
-So there is no truncation, no padding mask and no realignment, and the rows of a batch advance at different
-rates for free: a dead slot is hidden by every mask until it is overwritten. The rule on which it all rests: a
-layer that runs a block must already hold every slot before it.
+So there is no truncation, no padding mask and no realignment, and the rows of a batch advance at
+different rates for free: every mask hides a dead slot (one after the text) until it is overwritten.
+One rule makes this work: a layer that runs a block must already hold every slot before it.
 """
 import torch
 
@@ -19,11 +19,11 @@ class KVCache:
         # trap: zeros, not empty. A dead slot is masked to weight 0, but 0 * NaN is NaN.
         self.k = torch.zeros(c.n_layers, batch, c.n_kv_heads, slots, c.head_dim, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)                                   # both (L, B, Hkv, S, D)
-        self.layers = list(zip(self.k, self.v, strict=True))                # views: a write indexes only once
+        self.layers = list(zip(self.k, self.v, strict=True))    # views: a write indexes once
 
     def write(self, layer, k, v, at, start=0):
-        """Store k, v (B, Hkv, T, D) where their tokens stand, `at` a Placement, and return what they may
-        read: the slots from `start` to before at.end, (B, Hkv, S, D)."""
+        """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return what
+        these tokens may read: the slots start .. at.end-1, (B, Hkv, S, D)."""
         (keys, values), T = self.layers[layer], k.shape[2]
         if at.same:
             here = slice(at.first, at.first + T)

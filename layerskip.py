@@ -1,8 +1,8 @@
-"""Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify), one
-drafter for both; and drafting with few of the tokens.
+"""Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify),
+one drafter for both; and drafting with a short vocabulary.
 
-The one thing to remember: the sub-layers before the first gap compute exactly what the verifier would, so
-their keys, values and hidden states are handed over (`reuse`), not computed again.
+The one thing to remember: the sub-layers before the first gap compute exactly what the verifier
+would. The verifier reuses their keys, values and hidden states (`reuse`) instead of computing them.
 """
 import math
 from collections import Counter
@@ -13,8 +13,8 @@ from speculative import Draft, Drafter, chain
 
 
 def without(n_layers, attn=(), mlp=()):
-    """The sub-layers that stay when the attentions of the blocks in `attn` and the MLPs of those in `mlp` are
-    skipped. Raises ValueError for a block that does not exist and where nothing stays.
+    """The sub-layers that stay when the attentions of the blocks in `attn` and the MLPs of those in
+    `mlp` are skipped. Raises ValueError for a block that does not exist, and if nothing stays.
 
     >>> without(3, attn=[1], mlp=[1, 2])
     [0, 1, 4]
@@ -28,7 +28,7 @@ def without(n_layers, attn=(), mlp=()):
 
 
 def skipped(n_layers, sublayers):
-    """The inverse of `without`: (attn, mlp), the blocks whose attention or MLP is not among the sub-layers.
+    """The inverse of `without`: (attn, mlp), the blocks whose attention or MLP is skipped.
 
     >>> skipped(3, [0, 1, 4])
     ([1], [1, 2])
@@ -63,26 +63,26 @@ def shared_prefix(sublayers):
 
 
 class StandIn:
-    """What stands in for a model: all that it does not do itself, its `model` does."""
+    """A wrapper around a model: everything that it does not define is forwarded to `self.model`."""
 
     def __getattr__(self, name):
-        if name == "model":     # trap: copy.copy asks before there is one, and would ask for ever
+        if name == "model":     # trap: copy.copy looks it up before it is set: endless recursion
             raise AttributeError(name)
         return getattr(self.model, name)
 
 
 class ShortHead(StandIn):
-    """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model, with only those rows of its head
-    that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes one.
+    """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model with only those rows of its output
+    head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes one.
 
-    All other tokens have the logit -inf and so q = 0: they are never drafted, and as the target keeps its
-    whole head, the text stays exact. In a model of few blocks the head weighs as much as several of them.
+    All other tokens have the logit -inf, so q = 0: they are never drafted. The target keeps its whole
+    head, so the text stays exact. In a model of few blocks the head costs as much as several blocks.
     """
 
     def __init__(self, model, ids):
         self.model, self.share = model, len(ids) / model.c.vocab_size
         self.ids = torch.tensor(ids, device=model.tok.device)                   # (N,)
-        self.rows = (model.tok if model.head is None else model.head)[self.ids].detach()    # (N, dim), copied
+        self.rows = (model.tok if model.head is None else model.head)[self.ids].detach()  # (N, dim), copied
 
     def unembed(self, x):
         short = self.model.unembed(x, self.rows)                                # (B, T, N)
@@ -91,8 +91,8 @@ class ShortHead(StandIn):
 
 
 def most_frequent(texts, count):
-    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent of them, the most frequent
-    first, "share": of the texts}. Raises ValueError where they hold fewer different ones."""
+    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent, the most frequent
+    first, "share": their share of the texts}. Raises ValueError if there are fewer different ids."""
     seen = Counter(token for ids in texts for token in ids)
     if len(seen) < count:
         raise ValueError(f"a draft vocabulary of {count}: the text holds only {len(seen)} different tokens")
@@ -101,24 +101,24 @@ def most_frequent(texts, count):
 
 
 def same_model(model, state):
-    """Raise ValueError if a model is not the target: then its states and its cache are not the target's."""
+    """Raise ValueError if a model is not the target: they would share no states and no cache."""
     if model.blocks is not state.model.blocks:
         raise ValueError("this drafter reads the target's own states: give it the model that decodes")
 
 
 class SelfDraft(Drafter):
-    """Draft with a subset of the target's sub-layers: range(2E) is early exit after block E (Elhoushi et al.
-    2024, section 4), any other subset is layer skipping (Zhang et al. 2023, section 3).
+    """Draft with a subset of the target's sub-layers: range(2E) is early exit after block E (Elhoushi
+    et al. 2024, section 4), any other subset is layer skipping (Zhang et al. 2023, section 3).
 
     For two drafts d1, d2 after the last known token D:
 
         block          D      d1     d2
-        before the gap kept   kept   run last: nobody drafts from d2, but it must be verified
+        before the gap kept   kept   run last: no token is drafted from d2, but d2 must be verified
         after the gap  rough  rough  -          the verifier begins here, and runs all three
 
-    Drafts write into the target's cache. Before the first gap they write what the verifier would. After it a
-    draft reads exact old keys and its own rough new ones; the verification of this very round overwrites the
-    rough ones before anybody else reads them. (For the sub-layers of another model: `ModelDraft`.)
+    Drafts write into the target's cache. Before the first gap they write what the verifier would. After it
+    a draft reads exact old keys and its own rough new ones; the verification of the same round overwrites
+    the rough ones before anything else reads them. (For the sub-layers of another model: `ModelDraft`.)
     """
 
     def __init__(self, model, sublayers, rule):
@@ -130,14 +130,14 @@ class SelfDraft(Drafter):
         super().begin(state, trace)
 
     def logits(self, state, x, k):
-        """What the draft says after x (B, 1, dim), its state of the token at offset k: raw (B, 1, V)."""
+        """The draft's raw logits (B, 1, V) after x (B, 1, dim), its state of the token at offset k."""
         return self.model.unembed(x)
 
     def propose(self, state):
         m, subs, xs, traces = self.model, self.sublayers, [], []
         shared = shared_prefix(subs)
 
-        def run_shared(token, k):  # what the verifier will not repeat
+        def run_shared(token, k):  # the verifier will not repeat this
             traces.append(dict.fromkeys(tap for tap in state.taps if tap < shared))
             xs.append(m.run(m.embed(token), state.at(k), state.cache, subs[:shared], traces[-1]))
             return xs[-1]                                                       # (B, 1, dim)
@@ -151,6 +151,6 @@ class SelfDraft(Drafter):
         tokens, q, length = chain(state, step, self.rule)
         if not xs:
             return Draft.none(state)
-        run_shared(tokens[:, -1:], len(xs))     # the last draft is not drafted from, but it is verified
+        run_shared(tokens[:, -1:], len(xs))     # the last drafted token is only verified
         trace = {tap: torch.cat([seen[tap] for seen in traces], 1) for tap in traces[0]}
         return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1), trace))

@@ -1,9 +1,9 @@
 """Self-speculative decoding on one page: one text, no cache, one position at a time, nothing clever.
 
-The one thing to remember: the first blocks of the model draft, the whole model judges every draft, and the
-text is exactly what the whole model alone would have written or, when sampling, has the same distribution.
-`speculative.py` does the same with a cache, for many texts and any kind of draft; a test holds the two equal,
-coin for coin.
+The one thing to remember: the first blocks of the model draft, the whole model checks every drafted
+token, and the text is exactly what the whole model alone would have written or, when sampling, has
+the same distribution. `speculative.py` does the same with a cache, for many texts and any kind of
+draft; a test checks that both write the same text and spend the same coins.
 """
 from pathlib import Path
 
@@ -15,36 +15,36 @@ from sampling import Coins, to_probs
 
 
 def distribution(model, tokens, blocks, probs):
-    """What the first `blocks` blocks of the model, and its head, say of the token after `tokens`. (V,)"""
+    """The distribution of the token after `tokens`, from the first `blocks` blocks and the head. (V,)"""
     x = model.embed(torch.tensor([tokens]))                                     # (1, T, dim)
     at = Placement.at(0, len(tokens))
-    x = model.run(x, at, sublayers=range(2 * blocks))                           # a block is two sub-layers
+    x = model.run(x, at, sublayers=range(2 * blocks))                    # a block is two sub-layers
     return probs(model.unembed(x[:, -1:]))[0, 0]
 
 
 def speculate(model, tokens, exit_layer, gamma, probs, coins):
-    """One round. Returns the gamma tokens drafted, how many of them were accepted, and what to append."""
+    """One round. Returns the gamma drafted tokens, how many were accepted, and what to append."""
     # Draft: the first blocks write `gamma` tokens, each drawn from their own distribution q.
     drafted, q, p = [], [], []
     for _ in range(gamma):
         q.append(distribution(model, tokens + drafted, exit_layer, probs))
         drafted.append(int(coins.choose(q[-1])))
-    # Verify: p is what the whole model says at the same places (with a cache: in one pass). Draft k is
-    # accepted with probability min(1, p / q), and the first refusal ends the round.
+    # Verify: p is the whole model's distribution at the same places (with a cache: from one pass).
+    # Drafted token k is accepted with probability min(1, p / q), and the first rejection ends the round.
     for k in range(gamma + 1):
         p.append(distribution(model, tokens + drafted[:k], model.c.n_layers, probs))
     passed = [bool(coins.flip(p[k][t] / q[k][t])) for k, t in enumerate(drafted)]
     accepted = (passed + [False]).index(False)
-    # Correct: in place of a refused draft comes a token from max(p - q, 0), which is what p has and q lacks;
-    # after a draft that was accepted to its end, a bonus token from p.
+    # Correct: a token from the residual max(p - q, 0), what p has and q lacks, replaces the
+    # rejected one. If the whole draft was accepted, a bonus token from p follows it.
     residual = (p[accepted] - q[accepted]).clamp(min=0) if accepted < gamma else p[accepted]
-    residual = residual if residual.sum() > 0 else p[accepted]      # where p = q, rounding can leave nothing
+    residual = residual if residual.sum() > 0 else p[accepted]  # where p = q, rounding can leave nothing
     return drafted, accepted, drafted[:accepted] + [int(coins.choose(residual))]
 
 
 @torch.inference_mode()
 def rounds(model, tokens, max_new, exit_layer, gamma, probs=to_probs, coins=None):
-    """Yield (drafted, accepted, new) of each round, until max_new tokens are there or the text has ended."""
+    """Yield (drafted, accepted, new) per round, until max_new tokens are written or the text ends."""
     tokens, coins, left = list(tokens), coins or Coins(), min(max_new, model.c.max_len - len(tokens))
     while left > 0:
         drafted, accepted, new = speculate(model, tokens, exit_layer, min(gamma, left - 1), probs, coins)

@@ -1,11 +1,11 @@
 """Llama and Gemma-2 in one file: the whole forward pass, written out.
 
-The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x), where f_2i is attention i and
-f_2i+1 is MLP i. `run` applies any subsequence of them, so a self-speculative draft is nothing but a shorter
-list of sub-layers.
+The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x), where f_2i is
+attention i and f_2i+1 is MLP i. `run` applies any subsequence of them, so a self-speculative draft
+is nothing but a shorter list of sub-layers.
 
-Shapes: B rows, T tokens of the block, S slots of the cache, H query heads in Hkv groups of G = H / Hkv, D
-head dim.
+Shapes: B rows (texts), T tokens of the block that a pass reads, S slots of the cache, H query heads
+in Hkv groups of G = H / Hkv, D head dim.
 """
 import math
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SPARE = 8  # slots after the longest text: a row near its limit may write drafts there that are never used
+SPARE = 8  # slots after the longest text: a row near its limit writes drafts there that are never read
 
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. The defaults are Llama's; the eight fields at the end are all that Gemma-2
-    changes."""
+    """The shape of a model. The defaults are Llama's; the eight fields at the end are all that
+    Gemma-2 changes."""
     vocab_size: int
     dim: int
     n_layers: int
@@ -60,9 +60,9 @@ def softcap(x, cap):
 def frequencies(head_dim, theta, scaling=None, device=None):
     """Angle per position of each rotated pair: theta^(-2i/D) (RoFormer, eq. 15). (D/2,) float64.
 
-    scaling "linear" divides all of them by `factor`. "llama3" divides only the slow ones, which turn fewer
-    than `low_freq_factor` times within the original context. Those that turn more than `high_freq_factor`
-    times stay as they are, and those between the two are blended.
+    scaling "linear" divides all of them by `factor`. "llama3" divides only the slow ones, which
+    turn fewer than `low_freq_factor` times within the original context. Those that turn more than
+    `high_freq_factor` times stay as they are, and those between the two are blended.
     """
     freqs = theta ** -(torch.arange(0, head_dim, 2, device=device, dtype=torch.float64) / head_dim)
     if scaling is None:
@@ -77,29 +77,29 @@ def frequencies(head_dim, theta, scaling=None, device=None):
 
 
 def rope(positions, freqs):
-    """cos and signed sin for `rotate`. positions (...), freqs (D/2,) -> two tensors (..., D), float64."""
+    """cos and signed sin for `rotate`. positions (...), freqs (D/2,) -> two of (..., D), float64."""
     angles = positions[..., None] * freqs                                   # (..., D/2)
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)       # the sign of the rotation lives in sin
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)  # the sign of the rotation lives in sin
 
 
 def rotate(x, cos, sin):
     """Turn each pair (x_i, x_{i+D/2}) by its angle. x, cos, sin: (..., D).
 
-    trap: this is the half-split pairing of Hugging Face checkpoints; Meta's own files pair (x_2i, x_2i+1).
+    trap: Hugging Face checkpoints pair the two halves like this; Meta's own files pair (x_2i, x_2i+1).
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def visible(positions, slots, end, tree=None, window=None):
-    """Which of the slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
+    """Which slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
 
-    The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes have read
-    the others. A token sees every slot that lies before the first slot of the M and before its own position;
-    and of the M tokens those that tree (B or 1, T, M) or (T, M) marks, or, without a tree, itself and those
-    before it. `window` hides the keys that are `window` or more positions back.
+    The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes have
+    read the others. A token sees every slot before the first slot of the M tokens and before its own
+    position. Of the M tokens it sees those that `tree` (B or 1, T, M) or (T, M) marks; without a tree,
+    itself and those before it. `window` hides the keys that are `window` or more positions back.
 
-    >>> at = torch.tensor([[2, 3]])                 # a block of two tokens, after two slots that are filled
+    >>> at = torch.tensor([[2, 3]])         # a block of two tokens, after two filled slots
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet: no token sees it
     [[[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]]
     >>> visible(at, at, end=5, window=2).int().tolist()
@@ -111,10 +111,10 @@ def visible(positions, slots, end, tree=None, window=None):
         tree = torch.ones(M, M, dtype=torch.bool, device=slots.device).tril()
     T = tree.shape[-2]
     own = positions[:, M - T :]                                                 # (B, T)
-    mask = slot < torch.minimum(slots[:, :1], own)[..., None]                   # (B, T, S) before the M
+    mask = slot < torch.minimum(slots[:, :1], own)[..., None]               # (B, T, S) before the M
     mask = mask.scatter(2, slots[:, None].expand(B, T, M), tree.expand(B, T, M))  # among the M
     if window is not None:
-        key = slot.expand(B, end).scatter(1, slots, positions)                  # (B, S) position of each slot
+        key = slot.expand(B, end).scatter(1, slots, positions)        # (B, S) position of each slot
         mask = mask & (own[..., None] - key[:, None] < window)
     return mask
 
@@ -122,10 +122,10 @@ def visible(positions, slots, end, tree=None, window=None):
 class Placement(NamedTuple):
     """Where the T tokens of a block stand.
 
-    A position sets the rotation, a slot the place in the cache. They differ only in a tree, whose siblings
-    share a position, and without a cache, where slots count from 0. M > T only while a tree grows: then the
-    block is the last T of the M tokens. `first` and `end` are known to the host, so that a pass never waits
-    for a GPU.
+    The position sets the rotation, the slot the place in the cache. They differ only in a tree,
+    where siblings share a position, and without a cache, where slots count from 0. M > T only while
+    a tree grows: then the block is the last T of the M tokens. `first` and `end` are known to the
+    host, so that a pass never waits for a GPU.
     """
     positions: torch.Tensor             # (B or 1, M)
     slots: torch.Tensor                 # (B or 1, M)
@@ -145,7 +145,7 @@ class Placement(NamedTuple):
 
 
 def block_only(k, v):
-    """What attention reads where there is no cache."""
+    """What attention reads when there is no cache."""
     return k, v
 
 
@@ -162,7 +162,7 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         if self.offset == 0:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # trap: 1 + w rounded to bfloat16 is off by .14 % on average, so this norm works in float32 or wider
+        # trap: 1 + w rounded to bfloat16 is off by 0.14 % on average: compute in float32 or wider
         wide = torch.promote_types(x.dtype, torch.float32)
         w = self.offset + self.weight.to(wide)
         return F.rms_norm(x.to(wide), w.shape, w, self.eps).to(x.dtype)
@@ -171,8 +171,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, explicit because soft-caps and trees need the scores.
 
-    wqkv stacks, for each KV head, its G query heads, its key and its value: one product serves all three. The
-    G queries that share a key become G times as many rows of the scores, so that no key or value is copied.
+    wqkv stacks, for each KV head, its G query heads, its key and its value: one product for all. The
+    G queries that share a key become G times as many score rows, so that no key or value is copied.
     """
 
     def __init__(self, c):
@@ -184,18 +184,18 @@ class Attention(nn.Module):
         self.scale = c.head_dim ** -0.5 if c.query_scale is None else c.query_scale
 
     def forward(self, x, cos, sin, mask, store):
-        """store(k, v), both (B, Hkv, T, D), keeps them and returns all that the block reads: (B, Hkv, S, D).
-        mask (B, 1, 1, T, S) is added to the scores; None where every token sees every key."""
+        """store(k, v), both (B, Hkv, T, D), keeps them and returns all that the block reads, (B, Hkv, S, D).
+        mask (B, 1, 1, T, S) is added to the scores; None if every token sees every key."""
         (B, T, _), (Hkv, N, D) = x.shape, self.grouped
         G = N - 2
-        qkv = F.linear(x, self.wqkv).view(B, T, Hkv, N, D).to(cos.dtype)        # (B, T, Hkv, G+2, D)
-        qk = rotate(qkv[..., :-1, :], cos, sin)                                 # (B, T, Hkv, G+1, D)
+        qkv = F.linear(x, self.wqkv).view(B, T, Hkv, N, D).to(cos.dtype)       # (B, T, Hkv, G+2, D)
+        qk = rotate(qkv[..., :-1, :], cos, sin)                                # (B, T, Hkv, G+1, D)
         k, v = store(qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))  # (B, Hkv, S, D)
         q = (qk[..., :-1, :] * self.scale).permute(0, 2, 3, 1, 4)               # (B, Hkv, G, T, D)
         scores = torch.bmm(q.reshape(B * Hkv, G * T, D), k.flatten(0, 1).mT)    # (B*Hkv, G*T, S)
         scores = softcap(scores, self.c.attn_softcap)
         if mask is not None:
-            scores.view(B, Hkv, G, T, -1).add_(mask)  # in place: for a long prompt nothing is larger
+            scores.view(B, Hkv, G, T, -1).add_(mask)  # in place: scores are the largest tensor
         y = torch.bmm(scores.softmax(-1), v.flatten(0, 1))                     # (B*Hkv, G*T, D)
         y = y.view(B, Hkv, G, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, -1)    # (B, T, H*D)
         return F.linear(y.to(x.dtype), self.wo)                                 # (B, T, dim)
@@ -205,7 +205,7 @@ class MLP(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.act = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}[c.act]
-        self.gate_up = weight(2 * c.hidden_dim, c.dim)                          # one product for both
+        self.gate_up = weight(2 * c.hidden_dim, c.dim)                        # one product for both
         self.down = weight(c.dim, c.hidden_dim)
 
     def forward(self, x):
@@ -216,8 +216,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Two sub-layers, each norm -> f -> (Gemma-2: norm again).
 
-    trap: Hugging Face calls the norm *before* Llama's MLP `post_attention_layernorm`; in Gemma-2 the same
-    name is a true post-norm.
+    trap: Hugging Face calls the norm *before* Llama's MLP `post_attention_layernorm`; in Gemma-2
+    the same name is a true post-norm.
     """
 
     def __init__(self, c):
@@ -236,7 +236,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
         self.norm = RMSNorm(c)
         self.head = None if c.tied else weight(c.vocab_size, c.dim)
-        # trap: the scale is rounded to the weights' dtype, as in the original (bfloat16: 59.75, not 59.87)
+        # trap: round the scale to the weights' dtype, as the original does (bfloat16: 59.75, not 59.87)
         self.register_buffer("scale", torch.tensor(c.embed_scale, dtype=torch.float64), persistent=False)
         self.table = None
 
@@ -245,34 +245,34 @@ class Transformer(nn.Module):
         return F.embedding(tokens, self.tok) * self.scale
 
     def attention_dtype(self):
-        """The type in which attention computes and the cache stores. On the CPU half types are raised to
-        float32: a product of two of them has no fast path there, and the rotation casts at no extra cost."""
+        """The dtype of attention and of the cache. On the CPU half types become float32: a product
+        of two of them has no fast path there, and the rotation casts at no extra cost."""
         w = self.tok
         return w.dtype if w.is_cuda else torch.promote_types(w.dtype, torch.float32)
 
     def angles(self, end):
-        """The table of cos and sin for the positions before `end`, and maybe more: (rows, D) each. It follows
-        the weights' dtype and device and doubles when `end` outgrows it, so that a short prompt does not pay
-        for a long context."""
+        """The table of cos and sin for at least the positions before `end`: (rows, D) each. It has
+        the dtype and device of the weights, and doubles when `end` outgrows it, so that a short
+        prompt does not pay for a long context."""
         t, dtype, device = self.table, self.attention_dtype(), self.tok.device
         if t is None or t[0].dtype != dtype or t[0].device != device or t[0].shape[0] < end:
             c, rows = self.c, max(256, 1 << (end - 1).bit_length())
-            with torch.inference_mode(False):  # trap: training cannot use tensors that were made in that mode
+            with torch.inference_mode(False):  # trap: training cannot use tensors made in that mode
                 freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
                 at = torch.arange(rows, device=device, dtype=torch.float64)
                 t = self.table = [part.to(dtype) for part in rope(at, freqs)]   # (rows, D)
         return t
 
     def run(self, x, at, cache=None, sublayers: Sequence[int] | None = None, trace=None, table=None):
-        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim), whose
-        tokens stand `at` a Placement. trace: a dict whose keys are the sub-layers to look at; each gets
-        x (B, T, dim) as it is after it. table: what `angles` returns, if the caller has it."""
+        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim),
+        whose tokens stand `at` a Placement. trace: a dict whose keys are sub-layers; each value becomes
+        x (B, T, dim) after that sub-layer. table: what `angles` returns, if the caller has it."""
         c, T = self.c, x.shape[1]
-        start = 0 if c.window is None else max(0, at.first + 1 - c.window)      # sliding layers begin here
+        start = 0 if c.window is None else max(0, at.first + 1 - c.window)  # sliding layers begin here
         masks = self.masks(at, T, start)
         here = slice(at.first, at.first + T) if at.same else at.positions[:, -T:]
         cos, sin = (t[here].unflatten(-2, (-1, 1, 1)) for t in table or self.angles(at.end))
-        store, blocks = block_only, tuple(self.blocks)      # indexing a ModuleList takes longer than a norm
+        store, blocks = block_only, tuple(self.blocks)  # indexing a ModuleList is slower than a norm
         for i in range(2 * c.n_layers) if sublayers is None else sublayers:
             layer, is_mlp = divmod(i, 2)
             b = blocks[layer]
@@ -288,8 +288,8 @@ class Transformer(nn.Module):
         return x
 
     def masks(self, at, T, start):
-        """{window: what is added to the scores, 0 where visible and -inf elsewhere, (B or 1, 1, 1, T, S), for
-        the slots that a layer with this window reads, from 0 or `start` on; None where nothing is hidden}."""
+        """{window: what is added to the scores, 0 where visible and -inf elsewhere}, (B or 1, 1, 1, T, S),
+        for the slots that such a layer reads, from 0 or `start` on. None: nothing is hidden."""
         reads = {None: 0, self.c.window: start}
         if T == 1 and at.same:
             return dict.fromkeys(reads)
@@ -300,8 +300,8 @@ class Transformer(nn.Module):
         return {window: zeros.masked_fill(~each, -math.inf) for window, each in seen.items()}
 
     def unembed(self, x, rows=None):
-        """(B, T, dim) -> raw logits (B, T, V): final norm, head, final soft-cap. rows (N, dim): some rows of
-        the head, and then (B, T, N)."""
+        """(B, T, dim) -> raw logits (B, T, V): final norm, output head, final soft-cap. rows
+        (N, dim): some rows of the head instead of all, which gives (B, T, N)."""
         head = self.tok if self.head is None else self.head
         return softcap(F.linear(self.norm(x), head if rows is None else rows), self.c.final_softcap)
 

@@ -1,7 +1,7 @@
 """Logits -> distribution -> token. One `to_probs` serves target, draft and plain decoding.
 
-The one thing to remember: every random decision about a text is a flip or a choice, and both spend uniforms
-of a `Coins` object. Replace it and a run can be replayed, or every outcome of it enumerated.
+The one thing to remember: every random decision about a text is a flip or a choice, and both spend
+uniforms of a `Coins` object. Replace that object to replay a run, or to enumerate all its outcomes.
 """
 import torch
 
@@ -9,24 +9,24 @@ import torch
 def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     """Logits (..., V) -> probabilities (..., V), in float32 or wider.
 
-    The order is fixed: temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al. 2024). Exactly
-    min(top_k, V) tokens stay; top-p keeps the smallest set whose mass reaches it, at least one token; then
-    tokens below min_p times the most likely one go. Ties are broken towards the lower id. Temperature 0 is an
-    exact one-hot. Raises ValueError for a setting out of range.
+    The order is fixed: temperature, top-k, top-p (Holtzman et al. 2020), min-p (Nguyen et al.
+    2024). Exactly min(top_k, V) tokens stay; top-p keeps the smallest set whose mass reaches it, at
+    least one token; then tokens below min_p times the most likely one go. Ties are broken towards
+    the lower id. Temperature 0 is an exact one-hot. Raises ValueError for a setting out of range.
 
     >>> logits = torch.tensor([2.0, 1.0, 1.0, 0.0])
     >>> to_probs(logits)                                    # greedy is sampling from a one-hot
     tensor([1., 0., 0., 0.])
     >>> to_probs(logits, temperature=1.0)
     tensor([0.5344, 0.1966, 0.1966, 0.0723])
-    >>> to_probs(logits, temperature=1.0, top_k=2)          # of the two ties the lower id stays
+    >>> to_probs(logits, temperature=1.0, top_k=2)          # of the two equal logits the lower id stays
     tensor([0.7311, 0.2689, 0.0000, 0.0000])
     """
     check(temperature, top_k, top_p, min_p)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    # trap: subtract the maximum first, or a small temperature overflows; 1e-30, because float32 ends at 1e-38
+    # trap: subtract the maximum first, or a small temperature overflows; float32 ends at 1e-38
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is None and top_p in (None, 1) and min_p is None:
         return logits.softmax(-1)
@@ -40,7 +40,7 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
 
 
 def raw_probs(logits):
-    """What a model says by itself: the softmax without temperature and cuts, in float32 or wider."""
+    """The model's own distribution: softmax without temperature or cuts, in float32 or wider."""
     return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -59,25 +59,25 @@ def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
 
 
 def signed(n):
-    """The 64 bits of a whole number as torch's int64 holds them: from -2^63 to 2^63 - 1."""
+    """The int64 with the same 64 bits as an unsigned number: torch has no unsigned arithmetic."""
     return (n + 2**63) % 2**64 - 2**63
 
 
 def shift(z, bits):
-    """z >> bits without the copies of the sign bit that torch shifts in."""
+    """z >> bits that shifts in zeros, where torch shifts in copies of the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniforms(seed, first, count, device=None):
     """Numbers first .. first + count - 1 of the stream of a seed, in [0, 1). (count,) float64
 
-    SplitMix64 (Steele, Lea & Flood 2014), which any language repeats in ten lines: number i is the top 53
-    bits of mix(seed + (i + 1) * 0x9E3779B97F4A7C15), times 2^-53, where all arithmetic is modulo 2^64.
+    SplitMix64 (Steele, Lea & Flood 2014), ten lines in any language: number i is the top 53 bits of
+    mix(seed + (i + 1) * 0x9E3779B97F4A7C15), times 2^-53, where all arithmetic is modulo 2^64.
 
     >>> uniforms(0, 0, 2).tolist()
     [0.8833108082136426, 0.43152799704850997]
     """
-    z = torch.arange(first + 1, first + 1 + count, device=device)               # integers: exact everywhere
+    z = torch.arange(first + 1, first + 1 + count, device=device)       # integers: exact everywhere
     z = z * signed(0x9E3779B97F4A7C15) + signed(seed)
     z = (z ^ shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
     z = (z ^ shift(z, 27)) * signed(0x94D049BB133111EB)
@@ -85,14 +85,14 @@ def uniforms(seed, first, count, device=None):
 
 
 class Coins:
-    """The uniforms of one seed, spent one after the other. The stream is the same on every device and in
-    every port, and it does not depend on how many are computed at once.
+    """The uniforms of one seed, spent one after the other. The stream is the same on every device
+    and in every port, and it does not depend on how many are computed at once.
 
-    The order in which the library spends them belongs to its interface, since ports and golden traces depend
-    on it: each drawn draft token spends one for every row, and a copied one none; a chain is drawn before its
-    siblings, and these are drawn rank by rank; verifying K drafts, of a chain or a tree, spends K for every
-    row, also after a refusal; then one for every row chooses its next token. `version` counts the changes of
-    that order.
+    The order of spending is part of the interface, since ports and golden traces depend on it. Each
+    drafted token that is drawn spends one uniform per row; copied tokens spend none. A chain is
+    drawn before its siblings, and siblings rank by rank. Verifying K drafted tokens, of a chain or
+    a tree, spends K per row, also after a rejection. Then one per row chooses the next token.
+    `version` counts the changes of that order.
     """
     version = 1
 
@@ -113,9 +113,9 @@ class Coins:
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def choose(self, weights):
-        """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform each, turned
-        into an index by the inverse of the cumulative distribution over rising id."""
+        """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform
+        each, mapped to an index by the inverse of the cumulative distribution over rising ids."""
         cdf = weights.double().cumsum(-1)                                   # (..., V)
         u = self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)
-        # `right` steps over weights of zero; the clamp is for weights all zero or NaN, which callers refuse
+        # `right` skips weights of zero; the clamp is for weights all zero or NaN, which callers report
         return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_(max=cdf.shape[-1] - 1)[..., 0]

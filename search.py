@@ -3,8 +3,8 @@
     python search.py --model weights/stories-llama --text stories.txt --trials 200 --out found
     python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json --compare
 
-The one thing to remember: a trial is one pass over a text and needs no stopwatch, and trial i depends on
-nothing but the seed and the trials before it: a search that was killed goes on where it was.
+The one thing to remember: a trial is one pass over a text, without a stopwatch, and trial i depends
+only on the seed and the trials before it. So a search that was killed goes on where it stopped.
 """
 import hashlib
 import itertools
@@ -25,21 +25,20 @@ from kvcache import KVCache
 from layerskip import ShortHead, check_sublayers, most_frequent, shared_prefix, skipped
 from model import Placement
 from sampling import to_probs
-from support import cli, files
-from support.measure import read_costs
+from support import files
 
-JITTER = 1e-10  # on the diagonal, relative to the signal: rounding must make no matrix indefinite
+JITTER = 1e-10  # on the diagonal, relative to the signal, so that rounding makes no matrix indefinite
 FIRST, REFIT = 10, 5  # random trials at the start; trials between two fits of the process
 LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "draft_vocab.json"
 
 
 class Teacher:
-    """One pass of the target over a text, kept so that any number of drafts can be scored against it without
-    decoding: how likely would the *first* drafted token after each position be accepted? All positions draft
-    in one pass, each in a spare slot of its own. For a text of T = 4:
+    """One pass of the target over a text, kept so that any number of drafts can be scored against
+    it without decoding: how likely would the *first* drafted token after each position be accepted?
+    All positions draft in one pass, each in its own spare slot. For a text of T = 4:
 
         slot      0 1 2 3 | 4 5 6 7
-        query 2   x x . . | . . x .     the target's keys before position 2, and the draft's own key of it
+        query 2   x x . . | . . x .     the target's keys before position 2, and the draft's key at it
     """
 
     @torch.inference_mode()
@@ -52,12 +51,12 @@ class Teacher:
         self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
         x, trace = model.embed(self.tokens), dict.fromkeys(range(2 * c.n_layers))
         model.run(x, Placement.at(0, T, x.device), self.cache, trace=trace)
-        self.states = [x, *trace.values()]                  # states[i] enters sub-layer i: (1, T, dim) each
+        self.states = [x, *trace.values()]          # states[i] enters sub-layer i: (1, T, dim) each
         self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
 
     @torch.inference_mode()
     def draft(self, sublayers, drafting=None):
-        """q (1, T, V), from which the first token after each position is drafted. drafting: a `ShortHead`."""
+        """q (1, T, V), from which the token after each position is drafted. drafting: a `ShortHead`."""
         subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
         shared = shared_prefix(subs)
         here, spare = (torch.arange(i, i + T, device=self.p.device)[None] for i in (0, T))
@@ -67,20 +66,20 @@ class Teacher:
         return self.probs((drafting or self.model).unembed(x))
 
     def acceptance(self, sublayers, drafting=None):
-        """How likely the first drafted token after each position is accepted. (T,) float64, on the CPU"""
+        """The acceptance rate of a first token after each position. (T,) float64, on the CPU"""
         return self.overlap(self.draft(sublayers, drafting))
 
     def overlap(self, q):
-        """The same for tokens that are drawn from any q (1, T, V): the sum of q min(1, p / q), which is that
-        of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
+        """The same for tokens drawn from any q (1, T, V): the sum of q min(1, p / q), which equals
+        the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
         both = torch.minimum(self.p, q).double().sum(-1)[0].cpu()
-        # trap: the float32 sum of a distribution can exceed 1. NaN: the draft overflows; `verify` rejects it
+        # trap: a float32 sum of probabilities can exceed 1. NaN: an overflow, which `verify` rejects
         return both.clamp(max=1).nan_to_num(0.0)
 
 
 class Calibration:
-    """The text that skip sets are scored on: the first `tokens` tokens of its documents, one Teacher each.
-    drafting: a ShortHead that stands in for the model while it drafts."""
+    """The text that skip sets are scored on: the first `tokens` tokens of its documents, one
+    Teacher each. drafting: a ShortHead that replaces the model while it drafts."""
 
     def __init__(self, model, tokenizer, documents, tokens, probs=to_probs, drafting=None):
         self.drafting, self.share, self.ids = drafting, drafting.share if drafting else 1.0, []
@@ -93,13 +92,13 @@ class Calibration:
         self.teachers = [Teacher(model, ids, probs) for ids in self.ids]
 
 
-# what a set scored: the value that the search maximises; the c of the formulas; the best gamma
+# value: what the search maximises; cost: the c of the formulas; gamma: the best one
 Trial = namedtuple("Trial", "value alpha cost gamma speedup")
 
 
 def speedup(calibration, costs, sublayers):
-    """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances along a
-    text). Gamma is at least 1: values below 1 still tell a bad set from a worse one."""
+    """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances
+    along a text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse one."""
     series = [t.acceptance(sublayers, calibration.drafting) for t in calibration.teachers]
     cost = costs.step(sublayers, calibration.share)
     gamma = best_gamma(series, cost, least=1, block=costs.block)
@@ -114,11 +113,11 @@ def distances(a, b, groups):
 
 
 def kernel(d, theta):
-    """The covariance of two sets: exp(theta_s - sum over groups g of e^theta_g d_g). d (G, N, M) -> (N, M).
+    """The covariance of two sets: exp(theta_s - sum over g of e^theta_g d_g). d (G, N, M) -> (N, M).
 
-    theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance (theta_s), and of
-    the noise's variance. Each bit that differs contributes the factor e^-weight, so that the matrix over all
-    sets is a Kronecker product of positive definite 2 x 2 matrices.
+    theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance
+    (theta_s), and of the noise's variance. Each bit that differs contributes a factor e^-weight, so
+    the matrix over all sets is a Kronecker product of positive definite 2 x 2 matrices.
     """
     return torch.exp(theta[-2] - (theta[:-2].exp()[:, None, None] * d).sum(0))
 
@@ -126,9 +125,9 @@ def kernel(d, theta):
 class GaussianProcess:
     """Regression on observed values (Rasmussen and Williams 2006, Algorithm 2.1), in float64.
 
-    z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted from 0; the
-    bits of a group share one weight. theta: where the fit starts, or what is used if `fit` is false; None is
-    the centre of the priors. Inside, y always has mean 0 and deviation 1.
+    z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted from
+    0; the bits of a group share one weight. theta: where the fit starts, or the value itself if `fit`
+    is false; None is the centre of the priors. Inside, y always has mean 0 and standard deviation 1.
     """
 
     def __init__(self, z, y, groups, theta=None, fit=True):
@@ -141,22 +140,22 @@ class GaussianProcess:
         if fit:
             self.fit()
         self.L = torch.linalg.cholesky(self.covariance(self.theta))             # (N, N)
-        self.dual = torch.cholesky_solve(self.y[:, None], self.L)               # (N, 1): covariance^-1 y
+        self.dual = torch.cholesky_solve(self.y[:, None], self.L)          # (N, 1): covariance^-1 y
 
     def covariance(self, theta):
         noise = theta[-1].exp() + JITTER * theta[-2].exp()
         return kernel(self.d, theta) + noise * torch.eye(len(self.y), dtype=torch.float64)
 
     def loss(self, theta):
-        """Minus the log marginal likelihood (ibid., eq. 2.30), minus the log of a weak prior, without
-        which a handful of values could move theta anywhere: normal, with a deviation of 2."""
+        """Minus the log marginal likelihood (ibid., eq. 2.30), minus the log of a weak normal prior
+        with a standard deviation of 2. Without it a handful of values could move theta anywhere."""
         L = torch.linalg.cholesky(self.covariance(theta))
         half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)   # (N, 1)
         return (0.5 * half.square().sum() + L.diagonal().log().sum()
                 + 0.5 * len(self.y) * math.log(2 * math.pi) + 0.125 * (theta - self.prior).square().sum())
 
     def fit(self):
-        """Move theta to where the loss is lower; keep it where that ends in numbers that are not finite."""
+        """Minimise the loss over theta; keep the old theta if the new one is not finite."""
         theta = self.theta.clone().requires_grad_()
 
         def closure():
@@ -168,7 +167,7 @@ class GaussianProcess:
         self.theta = theta.detach() if theta.isfinite().all() else self.theta
 
     def predict(self, z):
-        """Mean and standard deviation of the value, without noise, at the sets z (M, n): two tensors (M,)."""
+        """Mean and standard deviation of the noiseless value at the sets z (M, n): two tensors (M,)."""
         k = kernel(distances(self.z, z.double(), self.groups), self.theta)      # (N, M)
         half = torch.linalg.solve_triangular(self.L, k, upper=False)            # (N, M)
         variance = (self.theta[-2].exp() - half.square().sum(0)).clamp(min=0)   # (M,)
@@ -179,14 +178,14 @@ def expected_improvement(mean, std, best):
     """E[max(0, f - best)] for a normal f with this mean and deviation (Jones et al. 1998, eq. 15)."""
     gap, std = mean - best, std.clamp(min=1e-12)
     u = gap / std
-    # trap: where the mean is far below the best, the two terms nearly cancel, and torch.special.ndtr of
-    # many numbers at once is not exact enough for that
-    above = torch.special.log_ndtr(u).exp()                                     # how likely f exceeds best
+    # trap: where the mean is far below the best, the two terms nearly cancel, and
+    # torch.special.ndtr on many numbers at once is not exact enough for that
+    above = torch.special.log_ndtr(u).exp()                         # the chance that f exceeds best
     return (gap * above + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
 
 
 def climb(score, starts, allowed):
-    """Local search: from each start (S, n), flip the bit that raises the score most, as long as one does.
+    """Local search: from each start (S, n), flip the bit that raises the score most, while one does.
 
     score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores (S,).
     """
@@ -194,7 +193,7 @@ def climb(score, starts, allowed):
     value = score(z)
     flips = torch.eye(n, dtype=torch.float64)
     while True:
-        near = (z[:, None] - flips).abs()                                       # (S, n, n): bit j flipped
+        near = (z[:, None] - flips).abs()                                 # (S, n, n): bit j flipped
         flat = near.flatten(0, 1)                                               # (S * n, n)
         scores = torch.where(allowed(flat), score(flat), -math.inf).view(len(z), n)
         top, which = scores.max(1)                                              # (S,)
@@ -210,8 +209,8 @@ def climb(score, starts, allowed):
 
 @dataclass(frozen=True)
 class Space:
-    """All sets that may be tried, as vectors of bits: bit j is 1 where sub-layer `skippable[j]` is skipped.
-    Some sub-layer stays."""
+    """All sets that may be tried, as vectors of bits: bit j is 1 where sub-layer `skippable[j]` is
+    skipped. At least one sub-layer stays."""
     n_layers: int
     skippable: tuple[int, ...]
 
@@ -238,10 +237,10 @@ class Space:
 
 
 def propose(space, entries, seed):
-    """(z, theta) of the trial that follows the trials `entries`. z (n,): the set to try, None where 1000
-    random ones are all known. theta: the process's hyper-parameters, None in the first, random trials."""
-    zs = torch.tensor([[float(b) for b in e["bits"]] for e in entries], dtype=torch.float64)    # (N, n)
-    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)                       # (N,)
+    """(z, theta) of the trial after those in `entries`. z (n,): the set to try, None if 1000 random
+    ones are all known. theta: the hyper-parameters of the process, None in the first, random trials."""
+    zs = torch.tensor([[float(b) for b in e["bits"]] for e in entries], dtype=torch.float64)  # (N, n)
+    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)                     # (N,)
     g, known = torch.Generator().manual_seed((seed * 1_000_003 + len(entries)) % 2**63), zs.tolist()
     drawn = (space.random(g) for _ in range(1000))
     untried = (z for z in drawn if z.tolist() not in known)
@@ -261,8 +260,8 @@ def propose(space, entries, seed):
 
 
 def search(space, evaluate, count, seed=0, entries=()):
-    """Continue from the trials in `entries` until there are `count`, or until no other set is found. Yields
-    each new trial as an entry of the log. evaluate(sublayers) -> Trial."""
+    """Continue from the trials in `entries` until there are `count`, or until no new set is found.
+    Yields each new trial as an entry of the log. evaluate(sublayers) -> Trial."""
     entries = list(entries)
     while len(entries) < count:
         z, theta = propose(space, entries, seed)
@@ -278,17 +277,18 @@ def search(space, evaluate, count, seed=0, entries=()):
 
 
 def parse(argv):
+    from support import cli  # late: only this command needs it, not the library above
     p = cli.Parser(description="Search for the sub-layers to skip while drafting.", allow_abbrev=False)
     add = p.add_argument
     add("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     add("--text", required=True, metavar="FILE",
-        help=f'of documents, separated by {files.BOUNDARY} or in lines of JSON under "text"')
-    add("--out", required=True, metavar="DIR", help="of the results; a search that was stopped there goes on")
-    add("--trials", type=int, default=100, metavar="N", help="in all, those of earlier runs included")
-    add("--tokens", type=int, default=512, metavar="N", help="of the text, to score drafts on")
-    add("--temperature", type=float, default=0.0, metavar="T", help="at which drafts will be used")
-    add("--top-p", type=float, metavar="P", help="with which drafts will be used")
-    add("--costs", metavar="FILE", help="from lab.bench costs --out (default: the weights that are read)")
+        help=f'documents, separated by {files.BOUNDARY} or in lines of JSON under "text"')
+    add("--out", required=True, metavar="DIR", help="for the results; a stopped search goes on there")
+    add("--trials", type=int, default=100, metavar="N", help="in all, including earlier runs")
+    add("--tokens", type=int, default=512, metavar="N", help="how much of the text to score drafts on")
+    add("--temperature", type=float, default=0.0, metavar="T", help="at which the drafts will be used")
+    add("--top-p", type=float, metavar="P", help="with which the drafts will be used")
+    add("--costs", metavar="FILE", help="from lab.bench costs --out (default: costs counted in weights)")
     add("--protect", type=int, nargs="*", default=[0, 1], metavar="I", help="sub-layers that always stay")
     add("--draft-vocab", type=int, metavar="N",
         help=f"draft with only the N most frequent tokens of the text, written to {VOCAB} (FR-Spec)")
@@ -302,7 +302,7 @@ def parse(argv):
 
 
 def header(a, model, tokenizer, documents, costs, space):
-    """The first line of the log: a hash of all that the trials depend on, and the sub-layer of each bit."""
+    """The first line of the log: a hash of all that trials depend on, and the sub-layer of each bit."""
     facts = (a.tokens, a.temperature, a.top_p, a.draft_vocab, a.seed, a.dtype, model.c, tokenizer.to_str(),
              documents, costs, space)
     h = hashlib.sha256(repr(facts).encode())
@@ -312,7 +312,7 @@ def header(a, model, tokenizer, documents, costs, space):
 
 
 def describe(space, entry):
-    """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and what that is worth."""
+    """What generate.py --skip reads: the blocks whose attention or MLP is skipped, and the gain."""
     attn, mlp = skipped(space.n_layers, space.sublayers([int(b) for b in entry["bits"]]))
     gamma = entry["gamma"] if entry["speedup"] > 1 else 0
     return {"attn": attn, "mlp": mlp, "gamma": gamma, "alpha": entry["alpha"], "c": entry["c"],
@@ -320,6 +320,7 @@ def describe(space, entry):
 
 
 def run(argv):
+    from support.measure import read_costs
     a = parse(argv)
     model, tokenizer = checkpoint.load(a.model, a.device, getattr(torch, a.dtype))
     documents, c, out = files.read_texts(Path(a.text), "text", files.BOUNDARY), model.c, Path(a.out)
@@ -328,7 +329,7 @@ def run(argv):
         raise ValueError(f"--protect: name some of the sub-layers 0 to {2 * c.n_layers - 1}, but not all")
     costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
     probs, short = partial(to_probs, temperature=a.temperature, top_p=a.top_p), None
-    if a.draft_vocab:  # each document ends with an end of text, which drafts should know, too
+    if a.draft_vocab:  # with the end of text of each document, which drafts should know, too
         texts = [checkpoint.encode(tokenizer, text) + list(c.eos[:1]) for text in documents]
         vocab = most_frequent(texts, a.draft_vocab)
         short = ShortHead(model, vocab["ids"])
@@ -350,6 +351,7 @@ def run(argv):
 
 
 def main(argv=None):
+    from support import cli
     return cli.main(run, argv)
 
 

@@ -2,17 +2,17 @@
 
 The one thing to remember: plain decoding is speculative decoding with an empty draft.
 
-One round, with K = 3 tokens drafted after D, the last token that is known. Every round reads D itself, too,
-because the distribution of the token after it is needed. In the first round D is the prompt's last token.
+One round, with K = 3 tokens drafted after D, the last known token (in the first round the prompt's
+last). Every round reads D itself, too, because it needs the distribution of the token after D.
 
     slot      7   8   9   10
-    block     D   d1  d2  d3       one pass of the target reads the block and gives a row of p at each slot:
+    block     D   d1  d2  d3       one target pass reads the block and gives a row of p at each slot:
     row of p  0   1   2   3        the distribution of the token after it,
     judges    d1  d2  d3  -        so row k judges draft k + 1; q has a row for each draft, too
-    verdict   ok  no  dead         d1 is kept with probability min(1, p/q), d2 is refused, d3 does not count
-    text      D   d1  t            t is drawn from max(p - q, 0) in row 1; had all three been kept, a bonus
-                                   token would have been drawn from row 3
-    next              t   e1       the next block starts at slot 9, over what the dead drafts left there
+    verdict   ok  no  dead         each passes with probability min(1, p/q); here d2 is rejected: d3 is dead
+    text      D   d1  t            t is drawn from max(p - q, 0) in row 1; had all three been accepted,
+                                   a bonus token would have been drawn from row 3
+    next              t   e1       the next block starts at slot 9 and overwrites what d2 and d3 left
 """
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,22 +29,22 @@ from verification import verify, verify_tree
 
 @dataclass
 class State:
-    """What the loop knows. Row b has the tokens[b, :n[b]], and the cache holds at least all but the last."""
-    tokens: torch.Tensor       # (B, S) slot = position; entries from n onwards are dead
+    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds at least all but the last."""
+    tokens: torch.Tensor       # (B, S) slot = position; entries from n on are dead
     n: torch.Tensor            # (B,) how many tokens of each row are known
-    left: torch.Tensor         # (B,) tokens the row may still emit; 0 = finished
+    left: torch.Tensor         # (B,) how many tokens it may still emit; 0 = finished
     cache: KVCache
     model: Transformer         # the target
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
-    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter wants to see
-    known: list[list[int]]     # the known tokens once more, on the host: reading them waits for no device
+    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter reads
+    known: list[list[int]]     # a host copy of the known tokens: reading it does not wait for a GPU
     left_cpu: list[int]        # `left`, on the host
-    slots: torch.Tensor        # (1, S) their numbers, of which `at` takes a part
+    slots: torch.Tensor        # (1, S) 0, 1, 2, ...: `at` takes slices of it
 
     def at(self, first, stop=None):
-        """The Placement of the offsets first .. stop-1, or of `first` alone, counted from each row's last
-        known token (offset 0)."""
+        """The Placement of the offsets first .. stop-1, or of `first` alone, counted from each
+        row's last known token (offset 0)."""
         stop = first + 1 if stop is None else stop
         last = [len(text) - 1 for text in self.known]
         if len(last) == 1 and not self.n.is_cuda:
@@ -54,15 +54,15 @@ class State:
         return Placement(slots, slots, max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
 
     def back(self, T, stop):
-        """The Placement of the T tokens before the offset `stop`, and which is each row's last (B, 1).
-        A row with fewer tokens starts at its first one instead and reads on into dead slots."""
+        """The Placement of the T tokens before the offset `stop`, and the index of each row's last
+        (B, 1). A row with fewer tokens starts at its first one instead and reads on into dead slots."""
         at = self.at(stop - T, stop)
-        missing = at.slots[:, :1].clamp(max=0)      # (B, 1) minus how many
+        missing = at.slots[:, :1].clamp(max=0)      # (B, 1) 0 or less
         return at._replace(positions=at.positions - missing, slots=at.slots - missing), T - 1 + missing
 
     def after(self, steps):
         """The positions of `steps` (B or 1, T), counted from each row's first unknown token. (B, T)"""
-        # beside a longer draft a row at its limit overshoots: clamped, into a slot that is always dead
+        # a row at its limit overshoots beside a longer draft: clamp it to a slot that is always dead
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
     def last(self):
@@ -74,30 +74,30 @@ class State:
         return self.tokens.gather(1, slots)
 
     def send(self, rows):
-        """Host ints, lists or a tensor, as a tensor on the state's device; the host does not wait for it."""
+        """Copy host numbers (lists or a tensor) to the state's device, without waiting for it."""
         t = torch.as_tensor(rows)
         return t.pin_memory().to(self.n.device, non_blocking=True) if self.n.is_cuda else t
 
 
 @dataclass
 class Draft:
-    """A proposal, as data."""
+    """What a drafter proposes, as data."""
     tokens: torch.Tensor                  # (B, K)
-    q: torch.Tensor | None = None         # (B, K, V) the very tensors the tokens were drawn from; None: the
-    #                                       tokens were copied, not drawn, which means a one-hot q
-    length: torch.Tensor | None = None    # (B,) how many of the K each row proposes; None: all
-    reuse: tuple | None = None            # (i, x, trace): the target need not run sub-layers before i,
-    #                                       x (B, K+1, dim) enters sub-layer i, trace holds the taps before it
-    parents: torch.Tensor | None = None   # (B or 1, K) what each hangs on: 0 = the last known token, k =
-    #                                       proposal k - 1, which comes before it; None: a chain
-    traced: bool = True                   # False: nothing is read of this round's trace
+    q: torch.Tensor | None = None         # (B, K, V) the very tensors that tokens were drawn from;
+    #                                       None: tokens were copied, so q is one-hot
+    length: torch.Tensor | None = None  # (B,) how many of the K belong to each row's draft; None: all
+    reuse: tuple | None = None         # (i, x, trace): the target need not run sub-layers before i;
+    #                                       x (B, K+1, dim) enters i, trace holds the taps before i
+    parents: torch.Tensor | None = None  # (B or 1, K) the parent of each: 0 = the last known token,
+    #                                       k = drafted token k - 1, an earlier one; None: a chain
+    traced: bool = True                   # False: the drafter does not read this round's trace
 
     @classmethod
     def none(cls, state):
         return cls(state.tokens[:, :0])
 
     def cut(self, K):
-        """The first K proposals."""
+        """The first K drafted tokens."""
         if self.tokens.shape[1] <= K:
             return self
         tokens, q, parents = (None if t is None else t[:, :K] for t in (self.tokens, self.q, self.parents))
@@ -110,25 +110,25 @@ class Draft:
 
 @dataclass
 class Round:
-    """What happened in one draft-verify round: all that stepping, colours, statistics and traces need. Of a
-    tree it holds a chain: see `straighten`."""
+    """What happened in one draft-verify round, for stepping, colours, statistics and traces. A tree
+    has become a chain: see `straighten`."""
     draft: Draft               # as verified: `length` is clipped to what each row may still emit
-    logits: torch.Tensor       # (B, K+1, V) the target's, after the final soft-cap and before the temperature
+    logits: torch.Tensor      # (B, K+1, V) the target's, after the soft-cap, before the temperature
     p: torch.Tensor            # (B, K+1, V)
     accepted: torch.Tensor     # (B,) on the CPU; never more than len(new)
-    proposed: torch.Tensor     # (B,) on the CPU; drafted tokens, less those after an accepted end of text
+    proposed: torch.Tensor     # (B,) on the CPU; drafted tokens up to an accepted end of text
     new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
-    sure: list[list[float]]    # what the target gave each of them: `raw_probs`
-    trace: dict                # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
+    sure: list[list[float]]    # the target's probability of each: see `raw_probs`
+    trace: dict            # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
 
 
 # --- how far to draft, and where drafts come from
 
 
 class Rule:
-    """How far to draft. `gamma` is asked before each draft; `stop`, if a rule has one, after each drawn
-    token, see `chain`; `learn` sees what became of it. No rule can change what the text is drawn from.
-    This one always asks for the same number of tokens."""
+    """How far to draft. `gamma` is called before each draft, `stop`, if the rule has one, after
+    each drawn token (see `chain`), and `learn` after each round. No rule can change the
+    distribution of the text. This one always drafts the same number of tokens."""
     stop = None
 
     def __init__(self, gamma):
@@ -138,21 +138,21 @@ class Rule:
         self.most = gamma
 
     def begin(self, state):
-        """Before the first round of a run. What was learnt in earlier runs may stay."""
+        """Called before the first round of a run. A rule may keep what it learnt in earlier runs."""
 
     def gamma(self, state):
         """How many tokens to draft: an int, or a list with one for each row."""
         return self.most
 
     def learn(self, state, r):
-        """After a Round r."""
+        """Called after a Round r."""
 
 
 class Drafter:
     """Where drafts come from. This one never proposes anything: plain decoding.
 
-    rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose outputs the
-    drafter wants to see, of the prompt (handed to `begin`) and of every round (`Round.trace`).
+    rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose outputs
+    the drafter reads, those of the prompt in `begin` and those of every round in `Round.trace`.
     """
     taps = ()
 
@@ -160,7 +160,7 @@ class Drafter:
         self.rule = rule if isinstance(rule, Rule) else Rule(rule)
 
     def begin(self, state, trace):
-        """After the prompt was read. trace: {tap: (B, T, dim)}"""
+        """Called once the prompt is read. trace: {tap: (B, T, dim)}"""
         self.rule.begin(state)
 
     def propose(self, state):
@@ -168,12 +168,12 @@ class Drafter:
         return Draft.none(state)
 
     def observe(self, state, r):
-        """After a Round r: learn from it."""
+        """Called after a Round r, to learn from it."""
         self.rule.learn(state, r)
 
 
 class Wrapper(Drafter):
-    """What goes around other drafters and hands everything on to them; the draft is the first one's."""
+    """A drafter around others: it forwards each call to all, and takes the draft of the first."""
 
     def __init__(self, *drafters):
         self.drafters = drafters
@@ -192,12 +192,12 @@ class Wrapper(Drafter):
 
 
 def pick(x, at):
-    """Of x (B, T, dim) what stands at the places `at` (B, N) of each row. (B, N, dim)"""
+    """The vectors of x (B, T, dim) at the indices `at` (B, N) of each row. (B, N, dim)"""
     return x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
 
 
 def wanted(state, rule):
-    """How many tokens each row is to draft, no more than it may emit, and whether the rows differ."""
+    """How many tokens each row drafts, at most what it may still emit, and whether the rows differ."""
     want = rule.gamma(state)
     rows = [want] * len(state.left_cpu) if isinstance(want, int) else want
     most = [max(0, min(gamma, left - 1)) for gamma, left in zip(rows, state.left_cpu, strict=True)]
@@ -209,15 +209,15 @@ def chain(state, step, rule):
 
     step(token (B, 1), k) reads `token`, which stands at offset k (0: the last known token), and returns the
     raw logits (B, 1, V) of the token after it. Returns tokens (B, K), q (B, K, V) or None, length (B,) or
-    None: what lies beyond a row's length is dead. A rule's stop(k, logits (B, V), token (B,)) -> (B,) bool
-    says after a draw which rows end there, *and the drawn token is kept*: to discard a token for what it is
+    None: tokens beyond a row's length are dead. A rule's stop(k, logits (B, V), token (B,)) -> (B,) bool
+    says after a draw which rows end there, *and the drawn token stays*: to discard a token for its value
     would change the distribution of the text. While any row goes on, all rows draw and spend uniforms:
 
         row 0   a b c d   length 4
         row 1   a ! . .   length 2: it stopped at "!", which is still proposed
     """
     most, varied = wanted(state, rule)
-    K, own = max(most), state.send(most) if varied else None                    # (B,) each row its own
+    K, own = max(most), state.send(most) if varied else None               # (B,) if the rows differ
     token, tokens, qs = state.last(), [], []
     length, going = own, None                                                   # (B,)
     if rule.stop:
@@ -241,42 +241,42 @@ def chain(state, step, rule):
 
 
 def ancestors(parents):
-    """Which nodes of a tree each of them sees: itself, and all that it hangs on. Node 0 is the last known
-    token, node k is proposal k - 1. (B or 1, K) -> (B or 1, K+1, K+1) bool
+    """Which nodes of a tree each node sees: itself and its ancestors. Node 0 is the last known
+    token, node k is drafted token k - 1. (B or 1, K) -> (B or 1, K+1, K+1) bool
 
-    >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2 hangs on 1, and 3 is a sister of 1
+    >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2 is a child of 1, 3 a sibling of 1
     [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
     """
     B, K = parents.shape
     row = torch.arange(B, device=parents.device)
-    tree = torch.eye(K + 1, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)    # (B, K+1, K+1)
+    tree = torch.eye(K + 1, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)  # (B, K+1, K+1)
     for k in range(1, K + 1):
-        tree[:, k] |= tree[row, parents[:, k - 1]]      # what a node hangs on comes before it, and is done
+        tree[:, k] |= tree[row, parents[:, k - 1]]      # a parent comes before its children
     return tree
 
 
 def layout(state, K, parents=None):
-    """The Placement of the last known token and K proposals."""
+    """The Placement of the last known token and K drafted tokens."""
     at = state.at(0, K + 1)
     if parents is None:
         return at
     tree = ancestors(parents)                                                   # (B or 1, K+1, K+1)
-    positions = state.after(tree.sum(-1) - 2)                   # the last known token, alone, stands at n - 1
+    positions = state.after(tree.sum(-1) - 2)                   # the root sees one node: n - 1
     return at._replace(positions=positions, tree=tree, same=False)
 
 
 def straighten(state, draft, tree, node, logits, p, trace):
-    """A verified tree becomes the chain of its accepted path, in the cache, too: nothing else needs to
-    know of trees. node (B,): the last accepted one. tree: the draft's `ancestors`. Returns the draft, how
-    many of it were accepted (B,), and logits, p and trace in its order.
+    """Turn a verified tree into the chain of its accepted path, in the cache, too: nothing else
+    needs to know of trees. node (B,): the last accepted one. tree: the draft's `ancestors`. Returns
+    the draft, how many of its tokens were accepted (B,), and logits, p and trace in its order.
 
-    After the path come the proposals that hang on its end, all refused, and after these the dead. The length
-    is that of the longest branch through the end of the path: the most that could have been accepted.
+    After the path come the descendants of its last node, all rejected, and then dead tokens. The length
+    is that of the longest branch through that last node: the most that could have been accepted.
     """
     B, K = draft.tokens.shape
     row, tree = torch.arange(B, device=node.device), tree.expand(B, -1, -1)
     on, below = tree[row, node], tree[row, :, node]                             # (B, K+1) both
-    path = torch.where(on, 0, 2 - below.long()).argsort(dim=1, stable=True)     # (B, K+1) a permutation
+    path = torch.where(on, 0, 2 - below.long()).argsort(dim=1, stable=True)  # (B, K+1) a permutation
     slots = state.after(torch.arange(-1, K, device=node.device))                # (B, K+1)
     state.cache.move(slots.gather(1, path), slots)
     live = torch.arange(K + 1, device=node.device) <= draft.length[:, None]     # (B, K+1)
@@ -289,8 +289,8 @@ def straighten(state, draft, tree, node, logits, p, trace):
 
 
 def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
-    """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x (B, T, dim);
-    sublayers and trace are those of `Transformer.run`."""
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x
+    (B, T, dim); sublayers and trace are those of `Transformer.run`."""
     xs, traces = [], []
     for i, part in enumerate(tokens.split(block, 1)):
         traces.append(dict.fromkeys(trace or ()))
@@ -319,13 +319,13 @@ def check_prompts(model, prompts, max_new):
 def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,
            probs=to_probs, coins: Coins | None = None, eos=(), cache: KVCache | None = None,
            verify=verify) -> Iterator[tuple[State, Round]]:
-    """Continue every prompt, yielding (state, round) after each draft-verify round. A generator: stepping in
-    a notebook, streaming, colours and statistics are consumers of it.
+    """Continue every prompt, yielding (state, round) after each draft-verify round. A generator:
+    stepping in a notebook, streaming, colours and statistics are consumers of it.
 
-    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is none:
-    pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without a drafter
-    every draft is empty: plain decoding. `cache` is that of an earlier run, to be used again: what it holds
-    need not be erased, as long as it is finite. verify: or `verify_block`. Raises ValueError
+    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is
+    none: pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without
+    a drafter every draft is empty: plain decoding. cache: one of an earlier run, to use again; its
+    content need not be erased if it is finite. verify: `verify` or `verify_block`. Raises ValueError
     for prompts that cannot be continued, a cache of another size, and logits that are NaN or infinite.
     """
     check_prompts(model, prompts, max_new)
@@ -348,7 +348,7 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
 @torch.inference_mode()  # a tenth faster than no_grad; clone a Round's tensors to train on them
 def loop(state, drafter, eos, verify):
     model, every = state.model, range(2 * state.model.c.n_layers)
-    if max(state.left_cpu, default=0) > 0:      # read the prompts; a short row's padding lands in dead slots
+    if max(state.left_cpu, default=0) > 0:      # read the prompts; padding falls into dead slots
         trace = dict.fromkeys(state.taps)
         x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
         last = pick(x, state.n[:, None] - 1)                                    # (B, 1, dim)
@@ -360,7 +360,7 @@ def loop(state, drafter, eos, verify):
         K = draft.tokens.shape[1]
         length = (state.left - 1).clamp_(0, K)                                  # (B,)
         draft = replace(draft, length=length if draft.length is None else torch.minimum(draft.length, length))
-        # 2. The block: the last known token and the drafts; sub-layers that already ran are not run again.
+        # 2. The block: the last known token and the draft. Sub-layers that already ran do not run again.
         block = torch.cat([state.last(), draft.tokens], 1)                      # (B, K+1)
         first, x, before = draft.reuse or (0, model.embed(block), {})
         trace = dict.fromkeys(state.taps if draft.traced else ()) | before
@@ -369,13 +369,13 @@ def loop(state, drafter, eos, verify):
         x = model.run(x, at, state.cache, every[first:], trace)                 # (B, K+1, dim)
         logits = model.unembed(x)                                               # (B, K+1, V)
         p = state.probs(logits)
-        # 4. Verify: how many drafts are accepted, and which token comes after them?
+        # 4. Verify: how many drafted tokens are accepted, and which token follows them?
         if at.tree is None:
             accepted, next_token = verify(p, draft.q, draft.tokens, state.coins, draft.length)
         else:
             node, next_token = verify_tree(p, draft.tokens, draft.parents, state.coins, draft.q, draft.length)
             draft, accepted, logits, p, trace = straighten(state, draft, at.tree, node, logits, p, trace)
-        # 5. Append them: n grows, and with it the place where the next block starts. Nothing is rolled back.
+        # 5. Append them: n grows, and the next block starts at the new n. Nothing is rolled back.
         new, sure, accepted, proposed = commit(state, draft, accepted, next_token, logits, eos)
         # 6. Let the drafter learn from it.
         r = Round(draft, logits, p, accepted, proposed, new, sure, trace)
@@ -384,7 +384,7 @@ def loop(state, drafter, eos, verify):
 
 
 def largest(logits):
-    """The largest magnitude in each row of (B, T, V), in which NaN and infinity survive. (B,) float64"""
+    """The largest magnitude in each row of (B, T, V); NaN and infinity carry through. (B,) float64"""
     return torch.linalg.vector_norm(logits, math.inf, (1, 2), dtype=torch.float64)
 
 
@@ -397,13 +397,13 @@ def check_finite(peaks, dtype):
 
 
 def commit(state, draft, accepted, next_token, logits, eos):
-    """Append what was accepted and the token after it. Only here does the loop wait for the device."""
+    """Append the accepted tokens and the next one. Only here does the loop wait for the device."""
     K = draft.tokens.shape[1]
-    out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])   # (B, K+1)
+    out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])  # (B, K+1)
     state.tokens.scatter_(1, state.at(1, K + 2).slots, out)
     peak = largest(logits)
     sure = raw_probs(logits).gather(2, out[..., None])[..., 0]                  # (B, K+1)
-    # one copy for all, in peak's float64, which holds every token id exactly
+    # one copy to the host, in float64, which holds every token id exactly
     facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure, out], 1)
     new, chances, kept, proposed = [], [], [], []
     facts = facts.tolist()
@@ -417,20 +417,19 @@ def commit(state, draft, accepted, next_token, logits, eos):
         chances.append(values[: len(row)])
         kept.append(min(int(yes), len(row)))
         proposed.append(int(offered) if len(row) > yes else kept[b])
-    host = torch.tensor([[len(row) for row in state.known], state.left_cpu, kept, proposed])    # (4, B)
+    host = torch.tensor([[len(row) for row in state.known], state.left_cpu, kept, proposed])  # (4, B)
     state.n, state.left = state.send(host[:2]).unbind()
     return new, chances, host[2], host[3]
 
 
 def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None,
              verify=verify):
-    """The continuation of every prompt as lists of ids, and the number of target passes after the prompt was
-    read."""
+    """The continuation of every prompt as ids, and the number of target passes after the prompt."""
     return collect(rounds(model, prompts, max_new, drafter, probs, coins, eos, cache, verify), len(prompts))
 
 
 def collect(steps, rows):
-    """What `rounds` wrote into this many rows, as lists of ids, and in how many passes of the target."""
+    """Run `rounds` to its end: the ids that it wrote into each row, and the number of target passes."""
     outputs, passes = [[] for _ in range(rows)], 0
     for _, r in steps:
         passes += 1
@@ -443,11 +442,11 @@ def collect(steps, rows):
 
 
 class NGram(Drafter):
-    """Prompt lookup (Saxena 2023): copy what followed the last time the text held its final n tokens. Raises
-    ValueError for a rule that wants to stop between tokens, since all of them are copied at once.
+    """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n
+    tokens. Raises ValueError for a rule that stops between tokens, since all of them are copied at once.
 
-    again: whether a copy that has reached the end of the text goes on with itself (as in LZ77), since a text
-    that repeats two tokens will do so more than once. Prompt lookup itself ends there."""
+    again: a copy that reaches the end of the text continues with itself, as in LZ77, because a text that
+    repeats two tokens often repeats them more than once. Without it, as published, the copy ends there."""
 
     def __init__(self, rule, n, again=False):
         super().__init__(rule)
@@ -461,7 +460,7 @@ class NGram(Drafter):
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        self.index = [{} for _ in state.known]  # n-gram -> where the text went on after it
+        self.index = [{} for _ in state.known]  # n-gram -> position after its last occurrence
         self.done = [0] * len(state.known)      # how many n-grams of each row are in the index
         self.enter(state)
 
@@ -477,7 +476,7 @@ class NGram(Drafter):
             self.done[b] = max(self.done[b], last)
 
     def found(self, state):
-        """What followed each row's final n-gram the last time, as lists of ids: empty if it is new."""
+        """The ids after the previous occurrence of each row's final n-gram; empty if it is new."""
         hits = []
         for text, index, most in zip(state.known, self.index, wanted(state, self.rule)[0], strict=True):
             at = index.get(tuple(text[-self.n :]), len(text))
@@ -495,12 +494,12 @@ class NGram(Drafter):
 
 
 class ModelDraft(Drafter):
-    """A model of its own with the same vocabulary and a cache of its own (Leviathan et al. 2023): a smaller
-    one, or some sub-layers of one.
+    """Draft with another model of the same vocabulary, which has its own cache (Leviathan et al.
+    2023): a smaller model, or some sub-layers of one.
 
-    Before each draft it reads what it has not read yet, and at least the last two known tokens. After a draft
-    that was accepted whole it lacks two, its own last draft and the bonus token; otherwise it lacks one. To
-    read a token again only writes the same keys and values again, and so no case needs code of its own.
+    Before each draft it reads the tokens it has not read yet, at least the last two known ones. After a
+    fully accepted draft two are missing, its last drafted token and the bonus token; otherwise one. Reading
+    a token again is harmless, as it rewrites the same keys and values, so both cases share this code.
     """
 
     def __init__(self, model, rule, sublayers=None):
@@ -517,7 +516,7 @@ class ModelDraft(Drafter):
         self.cache = KVCache(c, *state.tokens.shape, self.model.attention_dtype(), state.tokens.device)
         prompts = state.tokens[:, : max(map(len, state.known))]
         prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
-        self.held = [len(text) for text in state.known]  # per row: how many slots hold what the text says
+        self.held = [len(text) for text in state.known]  # per row: how many slots agree with the text
 
     def run(self, tokens, at):
         return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
@@ -536,12 +535,12 @@ class ModelDraft(Drafter):
         K = tokens.shape[1]
         if K == 0:
             return Draft.none(state)
-        self.held = [b + K - 1 for b in n]  # it read its own drafts but the last; `observe` drops the refused
+        self.held = [b + K - 1 for b in n]  # not the last draft; `observe` drops the rejected
         return Draft(tokens, q, length)
 
     def observe(self, state, r):
         super().observe(state, r)
-        # A row may have drafted less than the longest one, and another drafter may have continued its draft.
-        # The last accepted token may be a sibling of its own: that one counts as not read.
+        # A row may have drafted less than the longest one, or another drafter continued its draft.
+        # The last accepted token may be a sibling of one that it drafted: that one it has not read.
         rows = zip(self.held, state.known, r.new, r.accepted.tolist(), strict=True)
         self.held = [min(held, len(text) - len(new) + kept - 1) for held, text, new, kept in rows]

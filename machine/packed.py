@@ -1,10 +1,10 @@
-"""Packed weights: matrices in the order in which this processor reads them best, put there once.
+"""Packed weights: matrices reordered once into the layout that this processor reads best.
 
-A product with one row of x waits for memory, and one with two to sixteen rows should wait no longer: then a
-round of speculative decoding costs what a token costs. On many CPUs `F.linear` is far from that, as it puts a
-matrix in order anew for every block of a few tokens. oneDNN, the library behind it, can do so beforehand; a
-packed matrix takes as much memory and is rounded as before. Where single rows are faster without, both are
-kept, the plain matrix for them and the packed one for blocks.
+A product with one row of x waits for memory, and one with two to sixteen rows should take no longer:
+then a round of speculative decoding costs as much as a token. On many CPUs `F.linear` is far from
+that, because it reorders the matrix for every block of a few tokens. oneDNN, the library behind it,
+can do that beforehand; a packed matrix takes as much memory, with the same rounding. If single rows
+are faster unpacked, both forms are kept: the plain matrix for single rows, the packed one for blocks.
 """
 import statistics
 import time
@@ -15,18 +15,18 @@ import torch.nn.functional as F
 from checkpoint import put
 from machine.quant import Matrix, size
 
-LARGE, HUGE = 64e6, 2e9     # bytes of a model's blocks: worth measuring; too much to be kept twice
-MEASURED = 2.5e8            # bytes that are measured with: more than the caches of a processor hold
-ROWS = 8                    # of a block, as rounds of speculative decoding have them
+LARGE, HUGE = 64e6, 2e9     # bytes of a model's blocks: worth measuring; too much to keep twice
+MEASURED = 2.5e8            # bytes to measure with: more than a processor's caches hold
+ROWS = 8                    # rows of x in a typical round of speculative decoding
 
 
 class Packed(Matrix):
-    """A matrix w (N, K), float32 or bfloat16, on a CPU with oneDNN. keep: use w itself for single rows."""
+    """A matrix w (N, K), float32 or bfloat16, on a CPU with oneDNN. keep: w itself for single rows."""
 
     def __init__(self, w, keep=False):
         super().__init__()
         w = w.detach().contiguous()
-        self.plain = w if keep else None        # no buffer: it takes no part in what the matrix is worth
+        self.plain = w if keep else None        # no buffer, so that `size` does not count it
         self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(w, ROWS))
 
     def product(self, x):
@@ -41,13 +41,13 @@ class Packed(Matrix):
         """Some rows of a head, for a draft vocabulary: packed, too."""
         return Packed(self.packed.to_dense()[rows], self.plain is not None)
 
-    def detach(self):   # as of a tensor: nothing of it is trained
+    def detach(self):   # like a tensor's; nothing here is trained
         return self
 
 
 def pack(model, keep=False):
-    """Pack the matrices of a model's blocks, and its output head, in place. A tied head is a matrix of its
-    own from then on, as the embedding stays as it is. Cast a model before this, not after it."""
+    """Pack the matrices of a model's blocks, and its output head, in place. A tied head becomes a
+    matrix of its own, as the embedding stays unpacked. Cast a model before this, not after it."""
     for module in list(model.blocks.modules()):
         for name, w in list(module.named_parameters(recurse=False)):
             if w.dim() == 2:
@@ -58,13 +58,13 @@ def pack(model, keep=False):
 
 @torch.inference_mode()
 def gain(model, rows, repeats=7):
-    """How many times as fast the products of a block of that many tokens are when packed."""
+    """The speed-up from packing, for products with this many rows of x."""
     some = model.blocks[: max(1, int(MEASURED / size(model.blocks[0])))]
     plain = [w for w in some.parameters() if w.dim() == 2]
     took = []
     for matrices in plain, [Packed(w) for w in plain]:
         seconds = []
-        for _ in range(repeats):    # one after another: while texts are written caches hold one form only
+        for _ in range(repeats):    # one form after the other: in a run, too, caches hold only one
             start = time.perf_counter()
             for w, matrix in zip(plain, matrices, strict=True):
                 F.linear(w.new_ones(1, rows, w.shape[1]), matrix)
@@ -74,7 +74,7 @@ def gain(model, rows, repeats=7):
 
 
 def pack_where_it_pays(model):
-    """The model; if it is large and on a CPU on which blocks of tokens are faster so, packed."""
+    """The model, packed if it is large and on a CPU where that makes blocks of tokens faster."""
     w, weight = model.blocks[0].mlp.down, size(model.blocks)    # in bytes
     if (torch.backends.mkldnn.is_available() and isinstance(w, torch.Tensor) and not w.is_cuda
             and w.dtype in (torch.float32, torch.bfloat16) and weight >= LARGE and gain(model, ROWS) > 1.05):

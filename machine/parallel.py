@@ -1,18 +1,18 @@
 """One model on several devices: tensor parallelism, for what no single one can hold.
 
-Every process runs the same loop on the same tokens, but keeps only some heads of each attention, some columns
-of each MLP and some rows of the head. Twice per block all add up what they have, and then all know the same.
+Every process runs the same loop on the same tokens, but keeps only some heads of each attention, some
+columns of each MLP and some rows of the output head. Two all-reduces per block restore the full state.
 
     torchrun --nproc-per-node 2 generate.py "Once upon a time"
 
     each process keeps      of                          and then
     some rows               wqkv, gate_up               goes on alone, with its own part of the cache
-    some columns            wo, down                    all add up what came out: `Added`
-    some rows               the head                    all lay side by side what came out: `Joined`
+    some columns            wo, down                    an all-reduce adds up the results: `Added`
+    some rows               the output head             an all-gather joins the results: `Joined`
     everything              embeddings, norms           has what the others have
 
-Logits are therefore the same bits everywhere, and so is what is drawn from them; where two GPUs differ after
-all, what rank 0 drew counts (`Agreed`). (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3.)
+So the logits are the same bits everywhere, and so are the tokens drawn from them. If two GPUs differ after
+all, the draw of rank 0 counts (`Agreed`). (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3.)
 """
 import os
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -30,17 +30,17 @@ from machine.quant import Matrix
 from model import Transformer
 from sampling import Coins
 
-LIMIT = timedelta(minutes=5)  # so long a process waits for the others, which may still be reading weights
+LIMIT = timedelta(minutes=5)  # how long a process waits for others that are still loading weights
 
 
 class Part(NamedTuple):
-    """What one process reads of a model, for `checkpoint.load`."""
+    """The part of a model that one process reads, for `checkpoint.load`."""
     rank: int
     world: int
 
     def of(self, model):
-        """The same model, without memory, with this process's heads, columns of each MLP and rows of the head
-        only. Raises ValueError where the heads or columns cannot be shared evenly."""
+        """The same model, without memory, with only this process's attention heads, MLP columns and
+        rows of the output head. Raises ValueError if heads or columns cannot be shared evenly."""
         c, world = model.c, self.world
         for what, count in (("key-value heads", c.n_kv_heads), ("columns of an MLP", c.hidden_dim)):
             if count % world:
@@ -62,13 +62,13 @@ class Part(NamedTuple):
 
 
 def place():
-    """The part of this process: which one it is, and of how many."""
+    """The Part of this process: its rank, and the number of processes."""
     alone = not (dist.is_available() and dist.is_initialized())
     return Part(0, 1) if alone else Part(dist.get_rank(), dist.get_world_size())
 
 
 def talk(collective, *args):
-    """All processes call this together. Raises ConnectionError, in one line, where one of them does not."""
+    """All processes call this together. Raises ConnectionError, in one line, if one of them does not."""
     try:
         collective(*args)
     except RuntimeError as e:
@@ -78,7 +78,7 @@ def talk(collective, *args):
 
 
 class Added(Matrix):
-    """A matrix of which each process has some columns, and x has only those, too."""
+    """A matrix split by columns. Each process has some, and the same columns of x."""
 
     def __init__(self, own):
         super().__init__()
@@ -91,8 +91,8 @@ class Added(Matrix):
 
 
 class Joined(Matrix):
-    """A matrix of N rows of which each process has equally many: where N cannot be shared evenly, the last
-    process has some rows of the one before it, too."""
+    """A matrix split by rows, of which each process has equally many: if N rows cannot be shared
+    evenly, the last process repeats some rows of the one before it."""
 
     def __init__(self, own, N):
         super().__init__()
@@ -113,9 +113,9 @@ class Joined(Matrix):
 
 
 def join(model):
-    """Make one model of what `checkpoint.load(..., part=place())` has read in each process."""
+    """Join the parts that `checkpoint.load(..., part=place())` read in each process into one model."""
     (rank, world), V, own = place(), model.c.vocab_size, model.head
-    if own is None:     # the embeddings are there in full, and so the head is a part of them
+    if own is None:     # tied: the head is a slice of the embeddings, which are here in full
         n = -(-V // world)
         own = nn.Parameter(model.tok[min(rank * n, V - n) :][:n], requires_grad=False)
     put(model, "head", Joined(own, V))
@@ -126,7 +126,7 @@ def join(model):
 
 
 class Agreed(Coins):
-    """Other coins, of which each process gets what rank 0 got."""
+    """A wrapper around coins: every process gets what rank 0 drew."""
 
     def __init__(self, coins):
         self.coins = coins
@@ -144,10 +144,10 @@ class Agreed(Coins):
 
 @contextmanager
 def together():
-    """Within it the processes that torchrun has started are a group; without torchrun it does nothing.
+    """Within it the processes that torchrun started form a group; without torchrun it does nothing.
 
-    Only rank 0 prints. Where something goes wrong, the first process that notices it says so, and all the
-    others end in silence, with status 2.
+    Only rank 0 prints. If something fails, the first process that notices reports it, and all
+    others end without a message, with status 2.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         yield
@@ -165,7 +165,7 @@ def together():
         talk(dist.barrier)
         dist.destroy_process_group()
     except Exception:
-        with suppress(RuntimeError):    # the process that kept the count is gone
+        with suppress(RuntimeError):    # the process with the store is gone
             if store.add("spoken", 1) > 1:
                 raise SystemExit(2) from None
         raise

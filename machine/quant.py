@@ -1,16 +1,16 @@
-"""Fewer bits: matrices in int8 or NF4, which stand where the model has its own.
+"""Fewer bits: matrices in int8 or NF4, which replace the model's own.
 
-The model hands its matrices to `F.linear` and to nothing else, and `F.linear` lets its arguments take over by
-`__torch_function__`. So a matrix can be anything that knows its product, and model.py need not know.
+The model uses its matrices in `F.linear` only, and `F.linear` lets its arguments take over by
+`__torch_function__`. So an object that computes its own product can be a matrix, and model.py stays as it is.
 
-    kind    bits a weight   each row of a matrix is kept as
-    int8    8 + 16 / K      K whole numbers from -127 to 127, times one scale in the model's own type
+    kind    bits / weight   each row of a matrix is stored as
+    int8    8 + 16 / K      K whole numbers from -127 to 127, times one scale in the model's dtype
     nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of the block,
-                            which is itself kept in 8 bits
+                            which is itself stored in 8 bits
 
-Where memory is what a pass waits for, a product gains by reading few bits. Used here is the one that torch
-has for int8 with bfloat16 on a CPU. Everywhere else the whole matrix is made anew for each product, which
-takes longer than reading it in full would have taken: there the gain is memory, not time.
+When a pass waits for memory, a product that reads fewer bits is faster. Torch has one for int8 with
+bfloat16 on a CPU, which is used here. In all other cases the full matrix is rebuilt for each
+product, which takes longer than reading it would: there the gain is memory, not time.
 """
 import copy
 
@@ -22,16 +22,16 @@ from checkpoint import put
 from control import Costs
 
 BLOCK, GROUP = 64, 256  # weights that share a magnitude, and magnitudes that share a scale
-ROWS = 64  # are quantised at a time, so that what this needs in between is small
+ROWS = 64  # quantised at a time, so that temporary memory stays small
 
 
 def codebook():
-    """The 16 levels of NF4, which a normally distributed weight meets about equally often (Dettmers et al.
-    2023, QLoRA, section 3 and appendix E). (16,) float32, rising from -1 to 1
+    """The 16 levels of NF4, which normally distributed weights use about equally often (Dettmers et
+    al. 2023, QLoRA, section 3 and appendix E). (16,) float32, rising from -1 to 1
 
-    They are quantiles of the normal distribution, 8 of its upper half and 7 of its lower half, and 0, so that
-    0 is exact. Beyond the outermost lies half of what one level of 15 or of 16 stands for: the mean of 1/30
-    and 1/32.
+    They are quantiles of the normal distribution, 8 of its upper half and 7 of its lower half, and
+    0, so that 0 is exact. The probability beyond the outermost is half that of one level of 15 or
+    of 16: the mean of 1/30 and 1/32.
 
     >>> codebook()[:4]
     tensor([-1.0000, -0.6962, -0.5251, -0.3949])
@@ -43,19 +43,19 @@ def codebook():
 
 
 def nonzero(scale):
-    """Scales to divide by: where all weights are 0, any will do."""
+    """Scales to divide by: if all weights are 0, any will do."""
     return scale.masked_fill(scale == 0, 1)
 
 
 class Matrix(nn.Module):
-    """What `F.linear` may meet instead of a matrix (N, K)."""
+    """What `F.linear` may get in place of a matrix (N, K)."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return args[1].product(args[0]) if func is F.linear and len(args) == 2 else NotImplemented
 
     def full(self, dtype):
-        """The matrix that this stands for, (N, K); None where several processes share it."""
+        """The matrix that this replaces, (N, K); None if several processes share it."""
 
     def product(self, x):
         """x (..., K) -> (..., N)"""
@@ -69,14 +69,14 @@ class Int8(Matrix):
         super().__init__()
         low, high = w.aminmax(dim=1)
         scale, wide = nonzero(torch.maximum(-low, high) / 127), torch.promote_types(w.dtype, torch.float32)
-        # trap: a tiny scale of float16 was rounded a lot, and what does not fit would wrap
+        # trap: a tiny float16 scale is rounded a lot, and codes that do not fit would wrap
         codes = [(rows.to(wide) / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
                  for rows, scales in zip(w.split(ROWS), scale.split(ROWS), strict=True)]
         self.register_buffer("scale", scale)                                    # (N,)
         self.register_buffer("codes", torch.cat(codes))                         # (N, K)
 
     def product(self, x):
-        # trap: torch takes float32, too, but without any care: a block of 16 tokens is 100 times slower
+        # trap: torch takes float32, too, but unoptimised: a block of 16 tokens is 100 times slower
         if x.is_cuda or x.dtype != torch.bfloat16:
             return super().product(x)
         rows = x.reshape(-1, x.shape[-1]).contiguous()                          # (B*T, K)
@@ -87,28 +87,28 @@ class Int8(Matrix):
 
 
 class NF4(Matrix):
-    """Two levels in a byte; each block of 64 along a row is multiplied by its largest magnitude.
+    """Two levels per byte; each block of 64 along a row is multiplied by its largest magnitude.
 
-    The magnitudes are kept in 8 bits, too ("double quantisation", section 3): less their mean, each 256 of
-    them with a scale of their own. The paper has 8-bit floats there, and this has whole numbers. The last
-    block of a row may be shorter: it is filled up with zeros.
+    The magnitudes are stored in 8 bits, too ("double quantisation", section 3): minus their mean,
+    and with one scale per 256 of them. The paper uses 8-bit floats there, this class whole numbers.
+    A shorter last block of a row is padded with zeros.
     """
 
     def __init__(self, w):
         super().__init__()
         self.columns, levels = w.shape[1], codebook().to(w.device)
-        self.register_buffer("pairs", torch.cartesian_prod(levels, levels))     # (256, 2) of each byte
+        self.register_buffer("pairs", torch.cartesian_prod(levels, levels))  # (256, 2) of each byte
         middle, most, codes = (levels[1:] + levels[:-1]) / 2, [], []
         for rows in w.split(ROWS):
-            b = F.pad(rows.float(), (0, -self.columns % BLOCK)).unflatten(1, (-1, BLOCK))   # (R, blocks, 64)
+            b = F.pad(rows.float(), (0, -self.columns % BLOCK)).unflatten(1, (-1, BLOCK))  # (R, blocks, 64)
             most.append(b.abs().amax(-1))
-            nearest = torch.bucketize(b / nonzero(most[-1])[..., None], middle, out_int32=True)     # 0 .. 15
+            nearest = torch.bucketize(b / nonzero(most[-1])[..., None], middle, out_int32=True)  # 0 .. 15
             codes.append((16 * nearest[..., ::2] + nearest[..., 1::2]).flatten(1).to(torch.uint8))
         most = torch.cat(most)                                                  # (N, blocks)
         self.register_buffer("codes", torch.cat(codes))                         # (N, blocks * 32)
         self.register_buffer("mean", most.mean())
         groups = (most - self.mean).flatten()
-        groups = F.pad(groups, (0, -len(groups) % GROUP)).unflatten(0, (-1, GROUP))     # (groups, 256)
+        groups = F.pad(groups, (0, -len(groups) % GROUP)).unflatten(0, (-1, GROUP))  # (groups, 256)
         scale = nonzero(groups.abs().amax(1, keepdim=True) / 127)
         self.register_buffer("scale", scale)                                    # (groups, 1)
         self.register_buffer("most", (groups / scale).round().to(torch.int8))   # (groups, 256)
@@ -124,10 +124,10 @@ KINDS = {"int8": Int8, "nf4": NF4}
 
 
 def quantise(model, kind="int8"):
-    """A copy of a model with the matrices of its blocks in few bits. Embeddings, norms and head are the
-    model's own, not copied; its blocks are others, and so a drafter that is given the copy shares neither
-    cache nor states with the model. A model that is quantised already is quantised from what it has. Cast a
-    model before this, not after it, or the scales are cast, too."""
+    """A copy of a model with the matrices of its blocks in few bits. Embeddings, norms and head are
+    shared with the model, not copied. The blocks are new, so a drafter with the copy shares neither
+    cache nor states with the model. A quantised model is quantised again from its present values.
+    Cast a model before this, not after it, or the scales are cast, too."""
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(twin.blocks.modules()):
         for name, w in [*module.named_parameters(recurse=False), *module.named_children()]:
@@ -145,7 +145,7 @@ def size(module):
 
 
 def byte_costs(model):
-    """Costs by the bytes that a pass reads: what it takes where reading is what it waits for."""
+    """Costs counted in the bytes that a pass reads, for passes that wait for memory."""
     c, parts = model.c, (size(part) for b in model.blocks for part in (b.attn, b.mlp))
     slot = 2 * c.n_kv_heads * c.head_dim * model.attention_dtype().itemsize     # a key and a value
     return Costs(tuple(parts), size(model.tok if model.head is None else model.head), slot=slot,

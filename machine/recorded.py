@@ -1,12 +1,12 @@
-"""Recorded passes: a stand-in for the model that notes once what a pass does, and from then on replays it.
+"""Recorded passes: a stand-in for the model that records a pass once and replays it from then on.
 
-A pass of a small model is hundreds of tiny operations, and most of its time goes into starting them. A
-recording starts all of them at once, but it freezes shapes, addresses and Python numbers: whatever differs
-between two rounds must lie in its inputs, or in the key that it is found by.
+A pass of a small model is hundreds of tiny operations, and most of its time goes into starting them.
+A recording starts all of them at once, but it freezes shapes, addresses and Python numbers: whatever
+differs between two rounds must be one of its inputs, or part of the key that it is stored under.
 
     how="compile"   on a CPU    a C++ program made by Inductor, kept in the user's cache folder
     how="graph"     on CUDA     the launches of all kernels, as one CUDA graph
-    how="paper"     anywhere    nothing is recorded, but whatever would break a graph breaks this: for tests
+    how="paper"     anywhere    for tests: records nothing, but fails wherever a graph would
 """
 import math
 import os
@@ -29,11 +29,11 @@ from model import Placement, Transformer
 from support import files
 from support.measure import identity
 
-FEW = 8     # rows of a batch and a block together, for which a product is faster as sums
+FEW = 8     # rows of x up to which a product is faster as sums
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
-# --- what is recorded: functions of the model, of what differs from call to call, and of what only lies there
+# --- what is recorded: functions of the model, of inputs that change with each call, and of fixed tensors
 
 
 class Slots(KVCache):
@@ -45,15 +45,15 @@ class Slots(KVCache):
     def write(self, layer, k, v, at, start=0):
         keys, values = self.layers[layer]
         rows, heads = (torch.arange(n, device=k.device) for n in k.shape[:2])
-        here = rows[:, None, None], heads[:, None], at.slots[:, None]           # (B, Hkv, T) together
-        keys[here], values[here] = k, v     # trap: for `scatter_` Inductor copies the cache in every layer
+        here = rows[:, None, None], heads[:, None], at.slots[:, None]         # (B, Hkv, T) together
+        keys[here], values[here] = k, v  # trap: for `scatter_` Inductor copies the cache in every layer
         return keys[:, :, start : at.end], values[:, :, start : at.end]
 
 
 def block(sublayers, model, x, first, cos, sin, *caches):
-    """`sublayers` of the model for x (B, W, dim) from the positions first (B, 1) on. cos, sin (reach, D): the
-    table of angles, whose length says how many slots are read, also by sliding layers; caches: keys and
-    values of each attention."""
+    """`sublayers` of the model for x (B, W, dim) from the positions first (B, 1) on. cos, sin
+    (reach, D): the table of angles, whose length is the number of slots that all layers read,
+    sliding ones, too; caches: keys and values of each attention."""
     end = cos.shape[0]
     steps, last = torch.arange(x.shape[1], device=x.device), torch.arange(end, device=x.device)[-1]
     slots = torch.minimum(first + steps, last)  # (B, W) beyond the last slot there is nothing to write to
@@ -66,12 +66,12 @@ def block(sublayers, model, x, first, cos, sin, *caches):
 
 
 class Tape:
-    """A recording on paper: f runs anew at each replay, but on buffers of its own, which the inputs are
-    copied to, and into memory that the next replay of any tape spoils, as graphs do that share theirs."""
+    """A recording on paper: each replay runs f again, but on its own buffers, which the inputs are copied
+    to, and into memory that the next replay of any tape overwrites, as with graphs that share memory."""
     made = WeakSet()
 
     def __init__(self, f, inputs, fixed):
-        self.inputs, self.fixed = [x.clone() for x in inputs], fixed    # trap: what it reads must outlive it
+        self.inputs, self.fixed = [x.clone() for x in inputs], fixed  # trap: what it reads must outlive it
         self.record(f)
 
     def record(self, f):
@@ -97,7 +97,7 @@ class Graph(Tape):
     def record(self, f):
         Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=Graph.pool):         # notes the launches and computes nothing
+        with torch.cuda.graph(self.graph, pool=Graph.pool):     # records launches, computes nothing
             self.output = f(*self.inputs, *self.fixed)
 
     def replay(self):
@@ -131,10 +131,10 @@ class Compiled:
 
 
 def product(x, w, bias=None):
-    """`F.linear` of few rows x (..., dim), written as sums: so Inductor makes loops of it that read each
-    weight once, where the library's matrix product takes two to three times as long."""
+    """`F.linear` for few rows x (..., dim), written as sums: Inductor turns them into loops that
+    read each weight once, while the library's matrix product takes two to three times as long."""
     wide = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide.as_strided(wide.shape, wide.stride())   # trap: else each row is made anew for every output
+    wide = wide.as_strided(wide.shape, wide.stride())  # trap: else each row is recomputed per output
     sums = torch.stack([(row * w.to(wide.dtype)).sum(-1) for row in wide])
     return sums.to(x.dtype).view(*x.shape[:-1], -1)
 
@@ -143,12 +143,12 @@ def write_program(path, model, f, inputs, fixed):
     """Compile f for inputs of these shapes, and for any number of slots, into the file `path`, *.pt2."""
     varies = torch.export.Dim.DYNAMIC
     shapes = [*([None] * len(inputs)), *({t.dim() - 2: varies} for t in fixed)]
-    settings = {"aot_inductor.package_constants_in_so": False,      # the weights stay with the model
-                # trap: with it masked grouped attention is taken for another pattern and comes out wrong
+    settings = {"aot_inductor.package_constants_in_so": False,     # the weights stay with the model
+                # trap: it takes masked grouped attention for another pattern, and the result is wrong
                 "pattern_matcher": False}
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        # trap: lengths that are equal here are one number to the program ever after. So the caches
-        # (fixed[2:]) are longer than what is read
+        # trap: lengths that are equal here become one number in the program. So the caches
+        # (fixed[2:]) are made longer than what is read
         caches = (F.pad(t, (0, 0, 0, 1)) for t in fixed[2:])
         examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in (*inputs, *fixed[:2], *caches))
         program = torch.export.export(Program(model, f), examples, strict=False,
@@ -163,34 +163,34 @@ def write_program(path, model, f, inputs, fixed):
 
 
 def distance(a, b):
-    """How far the vectors of a (..., D) lie from those of b, relative to their length, or to the mean length
-    where they are shorter: the largest."""
+    """The largest distance of a vector of a (..., D) from that of b, relative to the latter's
+    length, or to the mean length if that is larger."""
     length = b.double().norm(dim=-1)
     return ((a.double() - b).norm(dim=-1) / length.clamp(min=length.mean())).max()
 
 
 class Recorded(StandIn):
-    """Stands in for a Transformer on which nothing is trained: its passes over blocks of at most widths[-1]
-    tokens are replayed from recordings; all others, and those with a tree, run eagerly. A pass that is traced
-    is cut behind each state, and its segments are recorded like the parts that early exits run.
+    """Stands in for a Transformer that is not being trained: passes over blocks of at most widths[-1]
+    tokens are replayed from recordings; all others, and those with a tree, run eagerly. A traced pass is
+    cut after each state, and its segments are recorded like the parts that early exits run.
 
-    how: see above; by default what suits the model's device. widths: a block is padded with dead rows to the
-    next of them, which lie in the spare slots of a cache. reach: graphs tell no more lengths of a text apart
-    than if they doubled from this one on. say: gets a line for what takes long or went wrong, by default for
-    standard error. The model must not be moved or cast afterwards; its weights may change in place.
+    how: see above; by default what suits the model's device. widths: a block is padded to the next of
+    these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish as few text
+    lengths as if these doubled from `reach` on. say: called with a line about what takes long or fails,
+    by default `print` to standard error. Do not move or cast the model later; weights may change in place.
     """
 
     def __init__(self, model, how=None, widths=None, reach=256, say=None):
         self.model, self.how, self.reach = model, how or ("graph" if model.tok.is_cuda else "compile"), reach
         self.widths = widths or ((1, 2, 4, 8) if self.how == "compile" else (8,))
         self.say = say or partial(files.note, "recorded")
-        self.tapes = WeakKeyDictionary()    # {a cache whose addresses they hold, or this object: {key: tape}}
+        self.tapes = WeakKeyDictionary()  # {a cache whose addresses they hold, or this object: {key: tape}}
         self.frozen = False                 # True: nothing new is recorded
         model.angles(1)                     # trap: the table may be that of another dtype
 
     def rehearse(self, write):
-        """Call write() twice, after which all that it needs is recorded, and record nothing from then on:
-        so no recording falls into what is timed."""
+        """Call write() twice, which records all that it needs, and record nothing from then on, so
+        that no recording happens while something is timed."""
         self.frozen = False
         write()
         write()
@@ -204,11 +204,11 @@ class Recorded(StandIn):
             x = trace[subs[cut - 1]] = self.run(x, at, cache, subs[:cut])
             return self.run(x, at, cache, subs[cut:], trace)
         width, y = self.width(T), None
-        prompt = at.same and at.first == 0      # is read once, and that does not pay
+        prompt = at.same and at.first == 0      # is read once: recording would not pay
         if subs and cache is not None and at.tree is None and width and not prompt:
             S, end = cache.k.shape[3], at.end + width - T
             if not at.same or end <= S:
-                # trap: a program trusts in the strides of its inputs, too
+                # trap: a program relies on the strides of its inputs, too
                 inputs = pad(x, width - T), at.slots[:, :1].expand(B, 1).contiguous()
                 fixed = self.angles_read(min(end, S), S)
                 fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
@@ -223,16 +223,16 @@ class Recorded(StandIn):
         return self.model.unembed(x, rows) if y is None else y[:, :T]
 
     def replays(self):
-        """Whether any pass is replayed: there may be no compiler, or all recordings were refused."""
+        """Whether any pass is replayed: there may be no compiler, or no recording passed its check."""
         return any(tape for tapes in self.tapes.values() for tape in tapes.values())
 
     def width(self, T):
         return next((width for width in self.widths if width >= T), None)
 
     def angles_read(self, end, slots):
-        """[cos, sin] for `block`: the table of angles for all positions that are read, (reach, D) each. The
-        reach is rounded up to a multiple of `step`: a compiled program takes any; of the others there are no
-        more than if they doubled from `self.reach` on."""
+        """[cos, sin] for `block`: the table of angles for all positions that are read, (reach, D)
+        each. The reach is rounded up to a multiple of `step`. A compiled program takes any reach;
+        graphs need one recording for each, as few as if the reach doubled from `self.reach` on."""
         count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
         step = 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
         reach = min(slots, -(-end // step) * step)
@@ -240,8 +240,8 @@ class Recorded(StandIn):
 
     @torch.inference_mode()
     def play(self, home, key, f, inputs, fixed):
-        """f(model, *inputs, *fixed), replayed; None where it is to be run eagerly: when it is seen for the
-        first time, and where its recording was refused."""
+        """f(model, *inputs, *fixed), replayed; None if it should run eagerly: when it is seen for
+        the first time, and if its recording failed its check."""
         if self.how == "compile":
             home, key = self, (*key, *(t.dtype for t in (*inputs, *fixed[2:3])))
         elif fixed:
@@ -253,7 +253,7 @@ class Recorded(StandIn):
         return tape(inputs, fixed) if tape else None
 
     def record(self, key, f, inputs, fixed):
-        """A recording of f that does on its first real inputs what f itself does; False if there is none."""
+        """A recording of f that agrees with f on its first real inputs; False if there is none."""
         sublayers, rows, width = key[:3]
         what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
         name = f"{what}, batch {rows}, blocks of {width}"
@@ -261,7 +261,7 @@ class Recorded(StandIn):
         try:
             tape = self.make(name, key, f, inputs, fixed)
             got = tape(inputs, fixed)
-        except Exception as e:  # whatever a compiler meets, the pass itself can be run
+        except Exception as e:  # whatever a compiler raises, the pass itself can run eagerly
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
             return False
         off = [float(distance(a, b)) for a, b in zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)]
@@ -270,7 +270,7 @@ class Recorded(StandIn):
             return tape
         for t, before in zip(fixed, kept, strict=True):
             t.copy_(before)
-        self.say(f"{name}: recording refused, as it is off by {max(off):.2g} of what the eager pass says")
+        self.say(f"{name}: recording dropped, because it is off by {max(off):.2g} of the eager pass")
         return False
 
     def make(self, name, key, f, inputs, fixed):
@@ -281,10 +281,10 @@ class Recorded(StandIn):
         if not path.is_file():
             usual = "clang++" if sys.platform == "darwin" else "g++"
             if not shutil.which(os.environ.get("CXX", usual)):
-                self.frozen = True      # from now on all that has no program yet runs eagerly
+                self.frozen = True      # what has no program yet runs eagerly
                 raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
-            path.parent.mkdir(parents=True, exist_ok=True)      # or it fails at once, not after a minute
-            self.say(f"{name}: compiling, which takes a minute or less, and once on this machine")
+            path.parent.mkdir(parents=True, exist_ok=True)      # fails now, not after a minute
+            self.say(f"{name}: compiling, which takes a minute or less, once per machine")
             with tempfile.TemporaryDirectory() as folder:
                 program = Path(folder) / path.name
                 write_program(program, self.model, f, inputs, fixed)
@@ -293,8 +293,8 @@ class Recorded(StandIn):
 
 
 def tolerance(dtype, n_sublayers):
-    """How far, by `distance`, a recording may lie off the eager pass. What half types round away adds up with
-    the depth as a random walk does."""
+    """How far, by `distance`, a recording may differ from the eager pass. Rounding errors of half
+    types add up with depth like a random walk."""
     half = dtype in (torch.float16, torch.bfloat16)
     return TOLERANCE[dtype] * (max(1.0, n_sublayers / 16) ** 0.5 if half else 1.0)
 

@@ -1,5 +1,5 @@
-"""Arms, ways to draft whose costs are known beforehand, and a rule that stops a draft by calibrated
-confidence: what `methods.pace` chooses from."""
+"""Arms: ways to draft with known costs, from which `methods.pace` chooses; and a rule that stops a
+draft by calibrated confidence."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,15 +14,15 @@ from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
 EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks
-TRUST = 0.98    # the same of a tenth of confidence, after each of its tokens
+TRUST = 0.98    # the same for a bin of confidence, after each token in it
 
 
 class Calibrated(Rule):
-    """Stop drafting where the next token's chance of being accepted falls below its price.
+    """Stop drafting when the next token's chance of being accepted falls below its price.
 
-    The draft's own confidence, in tenths, is calibrated by how often it was right at that confidence. `skill`
-    is its acceptance rate, at first `prior`. bars: a price for each of the `gamma` tokens, in tokens: what
-    one more costs, times the tokens per pass that drafting reaches.
+    The draft's own confidence, in bins of a tenth, is calibrated by how often it was right in that
+    bin. `skill` is its acceptance rate, at first `prior`. bars: the price of each of the `gamma`
+    tokens, counted in tokens: what one more costs, times the tokens per pass that drafting reaches.
     """
 
     def __init__(self, bars=None, gamma=MOST, prior=0.5):
@@ -33,19 +33,19 @@ class Calibrated(Rule):
 
     def gamma(self, state):
         self.sure = []
-        self.reach = self.skill.mean()      # the chance that all tokens so far, and the next, are accepted
+        self.reach = self.skill.mean()  # the chance that all tokens so far, and the next, are accepted
         self.table = state.send([beta.mean() for beta in self.trust])           # (11,)
         return self.most
 
     def stop(self, k, logits, token):
-        # trap: NaN, of damaged weights, is no index; the loop reports it
+        # trap: NaN, from damaged weights, is no index; the loop reports it
         tenth = (10 * raw_probs(logits).amax(-1)).nan_to_num().int()            # (B,) 0 to 10
         self.sure.append(tenth)
         self.reach = self.reach * self.table.index_select(0, tenth)
         return self.reach < self.bars[k]
 
     def learn(self, state, r):
-        if not self.sure:       # another drafter drafted
+        if not self.sure:       # another arm drafted
             return
         K, tenths = len(self.sure), torch.stack(self.sure, 1).tolist()          # (B, K)
         hits = torch.minimum(r.p[:, :K], r.draft.q[:, :K]).sum(-1).clamp(max=1).tolist()
@@ -64,9 +64,9 @@ class Calibrated(Rule):
 
 @dataclass(eq=False)
 class Arm:
-    """A way to draft. price(n): passes that a drafted token costs after n others. once(block): what a round
-    costs besides. shared: the part of a pass that is lost where a tail continues its draft. most: the longest
-    draft."""
+    """A way to draft. price(n): the cost of a drafted token after n others, in passes. once(block):
+    the other costs of a round. shared: the part of a pass that is lost when a tail continues its
+    draft. most: the longest draft."""
     name: str
     drafter: Drafter
     price: Callable
@@ -90,7 +90,7 @@ def head_draft(head, costs, vocab=None):
                                                               gamma=head.step.most))
     arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs),
               shared=sum(costs.sublayers[: 2 * trunk]) / costs.whole, most=head.step.most)
-    if isinstance(drafter, Reader):         # it reads what it has missed; an EAGLE's block does so with D
+    if isinstance(drafter, Reader):    # it first reads what it missed; EAGLE's block does so with D
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
         arm.once = lambda block: own * (block(max(1, drafter.unread)) - (not trunk))
     return arm
@@ -98,7 +98,7 @@ def head_draft(head, costs, vocab=None):
 
 def candidates(model, costs, skip=None, vocab=None, heads=(), exits=EXITS):
     """The usual arms: exits after these parts of the blocks; a skip set (its sub-layers) if there is one;
-    trained heads. All of them draft with a vocabulary of their own (its ids) if there is one."""
+    trained heads. All of them draft with the draft vocabulary `vocab` (its ids) if there is one."""
     L = model.c.n_layers
     drafting = ShortHead(model, vocab) if vocab else model
     layers = sorted({max(1, round(L * part)) for part in exits} - {L})

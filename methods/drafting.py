@@ -1,10 +1,10 @@
 """Drafting with a trained head: four drafters for the kinds of heads in methods/heads.py.
 
-A head drafts from states that the target computed anyway. They come as `taps` of the prompt and of every
-round, so that a head knows the text also where another drafter drafted.
+A head drafts from states that the target computes anyway. They come as `taps` of the prompt and of
+every round, so a head follows the text even when another drafter drafts.
 
-The last token read is the one before the last known token D: the target chose D after it and has not run D
-itself yet. `methods.trees.Siblings` gives the chains of all of them siblings.
+The last token read is the one before the last known token D: the target chose D after it and has
+not run D itself yet. `methods.trees.Siblings` adds siblings to the chains of any of these drafters.
 """
 import torch
 import torch.nn.functional as F
@@ -17,18 +17,18 @@ from speculative import Draft, Drafter, chain, pick
 
 
 def unit(x):
-    """x (..., dim), each vector scaled to a root mean square of 1, which the final norm would do anyway."""
+    """x (..., dim), each vector scaled to a root mean square of 1, as the final norm does anyway."""
     return F.rms_norm(x, x.shape[-1:])
 
 
 class Reader(Drafter):
-    """A drafter with a block of its own, whose cache holds the text and, while it drafts, its own drafts.
+    """A drafter with its own block, whose cache holds the text and, while it drafts, its draft.
 
-    It notes the target's states of all that is written, also in rounds in which others draft. Before its next
-    draft it reads in one pass what its block has not read yet: `unread` tokens in the row with the most. To
-    read a token again changes nothing, so the other rows read just as many. What it wrote of rejected drafts
-    is overwritten or dead."""
-    late = 0    # the block reads the state of a token together with the token that many places after it
+    It keeps the target's states of all written tokens, also from rounds in which another drafter
+    drafts. Before its next draft, its block reads in one pass what it has not read yet: `unread`
+    tokens in the row with the most. Reading a token again is harmless, so the other rows read as
+    many. Cache entries of rejected drafts are overwritten before they are read."""
+    late = 0  # the block reads the state of a token together with the token that many places after it
 
     def __init__(self, head, *args):
         super().__init__(*args)
@@ -39,19 +39,19 @@ class Reader(Drafter):
         super().begin(state, trace)
         x, device = self.head.state(trace), state.n.device                      # (B, T, dim)
         T, late = x.shape[1], self.late
-        self.noted = x.new_zeros(*state.tokens.shape, x.shape[2])               # (B, S, dim) by slot
+        self.noted = x.new_zeros(*state.tokens.shape, x.shape[2])              # (B, S, dim) by slot
         self.noted[:, late : late + T] = x
         self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), device)
         for first in range(0, T, 256):
             at = Placement.at(first, min(first + 256, T), device)
             self.own.run(self.inputs(state, at.slots), at, self.cache, [0])
-        self.held = [len(text) - 1 for text in state.known]     # how many slots hold what the text says
+        self.held = [len(text) - 1 for text in state.known]     # how many slots agree with the text
         self.unread = late
 
     def observe(self, state, r):
         super().observe(state, r)
-        x, new = self.head.state(r.trace), state.send([[len(row)] for row in r.new])    # (B, K+1, dim)
-        steps = torch.arange(x.shape[1], device=new.device) + self.late - 1     # from where the round began
+        x, new = self.head.state(r.trace), state.send([[len(row)] for row in r.new])  # (B, K+1, dim)
+        steps = torch.arange(x.shape[1], device=new.device) + self.late - 1  # from where the round began
         self.noted.scatter_(1, state.after(steps - new)[..., None].expand_as(x), x)
         rows = zip(state.known, self.held, strict=True)
         self.unread = max(len(text) - 1 + self.late - held for text, held in rows)
@@ -61,7 +61,7 @@ class Reader(Drafter):
         return self.noted.gather(1, slots[..., None].expand(len(self.noted), -1, self.noted.shape[2]))
 
     def catch_up(self, state, sublayers=None):
-        """Read what is unread. Returns what the block says last of each row. (B, 1, dim)"""
+        """Read what is unread. Returns the block's output at each row's last token. (B, 1, dim)"""
         at, last = state.back(self.unread, self.late)
         self.held, self.unread = [len(text) - 1 + self.late for text in state.known], 0
         x = self.own.run(self.inputs(state, at.slots), at, self.cache, sublayers)
@@ -69,23 +69,23 @@ class Reader(Drafter):
 
 
 class ExitDraft(Reader, SelfDraft):
-    """Early exit with an adapter between the exit and the model's head (Kangaroo, arXiv 2404.18911). The
-    paper's second early exit is a rule: `control.Confidence(0.6)`. The adapter's cache holds the states after
-    the exit of the text before D."""
+    """Early exit with an adapter between the exit and the model's head (Kangaroo, arXiv
+    2404.18911). The paper's second early exit is a rule: `control.Confidence(0.6)`. The adapter's
+    cache holds the text before D."""
 
     def __init__(self, head, rule):
         super().__init__(head, head.model, early_exit(head.model.c.n_layers, head.step.trunk), rule)
 
     def logits(self, state, x, k):
-        if self.unread:     # keys and values alone are needed: the adapter's attention
+        if self.unread:     # only keys and values are needed: run the attention alone
             self.catch_up(state, [0])
         x = self.own.run(x, state.at(k), self.cache, self.head.sublayers)
         return self.own.unembed(x)
 
 
 class EagleDraft(Reader):
-    """A block that reads a token and the final state of the one before; of a drafted one, what it said itself
-    (EAGLE, arXiv 2401.15077). D is read last, with all that was written since the last draft."""
+    """A block that reads a token and the final state of the token before it; for a drafted token, its own
+    output instead of that state (EAGLE, arXiv 2401.15077). It reads D last, with all unread tokens."""
     late = 1
 
     def inputs(self, state, slots):
@@ -113,12 +113,12 @@ class LastState(Drafter):
     def begin(self, state, trace):
         same_model(self.head.model, state)
         super().begin(state, trace)
-        # a prompt of one token has no token read before D: its first draft is a guess from D's own state
+        # a prompt of one token has no token before D: its first draft uses D's own state
         self.read = trace, [max(0, len(text) - 2) for text in state.known]
 
     def observe(self, state, r):
         super().observe(state, r)
-        # trap: where `Then` goes on, r.accepted counts our own part only
+        # trap: within `Then`, r.accepted counts only this drafter's part
         self.read = r.trace, [max(0, len(row) - 1) for row in r.new]
 
     def last(self, state):
@@ -130,16 +130,16 @@ class LastState(Drafter):
 class MedusaDraft(LastState):
     """All tokens at once: none depends on the others (Medusa, arXiv 2401.10774).
 
-    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them, of which all
-    rows draft as many levels as the rule says for any of them. See `methods.trees.grow`. Raises ValueError
-    for more levels than there are heads.
+    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them.
+    All rows draft as many of its levels as the rule says for any row; see `methods.trees.grow`.
+    Raises ValueError for more levels than there are heads.
     """
 
     def __init__(self, head, rule, shape=None):
         super().__init__(head, rule)
         self.shape = shape
         if self.rule.most > head.steps:
-            raise ValueError(f"{head.steps} heads draft that many tokens, not {self.rule.most}")
+            raise ValueError(f"{head.steps} heads cannot draft {self.rule.most} tokens: one token each")
 
     def propose(self, state):
         said, last = [], self.last(state)
@@ -153,8 +153,8 @@ class MedusaDraft(LastState):
 
 
 class ProphetDraft(LastState):
-    """A small decoder writes the draft token by token. It starts anew in each round, from the final state of
-    the last token read, and sees no other text (lucidrains' "prophet", after MEGABYTE, arXiv 2305.07185)."""
+    """A small decoder writes the draft token by token, each round from the final state of the last
+    token read; it sees no other text (lucidrains' "prophet", after MEGABYTE, arXiv 2305.07185)."""
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -164,7 +164,7 @@ class ProphetDraft(LastState):
     def propose(self, state):
         own, last = self.head.own, self.last(state)
 
-        def step(token, k):     # its slots count from the state, and so all rows stand at the same place
+        def step(token, k):     # slots count from the state, so all rows stand at the same place
             x, first = own.embed(token), k + 1
             if k == 0:
                 x, first = torch.cat([unit(last), x], 1), 0

@@ -1,8 +1,8 @@
-"""A draft that changes while it runs, as published: DEL chooses after which block to leave.
+"""A draft that changes while it runs, as published: DEL chooses the block to exit after.
 
-The target checks every round, whatever drafted it, so a drafter may change its sub-layers between any two
-rounds. What it learns from is nearly free: the states that drafting and verifying compute anyway. In a batch
-the rows share one choice, since they share each pass. The constants are the published ones.
+The target verifies every round, however it was drafted, so a drafter may change its sub-layers between
+any two rounds. Learning is nearly free: it uses states that drafting and verifying compute anyway. In
+a batch the rows share one choice, since they share each pass. The constants are the published ones.
 """
 import torch
 
@@ -13,26 +13,26 @@ from speculative import pick
 
 
 def overlaps(probs, p, logits):
-    """How likely a draft would be accepted at each place, the sum of min(p, q), and how sure it is there, the
-    largest raw probability. p (..., V), logits (..., V) -> two tensors (...), float64."""
+    """The acceptance rate of a draft at each place, the sum of min(p, q), and its confidence there,
+    the largest raw probability. p (..., V), logits (..., V) -> two tensors (...), float64."""
     both = torch.minimum(p, probs(logits)).double().sum(-1)
     return both.clamp(max=1), raw_probs(logits).amax(-1).double()
 
 
 class DEL(SelfDraft):
-    """Leave after the block that promises the most tokens for the layers that are run, and stop where it is
-    unsure (DEL, arXiv 2504.05598).
+    """Exit after the block that promises the most tokens for the layers that run, and stop when the
+    draft is unsure (DEL, arXiv 2504.05598).
 
     What exit l would have drafted at each place of the last round is known without drafting: its *shadow
-    token*, from the states that drafting and verifying left behind. Its acceptances and their complements are
-    counted, and so is how sure it was of both; old counts fade by `omega` a round. The exit of the best
-    expected speed drafts, up to `gamma` tokens, and stops after a token less sure than a threshold, the mean
-    of how sure it was where it would have been accepted and where it would not.
+    token*, from the states of drafting and verifying. DEL counts how many shadow tokens would have been
+    accepted and rejected, with the exit's confidence; old counts fade by `omega` per round. The exit
+    with the best expected speed drafts up to `gamma` tokens. It stops after a token whose confidence is
+    below a threshold, midway between its mean confidence in accepted and in rejected shadows.
 
-    Different here: `costs` know the head's share, where theirs counts layers, and nothing is drafted where
-    nothing gains. Counts start from a uniform prior, a hit at confidence 1 and a miss at 0; their threshold
-    is NaN until both were seen. When sampling, a shadow counts as the sum of min(p, q), not as a match of the
-    likeliest tokens. Each shadow costs a row of the head: score few `exits`, or only every `every`th round.
+    Differences from the paper: `costs` include the head, where the paper counts layers; nothing is drafted
+    if nothing gains. Counts start from a hit at confidence 1 and a miss at 0, as the paper's threshold is
+    NaN until both occur. When sampling, a shadow counts as the sum of min(p, q), not as a match of the
+    likeliest tokens. Each shadow costs a product with the head: score few `exits`, or every n-th round.
     """
 
     def __init__(self, model, exits=None, costs=None, omega=0.95, gamma=18, every=1, window=32):
@@ -47,8 +47,8 @@ class DEL(SelfDraft):
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        at = state.n[:, None] + torch.arange(-self.window, 0, device=state.n.device)    # (B, window)
-        trace = {tap: pick(x, at.clamp(min=0)) for tap, x in trace.items()}     # of the prompt's last places
+        at = state.n[:, None] + torch.arange(-self.window, 0, device=state.n.device)   # (B, window)
+        trace = {tap: pick(x, at.clamp(min=0)) for tap, x in trace.items()}  # the prompt's last places
         self.score(state, trace, state.probs(self.model.unembed(trace[self.taps[-1]])), at >= 0)
 
     def observe(self, state, r):
@@ -59,8 +59,8 @@ class DEL(SelfDraft):
             self.score(state, r.trace, r.p, true)
 
     def score(self, state, trace, p, true):
-        """Count what every exit would have drafted at the places where `true` (B, T) says that all before
-        was accepted, and choose. p (B, T, V): the target's distribution after each place."""
+        """Count what every exit would have drafted where `true` (B, T) says that all tokens before
+        were accepted, and choose the exit. p (B, T, V): the target's distribution after each place."""
         states = torch.stack([trace[tap] for tap in self.taps[:-1]])            # (E, B, T, dim)
         logits = self.model.unembed(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         hit, sure = overlaps(state.probs, p, logits)                            # (E, B, T) both
@@ -70,7 +70,7 @@ class DEL(SelfDraft):
         alphas = (hits + 1) / (hits + misses + 2)
         bars = ((sure_hits + 1) / (hits + 1) + sure_misses / (misses + 1)) / 2
         best = 1.0
-        self.rule.most = 0                                                      # do not draft, if none gains
+        self.rule.most = 0                                              # do not draft if none gains
         for e, alpha, cost, bar in zip(self.exits, alphas.tolist(), self.costs, bars.tolist(), strict=True):
             speed = expected_speedup(alpha, best_gamma(alpha, cost, self.longest), cost)
             if speed > best:

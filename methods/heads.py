@@ -1,22 +1,22 @@
-"""Trained heads: small modules on a frozen model that draft for it, and what they are trained to say.
+"""Trained heads: small modules on a frozen model that draft for it, and what they learn to predict.
 
-A head learns to say what the model itself will say, from states that the model has computed anyway. The model
-does not change, and neither does its text.
+A head learns to predict the model's next tokens from states that the model computes anyway. The
+model does not change, and neither does its text.
 
-    kind         reads                              says                               its own weights
+    kind         reads                              predicts                           its own weights
     Kangaroo     the state after block E            the next token                     an attention
     ExitBlock    the state after block E            the next token                     a block
     Eagle        the token, the final state         the next token                     a block, a matrix
                  before it
-    Medusa       the final state                    by head k, from 1 on, the token    a matrix for each head
+    Medusa       the final state                    head k = 1, 2, ...: the token      a matrix per head
                                                     k places after the next
     Prophet      the final state, the next token    the tokens after that, one by      one block or two
                  and its own drafts                 one
 
-All of them use the model's own embedding, final norm and output head. `own` is a Transformer of a block or
-two that shares these with the model, and its blocks start as copies of the model's: so an ExitBlock starts as
-the exit after it. Each kind has `weights` (all that is trained), `shape` (what its constructor takes, but the
-model), `taps` (the states it reads), `predict` (its logits for a whole text, for training) and `drafter`.
+All of them use the model's embedding, final norm and output head. `own` is a Transformer of a block or two
+that shares these with the model. Its blocks start as copies of the model's: an ExitBlock starts as the exit
+one block later. Each kind has `weights` (all that is trained), `shape` (arguments of its constructor),
+`taps` (the states it reads), `predict` (logits for a whole text, for training) and `drafter`.
 """
 import copy
 import json
@@ -44,15 +44,15 @@ from support.cli import read_vocab
 from support.files import replacing
 
 FILE = "heads.safetensors"
-AHEAD = 4   # tokens that a prophet learns to say from one state
+AHEAD = 4   # tokens that a prophet learns to predict from one state
 SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
                    "post_norm")     # of a model: its heads fit every other model of this shape
 
 
 def graft(model, first, count, hidden_dim=None):
-    """A Transformer that shares embedding, final norm and head with the model, and has `count` blocks of its
-    own. They start as copies of the model's from block `first` on, with the first hidden_dim units of their
-    MLPs. They see the whole text, without Gemma's windows."""
+    """A Transformer that shares embedding, final norm and head with the model, and has `count`
+    blocks of its own. They start as copies of the model's from block `first` on, with the first
+    hidden_dim units of their MLPs. They attend to the whole text, without a sliding window."""
     last, units = model.c.n_layers - 1, hidden_dim or model.c.hidden_dim
     c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
     own = Transformer(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
@@ -61,7 +61,7 @@ def graft(model, first, count, hidden_dim=None):
         like = model.blocks[min(i, last)]
         for name, p in mine.named_parameters():
             w = attrgetter(name)(like)
-            w = w if isinstance(w, torch.Tensor) else w.full(p.dtype)           # in few bits
+            w = w if isinstance(w, torch.Tensor) else w.full(p.dtype)           # quantised
             if name == "mlp.gate_up":
                 w = w.unflatten(0, (2, -1))[:, :units].flatten(0, 1)
             p.data.copy_(w[:, :units] if name == "mlp.down" else w)
@@ -70,9 +70,9 @@ def graft(model, first, count, hidden_dim=None):
 
 @dataclass(frozen=True)
 class Step:
-    """What one drafted token costs: `trunk` blocks of the model run for it, `weights` of the head's own are
-    read, and this share of the model's `output` head. reads: whether its attention reads the whole text.
-    most: the longest draft."""
+    """What one drafted token costs: `trunk` blocks of the model, `weights` weights of the head's own, and
+    this share of the model's `output` head. reads: whether its attention reads the whole text. most: the
+    longest draft."""
     weights: float
     trunk: int = 0
     output: float = 1.0
@@ -82,16 +82,16 @@ class Step:
 
 class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; step: what a drafted
-    token costs; branches: whether any node of its trees may have children, or else only first children.
-    ranks: how likely the model's greedy token is the head's first, second, ... guess, if measured."""
+    token costs; branches: whether any node of its trees may have children, or only first children. ranks:
+    the chance that the model's greedy token is the head's first, second, ... choice, if measured."""
     branches, ranks = False, ()
 
     def state(self, trace):
-        """What it reads of the target's states at its taps. (B, T, dim)"""
+        """The state that it reads, from a trace of its taps. (B, T, dim)"""
         return trace[self.taps[-1]]
 
     def drafter(self, rule, shape=None):
-        """For a chain, or for trees of this shape, a list of parents."""
+        """A drafter of chains, or of trees of this shape, a list of parents."""
         if self.branches:
             return self.draft(self, rule, shape)
         families = Counter(shape).values()      # how many children each parent has
@@ -101,7 +101,7 @@ class Head:
 
 
 class ExitBlock(Head):
-    """An exit with a block of its own, which reads a copy of the state, so that the trunk is untouched
+    """An exit with its own block, which reads a copy of the state, so that the trunk is untouched
     (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
     kind, draft, sublayers, lacks = "exit_block", drafting.ExitDraft, [0, 1], ()
 
@@ -125,18 +125,18 @@ class Kangaroo(ExitBlock):
 
 
 class Eagle(Head):
-    """EAGLE (arXiv 2401.15077): a block that reads of each token its embedding and the final state of the
-    token before, by which the target chose it; of drafted tokens, in that state's place, what it said itself.
-    The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state and starts at zero.
+    """EAGLE (arXiv 2401.15077): a block that reads each token's embedding and the final state of the token
+    before it, from which the target chose it. After a drafted token it reads its own output instead. The
+    paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state and starts at zero.
 
-    It learns the first token of a draft, and the second, which reads what the block said (HASS, arXiv
-    2408.15766); those after it are drafted as the second is.
+    It is trained on the first token of a draft, and on the second, which reads the block's output
+    (HASS, arXiv 2408.15766); later tokens are drafted like the second.
 
-    fused: in place of the final state it reads a mix of it and of the states after a quarter and after half
-    of the blocks (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final one alone.
+    fused: it reads a mix of the final state and of the states after a quarter and half of the
+    blocks (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final state alone.
     """
     kind, draft = "eagle", drafting.EagleDraft
-    reach = 2   # steps that it learns; more can be judged
+    reach = 2   # steps that it is trained on; more can be evaluated
 
     def __init__(self, model, fused=False):
         self.model, self.shape, self.own = model, {"fused": bool(fused)}, graft(model, 0, 1)
@@ -145,7 +145,7 @@ class Eagle(Head):
         self.weights.blocks = self.own.blocks
         if fused:
             one = torch.eye(model.c.dim).to(model.tok)
-            self.weights.mix = nn.Parameter(torch.cat([0 * one, 0 * one, one], 1))      # (dim, 3 dim)
+            self.weights.mix = nn.Parameter(torch.cat([0 * one, 0 * one, one], 1))    # (dim, 3 dim)
         self.weights.matrix = nn.Parameter(torch.zeros_like(model.tok[:1]).repeat(model.c.dim, 1))
         self.step = Step(count(self), reads=True)
 
@@ -162,9 +162,9 @@ class Eagle(Head):
         T, device = tokens.shape[1], tokens.device
         ones = torch.ones(T, T, dtype=torch.bool, device=device)
         before, inputs, seen = self.state(trace), [], []
-        for k in range(1, 1 + self.reach):      # the rows of all steps so far: as each token is read in each
+        for k in range(1, 1 + self.reach):  # the inputs of all steps so far: each token once per step
             inputs.append(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1]))
-            drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one row of each step after the first
+            drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one key of each later step
             seen = [F.pad(rows, (0, T)) for rows in seen] + [torch.cat([ones.tril(1 - k), *drafted], 1)]
             positions, slots = (torch.arange(n, device=device)[None] for n in (T, k * T))
             at = Placement(positions.repeat(1, k), slots, 0, k * T, torch.cat(seen)[None])
@@ -174,13 +174,13 @@ class Eagle(Head):
 
 
 class Medusa(Head):
-    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k says
-    W (x + silu(W_k x)), where W_k starts at zero, and W is the model's output head with the norm before it.
+    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k computes
+    W (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head.
 
-    own_head: each head has a copy of the output head that is trained, too, as in the paper. That is a matrix
-    (V, dim) for each of them, which in large vocabularies is many times as large as W_k. markov: the rank of
-    a bias by the token before, W_2 W_1[token] (DeepSpec's DSpark), which all heads share; 0: none. With it a
-    head knows what the one before it drafted.
+    own_head: each head also trains its own copy of the output head, as in the paper. With a large
+    vocabulary this matrix (V, dim) is much larger than W_k. markov: the rank of a bias from the
+    token before, W_2 W_1[token] (DeepSpec's DSpark), shared by all heads; 0: none. With it a head
+    knows what the head before it drafted.
     """
     kind, draft, branches = "medusa", drafting.MedusaDraft, True
 
@@ -199,8 +199,8 @@ class Medusa(Head):
             self.weights.bias = nn.Parameter(model.tok.new_zeros(V, markov))
 
     def after(self, x, k, before):
-        """What head k, from 0 on, says after final states x (B, T, dim): raw logits (B, T, V) of the token
-        k + 1 places after the next. before (B, T): the token before that one."""
+        """The raw logits (B, T, V) of head k, from 0 on, after final states x (B, T, dim): for the
+        token k + 1 places after the next. before (B, T): the token before that one."""
         x, w = unit(x), self.weights
         x = x + F.silu(F.linear(x, w.inner[k]))
         logits = self.model.unembed(x, w.outer[k]) if self.shape["own_head"] else self.model.unembed(x)
@@ -215,9 +215,9 @@ class Medusa(Head):
 
 
 class Prophet(Head):
-    """A decoder of one or two blocks that reads the final state of the last token read, the next token, which
-    the target chose by it, and its own drafts (lucidrains' "prophet transformer"). Its MLPs are half as wide
-    as the model's, as it runs once for every token that it drafts."""
+    """A decoder of one or two blocks that reads the final state of the last token read, the next
+    token, which the target chose from it, and its own drafts (lucidrains' "prophet transformer").
+    Its MLPs are half as wide as the model's, because it runs once per drafted token."""
     kind, draft = "prophet", drafting.ProphetDraft
 
     def __init__(self, model, blocks):
@@ -227,12 +227,12 @@ class Prophet(Head):
         self.step = Step(count(self))
 
     def predict(self, tokens, trace, cache):
-        N = tokens.shape[1] - AHEAD                                             # a window for each state
+        N = tokens.shape[1] - AHEAD                                        # a window for each state
         start = unit(trace[self.taps[0]][:, :N, None])                          # (B, N, 1, dim)
         ids = tokens[:, 1:].unfold(1, AHEAD, 1)                                 # (B, N, AHEAD)
-        x = torch.cat([start, self.own.embed(ids)], 2).flatten(0, 1)            # (B*N, 1+AHEAD, dim)
+        x = torch.cat([start, self.own.embed(ids)], 2).flatten(0, 1)           # (B*N, 1+AHEAD, dim)
         at = Placement.at(0, 1 + AHEAD, x.device)
-        x = self.own.run(x, at).unflatten(0, (-1, N))                           # (B, N, 1+AHEAD, dim)
+        x = self.own.run(x, at).unflatten(0, (-1, N))                         # (B, N, 1+AHEAD, dim)
         for k in range(1, 1 + AHEAD):
             yield k, self.own.unembed(x[:, :, k])
 
@@ -241,14 +241,14 @@ KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophe
 
 
 def count(head):
-    """How many weights are a head's own."""
+    """The number of a head's own weights."""
     return sum(p.numel() for p in head.weights.parameters())
 
 
 def pricing(head, costs=None):
-    """n -> what a drafted token takes after n others, relative to a pass of the target, by a Costs table, or
-    by weights. The head's own weights are not in the table: each counts as much as one of the model's blocks,
-    or of its output head, whichever takes more."""
+    """n -> the cost of a drafted token after n others, relative to a target pass, by a Costs table or by
+    weights. The head's own weights are not in the table: each costs as much as a weight of the model's
+    blocks or of its output head, whichever costs more."""
     step, by_count = head.step, weight_costs(head.model.c)
     costs = costs or by_count
     rate = max(sum(costs.sublayers) / sum(by_count.sublayers), costs.head / by_count.head)
@@ -259,8 +259,7 @@ def pricing(head, costs=None):
 
 
 def shorter(head, ids):
-    """The same head with a draft vocabulary, `layerskip.ShortHead`, unless it has one or has output heads of
-    its own."""
+    """The head with a draft vocabulary (`layerskip.ShortHead`), unless it has one or its own output heads."""
     twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
     if head.step.output == 1:
         short = ShortHead(getattr(head, part), ids)
@@ -281,15 +280,15 @@ def save(head, folder):
 
 
 def load(folder, model, kinds=KINDS):
-    """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it learnt if
-    one lies beside it, and in recorded passes if the model is. Raises ValueError, in one line, for a file
-    that is missing or damaged or was made for a model of another shape or vocabulary."""
+    """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it learnt,
+    if one lies beside it, and recorded if the model is. Raises ValueError, in one line, for a file that is
+    missing or damaged or was made for a model of another shape or vocabulary."""
     path, vocab = Path(folder) / FILE, Path(folder) / VOCAB
     with checkpoint.guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         facts = json.loads(file.metadata()["heads"])
         if facts["model"] != list(SHAPE(model.c)):
-            raise ValueError("they are for one of another shape or vocabulary: train heads anew for this one")
+            raise ValueError("their model has another shape or vocabulary: train heads for this one")
         head = kinds[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]

@@ -1,10 +1,10 @@
-"""Pace: before every draft, choose how to draft and how far, so that the time buys the most tokens.
+"""Pace: before every draft, choose how to draft and how far, for the most tokens per second.
 
-Prices are known before a round begins, in passes of the target over one token. What a draft is worth is
-learnt: of an n-gram from the text, which shows what it would have copied, of all else from its own drafts.
+Prices are known before a round begins, in target passes over one token. Acceptance rates are learnt: that of
+an n-gram from the text, which shows what copies would have been worth, all others from their own drafts.
 
-Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance never
-falls below 0; hence cost <= STAKE + (1 + risk) x tokens, whatever the drafts are worth.
+Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance
+never falls below 0. Hence cost <= STAKE + (1 + risk) x tokens, however bad the drafts are.
 """
 from functools import cache
 
@@ -15,21 +15,21 @@ from methods.then import Then
 from speculative import Drafter, NGram, Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
-MARGIN = 0.05   # an arm must promise this much more than plain decoding, since choosing takes time, too
+MARGIN = 0.05  # an arm must promise this much more than plain decoding, since choosing takes time, too
 EVERY = 16      # rounds between two explorations
-IDLE = 3        # rounds without a thought where nothing gains, unless the text repeats itself
+IDLE = 3        # rounds without choosing once nothing gains, unless the text repeats itself
 TAIL = 8        # tokens that an n-gram may copy
 
 
 class Pace(Wrapper):
-    """Draft in the way, and as far, as promises the most tokens for the time; the outermost drafter. arms: by
-    default `candidates(model, costs)`; their drafters have a Calibrated rule. An n-gram drafts, too, and may
-    go on where an arm's draft ends. costs: a Costs table, by weights unless given. risk: what exploring may
-    cost, as a part of plain decoding. most: the longest draft, which a tail may exceed. What is learnt
-    outlives the run. chosen: {name: rounds}.
+    """Draft with the arm and the length that promise the most tokens per pass; the outermost
+    drafter. arms: by default `candidates(model, costs)`; their drafters have a Calibrated rule. An
+    n-gram drafts, too, and may continue an arm's draft (its tail). costs: a Costs table, by default
+    counted in weights. risk: what exploring may cost, as a share of plain decoding. most: the
+    longest draft, which a tail may exceed. What is learnt outlives the run. chosen: {name: rounds}.
 
-    In a batch the rows share each pass, and so the arm; the guarantee counts the tokens of the row that has
-    the fewest. Not in the prices: the prompt, and the time that choosing takes.
+    In a batch the rows share each pass, and so the arm; the guarantee counts the tokens of the row
+    with the fewest. The prices leave out the prompt and the time that choosing takes.
     """
 
     def __init__(self, model, arms=None, costs=None, risk=0.01, most=MOST):
@@ -40,7 +40,7 @@ class Pace(Wrapper):
             ("nothing", Drafter()), ("n-gram", self.lookup)))
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
-        self.copied, self.tails = Beta(), Beta()    # tokens copied right; the same per round without a copy
+        self.copied, self.tails = Beta(), Beta()    # copied tokens; of tails: tokens, rounds
         self.balance, self.chosen, self.due, self.n = STAKE, {}, 0, 0
 
     def begin(self, state, trace):
@@ -49,29 +49,29 @@ class Pace(Wrapper):
         rows = len(state.known)
         self.before, self.written, self.least, self.idle = [True] * rows, [0] * rows, 0, 0
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
-        for arm in self.arms:       # another text: what is known counts as two drafts
+        for arm in self.arms:       # another text: what is known weighs two drafts
             arm.drafter.rule.skill = Beta(prior=arm.drafter.rule.skill.mean())
 
     # --- before a round
 
     def look(self, state):
-        """How long the text is, how far a draft may go, and how much dearer a pass is than a first one."""
+        """Set the text's length, the longest draft, and the cost of a pass relative to the first one."""
         self.n, self.room = max(map(len, state.known)), max(0, min(self.most, max(state.left_cpu) - 1))
         self.grown = self.whole(self.n) / self.costs.whole
 
     def cost(self, arm, g, tail=0):
-        """Passes that a round costs that drafts g tokens with an arm, copies `tail` more and verifies all."""
+        """The cost, in passes, of a round: g tokens of an arm, `tail` copied ones, and the verification."""
         lost = arm.shared if tail else 0.0
         return arm.once(self.block) + g * arm.price(self.n) + lost + self.block(1 + g + tail)
 
     def covered(self, cost):
-        """Whether the balance covers a round of this cost with nothing accepted."""
+        """Whether the balance covers a round of this cost if nothing is accepted."""
         return (cost - 1) * self.grown <= self.balance
 
     def promise(self, arm, alpha, tail=0):
         """(tokens per pass, g) at the best length whose cost the balance covers; (1, 0) if none gains."""
         best, length, tokens, reach, price = 1.0, 0, 1.0, 1.0, arm.price(self.n)
-        gain = self.tails.hits / (self.tails.misses + 1) if tail else 0.0   # where all g are accepted
+        gain = self.tails.hits / (self.tails.misses + 1) if tail else 0.0   # if all g are accepted
         for g in range(1, min(arm.most, self.room) + 1):
             reach *= alpha
             tokens += reach
@@ -85,10 +85,10 @@ class Pace(Wrapper):
         return best, length
 
     def choose(self):
-        """Set arm, tail and length to what promises most, and every now and then to what might."""
+        """Set arm, tail and length to what promises most; every `EVERY` rounds, to what might."""
         self.due -= 1
         self.arm, self.tail, self.length, self.rate = self.nothing, 0, 0, 1 + MARGIN
-        share = sum(map(bool, self.found)) / len(self.found)        # of the rows that an n-gram can continue
+        share = sum(map(bool, self.found)) / len(self.found)        # of rows with a copy
         self.copying.most = max(map(len, self.found))
         options = [(self.copying, share * self.copied.mean(), 0)]
         tails = (0, TAIL) if self.tails.hits > 0.2 * self.tails.misses else (0,)
@@ -102,7 +102,7 @@ class Pace(Wrapper):
                 self.arm, self.tail, self.length, self.rate = arm, tail, length, rate
         if self.arm is self.nothing:
             self.idle = IDLE
-        elif self.arm is not self.copying:      # the rule stops, or goes on as far as is paid
+        elif self.arm is not self.copying:   # the rule stops it, or it goes on as far as is covered
             rule, price = self.arm.drafter.rule, self.arm.price(self.n)
             rule.bars = [self.rate * (price + self.block(k + 3) - self.block(k + 2))
                          for k in range(self.arm.most)]
@@ -140,7 +140,7 @@ class Pace(Wrapper):
         self.read(r)
 
     def read(self, r):
-        """Count what an n-gram would have copied, whatever drafted: the text shows it."""
+        """Count what an n-gram would have copied, whichever arm drafted: the text shows it."""
         for b, new in enumerate(r.new):
             same = [x == y for x, y in zip(self.found[b], new, strict=False)]
             right = [*same, False].index(False)
@@ -153,7 +153,7 @@ class Pace(Wrapper):
             self.before[b] = bool(same)
 
     def summary(self):
-        """What drafted how often, and what is believed of it now, in a line."""
+        """One line: how often each arm drafted, and its present estimates."""
         known = {arm.name: (arm.drafter.rule.skill.mean(), arm.price(self.n)) for arm in self.arms}
         known["n-gram"] = self.copied.mean(), 0.0
         why = {name: f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"

@@ -1,24 +1,24 @@
-"""Suffix decoding: look up endings of every length, and copy what is likely to come, as far as it is likely.
+"""Suffix decoding: look up suffixes of every length, and copy their likely continuation.
 
-Prompt lookup (`speculative.NGram`) copies what followed the last time the text held its final n tokens. One n
-is too long for a text that seldom repeats itself, and too short for one that always does. Here all endings of
-the text that have occurred before are tried, each says how often it went on how, and the draft that promises
-the most accepted tokens is taken.
+Prompt lookup (`speculative.NGram`) copies what followed the previous occurrence of the last n
+tokens. One n is too long for a text that seldom repeats itself, and too short for one that often
+does. Here all suffixes of the text that have occurred before are tried. Counts say what followed
+each of them, and the draft that promises the most accepted tokens is taken.
 """
 from speculative import NGram, wanted
 
-DEPTH = 16      # tokens of an ending and its continuation together
+DEPTH = 16      # tokens of a suffix and its continuation together
 
 
 class Suffix(NGram):
     """SuffixDecoding (Oliaro et al., arXiv 2411.04975, section 3), a chain.
 
-    From each ending of m tokens the path to the most frequent continuation is followed, while it is likely
-    enough: a token after n tokens of which it followed k times has the chance k / n, a path the product of
-    its tokens'. A path has at most `factor` * m tokens. Its score is the sum of the chances of its tokens,
-    how many of them are expected to be accepted, and the best score wins.
+    From each suffix of m tokens a path follows the most frequent next token. A token that came in k
+    of n cases has the frequency k / n. The chance of a path is the product of these. A path has at
+    most `factor` * m tokens. Its score, the expected number of accepted tokens, is the sum of the
+    chances of its prefixes; the best score wins.
 
-    least: a path ends where its chance would fall below it. hits: how often an ending must have occurred.
+    least: a path ends before its chance falls below it. hits: how often a suffix must have occurred.
     store: a dict that keeps the counts of all texts, for later runs; a draft may come from it, too.
     """
 
@@ -47,7 +47,7 @@ class Suffix(NGram):
         for m in range(1, min(len(text), DEPTH) + 1):
             run = tuple(text[-m:])
             if sum(index.get(run, {}).values()) < self.hits:
-                break       # what has not occurred has not occurred with more tokens before it, either
+                break       # longer suffixes have occurred no more often
             path, chance, score = [], 1.0, 0.0
             while run in index and len(path) < min(room, int(self.factor * m)):
                 counts = index[run]

@@ -8,13 +8,13 @@ from speculative import Draft, Wrapper
 
 
 class Then(Wrapper):
-    """b goes on where a ends: `Then(SelfDraft(...), NGram(...))` looks up what followed the draft's last
-    tokens earlier in the text (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them so).
+    """b continues where a ends: `Then(SelfDraft(...), NGram(...))` looks up what followed the draft's last
+    tokens earlier in the text (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them like this).
 
-    b should read neither the target's cache, which holds nothing yet for a's tokens, nor its states, since of
-    a round b gets its own part of what was drafted and written, and all else whole: it is to be an `NGram`,
-    or a `ModelDraft` of another model. Where b adds tokens, a's `reuse` is lost, because nobody has computed
-    those states for b's tokens.
+    b must read neither the target's cache, which has no entries for a's tokens yet, nor its states,
+    because b observes only its own part of what was drafted and written: so b is an `NGram`, or a
+    `ModelDraft` of another model. If b adds tokens, a's `reuse` is lost, because those states are
+    not computed for b's tokens.
     """
 
     def propose(self, state):
@@ -24,7 +24,7 @@ class Then(Wrapper):
             raise ValueError("a tree has several ends: put it around both drafters, Siblings(Then(a, b))")
         length = (state.left - 1).clamp(0, head.tokens.shape[1])                # (B,)
         length = length if head.length is None else torch.minimum(head.length, length)
-        # the tail needs the head's tokens on the host: one wait for all of them
+        # the tail needs the first draft's tokens on the host: one wait for all of them
         *drafts, self.drafted = torch.cat([head.tokens, length[:, None]], 1).T.tolist()
         head = head.cut(max(self.drafted))
         known = [text + [draft[row] for draft in drafts[:m]]
@@ -37,7 +37,7 @@ class Then(Wrapper):
         return join(head, length, b.propose(longer))
 
     def observe(self, state, r):
-        """Each learns of its own part. Where a's part was not accepted whole, b's was never tested."""
+        """Each learns from its own part. Unless all of a's part was accepted, b's was never tested."""
         a, b = self.drafters
         drafted = torch.tensor(self.drafted)
         first, tested = r.accepted.minimum(drafted), r.accepted >= drafted
@@ -56,7 +56,7 @@ def join(head, length, tail):
     tokens = F.pad(head.tokens, (0, T)).scatter(1, at, tail.tokens)
     q = head.q if tail.q is None else tail.q
     if q is not None:
-        V = q.shape[-1]     # the q of what was copied is one-hot
+        V = q.shape[-1]     # the q of copied tokens is one-hot
         first, second = (F.one_hot(draft.tokens, V).to(q.dtype) if draft.q is None else draft.q
                          for draft in (head, tail))
         q = F.pad(first, (0, 0, 0, T)).scatter(1, at[..., None].expand(B, T, V), second)

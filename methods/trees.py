@@ -1,15 +1,15 @@
-"""Trees of drafts: several guesses for the same place, and which shape of tree is worth its cost.
+"""Trees of drafts: several tokens for the same place, and which shape of tree is worth its cost.
 
-A sibling is tried only where those before it were rejected. So it gains where first guesses are bad, and
-depth gains where they are good.
+A sibling is tried only after those before it were rejected. So siblings gain where first choices
+are often wrong, and depth gains where they are often right.
 
-    chain           D - d1 - d2 - d3      1 + a + a^2 + a^3 tokens a round, where a guess is good with
-                                          probability a
+    chain           D - d1 - d2 - d3      1 + a + a^2 + a^3 tokens per round, if a first choice is
+                                          accepted with probability a
     with siblings   D - d1 - d2 - d3      d4 may take the place of d1, and d5 that of d2: another b + a b
-                     \\    \\               tokens, where a second guess is good with probability b
+                     \\    \\               tokens, if a second choice is accepted with probability b
                       d4   d5             shape: [0, 1, 2, 0, 1]
 
-A shape is a list of parents, as in `Draft.parents`. What the loop itself needs of trees stands in
+A shape is a list of parents, as in `Draft.parents`. What the loop itself needs for trees is in
 speculative.py, and `verify_tree` in verification.py.
 """
 import math
@@ -25,8 +25,8 @@ from speculative import Draft, Wrapper
 
 
 def chain_with_siblings(gamma, widths):
-    """The parents of a chain of gamma tokens, of which the first widths[0] have a sibling, the first
-    widths[1] a second one, and so on. It is the shape that `Siblings` drafts.
+    """The parents of a chain of gamma tokens, of which the first widths[0] have a sibling, the
+    first widths[1] a second one, and so on. It is the shape that `Siblings` drafts.
 
     >>> chain_with_siblings(3, [2, 1])      # the chain, first siblings, a second sibling
     [0, 1, 2, 0, 1, 0]
@@ -35,11 +35,11 @@ def chain_with_siblings(gamma, widths):
 
 
 def tree_tokens(parents, rank_acceptance):
-    """Tokens that a target pass over a tree yields: 1, and for each node the product of the acceptances on
-    the way to it (Sequoia, arXiv 2402.12374, section 3.1: all places alike). rank_acceptance[i]: how likely a
-    node's child number i is the accepted one. Of a chain this is `control.expected_tokens`.
+    """Tokens per target pass over a tree: 1, plus for each node the product of the acceptance rates on the
+    way to it (Sequoia, arXiv 2402.12374, section 3.1: all places alike). rank_acceptance[i]: the chance
+    that a node's child number i is the accepted one. For a chain this is `control.expected_tokens`.
 
-    >>> tree_tokens([0, 1, 0], [0.5, 0.25])     # 1 + .5 + .5 * .5 + .25
+    >>> tree_tokens([0, 1, 0], [0.5, 0.25])     # 1 + 0.5 + 0.5 * 0.5 + 0.25
     2.0
     """
     reach = [1.0]
@@ -49,19 +49,19 @@ def tree_tokens(parents, rank_acceptance):
 
 
 def rank_acceptance(p, q, ranks):
-    """How likely the draft's most likely token is the accepted one, its second, ...: a list of `ranks`
-    numbers, for a draft that proposes its top tokens. p (..., V): the target's distributions, one-hot when
+    """The chance that the draft's likeliest token, its second, ... is the accepted one: a list of
+    `ranks` numbers, for a draft of its top tokens. p (..., V): the target's distributions, one-hot when
     greedy; q (..., V): the draft's at the same places, before any cut, since a one-hot has no second."""
     return p.gather(-1, q.topk(ranks).indices).flatten(0, -2).double().mean(0).tolist()
 
 
 def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, levels=math.inf):
-    """The parents of the tree of at most `nodes` nodes that promises the highest speed, level by level; []
-    where none gains. The dynamic programme of Sequoia (arXiv 2402.12374, section 3.1).
+    """The parents of the tree of at most `nodes` nodes that promises the highest speed, level by
+    level; [] if none gains. The dynamic programme of Sequoia (arXiv 2402.12374, section 3.1).
 
-    rank_acceptance: see `tree_tokens`. depth_cost: what drafting a level takes, node_cost: what a further
-    token in the block adds, both relative to a target pass over one token. branches=False: only first
-    children may have children, as in `chain_with_siblings`. levels: how deep it may be.
+    rank_acceptance: see `tree_tokens`. depth_cost: the cost of drafting a level, node_cost: that of one
+    more token in the verifying pass, both relative to a target pass over one token. branches=False:
+    only first children may have children, as in `chain_with_siblings`. levels: how deep it may be.
 
     >>> best_tree([0.6, 0.2], 4, depth_cost=0.05, node_cost=0.05)
     [0, 0, 1, 3]
@@ -95,17 +95,17 @@ def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, leve
 
 
 class Siblings(Wrapper):
-    """Around a drafter of chains: it gives their tokens siblings, further guesses for the same place.
+    """A wrapper around a drafter of chains: it adds siblings, other tokens for the same places.
 
-    drafter: such as SelfDraft or ModelDraft, with any rule. widths: how many tokens of the chain, from the
-    first on, get a sibling, how many a second one, and so on: [3, 1]. Siblings are drawn without replacement,
-    each from what those before it left of q. Where nothing is left, as when greedy, a sibling is the most
-    likely token that is left, and its q is one-hot. The shape that pays: `best_tree(..., branches=False)`.
+    drafter: such as SelfDraft or ModelDraft, with any rule. widths: how many tokens of the chain, from
+    the first on, get a sibling, how many a second one, and so on: [3, 1]. Siblings are drawn without
+    replacement, each from what is left of q. If nothing is left, as when greedy, the sibling is the
+    likeliest unused token, with a one-hot q. The shape that pays: `best_tree(..., branches=False)`.
 
-    For the drafter nothing changes: it does not draft from siblings, and what it learns of is a chain. In a
-    batch only the rows with the longest chain have siblings, and near the end of an answer the last ones are
-    left out. A drafter that draws nothing, such as an n-gram, gets none. The target runs the whole block: for
-    siblings it reads all weights in any case.
+    For the drafter nothing changes: it does not draft from siblings, and it learns from a chain. In
+    a batch only the rows with the longest chain have siblings, and near the end of an answer the
+    last ones are left out. A drafter that draws nothing, such as an n-gram, gets none. `reuse` is
+    dropped: the siblings must pass through all sub-layers anyway.
     """
 
     def __init__(self, drafter, widths):
@@ -136,27 +136,27 @@ class Siblings(Wrapper):
 
 
 def grow(state, draft, logits, parents):
-    """The Draft of a tree from a chain that was drawn (B, K), and from the raw logits of each of its places
-    (B, K, V): a node's child number i is guess number i for its level. So all families of a level offer the
-    same tokens, which changes nothing for the text, as only one of them is tried. parents: as `best_tree` or
-    `chain_with_siblings` makes them; levels that lie deeper than the chain are left out."""
+    """The Draft of a tree from a drawn chain (B, K) and the raw logits of each of its places
+    (B, K, V): a node's child number i is choice number i for its level. So all families of a level
+    hold the same tokens. The text stays exact, as only one of the families is tried. parents: as
+    `best_tree` or `chain_with_siblings` makes them; levels deeper than the chain are left out."""
     K, depths = draft.tokens.shape[1], [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
     nodes = [(depth, parents[:k].count(parents[k])) for k, depth in enumerate(depths[1:]) if depth <= K]
     ranks = range(1, 1 + max(rank for _, rank in nodes))
     widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
-    tokens, q = siblings(draft, logits, widths, state.coins)                    # (B, K+S), (B, K+S, V)
-    starts = [0, *accumulate(widths, initial=K)]        # of each rank's columns
+    tokens, q = siblings(draft, logits, widths, state.coins)                 # (B, K+S), (B, K+S, V)
+    starts = [0, *accumulate(widths, initial=K)]        # the first column of each rank
     columns = [starts[rank] + depth - 1 for depth, rank in nodes]
     columns, parents = state.send([columns, parents[: len(nodes)]]).unbind()
     return Draft(tokens[:, columns], q[:, columns], parents=parents[None])
 
 
 def siblings(draft, logits, widths, coins):
-    """A chain, and after it further guesses for its places in the order of `chain_with_siblings`, each for
-    one uniform. logits (B, K, V): the chain's, raw. Returns tokens (B, K+S), and what each was drawn from,
-    q (B, K+S, V)."""
+    """A chain, then other tokens for its places in the order of `chain_with_siblings`, each drawn
+    with one uniform. logits (B, K, V): the chain's, raw. Returns tokens (B, K+S), and what each was
+    drawn from, q (B, K+S, V)."""
     last, left, tokens, q = draft.tokens, draft.q, [draft.tokens], [draft.q]
     for width in widths:
         last = last[:, :width, None]                                            # (B, width, 1)

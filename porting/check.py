@@ -1,11 +1,11 @@
-"""Sends a port every case of traces/ and says what differs first, by how much, and what usually causes it.
+"""Sends a port every case of traces/ and reports the first difference, its size and its usual cause.
 
     python porting/check.py ./my-port                     every case
     python porting/check.py --to 5 ./my-port              the cases of steps 1 to 5
     python porting/check.py --case 302 python my_port.py  one case
 
-A port is any program that reads one JSON case a line and answers one a line. It never sees what is expected:
-that is compared afterwards, here, with nothing but Python's standard library.
+A port is any program that reads one JSON case per line and prints one answer per line. It never sees
+the expected answers: they are compared afterwards, here, with nothing but Python's standard library.
 """
 import argparse
 import itertools
@@ -19,20 +19,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-VERSION, DIGEST = 2, "bd670e56f964"  # of the traces: whoever makes them anew and gets others changes both
+VERSION, DIGEST = 2, "bd670e56f964"  # of the traces: if new ones differ, change both
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = ROOT / "porting" / "traces"
 STORIES = TRACES / "stories"
 STEPS = ["safetensors", "norm", "rope", "mask and attention", "sub-layer", "forward", "cache",
          "coins and sampling", "round"]
-ROLLED = 999  # the number of the case that is made afresh each time: see `rolled`
+ROLLED = 999  # the number of the case that is made anew each time: see `rolled`
 
 # --- what is compared
 
 
 def fingerprint(numbers):
-    """What may stand for a tensor: its sum and the sum of its magnitudes, in float64, and five values: the
-    first, those a quarter, a half and three quarters of the way, rounded down, and the last.
+    """A summary of a tensor: its sum and the sum of its magnitudes, in float64, and five values:
+    the first, those a quarter, a half and three quarters of the way, rounded down, and the last.
 
     >>> fingerprint([3.0, -1.0, 2.0])
     {'sum': 4.0, 'magnitudes': 6.0, 'values': [3.0, 3.0, -1.0, -1.0, 2.0]}
@@ -46,11 +46,11 @@ def is_number(value):
 
 
 def differ(want, got, tolerance, errors, where="", size=1.0):
-    """How an answer differs from what is expected, in words, at the first place where it does; None where it
-    does not. `errors` receives the size of every rounding error that was met and forgiven.
+    """How an answer differs from what is expected, in words, at the first difference; None if there
+    is none. `errors` receives the size of every rounding error within the tolerance.
 
-    Whole numbers must be the same. Of others |got - want| may be tolerance * max(size, |want|), NaN nowhere.
-    Entries are compared before lengths: the first wrong entry says more than how many there are.
+    Whole numbers must be the same. For others |got - want| may be tolerance * max(size, |want|), never
+    NaN. Entries are compared before lengths: the first wrong entry says more than the number of entries.
     """
     if isinstance(want, dict):
         if not isinstance(got, dict):
@@ -100,7 +100,7 @@ def differ_tensor(want, got, tolerance, errors, where):
     if got.get("shape") != want["shape"]:
         return f"{where}: expected a tensor of shape {want['shape']}, got {brief(got.get('shape'))}"
     data, count = got.get("data"), math.prod(want["shape"])
-    if data is None and "data" not in want:     # such a case, `weights`, is answered by fingerprints
+    if data is None and "data" not in want:     # the case `weights` is answered by fingerprints
         return differ_print(want, got, count, tolerance, errors, where)
     if not isinstance(data, list) or len(data) != count:
         size = f"{len(data)} entries" if isinstance(data, list) else brief(data)
@@ -118,8 +118,8 @@ def differ_tensor(want, got, tolerance, errors, where):
 
 
 def differ_print(want, got, count, tolerance, errors, where):
-    """`differ` for the fingerprint of `count` numbers. A number near 0 among large ones is what is left of a
-    subtraction, and rounding leaves it off by a share of theirs; a sum, by a share of all of them."""
+    """`differ` for the fingerprint of `count` numbers. A number near 0 among large ones is the result of a
+    subtraction, so its rounding error is relative to theirs; that of a sum is relative to all of them."""
     sizes = {"sum": want["magnitudes"], "magnitudes": 1.0, "values": want["magnitudes"] / count}
     return first(differ(want[key], got.get(key), tolerance, errors, f"{where}.{key}", max(1.0, size))
                  for key, size in sizes.items())
@@ -138,8 +138,8 @@ def read_lines(path):
 
 
 def read_cases(folder):
-    """{number: (request, what is expected)} of a folder of traces. The rounds of a case stand in a file of
-    their own, one a line."""
+    """{number: (request, what is expected)} of a folder of traces. The rounds of a case are in
+    their own file, one per line."""
     requests = read_lines(folder / "cases.jsonl")
     expected = {line["case"]: line for line in read_lines(folder / "answers.jsonl")}
     for line in read_lines(folder / "rounds.jsonl"):
@@ -149,14 +149,14 @@ def read_cases(folder):
 
 
 def absolute(request):
-    """A request as the port sees it: the folder of its model can be opened from anywhere."""
+    """A request as the port gets it: with an absolute path to its model."""
     return request | {"model": str(ROOT / request["model"])} if "model" in request else request
 
 
 def rolled(request, expect, folder):
-    """A greedy case with other weights and a known answer: every token is renamed, t to t + some number, in
-    the rows of the embedding and of the head and in the prompt. Then the same names change in the answer, and
-    nothing else. So a port that has its answers from anywhere but the weights it is given is caught."""
+    """A greedy case with other weights and a known answer: every token t is renamed to t + some number, in
+    the rows of the embedding and of the output head and in the prompt. Then the answer has the same
+    tokens, renamed. A port whose answers do not come from the weights that it is given fails this case."""
     source = ROOT / request["model"]
     shutil.copy(source / "config.json", folder)
     blob = bytearray((source / "model.safetensors").read_bytes())
@@ -186,7 +186,7 @@ def rolled(request, expect, folder):
 
 
 def ask(command, requests, seconds):
-    """{number: answer}, and what went wrong besides, in words, None if nothing did."""
+    """{number: answer}, and what else went wrong, in words; None if nothing did."""
     text = "".join(json.dumps(absolute(request)) + "\n" for request in requests)
     try:
         done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=seconds)
@@ -217,8 +217,8 @@ def ask(command, requests, seconds):
 
 
 def last_words(err):
-    """Of what a port wrote to standard error: the last line that names an error, else the last one. Node ends
-    with its version, Java with the calls, and Rust puts the message on the line after "panicked at ...:".
+    """The last line of a port's standard error that names an error, else its last line. Node ends with
+    its version, Java with the calls, and Rust puts the message on the line after "panicked at ...:".
 
     >>> last_words("app.js:3\\n\\nError: no such op\\n    at main (app.js:3)\\n\\nNode.js v20.1.0")
     'Error: no such op'
@@ -231,8 +231,8 @@ def last_words(err):
 
 
 def judge(cases, answers):
-    """{number: None where it passes, else how it differs; "" where the port does not know the case yet}, and
-    the largest error that was forgiven."""
+    """{number: None if it passes, else how it differs; "" if the port does not answer the case
+    yet}, and the largest error within the tolerance."""
     verdicts, errors = {}, [0.0]
     for number, (_, expect) in cases.items():
         answer = answers.get(number)
@@ -242,7 +242,7 @@ def judge(cases, answers):
 
 
 def numbers(value):
-    """All finite numbers of an answer in one list, those of objects in the order of their keys."""
+    """All finite numbers of an answer in one list; objects in the order of their keys."""
     if isinstance(value, dict):
         value = value.get("data", [value[key] for key in sorted(value)])
     if isinstance(value, list):
@@ -257,7 +257,7 @@ def print_of(answer, keys):
 
 
 def alike(told, got, tolerance):
-    """Whether two fingerprints of whole answers are the same but for rounding."""
+    """Whether two fingerprints of whole answers are the same up to rounding."""
     count = told["count"]
     return count == got["count"] > 0 and not differ_print(told, got, count, tolerance, [], "")
 
@@ -283,8 +283,8 @@ def matrix(cases, verdicts):
 
 
 def spent_otherwise(want, got, verdict, tolerance):
-    """How the uniforms of the first wrong round differ, if the round drafts as many tokens as it should: all
-    rounds before it are right, so that it began at the same uniform. None if they do not."""
+    """How the uniforms of the first wrong round differ, if the round drafts as many tokens as it should
+    (all rounds before it are right, so it began at the same uniform). None if they do not differ."""
     found = re.match(r"rounds\[(\d+)\]", verdict)
     if found is None:
         return None
@@ -299,7 +299,7 @@ def spent_otherwise(want, got, verdict, tolerance):
 
 
 def first_difference(cases, verdicts, answers):
-    """What to fix first, in a few lines; None where nothing differs."""
+    """What to fix first, in a few lines; None if nothing differs."""
     number = next((n for n, verdict in verdicts.items() if verdict), None)
     if number is None:
         return None
@@ -326,8 +326,8 @@ def parse(argv):
     a.add_argument("--to", type=int, default=9, metavar="STEP", help="only the cases of steps 1 to STEP")
     a.add_argument("--core", action="store_true", help="no cases of trees, and none on weights/stories-llama")
     a.add_argument("--stories", action="store_true", help="only the cases on weights/stories-llama")
-    a.add_argument("--seconds", type=float, default=300, help="stop the port after so long (default 300)")
-    a.add_argument("--tolerance", type=float, help="in place of those of the traces, for half types")
+    a.add_argument("--seconds", type=float, default=300, help="stop the port after this time (default 300)")
+    a.add_argument("--tolerance", type=float, help="instead of those of the traces, for half types")
     a.add_argument("command", nargs=argparse.REMAINDER, help="the port, such as ./my-port or python port.py")
     args = a.parse_args(argv)
     if not args.command:
@@ -336,7 +336,7 @@ def parse(argv):
 
 
 def choose(args, folder):
-    """The cases that are asked for, and a case with other weights where all are."""
+    """The chosen cases; with step 9 also a case with other weights."""
     cases = ({} if args.stories else read_cases(TRACES)) | ({} if args.core else read_cases(STORIES))
     cases = {n: case for n, case in sorted(cases.items()) if case[0]["step"] <= args.to
              and not (args.core and case[0]["trees"]) and (not args.case or n in args.case)}

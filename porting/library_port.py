@@ -1,7 +1,7 @@
-"""The library as a port: it answers every case, and so it is what the traces are made with and held to.
+"""The library as a port: it answers every case, so the traces are made with it and tested against it.
 
-Wherever an answer hangs on a decision between tokens, `Watch` notes how far that decision was from going the
-other way. A trace is only made of decisions that rounding cannot turn.
+Wherever an answer depends on a decision between tokens, `Watch` notes how far that decision was
+from going the other way. Traces contain only decisions that rounding cannot change.
 """
 import json
 import math
@@ -27,11 +27,11 @@ from porting.check import fingerprint  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
 from speculative import Drafter, NGram, State, Wrapper, ancestors  # noqa: E402
 
-RANKS = 4  # of the greedy order so many tokens must be clearly apart: siblings take the second and the third
+RANKS = 4  # top tokens that must be clearly apart: siblings take the second and the third
 
 
 def load(folder, dtype):
-    """The model of a folder, whose tokenizer is not needed: every case gives ids."""
+    """The model of a folder, without its tokenizer: every case gives ids."""
     m = Transformer(read_config(Path(folder))).to(dtype).requires_grad_(False).eval()
     tensors = load_file(Path(folder) / "model.safetensors")
     for name, piece in parts(m):
@@ -57,16 +57,16 @@ def unpack(packed, dtype=torch.float64):
 
 
 def edge_margin(weights, u):
-    """How far u * (the sum of the weights) is from the nearest edge of their cumulative sums, in probability.
-    weights (..., V), u (...)"""
+    """How far u * (the sum of the weights) is from the nearest edge of their cumulative sums, in
+    probability. weights (..., V), u (...)"""
     cdf = weights.double().cumsum(-1)
     edges = torch.cat([torch.zeros_like(cdf[..., :1]), cdf], -1)
     return float((u[..., None] * cdf[..., -1:] - edges).abs().min())
 
 
 def cut_margin(logits, temperature=0.0, top_k=None, top_p=None, min_p=None, ties=False):
-    """How far the nearest decision of `to_probs` is from going the other way. ties: equal logits are meant to
-    be equal, as in a case that gives them, and so none of them can overtake the other."""
+    """How far the nearest decision of `to_probs` is from going the other way. ties: equal logits
+    are equal on purpose, in a case that gives them, so that neither can overtake the other."""
     ordered = logits.double().sort(descending=True).values
     gaps = ordered[..., :-1] - ordered[..., 1:]
     gaps = gaps.masked_fill((gaps == 0) & ties, math.inf)
@@ -85,7 +85,7 @@ def cut_margin(logits, temperature=0.0, top_k=None, top_p=None, min_p=None, ties
 
 
 def tree_margin(p, tokens, parents, q):
-    """What is left of p after each refused sibling is either nothing at all or clearly something."""
+    """The smallest sum of a residual of p after a rejected sibling, leaving out those that are exactly 0."""
     rest, found = p.double().clone(), [1.0]
     for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         drawn = torch.zeros_like(rest[0]).index_fill_(0, torch.tensor(token), 1.0) if q is None else q[k]
@@ -97,11 +97,11 @@ def tree_margin(p, tokens, parents, q):
 
 
 class Watch(Coins):
-    """Coins that write down what they were spent on, and by how little."""
+    """Coins that record what they were spent on, and the smallest margin."""
 
     def __init__(self, seed=0):
         super().__init__(seed)
-        self.spent, self.margin = [], math.inf      # [(kind, uniforms, chances or chosen)], the smallest
+        self.spent, self.margin = [], math.inf  # [(kind, uniforms, chances or chosen)], the smallest
 
     def note(self, margin):
         self.margin = min(self.margin, margin)
@@ -153,9 +153,9 @@ def visible(r, dtype, coins):
 
 
 def attend(r, dtype, coins):
-    """The library's attention with the identity for its matrices, a rotation by nothing, and a cache that
-    holds the given keys and values."""
-    q, k, v = (unpack(r[name], dtype) for name in ("q", "k", "v"))              # (H, T, D), (Hkv, S, D) twice
+    """The library's attention with identity matrices, no rotation, and a cache that holds the given
+    keys and values."""
+    q, k, v = (unpack(r[name], dtype) for name in ("q", "k", "v"))    # (H, T, D), (Hkv, S, D) twice
     (H, T, D), Hkv = q.shape, k.shape[0]
     N = H // Hkv + 2
     layer = Attention(Config(1, Hkv * N * D, 1, H, Hkv, D, 1, query_scale=r["scale"],
@@ -210,7 +210,7 @@ def blocks(r, dtype, coins):
 
 
 def depths(parents):
-    """How deep each node of a tree hangs: (1, K+1), the last known token at 0."""
+    """The depth of each node of a tree: (1, K+1), the last known token at 0."""
     return ancestors(torch.tensor([parents], dtype=torch.long)).sum(-1) - 1
 
 
@@ -255,7 +255,7 @@ def ngram(r, dtype, coins):
 
 
 class Notes(Wrapper):
-    """Around a drafter: what it proposed, and what was known before."""
+    """A wrapper around a drafter: keeps what it proposed, and what was known before."""
 
     def propose(self, state):
         self.known, self.left = [list(text) for text in state.known], list(state.left_cpu)
@@ -295,7 +295,7 @@ def rounds(r, dtype, coins):
 
 
 def row_of(notes, outcome, p, coins, b, flips, last):
-    """What one round says of text b; None once its answer is complete."""
+    """What one round did to text b; None once its answer is complete."""
     draft, text, left = notes.draft, notes.known[b], notes.left[b]
     if not left:
         return None

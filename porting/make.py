@@ -1,11 +1,11 @@
-"""Answers the cases of traces/ anew, as the library does, and notes what wrong ports say instead.
+"""Answers the cases of traces/ again with the library, and records what wrong ports answer instead.
 
-    python porting/make.py core        traces/, but for what follows
+    python porting/make.py core        traces/, without the next ones
     python porting/make.py stories     traces/stories/: the cases on weights/stories-llama
 
-The cases themselves, cases.jsonl, are data, and so are the two small models that they run on: all were drawn
-at random once. A case whose closest decision is nearer than MARGIN to going the other way is refused: change
-its inputs. So rounding in float32 cannot turn a token of any trace.
+The cases themselves, cases.jsonl, are data, and so are the two small models that they run on: all
+were drawn at random once. A case whose closest decision is within MARGIN of going the other way is
+an error: change its inputs. So rounding in float32 cannot change a token of any trace.
 """
 import hashlib
 import json
@@ -27,14 +27,14 @@ TOLERANCE = [1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-5, 1e-3]  # of a new c
 
 
 def is_exact(request):
-    """Whether all numbers of a choice are multiples of 1/8, or all logits are equal: then nothing that
-    decides is ever rounded, and a decision on the very edge is safe, too."""
+    """Whether all numbers of a choice are multiples of 1/8, or all logits are equal: then nothing
+    is rounded, and even a decision exactly on the edge is safe."""
     return (request["op"] in ("choose", "verify") and all(x * 8 % 1 == 0 for x in check.numbers(request))
             or request["op"] == "probs" and len(set(request["logits"]["data"])) == 1)
 
 
 def with_prints(value, brief):
-    """Beside every tensor its fingerprint; if brief, in place of its numbers."""
+    """Add to every tensor its fingerprint; if brief, in place of its numbers."""
     if isinstance(value, list):
         return [with_prints(v, brief) for v in value]
     if not isinstance(value, dict):
@@ -50,8 +50,8 @@ def write_lines(path, lines):
 
 
 def write(folder, out, brief=False):
-    """Answer the cases of a folder; `out` receives the files. Of an earlier answer the words about what it
-    catches and the tolerance stay."""
+    """Answer the cases of a folder; `out` receives the files. What an earlier answer said about its
+    tolerance and about what it catches stays."""
     earlier = {line["case"]: line for line in check.read_lines(folder / "answers.jsonl")}
     lines, rounds = [], []
     for request in check.read_lines(folder / "cases.jsonl"):
@@ -73,8 +73,8 @@ def write(folder, out, brief=False):
 
 
 def write_mistakes(out):
-    """What each wrong port says where it is wrong: a fingerprint of the whole answer. Where it cannot be told
-    from the fingerprint of the right answer, it is left out: a right answer must not be called a mistake."""
+    """The fingerprint of each wrong answer of each wrong port. One that equals the fingerprint of
+    the right answer is left out: a right answer must not be called a mistake."""
     cases, lines = check.read_cases(check.TRACES), []
     requests = [check.absolute(request) for request, _ in cases.values()]
     for scope, old, new, mistake in MISTAKES:
@@ -89,7 +89,7 @@ def write_mistakes(out):
 
 
 def digest():
-    """Of all files of the core traces. It stands in check.py beside the version."""
+    """A digest of all files of the core traces, for check.py, beside the version."""
     files = sorted(p for p in check.TRACES.rglob("*") if p.is_file() and check.STORIES not in p.parents)
     return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()[:12]
 

@@ -1,4 +1,4 @@
-"""A port of the library: numpy alone, plain loops, float32. It passes every case but those of trees.
+"""A port of the library: numpy alone, plain loops, float32. It passes every case except those of trees.
 
 It follows README.md step by step, from top to bottom, and nothing in it is clever.
 """
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def read_weights(folder):
-    """{name: float32 array} of a file: eight bytes of length, that many of JSON, and then all the numbers."""
+    """{name: float32 array} of a file: eight bytes with the length of the JSON, the JSON, the numbers."""
     with open(f"{folder}/model.safetensors", "rb") as file:
         blob = file.read()
     start, tensors = 8 + int.from_bytes(blob[:8], "little"), {}
@@ -31,7 +31,7 @@ def fingerprint(x):
 
 
 class Model:
-    """Weights, and what config.json says of them."""
+    """The weights, and what config.json says about them."""
 
     def __init__(self, folder):
         with open(f"{folder}/config.json") as file:
@@ -101,12 +101,12 @@ def attend(q, k, v, mask, scale, cap):
 
 
 def attention(m, layer, x, first, at, cache, see):
-    """x (T, dim), normed, whose tokens stand in the slots from `first` on, at the positions `at`. Writes into
-    the cache before it reads."""
+    """x (T, dim), after the norm, whose tokens stand in the slots from `first` on, at the positions
+    `at`. Writes to the cache before it reads."""
     name, end, (keys, values) = f"model.layers.{layer}.self_attn.", first + len(x), cache[:, layer]
     q, k, v = ((x @ m.w[f"{name}{part}_proj.weight"].T).reshape(len(x), -1, m.D) for part in "qkv")
     q, k = rotate(q, at, m.freqs), rotate(k, at, m.freqs)
-    keys[:, first:end], values[:, first:end] = k.swapaxes(0, 1), v.swapaxes(0, 1)       # (Hkv, T, D)
+    keys[:, first:end], values[:, first:end] = k.swapaxes(0, 1), v.swapaxes(0, 1)      # (Hkv, T, D)
     mask = see(at, end, m.window if layer % 2 == 0 else None)
     y = attend(q.swapaxes(0, 1), keys[:, :end], values[:, :end], mask, m.scale, m.cap)
     return y @ m.w[f"{name}o_proj.weight"].T
@@ -135,8 +135,8 @@ def sublayer(m, i, x, first, at, cache, see=visible):
 
 
 def run(m, tokens, first, cache, sublayers=None, at=None, see=visible):
-    """A block of tokens, whose slots begin at `first`, through the model: logits (T, V), and what enters the
-    first sub-layer and leaves each. Without trees a token's position is its slot."""
+    """Run the model over a block of tokens in the slots from `first` on: logits (T, V), and x
+    before the first sub-layer and after each. Without trees a token's position is its slot."""
     at, embedding = at or [first + i for i in range(len(tokens))], m.w["model.embed_tokens.weight"]
     states = [embedding[tokens] * m.embed_scale]
     for i in range(2 * m.L) if sublayers is None else sublayers:
@@ -146,7 +146,7 @@ def run(m, tokens, first, cache, sublayers=None, at=None, see=visible):
 
 
 def bits(seed, i):
-    """Number i of a seed's stream. % 2**64: here whole numbers have no end, while those of C wrap around."""
+    """Number i of a seed's stream. % 2**64: integers of Python are unbounded, those of C wrap around."""
     z = (seed + (i + 1) * 0x9E3779B97F4A7C15) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -175,7 +175,7 @@ def choose(weights, u):
 
 
 def verify(p, q, draft, flips, coin):
-    """p: K+1 rows, q: K rows. Returns how many drafts are accepted, the token after them, and the ratios."""
+    """p: K+1 rows, q: K rows. Returns the number of accepted tokens, the token after them, the ratios."""
     ratio, accepted = [float(p[k][t] / q[k][t]) for k, t in enumerate(draft)], 0
     while accepted < len(draft) and flips[accepted] < ratio[accepted]:
         accepted += 1
@@ -184,7 +184,7 @@ def verify(p, q, draft, flips, coin):
 
 
 def lookup(text, n, most):
-    """What followed the last time the text held its final n tokens."""
+    """What followed the last earlier occurrence of the text's final n tokens."""
     for i in reversed(range(len(text) - n)):    # not the final ones themselves
         if text[i : i + n] == text[-n:]:
             return text[i + n : i + n + most]
@@ -192,8 +192,8 @@ def lookup(text, n, most):
 
 
 def propose(m, r, texts, left, caches, coins):
-    """For each text a draft, what each of its tokens hangs on (the one before it) and was drawn from; and the
-    uniforms spent."""
+    """For each text a draft, the parent of each of its tokens (the one before it) and what it was
+    drawn from; and the uniforms spent."""
     d, V, spent = r["drafter"], len(m.w["model.embed_tokens.weight"]), []
     most = [max(0, min(d.get("gamma", 0), more - 1)) for more in left]
     drafts, q = [[] for _ in texts], [[] for _ in texts]
@@ -211,7 +211,7 @@ def propose(m, r, texts, left, caches, coins):
 
 
 def check_chain(m, r, block, first, cache, parents, q, flips, coin):
-    """The whole model reads a block: the positions of its tokens, what follows each, which of them are
+    """The whole model reads a block: the positions of its tokens, p after each, which of them are
     accepted, the token after those, and the ratios."""
     p = [to_probs(logits, **r["sampling"]) for logits in run(m, block, first, cache)[0]]
     accepted, token, ratio = verify(p, q, block[1:], flips, coin)

@@ -1,7 +1,7 @@
 """What trees of drafts add to numpy_port.py: with this file, every case passes.
 
-Siblings share a position, but not a slot. So a token is turned by its depth, a mask says which tokens see
-which, and the slots of the accepted path are moved together before the next round.
+Siblings share a position, but not a slot. So the rotation goes by depth, a mask says which tokens
+see which, and the slots of the accepted path move together before the next round.
 """
 import json
 import sys
@@ -12,7 +12,7 @@ from numpy_port import OPS, Model, choose, pack, propose, rounds, run, tensor, t
 
 
 def ancestors(parents):
-    """tree[i][j]: does node i see node j? Itself, and all it hangs on. Node 0 is the last known token."""
+    """tree[i][j]: does node i see node j, itself or an ancestor? Node 0 is the last known token."""
     tree = [[1] + [0] * len(parents)]
     for k, parent in enumerate(parents, 1):
         tree.append([int(j == k or seen) for j, seen in enumerate(tree[parent])])
@@ -24,7 +24,7 @@ def visible(positions, end, window, slots, tree):
     mask = [[0] * end for _ in slots]
     for i, own in enumerate(positions):
         for s in range(slots[-1] + 1):
-            j = s - slots[0]    # which node; below 0 it is an older token, whose slot is its position
+            j = s - slots[0]  # which node; below 0 it is an older token, whose slot is its position
             back = own - (s if j < 0 else positions[j])
             mask[i][s] = int((j < 0 or tree[i][j]) and (window is None or back < window))
     return mask
@@ -43,8 +43,8 @@ def keep(cache, first, path):
 
 
 def verify(p, q, draft, parents, flips, coin):
-    """p: a row for each node, q: a row for each guess. Returns the accepted path, the token after it, and the
-    ratios. What a node's refused children leave of its p takes the place of p for the next child."""
+    """p: a row per node, q: a row per drafted token. Returns the accepted path, the token after it,
+    and the ratios. What a node's rejected children leave of its p replaces p for the next child."""
     rest, ratio, path = [np.array(row, float) for row in p], [], [0]
     for k, t in enumerate(draft):
         left = rest[parents[k]]
@@ -59,12 +59,12 @@ def verify(p, q, draft, parents, flips, coin):
 
 
 def propose_tree(m, r, texts, left, caches, coins):
-    """numpy_port's `propose` for one text, and siblings of the first tokens of the chain. Each is drawn from
-    what those before it left of q; where they left nothing, it is the most likely token yet."""
+    """numpy_port's `propose` for one text, with siblings of the first tokens of the chain. Each is
+    drawn from what is left of q; if nothing is left, it is the likeliest unused token."""
     (draft,), _, (q,), spent = propose(m, r, texts, left, caches, coins)
     K, logits, rest, last, text = len(draft), [], [row.copy() for row in q], list(draft), texts[0]
     parents = list(range(K))
-    for k in range(K):      # the draft's logits once more: it writes what it wrote
+    for k in range(K):      # the draft's logits again: same cache entries
         token, at = (text + draft)[len(text) - 1 + k], len(text) - 1 + k
         logits.append(run(m, [token], at, caches[0], r["drafter"]["sublayers"])[0][0])
     for width in r["drafter"]["widths"]:

@@ -1,7 +1,7 @@
-"""Wrong ports, made from numpy_port.py by changing one place of it each: what check.py must refuse by name.
+"""Wrong ports, each made from numpy_port.py by one change: mistakes that check.py must name.
 
-The one thing to remember: make.py runs them all and keeps a fingerprint of each wrong answer. A port in any
-language that makes one of these mistakes gives one of these answers, and so the checker can say which it is.
+make.py runs them all and stores a fingerprint of each wrong answer. A port in any language that
+makes one of these mistakes gives one of these answers, so the checker can name the mistake.
 """
 from pathlib import Path
 
@@ -103,8 +103,7 @@ def wrong_port(scope, old, new):
 
 
 def answers(source, requests):
-    """{number: answer} of a port given by its source, run in this process. A case that it cannot finish has
-    none."""
+    """{number: answer} of a port given by its source, run in this process. Failed cases have no answer."""
     space, found = {"__name__": "port"}, {}
     exec(compile(source, "wrong port", "exec"), space)  # our own source, with one line changed
     for request in requests:

@@ -1,7 +1,7 @@
 """A message -> the prompt a chat model was trained on: the checkpoint's own template, in a sandbox.
 
-A template is a program in Jinja. What it finds here is what `apply_chat_template` of transformers gives it,
-so both render the same text.
+A template is a Jinja program. It gets what `apply_chat_template` of transformers would give it, so
+both render the same text.
 """
 import json
 from datetime import datetime
@@ -52,8 +52,8 @@ def read_template(folder):
         try:
             return env.from_string(source).render(
                 messages=messages, add_generation_prompt=add_generation_prompt,
-                tools=None, documents=None, **special)  # trap: what is undefined is not None
-        except Exception as e:  # a template is a program: it can fail in any way
+                tools=None, documents=None, **special)  # trap: undefined is not None
+        except Exception as e:  # a template is a program and can fail in any way
             why = " ".join(str(e).split())[:200]
             raise ValueError(f"{folder}: the chat template fails: {why}") from None
 

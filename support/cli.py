@@ -43,7 +43,7 @@ def skip_set(text):
 
 
 def read_skip(text, n_layers):
-    """The sub-layers that stay where those of `skip_set` are skipped."""
+    """The sub-layers that stay when those of `skip_set` are skipped."""
     attn, mlp, _ = skip_set(text)
     return without(n_layers, attn, mlp)
 
@@ -59,8 +59,8 @@ def read_vocab(path, vocab_size):
 
 
 def read_beside(path, read, *args):
-    """read(path, *args) of a file beside the weights. None if there is no such file, or if it is not ours:
-    what lies beside the weights by chance must not end a run."""
+    """read(path, *args) of a file beside the weights. None if there is no such file, or if it
+    cannot be used: a stray file beside the weights must not end a run."""
     try:
         return read(path, *args) if path.is_file() else None
     except (ValueError, OSError) as e:
@@ -91,13 +91,13 @@ def read_input():
 
 
 def main(run, argv):
-    """Exit status: what run(argv) returns, or 0; 2 after bad input, with one line; 130 after Ctrl-C; 141 if
-    the program that reads our output has ended."""
+    """Exit status: what run(argv) returns, or 0; 2 after bad input, with one line; 130 after
+    Ctrl-C; 141 if the program that reads our output has ended."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # not so in a notebook
         sys.stdout.reconfigure(errors="replace")  # the encoding of a pipe may lack most characters
     try:
         status = run(argv) or 0
-        sys.stdout.flush()      # trap: at the interpreter's exit it is too late to catch a closed pipe
+        sys.stdout.flush()   # trap: at the interpreter's exit it is too late to catch a closed pipe
         return status
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -105,8 +105,8 @@ def main(run, argv):
     except (ValueError, OSError) as e:
         message = str(e)
     except (RuntimeError, MemoryError) as e:
-        # torch has no class of its own for the first two. trap: other errors name memory, too, such as CUDA's
-        # "an illegal memory access", and those are bugs
+        # torch has no exception class for these two. trap: other errors mention memory, too, such
+        # as CUDA's "an illegal memory access", and those are bugs
         words = "DefaultCPUAllocator", "CUDA error: out of memory"
         if not (isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(w in str(e) for w in words)):
             raise

@@ -1,6 +1,6 @@
-"""Where drafts come from: the flags of generate.py about it, and the drafter that they choose.
+"""Where drafts come from: the flags of generate.py for it, and the drafter that they choose.
 
-Nothing of a drafter is here. Each function reads flags and files and calls one class.
+No drafter is implemented here. Each function reads flags and files and calls one class.
 """
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +24,15 @@ from support import cli
 from support.measure import kept_costs
 
 NAMES = ("auto", "none", "ngram", "suffix", "exit", "skip", *KINDS, *heads.KINDS)
-LARGE = 64e6    # bytes of a model's blocks from which on auto measures costs
-GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "suffix": 8, "exit": 2}  # where nothing says; else 3
+LARGE = 64e6    # bytes of a model's blocks from which auto measures costs
+GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "suffix": 8, "exit": 2}  # the defaults; else 3
 GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
              "draft_vocab": ("auto", "exit", "skip", "model", *KINDS), "tree": ("heads", *heads.KINDS)}
 
 
 class Plan(NamedTuple):
-    """How a run drafts. make: () -> a new drafter, one for each run, because a rule learns from its text.
-    note: the line that the run prints about it."""
+    """How a run drafts. make: () -> a new drafter, one for each run, because a rule learns from its
+    text. note: the line that the run prints about it."""
     draft: str
     make: Callable
     gamma: int
@@ -44,15 +44,15 @@ def add_flags(group):
     add("--draft", metavar="HOW", help=f"{', '.join(NAMES)}; or a folder with a small model of the same "
         "tokenizer, or with trained heads. auto (the default) chooses before every draft what promises most; "
         f"{' and '.join(KINDS)} draft with the model itself in few bits; from {next(iter(heads.KINDS))} on "
-        "they are trained heads, read from heads/HOW in the model's folder")
+        "the names are trained heads, read from heads/HOW in the model's folder")
     add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
     add("--skip", metavar="SET", help="skip, auto: draft without some sub-layers: a3,m4 skips "
         'attention 3 and MLP 4; or a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto: at most); levels of a tree")
     add("--tree", type=int, metavar="N", help="trained heads: draft a tree of N tokens")
-    add("--draft-vocab", metavar="FILE", help="but for lookup and trained heads: draft with few tokens only, "
-        "and so with a shorter output head, as search.py --draft-vocab writes it")
+    add("--draft-vocab", metavar="FILE", help="draft with few tokens and a shorter output head (not for "
+        "lookup and trained heads), as search.py --draft-vocab writes it")
 
 
 def kind_of(a):
@@ -106,13 +106,13 @@ def plan(a, model, tokenizer):
             sublayers, where = without(L, attn, mlp), a.skip
             if a.gamma is None and found is not None:
                 gamma = found
-                why = " because its search found no gain; --gamma G drafts all the same" * (found == 0)
+                why = " because its search found no gain; --gamma G drafts anyway" * (found == 0)
         return Plan(kind, lambda: SelfDraft(drafting, sublayers, gamma), gamma,
                     f"draft: {kind} {where}, gamma {gamma}{why}")
     if kind == "model":
         small, other = checkpoint.load(a.draft, model.tok.device, model.tok.dtype)
         if other.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{a.draft}: its tokenizer differs from the target's: its ids mean other words")
+            raise ValueError(f"{a.draft}: its tokenizer differs from the target's, so ids mean other words")
     else:
         small = quantise(model.model if a.fast else model, kind)
     drafting = short(a, Recorded(small) if a.fast else small)
@@ -120,24 +120,24 @@ def plan(a, model, tokenizer):
 
 
 def short(a, model):
-    """The model, with a head of the --draft-vocab only if there is one."""
+    """The model, or with --draft-vocab a ShortHead around it."""
     if a.draft_vocab is None:
         return model
     return ShortHead(model, cli.read_vocab(a.draft_vocab, model.c.vocab_size))
 
 
 def weighed(a, model, gamma):
-    """auto: a Pace with the usual candidates, and with the skip set, the draft vocabulary and the trained
-    heads that are named or that lie beside the weights."""
+    """auto: a Pace with the usual candidates, and with the skip set, the draft vocabulary and the
+    trained heads that are named or that lie beside the weights."""
     c, alone, folder = model.c, parallel.place()[1] == 1, Path(a.model)
     skip = (cli.read_skip(a.skip, c.n_layers) if a.skip is not None else
             cli.read_beside(folder / "skip.json", cli.read_skip, c.n_layers))
     vocab = (cli.read_vocab(a.draft_vocab, c.vocab_size) if a.draft_vocab is not None else
              cli.read_beside(folder / "draft_vocab.json", cli.read_vocab, c.vocab_size))
-    # heads are for the very weights that lie there
+    # heads fit only the weights that they lie beside
     found = trained_beside(a.model, model) if alone and not a.quant else []
-    # trap: a measured table differs from machine to machine, and so does where the seed's uniforms are spent.
-    # Single sub-layers are not recorded, and several processes would each measure their own
+    # trap: measured costs differ from machine to machine, and so would the uniforms that a draft spends.
+    # Single sub-layers are not recorded, and several processes would each measure their own costs
     measured = alone and not a.fast and a.temperature == 0 and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)
     exits = (1 / 6,) if a.fast else EXITS       # each has passes of its own recorded
@@ -150,7 +150,7 @@ def weighed(a, model, gamma):
 
 
 def trained_beside(folder, model):
-    """The trained heads that lie beside the weights, in heads/KIND. Those of another shape are left out."""
+    """The trained heads beside the weights, in heads/KIND. Those of another shape are left out."""
     files = (Path(folder) / "heads" / kind / heads.FILE for kind in heads.KINDS)
     found = [cli.read_beside(file, lambda file: heads.load(file.parent, model)) for file in files]
     return [head for head in found if head]

@@ -1,4 +1,4 @@
-"""Reading and writing files, so that bad input gives one clear line and a kill at any moment loses nothing.
+"""Reading and writing files: bad input gives one clear line, and a kill at any moment loses nothing.
 
 A new file replaces the old one only once all of it is on the disk.
 """
@@ -24,9 +24,9 @@ def note(topic, line):
 
 @contextmanager
 def replacing(path, writer=""):
-    """A temporary path to write to, which replaces `path` once all is written. After a kill at any moment
-    either the old file is there or the new one. writer: part of the temporary name, if several processes may
-    write at once. Raises OSError, in one line, if it cannot be written."""
+    """A temporary path to write to, which replaces `path` once all is written. After a kill at any
+    moment either the old file is there or the new one. writer: part of the temporary name, if
+    several processes may write at once. Raises OSError, in one line, if it cannot be written."""
     temporary = path.with_name(f"{path.name}{writer}.part")
     try:
         yield temporary
@@ -50,14 +50,14 @@ def read_text(path):
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
-        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors put first
+        return path.read_text(encoding="utf-8-sig")  # skips a byte order mark
     except (UnicodeDecodeError, OSError) as e:
         raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
 
 
 def read_texts(path, key, separator):
-    """The texts of a file: under `key` in the lines of a .jsonl file, or else between the separators.
-    Raises ValueError if there is none."""
+    """The texts of a file: under `key` in the lines of a .jsonl file, or else between the
+    separators. Raises ValueError if there is none."""
     jsonl, texts = path.suffix.lower() == ".jsonl", []
     # trap: `splitlines` also splits at U+2028 and others, which a text may hold
     for i, part in enumerate(read_text(path).split("\n" if jsonl else separator), 1):
@@ -86,12 +86,12 @@ def parse(text):
 
 
 def resume(path, header):
-    """Make a log of JSON lines ready to be appended to. Returns the lines below its `header` that an earlier
-    run wrote, up to one that a kill has cut off; none if it had another header. Raises ValueError for a
-    folder that holds something else."""
+    """Prepare a log of JSON lines for appending. Returns the lines below its `header` that an
+    earlier run wrote, up to one that a kill cut off; none if the old header differs. Raises
+    ValueError for a folder that holds something else."""
     found, *lines = map(parse, (read_text(path) if path.is_file() else "").split("\n"))
     if isinstance(found, dict) and found.keys() == header.keys() and found != header:
-        note(path, "of another model, text or flags; the search starts anew")
+        note(path, "it has another model, text or flags; the search starts anew")
     elif found != header and path.parent.exists() and any(path.parent.iterdir()):
         raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
     lines = list(itertools.takewhile(bool, lines)) if found == header else []
@@ -109,10 +109,10 @@ def read_json(path):
 
 @contextmanager
 def guarded(what):
-    """Whatever is raised inside becomes a ValueError of one line.
+    """Any exception raised inside becomes a ValueError of one line.
 
-    trap: where the tokenizer library, which is written in Rust, panics at a damaged file, that is a
-    BaseException, not an Exception.
+    trap: when the tokenizer library, which is written in Rust, panics at a damaged file, it raises
+    a BaseException, not an Exception.
     """
     try:
         yield
@@ -124,8 +124,8 @@ def guarded(what):
 
 
 def open_with(reader, path, what):
-    """reader(path). Raises FileNotFoundError or ValueError, also for what Git leaves in the place of a file
-    that LFS has not fetched. what: the message, should the reader fail."""
+    """reader(path). Raises FileNotFoundError or ValueError, also for the pointer that Git leaves in
+    place of a file that LFS has not fetched. what: the message if the reader fails."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     with open(path, "rb") as file:
@@ -138,14 +138,14 @@ def open_with(reader, path, what):
 def read_tokenizer(folder):
     """The tokenizer of a Hugging Face folder."""
     tokenizer = open_with(Tokenizer.from_file, folder / "tokenizer.json", "not a readable tokenizer")
-    tokenizer.no_padding()  # trap: the file may ask for some length, but a prompt must stay as it is
+    tokenizer.no_padding()  # trap: the file may ask for a length, but a prompt must stay as it is
     tokenizer.no_truncation()
     return tokenizer
 
 
 def find_weights(folder):
-    """{tensor name: safetensors' lazy slice of it}, from the one file of a Hugging Face folder or from all
-    that its index names."""
+    """{tensor name: safetensors' lazy slice of it}, from the single file of a Hugging Face folder
+    or from all files that its index names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     paths, found = [single], {}
     if not single.is_file() and index.is_file():
@@ -164,13 +164,13 @@ def find_weights(folder):
 
 
 def cache_file(name):
-    """Where a file lies that can be made again."""
+    """The path, in the user's cache folder, of a file that can be made again."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "self-speculative-decoding" / name
 
 
 def keep(path, content):
-    """Write bytes to a file in the cache folder. Raises OSError, in one line, if that is not possible."""
+    """Write bytes to a file in the cache folder. Raises OSError, in one line, if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, f".{os.getpid()}") as temporary:
         temporary.write_bytes(content)

@@ -1,8 +1,8 @@
-"""What the parts of a pass cost on this machine: a stopwatch, and tables of costs that are kept.
+"""What the parts of a pass cost on this machine: a stopwatch, and tables of costs in files.
 
-A table of costs decides how a text is drafted, never what it says. Two measurements are never the same, and
-only with the same table does a run repeat round by round. So a table is measured once for each machine, model
-and dtype, and then lies in the user's cache folder.
+A table of costs decides how a text is drafted, never what it says. No two measurements are the
+same, and a run repeats round by round only with the same table. So a table is measured once per
+machine, model and dtype, and then kept in the user's cache folder.
 """
 import hashlib
 import json
@@ -24,14 +24,14 @@ from support.files import cache_file, guarded, keep, note, read_json
 from verification import verify
 
 WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1      # of the blocks that are measured
-SECONDS = 3.0       # that a measurement may take, as far as the number of repeats allows
+SECONDS = 3.0       # for a measurement, as far as the number of repeats allows
 PASSES = 30         # one repeat of a measurement takes about as long as this many passes
 
 
 @torch.inference_mode()
 def interleave(actions, repeats):
-    """{name: median seconds} of actions that run in turn, A B A B, after one warm-up of each. So a machine
-    that slows down slows all of them."""
+    """{name: median seconds} of actions that run in turn, A B A B, after one warm-up of each: a
+    machine that slows down slows all of them."""
     seconds = {name: [] for name in actions}
     for repeat in range(repeats + 1):
         for name, action in actions.items():
@@ -44,10 +44,10 @@ def interleave(actions, repeats):
 
 
 def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds, on one token after `at` others: the head; the rest of a drafted step but its
-    sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17 tokens,
-    with their verification; and what an attention costs more after 16 times as many tokens."""
-    far, unbounded = 16 * at, 2 * (model.c.n_layers > 1)     # an attention without a window, if there is one
+    """Costs in seconds, for one token after `at` others. It measures the head; a drafted step without
+    sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17
+    tokens, with their verification; and the extra cost of an attention after 16 times as many tokens."""
+    far, unbounded = 16 * at, 2 * (model.c.n_layers > 1)  # an attention without a window, if there is one
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
     tokens = torch.full((1, MOST + 1), 5, device=model.tok.device)
     here, away = (Placement.at(i, i + 1, tokens.device) for i in (at, far))
@@ -63,7 +63,7 @@ def measure_costs(model, at=64, repeats=50):
         return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
 
     parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
-    # trap: after other work a pass takes longer. In plain decoding it comes after another one, so here, too
+    # trap: a pass takes longer after other work. In plain decoding it follows a pass, so here, too
     blocks = {(T, which): partial(read, width) for T in WIDTHS for which, width in (("before", 1), ("", T))}
     times = interleave({**parts, "empty": partial(model.run, x, here, cache, []), "step": step,
                         "head": partial(model.unembed, x), **blocks,
@@ -80,20 +80,20 @@ def measure_costs(model, at=64, repeats=50):
 
 
 def read_costs(path, c):
-    """The Costs in a file that holds their fields, for a model of this Config; all but "sublayers" and "head"
-    may be missing. Raises ValueError for any other file."""
+    """The Costs in a file with their fields, for a model of this Config; all but "sublayers" and
+    "head" may be missing. Raises ValueError for any other file."""
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes it"):
         costs = Costs(**{field.name: raw[field.name] for field in fields(Costs) if field.name in raw})
         numbers = *costs.sublayers, costs.head, costs.slot, costs.call, *(ratio for _, ratio in costs.blocks)
         if len(costs.sublayers) != 2 * c.n_layers or not all(0 <= x < math.inf for x in numbers):
-            raise ValueError(f"it takes {2 * c.n_layers} sub-layers, and numbers from 0 up")
+            raise ValueError(f"expected {2 * c.n_layers} sub-layers, and numbers from 0 up")
     return replace(costs, sublayers=tuple(costs.sublayers), blocks=tuple(map(tuple, costs.blocks)),
                    window=c.window if costs.slot else None)
 
 
 def kept_costs(model):
-    """The Costs of this model on this machine, in seconds. They are measured if no sound table is kept."""
+    """The Costs of this model on this machine, in seconds, measured if no valid table is kept."""
     path = cache_file(f"costs-{identity(model)}.json")
     if path.is_file():
         try:
@@ -111,15 +111,15 @@ def kept_costs(model):
 
 
 def quick(model):
-    """Costs in seconds, from as many repeats as fit into `SECONDS`, but from 3 to 30 of them."""
+    """Costs in seconds, from as many repeats as fit into `SECONDS`, at least 3 and at most 30."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.tok.device)
     one = interleave({"pass": lambda: model(token)}, 3)["pass"]
     return measure_costs(model, repeats=max(3, min(30, int(SECONDS / PASSES / one))))
 
 
 def identity(model, *facts):
-    """A name for all that costs and recordings depend on: torch, the machine with its number of threads, the
-    shapes and types of the weights, but not their values, and these facts."""
+    """A name for everything that costs and recordings depend on: torch, the machine with its number
+    of threads, the shapes and dtypes of the weights, but not their values, and these facts."""
     weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
     facts = torch.__version__, machine(model.tok.device), model.tok.device.type, model.c, weights, facts
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """What a run did, what it cost, what would make it faster, and plain decoding beside it.
 
-A rate is the tokens divided by the seconds of the same run. Reading the prompts does not count, because
-drafting speeds up only the writing.
+A rate is the tokens divided by the seconds of the same run. Reading the prompts does not count,
+because drafting speeds up only the writing.
 """
 import math
 import time
@@ -18,13 +18,13 @@ from speculative import Drafter, Wrapper, collect, prefill
 @dataclass
 class Counts:
     """What happened in a run, over all its rows."""
-    passes: int = 0     # passes of the target, after the prompts were read
+    passes: int = 0     # target passes after the prompts were read
     turns: int = 0      # row by row: passes that wrote something into the row
     tokens: int = 0     # written
     drafted: int = 0    # row by row: passes that tested a draft of the row
-    hits: int = 0       # those of them that accepted the draft's first token
+    hits: int = 0       # those that accepted the first token of the draft
     proposed: int = 0   # drafted tokens, less those after an accepted end of text
-    accepted: int = 0   # those of them that were accepted
+    accepted: int = 0   # those that were accepted
 
     def add(self, r):
         self.passes += 1
@@ -35,7 +35,7 @@ class Counts:
 
     @property
     def tau(self):
-        """Tokens that a pass wrote into a row."""
+        """How many tokens a pass wrote into a row, on average."""
         return self.tokens / max(1, self.turns)
 
     @property
@@ -48,8 +48,8 @@ class Counts:
 
 
 class Stopwatch(Wrapper):
-    """Wraps a drafter (None: plain decoding) and notes the seconds until the prompts were read, also by the
-    draft model. It starts when it is made: make one right before each run."""
+    """Wraps a drafter (None: plain decoding) and measures the seconds until the prompts were read,
+    also by the draft model. It starts when it is made: make one right before each run."""
 
     def __init__(self, drafter=None):
         super().__init__(drafter or Drafter())
@@ -68,9 +68,9 @@ class Stopwatch(Wrapper):
 
 
 class Timed(Stopwatch):
-    """A stopwatch for the parts of a round, too. `seconds`: what drafting (with `observe`), verifying and the
-    rest of the loop took after the prompts were read; the rest includes the code that consumes the rounds.
-    On CUDA it synchronises four times per round, which costs a little of what it measures."""
+    """A stopwatch for the parts of a round, too. `seconds`: what drafting (with `observe`), verifying and
+    the rest of the loop took after the prompts were read; the rest includes the code that consumes the
+    rounds. On CUDA it synchronises four times per round, which costs a little of what it measures."""
 
     def __init__(self, drafter=None):
         super().__init__(drafter)
@@ -92,8 +92,8 @@ class Timed(Stopwatch):
 
 
 def next_tenth(n, seconds):
-    """One line: by how much alpha, c, the cost of a block or that of the loop would have to change, each on
-    its own, to make a run a tenth faster. n: the Counts of a run that drafted; seconds: of its Timed drafter.
+    """One line: how far alpha, c, the cost of a block or that of the loop would have to change, each on its
+    own, to make a run a tenth faster. n: the Counts of a run that drafted; seconds: of its Timed drafter.
     """
     share, gamma, total = n.drafted / n.turns, round(n.proposed / n.drafted), sum(seconds.values())
 
@@ -124,7 +124,7 @@ class Run(NamedTuple):
 
     @property
     def rate(self):
-        """Tokens a second, once the prompts were read."""
+        """Tokens per second after the prompts were read."""
         return self.tokens / self.seconds
 
 
@@ -136,10 +136,10 @@ def measure(start, drafter, rows):
 
 
 def compare(start, makers, rows, repeats):
-    """{name: the Run whose rate is the median of its name's}: a warm-up of each, then A B A B.
+    """{name: its Run with the median rate}: a warm-up of each, then A B A B.
 
-    makers: {name: () -> a drafter, or None for plain decoding}. trap: every run needs a new drafter, because
-    a rule that has learnt from a text knows it the second time.
+    makers: {name: () -> a drafter, or None for plain decoding}. trap: every run needs a new
+    drafter, because a rule that has learnt from a text knows it the second time.
     """
     runs = {name: [] for name in makers}
     for _ in range(repeats + 1):
@@ -149,8 +149,8 @@ def compare(start, makers, rows, repeats):
 
 
 def divergence(model, prompts, ours, plain):
-    """Where greedy texts differ from plain decoding, and whether rounding explains it; None if they are the
-    same. If several rows differ: the first that rounding does not explain, or else the first."""
+    """Where greedy texts differ from plain decoding, and whether rounding explains it; None if they
+    are the same. If several rows differ: the first that rounding does not explain, else the first."""
     rows = enumerate(zip(prompts, ours, plain, strict=True))
     found = [{"output": b} | parting(model, *row) for b, row in rows if row[1] != row[2]]
     return next((d for d in found if not d["near_tie"]), found[0] if found else None)
@@ -158,14 +158,14 @@ def divergence(model, prompts, ours, plain):
 
 @torch.inference_mode()
 def parting(model, prompt, ours, plain):
-    """The first position where two answers differ, the ids there, and their `gap`: how far the less likely
-    one's logit lies below the best. `rounding` is how large a gap rounding explains: a block of tokens is
-    rounded differently from a single one, each sub-layer rounds its result to the model's dtype and its sums
-    of `dim` products to float32 or wider, and independent errors add up like the root of their number. Here
-    are four, two logits in two runs, which gives the 2."""
+    """The first position where two answers differ, the ids there, and their `gap`: how far the less
+    likely one's logit lies below the best. `rounding` is the largest gap that rounding explains: a
+    block of tokens is rounded differently from a single one, each sub-layer rounds its result to the
+    model's dtype and its sums of `dim` products to float32 or wider, and independent errors add up like
+    the root of their number. Two logits in two runs have four errors, which gives the factor 2."""
     both = enumerate(zip(ours, plain, strict=False))
     at = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
-    ids = [*ours[at : at + 1], *plain[at : at + 1]]     # one only, if the other text has ended
+    ids = [*ours[at : at + 1], *plain[at : at + 1]]     # only one if the other text has ended
     tokens = torch.tensor([prompt + plain[:at]], device=model.tok.device)               # (1, T)
     cache = KVCache(model.c, 1, tokens.shape[1], model.attention_dtype(), tokens.device)
     logits = model.unembed(prefill(model, tokens, cache)[:, -1:])[0, 0].double()        # (V,)

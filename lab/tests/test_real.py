@@ -2,11 +2,12 @@
 import json
 import shutil
 
+from tiny import command
+
 import checkpoint
 from lab.bench import __main__ as bench
 from lab.bench.shared import WEIGHTS
 from methods import heads
-from tiny import command
 
 call = command(bench.main)
 
