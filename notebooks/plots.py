@@ -133,7 +133,8 @@ def draw_slots(rows, size=12):
         for x, (text, kind) in enumerate(slots + [("", "empty")] * (size - len(slots))):
             fill, hatch = FILL[kind]
             side.add_patch(Rectangle((x, y), 0.94, 0.8, fc=fill, ec="#808080", hatch=hatch, lw=0.8))
-            side.text(x + 0.47, y + 0.4, text.strip(), ha="center", va="center", fontsize=9, parse_math=False)
+            side.text(x + 0.47, y + 0.4, text.strip(), ha="center", va="center", fontsize=9, parse_math=False,
+                      bbox=dict(fc="white", ec="none", alpha=0.8, pad=1) if hatch else None)
         side.text(-0.2, y + 0.4, label, ha="right", va="center", fontsize=10)
     side.set(xlim=(0, size), ylim=(len(rows), -0.1), xticks=[], yticks=[])
     side.spines[:].set_visible(False)
