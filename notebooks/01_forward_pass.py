@@ -4,7 +4,7 @@
 # A language model is a function. Token ids go in. For every position a score comes out for each
 # possible next token. This notebook computes that function twice: first in a few lines per part,
 # straight from the equations in the papers, and then with the library's `model.py`. The two must agree.
-# By the end you will have seen every line of that file at work.
+# By the end you will know what each part of that file does.
 #
 # One observation carries the rest of the course. A transformer of L blocks is a sum: it starts from the
 # embedding and adds 2L updates, x ← x + f(x), one after the other. Leave some of the updates out, and
@@ -20,7 +20,7 @@
 #
 # Every figure is computed here, so the notebook also runs on a model of your own: change `MODEL` in the
 # first cell. (`start.py` finds the repository and imports `torch`, the library's `checkpoint`, and our
-# `plots`. Cells that only draw are folded.)
+# `plots`. JupyterLab folds the cells that only draw.)
 
 # %%
 # %run start.py
@@ -337,7 +337,7 @@ for p, t in zip(top.values.tolist(), top.indices.tolist(), strict=True):
 # %% tags=["gallery"]
 depths = [*range(0, c.n_layers, max(1, c.n_layers // 12)), c.n_layers]
 lens = torch.cat([model.unembed(states[2 * e]) for e in depths])[:, -9:].softmax(-1).cpu()
-sure, said = lens.max(-1)                                               # (depths, 9): after so many blocks
+sure, said = lens.max(-1)                                               # (depths, 9)
 plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 
 # %% [markdown]

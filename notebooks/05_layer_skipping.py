@@ -117,7 +117,7 @@ print(f"exit after block {E}: sub-layers {share:.2f} + head {costs.head / costs.
 from control import best_gamma, expected_speedup
 
 speed = [expected_speedup(a, best_gamma(a, cost), cost) for a, cost in zip(exits, c_exits, strict=True)]
-print(f"exit {speed.index(max(speed)) + 1} promises most: {max(speed):.2f} times plain decoding")
+print(f"exit {speed.index(max(speed)) + 1} is best: predicted {max(speed):.2f} times plain decoding")
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=5)
@@ -405,7 +405,7 @@ from control import Confidence
 
 strict = SelfDraft(model, early_exit(L, max(1, L // 6)), Confidence(1.1, 4))
 lengths = [int(r.proposed) for _, r in rounds(model, [prompt], 30, strict)]
-assert set(lengths[:-1]) == {1}                                 # no token is confident enough: one is kept
+assert set(lengths[:-1]) == {1}                                 # no token is confident enough: one each
 print("with a threshold that no token reaches, each draft has one token:", lengths)
 
 # %% [markdown]
