@@ -13,10 +13,10 @@
 #
 # You need Python, and you should know what a matrix product and a softmax are. The notebooks build on
 # each other: 1, the forward pass; [2, the cache](02_kv_cache.ipynb); [3, sampling](03_sampling.ipynb);
-# [4, speculative decoding](04_speculative_decoding.ipynb); [5, layer
-# skipping](05_layer_skipping.ipynb); [6, search](06_search.ipynb); [7, trees and trained
-# heads](07_trees_and_heads.ipynb); [8, adapting](08_adapting.ipynb); [9, close to the
-# machine](09_close_to_the_machine.ipynb).
+# [4, speculative decoding](04_speculative_decoding.ipynb);
+# [5, layer skipping](05_layer_skipping.ipynb); [6, search](06_search.ipynb); [7, trees](07_trees.ipynb);
+# [8, trained heads](08_trained_heads.ipynb); [9, adapting](09_adapting.ipynb);
+# [10, close to the machine](10_close_to_the_machine.ipynb).
 #
 # Every figure is computed here, so the notebook also runs on a model of your own: change `MODEL` in the
 # first cell. (`start.py` finds the repository and imports `torch`, the library's `checkpoint`, and our

@@ -320,7 +320,7 @@ figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
 edges = torch.logspace(0, 3, 61).tolist()
 for values, hue, name in ((good, plots.HUES[0], "the library"), (bad, plots.HUES[1], "rounded to 1/20")):
     side.hist(values.numpy(), bins=edges, color=hue, alpha=0.6, label=name)
-side.axvline(limit, color="#404040", ls="--", label="5 % of a correct sampler's tests lie beyond")
+side.axvline(limit, color="#404040", ls="--", label="the 5 % limit")
 side.set(xlabel="chi-square of 2,000 draws of ten tokens", ylabel="how many of 200 tests", xscale="log")
 side.legend(frameon=False, fontsize=9, loc="upper left")
 figure

@@ -189,7 +189,7 @@ def write(coins, count, gamma, verify=verify):
 
 
 paths = every_path(lambda coins: write(coins, count=2, gamma=1))
-plots.draw_tree(paths, lambda token: plots.word(tokenizer, token))
+plots.draw_outcomes(paths, lambda token: plots.word(tokenizer, token))
 
 # %% [markdown]
 # Each branch is one decision with its probability, and a path multiplies them. Equal texts have the

@@ -6,8 +6,8 @@
 # should it be? This notebook asks how often their tokens would be accepted, what they cost, and when
 # that pays off. At the end a rule decides how far to draft while the text is being written.
 #
-# Before this one: [4, speculative decoding](04_speculative_decoding.ipynb). After it: [6,
-# search](06_search.ipynb).
+# Before this one: [4, speculative decoding](04_speculative_decoding.ipynb). After it:
+# [6, search](06_search.ipynb).
 
 # %%
 # %run start.py
@@ -343,7 +343,7 @@ for kind, table in twins["recipe"]["files"].items():
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2)
-left.plot([e / L for e in range(1, L + 1)], exits, color=plots.HUES[0], marker="o", label=MODEL.name)
+left.plot([e / L for e in range(1, L + 1)], exits, color=plots.HUES[0], marker="o", label=Path(MODEL).name)
 left.plot([e / layers for e in range(1, layers + 1)], gemma_exits, color=plots.HUES[1], marker="s",
           label="stories-gemma2")
 for name, hue, mark in (("recipe", plots.HUES[2], "o"), ("plain", plots.HUES[3], "s")):

@@ -171,7 +171,7 @@ def draw_line(names, pieces, marks):
     return figure
 
 
-def draw_tree(paths, name):
+def draw_outcomes(paths, name):
     """Notebook 4. The tree of outcomes: paths as in `outcomes.every_path`, each with a text (a tuple of
     tokens) at its end; name(token). Equal texts have the same hue."""
     figure, ((side,),) = axes(1, 1, width=10, height=0.55 * len(paths) + 0.9)
