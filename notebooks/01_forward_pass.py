@@ -1,35 +1,35 @@
 # %% [markdown]
 # # 1. The forward pass: from a prompt to logits
 #
-# A language model is one function: token ids go in, and for every position a score for each possible next
-# token comes out. This notebook computes that function twice. First it writes each part in a few lines, from
-# the equation of the paper that introduced it. Then it compares the result with the library's `model.py`.
-# At the end nothing in that file is a mystery, and one sentence of it carries the rest of this course:
+# A language model is a function. Token ids go in. For every position a score comes out for each
+# possible next token. This notebook computes that function twice: first in a few lines per part,
+# straight from the equations in the papers, and then with the library's `model.py`. The two must agree.
+# By the end you will know what each part of that file does.
 #
-# > **A transformer of L blocks is 2L residual updates x ← x + f(x). A self-speculative draft is a shorter
-# > list of them.**
+# One observation carries the rest of the course. A transformer of L blocks is a sum: it starts from the
+# embedding and adds 2L updates, x ← x + f(x), one after the other. Leave some of the updates out, and
+# you have a cheaper model made of the same weights. In *self-speculative* decoding the model uses such
+# a shorter list to draft its own next tokens, and then checks them with the whole list.
 #
-# You need Python, and you should know what a matrix product and a softmax are. The other notebooks build on
-# this one: [2, the cache](02_kv_cache.ipynb), [3, sampling](03_sampling.ipynb),
-# [4, speculative decoding](04_speculative_decoding.ipynb), [5, layer skipping](05_layer_skipping.ipynb),
-# [6, search](06_search.ipynb), [7, trees](07_trees.ipynb), [8, trained heads](08_trained_heads.ipynb),
-# [9, adapting](09_adapting.ipynb) and [10, close to the machine](10_close_to_the_machine.ipynb).
+# You need Python, and you should know what a matrix product and a softmax are. The notebooks build on
+# each other: 1, the forward pass; [2, the cache](02_kv_cache.ipynb); [3, sampling](03_sampling.ipynb);
+# [4, speculative decoding](04_speculative_decoding.ipynb);
+# [5, layer skipping](05_layer_skipping.ipynb); [6, search](06_search.ipynb); [7, trees](07_trees.ipynb);
+# [8, trained heads](08_trained_heads.ipynb); [9, adapting](09_adapting.ipynb);
+# [10, close to the machine](10_close_to_the_machine.ipynb).
 #
-# No number in the text depends on the weights: every figure is computed here, so the notebook also runs on a
-# model of your own. Change `MODEL` in the first cell.
+# Every figure is computed here, so the notebook also runs on a model of your own: change `MODEL` in the
+# first cell. (`start.py` finds the repository and imports `torch`, the library's `checkpoint`, and our
+# `plots`. JupyterLab folds the cells that only draw.)
 
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
-import torch
-
-import checkpoint
 from model import Placement
-from notebooks import plots
 
-torch.set_grad_enabled(False)                   # nothing is trained here
+torch.set_grad_enabled(False)                   # we train nothing here
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c, device = model.c, model.tok.device
 print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} million weights on {device}")
@@ -39,11 +39,11 @@ print(f"L = {c.n_layers} blocks, width {c.dim}, {c.n_heads} query heads, {c.n_kv
 # %% [markdown]
 # ## Text becomes tokens
 #
-# The model knows no letters, only numbers from 0 to V - 1. A *tokenizer* cuts a text into pieces and gives
-# each piece its number. Frequent words are one piece; rare words are several. A special token stands before
-# every prompt: it marks the beginning of a text.
+# The model does not see letters. It sees numbers from 0 to V - 1. A *tokenizer* cuts the text into
+# pieces and gives each piece its number. A frequent word is one piece; a rare word is several. Before
+# every prompt stands a special token that marks the beginning of a text.
 #
-# **Predict:** into how many pieces will the sentence below be cut: one for each word, fewer, or more?
+# **Predict:** how many pieces will the text below become? One per word, fewer, or more?
 
 # %%
 text = ("Once upon a time, there was a dog named Max. Max had a red ball. "
@@ -56,13 +56,17 @@ for start in range(0, len(ids), 8):
     print("  ".join(f"{t} {piece!r}" for t, piece in list(zip(ids, pieces, strict=True))[start : start + 8]))
 
 # %% [markdown]
-# There are more tokens than words: punctuation has tokens of its own. Note that a space belongs to the
-# *beginning* of the next piece. `' ball'` and `'ball'` are two different tokens, and a model that has seen
-# only the first one knows little about the second.
+# There are more tokens than words, because punctuation has tokens of its own. A space belongs to the
+# *beginning* of the piece that follows it. So `' ball'` and `'ball'` are two different tokens, and a
+# model that has only seen the first one knows little about the second.
+#
+# **Try it:** put a rare word into the text, such as "Maximilian" for the first "Max". How many pieces
+# do you expect? Run the cell, look, and change it back.
 #
 # ## Tokens become vectors
 #
-# The *embedding* is a table with one row of `dim` numbers for each token. To embed is to look up.
+# The *embedding* is a table with one row of `dim` numbers per token. To embed a token is to look up its
+# row.
 
 # %%
 tokens = torch.tensor([ids], device=device)     # (1, T): one text, T tokens
@@ -74,22 +78,23 @@ print(x[0, :3, :6])
 # %% [markdown]
 # ## 2L updates of one running sum
 #
-# From here on nothing changes the shape of `x`. Each block adds two things to it: what its *attention* found
-# in earlier positions, and what its *MLP* made of the result. Because each of them is added to what was
-# there, `x` is called the *residual stream*. The library numbers the 2L *sub-layers*: attention of block 0,
-# MLP of block 0, attention of block 1, and so on.
+# From here to the end the shape of `x` stays the same. Each block adds two things to it. Its
+# *attention* gathers information from earlier positions. Its *MLP* then works on each position by
+# itself. Both results are added to what was there before, so `x` is called the *residual stream*. We
+# call the attentions and MLPs *sub-layers* and number them from 0 to 2L - 1:
 #
 # ```
-# x <- x + f_0(x)         attention 0
-# x <- x + f_1(x)         MLP 0
-# x <- x + f_2(x)         attention 1
+# x <- x + f_0(x)         attention of block 0
+# x <- x + f_1(x)         MLP of block 0
+# x <- x + f_2(x)         attention of block 1
 # ...
 # ```
 #
-# `model.run` applies any list of them. So we can apply them one at a time and keep every state on the way.
+# `model.run` applies any list of sub-layers. So we can apply one at a time and keep every state on the
+# way.
 
 # %%
-states, where = [model.embed(tokens)], Placement.at(0, len(ids), device)    # the positions 0 .. T-1
+states, where = [model.embed(tokens)], Placement.at(0, len(ids), device)    # positions 0 .. T-1
 for i in range(2 * c.n_layers):
     states.append(model.run(states[-1], where, sublayers=[i]))
 logits = model.unembed(states[-1])                              # (1, T, V)
@@ -97,40 +102,31 @@ assert torch.allclose(logits, model(tokens), atol=1e-3)
 print(len(states), "states of shape", tuple(states[0].shape), "-> logits", tuple(logits.shape))
 
 # %% [markdown]
-# **Predict:** does each update change the stream a little, or does it replace what was there? The left
-# picture shows the length of `x` after each sub-layer; the right one shows how long each update is beside the
-# stream that it is added to.
+# **Predict:** does an update change the stream a little, or does it replace what was there? On the left
+# below is the length of `x` after each sub-layer. On the right is the length of each update, divided by
+# the length of the stream it is added to.
 
 # %%
 lengths = torch.stack([s[0, 1:].norm(dim=-1).mean() for s in states])    # 1: without the start token
 updates = torch.stack([((b - a)[0, 1:].norm(dim=-1) / a[0, 1:].norm(dim=-1)).mean()
                        for a, b in zip(states, states[1:], strict=False)])
-figure, ((left, right),) = plots.axes(1, 2)
-left.plot(lengths.cpu(), color=plots.HUES[0], marker=".")
-left.set(xlabel="sub-layers applied", ylabel="mean length of x", ylim=(0, None))
-for kind, name in enumerate(("attention", "MLP")):
-    right.bar(range(kind, 2 * c.n_layers, 2), updates[kind::2].cpu(), color=plots.HUES[kind], label=name)
-right.axhline(1, color="#808080", ls=":", lw=1)
-right.set(xlabel="sub-layer", ylabel="length of the update / length of x", yscale="log")
-right.legend(frameon=False)
-for side in (left, right):
-    side.xaxis.get_major_locator().set_params(integer=True)
-figure
+plots.draw_updates(lengths.cpu(), updates.cpu())
 
 # %% [markdown]
-# The first updates weigh more than all that came before them (they lie above the dotted line); the later ones
-# are small corrections. Hold on to this picture. If late updates are small, a model *without* them might
-# often say the same thing. That is the whole hope of self-speculative decoding, and further below we test it.
+# The first two updates are larger than the stream they are added to (above the dotted line). The later
+# ones are small corrections. That is a hint: if the late updates are small, the model might often
+# choose the same token *without* them. Self-speculative decoding lives on that, and we test it at the
+# end of this notebook.
 #
-# Now we open the sub-layers. Each is a norm, then attention or an MLP.
+# Now we open the sub-layers. Each one is a norm, followed by an attention or an MLP.
 #
-# ## RMSNorm: forget the length, keep the direction
+# ## RMSNorm: drop the length, keep the direction
 #
 # $$\mathrm{norm}(x)_i = \frac{x_i}{\sqrt{\tfrac1n \sum_j x_j^2 + \varepsilon}}\; w_i
 # \qquad\text{(Zhang and Sennrich 2019, eq. 4)}$$
 #
-# The division makes the root mean square of the vector 1, so a sub-layer sees the direction of the stream
-# but not its length. Then each coordinate gets a trained weight.
+# The division gives every vector a root mean square of 1. The sub-layer sees the direction of the
+# stream, but not its length. Then each coordinate is multiplied by a trained weight.
 
 # %%
 def rms_norm(x, w):
@@ -144,41 +140,33 @@ print("before:", states[0][0, 5, :5])
 print("after: ", normed[0, 5, :5])
 
 # %% [markdown]
-# (`norm_offset` is 0 for Llama. Gemma-2 multiplies by 1 + w; we come back to it.)
+# (`norm_offset` is 0 for Llama. Gemma-2 multiplies by 1 + w. We return to it below.)
 #
 # ## RoPE: a position is a rotation
 #
-# Attention compares a query with keys. As it stands it would not know *where* a key is: "dog bites man" and
-# "man bites dog" would be the same. Rotary position embedding (RoFormer, Su et al. 2021) turns each query and
-# key by an angle that grows with its position m. The D numbers of a head are D/2 pairs, each a point in a
-# plane, and pair i turns by
+# Attention compares a query with keys. Nothing in that comparison says *where* a key is, so "dog bites
+# man" and "man bites dog" would look the same. Rotary position embedding (RoFormer, Su et al. 2021)
+# rotates each query and key by an angle that grows with its position m. It splits the D numbers of a
+# head into D/2 pairs, and treats each pair as a point in a plane. Pair i is rotated by
 #
 # $$m\,\theta_i, \qquad \theta_i = \theta^{-2i/D} \qquad\text{(RoFormer, eq. 15)}$$
 #
-# The first pair turns by one radian a token, the last one almost not at all: a clock with many hands.
+# Pair 0 turns by one radian per token; the last pair hardly turns at all. Think of a clock with many
+# hands.
 
 # %%
 from model import frequencies, rope, rotate
 
 freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)   # (D/2,)
-at = torch.arange(64, device=device)
-figure, ((left, right),) = plots.axes(1, 2)
-image = left.imshow((at[None] * freqs[:, None]).cos().cpu(), aspect="auto", cmap="RdBu", vmin=-1, vmax=1)
-left.set(xlabel="position m", ylabel="pair i", title="cosine of the angle of each pair")
-figure.colorbar(image, ax=left)
-for hand, pair in enumerate([0, len(freqs) // 4, len(freqs) // 2]):
-    angle, radius = (at * freqs[pair]).cpu(), 1 - 0.2 * hand
-    right.plot(radius * angle.cos(), radius * angle.sin(), color=plots.HUES[hand], marker="os^"[hand], ms=3,
-               lw=0, label=f"pair {pair}")
-right.set(aspect="equal", title="three hands at positions 0 to 63", xticks=[], yticks=[], frame_on=False)
-right.legend(frameon=False, loc="center")
-figure
+plots.draw_rotation(freqs.cpu())
 
 # %% [markdown]
-# A turn in a plane is a product with a complex number of length 1. That gives RoPE in two lines. The library
-# does the same with real numbers. Note which coordinates form a pair: i and i + D/2, the convention of
-# Hugging Face's files. Meta's own files pair 2i and 2i + 1, and to mix the two up is a common mistake
-# of anybody who ports a model: at position 0 nothing turns, so a test with one token passes.
+# A rotation in the plane is a multiplication by a complex number of length 1. That gives RoPE in two
+# lines. The library does the same with real numbers.
+#
+# Look at which coordinates form a pair: i and i + D/2. Hugging Face's files use this convention. Meta's
+# original files pair 2i with 2i + 1. Mixing the two up is a classic porting mistake, and a test with
+# one token does not find it, because nothing is rotated at position 0.
 
 # %%
 def turn(x, m):
@@ -193,30 +181,35 @@ assert torch.allclose(turn(q, 7), rotate(q, *rope(torch.tensor(7, device=device)
 print("query and key at 12 and 10:", float(turn(q, 12) @ turn(k, 10)))
 
 # %% [markdown]
-# **Predict:** move both of them 500 positions to the right. What happens to their product?
+# **Predict:** now move both of them 500 positions to the right. What happens to their product?
 
 # %%
-print("query and key at 512 and 510:", float(turn(q, 512) @ turn(k, 510)))
+at_q, at_k = 512, 510
+print(f"query and key at {at_q} and {at_k}:", float(turn(q, at_q) @ turn(k, at_k)))
 assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 
 # %% [markdown]
-# Nothing. A turn changes the length of neither, and two equal turns leave the angle between them as it was
-# (RoFormer, eq. 16). So attention sees the *distance* of two tokens, although each was turned by its own
-# position alone. This matters in the next notebook: a key can be turned once, stored, and used by all later
-# queries.
+# Nothing happens. A rotation does not change the length of a vector, and two equal rotations do not
+# change the angle between two vectors (RoFormer, eq. 16). So attention sees the *distance* between two
+# tokens, although each was rotated by its own position only. The next notebook depends on this: a key
+# can be rotated once, stored, and used by every later query.
+#
+# **Try it:** set `at_k` to 500, and then `at_q` to 502. Which of the two products equals the one above?
 #
 # ## Attention: look back, and copy what fits
 #
 # $$\mathrm{attention}(Q, K, V) = \mathrm{softmax}\!\Big(\frac{QK^\top}{\sqrt D} + \text{mask}\Big)\,V
 # \qquad\text{(Vaswani et al. 2017, eq. 1)}$$
 #
-# Every position asks a question (its query). Every position offers a label (its key) and a content (its
-# value). A position copies a mixture of contents, weighted by how well their labels fit its question. The
-# mask forbids looking into the future: there the score is minus infinity and the weight 0.
+# Each position has three vectors. Its *query* says what it is looking for. Its *key* says what it
+# offers. Its *value* is what others receive from it. A position takes a weighted average of the values.
+# A value's weight is large where its key matches the query. The mask hides the future: it sets those
+# scores to minus infinity, so their weights are 0.
 #
-# In *grouped-query attention* (Ainslie et al. 2023) G query heads share one key-value head. `wqkv` stacks the
-# matrices: for each key-value head its G queries, its key and its value. Here is one head, written out.
-# (`window` and `softcap` belong to Gemma-2 and do nothing for Llama; they are explained further below.)
+# In *grouped-query attention* (Ainslie et al. 2023), G query heads share one key-value head. The matrix
+# `wqkv` stacks, for each key-value head, its G query matrices, its key matrix and its value matrix.
+# Here is one head written out. (`window` and `softcap` belong to Gemma-2 and do nothing for Llama. More
+# on them below.)
 
 # %%
 from model import block_only, softcap, visible
@@ -240,8 +233,9 @@ weights, out = head(layer=0, kv=0, g=0)
 print("each row sums to 1:", weights.sum(-1)[:4], " output", tuple(out.shape))
 
 # %% [markdown]
-# All heads side by side, times one more matrix: that is the sub-layer. The library computes the heads in one
-# product; the result is the same. (`block_only` tells it that there is no cache: see the next notebook.)
+# Put the outputs of all heads side by side, multiply by one more matrix, and the sub-layer is complete.
+# The library computes all heads in one product, with the same result. (`block_only` means that there is
+# no cache yet. That is the next notebook.)
 
 # %%
 layer, G = c.n_layers // 2, c.n_heads // c.n_kv_heads
@@ -255,11 +249,13 @@ assert torch.allclose(naive, library, atol=1e-4)
 print("naive", naive[4, :4], "library", library[4, :4])
 
 # %% [markdown]
-# What do heads look at? We compute all maps of all blocks and let three questions choose the heads to show:
-# which head looks most at the token just before? Which looks most at the first token, where nothing is to be
-# learnt? And which looks most at *what followed the same word last time*? The last kind is called an
-# *induction head* (Olsson et al. 2022): after " Max" it looks for the words that came after an earlier "
-# Max".
+# What do heads look at? We compute the weights of every head in every block, and pick three heads:
+#
+# - the one that looks most at the token just before;
+# - the one that looks most at the first token, where there is nothing to learn;
+# - the one that looks most at *what followed the same word last time*. This kind is called an
+#   *induction head* (Olsson et al. 2022). At " Max" it looks for the token that came after an earlier "
+#   Max".
 
 # %%
 maps = {(layer, kv * G + g): head(layer, kv, g)[0].cpu() for layer in range(c.n_layers)
@@ -274,33 +270,29 @@ for name, wanted in (("the token before", previous), ("the first token", first),
     found[name] = max(maps, key=lambda at: float((maps[at] * wanted).sum() / wanted.any(1).sum()))
 print("(block, head):", found)
 
-# %%
-figure, (sides,) = plots.axes(1, 3, width=4.4, height=4.9)
-labels = [piece.strip() or "⏎" for piece in pieces]
-labels[0] = "start"
-for side, (name, at) in zip(sides, found.items(), strict=True):
-    side.imshow(maps[at], cmap="Blues", vmin=0, vmax=1)
-    side.set_title(f"{name}\nblock {at[0]}, head {at[1]}", fontsize=10)
-    side.set_xticks(range(T), labels, rotation=90, fontsize=7)
-    side.set_yticks(range(T), labels, fontsize=7)
-sides[2].scatter(*after.nonzero().T.flip(0), s=22, facecolors="none", edgecolors=plots.HUES[1], lw=0.8)
-sides[0].set_ylabel("this token looks ...")
-figure.supxlabel("... at this one", fontsize=10)
-figure
+# %% [markdown]
+# To keep the labels readable, the picture shows the first token and the last twenty.
+
+# %% jupyter={"source_hidden": true}
+shown = [0, *range(max(1, T - 20), T)]
+labels = ["start", *(plots.word(tokenizer, t) for t in ids[1:])]
+cut = {f"{name}\nblock {at[0]}, head {at[1]}": maps[at][shown][:, shown] for name, at in found.items()}
+plots.draw_maps(cut, [labels[t] for t in shown], after[shown][:, shown])
 
 # %% [markdown]
-# (The small circles mark what the third question asks for. Judge for yourself how well the best head of this
-# model answers it.)
+# The circles mark where an induction head should look. Judge for yourself how well the best head of
+# this model does it.
 #
-# The upper right triangle is empty in all maps: no token sees a later one. This is why one pass over T tokens
-# gives the right distribution after *each* of them, and that is what will let one pass check several guesses.
+# The upper right triangle is empty in every map: no token sees a later one. This is why one pass over T
+# tokens gives the right distribution after *each* of them. It is also what lets one pass check several
+# drafted tokens.
 #
-# ## The MLP: each position thinks for itself
+# ## The MLP: each position by itself
 #
 # $$\mathrm{MLP}(x) = W_\mathrm{down}\,\big(\mathrm{act}(W_\mathrm{gate}\,x) \odot W_\mathrm{up}\,x\big)
 # \qquad\text{(SwiGLU: Shazeer 2020)}$$
 #
-# No position sees another one here. The gate decides how much of each hidden unit passes.
+# Here no position sees another one. The gate decides how much of each hidden unit gets through.
 
 # %%
 act = {"silu": lambda z: z * torch.sigmoid(z),                          # Llama: "swish"
@@ -315,8 +307,8 @@ print(f"{c.dim} -> {up.shape[-1]} -> {c.dim} numbers; "
 # %% [markdown]
 # ## The whole model
 #
-# Now the whole model fits in one cell: nothing but norms, attention, MLPs and sums. `attn_post` and
-# `mlp_post` are second norms, which only Gemma-2 has; for Llama they do nothing.
+# The whole model now fits in one cell. It is made of norms, attentions, MLPs and sums. (`attn_post` and
+# `mlp_post` are second norms that only Gemma-2 has. For Llama they do nothing.)
 
 # %%
 x = model.tok[tokens] * c.embed_scale
@@ -335,65 +327,50 @@ for p, t in zip(top.values.tolist(), top.indices.tolist(), strict=True):
 # %% [markdown]
 # ## The logit lens: what would the model say if it stopped here?
 #
-# The head turns the last state into logits. Nothing stops us from giving it an *earlier* state, for all of
-# them have the same shape. This is the *logit lens* (nostalgebraist 2020). Each row of the picture is a
-# depth, each column a position; the cell shows the most likely next token, darker where the model is surer.
-# The top row is the whole model.
+# The last step, called the head, turns the final state into logits. But all states have the same shape,
+# so we can give the head an *earlier* state. This is the *logit lens* (nostalgebraist 2020). In the
+# picture each row is a depth and each column a position. A cell shows the most likely next token,
+# darker where its probability is higher. The top row is the whole model.
 #
-# **Predict:** at which depth does the last column begin to say what the top row says?
-
-# %%
-from support.show import SIGNS  # control characters become visible signs
-
-depths = [*range(0, c.n_layers, max(1, c.n_layers // 12)), c.n_layers]
-lens = torch.cat([model.unembed(states[2 * e]) for e in depths])[:, -9:].softmax(-1).cpu()
-sure, said = lens.max(-1)                                               # (depths, 9): after so many blocks
-names = [[tokenizer.decode([t]).translate(SIGNS).strip() or "␣" for t in row] for row in said.tolist()]
+# **Predict:** from which depth on does the last column say what the top row says?
 
 # %% tags=["gallery"]
-figure, ((side,),) = plots.axes(1, 1, width=11, height=0.8 + 0.3 * len(said))
-side.imshow(sure, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=2)
-for y, row in enumerate(names):
-    for t, name in enumerate(row):
-        same = said[y, t] == said[-1, t]
-        side.text(t, y, name[:12], ha="center", va="center", fontsize=8.5, parse_math=False,
-                  weight="bold" if same else "normal", style="normal" if same else "italic")
-side.set_xticks(range(9), labels[-9:])
-side.set_yticks(range(len(depths)), depths)
-side.set(xlabel="after this token", ylabel="blocks applied")
-figure
+depths = [*range(0, c.n_layers, max(1, c.n_layers // 12)), c.n_layers]
+lens = torch.cat([model.unembed(states[2 * e]) for e in depths])[:, -9:].softmax(-1).cpu()
+sure, said = lens.max(-1)                                               # (depths, 9)
+plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 
 # %% [markdown]
-# Bold words agree with the whole model. Easy words are there early and stay. Hard ones come late or change.
-# Go down the last column from the top, as long as the words are bold: there the answer was settled. In the
-# lowest row no block has run: where the head is the embedding table itself (`tied`), the model mostly repeats
-# the token that it has just read.
+# A word in bold is the choice of the whole model. Easy words appear early and stay. Hard ones appear
+# late, or change on the way. Go down the last column from the top for as long as the words are bold: at
+# the last bold one the answer was settled. In the lowest row no block has run yet. Where the head is
+# the embedding table itself (`tied`), the model mostly repeats the token it has just read.
 #
-# The same over a longer text, as a curve: how often does the best token after E blocks equal the best one of
-# the whole model? We read a story that the model did not write.
+# Now the same over a longer text, as a curve. After how many sub-layers does the most likely token
+# equal that of the whole model, and how often? We read a story that the model did not write.
 
 # %%
 from support.files import read_prompts
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:200]
-trace = dict.fromkeys(range(2 * c.n_layers))                            # `run` fills in what we ask for
+trace = dict.fromkeys(range(2 * c.n_layers))                            # `run` fills in the states we ask for
 model.run(model.embed(torch.tensor([story], device=device)), Placement.at(0, len(story), device), trace=trace)
 best = torch.stack([model.unembed(trace[i])[0].argmax(-1) for i in trace])      # (2L, T)
 agreement = (best == best[-1]).float().mean(1).cpu()
-figure, ((side,),) = plots.axes(1, 1, width=7)
-side.plot(range(1, 2 * c.n_layers + 1), agreement, color=plots.HUES[0], marker=".")
+
+# %% jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=8)
+plots.curves(side, range(1, 2 * c.n_layers + 1), {"agreement": agreement}, xlabel="sub-layers applied",
+             ylabel="share of tokens", ylim=(0, 1.02), title="same most likely token as the whole model")
 side.plot([0, 2 * c.n_layers], [0, 1], color="#808080", ls=":", lw=1)
-side.set(xlabel="sub-layers applied", ylabel="share of tokens", ylim=(0, 1.02),
-         title="how often the best token is already that of the whole model")
-side.xaxis.get_major_locator().set_params(integer=True)
 figure
 
 # %% [markdown]
-# Wherever the curve lies above the dotted diagonal, a part of the work gives more than its share of the
-# answers, and a draft by the first sub-layers can pay. (The shipped models were trained to speak early; on
-# others the curve stays low for long. Try your own.)
+# Where the curve is above the dotted diagonal, the share of right answers is larger than the share of
+# the work. There a draft by the first sub-layers can pay off. (The shipped models were trained to be
+# left early. On other models the curve stays low for longer. Try your own.)
 #
-# And this is all that "early exit" means in the library: a shorter list.
+# In the library, "early exit" means just this: a shorter list.
 
 # %%
 E = max(1, c.n_layers // 4)
@@ -403,12 +380,16 @@ print(f"range({2 * E}) is the exit after block {E}: it says",
       repr(tokenizer.decode([int(model.unembed(draft)[0, -1].argmax())])))
 
 # %% [markdown]
+# **Try it:** what will the exit after block 1 say? And after block 0, that is, with the empty list?
+# Read your prediction off the logit lens above, then set `E` and run the cell.
+#
 # ## What Gemma-2 does differently
 #
-# The second family differs from Llama in eight fields of the configuration, and each but `window` is read on
-# exactly one line of the forward pass in `model.py`. There is no second class.
+# The second family differs from Llama in eight fields of the configuration. All but `window` are read
+# on exactly one line of the forward pass in `model.py`. There is no second class.
 
 # %%
+import math
 from dataclasses import fields, replace
 
 from model import Config, Transformer
@@ -419,25 +400,25 @@ differs = ["act", "norm_offset", "embed_scale", "post_norm", "query_scale", "att
            "window"]
 assert len(differs) == 8 and all(getattr(gemma.c, name) != llama[name] for name in differs)
 own = checkpoint.encode(words, read_prompts("stories")[0]["text"], gemma.c.bos)[:200]
-line = torch.tensor([own], device=device)                       # the story, cut by Gemma-2's own tokenizer
+line = torch.tensor([own], device=device)                       # the story in Gemma-2's own tokens
 for name in differs:
     print(f"{name:14} Llama: {llama[name]!s:8} Gemma-2: {getattr(gemma.c, name)}")
 
 # %% [markdown]
-# - `act`: the MLP's gate is a GELU instead of a SiLU; two nearly equal curves.
-# - `norm_offset`: norms multiply by 1 + w, so that weights near 0 mean "leave it as it is".
-# - `embed_scale`: embeddings are multiplied by the root of `dim`.
-# - `post_norm`: a second norm after each attention and MLP, before the sum.
-# - `query_scale`: scores are divided by the root of a number of its own, not by that of D.
+# - `act`: the gate of the MLP is a GELU instead of a SiLU. The two curves are nearly the same.
+# - `norm_offset`: norms multiply by 1 + w, so a weight of 0 leaves a coordinate as it is.
+# - `embed_scale`: embeddings are multiplied by the square root of `dim`.
+# - `post_norm`: a second norm follows each attention and each MLP, before the sum.
+# - `query_scale`: scores are divided by the square root of a separate number instead of D.
 # - `attn_softcap`, `final_softcap`: cap · tanh(z / cap) keeps scores and logits within ±cap (Gemma 2,
 #   section 2).
 # - `window`: every second block sees only the last `window` tokens.
 #
-# What is each one worth? Set one field at a time back to Llama's value, keep all the weights, and measure the
-# loss: minus the natural logarithm of the probability of each next token, on the same story. (The unit of
-# natural logarithms is the *nat*.)
+# How much does each field matter? Set one at a time to Llama's value, keep all the weights, and measure
+# the loss on the same story: minus the natural logarithm of the probability of each next token,
+# averaged. (Its unit is the *nat*.)
 #
-# **Predict:** which field hurts most when it is wrong? Which one would you not notice?
+# **Predict:** which field does the most damage when it is wrong? Which one would you not notice?
 
 # %%
 def loss(m):
@@ -451,38 +432,25 @@ def with_field(name):
 
 
 losses = {"as trained": loss(gemma)} | {name: loss(with_field(name)) for name in differs}
-for name, value in losses.items():
-    print(f"{name:14} {value:7.3f} nats a token")
-
-# %%
-figure, ((side,),) = plots.axes(1, 1, width=7, height=3.2)
-order = sorted(losses, key=losses.get)
-guess = torch.tensor(float(gemma.c.vocab_size)).log()         # all tokens equally likely
-side.barh(order, [losses[name] for name in order],
-          color=[plots.HUES[2] if name == "as trained" else plots.HUES[0] for name in order])
-side.axvline(float(guess), color=plots.HUES[1], ls="--", lw=1)
-side.text(float(guess), -0.4, " blind guess", color=plots.HUES[1], fontsize=9, va="top")
-side.set(xlabel="loss, nats a token, with this one field as in Llama", ylim=(-1.1, len(order) - 0.4))
-figure
+plots.draw_losses(losses, uniform=math.log(gemma.c.vocab_size))
 
 # %% [markdown]
-# Some mistakes make noise, and anybody finds them. Others hardly change the loss: the text still looks right.
-# The quiet ones are the dangerous ones for whoever ports a model, and they are why the library's tests
-# compare logits and not texts. (`query_scale` may cost exactly nothing: where it was set to the root of D, as
-# in our small model, the two agree.)
+# Some mistakes ruin the text, so you find them at once. Others hardly change the loss, and the text
+# still looks right. Those are the dangerous ones when you port a model, and they are the reason why the
+# library's tests compare logits instead of texts. (`query_scale` may change nothing at all: in our
+# small model the two agree.)
 #
 # ## Questions
 #
-# Answer first; unfold the answer; then run the cell that checks it.
+# Answer first. Then unfold the answer. The check below it is folded with it: unfold and run it, too.
 #
-# **1.** Two tokens of the prompt are exchanged, say the third and the fourth. Which rows of the logits
-# change?
+# **1.** Swap the third and the fourth token of the prompt. Which rows of the logits change?
 #
 # <details><summary>Answer</summary>
-# All rows from the third on. Rows before it cannot see either token.
+# All rows from the third on. The rows before it see neither of the two tokens.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 swapped = tokens.clone()
 swapped[0, [2, 3]] = tokens[0, [3, 2]]
 changed = ((model(swapped) - model(tokens)).abs().amax(-1)[0] > 1e-3).tolist()
@@ -490,15 +458,16 @@ assert not any(changed[:2]) and changed[2]
 print("".join("x" if row else "." for row in changed))
 
 # %% [markdown]
-# **2.** We leave out the attention of block 0 and run everything else. Which tokens still learn of others,
-# and from which block on?
+# **2.** Skip the attention of block 0 and run everything else. Which tokens can still learn from
+# others, and from which block on?
 #
 # <details><summary>Answer</summary>
-# All of them, from block 1 on: a skipped sub-layer is only one term less in the sum. With <i>all</i>
-# attentions skipped each position knows only itself.
+# All of them, from block 1 on. Skipping a sub-layer removes one term from the sum, nothing more. If you
+# skip
+# <i>all</i> attentions, each position sees only itself.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 def influence(sublayers):
     """Does the first word change what the model says at the end?"""
     other = tokens.clone()
@@ -511,34 +480,35 @@ def influence(sublayers):
 every = range(2 * c.n_layers)
 assert influence([i for i in every if i != 0])
 assert not influence([i for i in every if i % 2])
-print("the MLPs alone see nothing but their own token")
+print("with the MLPs alone, each position sees only its own token")
 
 # %% [markdown]
-# **3.** How many numbers must be read to write one token? (Without looking: is it nearer to the number of
-# weights, or to the number of tokens so far?)
+# **3.** How many numbers must be read from memory to write one token? Is that closer to the number of
+# weights, or to the number of tokens so far?
 #
 # <details><summary>Answer</summary>
-# All weights, except that the embedding table is only looked up; but where it is also the head
-# (<code>tied</code>), it is read after all. This is why one pass over three tokens costs hardly more than one
-# over a single token: the same weights serve all three.
+# The number of weights. All of them are read, except that the embedding only looks up one row; where
+# the table is also the head (<code>tied</code>), it is read in full after all. This is why a pass over
+# three tokens takes hardly longer than a pass over one: the same weights serve all three.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 from control import weight_costs
 
 matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() > 1 and (c.tied or n != "tok"))
 assert weight_costs(c).whole == matrices
-print(f"{matrices:,} numbers a token, of which the head has {weight_costs(c).head / matrices:.0%}")
+print(f"{matrices:,} numbers per token, of which the head has {weight_costs(c).head / matrices:.0%}")
 
 # %% [markdown]
 # **4.** Why is RoPE applied to queries and keys, but not to values?
 #
 # <details><summary>Answer</summary>
-# The turn is there so that a <i>product</i> depends on the distance. A value is not compared with anything,
-# it is copied; a turned value would say something else at each position.
+# The rotation makes a <i>product</i> depend on a distance. A value is not multiplied with anything from
+# another position, it is only averaged. A rotated value would mean something different at each
+# position.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 same = torch.tensor([ids[:1] + [ids[1]] * 8], device=device)    # one word, eight times
 x = model.blocks[0].attn_norm(model.embed(same))
 v = x[0] @ model.blocks[0].attn.wqkv.view(*model.blocks[0].attn.grouped, c.dim)[0, -1].T
@@ -546,5 +516,5 @@ assert torch.allclose(v[1:], v[1].expand_as(v[1:]), atol=1e-5)
 print("in block 0 the same word has the same value at every position")
 
 # %% [markdown]
-# Next: [the cache](02_kv_cache.ipynb). Writing a text token by token, we would compute all of the above again
-# and again for tokens that do not change. What can be kept?
+# Next: [the cache](02_kv_cache.ipynb). To write a text token by token, we would repeat all of the above
+# for tokens that have not changed. What can we keep?

@@ -1,26 +1,23 @@
 # %% [markdown]
 # # 2. The KV cache: never compute the same key twice
 #
-# To write a text the model is asked again and again, each time with one token more. Almost everything that it
-# computes it has computed before. This notebook keeps what can be kept, and shows the memory slot by slot. It
-# also explains why *rolling back*, taking back tokens that turned out wrong, can be nearly free. Speculative
-# decoding (notebook 4) rolls back in most of its rounds.
+# To write a text, we run the model again and again, each time with one more token. Almost everything it
+# computes was computed before. This notebook keeps what can be kept, and shows the memory slot by slot.
+# It also shows why *rolling back*, that is, taking back tokens that turned out wrong, can be nearly
+# free. Speculative decoding (notebook 4) rolls back in most of its rounds.
 #
-# > **The one thing to remember: slot = position, and the cache does not store how full it is. Rolling back is
-# > starting the next block earlier.**
+# The library's cache rests on one decision: slot = position, and the cache does not store how full it
+# is. To roll back, start the next block of tokens earlier.
 #
-# Before it: [1, the forward pass](01_forward_pass.ipynb). After it: [3, sampling](03_sampling.ipynb).
+# Before this one: [1, the forward pass](01_forward_pass.ipynb). After it: [3,
+# sampling](03_sampling.ipynb).
 
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
-import torch
-
-import checkpoint
 from model import Placement
-from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -32,11 +29,12 @@ print(len(prompt), "tokens in the prompt; the context holds", c.max_len)
 # %% [markdown]
 # ## Without a cache
 #
-# The obvious way to write: run the model over the whole text, take the best next token, append it, repeat.
+# The obvious way to write: run the model over the whole text, take the most likely next token, append
+# it, repeat.
 
 # %%
 def write(ids, count):
-    """Greedy decoding without a cache. Returns the text and how many positions were computed for it."""
+    """Greedy decoding without a cache. Returns the text, and how many positions were computed for it."""
     ids, computed = list(ids), 0
     for _ in range(count):
         logits = model(torch.tensor([ids], device=device))      # (1, T, V): every position, every time
@@ -50,14 +48,15 @@ print(tokenizer.decode(slow))
 print(f"{computed} positions were computed to write 20 tokens")
 
 # %% [markdown]
-# In every step only the last row of the logits was used. But what about the states of the other positions,
-# are they not needed for the last row? They are: its attention reads their **keys and values**. But it reads
-# nothing else of them. And because no token sees a later one, the keys and values of the old tokens are in
-# each step the same numbers as in the step before. So keep them.
+# Each step used only the last row of the logits. Does that row need the other positions at all? It
+# does: the attention of the last token reads their **keys and values**. It reads nothing else of them.
+# And since no token sees a later one, the keys and values of old tokens are the same in every step. So
+# we keep them.
 #
 # ## With a cache
 #
-# The cache is two tensors, one for keys and one for values, with a *slot* for each position of the context:
+# The cache is two tensors, one for keys and one for values. Each has one *slot* per position of the
+# context:
 
 # %%
 from kvcache import KVCache
@@ -66,19 +65,19 @@ cache = KVCache(c, batch=1, slots=len(prompt) + 24, dtype=model.attention_dtype(
 print("k and v:", tuple(cache.k.shape), "= blocks, rows, key-value heads, slots, D")
 
 # %% [markdown]
-# The prompt is read in one pass that fills the first slots (*prefill*). After that each pass reads a single
-# token, writes its key and value into the next slot, and looks at all slots up to its own.
+# One pass over the prompt fills the first slots. This is called the *prefill*. After that, each pass
+# reads a single token, writes its key and value into the next slot, and sees all slots up to its own.
 
 # %%
 def write_cached(ids, count, cache):
-    ids, computed, first = list(ids), 0, 0                      # the first block is the whole prompt
+    ids, computed, first = list(ids), 0, 0                      # the first pass reads the whole prompt
     for _ in range(count):
         tokens = torch.tensor([ids[first:]], device=device)
-        at = Placement.at(first, len(ids), device)              # slot = position: one range says both
+        at = Placement.at(first, len(ids), device)              # slot = position: one range gives both
         x = model.run(model.embed(tokens), at, cache)
         computed += tokens.shape[1]
         ids.append(int(model.unembed(x[:, -1:])[0, -1].argmax()))
-        first = len(ids) - 1                                    # from now on one token
+        first = len(ids) - 1                                    # from now on, one token per pass
     return ids, computed
 
 
@@ -87,8 +86,8 @@ assert fast == slow
 print(f"the same text, with {computed} positions instead")
 
 # %% [markdown]
-# **Predict:** how does the time for one more token grow with the length of the text, without a cache and with
-# one? Sketch both curves before you run the next cell.
+# **Predict:** how does the time for one more token grow with the length of the text, without a cache
+# and with one? Sketch both curves before you run the next two cells.
 
 # %%
 from support.measure import interleave
@@ -102,76 +101,58 @@ for n in lengths:
     actions["without", n] = lambda n=n: model(line[:, :n])
     actions["with", n] = lambda n=n: model.unembed(
         model.run(model.embed(line[:, n - 1 : n]), Placement.at(n - 1, n, device), full))
-times = interleave(actions, repeats=5)      # seconds, the median of five; the actions take turns
+times = interleave(actions, repeats=5)      # seconds: the median of five; the actions take turns
 
-# %%
+# %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2)
-for kind, hue, mark in (("without", plots.HUES[1], "s"), ("with", plots.HUES[0], "o")):
-    spent = [1e3 * times[kind, n] for n in lengths]
-    left.plot(lengths, spent, color=hue, marker=mark, label=f"{kind} a cache")
-    computed = [n * (n + 1) / 2 if kind == "without" else n for n in lengths]
-    right.plot(lengths, computed, color=hue, marker=mark)
-left.set(xlabel="length of the text", ylabel="milliseconds for one more token", ylim=(0, None))
-right.set(xlabel="length of the text", ylabel="positions computed for the whole text")
-left.legend(frameon=False)
+spent = {f"{kind} a cache": [1e3 * times[kind, n] for n in lengths] for kind in ("without", "with")}
+plots.curves(left, lengths, spent, xlabel="length of the text", ylabel="milliseconds for one more token",
+             ylim=(0, None))
+work = {"without a cache": [n * (n + 1) // 2 for n in lengths], "with a cache": lengths}
+plots.curves(right, lengths, work, xlabel="length of the text",
+             ylabel="positions computed for the whole text")
 figure
 
 # %% [markdown]
-# Without a cache the time grows with the length, and the work for a whole text with its square. With a cache
-# one more token costs nearly the same everywhere: reading all the weights takes most of the time, and they do
-# not grow. (On a GPU both curves start flatter, because a short text does not fill it.)
+# Without a cache, the time per token grows with the length, and the work for a whole text with its
+# square. With a cache, one more token costs nearly the same everywhere. Most of that time goes into
+# reading the weights, and there are always equally many of them. (On a GPU both curves start out
+# flatter, because a short text does not fill it.)
 #
 # ## The cache as a row of slots
 #
-# From here on we draw the cache. A slot holds the key and the value of one token, in all blocks and heads; we
-# write the token into it. Three things happen to slots: a block of tokens is appended, some of them turn out
-# to be wrong, and the next block overwrites them.
+# From here on we draw the cache. A slot holds the key and the value of one token, in all blocks and
+# heads. The picture writes the token into it. Three things happen: a block of tokens is appended, some
+# of them turn out to be wrong, and the next block overwrites those.
+#
+# Here is one round of speculative decoding, as the cache sees it. Something cheap drafts three tokens.
+# The model reads the last known token and the three drafted ones as one block. It accepts the first
+# drafted token, rejects the second, and writes its own token in that place. Two slots now hold keys of
+# tokens that are not part of the text. We call these slots *dead*.
+#
+# Known tokens are blue. Tokens that the current pass reads are green. Dead slots are hatched. A
+# question mark stands after a drafted token that is still open, or wrong.
 
-# %%
-from matplotlib.patches import Rectangle
-
-FILL = {"known": ("#0072b240", None), "new": ("#009e7360", None), "dead": ("#80808030", "////"),
-        "empty": ("none", None)}                                # a hue, and hatching for who sees no hues
-
-# %%
-def draw(rows, size=14):
-    """rows: (label, [(text, kind), ...]) from top to bottom; a kind is a key of FILL."""
-    figure, ((side,),) = plots.axes(1, 1, width=0.78 * size, height=0.62 * len(rows) + 0.5)
-    for y, (label, slots) in enumerate(rows):
-        for x, (text, kind) in enumerate(slots + [("", "empty")] * (size - len(slots))):
-            fill, hatch = FILL[kind]
-            side.add_patch(Rectangle((x, y), 0.94, 0.8, fc=fill, ec="#808080", hatch=hatch, lw=0.8))
-            side.text(x + 0.47, y + 0.4, text.strip(), ha="center", va="center", fontsize=8, parse_math=False)
-        side.text(-0.2, y + 0.4, label, ha="right", va="center", fontsize=9)
-    side.set(xlim=(0, size), ylim=(len(rows), -0.1), xticks=[], yticks=[])
-    side.spines[:].set_visible(False)
-    return figure
-
-# %% [markdown]
-# Here is one round of speculative decoding, seen from the cache. Somebody guesses three tokens. The model
-# reads the last known token and the three guesses as one block. It finds the first guess right and the
-# second wrong, and puts its own token there. So two slots hold keys of tokens that are not part of the text:
-# they are *dead*. In the picture known tokens are blue, those that the pass reads are green, and dead slots
-# are hatched. Guesses that are still open, or wrong, have a question mark.
-
-# %% tags=["gallery"]
+# %% tags=["gallery"] jupyter={"source_hidden": true}
 names = [tokenizer.decode([t], skip_special_tokens=False) for t in slow[len(prompt) - 5 :]]
 past = [(t, "known") for t in names[:5]]
 good, other, later = names[5], names[6], names[7]
 wrong = [("blue?", "dead"), ("sky?", "dead")]
 block = [(t, "new") for t in (names[4], good + "?", "blue?", "sky?")]
 more = [(other, "new"), (later + "?", "new")]
-draw([("after the prompt", past[:4]),
-      ("the block: last token, 3 guesses", past[:4] + block),
-      ("one kept, one refused, one not tested", past + [(good, "known")] + wrong),
-      ("the next block overwrites them", past + [(good, "known")] + more)], size=11)
+plots.draw_slots([("after the prompt", past[:4]),
+                  ("the block: the last token, 3 drafted", past[:4] + block),
+                  ("1 accepted, 1 rejected, 1 not tested", past + [(good, "known")] + wrong),
+                  ("the next block overwrites them", past + [(good, "known")] + more)], size=10)
 
 # %% [markdown]
-# Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots after it do
-# no harm, because **a token sees only slots up to its own**, and those were all written by then. Nobody
-# needs to know how full the cache is: where a block stands says everything.
+# Nothing was deleted. The next block begins at the first dead slot and overwrites it. Dead slots
+# further to the right do no harm, because **a token sees only slots up to its own**, and all of those
+# have been rewritten by then. So the cache need not know how full it is. The positions of the next
+# block say everything.
 #
-# Let us check it with real tensors: after the right text we write rubbish into the cache, go back, and go on.
+# We check this with real tensors. After the correct text we write ten wrong tokens into the cache, roll
+# back, and continue.
 
 # %%
 def step(ids, start, cache):
@@ -181,22 +162,26 @@ def step(ids, start, cache):
     return model.unembed(x[:, -1:])[0, 0]
 
 
-n = len(prompt)
+n, back = len(prompt), 0
 cache = KVCache(c, 1, n + 16, model.attention_dtype(), device)
-before = step(prompt, 0, cache)
+step(prompt, 0, cache)
 rubbish = prompt + torch.randint(c.vocab_size, (10,)).tolist()
-step(rubbish, n, cache)                                         # ten wrong guesses fill slots n .. n+9
-after = step(slow[: n + 3], n, cache)                           # rolled back: start again at slot n
+step(rubbish, n, cache)                                         # ten wrong tokens fill slots n .. n+9
+after = step(slow[: n + 3], n + back, cache)                    # roll back: start again at slot n
 clean = model(torch.tensor([slow[: n + 3]], device=device))[0, -1]
-assert torch.allclose(after, clean, atol=1e-3)
 print("after rubbish and rolling back, largest difference:", float((after - clean).abs().max()))
+assert back > 0 or torch.allclose(after, clean, atol=1e-3)
 
 # %% [markdown]
+# **Try it:** set `back = 1`, so that the block starts one slot too late. What do you expect: an error,
+# a large difference, or none? And with `back = -1`, one slot too early?
+#
 # ## Who sees which slot: the one mask
 #
-# `model.visible` is the only rule. Its arguments are the positions of a block, and it returns for each of its
-# tokens the slots that may be read. Three cases with slots 0 to 11 from left to right, black where a token
-# sees:
+# `model.visible` is the only rule. It takes the positions of a block, and returns for each token which
+# slots it may read. Below are three cases with the slots 0 to 11 from left to right. Black means that
+# the token sees the slot. (The window belongs to Gemma-2: in every second block a token sees only the
+# last few slots.)
 
 # %%
 from model import visible
@@ -206,28 +191,24 @@ def positions(first, count):
     return torch.arange(first, first + count)[None]             # (1, T)
 
 
+window = 5
 cases = {"the prompt: 6 tokens from slot 0": visible(positions(0, 6), positions(0, 6), 12),
          "a block of 4 from slot 6": visible(positions(6, 4), positions(6, 4), 12),
-         "the same, with a window of 5": visible(positions(6, 4), positions(6, 4), 12, window=5)}
-# %%
-figure, (sides,) = plots.axes(1, 3, width=4, height=2.4)
-for side, (name, mask) in zip(sides, cases.items(), strict=True):
-    side.imshow(mask[0], cmap="Greys", vmin=0, vmax=1.3)
-    side.set_xticks([x - 0.5 for x in range(13)], [""] * 13)
-    side.set_yticks(range(mask.shape[1]), [f"token {i}" for i in range(mask.shape[1])], fontsize=8)
-    side.grid(axis="x", color="#c0c0c0", lw=0.5)
-    side.set_title(name, fontsize=10)
-    side.set_xlabel("slots 0 to 11", fontsize=9)
-figure
+         f"the same, with a window of {window}": visible(positions(6, 4), positions(6, 4), 12, window=window)}
+plots.draw_masks(cases)
 
 # %% [markdown]
-# The slots at the right are white for everybody, whatever they hold. That is why dead slots need no cleaning.
+# The slots on the right are white for every token, whatever they hold. That is why dead slots need no
+# cleaning.
+#
+# **Try it:** set `window = 1`. How many black squares will each row of the third picture have, and
+# where?
 #
 # ## Ragged rows for free
 #
-# With a batch of texts, each row accepts another number of guesses. So the rows become *ragged*: their ends
-# no longer stand in one column. Where slot = position this needs no code: each row hands in its own
-# positions.
+# In a batch of texts, each row accepts a different number of drafted tokens. The rows become *ragged*:
+# they no longer end in the same column. Where slot = position, this needs no extra code. Each row
+# brings its own positions.
 
 # %%
 from speculative import generate
@@ -241,24 +222,25 @@ for p, out in zip(prompts, together, strict=True):
     print(f"{len(p)} tokens, then:", tokenizer.decode(out))
 
 # %% [markdown]
-# The end of both rows, with guesses that we have made up: all three are right in one row, and one in the
-# other.
+# Here are the ends of both rows, with drafted tokens that we made up. In the first row all three are
+# accepted, in the second row only one.
 
-# %%
+# %% jupyter={"source_hidden": true}
 rows = []
-for p, out, kept in zip(prompts, together, (3, 1), strict=True):
-    known = [(tokenizer.decode([t])[:7] or "start", "known") for t in p][-7:]
+for p, out, accepted in zip(prompts, together, (3, 1), strict=True):
+    known = [(tokenizer.decode([t])[:7] or "start", "known") for t in p][-6:]
     text = [tokenizer.decode([t])[:7] for t in out]
-    known += [(t, "known") for t in text[:kept]]
-    rows += [(f"{kept} of 3 guesses were right", known + [("sky?", "dead"), ("blue?", "dead")][: 3 - kept]),
-             ("the next block", known + [(t, "new") for t in text[kept : kept + 3]])]
-draw(rows, size=13)
+    known += [(t, "known") for t in text[:accepted]]
+    dead = [("sky?", "dead"), ("blue?", "dead")][: 3 - accepted]
+    rows += [(f"{accepted} of 3 accepted", known + dead),
+             ("the next block", known + [(t, "new") for t in text[accepted : accepted + 3]])]
+plots.draw_slots(rows)
 
 # %% [markdown]
-# ## The classical cache, and the bug that it invites
+# ## The usual cache, and the bug that comes with it
 #
-# Most libraries grow their cache with `cat` and cut it with `truncate`. Here it is in a dozen lines. It works
-# as long as no call is forgotten.
+# Many libraries grow their cache with `cat` and cut it with `truncate`. Here it is in a dozen lines. It
+# works as long as you never forget a call.
 
 # %%
 class CatCache:
@@ -280,40 +262,41 @@ assert torch.allclose(step(slow[: n + 1], n, classic), step(slow[: n + 1], n, ca
 print("one token after the prompt: the same logits as with slots")
 
 # %% [markdown]
-# Now a guess is refused, and we forget to truncate.
+# Now a drafted token is rejected, and we forget to truncate.
 #
 # **Predict:** will there be an error message?
 
 # %%
-def after_a_refusal(truncate):
+def after_a_rejection(truncate):
     classic = CatCache(c.n_layers)
     step(prompt, 0, classic)
     wrong = prompt + [(slow[n] + 1) % c.vocab_size]
-    step(wrong, n, classic)                                     # the refused guess
+    step(wrong, n, classic)                                     # the rejected token
     if truncate:
         classic.truncate(n)
     return step(slow[: n + 1], n, classic).softmax(-1)
 
 
-right, forgot = after_a_refusal(True), after_a_refusal(False)
-print("probability that moved:", float((right - forgot).abs().sum() / 2))
+right, forgot = after_a_rejection(True), after_a_rejection(False)
+print(f"probability that moved: {float((right - forgot).abs().sum() / 2):.3f}")
 for name, p in (("truncated", right), ("forgotten", forgot)):
     print(name, [(tokenizer.decode([t]), round(float(p[t]), 3)) for t in p.topk(3).indices.tolist()])
 
 # %% [markdown]
-# No error, only another distribution: the model reads a token that is not in the text. The text that comes
-# out looks reasonable, and that is the trouble. And in a batch `truncate` cuts all rows at the same length,
-# while each row needs its own. A cache without a length can have neither bug.
+# There is no error, only a different distribution: the model reads a token that is not in the text. The
+# output still looks reasonable, which makes the bug hard to find. A batch makes it worse: `truncate`
+# cuts all rows at the same length, but each row needs its own. A cache without a length can have
+# neither bug.
 #
 # ## Three questions that readers ask
 #
-# > **Why are queries not cached?** A query is used by its own token, once, in the pass that reads it. Keys
-# > and values are read by all later tokens. A cached step computes one query, one key and one value in each
-# > head, and *reads* all keys and values of the past. Nobody asks for a query of the past.
+# > **Why are queries not cached?** A query is used once, by its own token, in the pass that reads that
+# > token. Keys and values are read by all later tokens. A cached step computes one query, one key and one
+# > value per head, and *reads* all earlier keys and values. No later step needs an old query.
 #
-# > **Do two equal words share an entry?** No. A slot belongs to a *position*. In block 0, before the
-# > rotation, the entries of two equal words are equal; but from block 1 on each contains what was read around
-# > it.
+# > **Do two equal words share an entry?** No. A slot belongs to a *position*. In block 0 the values of
+# > two equal words are equal, and so are their keys before the rotation. From block 1 on, they depend on
+# > the text before the word. The picture compares the two values of the word " had" in one text.
 
 # %%
 reading = checkpoint.encode(tokenizer, "Max had a red ball. Tom had a blue ball. They", c.bos)
@@ -323,19 +306,21 @@ cache = KVCache(c, 1, len(reading), model.attention_dtype(), device)
 step(reading, 0, cache)
 alike = torch.cosine_similarity(cache.v[:, 0, :, one].flatten(1), cache.v[:, 0, :, two].flatten(1)).cpu()
 assert torch.isclose(alike[0], torch.tensor(1.0), atol=1e-4) and alike[1:].max() < 0.9999
-figure, ((side,),) = plots.axes(1, 1, width=7, height=2.8)
+
+# %% jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=8, height=2.8)
 side.bar(range(c.n_layers), alike, color=plots.HUES[0])
-side.set(xlabel="block", ylabel="cosine of the two values", ylim=(min(0, float(alike.min())), 1.05),
-         title="the values of the two words ' had'")
+side.set(xlabel="block", ylabel="cosine of the two values", ylim=(min(0, float(alike.min())), 1.05))
 figure
 
 # %% [markdown]
-# > **Does a sliding window shrink the context?** In Gemma-2 every second block sees only the last `window`
-# > tokens. But a token that is just inside the window has itself read what was just inside *its* window.
-# > With each such block the reach grows by window - 1. And the other blocks see everything anyway.
+# > **Does a sliding window shrink the context?** Less than it seems. In Gemma-2 every second block sees
+# > only the last `window` tokens. But a token at the edge of the window has itself read what was at the
+# > edge of *its* window. Each such block extends the reach by window - 1. And the other blocks see
+# > everything anyway.
 #
-# Let us measure the reach. We take the shipped Gemma-2, narrow its window to 4, run *only* its sliding
-# blocks, and change each earlier token in turn: does the last position notice?
+# We measure the reach. Take the shipped Gemma-2, narrow its window to 4, and run *only* its sliding
+# blocks. Then change one earlier token at a time: does the last position notice?
 
 # %%
 from dataclasses import replace
@@ -345,14 +330,12 @@ from model import Transformer
 gemma, _ = checkpoint.load(ROOT / "weights" / "stories-gemma2", dtype=torch.float32)
 narrow = Transformer(replace(gemma.c, window=4)).to(device)
 narrow.load_state_dict(gemma.state_dict())
-narrow.double()                                                 # a weak influence counts, rounding does not
+narrow.double()                                     # so that rounding does not hide a weak influence
 T = 24
 line = torch.randint(gemma.c.vocab_size, (1, T), generator=torch.Generator().manual_seed(0)).to(device)
 changed = line.repeat(T, 1)
-changed[range(T), range(T)] = (line[0] + 1) % gemma.c.vocab_size        # row j: token j is another one
+changed[range(T), range(T)] = (line[0] + 1) % gemma.c.vocab_size        # row j: token j is different
 sliding = [[2 * i, 2 * i + 1] for i in range(0, gemma.c.n_layers, 2)][:6]
-
-# %%
 reach = []
 for count in range(len(sliding) + 1):
     subs = [i for pair in sliding[:count] for i in pair]
@@ -360,9 +343,12 @@ for count in range(len(sliding) + 1):
     a, b = (narrow.run(narrow.embed(t), at, sublayers=subs)[:, -1] for t in (line, changed))
     reach.append(((a - b).abs().amax(1) > 1e-8).float().cpu())
     assert int(reach[-1].sum()) == min(T, 1 + 3 * count), "each block reaches window - 1 = 3 further"
+
+# %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=2.6)
 side.imshow(torch.stack(reach), cmap="Greys", vmin=0, vmax=1.4, aspect="auto")
-side.set(xlabel="token that was changed (the last one is at the right)", ylabel="sliding blocks run")
+side.set(xlabel="the token that was changed (the last one is on the right)", ylabel="sliding blocks run",
+         title="black: the last position notices", yticks=range(len(reach)))
 figure
 
 # %% [markdown]
@@ -370,7 +356,8 @@ figure
 #
 # $$\text{bytes} = 2 \cdot L \cdot B \cdot H_{kv} \cdot S \cdot D \cdot \text{bytes per number}$$
 #
-# The 2 stands for keys and values; there are B rows and S slots. Predict first, then measure the tensors.
+# The 2 stands for keys and values. There are B rows and S slots. We compute the size first, and then
+# look at the tensors.
 
 # %%
 def cache_bytes(layers, kv_heads, head_dim, slots, batch=1, size=2):
@@ -383,12 +370,13 @@ assert predicted == cache.k.nbytes + cache.v.nbytes
 print(f"three rows of {c.max_len} slots in float32: {predicted / 2**20:.1f} MiB, predicted and measured")
 
 # %% [markdown]
-# The same formula for two models that do not fit into this notebook. Their shapes: Llama 3 8B has 32 blocks
-# and 8 key-value heads of 128 (Llama team 2024, table 3); Gemma-2 9B has 42 blocks, 8 key-value heads of 256
-# and a window of 4,096 in half of the blocks (Gemma team 2024, table 1). Both store two bytes a number.
+# The same formula for two models that are too large for this notebook. Llama 3 8B has 32 blocks and 8
+# key-value heads of 128 numbers (Llama team 2024, table 3). Gemma-2 9B has 42 blocks, 8 key-value heads
+# of 256 numbers, and a window of 4,096 in half of its blocks (Gemma team 2024, table 1). Both store two
+# bytes per number.
 #
-# **Predict:** which one needs more for 8,192 tokens? By how much would it shrink if sliding blocks kept only
-# their window?
+# **Predict:** which one needs more memory for 8,192 tokens? How much would Gemma-2 save if its sliding
+# blocks kept only their window?
 
 # %%
 GiB, far = 2**30, range(0, 32769, 1024)
@@ -403,7 +391,7 @@ for name, gib in curves.items():
 *_, whole, windowed = curves.values()
 assert curves["Llama-3-8B"][8] == 1 and whole[8] > 2.6 and windowed[8] == 0.75 * whole[8]
 
-# %%
+# %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8)
 for (name, gib), hue, line in zip(curves.items(), (0, 0, 1, 1), ("-", ":", "-", "--"), strict=True):
     side.plot(far, gib, color=plots.HUES[hue], ls=line, label=name)
@@ -412,36 +400,38 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Gemma-2-9B needs more than twice as much, and keeping only the windows would save it a quarter. For one
-# short text the cache is small beside the weights (16 GB for Llama-3-8B). For many long texts it is the
-# larger part, and every token of every pass must read it.
+# At 8,192 tokens Gemma-2-9B needs more than twice as much, and keeping only the windows would save a
+# quarter of it. For one short text the cache is small compared with the weights (16 GB for Llama-3-8B).
+# For many long texts it is the larger part, and every pass must read all of it.
 #
 # ## Questions
 #
-# **1.** After a prompt of m tokens, n more are written without a cache. How many positions are computed? How
-# many with one?
+# Answer first. Then unfold the answer, and the check that is folded below it.
+#
+# **1.** After a prompt of m tokens, we write n more without a cache. How many positions are computed?
+# How many with a cache?
 #
 # <details><summary>Answer</summary>
-# Without: m + (m+1) + ... + (m+n-1) = n·m + n(n-1)/2. With: m + n - 1, as the last token written is never
-# read.
+# Without: m + (m+1) + ... + (m+n-1) = n·m + n(n-1)/2. With: m + n - 1, because the last token written
+# is never read.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 m, count = len(prompt), 20
 assert write(prompt, count)[1] == count * m + count * (count - 1) // 2
 fresh = KVCache(c, 1, m + count, model.attention_dtype(), device)
 assert write_cached(prompt, count, fresh)[1] == m + count - 1
-print("counted")
+print("both counts agree")
 
 # %% [markdown]
-# **2.** The library fills a new cache with zeros, although no token may see an unwritten slot. Why not leave
-# the memory as it is?
+# **2.** The library fills a new cache with zeros, although no token may see an unwritten slot. Why not
+# leave the memory as it is?
 #
 # <details><summary>Answer</summary>
 # A hidden slot gets weight 0, but 0 · NaN is NaN. Memory that was never written may hold anything.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 poisoned = KVCache(c, 1, m + 8, model.attention_dtype(), device)
 poisoned.v[:, :, :, m + 4 :] = torch.nan                        # beyond what the block writes
 at = Placement.at(0, m, device)._replace(end=m + 8)             # all slots are read
@@ -450,30 +440,30 @@ assert spoilt.isnan().any()
 print("NaN in slots that no token may see reached the logits")
 
 # %% [markdown]
-# **3.** A rejected guess left its key in slot 20. The next block starts at slot 20 and has one token. In
-# which pass could a token see the old key?
+# **3.** A rejected token left its key in slot 20. The next block starts at slot 20 and has one token.
+# In which pass could a token see the old key?
 #
 # <details><summary>Answer</summary>
-# In none. The pass that starts at slot 20 overwrites it before its attention reads, and every later token
-# comes after that.
+# In none. The pass that starts at slot 20 overwrites the slot before its attention reads it, and every
+# later token comes after that.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 slots = positions(20, 1)
 assert visible(slots, slots, 21)[0, 0].tolist() == [True] * 21  # itself, too: its own key is there by then
 assert not visible(positions(19, 1), positions(19, 1), 21)[0, 0, 20]
 print("slot 20 is first read by the token that has just overwritten it")
 
 # %% [markdown]
-# **4.** How many texts of 8,192 tokens can Llama-3-8B write at a time, until its cache is as large as its
-# weights (8.03 billion numbers of two bytes)?
+# **4.** Llama-3-8B writes several texts of 8,192 tokens at the same time. From how many texts on is its
+# cache larger than its weights (8.03 billion numbers of two bytes)?
 #
 # <details><summary>Answer</summary>
-# One gibibyte a text, and 16.06 GB of weights are just under 15 GiB: with the fifteenth text the cache is the
-# larger one.
+# The cache takes one gibibyte per text. The weights take 16.06 GB, which is just under 15 GiB. So with
+# the fifteenth text the cache becomes the larger one.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert round(8.03e9 * 2 / 1e9) == 16 and 14 < 8.03e9 * 2 / cache_bytes(32, 8, 128, 8192) < 15
 print("from the fifteenth text on")
 

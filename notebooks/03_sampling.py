@@ -1,98 +1,89 @@
 # %% [markdown]
 # # 3. Sampling: from a distribution to one token
 #
-# The model does not say a word. It says how likely each word is. This notebook shows the ways to choose one,
-# as pictures of one real distribution. At the end stands a small discipline that makes all the rest of the
-# library testable: **randomness is an argument.**
+# The model does not choose a token. It gives a probability to every token. This notebook shows the ways
+# to choose one, on a real distribution. It ends with a rule that makes the rest of the library
+# testable: **randomness is an argument.** A distribution and one uniform number determine the token.
+# The same coin gives the same token on every machine and in every language.
 #
-# > **The one thing to remember: a distribution and one uniform number determine the token. The same coin
-# > gives the same token, on every machine and in every language.**
-#
-# Before it: [2, the cache](02_kv_cache.ipynb). After it:
-# [4, speculative decoding](04_speculative_decoding.ipynb), where it matters that target and draft are treated
-# in exactly the same way.
+# Before this one: [2, the cache](02_kv_cache.ipynb). After it: [4, speculative
+# decoding](04_speculative_decoding.ipynb), where target and draft must be treated in exactly the same
+# way.
 
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 
 # %%
-import torch
-
-import checkpoint
-from notebooks import plots
-
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 c, device = model.c, model.tok.device
 prompt = checkpoint.encode(tokenizer, "One day, a little girl went to the park. There she saw a big", c.bos)
-logits = model(torch.tensor([prompt], device=device))[0, -1].cpu()     # (V,): of the next token
+logits = model(torch.tensor([prompt], device=device))[0, -1].cpu()     # (V,): for the next token
 print("logits", tuple(logits.shape), "from", float(logits.min()), "to", float(logits.max()))
 
 # %% [markdown]
 # ## One real distribution
 #
-# Softmax turns logits into probabilities: exponentials, divided by their sum. Here are the most likely tokens
-# after "There she saw a big".
+# Softmax turns logits into probabilities: take the exponential of each, and divide by their sum. Here
+# are the most likely tokens after "There she saw a big".
 
 # %%
 p = (logits - logits.max()).exp()
 p = p / p.sum()
 assert torch.allclose(p, logits.softmax(-1))
-top = p.argsort(descending=True)[:16]
-names = [tokenizer.decode([t]).strip() or "␣" for t in top.tolist()]
-
-
-def bars(side, p, title="", hue=plots.HUES[0], ymax=None):
-    """The most likely tokens of the raw distribution, whatever became of them in p."""
-    side.bar(range(len(top)), p[top], color=hue)
-    side.set_xticks(range(len(top)), names, rotation=90, fontsize=8)
-    side.set(title=title, ylim=(0, ymax))
-
-# %%
-figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
-bars(side, p)
-side.set_ylabel("probability")
+top = p.argsort(descending=True)[:12]
+names = [plots.word(tokenizer, t) for t in top.tolist()]
 print(f"the {len(top)} most likely of {c.vocab_size:,} tokens have {float(p[top].sum()):.0%} of the "
       f"probability; the least likely one has {float(p.min()):.1e}")
+
+# %% jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
+plots.bars(side, names, p[top])
+side.set_ylabel("probability")
 figure
 
 # %% [markdown]
-# There is a long tail: thousands of tokens, each very unlikely. Together they are not negligible, and one
-# strange word can lead a story astray. Hence the settings that follow.
+# There is a long tail: thousands of tokens, each very unlikely. Together they matter, and one odd word
+# can lead a whole story astray. The settings below deal with the tail.
 #
 # ## Temperature: sharper or flatter
 #
-# Divide the logits by T before the softmax. Below 1 the distribution becomes sharper, above 1 flatter.
+# Divide the logits by T before the softmax. A T below 1 makes the distribution sharper, a T above 1
+# flatter.
 #
-# **Predict:** what does T = 0 mean? A division by zero?
+# **Predict:** what should T = 0 mean? A division by zero?
 
-# %% tags=["gallery"]
+# %%
 from sampling import to_probs
 
-figure, (sides,) = plots.axes(1, 4, width=3.4, height=2.9)
-for side, T in zip(sides, (0, 0.5, 1, 2), strict=True):
-    bars(side, to_probs(logits, temperature=T), f"temperature {T}", ymax=1.02)
+temperatures = (0, 0.5, 1, 2)
+for T in temperatures:
     if T > 0:
-        naive = (logits / T).softmax(-1)
-        assert torch.allclose(naive, to_probs(logits, temperature=T), atol=1e-6)
-sides[0].set_ylabel("probability")
+        assert torch.allclose((logits / T).softmax(-1), to_probs(logits, temperature=T), atol=1e-6)
+
+# %% tags=["gallery"] jupyter={"source_hidden": true}
+figure, sides = plots.axes(2, 2, height=2.7)
+for side, T in zip(sides.flat, temperatures, strict=False):
+    plots.bars(side, names, to_probs(logits, temperature=T)[top])
+    side.set(title=f"temperature {T}", ylim=(0, 1.02), ylabel="probability")
 figure
 
 # %% [markdown]
-# As T falls to 0, all the probability moves to the best token. So the library defines T = 0 as exactly that:
-# a *one-hot*, 1 for the best token and 0 for all others. Greedy decoding is then not a special case. It is
-# sampling from a one-hot, and everything that holds for sampling holds for it.
+# As T falls towards 0, all the probability moves to the most likely token. So the library defines T = 0
+# as that limit, a *one-hot* distribution: 1 for the best token and 0 for all others. Greedy decoding is
+# then no special case. It is sampling from a one-hot, and everything that holds for sampling holds for
+# it.
 #
 # ## Three ways to cut the tail
 #
 # - **top-k** keeps the k most likely tokens.
-# - **top-p** (Holtzman et al. 2020, "nucleus sampling") keeps the likeliest tokens, just as many as it takes
-#   to reach a given sum of probabilities.
-# - **min-p** (Nguyen et al. 2024) keeps the tokens that have at least min-p times the probability of the
-#   best.
+# - **top-p** (Holtzman et al. 2020, "nucleus sampling") keeps the most likely tokens until their
+#   probabilities sum to p.
+# - **min-p** (Nguyen et al. 2024) keeps every token that is at least min-p times as likely as the best
+#   one.
 #
-# What stays is scaled to sum to 1 again. Each in a few lines:
+# What remains is scaled to sum to 1 again. Each takes a few lines:
 
 # %%
 def top_k(p, k):
@@ -111,73 +102,93 @@ def min_p(p, share):
     kept = (p >= share * p.max()).float()
     return p * kept / (p * kept).sum()
 
-# %%
+
 cuts = {"top-k 5": (top_k(p, 5), to_probs(logits, 1.0, top_k=5)),
         "top-p 0.8": (top_p(p, 0.8), to_probs(logits, 1.0, top_p=0.8)),
         "min-p 0.1": (min_p(p, 0.1), to_probs(logits, 1.0, min_p=0.1))}
-figure, (sides,) = plots.axes(1, 3, width=4, height=2.9)
-for side, (name, (naive, library)) in zip(sides, cuts.items(), strict=True):
+for name, (naive, library) in cuts.items():
     assert torch.allclose(naive, library, atol=1e-6)
-    bars(side, library, f"{name}: {int((library > 0).sum())} tokens stay")
-    side.bar(range(len(top)), p[top], fc="none", ec="#808080", lw=0.8)      # outlines: before the cut
+    print(f"{name}: {int((library > 0).sum())} tokens stay")
+
+# %% jupyter={"source_hidden": true}
+figure, (sides,) = plots.axes(1, 3, width=3.4, height=3)
+highest = max(float(library.max()) for _, library in cuts.values())
+for side, (name, (_, library)) in zip(sides, cuts.items(), strict=True):
+    plots.bars(side, names, library[top])
+    side.bar(range(len(top)), p[top], fc="none", ec="#404040", lw=0.9)
+    side.set(title=f"{name}: {int((library > 0).sum())} stay", ylim=(0, 1.05 * highest))
 sides[0].set_ylabel("probability")
 figure
 
 # %% [markdown]
-# The titles say how many tokens stay. At another position it would be other numbers: the three differ in what
-# they do when the model is sure, and when it is not. Let us read a story and count, at each position, how
-# many tokens may follow.
+# The outlines show the distribution before the cut. Removing more of the tail raises what is left by
+# more. The number of tokens that stay differs from one position to the next, because the three settings
+# react differently to how sure the model is. Let us read a story and count, at each position, how many
+# tokens could follow.
 #
 # **Predict:** which of the three curves is flat? Which of the other two jumps higher?
 
 # %%
 from support.files import read_prompts
 
-story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:60]
+story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:45]
 along = model(torch.tensor([story], device=device))[0].cpu()            # (T, V)
-figure, ((side,),) = plots.axes(1, 1, width=11, height=3.4)
 settings = {"top-k 5": dict(top_k=5), "top-p 0.8": dict(top_p=0.8), "min-p 0.1": dict(min_p=0.1)}
-for (name, cut), hue, line in zip(settings.items(), plots.HUES, ("-", "--", ":"), strict=False):
-    stay = (to_probs(along, 1.0, **cut) > 0).sum(-1)
-    side.step(range(len(story)), stay, where="mid", color=hue, ls=line, label=name)
-side.set_xticks(range(len(story)), [tokenizer.decode([t]).strip() for t in story], rotation=90, fontsize=8)
+stay = {name: (to_probs(along, 1.0, **cut) > 0).sum(-1) for name, cut in settings.items()}
+
+# %% jupyter={"source_hidden": true}
+figure, ((side,),) = plots.axes(1, 1, width=10, height=3.6)
+for (name, counts), hue, line in zip(stay.items(), plots.HUES, ("-", "--", ":"), strict=False):
+    side.step(range(len(story)), counts, where="mid", color=hue, ls=line, lw=1.8, label=name)
+side.set_xticks(range(len(story)), [plots.word(tokenizer, t)[:9] for t in story], rotation=90, fontsize=9)
 side.set(xlabel="after this token", ylabel="tokens that may follow", yscale="log", xlim=(-1, len(story)))
 side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Top-k allows the same number everywhere: too many where only one word fits, too few where hundreds do. Top-p
-# and min-p follow the model. Where the model has no idea, top-p jumps higher: it must add up many small
-# probabilities to reach its sum.
+# Top-k allows the same number everywhere: too many where only one word fits, and too few where hundreds
+# do. Top-p and min-p follow the model. Where the model is unsure, top-p jumps higher, because it must
+# add up many small probabilities to reach its sum.
+#
+# **Try it:** set top-p to 0.95. Which parts of its curve will move, the peaks or the valleys?
 #
 # ## The order of the filters
 #
-# The order matters. Top-p after a temperature above 1 sees a flatter distribution and keeps more tokens
-# than top-p before it. Libraries differ here: `transformers` applies the temperature first, as we do; the
-# default chain of llama.cpp applies it last. So the same settings can mean two different distributions.
+# The order matters. With a temperature above 1, the distribution becomes flatter, so a top-p that comes
+# after it keeps more tokens than one that comes before it. Libraries differ here: `transformers`
+# applies the temperature first, and so do we; llama.cpp applies it last by default. The same settings
+# can mean two different distributions.
 
 # %%
 hot = 1.8
 first = to_probs(logits, temperature=hot, top_p=0.8)                    # temperature, then top-p
 kept = to_probs(logits, temperature=1.0, top_p=0.8)                     # top-p, then temperature
 last = to_probs(kept.log(), temperature=hot)
-figure, (sides,) = plots.axes(1, 2, width=5.5, height=2.9)
+print(f"probability that must move to turn one into the other: {float((first - last).abs().sum() / 2):.2f}")
+assert hot < 1 or (first > 0).sum() >= (last > 0).sum()
+
+# %% jupyter={"source_hidden": true}
+figure, (sides,) = plots.axes(1, 2, height=2.9)
 for side, q, when in zip(sides, (first, last), ("first", "last"), strict=True):
-    bars(side, q, f"temperature {when}: {int((q > 0).sum())} tokens stay", ymax=float(last.max()))
-assert (first > 0).sum() >= (last > 0).sum()
+    plots.bars(side, names, q[top])
+    side.set(title=f"temperature {when}: {int((q > 0).sum())} tokens stay",
+             ylim=(0, 1.05 * float(max(first.max(), last.max()))))
 sides[0].set_ylabel("probability")
-print(f"probability that must move to make one the other: {float((first - last).abs().sum() / 2):.2f}")
 figure
 
 # %% [markdown]
-# The library has one order (temperature, top-k, top-p, min-p) in one function, `to_probs`, and uses it for
-# the target, for the draft and for plain decoding. If the draft were filtered in another order, its q would
-# be another distribution: still exact, but accepted less often. If the *target* were, the text would change.
+# **Try it:** set `hot = 0.5`. Which of the two orders keeps more tokens now?
+#
+# The library has one order (temperature, top-k, top-p, min-p) in one function, `to_probs`. The target,
+# the draft and plain decoding all use it. If the draft were filtered in another order, its q would be a
+# different distribution: still exact, but accepted less often. If the *target* were, the distribution
+# of the text would change.
 #
 # ## Choosing: the coin decides
 #
-# Lay the probabilities side by side on a line from 0 to 1. Drop a point on it, uniformly. The token is the
-# one whose piece was hit. (This is the inverse of the cumulative distribution.)
+# Put the probabilities side by side on a line from 0 to 1. Drop a point on the line, uniformly at
+# random. The token is the one whose piece was hit. (This is the inverse of the cumulative
+# distribution.)
 
 # %%
 def pick(p, u):
@@ -190,25 +201,16 @@ def pick(p, u):
             return token
     return token
 
-# %%
+
 short = to_probs(logits, temperature=1.0, top_k=8)
-ids = short.nonzero()[:, 0]
-edges = torch.cat([torch.zeros(1), short[ids].cumsum(0)])
-figure, ((side,),) = plots.axes(1, 1, width=11, height=1.7)
-for i, token in enumerate(ids.tolist()):
-    side.barh(0, float(short[token]), left=float(edges[i]), color=plots.HUES[i % 6], alpha=0.45, ec="white")
-    side.text(float(edges[i] + edges[i + 1]) / 2, 0, tokenizer.decode([token]), ha="center", va="center",
-              fontsize=9, rotation=90 if short[token] < 0.06 else 0)
-for u in (0.1, 0.5, 0.9):
-    side.annotate(f"u = {u}: {tokenizer.decode([pick(short, u)]).strip()}", (u, 0.4), (u, 0.75), ha="center",
-                  arrowprops=dict(arrowstyle="->"), annotation_clip=False)
-side.set(xlim=(0, 1), ylim=(-0.4, 1.1), yticks=[], xlabel="u")
-figure
+marks = {u: f"u = {u}: '{plots.word(tokenizer, pick(short, u))}'" for u in (0.1, 0.5, 0.9)}
+ids = short.nonzero()[:, 0].tolist()
+plots.draw_line([plots.word(tokenizer, t) for t in ids], short[ids].tolist(), marks)
 
 # %% [markdown]
-# The pieces stand in the order of their ids, not of their size. It could be any fixed order, but it must be
-# one and the same everywhere. Then **u is an argument**: who knows p and u knows the token. The library's
-# `Coins` does the same for whole batches. (`uniforms(seed, first, count)` are the numbers that it takes.)
+# The pieces are in the order of their ids, not of their sizes. Any fixed order works, as long as it is
+# the same everywhere. **u is an argument**: if you know p and u, you know the token. The library's
+# `Coins` does the same for whole batches. (`uniforms(seed, first, count)` are the numbers it uses.)
 
 # %%
 from sampling import Coins, uniforms
@@ -222,10 +224,10 @@ print("fifty tokens, chosen by hand and by the library:", [tokenizer.decode([pic
 # %% [markdown]
 # ## Where the coins come from
 #
-# Random generators differ between libraries and between CPU and GPU, so that no two programs could be
-# compared token by token. The library has its own: SplitMix64 (Steele, Lea and Flood 2014). It is ten lines
-# in any language, and number i does not depend on the numbers before it: one can compute the millionth at
-# once.
+# Random number generators differ between libraries, and between CPU and GPU. With them, no two programs
+# could be compared token by token. So the library brings its own: SplitMix64 (Steele, Lea and Flood
+# 2014). It takes about ten lines in any language. Number i does not depend on the numbers before it, so
+# you can compute the millionth one directly.
 
 # %%
 def splitmix(seed, i):
@@ -243,10 +245,10 @@ assert naive == uniforms(42, 0, 1000).tolist()
 print(naive[:3])
 
 # %% [markdown]
-# Do they look random? Left, a histogram; right, each number against the next one. A pattern in the right
-# picture would mean that one coin tells something about the following one.
+# Do they look random? On the left is a histogram. On the right, each number is plotted against the next
+# one. A pattern there would mean that one coin says something about the following one.
 
-# %%
+# %% jupyter={"source_hidden": true}
 u = uniforms(7, 0, 4000)
 figure, ((left, right),) = plots.axes(1, 2, width=4, height=3.2)
 left.hist(u.numpy(), bins=20, color=plots.HUES[0], ec="white")
@@ -257,7 +259,7 @@ right.set(xlabel="u", ylabel="the next u", aspect="equal")
 figure
 
 # %% [markdown]
-# A seed then fixes a whole text. The same coins at different temperatures:
+# A seed determines a whole text. Here are the same coins at different temperatures:
 
 # %%
 from speculative import generate
@@ -270,17 +272,17 @@ for T in (0, 0.5, 1.0, 1.5):
 # %% [markdown]
 # ## Does the sampler sample? A test with chance in it
 #
-# Draw many tokens and count. If the sampler is right, token t should come n·p(t) times, give or take.
-# Pearson's statistic measures the deviation:
+# Draw many tokens and count them. If the sampler is right, token t should come up about n·p(t) times.
+# Pearson's statistic measures how far off the counts are:
 #
 # $$\chi^2 = \sum_t \frac{(\text{count}_t - n\,p_t)^2}{n\,p_t}$$
 #
-# For a right sampler and m tokens it has a known distribution with mean m - 1. We compare two samplers: ours,
-# and one that "simplifies" and draws from the rounded probabilities.
+# For a correct sampler and m tokens, its distribution is known, with mean m - 1. We compare two
+# samplers: ours, and a "simplified" one that draws from rounded probabilities.
 
 # %%
 def chi_square(p, drawn):
-    """The statistic, and how likely a right sampler deviates at least so much."""
+    """The statistic, and the probability that a correct sampler reaches at least this value."""
     expected = len(drawn) * p.double()
     counts = torch.bincount(drawn, minlength=len(p))
     x = ((counts - expected) ** 2 / expected).sum()
@@ -288,15 +290,20 @@ def chi_square(p, drawn):
     return float(x), float(torch.special.gammaincc(freedom, x / 2))
 
 
+draws = 20_000
 some = to_probs(logits, temperature=1.0, top_k=10)
 some = some[some > 0]                                           # the ten pieces, without thousands of zeros
 rounded = (some * 20).round() / 20 + 1e-3
 for name, weights in (("the library", some), ("rounded to 1/20", rounded)):
-    x, chance = chi_square(some, Coins(0).choose(weights.expand(20_000, -1)))
-    print(f"{name:16} chi-square {x:7.1f}, and a right sampler reaches it with probability {chance:.3f}")
+    x, chance = chi_square(some, Coins(0).choose(weights.expand(draws, -1)))
+    print(f"{name:16} chi-square {x:7.1f}; a correct sampler reaches it with probability {chance:.3f}")
 
 # %% [markdown]
-# **Predict:** repeat the test of the right sampler 200 times. How often will that probability be below 5 %?
+# **Try it:** with 20,000 draws the mistake is obvious. Set `draws` to 200, then to 20. What do you
+# expect?
+#
+# **Predict:** repeat the test of the correct sampler 200 times. How often will its probability be below
+# 5 %?
 
 # %%
 many = Coins(1).choose(some.expand(200 * 2000, -1)).view(200, 2000)
@@ -304,61 +311,64 @@ good = torch.tensor([chi_square(some, row)[0] for row in many])
 many = Coins(1).choose(rounded.expand(200 * 2000, -1)).view(200, 2000)
 bad = torch.tensor([chi_square(some, row)[0] for row in many])
 assert abs(good.mean() - 9) < 1.2 and bad.mean() > good.mean()
+limit = 16.92                                                   # 5 % of a correct sampler's tests lie beyond
+assert abs(torch.special.gammaincc(torch.tensor(4.5), torch.tensor(limit / 2)) - 0.05) < 1e-4
+print(f"beyond the limit: {(good > limit).float().mean():.1%} of the correct sampler's tests")
 
-# %%
+# %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
+edges = torch.logspace(0, 3, 61).tolist()
 for values, hue, name in ((good, plots.HUES[0], "the library"), (bad, plots.HUES[1], "rounded to 1/20")):
-    side.hist(values.numpy(), bins=30, color=hue, alpha=0.6, label=name)
-side.axvline(16.92, color="#404040", ls="--")
-assert abs(torch.special.gammaincc(torch.tensor(4.5), torch.tensor(16.92 / 2)) - 0.05) < 1e-4
-print(f"beyond the line: {(good > 16.92).float().mean():.1%} of the right sampler's tests")
-side.text(18.5, side.get_ylim()[1] * 0.6, "5 % of a right sampler's\nlie beyond this line", fontsize=8)
-side.set(xlabel="chi-square of 2,000 draws of ten tokens", ylabel="how many of 200 tests")
-side.legend(frameon=False, loc="upper center")
+    side.hist(values.numpy(), bins=edges, color=hue, alpha=0.6, label=name)
+side.axvline(limit, color="#404040", ls="--", label="the 5 % limit")
+side.set(xlabel="chi-square of 2,000 draws of ten tokens", ylabel="how many of 200 tests", xscale="log")
+side.legend(frameon=False, fontsize=9, loc="upper left")
 figure
 
 # %% [markdown]
-# A right sampler fails such a test once in twenty times, by construction. So a suite with a hundred of these
-# tests would fail every day. If we demand 1 in a million instead of 5 %, small mistakes pass. This is the
-# price of testing with chance.
+# By construction, a correct sampler fails such a test one time in twenty. A suite with a hundred of
+# these tests would fail nearly every day. If we demand one in a million instead of 5 %, small mistakes
+# pass. This is the price of a test with chance in it.
 #
-# Because our coins are an argument there is a better way. Instead of drawing many times, go through *every*
-# outcome of the coin, add up the probabilities, and compare exactly. The next notebook does so with a
-# whole round of speculative decoding.
+# Because our coins are an argument, there is a better way. Instead of drawing many times, go through
+# *every* outcome of the coin, add up the probabilities, and compare exactly. The next notebook does
+# this with a whole round of speculative decoding.
 #
 # ## Questions
 #
-# **1.** What becomes of the distribution as T grows without bound?
+# Answer first. Then unfold the answer, and the check that is folded below it.
+#
+# **1.** What does the distribution become as T grows without bound?
 #
 # <details><summary>Answer</summary>
-# All tokens become equally likely, 1/V each.
+# Uniform: all tokens become equally likely, 1/V each.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert torch.allclose(to_probs(logits, temperature=1e9), torch.full_like(p, 1 / c.vocab_size), rtol=1e-3)
 print("uniform over", c.vocab_size, "tokens")
 
 # %% [markdown]
-# **2.** Which setting of min-p gives greedy decoding?
+# **2.** Which value of min-p gives greedy decoding?
 #
 # <details><summary>Answer</summary>
-# min-p = 1: only a token as likely as the best one stays (unless there are ties).
+# min-p = 1: only a token as likely as the best one stays. (With a tie, several do.)
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert torch.equal(to_probs(logits, temperature=1.0, min_p=1.0), to_probs(logits, temperature=0))
 print("one token stays")
 
 # %% [markdown]
-# **3.** A sampler compares with `u * total <= reached` instead of `<`. When does it give another token? Is
-# that bad?
+# **3.** A sampler compares `u * total <= reached` instead of `<`. When does it give a different token?
+# Is that bad?
 #
 # <details><summary>Answer</summary>
-# When u falls exactly on an edge; above all for u = 0. If the first tokens have probability 0, it returns
-# token 0: a token that cannot occur.
+# When u falls exactly on an edge, above all when u = 0. If the first tokens have probability 0, it
+# returns token 0, which can never occur.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 weights = torch.tensor([0.0, 0.0, 1.0])
 
 
@@ -371,15 +381,16 @@ assert int(Zero().choose(weights)) == pick(weights, 0.0) == 2
 print("u = 0 skips tokens of probability 0")
 
 # %% [markdown]
-# **4.** Two prompts are sampled in one batch with seed 5, then each alone with seed 5. Are the texts equal?
+# **4.** Two prompts are sampled in one batch with seed 5, then each alone with seed 5. Are the texts
+# equal?
 #
 # <details><summary>Answer</summary>
-# Only as far as each row meets the same coins. The rows of a batch share one stream: row 0 takes the first
-# number, row 1 the second. Alone, the second prompt would get the first. Only greedy rows, for which coins do
-# not matter, are sure to be equal.
+# Only where a row gets the same coins. The rows of a batch share one stream: row 0 takes the first
+# number, row 1 the second. Alone, the second prompt would get the first one. Only greedy rows are sure
+# to be equal, because coins do not matter there.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 other = checkpoint.encode(tokenizer, "The dog was", c.bos)
 warm = lambda z: to_probs(z, temperature=1.0)
 (row, _), _ = generate(model, [prompt, other], 1, None, warm, Coins(5))
@@ -390,5 +401,5 @@ assert batch == [generate(model, [ids], 8)[0][0] for ids in (prompt, other)]
 print("the first token of row 0 is the same; greedy rows are the same to the end")
 
 # %% [markdown]
-# Next: [speculative decoding](04_speculative_decoding.ipynb). Two distributions, p and q, a few coins, and a
-# text that does not change.
+# Next: [speculative decoding](04_speculative_decoding.ipynb). It takes two distributions, p and q, and
+# a few coins, and the text stays the same.

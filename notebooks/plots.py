@@ -1,8 +1,10 @@
 """What notebooks show: charts of plain data, and what `rounds` yields in colours."""
 import html
+import math
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from control import best_gamma, expected_speedup
 from speculative import rounds
@@ -21,6 +23,229 @@ def axes(rows, columns, width=5.0, height=3.6):
     for side in grid.flat:
         side.spines[["top", "right"]].set_visible(False)
     return figure, grid
+
+
+def curves(side, x, lines, **labels):
+    """Lines {name: y} over x, each with a hue and a mark of its own. labels: what `side.set` takes."""
+    for (name, y), hue, mark in zip(lines.items(), HUES, "os^vD", strict=False):
+        side.plot(x, y, color=hue, marker=mark, ms=4, label=name)
+    side.set(**labels)
+    if len(lines) > 1:
+        side.legend(frameon=False, fontsize=9)
+
+
+def bars(side, names, values, hue=HUES[0], shift=0.0, width=0.8, **rest):
+    """A bar for each name, with the names written upwards below. rest: what `side.bar` takes."""
+    side.bar([i + shift for i in range(len(names))], values, width, color=hue, **rest)
+    side.set_xticks(range(len(names)), names, rotation=90, fontsize=9)
+
+
+def word(tokenizer, token):
+    """A token's text as a label: without spaces, and with a sign where there would be nothing to see."""
+    return tokenizer.decode([token]).translate(SIGNS).strip() or "\u2423"
+
+
+def draw_updates(lengths, updates):
+    """Notebook 1. lengths (2L + 1): of the stream after each sub-layer; updates (2L): relative to the stream
+    they are added to."""
+    figure, ((left, right),) = axes(1, 2)
+    curves(left, range(len(lengths)), {"x": lengths}, xlabel="sub-layers applied", ylabel="mean length of x",
+           ylim=(0, None))
+    for kind, name in enumerate(("attention", "MLP")):
+        right.bar(range(kind, len(updates), 2), updates[kind::2], color=HUES[kind], label=name)
+    right.axhline(1, color=HUES[-1], ls=":", lw=1)
+    right.set(xlabel="sub-layer", ylabel="length of the update / length of x", yscale="log")
+    right.legend(frameon=False)
+    return figure
+
+
+def draw_rotation(freqs, count=64):
+    """Notebook 1. freqs (D/2): the angle per position of each pair."""
+    at = torch.arange(count)
+    figure, ((left, right),) = axes(1, 2)
+    image = left.imshow((at[None] * freqs[:, None]).cos(), aspect="auto", cmap="RdBu", vmin=-1, vmax=1)
+    left.set(xlabel="position m", ylabel="pair i", title="cosine of the angle of each pair")
+    figure.colorbar(image, ax=left)
+    for hand, pair in enumerate([0, len(freqs) // 4, len(freqs) // 2]):
+        angle, radius = at * freqs[pair], 1 - 0.2 * hand
+        right.plot(radius * angle.cos(), radius * angle.sin(), color=HUES[hand], marker="os^"[hand], ms=3,
+                   lw=0, label=f"pair {pair}")
+    right.set(aspect="equal", title=f"three hands at positions 0 to {count - 1}", xticks=[], yticks=[],
+              frame_on=False)
+    right.legend(frameon=False, loc="center")
+    return figure
+
+
+def draw_maps(maps, names, circles):
+    """Notebook 1. maps {title: (T, T)}; names: of the T tokens; circles (T, T): marked on the last."""
+    figure, (sides,) = axes(1, len(maps), width=3.5, height=4.2)
+    for side, (title, weights) in zip(sides, maps.items(), strict=True):
+        side.imshow(weights, cmap="Blues", vmin=0, vmax=1)
+        side.set_title(title, fontsize=11)
+        side.set_xticks(range(len(names)), names, rotation=90, fontsize=9)
+        side.set_yticks(range(len(names)), names if side is sides[0] else [], fontsize=9)
+    sides[-1].scatter(*circles.nonzero().T.flip(0), s=26, facecolors="none", edgecolors=HUES[1], lw=1)
+    sides[0].set_ylabel("this token looks ...")
+    figure.supxlabel("... at this one", fontsize=10)
+    return figure
+
+
+def draw_lens(said, sure, depths, after, tokenizer):
+    """Notebook 1. said, sure (depths, T): the most likely token at each depth, and its probability; after:
+    the names of the T tokens read. Bold: the same token as at the last depth."""
+    figure, ((side,),) = axes(1, 1, width=10, height=0.8 + 0.32 * len(said))
+    side.imshow(sure, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=2)
+    for y, row in enumerate(said.tolist()):
+        for t, token in enumerate(row):
+            same = token == said[-1, t]
+            side.text(t, y, word(tokenizer, token)[:10], ha="center", va="center", fontsize=10,
+                      parse_math=False, weight="bold" if same else "normal",
+                      style="normal" if same else "italic")
+    side.set_xticks(range(len(after)), after, fontsize=10)
+    side.set_yticks(range(len(depths)), depths)
+    side.set(xlabel="after this token", ylabel="blocks applied")
+    return figure
+
+
+def draw_losses(losses, uniform):
+    """Notebook 1. {name: loss}; uniform: the loss of a model that knows nothing."""
+    figure, ((side,),) = axes(1, 1, width=8, height=3.4)
+    order = sorted(losses, key=losses.get)
+    shown = side.barh(order, [losses[name] for name in order],
+                      color=[HUES[2] if name == "as trained" else HUES[0] for name in order])
+    side.bar_label(shown, fmt=" %.3f", fontsize=9)
+    side.axvline(uniform, color=HUES[1], ls="--", lw=1.5)
+    side.text(uniform - 0.1, 0, "all tokens equally likely", color=HUES[1], ha="right", va="center")
+    side.set(xlabel="loss in nats per token, with this one field as in Llama",
+             xlim=(0, 1.12 * max(uniform, *losses.values())))
+    return figure
+
+
+# Notebook 2: a hue for each kind of slot, and hatching for those who see no hues
+FILL = {"known": ("#0072b240", None), "new": ("#009e7360", None), "dead": ("#80808030", "////"),
+        "empty": ("none", None)}
+
+
+def draw_slots(rows, size=12):
+    """Notebook 2. rows: (label, [(text, kind), ...]) from top to bottom; a kind is a key of FILL."""
+    figure, ((side,),) = axes(1, 1, width=10, height=0.62 * len(rows) + 0.3)
+    for y, (label, slots) in enumerate(rows):
+        for x, (text, kind) in enumerate(slots + [("", "empty")] * (size - len(slots))):
+            fill, hatch = FILL[kind]
+            side.add_patch(Rectangle((x, y), 0.94, 0.8, fc=fill, ec="#808080", hatch=hatch, lw=0.8))
+            side.text(x + 0.47, y + 0.4, text.strip(), ha="center", va="center", fontsize=9, parse_math=False,
+                      bbox=dict(fc="white", ec="none", alpha=0.8, pad=1) if hatch else None)
+        side.text(-0.2, y + 0.4, label, ha="right", va="center", fontsize=10)
+    side.set(xlim=(0, size), ylim=(len(rows), -0.1), xticks=[], yticks=[])
+    side.spines[:].set_visible(False)
+    return figure
+
+
+def draw_masks(cases):
+    """Notebook 2. {title: mask (1, T, S)}: black where a token sees a slot."""
+    figure, (sides,) = axes(1, len(cases), width=3.6, height=2.3)
+    for side, (name, mask) in zip(sides, cases.items(), strict=True):
+        slots = mask.shape[2]
+        side.imshow(mask[0], cmap="Greys", vmin=0, vmax=1.3)
+        side.set_xticks([x - 0.5 for x in range(slots + 1)], [""] * (slots + 1))
+        side.set_yticks(range(mask.shape[1]), [f"token {i}" for i in range(mask.shape[1])], fontsize=9)
+        side.grid(axis="x", color="#c0c0c0", lw=0.5)
+        side.set_title(name, fontsize=11)
+        side.set_xlabel(f"slots 0 to {slots - 1}", fontsize=10)
+    return figure
+
+
+def draw_line(names, pieces, marks):
+    """Notebook 3. pieces: the probability of each name, laid side by side; marks {u: label}."""
+    figure, ((side,),) = axes(1, 1, width=10, height=1.9)
+    left = 0.0
+    for name, piece, hue in zip(names, pieces, (*HUES, *MORE), strict=False):
+        side.barh(0, piece, left=left, color=hue, alpha=0.45, ec="white")
+        side.text(left + piece / 2, 0, name, ha="center", va="center", fontsize=10,
+                  rotation=90 if piece < 0.06 else 0)
+        left += piece
+    for u, label in marks.items():
+        side.annotate(label, (u, 0.4), (u, 0.75), ha="center", arrowprops=dict(arrowstyle="->"),
+                      annotation_clip=False)
+    side.set(xlim=(0, 1), ylim=(-0.4, 1.1), yticks=[], xlabel="u")
+    return figure
+
+
+def draw_outcomes(paths, name):
+    """Notebook 4. The tree of outcomes: paths as in `outcomes.every_path`, each with a text (a tuple of
+    tokens) at its end; name(token). Equal texts have the same hue."""
+    figure, ((side,),) = axes(1, 1, width=10, height=0.55 * len(paths) + 0.9)
+    ends = list(dict.fromkeys(text for _, text in paths))
+    depth = max(len(steps) for steps, _ in paths)
+    nodes = {}                                                  # decisions so far: the leaves below
+    for y, (steps, _) in enumerate(paths):
+        for k in range(len(steps) + 1):
+            nodes.setdefault(tuple(taken for *_, taken in steps[:k]), []).append(y)
+    middle = {node: (ys[0] + ys[-1]) / 2 for node, ys in nodes.items()}
+    for y, (steps, text) in enumerate(paths):
+        hue, product = HUES[ends.index(text) % len(HUES)], 1.0
+        for k, (options, chances, taken) in enumerate(steps):
+            start, end = (tuple(t for *_, t in steps[:n]) for n in (k, k + 1))
+            product *= chances[taken]
+            side.plot([k, k + 0.25, k + 1], [middle[start], middle[end], middle[end]], color="#808080", lw=1)
+            label = options[taken] if isinstance(options[taken], str) else name(options[taken])
+            if nodes[end][0] == y:                              # once for each branch
+                side.text(k + 0.3, middle[end] - 0.08, f"{label}  {chances[taken]:.2f}", fontsize=10,
+                          color=HUES[1] if label == "rejected" else "black", va="bottom")
+        side.plot([len(steps), depth], [y, y], color="#808080", lw=1, ls=":")
+        side.text(depth + 0.05, y, f"{' '.join(map(name, text))}  {product:.3f}", fontsize=10, va="center",
+                  bbox=dict(boxstyle="round", fc=hue + "2b", ec=hue))
+    for k, title in enumerate(("draft a token", "accept it?", "the next token", "one more")[:depth]):
+        side.text(k + 0.3, -0.75, title, fontsize=10, style="italic", color="#606060")
+    side.text(depth + 0.05, -0.75, "text and probability", fontsize=10, style="italic", color="#606060")
+    side.set(xlim=(0, depth + 1.1), ylim=(len(paths) - 0.4, -0.9), xticks=[], yticks=[])
+    side.spines[:].set_visible(False)
+    return figure
+
+
+def draw_texts(laws, names):
+    """Notebook 4. laws {name: {text: probability}}; names {text: its label}, in the order to be shown."""
+    figure, ((side,),) = axes(1, 1, width=10, height=3.6)
+    for i, (law, hue) in enumerate(zip(laws, (HUES[7], HUES[0], HUES[1], HUES[4]), strict=False)):
+        side.bar([x + 0.2 * i - 0.3 for x in range(len(names))], [laws[law].get(t, 0) for t in names], 0.2,
+                 color=hue, label=law)
+    side.set_xticks(range(len(names)), names.values(), rotation=30, ha="right", fontsize=10)
+    side.set(ylabel="probability of the text", title="grey and blue agree; the mistakes do not")
+    side.legend(frameon=False)
+    return figure
+
+
+def draw_sublayers(drafts, shared, count):
+    """Notebook 5. drafts {name: sub-layers}, shared {name: how many are shared with the check}; count: 2L."""
+    figure, ((side,),) = axes(1, 1, width=10, height=2.6)
+    for y, (name, subs) in enumerate(drafts.items()):
+        for i in range(count):
+            hue = "#e8e8e8" if i not in subs else HUES[2] if i < shared[name] else HUES[i % 2]
+            side.bar(i, 0.8, bottom=y - 0.4, width=0.9, color=hue, hatch=None if i in subs else "////",
+                     ec="white")
+    side.set_yticks(range(len(drafts)), drafts, fontsize=10)
+    side.invert_yaxis()
+    side.set_xlabel("sub-layer")
+    side.set_title("green: shared with the check; blue, orange: attention, MLP after a gap; pale: skipped",
+                   fontsize=10)
+    return figure
+
+
+def draw_traces(traces):
+    """Notebook 5. traces {title: (drafted, accepted, estimate of alpha, c)}, a value per round; c is one."""
+    figure, sides = axes(len(traces), 2, width=5, height=2.2)
+    for (left, right), (title, (drafted, accepted, mean, c)) in zip(sides, traces.items(), strict=True):
+        left.bar(range(len(drafted)), drafted, 1, color=HUES[5], label="drafted")
+        left.bar(range(len(accepted)), accepted, 0.6, color=HUES[0], label="accepted")
+        left.set(ylabel="tokens", title=title, yticks=range(0, 1 + max(drafted), math.ceil(max(drafted) / 3)))
+        right.plot(mean, color=HUES[1], label="estimate of alpha")
+        right.axhline(c, color=HUES[-1], ls=":", label="c")
+        right.set(ylim=(0, 1.02))
+    for side in sides[0]:
+        side.legend(frameon=False, fontsize=9, ncols=2)
+    for side in sides[-1]:
+        side.set_xlabel("round")
+    return figure
 
 
 def draw_choices(side, prompts, kinds, hues):

@@ -1,4 +1,5 @@
-"""What every notebook begins with: it finds the repository and the packages, and draws sharp pictures."""
+"""What every notebook begins with. It finds the repository and the packages, makes the pictures sharp, and
+imports what every notebook uses: torch, checkpoint, plots."""
 import importlib.util
 import sys
 from pathlib import Path
@@ -12,3 +13,8 @@ for name in ("torch", "safetensors", "tokenizers", "matplotlib"):
 sys.path.insert(0, str(ROOT))
 get_ipython().run_line_magic("matplotlib", "inline")
 get_ipython().run_line_magic("config", "InlineBackend.figure_formats = ['retina']")
+
+import torch  # noqa: F401
+
+import checkpoint  # noqa: F401
+from notebooks import plots  # noqa: F401
