@@ -43,6 +43,8 @@ WRONG = {
             "(slot < 0) & (own[..., None] > 0)": "does not see the slots before it",
             "slot < slots[:, :1].expand(B, T)[..., None]": "its own future"},
         "slot.expand(B, end).scatter(1, slots, positions)": {"slot.expand(B, end)": "not its slot"},
+        "mask.scatter(2, slots[:, None].expand(B, T, M), tree.expand(B, T, M))": {
+            "slot <= own[..., None]": "every slot up to its own"},
         "tree.expand(B, T, M)": {"tree.mT.expand(B, T, M)": "upside down"}},
     "Attention.forward": {
         "rotate(qkv[..., :-1, :], cos, sin)": {"qkv[..., :-1, :]": "are not rotated"},
@@ -99,17 +101,27 @@ WRONG = {
                 "the lower ids stay, not the higher ones"}},
     "Coins.choose": {
         "True": {"False": "u = 0 chose a token of probability zero"},
-        "u * cdf[..., -1:]": {"u": "u must be scaled by their sum"},
+        "u * cdf[..., -1:]": {
+            "u": "u must be scaled by their sum", "(1 - u) * cdf[..., -1:]": "1 - u was looked up"},
+        "self.take(cdf[..., 0].numel(), cdf.device)": {
+            "torch.rand(cdf[..., 0].numel(), dtype=torch.float64)": "random numbers of your own",
+            "self.take(cdf.numel(), cdf.device)": "Gumbel-max"},
         "torch.searchsorted(cdf, u * cdf[..., -1:], right=True)": {
             "weights.argmax(-1, keepdim=True)": "the most likely id, whatever u is"},
         "weights.double().cumsum(-1)": {"weights.cumsum(-1)": "small weights need float64"}},
     "verify": {
         "coins.flip(p_drafted / q_drafted)": {
             "torch.ones_like(tokens).bool()": "every draft is accepted",
-            "coins.flip(q_drafted / p_drafted)": "upside down"},
+            "coins.flip(q_drafted / p_drafted)": "upside down",
+            "(p_drafted >= q_drafted)": "p < q is always rejected",
+            "(p[:, :K].argmax(-1) == tokens)": "greedy decoding, not sampling",
+            "coins.flip(p_drafted / (q_drafted + 1e-6))": "is an epsilon added",
+            "coins.flip((p_drafted / q_drafted).float())": "computed in float32",
+            "(torch.rand_like(p_drafted) < p_drafted / q_drafted)": "random numbers of your own"},
         "(p - q * refused).clamp_(min=0)": {
             "p": "replaced by a token from p",
-            "(p - q * refused).abs()": "must be cut off"},
+            "(p - q * refused).abs()": "must be cut off",
+            "torch.where(refused, p.scatter(1, tokens[row, at, None], 0.0), p)": "is set to zero"},
         "torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None": {
             "torch.zeros_like(p) if q is None": "replaced by a token from p"},
         "p[row, accepted]": {
@@ -120,7 +132,8 @@ WRONG = {
         "coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))": {
             "torch.where(accepted == length, tokens[:, -1], coins.choose(torch.where(residual.sum("
             "-1, keepdim=True) > 0, residual, p)))": "the bonus is skipped",
-            "coins.choose(residual)": "rounding can refuse"},
+            "coins.choose(residual)": "rounding can refuse",
+            "torch.where(residual.sum(-1, keepdim=True) > 0, residual, p).argmax(-1)": "must be drawn"},
         "> 0, residual, p)": {"> 0, residual, torch.ones_like(p))": "an empty residual is made uniform"},
         "passed.cumprod(1).sum(1)": {
             "passed.sum(1)": "drafts after the first refusal are counted",
@@ -219,6 +232,16 @@ WRONG = {
             "p": "the target judges two drafts",
             "torch.tensor([[1.0, 2.0], [1.01, 2.0]], dtype=torch.float64) / torch.tensor([[3.0], [3.01]])":
                 "look at the second"}},
+    "draft_cost, speed, break_even": {
+        "(seconds / plain - verified) / drafted": {
+            "seconds / plain / drafted": "subtract them first",
+            "(seconds - verified * plain) / drafted": "these are seconds"},
+        "(1 + gamma * share) / (drafted * cost + verified)": {
+            "sum(share ** i for i in range(gamma + 1)) / (drafted * cost + verified)": "and no alpha",
+            "(1 + gamma * share) / (gamma * cost + 1)": "count the passes"},
+        "(1 + gamma * share - verified) / drafted": {
+            "share": "here each counts as given",
+            "(1 + gamma * share) / drafted": "the passes of the target come first"}},
 }
 
 # right answers of another shape: loops instead of tensors, other coins, less gained

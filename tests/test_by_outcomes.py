@@ -67,6 +67,10 @@ def written(verifier, parents, count, copied=None, p=P, length=None):
 
 DEAD = "`length` is ignored: what a row does not propose is dead, and is never accepted"
 MISTAKES = {    # of `verify` and `verify_tree`
+    "threshold": "a draft with p < q is always rejected; accept it with probability p/q",
+    "agree": "a draft is accepted only where it is p's most likely token: greedy decoding, not sampling",
+    "zero": "only the rejected token is set to zero; max(p - q, 0) subtracts q from every token",
+    "sure": "the token after the draft is the most likely one of what is left; it must be drawn",
     "all": "every draft is accepted; one with p < q must be refused with probability 1 - p/q",
     "upside down": "the ratio is upside down: accept with probability min(1, p/q), not q/p",
     "all passed": "drafts after the first refusal are counted, too; nothing after it counts",
@@ -94,8 +98,11 @@ def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
         chance.append(left[token] / q[k][token])
         if mistake == "upside down":
             chance[k] = 1 / chance[k]
+        if mistake in ("threshold", "agree"):
+            chance[k] = (chance[k] >= 1 if mistake == "threshold" else left.argmax() == token).double()
         less = rest[parent] - q[k]
         less = less.abs() if mistake == "abs" else less.clamp(min=0)
+        less = rest[parent].index_fill(0, torch.tensor(token), 0.0) if mistake == "zero" else less
         if less.sum() > 0 and (k < live or mistake == "subtract"):
             rest[parent] = less if mistake == "not scaled" else less / less.sum()
     node = 0
@@ -107,7 +114,8 @@ def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
     if mistake == "again" and node == live > 0:
         return node, tokens[-1]
     last = p[max(0, node - 1)] if node == live else rest[node]
-    return node, int(coins.choose({"p": p[node], "root": rest[0], "last row": last}.get(mistake, rest[node])))
+    left = {"p": p[node], "root": rest[0], "last row": last}.get(mistake, rest[node])
+    return node, int(left.argmax() if mistake == "sure" else coins.choose(left))
 
 
 def writes_the_law(verifier, given, parents, count, copied=None, p=P, length=None, otherwise=None):

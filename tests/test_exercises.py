@@ -157,6 +157,17 @@ def test_one_clear_line_for_each_kind_of_accident(out):
     assert found[9]["message"].startswith("there is no 09_verify.py")
 
 
+def test_marks_add_up_whatever_one_answer_does(out, tmp_path):
+    """What breaks the grader itself costs no other exercise its marks."""
+    put_answer(out, "8", "True", "True")
+    put_answer(out, "9", "B, K = tokens.shape", "B, K = tokens.shape" + " + ()" * 9000)
+    graded(out, "--gradescope", str(tmp_path / "results.json"))
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert {test["name"]: test["score"] for test in found["tests"] if test["score"]} == {"Coins.choose": 4}
+    assert found["score"] == 4 and sum(test["max_score"] for test in found["tests"]) == 60
+    assert "it cannot be graded: " in found["tests"][8]["output"]
+
+
 def test_an_endless_loop_is_named_by_its_line(out):
     put_answer(out, "1", "torch.tanh(x / cap)", "all(1 for _ in iter(int, 1))")
     before, _ = (out / file_name(choose("1"))).read_text().split("iter(int")
