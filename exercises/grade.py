@@ -181,10 +181,10 @@ def results(verdicts):
     known, tests = {v.number: v for v in verdicts}, []
     for task in TASKS:
         v = known.get(task.number, Verdict(task.name, task.number, "to do"))
-        passed = v.status == "passed"
-        tests.append({"number": str(v.number), "name": v.exercise, "score": task.marks * passed,
-                      "max_score": task.marks, "status": "passed" if passed else "failed",
-                      "output": "\n".join(show(v)), "output_format": "text"})
+        most, passed = 4 * (task.number <= 15), v.status == "passed"
+        tests.append({"number": str(v.number), "name": v.exercise, "status": "passed" if passed else "failed",
+                      "score": most * passed, "max_score": most, "output": "\n".join(show(v)),
+                      "output_format": "text"})
     return {"score": sum(test["score"] for test in tests), "visibility": "visible", "tests": tests}
 
 

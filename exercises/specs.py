@@ -1,8 +1,5 @@
-"""Slow and obvious specifications, which a student may run: each says what an answer must agree with, and is
-none itself.
-
-`start.py` copies them into the student's files, and a test holds them true.
-"""
+"""Slow and obvious specifications that a student may run: each says what an answer must agree with, and is
+none itself. `start.py` copies them into the student's files, and a test holds them true."""
 import random
 
 

@@ -28,11 +28,6 @@ class Task(NamedTuple):
         """Five of three exercises; three small ones belong to the fourth and the fifth."""
         return {16: 4, 17: 5, 18: 4}.get(self.number, 1 + (self.number - 1) // 3)
 
-    @property
-    def marks(self):
-        """By the rubric of README.md."""
-        return 4 if self.number <= 15 else 0
-
 
 SITTINGS = (  # what each is about, and what to read before it
     ("1: numbers into angles and lengths", "`minimal.py`, `notebooks/01_forward_pass.ipynb`"),

@@ -97,7 +97,7 @@ def same_law(run, want, mistakes, given, otherwise=None):
         expected, came, far = (", ".join(f"{key}: {table.get(key, 0.0):{digits}}" for key in worst)
                                for table, digits in ((want, ".4g"), (got, ".4g"), (off, "+.2g")))
         why = next((why for why, wrong in mistakes.items() if equal(got, law(wrong))), otherwise)
-        if max(map(abs, off.values())) < 1e-4:
+        if all(abs(x) < 1e-4 for x in off.values()):
             why = f"{NEAR}; or is an epsilon added? q of a token that was drawn from q is never 0"
         fail(given, expected, came, why, far)
 

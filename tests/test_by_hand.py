@@ -71,8 +71,7 @@ CHOICES = [
     ([0.1, 0.0, 0.2, 0.1], [0.2, 0.251, 0.9, 0.05, 0.249, ALMOST_ONE], [0, 2, 3, 0, 0, 3], {
         "the weights need not sum to 1: u must be scaled by their sum": [2, 2, 3, 0, 2, 3],
         "this is the most likely id, whatever u is": [2] * 6,
-        "1 - u was looked up: as random as u, but another stream, and ports and tests repeat this one":
-            [3, 2, 0, 3, 3, 0],
+        "1 - u was looked up: it is as random, but ports repeat the stream of u": [3, 2, 0, 3, 3, 0],
         "the running sum goes over rising ids, not over falling weights": [2, 2, 3, 2, 2, 3]}),
     ([0.0, 0.5, 0.5], [0.0, 0.4, ALMOST_ONE], [1, 1, 2], {
         "u = 0 chose a token of probability zero: take the first id whose running sum *exceeds* u times the "
@@ -83,12 +82,12 @@ CHOICES = [
 def test_choices(weights, us, want, mistakes):
     got, given = [], f"the weights {weights} and the uniforms u = {us}, one each"
     for u in us:
-        try:
-            with no_other_chance(given):
-                got.append(Fixed(u).choose(wide([weights])))
-        except AssertionError:
-            fail(given, "one uniform taken per row of weights", "another number", "Gumbel-max takes one per "
-                 "token; turn a single one into an id by the running sum of the weights")
+        coins = Fixed(u, *[0.5] * 9)
+        with no_other_chance(given):
+            got.append(coins.choose(wide([weights])))
+        if len(coins.uniforms) < 9:
+            fail(given, "one uniform for each row of weights", f"{10 - len(coins.uniforms)}", "Gumbel-max takes "
+                 "one per token; turn a single one into an id by the running sum of the weights")
         if not isinstance(got[-1], torch.Tensor) or got[-1].shape != (1,):
             fail(given, "for weights (1, V) an index of shape (1,)", f"{got[-1]!r:.100}")
     compare(torch.cat(got), want, mistakes, given)
