@@ -1,8 +1,8 @@
-"""What the grader is tested on: plausible wrong answers, each with words of the message that must name it,
-and right answers of another shape, which must pass.
+"""What the grader is tested on: plausible wrong answers, each with words that the message must contain, and
+correct answers of another shape, which must pass.
 
-A wrong answer is the library's own with one phrase changed, by the engine of tests/mistakes.py. There a test
-must fail; here its message must also say why.
+A wrong answer is the library's own with one phrase changed by the engine of tests/mistakes.py. There, a test
+must fail; here, its message must also say why.
 """
 # {exercise: {what stands once in the original: {what stands there instead: what the message must say}}}
 WRONG = {
@@ -125,11 +125,11 @@ WRONG = {
         "coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))": {
             "torch.where(accepted == length, tokens[:, -1], "
             "coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)))": "bonus is skipped",
-            "coins.choose(residual)": "rounding can refuse",
+            "coins.choose(residual)": "rounding can reject",
             "torch.where(residual.sum(-1, keepdim=True) > 0, residual, p).argmax(-1)": "must be drawn"},
         "> 0, residual, p)": {"> 0, residual, torch.ones_like(p))": "an empty residual is made uniform"},
         "passed.cumprod(1).sum(1)": {
-            "passed.sum(1)": "drafts after the first refusal are counted",
+            "passed.sum(1)": "drafts after the first rejection are counted",
             "(passed & passed.roll(1, 1).index_fill(1, row[:1], True)).sum(1)": "third draft on"},
         "(accepted < length)[:, None]": {"(accepted < K)[:, None]": "where nothing was proposed"},
         " & (torch.arange(K, device=p.device) < length[:, None])": {"": "`length` is ignored"},
@@ -232,7 +232,7 @@ WRONG = {
             "(1 + gamma * share) / drafted": "the passes of the target come first"}},
 }
 
-# right answers of another shape: loops instead of tensors, other coins, less gained
+# correct answers of another shape: loops instead of tensors, other coins, less gained
 SHAPES = {
     "softcap, rotate": ["""
 def softcap(x, cap):

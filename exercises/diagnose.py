@@ -29,7 +29,7 @@ COUNT = 6
 class Case(NamedTuple):
     function: str
     phrase: str     # the reason in its row of tests/mistakes.py
-    why: str        # what a good answer says; shown after the line was found
+    why: str        # what a good answer says; shown when the line is right
 
 
 TABLE = Path(__file__).with_suffix(".md").read_text(encoding="utf-8").partition("|---")[2].splitlines()[1:]

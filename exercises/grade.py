@@ -9,9 +9,8 @@ library, and the library's tests of that function are run there.
 What is graded is the text and its distribution, never speed and never an acceptance rate. A correct answer
 that gains less than it could passes, and the remark beside it says why.
 
-This runs the code in OUT. It guards against accidents, such as endless loops, but not against malice: a
-server should give it a sandbox without network, with a user and limits of its own, and a fresh copy of this
-repository.
+This runs the code in OUT. It guards against accidents, such as endless loops, but not against malice: on a
+server, give it a sandbox without network, with its own user and limits, and a fresh copy of this repository.
 """
 import argparse
 import faulthandler

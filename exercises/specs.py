@@ -16,7 +16,7 @@ def specification_of_verify(verify, p, q, Coins, rounds=4000):
 
 
 def specification_of_expected_tokens(alpha, gamma, rounds=20_000):
-    """Play the rounds: draft after draft is accepted with probability alpha, until one is refused; and one
+    """Play the rounds: draft after draft is accepted with probability alpha, until one is rejected; and one
     more token comes in any case."""
     tokens, coins = 0, random.Random(0)
     for _ in range(rounds):

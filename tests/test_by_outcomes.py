@@ -71,17 +71,17 @@ MISTAKES = {    # of `verify` and `verify_tree`
     "agree": "a draft is accepted only where it is p's most likely token: greedy decoding, not sampling",
     "zero": "only the rejected token is set to zero; max(p - q, 0) subtracts q from every token",
     "sure": "the token after the draft is the most likely one of what is left; it must be drawn",
-    "all": "every draft is accepted; one with p < q must be refused with probability 1 - p/q",
+    "all": "every draft is accepted; one with p < q must be rejected with probability 1 - p/q",
     "upside down": "the ratio is upside down: accept with probability min(1, p/q), not q/p",
-    "all passed": "drafts after the first refusal are counted, too; nothing after it counts",
-    "p": "a refused draft is replaced by a token from p; it must come from max(p - q, 0), or the drafts' "
+    "all passed": "drafts after the first rejection are counted, too; nothing after it counts",
+    "p": "a rejected draft is replaced by a token from p; it must come from max(p - q, 0), or the drafts' "
          "favourites come twice as often",
     "abs": "the replacement is drawn from |p - q|; what q has too much of must be cut off: max(p - q, 0)",
     "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a row of "
                 "its own, one further",
     "again": "the bonus is skipped: after a draft that was accepted whole its last token comes once more",
     "subtract": "where nothing was proposed q must count as 0; you subtract a row of q that is dead",
-    "same p": "later siblings are judged by p itself; after a refusal max(p - q, 0), scaled, takes its place",
+    "same p": "later siblings are judged by p itself; after a rejection max(p - q, 0), scaled, is used",
     "not scaled": "max(p - q, 0) must be scaled to sum to 1 before the next sibling is judged by it",
     "root": "the token after the path is drawn at the root, from what its children left; it must come from "
             "the row of the last accepted node",
@@ -209,14 +209,14 @@ def test_verify_rows_stand_for_themselves(drawn, lengths):
 
 
 def test_verify_where_nothing_is_left():
-    """p is q up to rounding, and gives token 2 nothing; a refusal has a chance of one in a billion."""
+    """p is q up to rounding, and gives token 2 nothing; the chance of a rejection is one in a billion."""
     q = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     p = torch.tensor([0.5, 0.5 - 1e-9, 0.0], dtype=torch.float64)
     outcomes = law(lambda coins: one_row(torch.stack([p, p]), [q], [1], [0], coins, None))
     never = [weight for (_, token), weight in outcomes.items() if token == 2]
     if never:
-        fail("p = [.5, .5 - 1e-9, 0], q = [.5, .5, 0], and token 1 refused", "token 0 or 1", "token 2",
-             ("rounding can refuse a draft where p = q, and then nothing is left to draw from" if math.isnan(
+        fail("p = [.5, .5 - 1e-9, 0], q = [.5, .5, 0], and token 1 rejected", "token 0 or 1", "token 2",
+             ("rounding can reject a draft where p = q, and then nothing is left to draw from" if math.isnan(
                  never[0]) else "an empty residual is made uniform, and so tokens come that the target never "
               "writes") + "; where nothing is left of max(p - q, 0), p itself is right")
 
