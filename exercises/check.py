@@ -1,5 +1,5 @@
-"""Does the grader work? Stubs must be "to do", originals and right answers of another shape must pass, and for
-each wrong answer the message must name that mistake. Each case of "Diagnose" must have a test that fails.
+"""Does the grader work? Stubs must be "to do", originals and correct answers of another shape must pass, and
+the message for each wrong answer must name the mistake. Each case of "Diagnose" must have a test that fails.
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 """
