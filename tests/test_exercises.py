@@ -166,9 +166,9 @@ def test_marks_add_up_whatever_one_answer_does(out, tmp_path):
 
 
 def test_an_endless_loop_is_named_by_its_line(out):
-    put_answer(out, "1", "torch.tanh(x / cap)", "all(1 for _ in iter(int, 1))")
-    before, _ = (out / file_name(choose("1"))).read_text().split("iter(int")
-    code, printed, _ = graded(out, 1, "--seconds", 6)
+    put_answer(out, "18", "(seconds / plain - verified)", "all(1 for _ in iter(int, 1))")
+    before, _ = (out / file_name(choose("18"))).read_text().split("iter(int")
+    code, printed, _ = graded(out, 18, "--seconds", 6)
     assert code == 1 and f"an endless loop at line {before.count(chr(10)) + 1}?" in printed
 
 
