@@ -99,8 +99,9 @@ WRONG = {
         "u * cdf[..., -1:]": {
             "u": "u must be scaled by their sum", "(1 - u) * cdf[..., -1:]": "1 - u was looked up"},
         "self.take(cdf[..., 0].numel(), cdf.device)": {
-            "torch.rand(cdf[..., 0].numel(), dtype=torch.float64)": "random numbers of your own",
-            "self.take(cdf.numel(), cdf.device)": "Gumbel-max"},
+            "torch.rand(cdf[..., 0].numel(), dtype=torch.float64)": "random numbers of your own"},
+        "self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)": {
+            "self.take(cdf.numel(), cdf.device).view(cdf.shape)": "Gumbel-max"},
         "torch.searchsorted(cdf, u * cdf[..., -1:], right=True)": {
             "weights.argmax(-1, keepdim=True)": "the most likely id, whatever u is"},
         "weights.double().cumsum(-1)": {"weights.cumsum(-1)": "small weights need float64"}},
@@ -108,11 +109,11 @@ WRONG = {
         "coins.flip(p_drafted / q_drafted)": {
             "torch.ones_like(tokens).bool()": "every draft is accepted",
             "coins.flip(q_drafted / p_drafted)": "upside down",
-            "(p_drafted >= q_drafted)": "p < q is always rejected",
-            "(p[:, :K].argmax(-1) == tokens)": "greedy decoding, not sampling",
+            "p_drafted.ge(q_drafted)": "p < q is always rejected",
+            "p[:, :K].argmax(-1).eq(tokens)": "greedy decoding, not sampling",
             "coins.flip(p_drafted / (q_drafted + 1e-6))": "is an epsilon added",
             "coins.flip((p_drafted / q_drafted).float())": "computed in float32",
-            "(torch.rand_like(p_drafted) < p_drafted / q_drafted)": "random numbers of your own"},
+            "torch.rand_like(p_drafted).lt(p_drafted / q_drafted)": "random numbers of your own"},
         "(p - q * refused).clamp_(min=0)": {
             "p": "replaced by a token from p", "(p - q * refused).abs()": "must be cut off",
             "torch.where(refused, p.scatter(1, tokens[row, at, None], 0.0), p)": "is set to zero"},
