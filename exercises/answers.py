@@ -1,8 +1,8 @@
-"""What the grader is tested on: plausible wrong answers, each with words of the message that must name it,
-and right answers of another shape, which must pass.
+"""What the grader is tested on: plausible wrong answers, each with words that the message must contain, and
+correct answers of another shape, which must pass.
 
-A wrong answer is the library's own with one phrase changed, by the engine of tests/mistakes.py. There a test
-must fail; here its message must also say why.
+A wrong answer is the library's own with one phrase changed by the engine of tests/mistakes.py. There, a test
+must fail; here, its message must also say why.
 """
 # {exercise: {what stands once in the original: {what stands there instead: what the message must say}}}
 WRONG = {
@@ -13,8 +13,7 @@ WRONG = {
             "torch.tanh(x / cap)": "multiply by cap at the end"},
         "x.roll(x.shape[-1] // 2, -1)": {
             "x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)": "x_i is paired with its neighbour",
-            "x": "the *other* half of x",
-            "-x.roll(x.shape[-1] // 2, -1)": "it turns the wrong way"}},
+            "x": "the *other* half of x", "-x.roll(x.shape[-1] // 2, -1)": "it turns the wrong way"}},
     "frequencies": {
         "torch.arange(0, head_dim, 2,": {
             "torch.arange(0, head_dim // 2, 1,": "the exponent is 2i / D",
@@ -34,15 +33,15 @@ WRONG = {
             "self.weight.to(wide)": "Gemma-2 multiplies by offset + w"},
         "torch.promote_types(x.dtype, torch.float32)": {"x.dtype": "rounded to bfloat16"}},
     "visible": {
-        ".tril()": {    # without it: right for one token, wrong for verification
-            "": "causal inside the block, too",
-            ".triu()": "the mask is upside down"},
+        ".tril()": {"": "causal inside the block, too", ".triu()": "the mask is upside down"},
         "< window)": {"<= window)": "window off by one"},
         "slot < torch.minimum(slots[:, :1], own)[..., None]": {
             "slot[None] < end + 0 * own[..., None]": "slot 3 is behind the block",
             "(slot < 0) & (own[..., None] > 0)": "does not see the slots before it",
             "slot < slots[:, :1].expand(B, T)[..., None]": "its own future"},
         "slot.expand(B, end).scatter(1, slots, positions)": {"slot.expand(B, end)": "not its slot"},
+        "mask.scatter(2, slots[:, None].expand(B, T, M), tree.expand(B, T, M))": {
+            "slot <= own[..., None]": "fails with a tree"},
         "tree.expand(B, T, M)": {"tree.mT.expand(B, T, M)": "upside down"}},
     "Attention.forward": {
         "rotate(qkv[..., :-1, :], cos, sin)": {"qkv[..., :-1, :]": "are not rotated"},
@@ -60,71 +59,79 @@ WRONG = {
             "scores, mask = softcap(scores, self.c.attn_softcap), None": "before the soft-cap"},
         "add_(mask)": {"add_(0 * mask.clamp(min=0))": "the mask is ignored"},
         "k, v = store(qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))": {
-            "mask = None if mask is None else mask[..., -T:]\nk, v = (qk[..., -1, :].transpose(1, 2), "
-            "qkv[..., -1, :].transpose(1, 2))": "only the block's own keys"}},
+            "mask = None if mask is None else mask[..., -T:]\n"
+            "k, v = (qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))": "block's own keys"}},
     "KVCache.write": {
         "return (keys[:, :, start:at.end], values[:, :, start:at.end])": {
             "return k, v": "only the new block comes back",
             "return keys[:, :, start:], values[:, :, start:]": "all slots come back",
             "return keys[:, :, :at.end], values[:, :, :at.end]": "`start` is ignored",
-            "end = int(at.slots.max()) + 1\n"
-            "return keys[:, :, start:end], values[:, :, start:end]": "`at.end` is ignored"},
+            "last = int(at.slots.max())\nreturn keys[:, :, start:last + 1], values[:, :, start:last + 1]":
+                "`at.end` is ignored"},
         "keys[:, :, here], values[:, :, here] = k, v": {
-            "keys[:, :, here], values[:, :, here] = k, k": "keys are stored where values belong"},
+            "keys[:, :, here], values[:, :, here] = k, k": "stored where values belong"},
         "at.slots[:, None, -T:, None].expand_as(k)": {
             "at.slots[:1, None, -T:, None].expand_as(k)": "all rows went to row 0's slots",
-            "(at.slots[:, :1] + torch.arange(T))[:, None, :, None].expand_as(k)":
-                "the slots are not contiguous"},
+            "(at.slots[:, :1] + torch.arange(T))[:, None, :, None].expand_as(k)": "not contiguous"},
         "self.layers[layer]": {
             "self.layers[0]": "`layer` is ignored",
             "(t[layer].clone() for t in (self.k, self.v))": "nothing is kept"}},
     "to_probs": {
         "if temperature == 0:": {"if False:": "it is not shared"},
         "torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)": {
-            "logits.softmax(-1)": "temperature 0 is the exact one-hot"},
-        "/ max(temperature, 1e-30)": {"* temperature": "divided by the temperature, not multiplied"},
+            "logits.softmax(-1)": "is the exact one-hot"},
+        "/ max(temperature, 1e-30)": {"* temperature": "not multiplied"},
         "p.cumsum(-1) - p >= top_p": {
-            "p.cumsum(-1) > top_p": "the token with which the mass reaches top_p",
+            "p.cumsum(-1) > top_p": "with which the mass reaches top_p",
             "p.cumsum(-1) - p > top_p": "as soon as its mass *reaches* top_p"},
         "p < min_p * p[..., :1]": {
             "p < min_p": "the bound is min_p times",
-            "p <= min_p * p[..., :1]": "exactly min_p times the largest stays"},
+            "p <= min_p * p[..., :1]": "times the largest stays"},
         "p / p.sum(-1, keepdim=True)": {"p": "what stays must be scaled to sum to 1"},
         "order.values[..., :top_k].softmax(-1), order.indices[..., :top_k]": {
-            "order.values.softmax(-1)[..., :top_k], order.indices[..., :top_k]":
-                "top_k comes before top_p, and what it leaves is scaled first"},
+            "order.values.softmax(-1)[..., :top_k], order.indices[..., :top_k]": "is scaled first"},
         "order = logits.sort(dim=-1, descending=True, stable=True)": {
             "order = logits.flip(-1).sort(dim=-1, descending=True, stable=True)\n"
             "order = torch.return_types.sort((order.values, logits.shape[-1] - 1 - order.indices))":
-                "the lower ids stay, not the higher ones"}},
+                "the lower ids stay"}},
     "Coins.choose": {
         "True": {"False": "u = 0 chose a token of probability zero"},
-        "u * cdf[..., -1:]": {"u": "u must be scaled by their sum"},
+        "u * cdf[..., -1:]": {
+            "u": "u must be scaled by their sum", "(1 - u) * cdf[..., -1:]": "1 - u was looked up"},
+        "self.take(cdf[..., 0].numel(), cdf.device)": {
+            "torch.rand(cdf[..., 0].numel(), dtype=torch.float64)": "random numbers of your own"},
+        "self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)": {
+            "self.take(cdf.numel(), cdf.device).view(cdf.shape)": "Gumbel-max"},
         "torch.searchsorted(cdf, u * cdf[..., -1:], right=True)": {
             "weights.argmax(-1, keepdim=True)": "the most likely id, whatever u is"},
         "weights.double().cumsum(-1)": {"weights.cumsum(-1)": "small weights need float64"}},
     "verify": {
         "coins.flip(p_drafted / q_drafted)": {
             "torch.ones_like(tokens).bool()": "every draft is accepted",
-            "coins.flip(q_drafted / p_drafted)": "upside down"},
+            "coins.flip(q_drafted / p_drafted)": "upside down",
+            "p_drafted.ge(q_drafted)": "p < q is always rejected",
+            "p[:, :K].argmax(-1).eq(tokens)": "greedy decoding, not sampling",
+            "coins.flip(p_drafted / (q_drafted + 1e-6))": "is an epsilon added",
+            "coins.flip((p_drafted / q_drafted).float())": "computed in float32",
+            "torch.rand_like(p_drafted).lt(p_drafted / q_drafted)": "random numbers of your own"},
         "(p - q * refused).clamp_(min=0)": {
-            "p": "replaced by a token from p",
-            "(p - q * refused).abs()": "must be cut off"},
+            "p": "replaced by a token from p", "(p - q * refused).abs()": "must be cut off",
+            "torch.where(refused, p.scatter(1, tokens[row, at, None], 0.0), p)": "is set to zero"},
         "torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None": {
             "torch.zeros_like(p) if q is None": "replaced by a token from p"},
         "p[row, accepted]": {
-            "p[row, accepted.clamp(max=K - 1)]":
-                "the bonus token is drawn from the row of p that judged the last draft"},
+            "p[row, accepted.clamp(max=K - 1)]": "the row of p that judged the last draft"},
         "(accepted, coins.choose(": {
             "(accepted + (accepted == length), coins.choose(": "the bonus token is counted as accepted"},
         "coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))": {
-            "torch.where(accepted == length, tokens[:, -1], coins.choose(torch.where(residual.sum("
-            "-1, keepdim=True) > 0, residual, p)))": "the bonus is skipped",
-            "coins.choose(residual)": "rounding can refuse"},
+            "torch.where(accepted == length, tokens[:, -1], "
+            "coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)))": "bonus is skipped",
+            "coins.choose(residual)": "rounding can reject",
+            "torch.where(residual.sum(-1, keepdim=True) > 0, residual, p).argmax(-1)": "must be drawn"},
         "> 0, residual, p)": {"> 0, residual, torch.ones_like(p))": "an empty residual is made uniform"},
         "passed.cumprod(1).sum(1)": {
-            "passed.sum(1)": "drafts after the first refusal are counted",
-            "(passed & passed.roll(1, 1).index_fill(1, row[:1], True)).sum(1)": "from the third draft on"},
+            "passed.sum(1)": "drafts after the first rejection are counted",
+            "(passed & passed.roll(1, 1).index_fill(1, row[:1], True)).sum(1)": "third draft on"},
         "(accepted < length)[:, None]": {"(accepted < K)[:, None]": "where nothing was proposed"},
         " & (torch.arange(K, device=p.device) < length[:, None])": {"": "`length` is ignored"},
         "else q[row, at]": {"else q[0 * row, at]": "each row has its own rows of p and q"}},
@@ -147,17 +154,15 @@ WRONG = {
             "most, varied = wanted(state, rule)[0], False": "each row has its own length"}},
     "SelfDraft.propose": {
         "run_shared(tokens[:, -1:], len(xs))": {"pass": "the last draft was not run"},
-        "reuse=(shared, ": {"reuse=(len(subs), ": "after its first gap a draft computes other states"},
+        "reuse=(shared, ": {"reuse=(len(subs), ": "after its first gap"},
         "x = m.run(x, state.at(k), state.cache, subs[shared:]": {
-            "x = xs[-1] = m.run(x, state.at(k), state.cache, subs[shared:]":
-                "these are the states after all sub-layers of the draft"},
+            "x = xs[-1] = m.run(x, state.at(k), state.cache, subs[shared:]": "after all sub-layers"},
         "self.sublayers": {"range(12)": "it drafts with all sub-layers"},
         "m.run(m.embed(token), state.at(k), state.cache,": {
             "m.run(m.embed(token), state.at(0), state.cache,": "stands at the position of the first",
             "m.run(m.embed(token), state.at(k + 1), state.cache,": "one position too far",
             "m.run(m.embed(token), state.at(k), None,": "without the cache"},
-        "m.embed(token)": {
-            "m.embed(state.last())": "every step reads the last known token"}},
+        "m.embed(token)": {"m.embed(state.last())": "every step reads the last known token"}},
     "expected_tokens, best_gamma": {
         "sum((alpha ** i for i in range(gamma + 1)))": {
             "sum((alpha ** i for i in range(1, gamma + 1)))": "the bonus token is missing",
@@ -170,8 +175,7 @@ WRONG = {
             "expected_speedup(alpha, gamma, cost, 1e-9)": "a round costs a pass of the target, too"},
         "range(least, most + 1)": {"range(max(1, least), most + 1)": "0 is a gamma, too"},
         "block(gamma + 1)": {
-            "1.0": "`block` is ignored",
-            "block(max(1, gamma))": "block(T) is asked for T = gamma"}},
+            "1.0": "`block` is ignored", "block(max(1, gamma))": "block(T) is asked for T = gamma"}},
     "predict, expected_improvement": {
         "self.mean + self.std": {"self.std": "add self.mean"},
         "self.mean + self.std * (k.T @ self.dual)[:, 0], self.std * variance.sqrt()": {
@@ -183,9 +187,9 @@ WRONG = {
             "1 - half": "that of the signal"},
         "k.T @ self.dual": {"k.T @ self.y[:, None]": "not k.T @ y"},
         "(gap * above + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi))": {
-            "above": "this is how likely it improves",
-            "(gap * above)": "the second term",
-            "(gap * above + torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi))": "must be multiplied by std"},
+            "above": "this is how likely it improves", "(gap * above)": "the second term",
+            "(gap * above + torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi))":
+                "must be multiplied by std"},
         "mean - best": {"best - mean": "upside down"}},
     "climb": {
         "top, which = scores.max(1)": {
@@ -204,8 +208,7 @@ WRONG = {
             "p[row, parents[:, k]].gather(1, token) / drawn": "later siblings are judged by p itself"},
         "(mass > 0), less / mass, left)": {"(mass > 0), less, left)": "must be scaled to sum to 1"},
         "rest[row, node]": {
-            "p[row, node]": "replaced by a token from p",
-            "rest[row, 0 * node]": "drawn at the root"},
+            "p[row, node]": "replaced by a token from p", "rest[row, 0 * node]": "drawn at the root"},
         "parents[:, k] == node": {"parents[:, k] <= node": "a node is accepted whose parent was not"}},
     "alpha": {
         "self.hits / max(1, self.drafted)": {
@@ -215,23 +218,30 @@ WRONG = {
             "self.hits / max(1, self.passes)": "divide by `drafted`"}},
     "counterexample": {
         "torch.tensor([[2.0, 1.0]] * 2, dtype=torch.float64) / 3": {
-            "p[:2]": "where p = q nothing is ever rejected",
-            "p": "the target judges two drafts",
-            "torch.tensor([[1.0, 2.0], [1.01, 2.0]], dtype=torch.float64) / torch.tensor([[3.0], [3.01]])":
-                "look at the second"}},
+            "p[:2]": "where p = q nothing is ever rejected", "p": "the target judges two drafts",
+            "torch.tensor([[1.0, 2.0], [1.01, 2.0]], dtype=torch.float64) / "
+            "torch.tensor([[3.0], [3.01]])": "look at the second"}},
+    "draft_cost, speed, break_even": {
+        "(seconds / plain - verified) / drafted": {
+            "seconds / plain / drafted": "subtract them first",
+            "(seconds - verified * plain) / drafted": "these are seconds"},
+        "(1 + gamma * share) / (drafted * cost + verified)": {
+            "sum(share ** i for i in range(gamma + 1)) / (drafted * cost + verified)": "and no alpha",
+            "(1 + gamma * share) / (gamma * cost + 1)": "count the passes"},
+        "(1 + gamma * share - verified) / drafted": {
+            "share": "here each counts as given",
+            "(1 + gamma * share) / drafted": "the passes of the target come first"}},
 }
 
-# right answers of another shape: loops instead of tensors, other coins, less gained
+# correct answers of another shape: loops instead of tensors, other coins, less gained
 SHAPES = {
     "softcap, rotate": ["""
 def softcap(x, cap):
     return x if cap is None else cap * (1 - 2 / ((2 * x / cap).exp() + 1))
 
 def rotate(x, cos, sin):
-    half, partner = x.shape[-1] // 2, []
-    for i in range(2 * half):
-        partner.append(x[..., i + half if i < half else i - half])
-    return x * cos + torch.stack(partner, -1) * sin
+    D = x.shape[-1]
+    return x * cos + torch.stack([x[..., (i + D // 2) % D] for i in range(D)], -1) * sin
 """],
     "RMSNorm.forward": ["""
 class RMSNorm(nn.Module):
@@ -241,23 +251,20 @@ class RMSNorm(nn.Module):
         return (wide / length * (self.offset + self.weight.double())).to(x.dtype)
 """],
     "visible": ["""
-def may_read(i, s, first):
-    return s < first and s < i
+def chain_of(M):
+    return torch.tensor([[j <= i for j in range(M)] for i in range(M)])
 
 def visible(positions, slots, end, tree=None, window=None):
     B, M = slots.shape
-    if tree is None:
-        tree = torch.tensor([[j <= i for j in range(M)] for i in range(M)])
-    tree = tree.expand(B, *tree.shape[-2:])
-    T = tree.shape[1]
-    mask = torch.zeros(B, T, end, dtype=torch.bool)
+    tree = (chain_of(M) if tree is None else tree).expand(B, -1, M)
+    mask = torch.zeros(B, T := tree.shape[1], end, dtype=torch.bool)
     for b in range(B):
         at = {int(s): int(p) for s, p in zip(slots[b], positions[b])}
         places = {int(s): j for j, s in enumerate(slots[b])}
         for t in range(T):
             i = int(positions[b, M - T + t])
             for s in range(end):
-                seen = bool(tree[b, t, places[s]]) if s in places else may_read(i, s, int(slots[b, 0]))
+                seen = bool(tree[b, t, places[s]]) if s in places else s < min(i, int(slots[b, 0]))
                 mask[b, t, s] = seen and (window is None or i - at.get(s, s) < window)
     return mask
 """],
@@ -280,13 +287,9 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     return torch.stack(rows).view(logits.shape)
 
 def one(row, temperature, top_k, top_p, min_p):
-    falling = sorted(range(len(row)), key=lambda i: -float(row[i]))
-    out = torch.zeros_like(row)
-    if temperature == 0:
-        out[falling[0]] = 1
-        return out
+    falling, out = sorted(range(len(row)), key=lambda i: -float(row[i])), torch.zeros_like(row)
     p = ((row - row.max()) / max(temperature, 1e-30)).exp()
-    kept = falling[:top_k]
+    kept = falling[: 1 if temperature == 0 else top_k]
     if top_p is not None and top_p < 1:
         total, mass, few = p[kept].sum(), 0.0, []
         while mass < top_p or not few:
@@ -303,23 +306,18 @@ class Coins:
     def choose(self, weights):
         rows, found = weights.reshape(-1, weights.shape[-1]).double().tolist(), []
         for row, u in zip(rows, self.take(len(rows), weights.device).tolist()):
-            total, at = 0.0, u * math.fsum(row)
-            last = max(i for i, w in enumerate(row) if w > 0)
-            for i, w in enumerate(row):
-                total += w
-                if total > at or i == last:
-                    break
-            found.append(i)
+            last, total = max(i for i, w in enumerate(row) if w > 0), math.fsum(row)
+            found.append(next(i for i, t in enumerate(accumulate(row)) if i == last or t > u * total))
         return torch.tensor(found).view(weights.shape[:-1])
 
 import math
+from itertools import accumulate
 """],
     "verify": ["""
 def verify(p, q, tokens, coins, length=None):
-    B, K = tokens.shape
     kept, after = [], []
-    for b in range(B):
-        most = K if length is None else int(length[b])
+    for b in range(len(tokens)):
+        most = tokens.shape[1] if length is None else int(length[b])
         for k in range(most):
             t = int(tokens[b, k])
             drawn = torch.eye(p.shape[-1], dtype=p.dtype)[t] if q is None else q[b, k]
@@ -337,7 +335,7 @@ def verify(p, q, tokens, coins, length=None):
     # draw from p at each place, and go on as long as it is what was drafted: right, but it keeps fewer
     B, K = tokens.shape
     most = torch.full((B,), K) if length is None else length
-    accepted, token = torch.zeros(B, dtype=torch.long), torch.zeros(B, dtype=torch.long)
+    accepted, token = torch.zeros(2, B, dtype=torch.long)
     for b in range(B):
         for k in range(int(most[b]) + 1):
             token[b], accepted[b] = coins.choose(p[b, k]), k
@@ -378,20 +376,13 @@ class SelfDraft(Drafter):
 """],
     "climb": ["""
 def climb(score, starts, allowed):
-    ends, values = [], []
-    for start in starts.double():
-        here, value, flip = start.clone(), float(score(start[None])[0]), 0
-        while flip is not None:
-            flip, best = None, value
-            for i in range(len(here)):
-                there = here.clone()
-                there[i] = 1 - there[i]
-                if bool(allowed(there[None])[0]) and float(score(there[None])[0]) > best:
-                    best, flip = float(score(there[None])[0]), i
-            if flip is not None:
-                here[flip], value = 1 - here[flip], best
-        ends.append(here)
-        values.append(value)
-    return torch.stack(ends), torch.tensor(values, dtype=torch.float64)
+    ends = torch.stack([top(score, start, allowed) for start in starts.double()])
+    return ends, score(ends)
+
+def top(score, here, allowed):
+    worth = lambda z: float(score(z[None])[0])
+    near = [torch.where(torch.arange(len(here)) == i, 1 - here, here) for i in range(len(here))]
+    best = max([z for z in near if bool(allowed(z[None])[0])], key=worth, default=here)
+    return top(score, best, allowed) if worth(best) > worth(here) else here
 """],
 }

@@ -1,5 +1,5 @@
-"""Does the grader grade? Stubs must be "to do", originals and right answers of another shape must pass, and
-of each wrong answer the message must name its very mistake. Cases of "Diagnose" must have a test that fails.
+"""Does the grader work? Stubs must be "to do", originals and correct answers of another shape must pass, and
+the message for each wrong answer must name the mistake. Each case of "Diagnose" must have a test that fails.
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 """
@@ -21,7 +21,7 @@ WORKERS = min(2, os.cpu_count() or 1)
 
 
 def answer(task):
-    """The originals of a task, written as a student's file would have them."""
+    """The originals of a task, as they would stand in a student's file."""
     return "\n".join(line for name in task.functions for line in [*splice.original(task.module, name), ""])
 
 
@@ -43,7 +43,7 @@ def cases(task):
 
 
 def problem(job):
-    """What is wrong with a case; "" where all is as it should be."""
+    """What is wrong with a case; "" if nothing is."""
     if isinstance(job, int):
         return diagnosed(job)
     task, what, text, status, words = job

@@ -29,44 +29,11 @@ COUNT = 6
 class Case(NamedTuple):
     function: str
     phrase: str     # the reason in its row of tests/mistakes.py
-    why: str        # what a good answer says; shown after the line was found
+    why: str        # what a good answer says; shown when the line is right
 
 
-CASES = [
-    Case("ancestors", "siblings see each other's keys in a tree",
-         "A node sees itself and what its parent sees. Here it sees all nodes before it, its siblings "
-         "among them, as if the tree were a chain."),
-    Case("commit", "the next token is put after the whole draft",
-         "The token after the last accepted draft belongs right after it, in place of the first that was "
-         "refused. Here it goes after all K drafts, and the refused ones stay in the text."),
-    Case("KVCache.move", "a move goes the other way",
-         "gather reads and scatter writes: the values come from `source` and go to `target`."),
-    Case("NGram.enter", "copies from one token too late",
-         "What followed an n-gram that starts at i starts at i + n. One further, the first token of what "
-         "followed is left out."),
-    Case("ModelDraft.propose", "the draft model reads one token only: it misses its own last draft",
-         "After a draft that was accepted whole the draft model has read neither its own last draft nor "
-         "the bonus token. It must read at least two tokens, or its cache has a hole."),
-    Case("Teacher.draft", "a scored draft reads the drafts before it",
-         "Each position drafts on its own: of the block a token may see only itself. A triangle lets it "
-         "see rough keys of the positions before it, beside their exact ones."),
-    Case("Teacher.overlap", "how likely two draws agree, not that a draft is accepted",
-         "A draft is accepted with probability sum of min(p, q). The sum of p q is how likely a draw from "
-         "p and one from q are the same token, which is less."),
-    Case("commit", "the latest end-of-text ends, not the earliest",
-         "An accepted draft can hold several end-of-text tokens. The text ends at the first of them."),
-    Case("DoNoHarm.begin", "all rows share one estimate",
-         "Each row learns from its own drafts and starts with a copy of what earlier texts taught. Here all "
-         "rows hold the same object, so that what becomes of one row's drafts counts for all of them."),
-    Case("prefill", "prefill: blocks in the wrong slots",
-         "Block i starts at i * block, and slot = position. A wrong start puts keys where later tokens "
-         "look for others."),
-    Case("State.at", "State.at off by one, ragged rows",
-         "The last known token of a row with n tokens stands at n - 1, and is offset 0."),
-    Case("kernel", "squared distances, as in a smooth kernel",
-         "Each bit that differs contributes one factor, so that the distances stand in the exponent as "
-         "they are; squared, the matrix over all sets is no product of two-by-two ones any more."),
-]
+TABLE = Path(__file__).with_suffix(".md").read_text(encoding="utf-8").partition("|---")[2].splitlines()[1:]
+CASES = [Case(*map(str.strip, line.strip("|").split("|"))) for line in TABLE]
 
 
 def row(case):

@@ -3,14 +3,14 @@ library, and the library's tests of that function are run there.
 
     python exercises/grade.py OUT              all exercises
     python exercises/grade.py OUT verify       one of them, by its name or number
-    python exercises/grade.py OUT --json       the same for a course's server
+    python exercises/grade.py OUT --json       all of them, as a list of verdicts
+    python exercises/grade.py OUT --gradescope results.json      and write marks for a course's server
 
 What is graded is the text and its distribution, never speed and never an acceptance rate. A correct answer
 that gains less than it could passes, and the remark beside it says why.
 
-This runs the code in OUT. It guards against accidents, such as endless loops, but not against malice: a
-server should give it a sandbox without network, with a user and limits of its own, and a fresh copy of this
-repository.
+This runs the code in OUT. It guards against accidents, such as endless loops, but not against malice: on a
+server, give it a sandbox without network, with its own user and limits, and a fresh copy of this repository.
 """
 import argparse
 import faulthandler
@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
     exercise: str
     number: int
     status: str         # "passed", "failed", or "to do": it is still the stub
-    message: str = ""   # what failed: given, expected, what came, and the likely mistake
+    message: str = ""   # what failed: given, expected, got, their difference, and the likely mistake
     test: str = ""      # the test that failed
     line: int = 0       # the line of the student's file at which an error was raised
     remark: str = ""    # about a correct answer: why it gains less than it could; or that it prints
@@ -73,14 +73,15 @@ class Watch:
                           if str(e.path).endswith(os.sep + self.module) and self.lines[e.lineno]), None)
             line = self.lines[blame.lineno] if blame else 0
             if isinstance(value, AssertionError):
-                message = re.split(r"\n(?=assert )", message)[0]
+                message = re.split(r"\n(?=assert | \+ )", message)[0]      # without pytest's dump of tensors
             else:
                 message = f"{kind}: {message}"
                 if blame:
                     message += f"\nraised at     line {line}: {str(blame.statement).strip()}"
-        about = " ".join((getattr(getattr(node, "function", None), "__doc__", "") or "").split())
-        if about and "given" not in message:
-            message += f"\nthe test      {about}"
+        about = (getattr(getattr(node, "function", None), "__doc__", "") or
+                 node.name.removeprefix("test_").partition("[")[0].replace("_", " "))
+        if "given" not in message:
+            message += f"\nthe test      {' '.join(about.split())}"
         self.found = {"test": node.nodeid.split("/")[-1], "message": message[:4000], "line": line}
 
     def pytest_runtest_logreport(self, report):
@@ -149,6 +150,7 @@ def grade(task, text, limit=LIMIT):
     with tempfile.TemporaryDirectory(prefix="grade-") as made:
         folder = Path(made)
         copy_library(folder)
+        (folder / task.module).parent.mkdir(exist_ok=True)
         (folder / task.module).write_text("\n".join(line for line, _ in spliced) + "\n", encoding="utf-8")
         process = CONTEXT.Process(target=run_tests, args=(made, module, lines, task.tests, limit))
         process.start()
@@ -167,7 +169,22 @@ def grade_file(task, folder, limit):
     path = folder / file_name(task)
     if not path.is_file():
         return Verdict(task.name, task.number, "to do", f"there is no {path.name} in {folder}")
-    return grade(task, path.read_text(encoding="utf-8", errors="replace"), limit)
+    try:
+        return grade(task, path.read_text(encoding="utf-8", errors="replace"), limit)
+    except Exception as e:      # one answer must not cost the verdicts on all others
+        return Verdict(task.name, task.number, "failed", f"it cannot be graded: {type(e).__name__}: {e}")
+
+
+def results(verdicts):
+    """Gradescope's results.json, with the marks of the rubric in README.md. What has no verdict is to do."""
+    known, tests = {v.number: v for v in verdicts}, []
+    for task in TASKS:
+        v = known.get(task.number, Verdict(task.name, task.number, "to do"))
+        most, passed = 4 * (task.number <= 15), v.status == "passed"
+        tests.append({"number": str(v.number), "name": v.exercise, "status": "passed" if passed else "failed",
+                      "score": most * passed, "max_score": most, "output": "\n".join(show(v)),
+                      "output_format": "text"})
+    return {"score": sum(test["score"] for test in tests), "visibility": "visible", "tests": tests}
 
 
 def show(verdict):
@@ -185,6 +202,7 @@ def main(argv=None):
     p.add_argument("out", type=Path, metavar="OUT", help="the folder that start.py made")
     p.add_argument("name", nargs="?", help="one exercise, by its name or number")
     p.add_argument("--json", action="store_true", help="one JSON list instead of a table")
+    p.add_argument("--gradescope", type=Path, metavar="FILE", help="also write the marks into a results.json")
     p.add_argument("--seconds", type=float, default=LIMIT, help="for the tests of one exercise")
     a = p.parse_args(argv)
     if not a.out.is_dir():
@@ -199,6 +217,8 @@ def main(argv=None):
     verdicts = []
     for task in tasks:
         verdicts.append(grade_file(task, a.out, a.seconds))
+        if a.gradescope:        # after each exercise: if the server stops this process, the others count
+            a.gradescope.write_text(json.dumps(results(verdicts), indent=1), encoding="utf-8")
         if not a.json:
             print(*show(verdicts[-1]), sep="\n", flush=True)
     passed = sum(v.status == "passed" for v in verdicts)

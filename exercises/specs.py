@@ -1,8 +1,5 @@
-"""Slow and obvious specifications, which a student may run: each says what an answer must agree with, and is
-none itself.
-
-`start.py` copies them into the student's files, and a test holds them true.
-"""
+"""Slow and obvious specifications that a student may run: each says what an answer must agree with, and is
+none itself. `start.py` copies them into the student's files, and a test holds them true."""
 import random
 
 
@@ -19,7 +16,7 @@ def specification_of_verify(verify, p, q, Coins, rounds=4000):
 
 
 def specification_of_expected_tokens(alpha, gamma, rounds=20_000):
-    """Play the rounds: draft after draft is accepted with probability alpha, until one is refused; and one
+    """Play the rounds: draft after draft is accepted with probability alpha, until one is rejected; and one
     more token comes in any case."""
     tokens, coins = 0, random.Random(0)
     for _ in range(rounds):

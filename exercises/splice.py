@@ -1,6 +1,6 @@
-"""Functions cut out of the library by `ast`: a stub is what is left of one, and an answer takes its place.
+"""Cuts functions out of the library with `ast`: a stub is what remains, and an answer takes its place.
 
-The library is the solution. Nothing here is a copy of it, so nothing can get out of step with it.
+The library is the solution. Nothing here is a copy of it, so the two cannot differ.
 """
 import ast
 from pathlib import Path

@@ -7,6 +7,7 @@ The stubs are cut out of the library when this is run, and no solution is in the
 """
 import argparse
 import inspect
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,32 +17,6 @@ sys.path.insert(0, str(ROOT))
 from exercises import splice  # noqa: E402
 from exercises.specs import SPECS  # noqa: E402
 from exercises.tasks import SITTINGS, TASKS, file_name  # noqa: E402
-
-README = """# Exercises: self-speculative decoding
-
-{count} pieces of a library, cut out for you to write. Each file says what is wanted; put your code in place
-of `raise NotImplementedError`. Then let it be graded, in the folder of the library:
-
-```
-python exercises/grade.py {out}        # all of them
-python exercises/grade.py {out} 1      # the first
-```
-
-The grader needs what `pip install -r requirements-dev.txt` installs. It runs your code in a copy of the
-library and says what was given, what was expected, what came, and the likely mistake. It never changes your
-files.
-
-- What counts is the text and its distribution. No test measures speed, and none asks how many drafts you
-  keep: an answer that is right and gains less than it could passes, and the remark beside it says why.
-- Loops are as good as tensors. Helpers, as functions, may stand beside yours; `torch` and `math` are enough.
-- The other functions of the library are there as if you stood in its file: `verify` may call `torch`, `chain`
-  may call `wanted`. Read whatever of the library you like, except the function itself.
-
-{table}
-
-"Read first" names files of the library; the notebooks open in Jupyter, and on the web as they are. Difficulty
-1: a few lines once you see it. 2: think first, on paper. 3: the better part of an hour, and worth it.
-"""
 
 
 def student_file(task, out):
@@ -78,9 +53,11 @@ def write(out):
     out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
         (out / file_name(task)).write_text(student_file(task, out), encoding="utf-8")
-    (out / "README.md").write_text(README.format(count=len(TASKS), out=out, table=table()), encoding="utf-8")
-    coach = (ROOT / "exercises" / "coach.md").read_text(encoding="utf-8")
-    (out / "AGENTS.md").write_text(coach, encoding="utf-8")
+    hours = round(sum(task.minutes for task in TASKS) / 60)
+    page = Path(__file__).with_name("student.md").read_text(encoding="utf-8")
+    page = page.format(count=len(TASKS), hours=hours, out=out, table=table())
+    (out / "README.md").write_text(page, encoding="utf-8")
+    shutil.copy(Path(__file__).with_name("coach.md"), out / "AGENTS.md")
 
 
 def main(argv=None):

@@ -25,8 +25,8 @@ class Task(NamedTuple):
 
     @property
     def sitting(self):
-        """Five of three exercises; two small ones belong to the fourth and the fifth."""
-        return {16: 4, 17: 5}.get(self.number, 1 + (self.number - 1) // 3)
+        """Five of three exercises; three small ones belong to the fourth and the fifth."""
+        return {16: 4, 17: 5, 18: 4}.get(self.number, 1 + (self.number - 1) // 3)
 
 
 SITTINGS = (  # what each is about, and what to read before it
@@ -93,8 +93,10 @@ TASKS = [
         "verify_tree_rows_stand_for_themselves")),
     Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1, tests(
         by_hand="alpha_is_no_share_of_drafted_tokens")),
-    Task(17, "counterexample", "tests/counterexample.py", ("counterexample",), 25, 2, tests(
-        verify_block="a_counterexample_to_the_first_failure")),
+    Task(17, "counterexample", "exercises/published.py", ("counterexample",), 25, 2,
+         ("../exercises/published.py::test_a_counterexample_to_the_first_failure",)),
+    Task(18, "draft_cost, speed, break_even", "exercises/published.py", ("draft_cost", "speed", "break_even"),
+         20, 2, ("../exercises/published.py::test_a_published_run",)),
 ]
 
 

@@ -1,13 +1,31 @@
-"""How a failing test speaks to somebody who has just written the function: what was given, what was expected,
-what came, and the likely mistake, which is named only where what came is just what that mistake gives."""
+"""How a failing test speaks to a student who has just written the function: given, expected, got, their
+difference, and the likely mistake, which is named only where it gives just what came out."""
+import random
+from contextlib import contextmanager
+
 import pytest
 import torch
 from tiny import law
 
+NEAR = "right but for rounding: is something computed in float32? What comes in float64 must stay so"
 
-def fail(given, want, got, why=None):
-    lines = [f"given         {given}", f"expected      {want}", f"what came     {got}"]
-    pytest.fail("\n".join(lines + [f"likely        {why}"] * bool(why)), pytrace=False)
+
+def fail(given, want, got, why=None, off=None):
+    rows = {"given": given, "expected": want, "got": got, "difference": off, "likely": why}
+    pytest.fail("\n".join(f"{name:14}{row}" for name, row in rows.items() if row is not None), pytrace=False)
+
+
+@contextmanager
+def no_other_chance(given):
+    """All chance must come from the coins that the function is given."""
+    before = torch.get_rng_state(), random.getstate()
+    try:
+        yield
+    finally:
+        if not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate():
+            fail(given, "all chance comes from the coins", "random numbers of your own", "with torch.rand, "
+                 "multinomial and the like no run can be repeated, and no test can try every outcome; use "
+                 "only the coins that the text of the exercise names")
 
 
 def short(value):
@@ -22,12 +40,12 @@ def short(value):
 
 
 def where(got, want, most=24):
-    """Both as text: whole where they are small, else the place where they differ most."""
+    """Both and their difference as text: whole where they are small, else where they differ most."""
+    off = got.double() - want.double()
     if want.numel() <= most:
-        return short(want), short(got)
-    far = (got.double() - want.double()).abs().nan_to_num(torch.inf)
-    at = [int(i) for i in torch.unravel_index(far.argmax(), far.shape)]
-    return tuple(f"{short(t[tuple(at)])} at {at}, where they differ most" for t in (want, got))
+        return tuple(map(short, (want, got, off)))
+    at = [int(i) for i in torch.unravel_index(off.abs().nan_to_num(torch.inf).argmax(), off.shape)]
+    return tuple(f"{short(t[tuple(at)])} at {at}, where they differ most" for t in (want, got, off))
 
 
 def compare(got, want, mistakes, given="the worked example of this test", rtol=1e-12):
@@ -38,7 +56,10 @@ def compare(got, want, mistakes, given="the worked example of this test", rtol=1
     if got.shape != want.shape:
         fail(given, f"shape {tuple(want.shape)}", f"shape {tuple(got.shape)}", known(got, mistakes))
     if not torch.allclose(got, want, rtol=rtol, atol=1e-12):
-        fail(given, *where(got, want), known(got, mistakes))
+        expected, came, off = where(got, want)
+        near = torch.allclose(got, want, rtol=1e-5, atol=1e-7)
+        fail(given, expected, came, known(got, mistakes) or (NEAR if near else None),
+             off if got.is_floating_point() else None)
 
 
 def known(got, mistakes):
@@ -68,13 +89,17 @@ def look(got, want, mistakes, given="the worked example of this test"):
 def same_law(run, want, mistakes, given, otherwise=None):
     """run(coins) -> outcome must have the distribution `want`, {outcome: probability}. mistakes: {why: a run
     that makes it}; the one that gives the very same distribution is named, or else `otherwise`."""
-    got = law(run)
+    with no_other_chance(given):
+        got = law(run)
     if not equal(got, want):
-        worst = sorted(got | want, key=lambda key: -abs(got.get(key, 0.0) - want.get(key, 0.0)))[:4]
-        expected, came = (", ".join(f"{key}: {table.get(key, 0.0):.4g}" for key in worst)
-                          for table in (want, got))
+        off = {key: got.get(key, 0.0) - want.get(key, 0.0) for key in got | want}
+        worst = sorted(off, key=lambda key: -abs(off[key]))[:4]
+        expected, came, far = (", ".join(f"{key}: {table.get(key, 0.0):{digits}}" for key in worst)
+                               for table, digits in ((want, ".4g"), (got, ".4g"), (off, "+.2g")))
         why = next((why for why, wrong in mistakes.items() if equal(got, law(wrong))), otherwise)
-        fail(given, expected, came, why)
+        if all(abs(x) < 1e-4 for x in off.values()):
+            why = f"{NEAR}; or is an epsilon added? q of a token that was drawn from q is never 0"
+        fail(given, expected, came, why, far)
 
 
 def equal(a, b, tolerance=1e-12):

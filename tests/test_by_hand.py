@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from teach import compare, fail, known, short
+from teach import compare, fail, known, no_other_chance, short
 from test_sampling import ALMOST_ONE, from_p
 from tiny import GEMMA, LLAMA, Fixed, wide
 
@@ -68,10 +68,11 @@ def test_probabilities(name):
 
 
 CHOICES = [
-    ([0.1, 0.0, 0.2], [0.2, 0.334, 0.9, 0.05, 0.333, ALMOST_ONE], [0, 2, 2, 0, 0, 2], {
-        "the weights need not sum to 1: u must be scaled by their sum": [2, 2, 2, 0, 2, 2],
+    ([0.1, 0.0, 0.2, 0.1], [0.2, 0.251, 0.9, 0.05, 0.249, ALMOST_ONE], [0, 2, 3, 0, 0, 3], {
+        "the weights need not sum to 1: u must be scaled by their sum": [2, 2, 3, 0, 2, 3],
         "this is the most likely id, whatever u is": [2] * 6,
-        "the running sum goes over rising ids, not over falling weights": [2, 2, 0, 2, 2, 0]}),
+        "1 - u was looked up: it is as random, but ports repeat the stream of u": [3, 2, 0, 3, 3, 0],
+        "the running sum goes over rising ids, not over falling weights": [2, 2, 3, 2, 2, 3]}),
     ([0.0, 0.5, 0.5], [0.0, 0.4, ALMOST_ONE], [1, 1, 2], {
         "u = 0 chose a token of probability zero: take the first id whose running sum *exceeds* u times the "
         "sum": [0, 1, 2]})]
@@ -81,7 +82,12 @@ CHOICES = [
 def test_choices(weights, us, want, mistakes):
     got, given = [], f"the weights {weights} and the uniforms u = {us}, one each"
     for u in us:
-        got.append(Fixed(u).choose(wide([weights])))
+        coins = Fixed(u, *[0.5] * 9)
+        with no_other_chance(given):
+            got.append(coins.choose(wide([weights])))
+        if len(coins.uniforms) < 9:
+            fail(given, "one uniform for each row of weights", f"{10 - len(coins.uniforms)}", "Gumbel-max "
+                 "takes one per token; turn a single one into an id by the running sum of the weights")
         if not isinstance(got[-1], torch.Tensor) or got[-1].shape != (1,):
             fail(given, "for weights (1, V) an index of shape (1,)", f"{got[-1]!r:.100}")
     compare(torch.cat(got), want, mistakes, given)
@@ -183,7 +189,7 @@ def test_expected_tokens_of_a_series():
             (one + two) / 2] * 2 + [(one + two + 3) / 3],
         "a round too few: one that drafts to the very end of the series fits, too": [one] * 3},
         "acceptances .9 .2 .5 along a text and gamma = 2: the first round starts at 0, the second at 1 (if "
-        "the first draft was refused, probability .1) or not at all; first as a series, then as a list of "
+        "the first draft was rejected, probability 0.1) or not at all; first as a series, then as a list of "
         "one series, then as a list with a second series 1 1", rtol=1e-9)
 
 
@@ -221,12 +227,12 @@ def test_alpha_is_no_share_of_drafted_tokens():
     """A thousand drafts of 5 tokens, each accepted with .8 if the ones before it were: 3.7 tokens a round."""
     counts = Counts(1000, 1000, 3689, drafted=1000, hits=800, proposed=5000, accepted=2689)
     compare(wide([counts.alpha]), [0.8], {
-        "accepted / proposed is no alpha: a token after a refusal counts as refused there, though nobody "
-        "tried it; the formula makes 2.1 tokens a round of it, where 3.7 came": [2689 / 5000],
+        "accepted / proposed is no alpha: it counts the tokens after a rejection, which were never tested; "
+        "with it the formula predicts 2.1 tokens per round, where 3.7 came": [2689 / 5000],
         "accepted tokens per round: the gain, and no probability": [2.689]}, str(counts), rtol=1e-9)
     some = Counts(passes=20, turns=2000, tokens=3800, drafted=1000, hits=800, proposed=1500, accepted=1000)
     compare(wide([some.alpha]), [0.8], {
-        "rounds without a draft count as refusals: divide by the rounds that tested a draft": [0.4],
+        "rounds without a draft count as rejections: divide by the rounds that tested a draft": [0.4],
         "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
         f"{some}, half of whose turns had no draft")
     compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")

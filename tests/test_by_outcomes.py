@@ -67,17 +67,21 @@ def written(verifier, parents, count, copied=None, p=P, length=None):
 
 DEAD = "`length` is ignored: what a row does not propose is dead, and is never accepted"
 MISTAKES = {    # of `verify` and `verify_tree`
-    "all": "every draft is accepted; one with p < q must be refused with probability 1 - p/q",
+    "threshold": "a draft with p < q is always rejected; accept it with probability p/q",
+    "agree": "a draft is accepted only where it is p's most likely token: greedy decoding, not sampling",
+    "zero": "only the rejected token is set to zero; max(p - q, 0) subtracts q from every token",
+    "sure": "the token after the draft is the most likely one of what is left; it must be drawn",
+    "all": "every draft is accepted; one with p < q must be rejected with probability 1 - p/q",
     "upside down": "the ratio is upside down: accept with probability min(1, p/q), not q/p",
-    "all passed": "drafts after the first refusal are counted, too; nothing after it counts",
-    "p": "a refused draft is replaced by a token from p; it must come from max(p - q, 0), or the drafts' "
+    "all passed": "drafts after the first rejection are counted, too; nothing after it counts",
+    "p": "a rejected draft is replaced by a token from p; it must come from max(p - q, 0), or the drafts' "
          "favourites come twice as often",
     "abs": "the replacement is drawn from |p - q|; what q has too much of must be cut off: max(p - q, 0)",
     "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a row of "
                 "its own, one further",
     "again": "the bonus is skipped: after a draft that was accepted whole its last token comes once more",
     "subtract": "where nothing was proposed q must count as 0; you subtract a row of q that is dead",
-    "same p": "later siblings are judged by p itself; after a refusal max(p - q, 0), scaled, takes its place",
+    "same p": "later siblings are judged by p itself; after a rejection max(p - q, 0), scaled, is used",
     "not scaled": "max(p - q, 0) must be scaled to sum to 1 before the next sibling is judged by it",
     "root": "the token after the path is drawn at the root, from what its children left; it must come from "
             "the row of the last accepted node",
@@ -94,8 +98,11 @@ def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
         chance.append(left[token] / q[k][token])
         if mistake == "upside down":
             chance[k] = 1 / chance[k]
+        if mistake in ("threshold", "agree"):
+            chance[k] = (chance[k] >= 1 if mistake == "threshold" else left.argmax() == token).double()
         less = rest[parent] - q[k]
         less = less.abs() if mistake == "abs" else less.clamp(min=0)
+        less = rest[parent].index_fill(0, torch.tensor(token), 0.0) if mistake == "zero" else less
         if less.sum() > 0 and (k < live or mistake == "subtract"):
             rest[parent] = less if mistake == "not scaled" else less / less.sum()
     node = 0
@@ -107,13 +114,16 @@ def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
     if mistake == "again" and node == live > 0:
         return node, tokens[-1]
     last = p[max(0, node - 1)] if node == live else rest[node]
-    return node, int(coins.choose({"p": p[node], "root": rest[0], "last row": last}.get(mistake, rest[node])))
+    left = {"p": p[node], "root": rest[0], "last row": last}.get(mistake, rest[node])
+    return node, int(left.argmax() if mistake == "sure" else coins.choose(left))
 
 
 def writes_the_law(verifier, given, parents, count, copied=None, p=P, length=None, otherwise=None):
-    """The texts of a round have the distribution of plain decoding; if not, the likely mistake is named."""
+    """The texts of a round have the distribution of plain decoding; if not, the likely mistake is named, or
+    `otherwise`: where it is given, easier cases would have shown each of MISTAKES."""
     case = parents, count, copied, p, length
-    wrong = {why: written(partial(by_the_walk, mistake=name), *case) for name, why in MISTAKES.items()}
+    wrong = {} if otherwise else {
+        why: written(partial(by_the_walk, mistake=name), *case) for name, why in MISTAKES.items()}
     same_law(written(verifier, *case), target_law(p, count), wrong, f"{given}, in a vocabulary of 3 tokens; "
              "the text must have the distribution of plain decoding, {text: probability}", otherwise)
 
@@ -201,14 +211,14 @@ def test_verify_rows_stand_for_themselves(drawn, lengths):
 
 
 def test_verify_where_nothing_is_left():
-    """p is q up to rounding, and gives token 2 nothing; a refusal has a chance of one in a billion."""
+    """p is q up to rounding, and gives token 2 nothing; the chance of a rejection is one in a billion."""
     q = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     p = torch.tensor([0.5, 0.5 - 1e-9, 0.0], dtype=torch.float64)
     outcomes = law(lambda coins: one_row(torch.stack([p, p]), [q], [1], [0], coins, None))
     never = [weight for (_, token), weight in outcomes.items() if token == 2]
     if never:
-        fail("p = [.5, .5 - 1e-9, 0], q = [.5, .5, 0], and token 1 refused", "token 0 or 1", "token 2",
-             ("rounding can refuse a draft where p = q, and then nothing is left to draw from" if math.isnan(
+        fail("p = [.5, .5 - 1e-9, 0], q = [.5, .5, 0], and token 1 rejected", "token 0 or 1", "token 2",
+             ("rounding can reject a draft where p = q, and then nothing is left to draw from" if math.isnan(
                  never[0]) else "an empty residual is made uniform, and so tokens come that the target never "
               "writes") + "; where nothing is left of max(p - q, 0), p itself is right")
 

@@ -1,5 +1,5 @@
-"""The student's folder, and the grader's manners: one clear line for each kind of accident. Whether
-it names mistakes is what `python exercises/check.py` tries, with all of them."""
+"""The student's folder, and one clear line for each kind of accident. Whether mistakes are named is what
+`python exercises/check.py` tries."""
 import ast
 import json
 import subprocess
@@ -13,6 +13,7 @@ from tiny import tree
 from control import expected_tokens
 from exercises import diagnose, specs, splice, start
 from exercises.check import answer
+from exercises.published import test_a_counterexample_to_the_first_failure, test_a_published_run  # noqa: F401
 from exercises.tasks import TASKS, choose, file_name
 from sampling import Coins
 from search import climb
@@ -41,8 +42,8 @@ def test_a_task_names_tests_that_exist(task):
 
 @each_task
 def test_a_file_has_the_stub_and_no_solution(task, out):
-    text = (out / file_name(task)).read_text(encoding="utf-8")
-    everything = "".join(p.read_text(encoding="utf-8") for p in out.iterdir())
+    texts = {p.name: p.read_text(encoding="utf-8") for p in out.iterdir()}
+    text, everything = texts[file_name(task)], "".join(texts.values())
     for name in task.functions:
         ours, stub = (find(ast.parse(t), name) for t in (splice.source(task.module), text))
         assert splice.signature(ours) == splice.signature(stub) and splice.is_stub(stub)
@@ -62,10 +63,8 @@ def test_the_folder_is_never_written_over(out):
 
 def test_the_specifications_are_true():
     p, q = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]]), torch.tensor([[0.2, 0.6, 0.2]])
-    found = specs.specification_of_verify(verify, p, q, Coins)
-    assert found == pytest.approx(p[0].tolist(), abs=0.03)
-    played = specs.specification_of_expected_tokens(0.8, 5)
-    assert played == pytest.approx(expected_tokens(0.8, 5), abs=0.05)
+    assert specs.specification_of_verify(verify, p, q, Coins) == pytest.approx(p[0].tolist(), abs=0.03)
+    assert specs.specification_of_expected_tokens(0.8, 5) == pytest.approx(expected_tokens(0.8, 5), abs=0.05)
     score, free = lambda z: z @ torch.tensor([1.0, -3.0, 2.0]).double(), lambda z: z.sum(-1) <= 1
     (end, *_), _ = climb(score, torch.zeros(1, 3), free)
     assert specs.specification_of_climb(score, end, free)
@@ -109,9 +108,8 @@ def test_the_original_put_into_the_library_is_the_library(task):
 
 def test_helpers_come_along_and_of_two_definitions_the_last_one_counts():
     task = choose("KVCache.write")
-    head = "  def write(self, layer, k, v, at, start=0):\n"
-    text = ("SIZE = 3\ndef mine(x):\n  return x\n\nclass KVCache:\n"
-            f"{head}    return 0\n{head}    return mine(k), v\n")
+    head = "  def write(self, layer, k, v, at, start=0):\n    return "
+    text = f"SIZE = 3\ndef mine(x):\n  return x\n\nclass KVCache:\n{head}0\n{head}mine(k), v\n"
     spliced, module = splice.put(task.module, task.functions, text), {}
     exec(compile("\n".join(line for line, _ in spliced), "kvcache.py", "exec"), module)
     cache = object.__new__(module["KVCache"])
@@ -124,8 +122,8 @@ def test_helpers_come_along_and_of_two_definitions_the_last_one_counts():
 
 
 def graded(folder, *flags):
-    done = subprocess.run([sys.executable, "exercises/grade.py", str(folder), *flags], capture_output=True,
-                          text=True, cwd=ROOT)
+    run = [sys.executable, "exercises/grade.py", str(folder), *map(str, flags)]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -143,8 +141,7 @@ def test_one_clear_line_for_each_kind_of_accident(out):
     put_answer(out, "8", "class Coins", "from torch import coins\n\nclass Coins")
     put_answer(out, "10", "token = state.coins.choose(q)", "token = nothing")
     (out / file_name(choose("9"))).unlink()
-    before = tree(out)
-    code, printed, _ = graded(out, "--json")
+    before, (code, printed, _) = tree(out), graded(out, "--json")
     found = {verdict["number"]: verdict for verdict in json.loads(printed)}
     assert {n: v["status"] for n, v in found.items() if v["status"] != "to do"} == {
         1: "passed", 6: "failed", 8: "failed", 10: "failed"} and len(found) == len(TASKS)
@@ -157,10 +154,21 @@ def test_one_clear_line_for_each_kind_of_accident(out):
     assert found[9]["message"].startswith("there is no 09_verify.py")
 
 
+def test_marks_add_up_whatever_one_answer_does(out, tmp_path):
+    """What breaks the grader itself costs no other exercise its marks."""
+    put_answer(out, "8", "True", "True")
+    put_answer(out, "9", "B, K = tokens.shape", "B, K = tokens.shape" + " + ()" * 9000)
+    graded(out, "--gradescope", file := tmp_path / "results.json")
+    found = json.loads(file.read_text())
+    assert {test["name"]: test["score"] for test in found["tests"] if test["score"]} == {"Coins.choose": 4}
+    assert found["score"] == 4 and sum(test["max_score"] for test in found["tests"]) == 60
+    assert "it cannot be graded: " in found["tests"][8]["output"]
+
+
 def test_an_endless_loop_is_named_by_its_line(out):
-    put_answer(out, "1", "torch.tanh(x / cap)", "all(1 for _ in iter(int, 1))")
-    before, _ = (out / file_name(choose("1"))).read_text().split("iter(int")
-    code, printed, _ = graded(out, "1", "--seconds", "6")
+    put_answer(out, "18", "(seconds / plain - verified)", "all(1 for _ in iter(int, 1))")
+    before, _ = (out / file_name(choose("18"))).read_text().split("iter(int")
+    code, printed, _ = graded(out, 18, "--seconds", 6)
     assert code == 1 and f"an endless loop at line {before.count(chr(10)) + 1}?" in printed
 
 

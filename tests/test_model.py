@@ -233,6 +233,8 @@ def test_visible_where_slots_are_not_positions():
         "before the block a token sees *smaller* positions, not its own first copy":
             ["x..x..", "xx..x.", "xxx..x"],
         "a token must not see the slots of its own future": ["xxxx..", "xxx.x.", "xxx..x"],
+        "slot <= position fails with a tree, or where slots differ": ["x.....", "xx....", "xxx..."],
+        "slot <= own slot fails with a tree, or where slots differ": ["xxxx..", "xxxxx.", "xxxxxx"],
         "tree was ignored inside the block": ["...x..", "x..xx.", "xx.xxx"]},
         "tokens at positions 0 1 2 in slots 3 4 5, which see only themselves of the block")
     look(visible(at, at + 3, 6, window=2)[0], ["...x..", "x..xx.", ".x..xx"], {

@@ -2,10 +2,8 @@
 import promises
 import pytest
 import torch
-from counterexample import counterexample, first_failure
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from teach import fail, short
 from test_by_outcomes import rows_stand_for_themselves, writes_the_law
 from test_speculative import LAWS
 from tiny import LIVELY, PROMPTS, law, make, wide
@@ -121,26 +119,3 @@ def test_it_accepts_just_as_much_of_copies(data, K):
     tokens = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=K, max_size=K)))
     one, two = (accepted(judge, p, torch.zeros(K, 3), tokens) for judge in (verify, verify_block))
     assert one == pytest.approx(two)
-
-
-def test_a_counterexample_to_the_first_failure():
-    """The published mistake must show in the distribution of the first two tokens."""
-    p, q = counterexample()
-    for name, t, rows in (("p", p, 3), ("q", q, 2)):
-        if t.shape != (rows, p.shape[-1]) or not torch.allclose(t.sum(-1), torch.ones(rows).double()):
-            fail("counterexample()", f"{name} of shape ({rows}, V), whose rows are distributions",
-                 f"{short(t)}", "the target judges two drafts and gives a bonus token: three rows")
-
-    def text(coins):
-        tokens = coins.choose(q)
-        accepted, token = first_failure(p[None], q[None], tokens[None], coins)
-        out = [*tokens[:accepted].tolist(), token]
-        return tuple([*out, *(int(coins.choose(row)) for row in p[len(out) :])][:2])
-
-    got = law(text)
-    off = max(abs(weight - float(p[0, a] * p[1, b])) for (a, b), weight in got.items())
-    if off < 0.01:
-        fail(f"p = {short(p)}, q = {short(q)}", "texts with another distribution than p's",
-             f"p's, or nearly: off by {off:.2g}", "where p = q nothing is ever rejected, and every form is "
-             "right" if torch.allclose(p[:2], q) else "the first token comes out right in this form; let the "
-             "first draft be one that is often rejected (p < q), and look at the second")
