@@ -280,8 +280,8 @@ print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 # Recursive rejection is not the only rule for siblings. *SpecTr* (Sun et al. 2023) draws k tokens
 # independently and accepts the first that passes a stricter test; it is exact, too. *Typical
 # acceptance* (Medusa, arXiv 2401.10774) accepts any token that p considers likely enough, without a
-# coin. Question 3 asks whether that is exact. [lab/bench/rules.py](../lab/bench/rules.py) has all of
-# them, and the most that any exact rule can accept.
+# coin. Question 3 asks whether that is exact. How much *any* exact rule can accept is a problem of
+# transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py) computes it.
 #
 # ## Which shape?
 #

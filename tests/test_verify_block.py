@@ -78,7 +78,7 @@ def accepted(judge, p, q, copied=None):
 
 @pytest.mark.parametrize("judge", [verify, verify_block, verify_tree])
 @given(st.data(), st.integers(1, 2))
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 def test_any_p_keeps_its_law(judge, data, K):
     """Whatever q is, the text is p's: chains, which are trees, too."""
     p, q = data.draw(laws(K + 1)), data.draw(laws(K))
@@ -105,7 +105,7 @@ def test_the_example_of_the_paper():
 
 
 @given(st.data(), st.integers(1, 3))
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 def test_it_accepts_at_least_as_much(data, K):
     p, q = data.draw(laws(K + 1)), data.draw(laws(K))
     token_by_token, block = accepted(verify, p, q), accepted(verify_block, p, q)
@@ -113,7 +113,7 @@ def test_it_accepts_at_least_as_much(data, K):
 
 
 @given(st.data(), st.integers(1, 3))
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 def test_it_accepts_just_as_much_of_copies(data, K):
     p = data.draw(laws(K + 1))
     tokens = torch.tensor(data.draw(st.lists(st.integers(0, 2), min_size=K, max_size=K)))

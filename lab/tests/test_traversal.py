@@ -1,4 +1,6 @@
 """Traversal verification: exact for any tree, and never worse than recursive rejection. All enumerated."""
+from itertools import combinations, permutations
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,10 +49,24 @@ def depth(judge, p, q, parents):
 
 
 @given(st.data(), st.sampled_from(TREES[2:]))
-@settings(max_examples=15)
+@settings(max_examples=15, deadline=None)
 def test_it_accepts_at_least_as_much(data, parents):
     p, q = data.draw(laws(4)), data.draw(laws(4)) + 0.1
     assert depth(verify_traversal, p, q, parents) >= depth(verify_tree, p, q, parents) - 1e-12
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_of_two_siblings_no_exact_rule_accepts_more_than_the_optimum(data):
+    """The least of p(H) + 1 - Pr(both drafts lie in H) over all sets H of tokens (max-flow min-cut; as a
+    transport in Sun et al. 2023, arXiv 2310.15141)."""
+    p, q = data.draw(laws(2)), data.draw(laws(1)) + 0.1
+    q = q / q.sum()
+    sets = [list(H) for n in range(4) for H in combinations(range(3), n)]
+    both = lambda H: sum(float(q[0, a] * q[0, b] / (1 - q[0, a])) for a, b in permutations(H, 2))  # noqa: E731
+    optimum = min(float(p[0, H].sum()) + 1 - both(H) for H in sets)
+    for judge in (verify_tree, verify_traversal):
+        assert depth(judge, p, q, [0, 0]) <= optimum + 1e-12
 
 
 def test_of_a_chain_it_is_block_verification():
