@@ -147,8 +147,7 @@ def write_program(path, model, f, inputs, fixed):
                 # trap: it takes masked grouped attention for another pattern, and the result is wrong
                 "pattern_matcher": False}
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        # trap: lengths that are equal here become one number in the program. So the caches
-        # (fixed[2:]) are made longer than what is read
+        # trap: lengths that are equal here become one number in the program, so the caches are longer
         caches = (F.pad(t, (0, 0, 0, 1)) for t in fixed[2:])
         examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in (*inputs, *fixed[:2], *caches))
         program = torch.export.export(Program(model, f), examples, strict=False,

@@ -70,9 +70,8 @@ def graft(model, first, count, hidden_dim=None):
 
 @dataclass(frozen=True)
 class Step:
-    """What one drafted token costs: `trunk` blocks of the model, `weights` weights of the head's own, and
-    this share of the model's `output` head. reads: whether its attention reads the whole text. most: the
-    longest draft."""
+    """What one drafted token costs: `trunk` blocks of the model, `weights` of its own, a share of the
+    `output` head. reads: whether its attention reads the whole text. most: the longest draft."""
     weights: float
     trunk: int = 0
     output: float = 1.0
@@ -175,24 +174,19 @@ class Eagle(Head):
 
 class Medusa(Head):
     """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k computes
-    W (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head.
+    W (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head. In the
+    paper each head trains a W of its own, which with a large vocabulary is much larger than W_k.
 
-    own_head: each head also trains its own copy of the output head, as in the paper. With a large
-    vocabulary this matrix (V, dim) is much larger than W_k. markov: the rank of a bias from the
-    token before, W_2 W_1[token] (DeepSpec's DSpark), shared by all heads; 0: none. With it a head
-    knows what the head before it drafted.
+    markov: the rank of a bias from the token before, W_2 W_1[token] (DeepSpec's DSpark), shared by all
+    heads; 0: none. With it a head knows what the head before it drafted.
     """
     kind, draft, branches = "medusa", drafting.MedusaDraft, True
 
-    def __init__(self, model, heads, own_head=False, markov=0):
-        self.model, self.steps = model, heads
-        self.shape = {"heads": heads, "own_head": own_head, "markov": markov}
+    def __init__(self, model, heads, markov=0):
+        self.model, self.steps, self.shape = model, heads, {"heads": heads, "markov": markov}
         self.taps, dim, V = [2 * model.c.n_layers - 1], model.c.dim, model.c.vocab_size
         self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
-        if own_head:
-            rows = (model.tok if model.c.tied else model.head).detach()
-            self.weights.outer = nn.Parameter(rows.repeat(heads, 1, 1))         # (heads, V, dim)
-        self.step = Step(count(self) / heads + markov * V, output=float(not own_head), most=heads)
+        self.step = Step(count(self) / heads + markov * V, most=heads)
         if markov:
             noise = torch.randn(V, markov, generator=torch.Generator().manual_seed(0))
             self.weights.before = nn.Parameter(0.02 * noise.to(model.tok))
@@ -202,11 +196,8 @@ class Medusa(Head):
         """The raw logits (B, T, V) of head k, from 0 on, after final states x (B, T, dim): for the
         token k + 1 places after the next. before (B, T): the token before that one."""
         x, w = unit(x), self.weights
-        x = x + F.silu(F.linear(x, w.inner[k]))
-        logits = self.model.unembed(x, w.outer[k]) if self.shape["own_head"] else self.model.unembed(x)
-        if self.shape["markov"]:
-            logits = logits + F.linear(F.embedding(before, w.before), w.bias)
-        return logits
+        logits = self.model.unembed(x + F.silu(F.linear(x, w.inner[k])))
+        return logits + F.linear(F.embedding(before, w.before), w.bias) if self.shape["markov"] else logits
 
     def predict(self, tokens, trace, cache):
         x = trace[self.taps[0]]
@@ -259,7 +250,7 @@ def pricing(head, costs=None):
 
 
 def shorter(head, ids):
-    """The head with a draft vocabulary (`layerskip.ShortHead`), unless it has one or its own output heads."""
+    """The head with a draft vocabulary (`layerskip.ShortHead`), unless it has one."""
     twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
     if head.step.output == 1:
         short = ShortHead(getattr(head, part), ids)

@@ -105,8 +105,7 @@ def main(run, argv):
     except (ValueError, OSError) as e:
         message = str(e)
     except (RuntimeError, MemoryError) as e:
-        # torch has no exception class for these two. trap: other errors mention memory, too, such
-        # as CUDA's "an illegal memory access", and those are bugs
+        # torch has no class for these. trap: CUDA's "illegal memory access" mentions memory, and is a bug
         words = "DefaultCPUAllocator", "CUDA error: out of memory"
         if not (isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(w in str(e) for w in words)):
             raise

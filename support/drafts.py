@@ -12,6 +12,7 @@ import checkpoint
 from control import MOST
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from machine import parallel
+from machine.packed import LARGE
 from machine.quant import KINDS, byte_costs, quantise, size
 from machine.recorded import Recorded
 from methods import heads
@@ -58,9 +59,7 @@ def add_flags(group):
 def kind_of(a):
     """The draft that the flags choose: one of NAMES, or "model" or "heads" for a folder."""
     if a.draft is None:
-        if a.skip is not None and a.exit_layer is None:
-            return "skip"
-        return "exit" if a.exit_layer is not None else "auto"
+        return "exit" if a.exit_layer is not None else "auto" if a.skip is None else "skip"
     if a.draft in NAMES:
         return a.draft
     for kind, file in (("heads", heads.FILE), ("model", "config.json")):
@@ -127,8 +126,7 @@ def short(a, model):
 
 
 def weighed(a, model, gamma):
-    """auto: a Pace with the usual candidates, and with the skip set, the draft vocabulary and the
-    trained heads that are named or that lie beside the weights."""
+    """auto: a Pace with the usual candidates, and with what is named or lies beside the weights."""
     c, alone, folder = model.c, parallel.place()[1] == 1, Path(a.model)
     skip = (cli.read_skip(a.skip, c.n_layers) if a.skip is not None else
             cli.read_beside(folder / "skip.json", cli.read_skip, c.n_layers))
@@ -136,8 +134,7 @@ def weighed(a, model, gamma):
              cli.read_beside(folder / "draft_vocab.json", cli.read_vocab, c.vocab_size))
     # heads fit only the weights that they lie beside
     found = trained_beside(a.model, model) if alone and not a.quant else []
-    # trap: measured costs differ from machine to machine, and so would the uniforms that a draft spends.
-    # Single sub-layers are not recorded, and several processes would each measure their own costs
+    # trap: measured costs differ between machines and processes, and so would the uniforms that a draft spends
     measured = alone and not a.fast and a.temperature == 0 and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)
     exits = (1 / 6,) if a.fast else EXITS       # each has passes of its own recorded

@@ -49,7 +49,7 @@ DRAFTERS = {
     "exit block, siblings": lambda m: Siblings(wild(ExitBlock(m, 3)).drafter(3), [3, 1]),
     "eagle": lambda m: wild(Eagle(m)).drafter(Unsure(5)),
     "eagle, siblings": lambda m: Siblings(wild(Eagle(m, fused=True)).drafter(3), [3, 1]),
-    "medusa, tree": lambda m: wild(Medusa(m, 4, own_head=True, markov=3)).drafter(4, GROVE),
+    "medusa, tree": lambda m: wild(Medusa(m, 4, markov=3)).drafter(4, GROVE),
     "medusa, uneven tree": lambda m: wild(Medusa(m, 3)).drafter(
         Says(lambda state: [3, 1, 2, 3][: len(state.known)]), [0, 0, 0, 1, 1, 3, 4, 4]),
     "in turns": lambda m: Turns(
@@ -69,7 +69,7 @@ test_one_wait_a_round = promises.one_wait_a_round(
 test_exact_law = promises.exact_law({
     "kangaroo": (TINY, lambda m: wild(Kangaroo(m, 1)).drafter(Unsure(2))),
     "gemma2 eagle": (TINY_GEMMA, lambda m: wild(Eagle(m)).drafter(2)),
-    "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2, True, 2)).drafter(2, [0, 0, 1])),
+    "medusa, tree": (TINY, lambda m: wild(Medusa(m, 2, 2)).drafter(2, [0, 0, 1])),
 }, count=2)
 
 
@@ -200,9 +200,11 @@ def test_a_head_is_loaded_for_recorded_passes_and_with_its_draft_vocabulary(tmp_
     heads.save(wild(HEADS[name](models["gemma2"])), tmp_path)
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": ids}))
     head = heads.load(tmp_path, fast)
-    assert head.step.output == (0 if head.shape.get("own_head") else len(ids) / fast.c.vocab_size)
+    assert head.step.output == len(ids) / fast.c.vocab_size
     assert heads.shorter(head, [1]).step == head.step, "its own vocabulary stays"
     assert promises.write(fast, head.drafter(2), 12) == promises.write(models["gemma2"], None, 12)
+    for _, r in rounds(fast, PROMPTS[:1], 9, head.drafter(1), warm, Coins(1)):
+        assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids), "and no others"
     own = getattr(getattr(head, "own", None), "model", None)    # what the ShortHead stands for
     assert own is None or isinstance(own, Recorded)
 
@@ -252,11 +254,3 @@ def test_what_a_kangaroo_missed_it_reads_at_once(models):
     assert passes == [8] and drafter.unread == 7, "the prompt, and seven tokens to come"
     next(steps)
     assert passes == [8, 7, 1, 1]
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_head_with_a_draft_vocabulary_drafts_nothing_else(models, name):
-    m, ids = models["llama"], [4, 9, 0, 2, 16, 3]
-    head = heads.shorter(wild(HEADS[name](m)), ids)
-    for _, r in rounds(m, PROMPTS[:1], 9, head.drafter(1), warm, Coins(1)):
-        assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids)

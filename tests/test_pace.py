@@ -253,10 +253,11 @@ def test_trained_heads_and_their_prices(models, family):
         assert arm.price(50) == pytest.approx((costs.head + own) / whole)
         assert (arm.most, arm.shared, arm.once(costs.block)) == (steps, 0.0, 0.0)
         assert arm.drafter.rule.skill.mean() == 0.5
-    own_head = Medusa(m, 2, True)
-    own_head.ranks = [0.75, 0.125]
-    arm = head_draft(own_head, costs, [1, 2, 3])
-    assert arm.price(50) == pytest.approx(count(own_head) / whole) and arm.drafter.rule.skill.mean() == 0.75
+    head = Medusa(m, 2)
+    head.ranks = [0.75, 0.125]
+    arm, V = head_draft(head, costs, [1, 2, 3]), m.c.vocab_size
+    assert arm.price(50) == pytest.approx((3 / V * costs.head + count(head)) / whole)
+    assert arm.drafter.rule.skill.mean() == 0.75
 
 
 def test_what_makes_no_sense(models):
