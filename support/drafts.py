@@ -25,7 +25,6 @@ from support import cli
 from support.measure import kept_costs
 
 NAMES = ("auto", "none", "ngram", "suffix", "exit", "skip", *KINDS, *heads.KINDS)
-LARGE = 64e6    # bytes of a model's blocks from which auto measures costs
 GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "suffix": 8, "exit": 2}  # the defaults; else 3
 GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
              "draft_vocab": ("auto", "exit", "skip", "model", *KINDS), "tree": ("heads", *heads.KINDS)}
@@ -134,7 +133,7 @@ def weighed(a, model, gamma):
              cli.read_beside(folder / "draft_vocab.json", cli.read_vocab, c.vocab_size))
     # heads fit only the weights that they lie beside
     found = trained_beside(a.model, model) if alone and not a.quant else []
-    # trap: measured costs differ between machines and processes, and so would the uniforms that a draft spends
+    # trap: measured costs differ between machines and processes, and so would the uniforms a draft spends
     measured = alone and not a.fast and a.temperature == 0 and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)
     exits = (1 / 6,) if a.fast else EXITS       # each has passes of its own recorded
