@@ -78,8 +78,7 @@ def test_json_of_every_way_to_draft(call, ids, flags, draft, gamma):
     assert drafting == (r["target_passes"] if draft == "auto" else 0)
 
 
-@pytest.mark.parametrize("kind, flags", [
-    ("nf4", ["--draft", SMALL]), ("int8", ["--draft", "nf4"])])
+@pytest.mark.parametrize("kind, flags", [("nf4", ["--draft", SMALL]), ("int8", ["--draft", "nf4"])])
 def test_a_quantised_target(call, once, monkeypatch, kind, flags):
     """Drafting does not change its text."""
     honest, begun = generate.rounds, []

@@ -66,14 +66,11 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
 
 @pytest.mark.parametrize("damage", [
     {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"blocks": 1}], ids=str)
-def test_a_table_that_makes_no_sense_is_refused(tmp_path, damage):
+def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path, damage):
     good = {"sublayers": [1.0] * 12, "head": 5, "blocks": [[1, 1.0]]}
     (tmp_path / "costs.json").write_text(json.dumps(good | damage))
     with pytest.raises(ValueError, match="costs.json: not a table of costs"):
         read_costs(tmp_path / "costs.json", LLAMA)
-
-
-def test_a_table_of_another_tool_may_be_shorter(tmp_path):
     (tmp_path / "costs.json").write_text('{"sublayers": [1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], "head": 5}')
     assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 

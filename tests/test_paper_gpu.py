@@ -31,20 +31,6 @@ def calls(gpu):
     return [wait.split()[-1] for wait in waits]
 
 
-@pytest.mark.parametrize("waits, action", [
-    (["item"], lambda y: y[0].item()),
-    (["to"], lambda y: torch.ones(3).to("cuda", non_blocking=True)),
-    (["__getitem__"], lambda y: y[y > 0]), (["__getitem__"], lambda y: y[[0, 1]]),
-    ([], lambda y: torch.ones(3).pin_memory().to("cuda", non_blocking=True)),
-    ([], lambda y: y[1:].sum() + y.shape[0])])
-def test_what_waits_and_what_is_no_mix_of_devices(gpu, waits, action):
-    y = torch.ones(3, device="cuda")
-    action(y)
-    assert calls(gpu) == waits and y.is_cuda and make(LLAMA, device="cuda").tok.is_cuda
-    with pytest.raises(RuntimeError, match="must be on one device"):
-        y + torch.ones(3)
-
-
 @pytest.mark.parametrize("lengths, offsets, want", [
     ([255], (3, 4), (257, 258)), ([100, 7, 9], (0, 2), (6, 101)), ([100, 2], (-3, 1), (0, 100)),
     ([1090, 1097], (0, 8), (1089, 1100))])

@@ -190,12 +190,6 @@ def test_a_wrong_recording_is_refused(models, monkeypatch, spoil, why):
     assert fast.replays() == (spoil not in (rounded, broken)), "the head has no keys"
 
 
-@pytest.mark.parametrize("dtype, n_sublayers, most", [
-    (torch.float32, 64, 1e-5), (torch.bfloat16, 64, 0.12), (torch.bfloat16, 4, 6e-2)])
-def test_half_types_lie_further_off_the_deeper_a_pass_is(dtype, n_sublayers, most):
-    assert recorded.tolerance(dtype, n_sublayers) == pytest.approx(most)
-
-
 # --- CUDA, on paper
 
 
@@ -284,8 +278,7 @@ def test_programs_are_compiled_once(folder):
 
 @torch.inference_mode()
 def test_one_program_reads_any_window_and_a_part_of_any_cache(folder):
-    """It is written while all of a text lies in the window of 5, and where all of a cache of 16 slots is
-    read."""
+    """It is written while a whole text lies in the window of 5, and a whole cache of 16 slots is read."""
     model, said = make(replace(GEMMA, n_layers=1)), []
     fast = Recorded(model, widths=(1,), say=said.append)
     states = torch.randn(40, 1, 1, 32).double()

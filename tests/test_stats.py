@@ -82,7 +82,7 @@ def test_a_parting_by_an_oracle():
 
 
 @pytest.mark.parametrize("dtype, bits", [(torch.float32, 24), (torch.bfloat16, 8)])
-def test_a_near_tie_is_what_rounding_explains(dtype, bits):
+def test_a_near_tie_is_what_rounding_explains_and_hides_no_other_row(dtype, bits, monkeypatch):
     """Two tokens with the same row of the head are a tie, and where they move apart it ends."""
     model, prompt = make(LLAMA).to(dtype), PROMPTS[0]
     logits = model(torch.tensor([prompt]))[0, -1]
@@ -93,9 +93,6 @@ def test_a_near_tie_is_what_rounding_explains(dtype, bits):
         2 * 12**0.5 * unit * float(logits.abs().max()), rel=0.02)
     model.head[best] = model.head[0] * (1 + 2 * d["rounding"] / float(logits[best]))
     assert not stats.parting(model, prompt, [0], [best])["near_tie"]
-
-
-def test_a_near_tie_hides_no_other_row(monkeypatch):
     monkeypatch.setattr(stats, "parting", lambda *row: {"near_tie": row[2] == [2]})
     found = stats.divergence(None, PROMPTS[:3], [[1], [2], [6]], [[1], [0], [0]])
     assert found == {"output": 2, "near_tie": False}
