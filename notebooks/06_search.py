@@ -6,7 +6,7 @@
 # know the right answer. There we build a Gaussian process, which learns from a few trials where to look
 # next. At the end we ask whether the set that it finds is any good.
 #
-# > **The one thing to remember: for every set the process predicts a value and how uncertain that value
+# > **For every set the process predicts a value and how uncertain that value
 # > is. The next trial goes where the expected improvement is largest.**
 #
 # Before it: [5, layer skipping](05_layer_skipping.ipynb). About 30 minutes.

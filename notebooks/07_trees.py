@@ -5,7 +5,7 @@
 # second candidate for the same place were ready? Then the draft is a *tree*. The target reads all of it
 # in one pass, and one path through it is accepted.
 #
-# > **The one thing to remember: siblings, which are drafted for the same place, are tried one after the
+# > **Siblings, which are drafted for the same place, are tried one after the
 # > other, each against what the rejected ones before it have left of p. So a tree changes how many
 # > tokens a pass writes, but not their distribution.**
 #

@@ -6,7 +6,7 @@
 # trains the smallest head there is, shows what five kinds of heads read and run, and compares what they
 # draft with what that costs.
 #
-# > **The one thing to remember: a head reads states that the target has computed anyway. So it can
+# > **A head reads states that the target has computed anyway. So it can
 # > draft well for a small part of a pass; what it drafts is verified like any other draft.**
 #
 # Before it: [5, layer skipping](05_layer_skipping.ipynb), and [7, trees](07_trees.ipynb) for the trees

@@ -7,7 +7,7 @@
 # systems that use it (DEL and SWIFT), and a controller that weighs every way of drafting by tokens per
 # unit of time.
 #
-# > **The one thing to remember: the cost of an experiment is known before it is made. So a program can
+# > **The cost of an experiment is known before it is made. So a program can
 # > save up for it, and never lose more than it has saved.**
 #
 # Before it: [5, layer skipping](05_layer_skipping.ipynb), and [6, search](06_search.ipynb). About 30

@@ -6,7 +6,7 @@
 # `machine/` reduces both: passes that are recorded once and replayed, weights of few bits, and one
 # model on two processes. Recording and splitting do not change the text.
 #
-# > **The one thing to remember: a pass of a small model waits for operations to be launched, a pass of
+# > **A pass of a small model waits for operations to be launched, a pass of
 # > a large model for bytes to be read. A recording removes the first wait. Fewer bits shorten the
 # > second, and several devices share it.**
 #

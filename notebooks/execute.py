@@ -3,7 +3,7 @@ cell that is tagged "gallery" becomes NN_name.png.
 
     python notebooks/execute.py [01 04 ...]
 
-The one thing to remember: the .py file is the source, in jupytext's percent format; an .ipynb is made from
+The .py file is the source, in jupytext's percent format; an .ipynb is made from
 it, and never edited.
 """
 import base64

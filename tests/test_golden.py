@@ -2,7 +2,7 @@
 
     python tests/test_golden.py    writes the file anew: after weights have changed, never to make a test pass
 
-The one thing to remember: a drafter that drafts badly writes the right text, so no test of texts can see it.
+A drafter that drafts badly writes the right text, so no test of texts can see it.
 These counts can.
 """
 import json

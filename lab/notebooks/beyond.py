@@ -13,7 +13,7 @@
 # | HAMburger (arXiv 2505.20438) | what is left of its speed where its guesses are checked? |
 # | a sparse self-draft (MagicDec, arXiv 2408.11049) | how much of the text must a draft see? |
 #
-# > **The one thing to remember: whatever drafts, the check is the same, and so is the text. What is not
+# > **Whatever drafts, the check is the same, and so is the text. What is not
 # > checked is another model.**
 #
 # The trainings in this notebook take seconds, and only show that something is learnt. The answers are those

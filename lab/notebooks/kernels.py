@@ -5,7 +5,7 @@ have Triton, or only its interpreter.
     TRITON_INTERPRET=1 python lab/notebooks/kernels.py     on a CPU: slow, but step by step
     python lab/notebooks/kernels.py                         on a GPU
 
-The one thing to remember: a kernel is written for one *program*, and many programs run at once, each with a
+A kernel is written for one *program*, and many programs run at once, each with a
 number of its own (`program_id`). It loads some numbers, computes with them as long as they are close, and
 stores what came out; whatever torch would write to memory between two operations stays where it is.
 
