@@ -77,7 +77,7 @@ def ways(a, model, trained):
 
 def promise(m, r):
     """A row of the table, and of a chain of fixed length what alpha, c and its block promise."""
-    if m.gamma and "c" in r:
+    if m and m.gamma and "c" in r:      # m: None of transformers
         r["predicted"] = expected_speedup(r["tested"], m.gamma, r["c"], r["block"])
     return r
 
