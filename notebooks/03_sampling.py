@@ -306,8 +306,8 @@ for name, weights in (("the library", some), ("rounded to 1/20", rounded)):
 
 # %% [markdown]
 # **Try it:** with 20,000 draws the mistake is obvious. Set `draws` to 200, then to 20. What do you
-# expect? (The excess over 9 falls in proportion to the draws. With 20 draws it is about as large as the
-# chance variation.)
+# expect? (The excess over 9 falls in proportion to the draws. With 20 draws it is lost in the chance
+# variation.)
 #
 # **Predict:** repeat the test of the correct sampler 200 times. How often will its probability be below
 # 5 %?

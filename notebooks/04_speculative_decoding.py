@@ -98,8 +98,9 @@ print(source[correct:])
 
 # %% [markdown]
 # **Correct.** After a rejection, the next token, the *correction*, is drawn from the *residual* max(p -
-# q, 0): from where p has more than q. If all drafted tokens were accepted, the last row of p gives one
-# more token for free, the *bonus*. So each round writes at least one token and at most gamma + 1.
+# q, 0): from where p has more than q. If all drafted tokens were accepted, the p after the last of them
+# gives one more token for free, the *bonus*. So each round writes at least one token and at most gamma
+# + 1.
 #
 # Now watch a few rounds. Tokens drafted after a rejected one were never tested. We call them *dead*,
 # like the slots in notebook 2. (There the slot of the rejected token is dead, too.)
