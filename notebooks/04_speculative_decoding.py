@@ -167,9 +167,8 @@ print(f"rejected most often: {most[0]!r}; most frequent correction: {most[1]!r}"
 #
 # The proof is about the idea. A program can still be wrong. So we run the *program*, and go through
 # everything that can happen. Every random decision is made by a `Coins` object, so we can pass one that
-# makes each decision as we prescribe, and multiplies up the probabilities. One run per path gives the
-# exact probability of every text, without samples and without noise. (It is in
-# `notebooks/outcomes.py`.)
+# makes each decision as we prescribe and multiplies the probabilities. One run per path gives the exact
+# probability of every text, without samples and without noise. (It is in `notebooks/outcomes.py`.)
 #
 # To keep the tree small, only the two most likely tokens at each place keep a probability. We draft one
 # token per round and write two, at the same place in the story as above.

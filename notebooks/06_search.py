@@ -487,9 +487,9 @@ ucb = plain_ucb
 print(f"beta {BETA}: regret {float(value.max() - value[tried].max()):.4f}")
 
 # %% [markdown]
-# On the shipped landscape 0 finds it and 20 does not. The values follow the bits so regularly that the
-# mean is a good guide, and a large beta spends its trials on sets that are merely unusual. On a rougher
-# landscape, beta = 0 can get stuck.
+# On the shipped landscape 0 finds it, and 20 does not (its regret is 0.16). The values follow the bits
+# so regularly that the mean is a good guide, and a large beta spends its trials on sets that are merely
+# unusual. On a rougher landscape, beta = 0 can get stuck.
 #
 # ## Questions
 #

@@ -213,11 +213,11 @@ sides[0].legend(frameon=False)
 figure
 
 # %% [markdown]
-# The orange bar disappears: the next sibling is drawn from q without that token, rescaled, since the
-# same token again would be wasted. q is subtracted from the blue bars, because what p and q share has
-# had its chance. Where p exceeds q, something is left, and a later sibling can hit it. In the picture,
-# the third child has no chance: at its token q was larger than p, so the first rejection left nothing
-# there.
+# The orange bar disappears: the next sibling is drawn from q without that token, rescaled, since
+# drawing the same token again would be a waste. q is subtracted from the blue bars, because what p and
+# q share has had its chance. Where p exceeds q, something is left, and a later sibling can hit it. In
+# the picture, the third child has no chance: at its token q was larger than p, so the first rejection
+# left nothing there.
 #
 # ## Why the text is exact: one line
 #

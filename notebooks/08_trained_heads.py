@@ -251,7 +251,7 @@ for kind in ("eagle", "medusa"):
 #
 # ## Questions
 #
-# Each answer is folded, and so is the cell below it that checks the answer.
+# Each answer is folded, and so is the cell below it that checks the answer. (Question 4 has no check.)
 #
 # **1.** The shipped Medusa drafts at most three tokens. EAGLE can draft more. Why?
 #
