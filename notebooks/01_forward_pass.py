@@ -13,10 +13,10 @@
 #
 # You need Python, and you should know what a matrix product and a softmax are. The notebooks build on
 # each other: 1, the forward pass; [2, the cache](02_kv_cache.ipynb); [3, sampling](03_sampling.ipynb);
-# [4, speculative decoding](04_speculative_decoding.ipynb);
-# [5, layer skipping](05_layer_skipping.ipynb); [6, search](06_search.ipynb); [7, trees](07_trees.ipynb);
-# [8, trained heads](08_trained_heads.ipynb); [9, adapting](09_adapting.ipynb);
-# [10, close to the machine](10_close_to_the_machine.ipynb).
+# [4, speculative decoding](04_speculative_decoding.ipynb); [5, layer
+# skipping](05_layer_skipping.ipynb); [6, search](06_search.ipynb); [7, trees](07_trees.ipynb); [8,
+# trained heads](08_trained_heads.ipynb); [9, adapting](09_adapting.ipynb); [10, close to the
+# machine](10_close_to_the_machine.ipynb); [11, a real model](11_a_real_model.ipynb).
 #
 # Every figure is computed here, so the notebook also runs on a model of your own: change `MODEL` in the
 # first cell. (`start.py` finds the repository and imports `torch`, the library's `checkpoint`, and our
@@ -61,7 +61,8 @@ for start in range(0, len(ids), 8):
 # model that has only seen the first one knows little about the second.
 #
 # **Try it:** put a rare word into the text, such as "Maximilian" for the first "Max". How many pieces
-# do you expect? Run the cell, look, and change it back.
+# do you expect? Run the cell, look, and change it back. (This tokenizer cuts it into four: " Max",
+# "im", "il", "ian".)
 #
 # ## Tokens become vectors
 #
@@ -195,6 +196,7 @@ assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 # can be rotated once, stored, and used by every later query.
 #
 # **Try it:** set `at_k` to 500, and then `at_q` to 502. Which of the two products equals the one above?
+# (The second: the distance is 2 again. In the first it is 12.)
 #
 # ## Attention: look back, and copy what fits
 #
@@ -254,8 +256,8 @@ print("naive", naive[4, :4], "library", library[4, :4])
 # - the one that looks most at the token just before;
 # - the one that looks most at the first token, where there is nothing to learn;
 # - the one that looks most at *what followed the same word last time*. This kind is called an
-#   *induction head* (Olsson et al. 2022). At " Max" it looks for the token that came after an earlier "
-#   Max".
+#   *induction head* (Olsson et al. 2022). At `' Max'` it looks for the token that came after an earlier
+#   `' Max'`.
 
 # %%
 maps = {(layer, kv * G + g): head(layer, kv, g)[0].cpu() for layer in range(c.n_layers)
@@ -280,8 +282,8 @@ cut = {f"{name}\nblock {at[0]}, head {at[1]}": maps[at][shown][:, shown] for nam
 plots.draw_maps(cut, [labels[t] for t in shown], after[shown][:, shown])
 
 # %% [markdown]
-# The circles mark where an induction head should look. Judge for yourself how well the best head of
-# this model does it.
+# The circles mark where an induction head should look. Even the best head of this model looks at only
+# some of them.
 #
 # The upper right triangle is empty in every map: no token sees a later one. This is why one pass over T
 # tokens gives the right distribution after *each* of them. It is also what lets one pass check several
@@ -327,10 +329,11 @@ for p, t in zip(top.values.tolist(), top.indices.tolist(), strict=True):
 # %% [markdown]
 # ## The logit lens: what would the model say if it stopped here?
 #
-# The last step, called the head, turns the final state into logits. But all states have the same shape,
-# so we can give the head an *earlier* state. This is the *logit lens* (nostalgebraist 2020). In the
-# picture each row is a depth and each column a position. A cell shows the most likely next token,
-# darker where its probability is higher. The top row is the whole model.
+# The last step turns the final state into logits. It is called the *output head*, and has nothing to do
+# with the heads of an attention. All states have the same shape, so we can give the output head an
+# *earlier* state. This is the *logit lens* (nostalgebraist 2020). In the picture each row is a depth
+# and each column a position. A cell shows the most likely next token, darker where its probability is
+# higher. The top row is the whole model.
 #
 # **Predict:** from which depth on does the last column say what the top row says?
 
@@ -343,8 +346,9 @@ plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 # %% [markdown]
 # A word in bold is the choice of the whole model. Easy words appear early and stay. Hard ones appear
 # late, or change on the way. Go down the last column from the top for as long as the words are bold: at
-# the last bold one the answer was settled. In the lowest row no block has run yet. Where the head is
-# the embedding table itself (`tied`), the model mostly repeats the token it has just read.
+# the last bold one the answer was settled. With the shipped model that is after two blocks. In the
+# lowest row no block has run yet. Where the output head is the embedding table itself (`tied`), the
+# model mostly repeats the token it has just read.
 #
 # Now the same over a longer text, as a curve. After how many sub-layers does the most likely token
 # equal that of the whole model, and how often? We read a story that the model did not write.
@@ -370,7 +374,8 @@ figure
 # the work. There a draft by the first sub-layers can pay off. (The shipped models were trained to be
 # left early. On other models the curve stays low for longer. Try your own.)
 #
-# In the library, "early exit" means just this: a shorter list.
+# In the library, "early exit" means just this: a shorter list. The exit after block E runs the first E
+# blocks, which are numbered 0 to E - 1.
 
 # %%
 E = max(1, c.n_layers // 4)
@@ -380,8 +385,8 @@ print(f"range({2 * E}) is the exit after block {E}: it says",
       repr(tokenizer.decode([int(model.unembed(draft)[0, -1].argmax())])))
 
 # %% [markdown]
-# **Try it:** what will the exit after block 1 say? And after block 0, that is, with the empty list?
-# Read your prediction off the logit lens above, then set `E` and run the cell.
+# **Try it:** what will the exit after block 2 say? And after block 0, that is, with the empty list?
+# Read your prediction off the last column of the logit lens, then set `E` and run the cell.
 #
 # ## What Gemma-2 does differently
 #
@@ -409,7 +414,7 @@ for name in differs:
 # - `norm_offset`: norms multiply by 1 + w, so a weight of 0 leaves a coordinate as it is.
 # - `embed_scale`: embeddings are multiplied by the square root of `dim`.
 # - `post_norm`: a second norm follows each attention and each MLP, before the sum.
-# - `query_scale`: scores are divided by the square root of a separate number instead of D.
+# - `query_scale`: the factor of the scores is a field of its own. Llama always uses 1 / √D.
 # - `attn_softcap`, `final_softcap`: cap · tanh(z / cap) keeps scores and logits within ±cap (Gemma 2,
 #   section 2).
 # - `window`: every second block sees only the last `window` tokens.
@@ -435,10 +440,11 @@ losses = {"as trained": loss(gemma)} | {name: loss(with_field(name)) for name in
 plots.draw_losses(losses, uniform=math.log(gemma.c.vocab_size))
 
 # %% [markdown]
-# Some mistakes ruin the text, so you find them at once. Others hardly change the loss, and the text
-# still looks right. Those are the dangerous ones when you port a model, and they are the reason why the
-# library's tests compare logits instead of texts. (`query_scale` may change nothing at all: in our
-# small model the two agree.)
+# Three mistakes ruin the text, so you find them at once. Norms that multiply by w instead of 1 + w do
+# the most damage: the loss is larger than if all tokens were equally likely. The other mistakes hardly
+# change the loss, and the text still looks right. Those are the dangerous ones when you port a model,
+# and they are the reason why the library's tests compare logits instead of texts. (`query_scale`
+# changes nothing here, because in our small model it equals 1 / √D.)
 #
 # ## Questions
 #
@@ -463,8 +469,7 @@ print("".join("x" if row else "." for row in changed))
 #
 # <details><summary>Answer</summary>
 # All of them, from block 1 on. Skipping a sub-layer removes one term from the sum, nothing more. If you
-# skip
-# <i>all</i> attentions, each position sees only itself.
+# skip <i>all</i> attentions, each position sees only itself.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -488,8 +493,8 @@ print("with the MLPs alone, each position sees only its own token")
 #
 # <details><summary>Answer</summary>
 # The number of weights. All of them are read, except that the embedding only looks up one row; where
-# the table is also the head (<code>tied</code>), it is read in full after all. This is why a pass over
-# three tokens takes hardly longer than a pass over one: the same weights serve all three.
+# the table is also the output head (<code>tied</code>), it is read in full after all. This is why a
+# pass over three tokens takes hardly longer than a pass over one: the same weights serve all three.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -4,7 +4,7 @@
 # To write a text, we run the model again and again, each time with one more token. Almost everything it
 # computes was computed before. This notebook keeps what can be kept, and shows the memory slot by slot.
 # It also shows why *rolling back*, that is, taking back tokens that turned out wrong, can be nearly
-# free. Speculative decoding (notebook 4) rolls back in most of its rounds.
+# free. Speculative decoding (notebook 4) rolls back in every round that rejects a token.
 #
 # The library's cache rests on one decision: slot = position, and the cache does not store how full it
 # is. To roll back, start the next block of tokens earlier.
@@ -116,7 +116,7 @@ figure
 # %% [markdown]
 # Without a cache, the time per token grows with the length, and the work for a whole text with its
 # square. With a cache, one more token costs nearly the same everywhere. Most of that time goes into
-# reading the weights, and there are always equally many of them. (On a GPU both curves start out
+# work that does not depend on the length, such as reading the weights. (On a GPU both curves start out
 # flatter, because a short text does not fill it.)
 #
 # ## The cache as a row of slots
@@ -131,7 +131,7 @@ figure
 # tokens that are not part of the text. We call these slots *dead*.
 #
 # Known tokens are blue. Tokens that the current pass reads are green. Dead slots are hatched. A
-# question mark stands after a drafted token that is still open, or wrong.
+# question mark stands after a drafted token that has not been accepted.
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 names = [tokenizer.decode([t], skip_special_tokens=False) for t in slow[len(prompt) - 5 :]]
@@ -176,6 +176,11 @@ assert back > 0 or torch.allclose(after, clean, atol=1e-3)
 # **Try it:** set `back = 1`, so that the block starts one slot too late. What do you expect: an error,
 # a large difference, or none? And with `back = -1`, one slot too early?
 #
+# <details><summary>Answer</summary>
+# With 1 there is no error, but a large difference: one wrong token stays in sight. With -1 there is
+# none: the block reads the last token of the prompt again, and writes the same key and value.
+# </details>
+#
 # ## Who sees which slot: the one mask
 #
 # `model.visible` is the only rule. It takes the positions of a block, and returns for each token which
@@ -202,7 +207,7 @@ plots.draw_masks(cases)
 # cleaning.
 #
 # **Try it:** set `window = 1`. How many black squares will each row of the third picture have, and
-# where?
+# where? (One: each token sees only its own slot.)
 #
 # ## Ragged rows for free
 #

@@ -3,12 +3,12 @@
 #
 # The model does not choose a token. It gives a probability to every token. This notebook shows the ways
 # to choose one, on a real distribution. It ends with a rule that makes the rest of the library
-# testable: **randomness is an argument.** A distribution and one uniform number determine the token.
-# The same coin gives the same token on every machine and in every language.
+# testable: **randomness is an argument.** A distribution and one uniform number, a *coin*, determine
+# the token. The same coin gives the same token on every machine and in every language.
 #
 # Before this one: [2, the cache](02_kv_cache.ipynb). After it: [4, speculative
-# decoding](04_speculative_decoding.ipynb), where target and draft must be treated in exactly the same
-# way.
+# decoding](04_speculative_decoding.ipynb), where the draft and the model that checks it must be treated
+# in exactly the same way.
 
 # %%
 # %run start.py
@@ -152,6 +152,11 @@ figure
 #
 # **Try it:** set top-p to 0.95. Which parts of its curve will move, the peaks or the valleys?
 #
+# <details><summary>Answer</summary>
+# The peaks move most: a long tail needs many more tokens to reach 0.95. A valley where one token has
+# more than 95 % stays at 1.
+# </details>
+#
 # ## The order of the filters
 #
 # The order matters. With a temperature above 1, the distribution becomes flatter, so a top-p that comes
@@ -177,12 +182,13 @@ sides[0].set_ylabel("probability")
 figure
 
 # %% [markdown]
-# **Try it:** set `hot = 0.5`. Which of the two orders keeps more tokens now?
+# **Try it:** set `hot = 0.5`. Which of the two orders keeps more tokens now? (Temperature last. It cuts
+# before the distribution becomes sharper.)
 #
-# The library has one order (temperature, top-k, top-p, min-p) in one function, `to_probs`. The target,
-# the draft and plain decoding all use it. If the draft were filtered in another order, its q would be a
-# different distribution: still exact, but accepted less often. If the *target* were, the distribution
-# of the text would change.
+# The library has one order (temperature, top-k, top-p, min-p) in one function, `to_probs`. Plain
+# decoding uses it, and so do both sides of speculative decoding: the draft, and the model that checks
+# it. If the *draft* were filtered in another order, the text would stay exact, but fewer drafted tokens
+# would be accepted. If the *checking* model were, the distribution of the text would change.
 #
 # ## Choosing: the coin decides
 #
@@ -300,7 +306,8 @@ for name, weights in (("the library", some), ("rounded to 1/20", rounded)):
 
 # %% [markdown]
 # **Try it:** with 20,000 draws the mistake is obvious. Set `draws` to 200, then to 20. What do you
-# expect?
+# expect? (The excess over 9 falls in proportion to the draws. With 20 draws it is lost in the chance
+# variation.)
 #
 # **Predict:** repeat the test of the correct sampler 200 times. How often will its probability be below
 # 5 %?

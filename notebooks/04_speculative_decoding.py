@@ -97,11 +97,13 @@ print(source[verify:correct])
 print(source[correct:])
 
 # %% [markdown]
-# **Correct.** After a rejection, the next token is drawn from the *residual* max(p - q, 0): from where
-# p has more than q. If all drafted tokens were accepted, the last row of p gives one more token for
-# free, the *bonus*. So each round writes at least one token and at most gamma + 1.
+# **Correct.** After a rejection, the next token, the *correction*, is drawn from the *residual* max(p -
+# q, 0): from where p has more than q. If all drafted tokens were accepted, the p after the last of them
+# gives one more token for free, the *bonus*. So each round writes at least one token and at most gamma
+# + 1.
 #
-# Now watch a few rounds. Tokens drafted after a rejected one are *dead*: they were never tested.
+# Now watch a few rounds. Tokens drafted after a rejected one were never tested. We call them *dead*,
+# like the slots in notebook 2. (There the slot of the rejected token is dead, too.)
 
 # %%
 gamma = 3
@@ -114,7 +116,8 @@ with torch.device(device):
 
 # %% [markdown]
 # **Try it:** set `gamma = 6`. What do you expect for the number of rounds, and for the number of dead
-# tokens?
+# tokens? (Fewer rounds, because easy stretches need fewer. More dead tokens, because each rejection
+# wastes a longer rest.)
 #
 # ## The proof, as a picture
 #
@@ -164,9 +167,8 @@ print(f"rejected most often: {most[0]!r}; most frequent correction: {most[1]!r}"
 #
 # The proof is about the idea. A program can still be wrong. So we run the *program*, and go through
 # everything that can happen. Every random decision is made by a `Coins` object, so we can pass one that
-# makes each decision as we prescribe, and multiplies up the probabilities. One run per path gives the
-# exact probability of every text, without samples and without noise. (It is in
-# `notebooks/outcomes.py`.)
+# makes each decision as we prescribe and multiplies the probabilities. One run per path gives the exact
+# probability of every text, without samples and without noise. (It is in `notebooks/outcomes.py`.)
 #
 # To keep the tree small, only the two most likely tokens at each place keep a probability. We draft one
 # token per round and write two, at the same place in the story as above.
@@ -193,11 +195,12 @@ plots.draw_outcomes(paths, lambda token: plots.word(tokenizer, token))
 
 # %% [markdown]
 # Each branch is one decision with its probability, and a path multiplies them. Equal texts have the
-# same colour. They can come about in two ways: once as an accepted token followed by the bonus, and
-# once as a correction followed by one more token. Their probabilities add up.
+# same colour. Some texts come about in two ways: once as an accepted token followed by the bonus, and
+# once as a correction followed by one more token. The probabilities of the two ways add up.
 #
-# **Try it:** set `blocks = c.n_layers`, so that the whole model drafts. What do you expect to become of
-# the rejected branches? Change it back afterwards.
+# **Try it:** set `blocks = c.n_layers`, so that the whole model drafts. What happens to the rejected
+# branches? Change it back afterwards. (They disappear: q equals p, so each drafted token is accepted
+# with probability 1.)
 #
 # What would the model do by itself? Multiply its own probabilities along each text:
 
@@ -256,9 +259,9 @@ for wrong in (resample_from_p, accept_everything):              # the loop takes
 plots.draw_texts(laws, {t: tokenizer.decode(t).strip() for t in sorted(truth, key=truth.get, reverse=True)})
 
 # %% [markdown]
-# The first mistake writes too often what the draft prefers: after a rejection it may draw a token of
-# which q has too much already. Both mistakes write fluent text. No reader would notice, and a test that
-# compares greedy texts would miss the first one. An enumeration finds either of them at once.
+# The first mistake writes too often what the draft prefers: after a rejection it may draw a token that
+# was drafted too often already. Both mistakes write fluent text. No reader would notice, and a test
+# that compares greedy texts would miss the first one. An enumeration finds either of them at once.
 #
 # ## The library's loop, one step at a time
 #
@@ -352,9 +355,9 @@ figure
 
 # %% [markdown]
 # Accepted tokens become rare at late places mainly because those places are *reached* less and less
-# often. Whether a token that is reached is accepted more or less often than the first one differs from
-# text to text. If each tested token is accepted with the same probability alpha, independently of the
-# others, a round writes
+# often. With the shipped model, a sixth token that is reached is accepted somewhat less often than a
+# first one, but this differs from text to text. If each tested token is accepted with the same
+# probability alpha, independently of the others, a round writes
 #
 # $$E[\text{tokens}] = 1 + \alpha + \alpha^2 + \dots + \alpha^\gamma
 # = \frac{1 - \alpha^{\gamma+1}}{1 - \alpha} \qquad\text{(Leviathan et al. 2023, eq. 1)}$$
@@ -364,8 +367,8 @@ figure
 # - **alpha** = accepted / *tested*. The formula needs this one. If all places are alike, it does not
 #   matter which ones you count. The library counts the first token of each round, which is always
 #   tested.
-# - **yield** = accepted / *proposed*. This one is easy to count, and it is what vLLM reports as "draft
-#   acceptance rate". Dead tokens pull it down.
+# - **yield** = accepted / *drafted*, with all drafted tokens counted. This one is easy to count, and it
+#   is what vLLM reports as "draft acceptance rate". Dead tokens pull it down.
 #
 # **Predict:** alpha is 0.8 and each draft has 5 tokens. How many tokens does a round write? How large
 # is the yield? And what does the formula give if you put the yield in by mistake?
@@ -440,7 +443,8 @@ figure
 # picture are the same four pairs, among lines of equal best speed-up. Below the diagonal there is
 # nothing to gain.
 #
-# **Try it:** add the pair (0.9, 0.05) to `pairs`. Which gamma do you expect to be best?
+# **Try it:** add the pair (0.9, 0.2) to `pairs`. Which gamma do you expect to be best? (7, with a
+# speed-up of 2.37.)
 #
 # ## Compare with a real model
 #
@@ -477,7 +481,8 @@ figure
 # in this notebook. The formula gives every place in a draft the alpha of the first one, but above, late
 # places were accepted less often. And the last draft of a text is cut short. A third effect works the
 # other way: where whole stretches of a text are easy and others hard, a draft that starts well also
-# tends to go on well, and the formula predicts too little.
+# tends to go on well, and the formula predicts too little. The circle above the curve, in the picture
+# of alpha and yield, is one text where more was written than predicted.
 #
 # `expected_tokens` can also follow a whole series of acceptances along a text; [the next
 # notebook](05_layer_skipping.ipynb) uses that. What the clock says is another matter, because c depends
@@ -509,8 +514,7 @@ print("whatever the coins: one accepted, then the target's own token")
 #
 # <details><summary>Answer</summary>
 # No. The tokens that are left are no longer distributed as q, so min(1, p/q) is the wrong test. A rule
-# may stop drafting
-# <i>after</i> a token, but a token that was drawn must be checked.
+# may stop drafting <i>after</i> a token, but a token that was drawn must be checked.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -86,15 +86,16 @@ right.legend(frameon=False, loc="upper right", ncols=2)
 figure
 
 # %% [markdown]
-# Hardly any single sub-layer is indispensable. The exceptions are the very first ones, because they
-# make the state that all others read. That is what makes skipping possible. But a draft is cheap only
-# if it skips many sub-layers, and then the damage adds up.
+# Hardly any single sub-layer is indispensable, and that is what makes skipping possible. The exceptions
+# are the very first ones, because they make the state that all others read. Here the worst one to skip
+# is the MLP of block 0. But a draft is cheap only if it skips many sub-layers, and then the damage adds
+# up.
 #
 # ## What does a drafted token cost?
 #
-# When tokens are written one at a time, most of the time goes into reading the weights. So the cost of
-# a drafted step is the share of the weights that it reads: its sub-layers **and the head**, which turns
-# the state into logits.
+# When a large model writes one token at a time, most of the time goes into reading the weights. So we
+# take as the cost of a drafted step the share of the weights that it reads: its sub-layers **and the
+# output head**, which turns the state into logits (in this notebook simply *the head*).
 
 # %%
 from control import weight_costs
@@ -134,8 +135,9 @@ for name in ("middle blocks skipped", "every second block"):
 figure
 
 # %% [markdown]
-# Compare the orange squares, two skip sets that were chosen blindly, with the exits of the same cost.
-# How to choose better is the subject of [the next notebook](06_search.ipynb).
+# The exit that is best is neither the most accurate nor the cheapest. The orange squares are two skip
+# sets that were chosen blindly. Compared with the exits of the same cost, one is slightly better and
+# the other worse. How to choose better is the subject of [the next notebook](06_search.ipynb).
 #
 # ## Predicted and measured
 #
@@ -172,22 +174,25 @@ side.legend(frameon=False, loc="upper left", ncols=2)
 figure
 
 # %% [markdown]
-# The prediction counts the weights that must be read. A small model on a CPU also spends time on
-# everything else: Python, small tensors, and blocks of several tokens, which cost more than one token.
-# That makes the measured gain smaller. A text that is easier than the story makes it larger. Tokens per
-# pass carry over from one machine to another. Seconds do not.
+# In the run shown here, every measured gain is larger than predicted. The formula leaves out that the
+# check skips the shared prefix (question 1), which makes the measured gain larger. So does a text that
+# is easier than the story; the measured run writes a text of its own. Other things make it smaller: the
+# prediction counts only the weights that must be read, but a small model on a CPU also spends time on
+# Python and small tensors, and a block of several tokens costs more than one token. Tokens per pass
+# carry over from one machine to another. Seconds do not.
 #
-# **Try it:** in the cell that measures, write `gammas = dict.fromkeys(chosen, 6)`. For which exits do
-# you expect a loss?
+# **Try it:** in the cell that measures, set `gammas = dict.fromkeys(chosen, 6)`. For which exits do you
+# expect a loss? (Above all for the exit after half of the blocks: six drafted tokens cost more than
+# three passes.)
 #
 # ## How far to draft? A rule decides
 #
 # A fixed gamma is a compromise. A *rule* decides anew in each round, and no rule can change the text.
 # We follow one of them, **do no harm**. It estimates alpha from what happened to its own drafts. It
-# drafts as far as the formula says, and stops where drafting does not pay off. Stopped is not final:
-# now and then it saves up enough to try a single token, in case the text has become easier.
-# (`control.Confidence` instead ends a draft after an unsure token, and `lab/rules.py` has the rules of
-# other papers.)
+# drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not final.
+# Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
+# tries one, in case the text has become easier. (`control.Confidence` instead ends a draft after an
+# unsure token, and `lab/rules.py` has the rules of other papers.)
 #
 # We give it three drafts:
 #
@@ -227,10 +232,11 @@ plots.draw_traces(traces)
 # %% [markdown]
 # The cheap exit stays well above its c, and the rule changes only how far it drafts. The expensive exit
 # crosses its c in both directions: after a few bad rounds the rule stops, much later one try succeeds,
-# and from then on it drafts again. The useless draft is stopped after its first token, and so is each
-# later try.
+# and from then on it drafts again. The useless draft is stopped after its first token. It gets two more
+# tries, and each is stopped after one token, too.
 #
-# **Try it:** change the seed of the expensive exit. Will it be stopped every time?
+# **Try it:** change `seed=3` in the cell above. Will the expensive exit be stopped every time? (Its
+# alpha is close to its c, so chance decides. The other two decode greedily: no seed changes them.)
 #
 # ## The head, and a smaller draft vocabulary
 #
@@ -260,7 +266,7 @@ for name, shape in shapes.items():
 # Our model and Llama-3-8B pay the same part, although one vocabulary is thirty times as large: its
 # width is twenty times as large, and it has more blocks. With the same vocabulary and half the width
 # and blocks, as in Llama-3.2-1B, the head is three times as large a part. There it is half of what the
-# draft reads.
+# draft reads. SmolLM2-135M is narrower still, and pays as much with fewer tokens in its vocabulary.
 #
 # So let the draft choose among the n most frequent tokens only. The check uses the whole vocabulary as
 # before, so the text stays exact. Tokens outside the n can no longer be drafted: alpha falls a little,
@@ -304,6 +310,10 @@ right.set(xlabel="tokens the draft may choose", xscale="log", ylabel="best predi
 figure
 
 # %% [markdown]
+# On the shipped model, 2,048 of the 4,096 tokens are enough: alpha stays at 0.68, c falls, and the
+# predicted speed-up is highest. With fewer tokens alpha falls, while c hardly changes any more. Where
+# the head is a larger part of the cost, a shorter list can gain more.
+#
 # ## Why a published experiment was slower than plain decoding
 #
 # The repository ccs96307/fast-llm-inference searched a skip set for Gemma-2 9B. It measured alpha 0.41
@@ -358,8 +368,9 @@ for side, title in ((left, "alpha of each exit"), (right, "the twins (band: all 
 figure
 
 # %% [markdown]
-# On every kind of text, the first exit agrees with its whole model more often where the recipe was
-# used. That is what the recipe is for.
+# On the left, at the same share of the blocks, most exits of the Gemma-2 have a higher alpha than those
+# of the Llama. On the right, the first exit of the twin with the recipe agrees with its whole model
+# more often, on every kind of text. That is what the recipe is for.
 #
 # ## Questions
 #

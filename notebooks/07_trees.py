@@ -1,13 +1,13 @@
 # %% [markdown]
 # # 7. Trees: several drafted tokens for one place
 #
-# A chain of drafted tokens ends at its first rejection: everything behind that token is lost. What if a
-# second candidate for the same place were ready? Then the draft is a *tree*. The target reads all of it
-# in one pass, and one path through it is accepted.
+# A chain of drafted tokens ends at its first rejection: every token after it is lost. What if a second
+# drafted token for the same place were ready? Then the draft is a *tree*. The target reads all of it in
+# one pass, and one path through it is accepted.
 #
-# > **Siblings, which are drafted for the same place, are tried one after the
-# > other, each against what the rejected ones before it have left of p. So a tree changes how many
-# > tokens a pass writes, but not their distribution.**
+# > **Siblings are tokens drafted for the same place. They are tried one after the other. Each rejection
+# > takes something away from p, and the next sibling is tried against what is left. So a tree changes
+# > how many tokens a pass writes, but not their distribution.**
 #
 # Before it: [4, speculative decoding](04_speculative_decoding.ipynb), and [5, layer
 # skipping](05_layer_skipping.ipynb) for the early exit that drafts here. About 30 minutes.
@@ -37,12 +37,13 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 # %% [markdown]
 # ## A tree and its mask
 #
-# `Siblings` wraps any drafter that drafts a chain. With widths `[2, 1]`, the first two tokens of the
-# chain get one sibling each, and the first token gets a second one. Siblings are drawn from the same q,
-# but without replacement: never the same token twice.
+# `Siblings` wraps any drafter that drafts a chain. With widths `[2, 1]`, the first token of the chain
+# gets two siblings and the second token gets one. Siblings are drawn from the same q, but without
+# replacement: never the same token twice.
 #
 # The loop below runs twelve rounds. It keeps each tree as it was before verification, and picks the
-# tree whose first two candidates are the least certain to pass.
+# tree whose first two siblings are the most uncertain: neither sure to be accepted nor sure to be
+# rejected.
 
 # %%
 from itertools import islice
@@ -79,8 +80,8 @@ print("drafted:", [tokenizer.decode([t]) for t in tokens], "parents:", parents)
 # `parents` is the whole shape. 0 stands for the last known token, and k for drafted token number k. So
 # a chain is `[0, 1, 2, ...]`, and here the last three tokens branch off the chain.
 #
-# **Predict:** the target reads all of these tokens in one pass. Which tokens must number 4 see, the
-# second child of the last known token? Which ones must it not see?
+# **Predict:** the target reads all of these tokens in one pass. Number 4 is the second child of the
+# last known token. Which tokens must it see? Which ones must it not see?
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 words = [tokenizer.decode(known[-1:]), *(tokenizer.decode([t]) for t in tokens)]
@@ -212,9 +213,11 @@ sides[0].legend(frameon=False)
 figure
 
 # %% [markdown]
-# The orange bar disappears: the next sibling is drawn from q without that token, rescaled, since the
-# same token again would be wasted. From the blue bars q is subtracted, because what p and q share has
-# had its chance. Where p exceeds q, something is left, and a later sibling can hit it.
+# The orange bar disappears: the next sibling is drawn from q without that token, rescaled, since
+# drawing the same token again would be a waste. q is subtracted from the blue bars, because what p and
+# q share has had its chance. Where p exceeds q, something is left, and a later sibling can hit it. In
+# the picture, the third child has no chance: at its token q was larger than p, so the first rejection
+# left nothing there.
 #
 # ## Why the text is exact: one line
 #
@@ -277,17 +280,19 @@ print("p:      ", [round(v, 4) for v in p6.tolist()])
 print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 
 # %% [markdown]
-# Recursive rejection is not the only rule for siblings. *SpecTr* (Sun et al. 2023) draws k tokens
-# independently and accepts the first that passes a stricter test; it is exact, too. *Typical
-# acceptance* (Medusa, arXiv 2401.10774) accepts any token that p considers likely enough, without a
-# coin. Question 3 asks whether that is exact. How much *any* exact rule can accept is a problem of
-# transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py) computes it.
+# The rule above is called *recursive rejection*. It is not the only rule for siblings. *SpecTr* (Sun et
+# al. 2023) draws k tokens independently and accepts the first that passes a stricter test; it is exact,
+# too. *Typical acceptance* (Medusa, arXiv 2401.10774) accepts any token that p considers likely enough,
+# without a coin. Question 3 asks whether that is exact. How much *any* exact rule can accept is a
+# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py)
+# computes it.
 #
 # ## Which shape?
 #
-# A sibling helps where first candidates are often rejected; depth helps where they are often accepted.
-# So measure the *rank acceptance*: how often the target's own token is the first, second, ... candidate
-# of the draft. Here it is for greedy decoding on a story.
+# A sibling helps where the first drafted token is often rejected; depth helps where it is often
+# accepted. So measure the *rank acceptance*: how often the target's own token is the draft's likeliest
+# token, its second likeliest, and so on. We call them its candidates. Here it is for greedy decoding on
+# a story.
 
 # %%
 from methods.trees import best_tree, rank_acceptance, tree_tokens
@@ -349,7 +354,7 @@ figure
 # A tree is a drafter like any other. Here are a chain of three and the same chain with siblings,
 # greedy, on four stories.
 #
-# **Predict:** how many passes will eight siblings save, and will the text change?
+# **Predict:** how many more tokens per pass will eight siblings bring, and will the text change?
 
 # %%
 from speculative import generate
@@ -367,8 +372,8 @@ for name, drafter in drafters.items():
     print(f"{name:16} {tau:.2f} tokens per pass (tau), {same} of {len(prompts)} texts as in plain decoding")
 
 # %% [markdown]
-# The text stays the same, and each sibling saves a little less than the one before it. Drafting the
-# siblings costs nothing here, because they come from the same logits as the chain. But the target's
+# The text stays the same. Three siblings bring 0.20 tokens per pass, and five more only 0.05. Drafting
+# the siblings costs nothing here, because they come from the same logits as the chain. But the target's
 # block is longer. Whether the tree is also *faster* depends on the cost of a wider pass on your
 # machine.
 #

@@ -2,9 +2,9 @@
 # # 8. Trained heads: small modules that learn to draft
 #
 # So far a part of the model has drafted, and nothing was trained for it. A *head* is a small module
-# that is trained to predict what the model will write. The model itself stays frozen. This notebook
-# trains the smallest head there is, shows what five kinds of heads read and run, and compares what they
-# draft with what that costs.
+# that is trained to predict what the model will write. (It is neither a head of an attention nor the
+# output head.) The model itself stays frozen. This notebook trains the smallest head there is, shows
+# what five kinds of heads read and run, and compares what they draft with what that costs.
 #
 # > **A head reads states that the target has computed anyway. So it can
 # > draft well for a small part of a pass; what it drafts is verified like any other draft.**
@@ -38,10 +38,10 @@ print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens 
 # %% [markdown]
 # ## The smallest head
 #
-# At the last block, the target has a state x for each token that it has read. The output head turns x
-# into the distribution of the *next* token. *Medusa* (arXiv 2401.10774) asks for more of the same
-# state: head k predicts the token k places after that one. All it adds is one matrix W with a residual
-# connection,
+# After its last block, the target has a state x for each token that it has read. The output head turns
+# x into the distribution of the *next* token. *Medusa* (arXiv 2401.10774) predicts further tokens from
+# the same state: head k predicts the token k places after the next one. All it adds is one matrix W
+# with a residual connection,
 #
 # $$\text{logits} = \text{unembed}\big(x + \text{silu}(W x)\big)$$
 #
@@ -61,7 +61,7 @@ print("the fresh head predicts what the output head predicts: the next token, no
 # of notebook 4, so we train for acceptance directly.
 #
 # **Predict:** what alpha will the head reach after 200 steps on six short stories, on these six and on
-# two others? Change `RATE` or `STEPS` and run again.
+# two others? Then change `RATE` or `STEPS` and run again: which of the two curves do more steps raise?
 
 # %%
 STEPS, RATE = 200, 3e-3
@@ -106,8 +106,8 @@ figure
 
 # %% [markdown]
 # A few seconds and one matrix raise alpha several times over. The gap between the two curves is
-# overfitting: six stories are far too little text. `lab/train_heads.py` trains on much more. The heads
-# beside the shipped weights come from there.
+# overfitting: six stories are far too little text. More steps raise mainly the grey curve.
+# `lab/train_heads.py` trains on much more. The heads beside the shipped weights come from there.
 #
 # ## What each head reads
 #
@@ -136,7 +136,8 @@ figure
 # - **Kangaroo** (arXiv 2404.18911) and the **exit block** (from lucidrains'
 #   [speculative-decoding](https://github.com/lucidrains/speculative-decoding)) put a small module of
 #   their own between an early exit and the output head. They read the state at the exit, also for
-#   drafted tokens. So for each drafted token the blocks up to the exit must run.
+#   drafted tokens. So for each drafted token the blocks up to the exit must run. (The picture draws the
+#   exit after a third of the blocks. The shipped Kangaroo exits after two blocks.)
 # - **EAGLE** (arXiv 2401.15077) runs none of the model's blocks: one block of its own reads each token
 #   together with the target's final state of the token before it. For drafted tokens there is no such
 #   state yet, so it uses its own output.
@@ -147,7 +148,8 @@ figure
 #   then reads its own drafts.
 #
 # What a drafted token costs follows from that: the blocks of the model that run for it, the head's own
-# weights, and the output head. `heads.pricing` adds them up, in passes of the target.
+# weights, and the output head. `heads.pricing` adds them up, in passes of the target. (No exit block is
+# shipped, so it is missing from here on.)
 
 # %% jupyter={"source_hidden": true}
 def trained(kind, fresh):
@@ -166,9 +168,9 @@ for kind, one in shipped.items():
 # ## In the loop
 #
 # A trained head is a drafter like any other. Each of them drafts chains of three tokens and writes four
-# stories, greedy. Two early exits, which need no training, stand beside them. `tau` is the number of
-# tokens per pass. A round takes one pass and the cost of its draft, so the speed-up by weights is tau /
-# (1 + cost of a draft).
+# stories, greedy. Beside them are two early exits, which need no weights of their own. `tau` is the
+# number of tokens per pass. A round takes one pass and the cost of its draft, so the speed-up by
+# weights is tau / (1 + cost of a draft).
 #
 # **Predict:** which one has the highest tau? Is it also the fastest?
 
@@ -210,11 +212,12 @@ for side in (left, right):
 figure
 
 # %% [markdown]
-# On the shipped model Kangaroo has the highest tau, and EAGLE gets as much speed-up from a lower one,
-# because its drafted tokens are cheaper. The exits come close to them in tau, and lose by cost. Medusa
-# is the cheapest and drafts worst: cheap drafts do not help much if they are rejected. The prophet lies
-# between. Four stories are few, and speed by weights is not speed by the clock:
-# [BENCHMARKS.md](../lab/BENCHMARKS.md) has both, on more text.
+# On the shipped model Kangaroo has the highest tau. EAGLE gets nearly the same speed-up from a lower
+# tau, because its drafted tokens are cheaper. The tau of the exits lies between these two, but their
+# drafts cost more, so they are slower. Medusa is the cheapest and drafts worst: cheap drafts do not
+# help much if they are rejected. The prophet lies between Medusa and the exits. Four stories are few,
+# and speed by weights is not speed by the clock: [BENCHMARKS.md](../lab/BENCHMARKS.md) has both, on
+# more text.
 #
 # Change `GAMMA` to 6 and run again. **Predict:** for which drafters does tau rise? For which does the
 # speed-up rise?
@@ -248,7 +251,7 @@ for kind in ("eagle", "medusa"):
 #
 # ## Questions
 #
-# Each answer is folded, and so is the cell below it that checks the answer.
+# Each answer is folded, and so is the cell below it that checks the answer. (Question 4 has no check.)
 #
 # **1.** The shipped Medusa drafts at most three tokens. EAGLE can draft more. Why?
 #

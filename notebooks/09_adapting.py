@@ -155,16 +155,17 @@ figure
 
 # %% [markdown]
 # It is close to the last 40 tokens and between the two nearly everywhere: old counts fade, but slowly.
-# The end of this text was harder than the rest, and DEL has noticed. That is what lets it follow a text
-# that changes.
+# The end of this text was harder than the rest, and the estimates show it. This is how DEL follows a
+# text that changes.
 #
 # Look at the shape as well. Alpha rises over the first four exits. Then it is flat, with dips at some
 # exits, and it rises again in the second half. Between exit 4 and the middle of the model, more blocks
 # buy nothing.
 #
-# There is a price. Each shadow token is a row of the output head. A large GPU hardly notices, since it
-# reads the head once for all rows. On a CPU the rows of all exits can cost more than the pass itself.
-# So the library's `DEL` can score only a few exits, or score only every fourth round.
+# There is a price. For each shadow token, the output head must be applied to one more state. A large
+# GPU hardly notices, since it reads the head once for all of them. On a CPU the shadow tokens of all
+# exits can cost more than the pass itself. So the library's `DEL` can score only a few exits, or score
+# only every fourth round.
 #
 # ## SWIFT: a search on one request
 #
@@ -274,21 +275,21 @@ figure
 
 # %% [markdown]
 # On code. Stories, dialogues and maths mostly get an exit. Pace keeps what it has learnt when the next
-# prompt begins: in the second half, the first story still gets a draft that is continued by an n-gram,
-# as if it were code, and the next one less so.
+# prompt begins: in the second half, most drafts of the first story are still continued by an n-gram, as
+# they were on the code before it. On the next story few are.
 #
 # ## What it may lose
 #
-# A draft can fail. But its cost is known before the round: each drafted token costs c, and the number
-# of tokens is decided. Pace keeps a balance. It starts at two passes, the *stake*. Each written token
-# adds one pass, which is what it would have cost without drafting, and a small extra, `risk`, of 1 %.
-# Each round subtracts what it costs. A round begins only if the balance covers its cost with nothing
+# A draft can fail. But its cost is known before the round: each drafted token costs c, and their number
+# is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written token adds
+# one pass, which is what it would have cost without drafting, and a small extra, `risk`, of 1 %. Each
+# round subtracts what it costs. A round begins only if the balance covers its cost with nothing
 # accepted, so the balance never falls below zero. That *is* the guarantee: by its table of costs, Pace
 # is never slower than plain decoding by more than 1 % and two passes. By the clock, it holds as far as
 # the table is right.
 #
-# To test it, we give Pace a draft that is worth nothing: the second half of the model alone. Beside it
-# runs a fixed rule that drafts two tokens with it in every round.
+# To test it, we give Pace a useless draft: the second half of the model alone. Beside it runs a fixed
+# rule that drafts two tokens with it in every round.
 #
 # **Predict:** how often will Pace try the useless draft in 120 tokens?
 

@@ -159,8 +159,9 @@ side.invert_yaxis()
 figure
 
 # %% [markdown]
-# On a small model the launches cost about as much as the products, or more. (The two need not add up to
-# the pass, since each product is launched, too, and that part is in both.)
+# On a small model the launches cost about as much as the products, or more. (The two do not add up to
+# the pass. Each product is launched, too, so that part is in both. And the other operations of the real
+# pass work on more numbers than those of the narrow model.)
 #
 # For larger models this turns around: bytes grow with the square of the width, launches only with the
 # depth. Here are shapes of known models on paper, in bfloat16, on a device that reads 3.35 TB/s (an
@@ -233,8 +234,8 @@ for (subs, rows, width, *reads), tape in fast.tapes[state.cache].items():
 # How many operations does the host launch now? Inside a replay it launches none, so we count each
 # replay as one.
 #
-# **Predict:** an eager pass and the loop around it launch over 700 operations for one token. How many
-# are left?
+# **Predict:** an *eager* pass, which is not recorded, and the loop around it launch over 700 operations
+# for one token. How many are left?
 
 # %% jupyter={"source_hidden": true}
 from torch.utils._python_dispatch import _disable_current_modes
@@ -368,8 +369,8 @@ print("unchecked:", repr(tokenizer.decode(wrong)))
 assert safe == right and (G == 1 or messages and wrong != right)
 
 # %% [markdown]
-# No, and that is what makes it dangerous: it reads well, but after a while it is another text than the
-# model's.
+# No, and that makes the mistake dangerous. The text reads well, but after a while it is not the text
+# that the model would write.
 #
 # ## What four bits keep
 #
@@ -454,11 +455,11 @@ assert points["float32"][-1][1] == 1 and points["int8"][-1][1] > 0.9
 figure
 
 # %% [markdown]
-# All blocks in four bits: at the same c their alpha is far higher than that of an early exit in full
-# precision. The two combine, as each curve shows: a copy can leave early, too. But the picture counts
-# bytes. By the *clock*, such a draft gains only where a product reads the four bits directly. Torch has
-# no such product for NF4 on a CPU, so the whole matrix is rebuilt each time. Then four bits save memory
-# and no time. (And the copy needs memory of its own, while an early exit needs none.)
+# All blocks in four bits. At the same c, their alpha is far higher than that of an early exit in full
+# precision. The two methods combine, as each curve shows: a copy can leave early, too. But the picture
+# counts bytes. By the *clock*, such a draft gains only where a product reads the four bits directly.
+# Torch has no such product for NF4 on a CPU, so the whole matrix is rebuilt each time. Then four bits
+# save memory and no time. (And the copy needs memory of its own, while an early exit needs none.)
 #
 # ## Two processes, one text
 #
@@ -574,5 +575,7 @@ for alpha, cost in ((0.95, 0.3), (0.8, 0.15)):
 # To go one step closer: [kernels.py](../lab/notebooks/kernels.py) writes four operations of this model
 # by hand in Triton, each next to the line of torch that it replaces. It also runs in Triton's
 # interpreter.
+#
+# Next: [a real model](11_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
 #
 # In the lab: [beyond](../lab/notebooks/beyond.ipynb), four ideas rebuilt small.
