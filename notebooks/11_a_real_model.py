@@ -71,7 +71,7 @@ story = checkpoint.encode(words, read_prompts("stories")[1]["prompt"], ours.c.bo
 trained = exits(ours, story + told, len(story) - 1)
 figure, ((side,),) = plots.axes(1, 1, width=6.5, height=4)
 for points, name, hue in ((real, "SmolLM2-135M", plots.HUES[1]), (trained, "stories-llama", plots.HUES[0])):
-    side.plot(*zip(*points), "o-", ms=4, color=hue, label=name)
+    side.plot(*zip(*points, strict=True), "o-", ms=4, color=hue, label=name)
 side.plot([0, 1], [0, 1], "--", color=plots.HUES[-1], lw=1)
 side.text(0.62, 0.55, "alpha = c", color=plots.HUES[-1], rotation=33)
 side.set(xlabel="c, cost of a drafted token by weights", ylabel="alpha", xlim=(0, 1.02), ylim=(0, 1.02),
@@ -88,7 +88,8 @@ figure
 # The formula says what the best exit of SmolLM2 would bring.
 
 # %%
-gain, e = max((expected_speedup(alpha, max(1, best_gamma(alpha, c)), c), e) for e, (c, alpha) in enumerate(real, 1))
+gains = [expected_speedup(alpha, max(1, best_gamma(alpha, c)), c) for c, alpha in real]
+gain, e = max(gains), 1 + gains.index(max(gains))
 print(f"the best exit, {e}: {gain:.2f} times plain decoding, before any overhead")
 
 # %% [markdown]
@@ -186,7 +187,7 @@ for kind, question in QUESTIONS.items():
         for k in range(min(accepted + 1, proposed)):
             tested[k], kept[k] = tested[k] + 1, kept[k] + (k < accepted)
     found[kind] = sum(kept) / sum(tested)
-    places = " / ".join(f"{a / n:.2f}" for a, n in zip(kept, tested) if n)
+    places = " / ".join(f"{a / n:.2f}" for a, n in zip(kept, tested, strict=True) if n)
     print(f"{kind:12} alpha {found[kind]:.2f}, by place {places}, tokens per pass {tokens / count:.2f}")
 
 # %% [markdown]
@@ -201,7 +202,7 @@ for kind, question in QUESTIONS.items():
 c = heads.pricing(eagle)(0)
 for kind, alpha in found.items():
     gamma = best_gamma(alpha, c)
-    print(f"{kind:12} best gamma {gamma}, {expected_speedup(alpha, gamma, c):.2f} times plain decoding by weights")
+    print(f"{kind:12} best gamma {gamma}: {expected_speedup(alpha, gamma, c):.2f} times plain decoding")
 
 # %% [markdown]
 # By the clock it is less: checking a block of three tokens costs more than checking one, on many
