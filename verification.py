@@ -2,7 +2,7 @@
 residual. p is the target's distribution, q the draft's.
 
 The one thing to remember: a position without a drafted token has q = 0, so that max(p - q, 0) = p.
-Bonus token, ragged draft lengths and plain decoding are one formula.
+So one formula covers the bonus token, drafts of different lengths and plain decoding.
 """
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ def verify_block(p, q, tokens, coins, length=None):
     """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444, Algorithm 2): `verify` for the draft as
     a whole. The text has the same distribution; from two drafted tokens on, more are accepted on average.
 
-    Arguments, results and the coins spent are those of `verify`. The weight of a prefix is w_0 = 1,
+    Arguments, results and the coins spent are those of `verify`. The first i tokens weigh w_0 = 1,
     w_i = min(1, w_{i-1} p/q): a token with p > q makes up for an earlier one with p < q. Every prefix flips
     a coin, and the longest that passes is accepted, even if a shorter one failed. Prefix i passes with
     probability Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over the next token; the whole
@@ -92,7 +92,7 @@ def verify_block(p, q, tokens, coins, length=None):
 
 def verify_tree(p, tokens, parents, coins, q=None, length=None):
     """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may
-    hold several drafted tokens for the same place.
+    hold several drafted tokens for the same place: siblings.
 
     p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and
     length (B,) are those of a Draft. q (B, K, V): what each token was drawn from, which for a later
