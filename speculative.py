@@ -197,7 +197,7 @@ def pick(x, at):
 
 
 def wanted(state, rule):
-    """How many tokens each row drafts, at most one less than it may still write; whether the rows differ."""
+    """How many tokens each row drafts, with room for the token after them; whether the rows differ."""
     want = rule.gamma(state)
     rows = [want] * len(state.left_cpu) if isinstance(want, int) else want
     most = [max(0, min(gamma, left - 1)) for gamma, left in zip(rows, state.left_cpu, strict=True)]
@@ -535,7 +535,7 @@ class ModelDraft(Drafter):
         K = tokens.shape[1]
         if K == 0:
             return Draft.none(state)
-        self.held = [b + K - 1 for b in n]  # without the last drafted one; `observe` drops the rejected
+        self.held = [b + K - 1 for b in n]  # not the last drafted token; `observe` drops the rejected
         return Draft(tokens, q, length)
 
     def observe(self, state, r):
