@@ -22,8 +22,8 @@ def expected_tokens(alpha, gamma):
     gamma + 1 at alpha = 1 (Leviathan et al. 2023, eq. 1).
 
     alpha: a number; or a series (T,) of acceptance rates along a text, or a list of series, one per text.
-    alpha[i] is the probability that a draft of the token after position i is accepted. With a series, one
-    round follows another along the text. The formula at the mean would be wrong, too high or too low:
+    alpha[i] is the probability that a token drafted after position i is accepted. With a series, rounds
+    follow one another along the text. The formula at the mean would be too high or too low, because
     accepted tokens come in groups, and a round starts where the one before it ended in a rejection.
 
     >>> round(expected_tokens(0.8, 2), 2)                   # 1 + 0.8 + 0.64
@@ -178,7 +178,7 @@ class DoNoHarm(Rule):
 @dataclass
 class Beta:
     """An acceptance rate estimated from counts that fade: the mean of a Beta distribution. `prior`, the
-    estimate before any count, weighs as much as two drafts (at 0.5: Laplace's rule of succession)."""
+    estimate before any count, weighs as much as two tests (at 0.5: Laplace's rule of succession)."""
     hits: float = 0.0
     misses: float = 0.0
     prior: float = 0.5

@@ -4,8 +4,8 @@ The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x),
 attention i and f_2i+1 is MLP i. `run` applies any subsequence of them, so a self-speculative draft
 is nothing but a shorter list of sub-layers.
 
-Shapes: B rows (texts), T tokens of the block that a pass reads, S slots of the cache, H query heads
-in Hkv groups of G = H / Hkv, D head dim.
+Shapes: B rows (texts), T tokens that a pass reads (a block of tokens, not a `Block`), S slots of the
+cache, H query heads in Hkv groups of G = H / Hkv, D head dim.
 """
 import math
 from collections.abc import Sequence
@@ -96,8 +96,8 @@ def visible(positions, slots, end, tree=None, window=None):
 
     The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes have
     read the others. A token sees every slot before the first slot of the M tokens and before its own
-    position. Of the M tokens it sees those that `tree` (B or 1, T, M) or (T, M) marks; without a tree,
-    itself and those before it. `window` hides the keys that are `window` or more positions back.
+    position. Of the M tokens it sees those that `tree` (B or 1, T, M) or (T, M) marks. Without a tree it
+    sees itself and those before it. `window` hides the keys that are `window` or more positions back.
 
     >>> at = torch.tensor([[2, 3]])         # a block of two tokens, after two filled slots
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet: no token sees it

@@ -1,7 +1,7 @@
 """Logits -> distribution -> token. One `to_probs` serves target, draft and plain decoding.
 
-The one thing to remember: every random decision about a text is a flip or a choice, and both spend
-uniforms of a `Coins` object. Replace that object to replay a run, or to enumerate all its outcomes.
+The one thing to remember: every random decision about a text is a flip or a choice. Both spend uniforms,
+random numbers in [0, 1), of a `Coins` object. Replace it to replay a run, or to enumerate all outcomes.
 """
 import torch
 
