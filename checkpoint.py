@@ -43,7 +43,7 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
     device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function
     of a matrix, such as machine.quant.NF4, whose result replaces each matrix of the blocks. part: this
     process's part of the model, a machine.parallel.Part. Needs memory for the model and one more matrix.
-    Raises FileNotFoundError or ValueError for what is missing, damaged or unsupported.
+    Raises FileNotFoundError or ValueError (one line) for what is missing, damaged or unsupported.
     """
     folder, device = Path(folder), find_device(device)
     c, tokenizer, files = read_config(folder), read_tokenizer(folder), find_weights(folder)
@@ -153,7 +153,7 @@ def stored_shape(piece):
 
 
 def check_tensors(files, model):
-    """Raise ValueError unless the files hold the model's tensors and no others, all in a float dtype."""
+    """Raise ValueError unless the files hold exactly the model's tensors: names, shapes, a float dtype."""
     want = {name: stored_shape(piece) for name, piece in parts(model)}
     have = {name: tuple(stored.get_shape()) if stored.get_dtype() in DTYPES else stored.get_dtype()
             for name, stored in files.items() if not name.endswith("rotary_emb.inv_freq")}  # of Llama 1 and 2

@@ -1,8 +1,8 @@
 """Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify),
 one drafter for both; and drafting with a short vocabulary.
 
-The one thing to remember: the sub-layers before the first gap (the first that is skipped) compute what
-the target itself would. Its pass reuses their keys, values and hidden states (`Draft.reuse`).
+The one thing to remember: the sub-layers before the first gap (the first that is skipped) compute
+exactly what the target would. Its pass reuses their keys, values and hidden states (`Draft.reuse`).
 """
 import math
 from collections import Counter

@@ -64,7 +64,7 @@ def signed(n):
 
 
 def shift(z, bits):
-    """z >> bits with zeros shifted in: torch shifts in copies of the sign bit."""
+    """z >> bits, shifting in zeros. (In torch, >> shifts in copies of the sign bit.)"""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -326,7 +326,7 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
     none: pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without
     a drafter every draft is empty: plain decoding. cache: one from an earlier run, to be reused; its
     content need not be erased if it is finite. verify: `verify` or `verify_block`. Raises ValueError
-    for prompts that cannot be continued, a cache that is too small, and logits that are NaN or infinite.
+    for prompts that cannot be continued, a cache that does not fit, and logits that are NaN or infinite.
     """
     check_prompts(model, prompts, max_new)
     drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
@@ -499,7 +499,7 @@ class ModelDraft(Drafter):
 
     Before each draft it reads the tokens it has not read yet, at least the last two known ones. After a
     fully accepted draft two are missing: the last drafted token and the bonus token. Otherwise one is.
-    Reading a token again rewrites the same keys and values, so the same code does for both cases.
+    Reading a token again only rewrites the same keys and values, so both cases share this code.
     """
 
     def __init__(self, model, rule, sublayers=None):
