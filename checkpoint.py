@@ -153,7 +153,7 @@ def stored_shape(piece):
 
 
 def check_tensors(files, model):
-    """Raise ValueError unless the files hold exactly the model's tensors: names, shapes, a float dtype."""
+    """Raise ValueError unless the files hold exactly the model's tensors, in its shapes, as floats."""
     want = {name: stored_shape(piece) for name, piece in parts(model)}
     have = {name: tuple(stored.get_shape()) if stored.get_dtype() in DTYPES else stored.get_dtype()
             for name, stored in files.items() if not name.endswith("rotary_emb.inv_freq")}  # of Llama 1 and 2

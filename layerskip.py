@@ -117,7 +117,7 @@ class SelfDraft(Drafter):
         after the gap  rough  rough  -          the target's pass begins here, and runs all three
 
     Drafts write into the target's cache. Before the first gap they write what the target would. After it
-    a draft reads exact old keys and its own rough new ones. The target's pass in the same round overwrites
+    a draft reads exact old keys and its own rough new ones. The target's pass in this round overwrites
     the latter before anything else reads them. (For the sub-layers of another model: `ModelDraft`.)
     """
 

@@ -107,7 +107,7 @@ def speedup(calibration, costs, sublayers):
 
 
 def distances(a, b, groups):
-    """How many bits differ in each group: a (N, n), b (M, n) -> (G, N, M). groups: see the class below."""
+    """How many bits differ per group: a (N, n), b (M, n) -> (G, N, M). groups: see the next class."""
     kinds = torch.nn.functional.one_hot(groups).T.to(a.dtype)[:, None]          # (G, 1, n)
     return torch.cdist(a * kinds, b * kinds, p=1)
 

@@ -54,7 +54,7 @@ def verify_block(p, q, tokens, coins, length=None):
     """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444, Algorithm 2): `verify` for the draft as
     a whole. The text has the same distribution; from two drafted tokens on, more are accepted on average.
 
-    Arguments, results and the coins spent are those of `verify`. A prefix of i tokens weighs w_i: w_0 = 1,
+    Arguments, results and coins spent are those of `verify`. A prefix of i tokens weighs w_i: w_0 = 1,
     w_i = min(1, w_{i-1} p/q): a token with p > q makes up for an earlier one with p < q. Every prefix flips
     a coin, and the longest that passes is accepted, even if a shorter one failed. Prefix i passes with
     probability Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over the next token; the whole
