@@ -43,11 +43,11 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
     device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a function
     of a matrix, such as machine.quant.NF4, whose result replaces each matrix of the blocks. part: this
     process's part of the model, a machine.parallel.Part. Needs memory for the model and one more matrix.
-    Raises FileNotFoundError or ValueError, in one line, for what is missing, damaged or unsupported.
+    Raises FileNotFoundError or ValueError (one line) for what is missing, damaged or unsupported.
     """
     folder, device = Path(folder), find_device(device)
     c, tokenizer, files = read_config(folder), read_tokenizer(folder), find_weights(folder)
-    if c.tied and HEAD in files:    # as in transformers 5, the weights decide whether it is tied
+    if c.tied and HEAD in files:    # as in transformers 5, the weights decide whether the head is tied
         head = files.pop(HEAD)
         embed = files.setdefault(EMBED, head)
         if head.get_dtype() != embed.get_dtype() or not torch.equal(head[...], embed[...]):
@@ -153,7 +153,7 @@ def stored_shape(piece):
 
 
 def check_tensors(files, model):
-    """Raises ValueError unless the weights are the model's tensors, with its shapes and a float dtype."""
+    """Raise ValueError unless the files hold exactly the model's tensors, in its shapes, as floats."""
     want = {name: stored_shape(piece) for name, piece in parts(model)}
     have = {name: tuple(stored.get_shape()) if stored.get_dtype() in DTYPES else stored.get_dtype()
             for name, stored in files.items() if not name.endswith("rotary_emb.inv_freq")}  # of Llama 1 and 2
@@ -163,7 +163,7 @@ def check_tensors(files, model):
 
 
 def find_device(device=None):
-    """The device of that name, by default CUDA if there is one, else the CPU. ValueError for others."""
+    """The device of that name, by default CUDA if there is one, else the CPU. ValueError if missing."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))]
     name = str(device or ("cuda" if gpus else "cpu"))

@@ -22,8 +22,8 @@ def expected_tokens(alpha, gamma):
     gamma + 1 at alpha = 1 (Leviathan et al. 2023, eq. 1).
 
     alpha: a number; or a series (T,) of acceptance rates along a text, or a list of series, one per text.
-    alpha[i] is the probability that a draft of the token after position i is accepted. With a series, one
-    round follows another along the text. The formula at the mean would be wrong, too high or too low:
+    alpha[i] is the probability that a token drafted after position i is accepted. With a series, rounds
+    follow one another along the text. The formula at the mean would be too high or too low, because
     accepted tokens come in groups, and a round starts where the one before it ended in a rejection.
 
     >>> round(expected_tokens(0.8, 2), 2)                   # 1 + 0.8 + 0.64
@@ -52,14 +52,14 @@ def expected_tokens(alpha, gamma):
 
 
 def expected_speedup(alpha, gamma, cost, block=1.0):
-    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8). cost: that of a
-    drafted step relative to a target pass over one token, the paper's c. block: that of the
-    verifying pass over gamma + 1 tokens, in the paper as much as over one."""
+    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8). Both costs are
+    relative to a target pass over one token. cost: that of a drafted step, the paper's c. block:
+    that of the verifying pass over gamma + 1 tokens, which the paper takes to be 1."""
     return expected_tokens(alpha, gamma) / (gamma * cost + block)
 
 
 def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
-    """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0, do not draft,
+    """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0 (do not draft)
     if no speed-up exceeds 1. block(T): the cost of a pass over T tokens relative to one token.
 
     >>> best_gamma(0.8, 0.2), best_gamma(0.8, 0.05), best_gamma(0.3, 0.4)
@@ -78,7 +78,7 @@ class Costs:
     head: float                   # of the output head
     blocks: tuple = ((1, 1.0),)  # (T, cost of a pass over T tokens relative to one token), T rising
     slot: float = 0.0            # extra cost of an attention per token that it reads
-    at: int = 0                  # the number of tokens read to which `sublayers` applies
+    at: int = 0                  # `sublayers` holds for attentions that read this many tokens
     window: int | None = None    # the most tokens that an even block's attention reads
     call: float = 0.0            # fixed cost of any step, such as choosing a token
 
@@ -100,7 +100,7 @@ class Costs:
 
     def step(self, sublayers, share=1.0):
         """The c of the formulas: the cost of a drafted step relative to a target pass, after `at` tokens.
-        Both include `call` and the head, the draft perhaps only a share of it (a draft vocabulary)."""
+        Both include `call` and the head; a draft vocabulary makes the draft's head smaller (`share`)."""
         return self.pricing(sublayers, share)(self.at) / self.whole
 
     def block(self, T):
@@ -141,8 +141,8 @@ class Confidence(Rule):
 class DoNoHarm(Rule):
     """Never much slower than plain decoding, however bad the draft is. Each row keeps an
     exponentially weighted acceptance rate and drafts as far as the formula says. Each round without
-    a draft saves `risk` passes; a row that has saved the cost of a drafted token drafts one.
-    So a useless draft costs `risk` passes per round, whatever its price. A cost below `FLOOR`
+    a draft saves `risk` passes; a row that has saved the cost of a drafted step drafts one token.
+    So a useless draft costs `risk` passes per round, whatever c is. A cost below `FLOOR`
     counts as `FLOOR`, because the estimate of a useless draft falls no lower than 0.045."""
     FLOOR = 0.05
 
@@ -178,7 +178,7 @@ class DoNoHarm(Rule):
 @dataclass
 class Beta:
     """An acceptance rate estimated from counts that fade: the mean of a Beta distribution. `prior`, the
-    estimate before any count, weighs as much as two drafts (at 0.5: Laplace's rule of succession)."""
+    estimate before any count, weighs as much as two tests (at 0.5: Laplace's rule of succession)."""
     hits: float = 0.0
     misses: float = 0.0
     prior: float = 0.5

@@ -91,7 +91,7 @@ class Writer:
         self.model, self.tokenizer = Recorded(model) if a.fast else model, tokenizer
 
     def rounds(self, drafter, player=None):
-        """What `speculative.rounds` yields. player: of a page, which looks at coins and distributions."""
+        """What `speculative.rounds` yields. player: the page's, to record coins and distributions."""
         a, (coins, look) = self.a, (player.coins, player.look) if player else (Coins(self.a.seed), to_probs)
         if parallel.place() != (0, 1):
             coins = parallel.Agreed(coins)

@@ -1,14 +1,14 @@
-"""A KV cache that stores no fill level: slot = position in a text, and a block of tokens sees the
-slots before its own first slot, and itself.
+"""A KV cache that stores no length: slot = position in a text. A block of tokens sees itself and the
+slots before its own first slot.
 
 The one thing to remember: rolling back is starting the next block earlier.
 
     slot              3   4   5   6
-    this round        D   d1  d2  d3     d1 is accepted, d2 is rejected, and t takes its place
+    this round        D   d1  d2  d3     D is known; d1 is accepted, and t replaces the rejected d2
     next round                t   e1     the block starts at t and overwrites what d2 and d3 left
 
-So there is no truncation, no padding mask and no realignment, and the rows of a batch advance at
-different rates for free: every mask hides a dead slot (one after the text) until it is overwritten.
+So there is no truncation, no padding mask and no realignment. The rows of a batch advance at different
+rates for free: a slot after the text is dead, and every mask hides it until it is overwritten.
 One rule makes this work: a layer that runs a block must already hold every slot before it.
 """
 import torch

@@ -1,8 +1,8 @@
 """Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify),
 one drafter for both; and drafting with a short vocabulary.
 
-The one thing to remember: the sub-layers before the first gap compute exactly what the verifier
-would. The verifier reuses their keys, values and hidden states (`reuse`) instead of computing them.
+The one thing to remember: the sub-layers before the first gap (the first that is skipped) compute
+exactly what the target would. Its pass reuses their keys, values and hidden states (`Draft.reuse`).
 """
 import math
 from collections import Counter
@@ -54,7 +54,7 @@ def check_sublayers(sublayers, n_layers):
 
 
 def shared_prefix(sublayers):
-    """How many sub-layers a draft runs before its first gap: those that it shares with the verifier.
+    """How many sub-layers a draft runs before its first gap: the target's pass need not repeat them.
 
     >>> shared_prefix([0, 1, 2, 5, 6]), shared_prefix([1, 2])
     (3, 0)
@@ -91,8 +91,8 @@ class ShortHead(StandIn):
 
 
 def most_frequent(texts, count):
-    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent, the most frequent
-    first, "share": their share of the texts}. Raises ValueError if there are fewer different ids."""
+    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent, in falling order,
+    "share": their share of the texts}. Raises ValueError if there are fewer different ids."""
     seen = Counter(token for ids in texts for token in ids)
     if len(seen) < count:
         raise ValueError(f"a draft vocabulary of {count}: the text holds only {len(seen)} different tokens")
@@ -101,7 +101,7 @@ def most_frequent(texts, count):
 
 
 def same_model(model, state):
-    """Raise ValueError if a model is not the target: they would share no states and no cache."""
+    """Raise ValueError if a drafter's model is not the target, whose states and cache it uses."""
     if model.blocks is not state.model.blocks:
         raise ValueError("this drafter reads the target's own states: give it the model that decodes")
 
@@ -114,11 +114,11 @@ class SelfDraft(Drafter):
 
         block          D      d1     d2
         before the gap kept   kept   run last: no token is drafted from d2, but d2 must be verified
-        after the gap  rough  rough  -          the verifier begins here, and runs all three
+        after the gap  rough  rough  -          the target's pass begins here, and runs all three
 
-    Drafts write into the target's cache. Before the first gap they write what the verifier would. After it
-    a draft reads exact old keys and its own rough new ones; the verification of the same round overwrites
-    the rough ones before anything else reads them. (For the sub-layers of another model: `ModelDraft`.)
+    Drafts write into the target's cache. Before the first gap they write what the target would. After it
+    a draft reads exact old keys and its own rough new ones. The target's pass in this round overwrites
+    the latter before anything else reads them. (For the sub-layers of another model: `ModelDraft`.)
     """
 
     def __init__(self, model, sublayers, rule):
@@ -137,7 +137,7 @@ class SelfDraft(Drafter):
         m, subs, xs, traces = self.model, self.sublayers, [], []
         shared = shared_prefix(subs)
 
-        def run_shared(token, k):  # the verifier will not repeat this
+        def run_shared(token, k):  # the target's pass will not repeat this
             traces.append(dict.fromkeys(tap for tap in state.taps if tap < shared))
             xs.append(m.run(m.embed(token), state.at(k), state.cache, subs[:shared], traces[-1]))
             return xs[-1]                                                       # (B, 1, dim)

@@ -1,9 +1,9 @@
 """Self-speculative decoding on one page: one text, no cache, one position at a time, nothing clever.
 
-The one thing to remember: the first blocks of the model draft, the whole model checks every drafted
-token, and the text is exactly what the whole model alone would have written or, when sampling, has
-the same distribution. `speculative.py` does the same with a cache, for many texts and any kind of
-draft; a test checks that both write the same text and spend the same coins.
+The one thing to remember: the first blocks of the model draft, and the whole model checks every
+drafted token. So the text is exactly what the whole model alone would have written; when sampling, it
+has the same distribution. `speculative.py` does this with a cache, for many texts and any kind of
+draft. A test checks that both write the same text with the same random numbers.
 """
 from pathlib import Path
 

@@ -4,8 +4,8 @@ The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x),
 attention i and f_2i+1 is MLP i. `run` applies any subsequence of them, so a self-speculative draft
 is nothing but a shorter list of sub-layers.
 
-Shapes: B rows (texts), T tokens of the block that a pass reads, S slots of the cache, H query heads
-in Hkv groups of G = H / Hkv, D head dim.
+Shapes: B rows (texts), T tokens that a pass reads (a block of tokens, not a `Block`), S slots of the
+cache, H query heads in Hkv groups of G = H / Hkv, D head dim.
 """
 import math
 from collections.abc import Sequence
@@ -96,8 +96,8 @@ def visible(positions, slots, end, tree=None, window=None):
 
     The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes have
     read the others. A token sees every slot before the first slot of the M tokens and before its own
-    position. Of the M tokens it sees those that `tree` (B or 1, T, M) or (T, M) marks; without a tree,
-    itself and those before it. `window` hides the keys that are `window` or more positions back.
+    position. Of the M tokens it sees those that `tree` (B or 1, T, M) or (T, M) marks. Without a tree it
+    sees itself and those before it. `window` hides the keys that are `window` or more positions back.
 
     >>> at = torch.tensor([[2, 3]])         # a block of two tokens, after two filled slots
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet: no token sees it
@@ -122,9 +122,9 @@ def visible(positions, slots, end, tree=None, window=None):
 class Placement(NamedTuple):
     """Where the T tokens of a block stand.
 
-    The position sets the rotation, the slot the place in the cache. They differ only in a tree,
+    The position sets the rotation; the slot is the place in the cache. They differ only in a tree,
     where siblings share a position, and without a cache, where slots count from 0. M > T only while
-    a tree grows: then the block is the last T of the M tokens. `first` and `end` are known to the
+    a tree grows: then the block is the last T of the M tokens. `first` and `end` are numbers on the
     host, so that a pass never waits for a GPU.
     """
     positions: torch.Tensor             # (B or 1, M)
@@ -132,7 +132,7 @@ class Placement(NamedTuple):
     first: int                          # the lowest position of the block in any row
     end: int                            # one past the last slot that is read
     tree: torch.Tensor | None = None    # (B or 1, T, M) who sees whom, see `visible`; None: a chain
-    same: bool = False                  # all rows stand at first .. first+T-1, in the cache, too
+    same: bool = False                  # every row stands at positions and slots first .. first+T-1
 
     @classmethod
     def at(cls, first, stop, device=None):
@@ -171,8 +171,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, explicit because soft-caps and trees need the scores.
 
-    wqkv stacks, for each KV head, its G query heads, its key and its value: one product for all. The
-    G queries that share a key become G times as many score rows, so that no key or value is copied.
+    wqkv stacks, for each KV head, its G query heads, its key and its value: one matrix product for all.
+    The G queries that share a key become G times as many score rows, so no key or value is copied.
     """
 
     def __init__(self, c):
@@ -184,8 +184,8 @@ class Attention(nn.Module):
         self.scale = c.head_dim ** -0.5 if c.query_scale is None else c.query_scale
 
     def forward(self, x, cos, sin, mask, store):
-        """store(k, v), both (B, Hkv, T, D), keeps them and returns all that the block reads, (B, Hkv, S, D).
-        mask (B, 1, 1, T, S) is added to the scores; None if every token sees every key."""
+        """store(k, v), both (B, Hkv, T, D), keeps them and returns all keys and values that the block
+        reads, (B, Hkv, S, D). mask (B, 1, 1, T, S) is added to the scores; None hides nothing."""
         (B, T, _), (Hkv, N, D) = x.shape, self.grouped
         G = N - 2
         qkv = F.linear(x, self.wqkv).view(B, T, Hkv, N, D).to(cos.dtype)       # (B, T, Hkv, G+2, D)
@@ -264,8 +264,8 @@ class Transformer(nn.Module):
         return t
 
     def run(self, x, at, cache=None, sublayers: Sequence[int] | None = None, trace=None, table=None):
-        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim),
-        whose tokens stand `at` a Placement. trace: a dict whose keys are sub-layers; each value becomes
+        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
+        at: the Placement of its tokens. trace: a dict whose keys are sub-layers; each value is set to
         x (B, T, dim) after that sub-layer. table: what `angles` returns, if the caller has it."""
         c, T = self.c, x.shape[1]
         start = 0 if c.window is None else max(0, at.first + 1 - c.window)  # sliding layers begin here
@@ -288,8 +288,8 @@ class Transformer(nn.Module):
         return x
 
     def masks(self, at, T, start):
-        """{window: what is added to the scores, 0 where visible and -inf elsewhere}, (B or 1, 1, 1, T, S),
-        for the slots that such a layer reads, from 0 or `start` on. None: nothing is hidden."""
+        """{window: mask}, (B or 1, 1, 1, T, S): 0 where visible, -inf elsewhere; None hides nothing.
+        Layers without a window (the key None) read all slots, the others those from `start` on."""
         reads = {None: 0, self.c.window: start}
         if T == 1 and at.same:
             return dict.fromkeys(reads)

@@ -1,7 +1,7 @@
 """Logits -> distribution -> token. One `to_probs` serves target, draft and plain decoding.
 
-The one thing to remember: every random decision about a text is a flip or a choice, and both spend
-uniforms of a `Coins` object. Replace that object to replay a run, or to enumerate all its outcomes.
+The one thing to remember: every random decision about a text is a flip or a choice. Both spend uniforms,
+random numbers in [0, 1), of a `Coins` object. Replace it to replay a run, or to enumerate all outcomes.
 """
 import torch
 
@@ -45,7 +45,7 @@ def raw_probs(logits):
 
 
 def check(temperature=0.0, top_k=None, top_p=None, min_p=None):
-    """Raise ValueError, in one line, for a sampling setting out of range."""
+    """Raise ValueError, with a one-line message, for a sampling setting out of range."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {temperature}")
     if top_k is not None and not (isinstance(top_k, int) and top_k >= 1):
@@ -64,7 +64,7 @@ def signed(n):
 
 
 def shift(z, bits):
-    """z >> bits that shifts in zeros, where torch shifts in copies of the sign bit."""
+    """z >> bits, shifting in zeros. (In torch, >> shifts in copies of the sign bit.)"""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -89,10 +89,10 @@ class Coins:
     and in every port, and it does not depend on how many are computed at once.
 
     The order of spending is part of the interface, since ports and golden traces depend on it. Each
-    drafted token that is drawn spends one uniform per row; copied tokens spend none. A chain is
-    drawn before its siblings, and siblings rank by rank. Verifying K drafted tokens, of a chain or
-    a tree, spends K per row, also after a rejection. Then one per row chooses the next token.
-    `version` counts the changes of that order.
+    drafted token that is drawn spends one uniform per row; copied tokens spend none. In a tree, a
+    chain is drawn first, then the siblings of its tokens, rank by rank. Verifying K drafted tokens
+    spends K per row, even after a rejection. Then one per row chooses the next token.
+    `version` counts the changes to this order.
     """
     version = 1
 

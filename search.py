@@ -3,8 +3,8 @@
     python search.py --model weights/stories-llama --text stories.txt --trials 200 --out found
     python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json --compare
 
-The one thing to remember: a trial is one pass over a text, without a stopwatch, and trial i depends
-only on the seed and the trials before it. So a search that was killed goes on where it stopped.
+The one thing to remember: a trial is one pass over a text and needs no stopwatch. Trial i depends only
+on the seed and the trials before it, so a search that was killed can go on where it stopped.
 """
 import hashlib
 import itertools
@@ -34,7 +34,7 @@ LOG, FOUND, VOCAB = "trials.jsonl", "skip.json", "draft_vocab.json"
 
 class Teacher:
     """One pass of the target over a text, kept so that any number of drafts can be scored against
-    it without decoding: how likely would the *first* drafted token after each position be accepted?
+    it without decoding: how likely is the *first* drafted token after each position to be accepted?
     All positions draft in one pass, each in its own spare slot. For a text of T = 4:
 
         slot      0 1 2 3 | 4 5 6 7
@@ -107,7 +107,7 @@ def speedup(calibration, costs, sublayers):
 
 
 def distances(a, b, groups):
-    """How many bits of each group differ: a (N, n), b (M, n) -> (G, N, M). groups (n,): see below."""
+    """How many bits differ per group: a (N, n), b (M, n) -> (G, N, M). groups: see the next class."""
     kinds = torch.nn.functional.one_hot(groups).T.to(a.dtype)[:, None]          # (G, 1, n)
     return torch.cdist(a * kinds, b * kinds, p=1)
 
@@ -127,7 +127,7 @@ class GaussianProcess:
 
     z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted from
     0; the bits of a group share one weight. theta: where the fit starts, or the value itself if `fit`
-    is false; None is the centre of the priors. Inside, y always has mean 0 and standard deviation 1.
+    is false; None is the centre of the priors. Inside, y is scaled to mean 0 and standard deviation 1.
     """
 
     def __init__(self, z, y, groups, theta=None, fit=True):
@@ -148,7 +148,7 @@ class GaussianProcess:
 
     def loss(self, theta):
         """Minus the log marginal likelihood (ibid., eq. 2.30), minus the log of a weak normal prior
-        with a standard deviation of 2. Without it a handful of values could move theta anywhere."""
+        with a standard deviation of 2. Without the prior, a few values could move theta anywhere."""
         L = torch.linalg.cholesky(self.covariance(theta))
         half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)   # (N, 1)
         return (0.5 * half.square().sum() + L.diagonal().log().sum()
@@ -185,7 +185,7 @@ def expected_improvement(mean, std, best):
 
 
 def climb(score, starts, allowed):
-    """Local search: from each start (S, n), flip the bit that raises the score most, while one does.
+    """Local search: from each start (S, n), flip the bit that raises the score most, until none does.
 
     score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores (S,).
     """
@@ -329,7 +329,7 @@ def run(argv):
         raise ValueError(f"--protect: name some of the sub-layers 0 to {2 * c.n_layers - 1}, but not all")
     costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
     probs, short = partial(to_probs, temperature=a.temperature, top_p=a.top_p), None
-    if a.draft_vocab:  # with the end of text of each document, which drafts should know, too
+    if a.draft_vocab:  # count each document's end of text, too: drafts should know it
         texts = [checkpoint.encode(tokenizer, text) + list(c.eos[:1]) for text in documents]
         vocab = most_frequent(texts, a.draft_vocab)
         short = ShortHead(model, vocab["ids"])

@@ -8,7 +8,7 @@ last). Every round reads D itself, too, because it needs the distribution of the
     slot      7   8   9   10
     block     D   d1  d2  d3       one target pass reads the block and gives a row of p at each slot:
     row of p  0   1   2   3        the distribution of the token after it,
-    judges    d1  d2  d3  -        so row k judges draft k + 1; q has a row for each draft, too
+    judges    d1  d2  d3  -        so row 0 judges d1, and so on; q has a row for each drafted token, too
     verdict   ok  no  dead         each passes with probability min(1, p/q); here d2 is rejected: d3 is dead
     text      D   d1  t            t is drawn from max(p - q, 0) in row 1; had all three been accepted,
                                    a bonus token would have been drawn from row 3
@@ -32,7 +32,7 @@ class State:
     """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds at least all but the last."""
     tokens: torch.Tensor       # (B, S) slot = position; entries from n on are dead
     n: torch.Tensor            # (B,) how many tokens of each row are known
-    left: torch.Tensor         # (B,) how many tokens it may still emit; 0 = finished
+    left: torch.Tensor         # (B,) how many tokens each row may still write; 0 = finished
     cache: KVCache
     model: Transformer         # the target
     probs: Callable            # logits -> distribution, the same for target and draft
@@ -62,7 +62,7 @@ class State:
 
     def after(self, steps):
         """The positions of `steps` (B or 1, T), counted from each row's first unknown token. (B, T)"""
-        # a row at its limit overshoots beside a longer draft: clamp it to a slot that is always dead
+        # a row near its limit overshoots if another row drafts more: clamp to a slot that is always dead
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
     def last(self):
@@ -89,7 +89,7 @@ class Draft:
     reuse: tuple | None = None         # (i, x, trace): the target need not run sub-layers before i;
     #                                       x (B, K+1, dim) enters i, trace holds the taps before i
     parents: torch.Tensor | None = None  # (B or 1, K) the parent of each: 0 = the last known token,
-    #                                       k = drafted token k - 1, an earlier one; None: a chain
+    #                                       k = tokens[:, k - 1], an earlier one; None: a chain
     traced: bool = True                   # False: the drafter does not read this round's trace
 
     @classmethod
@@ -111,14 +111,14 @@ class Draft:
 @dataclass
 class Round:
     """What happened in one draft-verify round, for stepping, colours, statistics and traces. A tree
-    has become a chain: see `straighten`."""
-    draft: Draft               # as verified: `length` is clipped to what each row may still emit
+    is given as a chain: see `straighten`."""
+    draft: Draft               # as verified: `length` leaves room for the token after the draft
     logits: torch.Tensor      # (B, K+1, V) the target's, after the soft-cap, before the temperature
     p: torch.Tensor            # (B, K+1, V)
     accepted: torch.Tensor     # (B,) on the CPU; never more than len(new)
-    proposed: torch.Tensor     # (B,) on the CPU; drafted tokens up to an accepted end of text
+    proposed: torch.Tensor     # (B,) on the CPU; how many were drafted, up to an accepted end of text
     new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
-    sure: list[list[float]]    # the target's probability of each: see `raw_probs`
+    sure: list[list[float]]    # the target's probability of each new token: see `raw_probs`
     trace: dict            # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
 
 
@@ -126,9 +126,9 @@ class Round:
 
 
 class Rule:
-    """How far to draft. `gamma` is called before each draft, `stop`, if the rule has one, after
-    each drawn token (see `chain`), and `learn` after each round. No rule can change the
-    distribution of the text. This one always drafts the same number of tokens."""
+    """How far to draft. `gamma` is called before each draft and `learn` after each round. A rule may
+    have a `stop`, called after each drawn token (see `chain`). No rule can change the distribution
+    of the text. This one always drafts the same number of tokens."""
     stop = None
 
     def __init__(self, gamma):
@@ -149,7 +149,7 @@ class Rule:
 
 
 class Drafter:
-    """Where drafts come from. This one never proposes anything: plain decoding.
+    """Where drafts come from. This one drafts nothing: plain decoding.
 
     rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose outputs
     the drafter reads, those of the prompt in `begin` and those of every round in `Round.trace`.
@@ -197,7 +197,7 @@ def pick(x, at):
 
 
 def wanted(state, rule):
-    """How many tokens each row drafts, at most what it may still emit, and whether the rows differ."""
+    """How many tokens each row drafts, with room for the token after them; whether the rows differ."""
     want = rule.gamma(state)
     rows = [want] * len(state.left_cpu) if isinstance(want, int) else want
     most = [max(0, min(gamma, left - 1)) for gamma, left in zip(rows, state.left_cpu, strict=True)]
@@ -210,11 +210,11 @@ def chain(state, step, rule):
     step(token (B, 1), k) reads `token`, which stands at offset k (0: the last known token), and returns the
     raw logits (B, 1, V) of the token after it. Returns tokens (B, K), q (B, K, V) or None, length (B,) or
     None: tokens beyond a row's length are dead. A rule's stop(k, logits (B, V), token (B,)) -> (B,) bool
-    says after a draw which rows end there, *and the drawn token stays*: to discard a token for its value
+    says after each draw which rows stop there. *The drawn token stays*: discarding it for its value
     would change the distribution of the text. While any row goes on, all rows draw and spend uniforms:
 
         row 0   a b c d   length 4
-        row 1   a ! . .   length 2: it stopped at "!", which is still proposed
+        row 1   a ! . .   length 2: it stopped at "!", which is still part of its draft
     """
     most, varied = wanted(state, rule)
     K, own = max(most), state.send(most) if varied else None               # (B,) if the rows differ
@@ -242,7 +242,7 @@ def chain(state, step, rule):
 
 def ancestors(parents):
     """Which nodes of a tree each node sees: itself and its ancestors. Node 0 is the last known
-    token, node k is drafted token k - 1. (B or 1, K) -> (B or 1, K+1, K+1) bool
+    token, node k is tokens[:, k - 1] of the Draft. (B or 1, K) -> (B or 1, K+1, K+1) bool
 
     >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2 is a child of 1, 3 a sibling of 1
     [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
@@ -266,9 +266,9 @@ def layout(state, K, parents=None):
 
 
 def straighten(state, draft, tree, node, logits, p, trace):
-    """Turn a verified tree into the chain of its accepted path, in the cache, too: nothing else
-    needs to know of trees. node (B,): the last accepted one. tree: the draft's `ancestors`. Returns
-    the draft, how many of its tokens were accepted (B,), and logits, p and trace in its order.
+    """Turn a verified tree into a chain that begins with the accepted path, and move the cache to match,
+    so that no other code handles trees. node (B,): the last accepted one. tree: the draft's `ancestors`.
+    Returns the draft, how many of its tokens were accepted (B,), and logits, p and trace in its order.
 
     After the path come the descendants of its last node, all rejected, and then dead tokens. The length
     is that of the longest branch through that last node: the most that could have been accepted.
@@ -302,7 +302,7 @@ def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
 
 
 def check_prompts(model, prompts, max_new):
-    """Raise ValueError, in one line, for prompts that cannot be continued."""
+    """Raise ValueError, with a one-line message, for prompts that cannot be continued."""
     c = model.c
     if max_new < 0:
         raise ValueError(f"max_new must be at least 0, got {max_new}")
@@ -319,14 +319,14 @@ def check_prompts(model, prompts, max_new):
 def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,
            probs=to_probs, coins: Coins | None = None, eos=(), cache: KVCache | None = None,
            verify=verify) -> Iterator[tuple[State, Round]]:
-    """Continue every prompt, yielding (state, round) after each draft-verify round. A generator:
-    stepping in a notebook, streaming, colours and statistics are consumers of it.
+    """Continue every prompt, yielding (state, round) after each draft-verify round. It is a generator
+    so that a notebook can step through it, and a program can stream, colour or count the tokens.
 
     prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is
     none: pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without
-    a drafter every draft is empty: plain decoding. cache: one of an earlier run, to use again; its
+    a drafter every draft is empty: plain decoding. cache: one from an earlier run, to be reused; its
     content need not be erased if it is finite. verify: `verify` or `verify_block`. Raises ValueError
-    for prompts that cannot be continued, a cache of another size, and logits that are NaN or infinite.
+    for prompts that cannot be continued, a cache that does not fit, and logits that are NaN or infinite.
     """
     check_prompts(model, prompts, max_new)
     drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
@@ -345,7 +345,7 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
     return loop(state, drafter, set(eos), verify)
 
 
-@torch.inference_mode()  # a tenth faster than no_grad; clone a Round's tensors to train on them
+@torch.inference_mode()  # faster than no_grad; clone a Round's tensors to train on them
 def loop(state, drafter, eos, verify):
     model, every = state.model, range(2 * state.model.c.n_layers)
     if max(state.left_cpu, default=0) > 0:      # read the prompts; padding falls into dead slots
@@ -355,7 +355,7 @@ def loop(state, drafter, eos, verify):
         check_finite(largest(model.unembed(last)).tolist(), x.dtype)
         drafter.begin(state, trace)
     while max(state.left_cpu, default=0) > 0:
-        # 1. Draft, but no more than may still be emitted.
+        # 1. Draft, but leave room for the token after the draft.
         draft = drafter.propose(state).cut(max(state.left_cpu) - 1)
         K = draft.tokens.shape[1]
         length = (state.left - 1).clamp_(0, K)                                  # (B,)
@@ -389,7 +389,7 @@ def largest(logits):
 
 
 def check_finite(peaks, dtype):
-    """Raise ValueError, in one line, if a row's largest logit is NaN or infinite."""
+    """Raise ValueError, with a one-line message, if a row's largest logit is NaN or infinite."""
     for b, peak in enumerate(peaks):
         if not math.isfinite(peak):
             raise ValueError(f"the model's logits for row {b} are NaN or infinite: its weights are damaged, "
@@ -445,8 +445,8 @@ class NGram(Drafter):
     """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n
     tokens. Raises ValueError for a rule that stops between tokens, since all of them are copied at once.
 
-    again: a copy that reaches the end of the text continues with itself, as in LZ77, because a text that
-    repeats two tokens often repeats them more than once. Without it, as published, the copy ends there."""
+    again: a copy that reaches the end of the text goes on by repeating itself, as in LZ77: a text that
+    repeats two tokens often repeats them again. Without it, as published, the copy ends there."""
 
     def __init__(self, rule, n, again=False):
         super().__init__(rule)
@@ -498,8 +498,8 @@ class ModelDraft(Drafter):
     2023): a smaller model, or some sub-layers of one.
 
     Before each draft it reads the tokens it has not read yet, at least the last two known ones. After a
-    fully accepted draft two are missing, its last drafted token and the bonus token; otherwise one. Reading
-    a token again is harmless, as it rewrites the same keys and values, so both cases share this code.
+    fully accepted draft two are missing: the last drafted token and the bonus token. Otherwise one is.
+    Reading a token again only rewrites the same keys and values, so both cases share this code.
     """
 
     def __init__(self, model, rule, sublayers=None):
@@ -535,12 +535,12 @@ class ModelDraft(Drafter):
         K = tokens.shape[1]
         if K == 0:
             return Draft.none(state)
-        self.held = [b + K - 1 for b in n]  # not the last draft; `observe` drops the rejected
+        self.held = [b + K - 1 for b in n]  # not the last drafted token; `observe` drops the rejected
         return Draft(tokens, q, length)
 
     def observe(self, state, r):
         super().observe(state, r)
-        # A row may have drafted less than the longest one, or another drafter continued its draft.
-        # The last accepted token may be a sibling of one that it drafted: that one it has not read.
+        # A row may have drafted less than the longest one, or another drafter may have continued its
+        # draft. The last accepted token may be a sibling, which this drafter has not read.
         rows = zip(self.held, state.known, r.new, r.accepted.tolist(), strict=True)
         self.held = [min(held, len(text) - len(new) + kept - 1) for held, text, new, kept in rows]

@@ -2,7 +2,7 @@
 residual. p is the target's distribution, q the draft's.
 
 The one thing to remember: a position without a drafted token has q = 0, so that max(p - q, 0) = p.
-Bonus token, ragged draft lengths and plain decoding are one formula.
+So one formula covers the bonus token, drafts of different lengths and plain decoding.
 """
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,10 @@ def verify(p, q, tokens, coins, length=None):
     p (B, K+1, V), q (B, K, V) or None for copied drafts, tokens (B, K), length (B,) or None for K
     everywhere. Returns how many were accepted (B,) and the token after them (B,).
 
-    The text is distributed as if sampled from p. Token t is written as an accepted draft with
-    probability q(t) min(1, p(t) / q(t)) = min(p(t), q(t)). A draft is rejected with probability S,
-    the sum of max(p - q, 0), and its replacement is drawn from max(p - q, 0) / S: so t is written
-    as a replacement with probability max(p(t) - q(t), 0). Together that is p(t).
+    The text is distributed as if sampled from p. Token t is written as a drafted token with
+    probability q(t) min(1, p(t) / q(t)) = min(p(t), q(t)). A drafted token is rejected with probability
+    S, the sum of max(p - q, 0). Its replacement is drawn from max(p - q, 0) / S, so t is written as a
+    replacement with probability max(p(t) - q(t), 0). Together that is p(t).
 
     >>> from sampling import Coins
     >>> p = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])        # for the first token, and the one after it
@@ -54,7 +54,7 @@ def verify_block(p, q, tokens, coins, length=None):
     """Block verification (Sun et al., ICLR 2025, arXiv 2403.10444, Algorithm 2): `verify` for the draft as
     a whole. The text has the same distribution; from two drafted tokens on, more are accepted on average.
 
-    Arguments, results and the coins spent are those of `verify`. The weight of a prefix is w_0 = 1,
+    Arguments, results and coins spent are those of `verify`. A prefix of i tokens weighs w_i: w_0 = 1,
     w_i = min(1, w_{i-1} p/q): a token with p > q makes up for an earlier one with p < q. Every prefix flips
     a coin, and the longest that passes is accepted, even if a shorter one failed. Prefix i passes with
     probability Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over the next token; the whole
@@ -92,7 +92,7 @@ def verify_block(p, q, tokens, coins, length=None):
 
 def verify_tree(p, tokens, parents, coins, q=None, length=None):
     """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may
-    hold several drafted tokens for the same place.
+    hold siblings, several drafted tokens for the same place.
 
     p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and
     length (B,) are those of a Draft. q (B, K, V): what each token was drawn from, which for a later
