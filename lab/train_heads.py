@@ -31,7 +31,7 @@ from search import VOCAB
 from speculative import generate
 from support import cli
 from support.chat import read_template
-from support.files import BOUNDARY, read_texts, write_file
+from support.files import BOUNDARY, read_json, read_texts, write_file
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
 SHAPE = {   # the flags of each kind, as in train.add_numbers; a default of None depends on the model
@@ -65,6 +65,8 @@ def parse(argv):
     p.add_argument("--out", required=True, metavar="DIR", help="for the heads; generate.py looks into "
                    "heads/KIND in the model's folder")
     p.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
+    p.add_argument("--start", metavar="DIR", help="begin with the heads in DIR and their draft vocabulary: "
+                   "more text, in another run")
     p.add_argument("--vocab", type=train.number(1, 2**30), metavar="N", help="learn to say only the "
                    "text's N most frequent tokens: with a large vocabulary many times cheaper; writes "
                    f"{VOCAB} beside the heads")
@@ -227,8 +229,11 @@ class Run(train.Run):
     def __init__(self, a, model, text, device):
         self.model, self.head, self.memory, self.vocab = model, build(a, model), {}, None
         self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
+        if a.start:
+            self.head.weights.load_state_dict(heads.load(a.start, model, KINDS).weights.state_dict())
         if a.vocab:
-            self.vocab = most_frequent([row.tolist() for row in text.train.values()], a.vocab)
+            kept = a.start and cli.read_beside(Path(a.start) / VOCAB, read_json)
+            self.vocab = kept or most_frequent([row.tolist() for row in text.train.values()], a.vocab)
             rows = ShortHead(model, self.vocab["ids"]).rows
             for part in {"model", "own"} & vars(self.head).keys():
                 setattr(self.taught, part, Rows(getattr(self.head, part), rows))

@@ -18,7 +18,7 @@ STAKE = 2.0     # passes that may be lost before anything is won
 MARGIN = 0.05  # an arm must promise this much more than plain decoding, since choosing takes time, too
 EVERY = 16      # rounds between two explorations
 IDLE = 3        # rounds without choosing once nothing gains, unless the text repeats itself
-TAIL = 8        # tokens that an n-gram may copy
+TAIL = 7        # tokens that an n-gram may copy: with the last one a block of eight, as recorded ones are
 
 
 class Pace(Wrapper):

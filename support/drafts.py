@@ -25,7 +25,7 @@ from support import cli
 from support.measure import kept_costs
 
 NAMES = ("auto", "none", "ngram", "suffix", "exit", "skip", *KINDS, *heads.KINDS)
-GAMMA = {"auto": MOST, "none": 0, "ngram": 8, "suffix": 8, "exit": 2}  # the defaults; else 3
+GAMMA = {"auto": MOST, "none": 0, "ngram": 7, "suffix": 7, "exit": 2}  # the defaults; else 3
 GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
              "draft_vocab": ("auto", "exit", "skip", "model", *KINDS), "tree": ("heads", *heads.KINDS)}
 

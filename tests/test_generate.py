@@ -56,7 +56,7 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
 
 @pytest.mark.parametrize("flags, draft, gamma", [
     (["--draft", "none"], "none", 0), ([], "auto", MOST),
-    (["--exit-layer", "3", "--gamma", "1"], "exit", 1), (["--draft", "ngram"], "ngram", 8),
+    (["--exit-layer", "3", "--gamma", "1"], "exit", 1), (["--draft", "ngram"], "ngram", 7),
     (["--draft", SMALL, "--gamma", "0"], "model", 0), (["--draft", SMALL], "model", 3),
     (["--draft", "nf4"], "nf4", 3),
     (["--draft", "eagle", "--gamma", "6", "--tree", "128"], "eagle", 6),

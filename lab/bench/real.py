@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 
 from control import expected_speedup, weight_costs
-from lab.bench.drafters import TAIL, Bench, Method, chosen, fixed, header, their_methods
+from lab.bench.drafters import Bench, Method, chosen, fixed, header, their_methods
 from lab.bench.dynamic import living
 from lab.bench.heads import shapes
 from lab.bench.shared import forecast, load, page, tables
@@ -16,7 +16,7 @@ from machine.packed import pack_where_it_pays
 from machine.quant import byte_costs, quantise
 from machine.recorded import Recorded
 from methods import heads
-from methods.arms import candidates
+from methods.arms import EXITS, candidates
 from methods.pace import Pace
 from methods.suffix import Suffix
 from methods.then import Then
@@ -27,7 +27,7 @@ from verification import verify_block
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts"
 KINDS = "chat", "summaries", "code_edits", "maths", "translation"
-CHAINS, NODES = (1, 2, 3, 4), 8     # lengths of a head's drafts, and tokens of its tree
+CHAINS, NODES, TAIL = (1, 2, 3, 4), 8, 7    # lengths of a head's drafts, tokens of its tree, of a copy
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
            "alpha by place": "{places}", "c": "{c:.3f}", "block": "{block:.2f}"}
@@ -71,7 +71,8 @@ def ways(a, model, trained):
         methods[f"{name}, gamma 2, n-gram tail"] = Method(lambda loaded=loaded: lambda model, small: (
             Then(loaded[model.tok.dtype].drafter(2), NGram(TAIL, 3))))
     methods["auto"] = living(lambda model: Pace(model, candidates(
-        model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()]), costs))
+        model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()],
+        exits=(1 / 6,) if a.fast else EXITS), costs))
     return methods
 
 
@@ -101,7 +102,7 @@ def run_real(a):
             model.rehearse(lambda bench=bench: [bench.write(m.start(), 0) for m in methods.values()])
         if not T:
             promised[kind] = untrained(bench)
-        theirs = {} if T else their_methods(a, bench, max(1, model.c.n_layers // 6))
+        theirs = {} if T else chosen(their_methods(a, bench, max(1, model.c.n_layers // 6)), a.only)
         for m in methods.values():
             m.samples.clear()
         rows = bench.table(methods | theirs, (), kind, checked=[0])

@@ -69,6 +69,9 @@ def test_a_short_vocabulary_and_the_loss_that_acceptance_counts(kind, folder, tm
     prompt = checkpoint.encode(story_tokenizer(), "Lily saw", model.c.bos)
     for _, r in rounds(model, [prompt], 24, head.drafter(3)):
         assert set(r.draft.tokens[0].tolist()) <= set(ids)
+    more = line(kind, folder, tmp_path / "more", "--vocab", "9", "--start", str(out))
+    assert train_heads.main(more) == 0 and read_vocab(tmp_path / "more/draft_vocab.json", 99) == ids
+    assert state(tmp_path / "more")["before"]["own text"]["overlap"] == pytest.approx(after, abs=0.05)
 
 
 def test_text_is_drawn_from_the_model(folder):
