@@ -6,7 +6,7 @@
 # small enough for any laptop. `make smollm` puts it into `runs/smollm`.
 #
 # We ask of each way to draft the same question: *does alpha exceed c?* First of those that need no
-# training, which fail, then of one that has learnt for an hour.
+# training, which fail, then of one that has learnt for half an hour.
 #
 # > **Measure alpha and c before you write any code. The formula tells you
 # > what will fail.**
@@ -80,7 +80,7 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# A real model lies below the line nearly everywhere. In its first blocks it computes something that the
+# SmolLM2 lies below the line everywhere. In its first blocks it computes something that the
 # output head cannot read yet. Nothing during its training asked for that. The trained model lies far
 # above the line at its first exits: its recipe showed each exit the labels, so that the head can read
 # what those blocks know.
@@ -139,7 +139,7 @@ head_share = costs.head / costs.whole
 print(f"blocks {1 - head_share:.0%} of a pass, output head {head_share:.0%}: {model.c.vocab_size:,} rows")
 
 # %% [markdown]
-# With 49,152 tokens the output head weighs as much as seven blocks. A *short head* drafts only the
+# With 49,152 tokens the output head weighs as much as eight blocks. A *short head* drafts only the
 # tokens that occur often. It stays exact, since a token with q = 0 is never drafted, and the target
 # still knows all of them.
 
@@ -155,7 +155,7 @@ print(f"{sum(t in set(vocab) for t in answer) / len(answer):.0%} of this answer'
 # %% [markdown]
 # ## What the head has learnt
 #
-# It was trained for about an hour on two processor cores, on answers of the model itself to some two
+# It was trained for half an hour on two processor cores, on answers of the model itself to some two
 # thousand prompts ([its card](../weights/smollm/heads/eagle/README.md)). Here it answers questions that
 # were not among them. Green is drafted and accepted.
 
