@@ -34,7 +34,6 @@ from torch import nn
 import checkpoint
 from control import MOST, weight_costs
 from layerskip import ShortHead, early_exit
-from machine.recorded import Recorded
 from methods import drafting
 from methods.drafting import unit
 from methods.trees import Siblings
@@ -283,6 +282,6 @@ def load(folder, model, kinds=KINDS):
         head = kinds[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]
-    if isinstance(model, Recorded) and hasattr(head, "own"):
-        head.own = Recorded(head.own, model.how)
+    if hasattr(model, "replays") and hasattr(head, "own"):      # a machine.recorded.Recorded
+        head.own = type(model)(head.own, model.how)
     return shorter(head, read_vocab(vocab, model.c.vocab_size)) if vocab.is_file() else head

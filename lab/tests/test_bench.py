@@ -91,10 +91,10 @@ def test_a_row_by_hand():
     texts = [(SimpleNamespace(acceptance=lambda *_, a=a: torch.tensor(a)), unscored) for a, unscored
              in (([9.0, 0.5, 1.0], 1), ([1.0, 1.0, 0.0], 0), ([1.0], 0))]   # the last is too short
     got, ratios = drafters.row(fixed, plain, texts), [8 / 3, 2, 1]
-    assert got.pop("ratios") == pytest.approx(ratios)
+    assert got.pop("ratios") == pytest.approx(ratios) and got.pop("places") == "1.00 / 0.00"
     assert got == pytest.approx({
         "tokens_per_second": 8, "ratio": math.prod(ratios) ** (1 / 3), "tau": 2,
-        "by_weights": 8 / 3, "alpha": 4.5 / 6,
+        "by_weights": 8 / 3, "alpha": 4.5 / 6, "tested": 1 / 2,
         "c": 2.5 / 48 / (10 / 48),          # seconds of drafting per token, against a plain pass
         "block": 2.5 / 24 / (10 / 48), "first": 1,      # of the prompts alone: 1/6 and 1/3, 1/4 and 1/2
         "predicted": math.sqrt((1 + 0.5 + 0.5) / (2 / 6 + 1 / 3) * 3 / (2 / 4 + 1 / 2))})
