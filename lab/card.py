@@ -58,7 +58,7 @@ def head_card(run, tables):
     shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
     facts = {"shape": f"{shape}; {count(head) / 1e6:.2f} M weights in bfloat16",
              "data": ", ".join(a.data) or f"own text at temperature {a.temperature:g}"}
-    words = ("Before: at the start. Step: the first, second, ... token that a head foresees. Loss: "
+    words = ("Before: at the start. Step: the first, second, ... token that a head predicts. Loss: "
              "KL(p || q) in nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")
     tables = {name: table | {"agreement before": run.before[name]["agreement"]}
               for name, table in tables.items()}

@@ -179,21 +179,24 @@ class Recorded(StandIn):
     by default `print` to standard error. Do not move or cast the model later; weights may change in place.
     """
 
-    def __init__(self, model, how=None, widths=None, reach=256, say=None):
+    def __init__(self, model, how=None, widths=None, reach=256, say=None, lead=None):
         self.model, self.how, self.reach = model, how or ("graph" if model.tok.is_cuda else "compile"), reach
         self.widths = widths or ((1, 2, 4, 8) if self.how == "compile" else (8,))
         self.say = say or partial(files.note, "recorded")
         self.tapes = WeakKeyDictionary()  # {a cache whose addresses they hold, or this object: {key: tape}}
-        self.frozen = False                 # True: nothing new is recorded
+        self.frozen, self.lead = False, lead or self    # once the lead is frozen, nothing new is recorded
         model.angles(1)                     # trap: the table may be that of another dtype
 
     def rehearse(self, write):
-        """Call write() twice, which records all that it needs, and record nothing from then on, so
-        that no recording happens while something is timed."""
+        """Call write() twice, which records all that it needs. From then on nothing new is recorded."""
         self.frozen = False
         write()
         write()
         self.frozen = True
+
+    def alongside(self, model):
+        """Another model of the same run, such as a draft: recorded, too, and rehearsed with this one."""
+        return Recorded(model, self.how, self.widths, self.reach, self.say, self.lead)
 
     def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
@@ -229,9 +232,8 @@ class Recorded(StandIn):
         return next((width for width in self.widths if width >= T), None)
 
     def angles_read(self, end, slots):
-        """[cos, sin] for `block`: the table of angles for all positions that are read, (reach, D)
-        each. The reach is rounded up to a multiple of `step`. A compiled program takes any reach;
-        graphs need one recording for each, as few as if the reach doubled from `self.reach` on."""
+        """[cos, sin] for `block`: the table of angles for all positions that are read, (reach, D) each. The
+        reach is a multiple of `step`: a compiled program takes any, graphs need one recording for each."""
         count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
         step = 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
         reach = min(slots, -(-end // step) * step)
@@ -246,7 +248,7 @@ class Recorded(StandIn):
         elif fixed:
             key = *key, len(fixed[0])
         tapes = self.tapes.setdefault(home, {})
-        if tapes.get(key) is None and not self.frozen:
+        if tapes.get(key) is None and not self.lead.frozen:
             tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
         tape = tapes.get(key)
         return tape(inputs, fixed) if tape else None
@@ -280,7 +282,7 @@ class Recorded(StandIn):
         if not path.is_file():
             usual = "clang++" if sys.platform == "darwin" else "g++"
             if not shutil.which(os.environ.get("CXX", usual)):
-                self.frozen = True      # what has no program yet runs eagerly
+                self.lead.frozen = True     # what has no program yet runs eagerly
                 raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
             path.parent.mkdir(parents=True, exist_ok=True)      # fails now, not after a minute
             self.say(f"{name}: compiling, which takes a minute or less, once per machine")

@@ -14,7 +14,6 @@ from layerskip import SelfDraft, ShortHead, early_exit, without
 from machine import parallel
 from machine.packed import LARGE
 from machine.quant import KINDS, byte_costs, quantise, size
-from machine.recorded import Recorded
 from methods import heads
 from methods.arms import EXITS, candidates
 from methods.pace import Pace
@@ -113,7 +112,7 @@ def plan(a, model, tokenizer):
             raise ValueError(f"{a.draft}: its tokenizer differs from the target's, so ids mean other words")
     else:
         small = quantise(model.model if a.fast else model, kind)
-    drafting = short(a, Recorded(small) if a.fast else small)
+    drafting = short(a, model.alongside(small) if a.fast else small)
     return Plan(kind, lambda: ModelDraft(drafting, gamma), gamma, f"draft: {kind}, gamma {gamma}")
 
 

@@ -206,7 +206,7 @@ def test_a_head_is_loaded_for_recorded_passes_and_with_its_draft_vocabulary(tmp_
     for _, r in rounds(fast, PROMPTS[:1], 9, head.drafter(1), warm, Coins(1)):
         assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids), "and no others"
     own = getattr(getattr(head, "own", None), "model", None)    # what the ShortHead stands for
-    assert own is None or isinstance(own, Recorded)
+    assert own is None or isinstance(own, Recorded) and own.lead is fast, "they are rehearsed together"
 
 
 @pytest.mark.parametrize("kind", [Medusa, Kangaroo])

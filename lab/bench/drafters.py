@@ -238,14 +238,14 @@ def chosen(methods, words):
             if not words or name == "plain" or any(word in name for word in words)}
 
 
-def their_methods(a, bench, exit_layer):
+def their_methods(a, bench, exit_layer, helper=None):
     """{name: Method} of transformers, on the same weights, with its own defaults."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     open_ = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, a.dtype))
-    model, helper = (folder and open_(folder).to(a.device) for folder in (a.model, a.draft_model))
+    model, helper = (folder and open_(folder).to(a.device) for folder in (a.model, helper))
     sampling = bench.probs.keywords
 
     def ask(flags, ids):
@@ -356,7 +356,7 @@ def column(a, bench, skip, vocab, title):
     L = bench.model.c.n_layers
     texts, cost, exits = pilot(bench, L)
     methods = own_methods(L, exits[:3], skip, cost, vocab)
-    methods |= their_methods(a, bench, exits[0][0])
+    methods |= their_methods(a, bench, exits[0][0], a.draft_model)
     return bench.table(chosen(methods, a.only), texts, title)
 
 

@@ -1,7 +1,5 @@
-"""A real public model: what each way to draft gains over the fastest plain decoding, on five kinds of chat.
-
-    make smollm && python -m lab.bench real --model runs/smollm
-"""
+"""A real public model (make smollm): what each way to draft gains over the fastest plain decoding, on five
+kinds of chat."""
 from itertools import product
 from pathlib import Path
 
@@ -92,19 +90,18 @@ def run_real(a):
     model, where = models[a.dtype][0], Path(a.heads or f"{a.model}/heads")
     trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
                for file in sorted(where.glob(f"*/{heads.FILE}"))}
-    methods = chosen(ways(a, model, trained), a.only)
-    results, promised, a.draft_model = {}, {}, None
+    results, promised = {}, {}
     for T, kind in product((0.0, 0.8), a.prompts or KINDS):
         prompts = ask(a.model, tokenizer, [PROMPTS / f"{kind}.jsonl"])[: a.quick]
+        methods = chosen(ways(a, model, trained), a.only)
         bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, a.repeats or 1,
                       judge=verify_block)
         if a.fast:      # whatever is not recorded by now runs eagerly
-            model.rehearse(lambda bench=bench: [bench.write(m.start(), 0) for m in methods.values()])
+            model.rehearse(lambda bench=bench, methods=methods: [
+                bench.write(m.start(), 0) for m in methods.values()])
         if not T:
             promised[kind] = untrained(bench)
         theirs = {} if T else chosen(their_methods(a, bench, max(1, model.c.n_layers // 6)), a.only)
-        for m in methods.values():
-            m.samples.clear()
         rows = bench.table(methods | theirs, (), kind, checked=[0])
         results[f"{kind}, T {T:g}"] = {name: promise(methods.get(name), r) for name, r in rows.items()}
     lines = header(a, a.repeats or 1, " on the first prompt of each kind")
