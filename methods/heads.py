@@ -15,8 +15,8 @@ model does not change, and neither does its text.
 
 All of them use the model's embedding, final norm and output head. `own` is a Transformer of a block or two
 that shares these with the model. Its blocks start as copies of the model's: an ExitBlock starts as the exit
-one block later. Each kind has `weights` (all that is trained), `shape` (arguments of its constructor),
-`taps` (the states it reads), `predict` (logits for a whole text, for training) and `drafter`.
+one block later. Each kind has `weights` (all that is trained), `shape` (arguments of its constructor), `taps`
+(the states it reads), `predict` (logits for a whole text, for training) and `drafter`.
 """
 import copy
 import json
@@ -130,8 +130,8 @@ class Eagle(Head):
     It is trained on the first token of a draft, and on the second, which reads the block's output
     (HASS, arXiv 2408.15766); later tokens are drafted like the second.
 
-    fused: it reads a mix of the final state and of the states after a quarter and half of the
-    blocks (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final state alone.
+    fused: it reads a mix of the final state and of the states after a quarter and half of the blocks
+    (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final state alone.
     """
     kind, draft = "eagle", drafting.EagleDraft
     reach = 2   # steps that it is trained on; more can be evaluated
@@ -176,8 +176,8 @@ class Medusa(Head):
     W (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head. In the
     paper each head trains a W of its own, which with a large vocabulary is much larger than W_k.
 
-    markov: the rank of a bias from the token before, W_2 W_1[token] (DeepSpec's DSpark), shared by all
-    heads; 0: none. With it a head knows what the head before it drafted.
+    markov: the rank of a bias from the token before, W_2 W_1[token] (DeepSpec's DSpark), shared by all heads;
+    0: none. With it a head knows what the head before it drafted.
     """
     kind, draft, branches = "medusa", drafting.MedusaDraft, True
 
@@ -282,6 +282,8 @@ def load(folder, model, kinds=KINDS):
         head = kinds[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]
-    if hasattr(model, "alongside") and hasattr(head, "own"):       # machine.recorded
-        head.own = model.alongside(head.own)
+    if hasattr(model, "alongside"):     # machine.recorded
+        model.cuts.update(head.taps)
+        if hasattr(head, "own"):
+            head.own = model.alongside(head.own)
     return shorter(head, read_vocab(vocab, model.c.vocab_size)) if vocab.is_file() else head
