@@ -133,7 +133,7 @@ def weighed(a, model, gamma):
     # heads fit only the weights that they lie beside
     found = trained_beside(a.model, model) if alone and not a.quant else []
     # trap: measured costs differ between machines and processes, and so would the uniforms a draft spends
-    measured = alone and not a.fast and a.temperature == 0 and size(model.blocks) >= LARGE
+    measured = alone and (a.fast or a.temperature == 0) and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)
     exits = (1 / 6,) if a.fast else EXITS       # each has passes of its own recorded
     return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found, exits), costs,

@@ -1,8 +1,8 @@
 """What the parts of a pass cost on this machine: a stopwatch, and tables of costs in files.
 
-A table of costs decides how a text is drafted, never what it says. No two measurements are the
-same, and a run repeats round by round only with the same table. So a table is measured once per
-machine, model and dtype, and then kept in the user's cache folder.
+A table of costs decides how a text is drafted, never what it says. No two measurements are the same, and a
+run repeats round by round only with the same table. So a table is measured once per machine, model and dtype,
+and then kept in the user's cache folder.
 """
 import hashlib
 import json
@@ -23,7 +23,7 @@ from support.cli import machine
 from support.files import cache_file, guarded, keep, note, read_json
 from verification import verify
 
-WIDTHS = 1, 2, 3, 4, 5, 7, 9, 13, MOST + 1      # of the blocks that are measured
+WIDTHS = 1, 2, 3, 4, 5, 8, 9, 13, MOST + 1      # of the blocks that are measured
 SECONDS = 3.0       # for a measurement, as far as the number of repeats allows
 PASSES = 30         # one repeat of a measurement takes about as long as this many passes
 
@@ -46,11 +46,14 @@ def interleave(actions, repeats):
 def measure_costs(model, at=64, repeats=50):
     """Costs in seconds, for one token after `at` others. It measures the head; a drafted step without
     sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17
-    tokens, with their verification; and the extra cost of an attention after 16 times as many tokens."""
+    tokens, with their verification; and the extra cost of an attention after 16 times as many tokens.
+    A recorded model replays its passes and its head; only the parts are measured eagerly."""
     far, unbounded = 16 * at, 2 * (model.c.n_layers > 1)  # an attention without a window, if there is one
+    eager = getattr(model, "model", model)
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
-    tokens = torch.full((1, MOST + 1), 5, device=model.tok.device)
-    here, away = (Placement.at(i, i + 1, tokens.device) for i in (at, far))
+    text = torch.arange(at + MOST + 1, device=model.tok.device)[None] % model.c.vocab_size
+    eager.run(eager.embed(text[:, :at]), Placement.at(0, at, text.device), cache)
+    tokens, (here, away) = text[:, at:], (Placement.at(i, i + 1, text.device) for i in (at, far))
     x, coins = model.embed(tokens[:, :1]), Coins()
 
     def step():
@@ -62,12 +65,12 @@ def measure_costs(model, at=64, repeats=50):
         logits = model.unembed(model.run(model.embed(tokens[:, :T]), block, cache))
         return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
 
-    parts = {i: partial(model.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
+    parts = {i: partial(eager.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
     # trap: a pass takes longer after other work. In plain decoding it follows a pass, so here, too
     blocks = {(T, which): partial(read, width) for T in WIDTHS for which, width in (("before", 1), ("", T))}
-    times = interleave({**parts, "empty": partial(model.run, x, here, cache, []), "step": step,
+    times = interleave({**parts, "empty": partial(eager.run, x, here, cache, []), "step": step,
                         "head": partial(model.unembed, x), **blocks,
-                        "far": partial(model.run, x, away, cache, [unbounded])}, repeats)
+                        "far": partial(eager.run, x, away, cache, [unbounded])}, repeats)
     plain, rest, head = times[1, ""], times["step"], times["head"]
     alone = [max(0.0, times[i] - times["empty"]) for i in parts]
     scale = max(0.0, plain - rest) / (sum(alone) or 1.0)
@@ -94,7 +97,7 @@ def read_costs(path, c):
 
 def kept_costs(model):
     """The Costs of this model on this machine, in seconds, measured if no valid table is kept."""
-    path = cache_file(f"costs-{identity(model)}.json")
+    path = cache_file(f"costs-{identity(model, getattr(model, 'how', 'eager'))}.json")
     if path.is_file():
         try:
             return read_costs(path, model.c)
@@ -111,10 +114,10 @@ def kept_costs(model):
 
 
 def quick(model):
-    """Costs in seconds, from as many repeats as fit into `SECONDS`, at least 3 and at most 30."""
+    """Costs in seconds, from as many repeats as fit into `SECONDS`, at least 5 and at most 30."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.tok.device)
-    one = interleave({"pass": lambda: model(token)}, 3)["pass"]
-    return measure_costs(model, repeats=max(3, min(30, int(SECONDS / PASSES / one))))
+    one = interleave({"pass": lambda: model.forward(token)}, 3)["pass"]
+    return measure_costs(model, repeats=max(5, min(30, int(SECONDS / PASSES / one))))
 
 
 def identity(model, *facts):

@@ -83,7 +83,7 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     first, second = as_json(call), as_json(call)
     assert all(first[key] == second[key] for key in ("outputs", "how"))
     assert "as measured" in first["how"] and len(measured) == 1
-    assert "by weights" in plan("--draft", "auto", "--fast").note, "passes of parts are not recorded"
+    assert "measured" in plan("--temperature", "0.8", "--fast").note, "who asks for speed gets it"
     assert "by weights" in plan("--temperature", "0.8").note, "the same seed writes the same text"
     monkeypatch.setattr("machine.parallel.place", lambda: (0, 2))
     assert "by weights" in plan().note, "each process would measure its own"

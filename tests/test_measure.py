@@ -8,6 +8,7 @@ from tiny import GEMMA, LLAMA, make
 
 from control import Costs
 from machine.quant import quantise
+from machine.recorded import Recorded
 from support import measure
 from support.measure import WIDTHS, identity, kept_costs, measure_costs, read_costs
 
@@ -34,8 +35,7 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
     def fake(actions, repeats):
         called.extend(action() for action in actions.values())
         times = {name: 2.0 + name for name in actions if isinstance(name, int)}
-        blocks = {(T, which): 99.0 if which else 43.0 + 2 * T
-                  for T in WIDTHS for which in ("before", "")}
+        blocks = {(T, which): 99.0 if which else 43.0 + 2 * T for T in WIDTHS for which in ("before", "")}
         return times | {"empty": 0.5, "step": 3.0, "head": 2.0, "far": 13.6} | blocks
 
     monkeypatch.setattr(measure, "interleave", fake)
@@ -89,3 +89,12 @@ def test_a_damaged_table_is_measured_anew(monkeypatch, measured, capsys, tmp_pat
 def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, measured, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert [kept_costs(make(LLAMA))] == measured and "not kept" in capsys.readouterr().err
+
+
+def test_a_recorded_model_replays_passes_and_has_its_own_table(models, measured, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recorded, made = Recorded(models["llama"], "paper"), []
+    assert kept_costs(recorded) != kept_costs(models["llama"]) and len(measured) == 2
+    monkeypatch.setattr(Recorded, "record", lambda self, key, *args: made.append(key[0]) or False)
+    measure_costs(recorded, repeats=2)
+    assert {*made} == {None, tuple(range(12))}, "no sub-layer alone"
