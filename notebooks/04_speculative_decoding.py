@@ -318,7 +318,7 @@ for name, seen in runs.items():
 
 # %% [markdown]
 # The colour and the line below a token show where it came from. Below each text are the counts, where
-# the time went, and what limits the speed. The n-gram saves little here: a short story seldom repeats
+# the time went. The n-gram saves little here: a short story seldom repeats
 # itself. It does better where text is copied, as in code.
 #
 # ## Acceptance by position

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.stats import Counts, next_tenth
+from support.stats import Counts
 
 # Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the codes for a
 # terminal (underline, bold or dim, too, not only a hue), the line below it elsewhere, the name in the legend.
@@ -120,7 +120,7 @@ class Generation:
         return paint(pieces, colour)
 
     def summary(self):
-        """Up to four lines: counts, where the time went, and what one tenth more speed would need."""
+        """Up to three lines: counts, and where the time went."""
         n, rows = self.counts, len(self.rows)
         lines = [f"{n.tokens} token{'s' * (n.tokens != 1)} in {n.passes} pass{'es' * (n.passes != 1)}"
                  f"{f' over {rows} rows' * (rows > 1)}: {n.tau:.2f} per pass (tau)"]
@@ -130,7 +130,7 @@ class Generation:
         if self.timed and n.proposed:
             seconds = self.timed.seconds
             parts = ", ".join(f"{part} {s / sum(seconds.values()):.0%}" for part, s in seconds.items())
-            lines += [f"time: {parts}", next_tenth(n, seconds)]
+            lines += [f"time: {parts}"]
         return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What a run did, what it cost, what would make it faster, and plain decoding beside it.
+"""What a run did, what it cost, and plain decoding beside it.
 
 A rate is the tokens divided by the seconds of the same run. Reading the prompts does not count,
 because drafting speeds up only the writing.
@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from control import expected_tokens
 from kvcache import KVCache
 from speculative import Drafter, Wrapper, collect, prefill
 
@@ -86,26 +85,6 @@ class Timed(Stopwatch):
         self.seconds["verify"] += self.lap(state)
         super().observe(state, r)
         self.seconds["draft"] += self.lap(state)
-
-
-# --- the next tenth of speed
-
-
-def next_tenth(n, seconds):
-    """One line: how far alpha, c, the cost of a block or that of the loop would have to change, each on its
-    own, to make a run a tenth faster. n: the Counts of a run that drafted; seconds: of its Timed drafter.
-    """
-    share, gamma, total = n.drafted / n.turns, round(n.proposed / n.drafted), sum(seconds.values())
-
-    def written(alpha):     # tokens per round
-        return 1 + share * (expected_tokens(alpha, gamma) - 1)
-
-    needed = next((a for a in range(101) if written(a / 100) >= 1.1 * written(n.alpha)), None)
-    ways = [] if needed is None else [f"alpha {needed}% instead of {n.alpha:.0%}"]
-    for part, name in (("draft", "c (drafting)"), ("verify", "the block (verifying)"), ("loop", "the loop")):
-        if seconds[part] > total / 11:      # a tenth faster: the same tokens in 10/11 of the time
-            ways.append(f"{name} {total / 11 / seconds[part]:.0%} cheaper")
-    return f"for a tenth more speed: {', or '.join(ways)}"
 
 
 # --- drafted and plain decoding, side by side

@@ -1,4 +1,4 @@
-"""Counts, stopwatches, what limits a run, and drafted decoding beside plain decoding."""
+"""Counts, stopwatches, and drafted decoding beside plain decoding."""
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +7,7 @@ from tiny import LLAMA, PROMPTS, make, make_round
 
 from speculative import Drafter, generate
 from support import stats
-from support.stats import Counts, Run, Timed, next_tenth
+from support.stats import Counts, Run, Timed
 
 
 def test_counts_by_hand():
@@ -16,16 +16,6 @@ def test_counts_by_hand():
     c.add(make_round([[], [1]], [0, 0], [0, 1]))
     assert c == Counts(passes=2, turns=3, tokens=5, drafted=3, hits=1, proposed=5, accepted=2)
     assert (c.tau, c.alpha) == (5 / 3, 1 / 3), "a finished row takes no pass"
-
-
-def test_the_next_tenth_of_speed_by_hand():
-    """Alpha 0.7 writes 1 + 0.7 + 0.49 = 2.19 tokens; 0.79 writes 2.414, and 0.78 only 2.388 of 2.409."""
-    n, seconds = Counts(100, 100, 219, 100, 70, 200, 119), {"draft": 2.9, "verify": 6.1, "loop": 1.0}
-    assert next_tenth(n, seconds) == (
-        "for a tenth more speed: alpha 79% instead of 70%, or c (drafting) 31% cheaper, or the block "
-        "(verifying) 15% cheaper, or the loop 91% cheaper")
-    seldom, quick = Counts(100, 100, 119, 10, 10, 20, 19), {"draft": 0.5, "verify": 9.0, "loop": 0.5}
-    assert next_tenth(seldom, quick) == "for a tenth more speed: the block (verifying) 10% cheaper"
 
 
 class Slow(Drafter):
