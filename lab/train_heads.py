@@ -11,6 +11,7 @@ import json
 import math
 import random
 import sys
+from functools import partial
 from itertools import chain, cycle, islice, repeat
 from pathlib import Path
 
@@ -52,7 +53,8 @@ KINDS = heads.KINDS | {head.kind: head for head in (M2R2, Transfer)}
 MEASURED = 4096     # tokens of held-out text
 RANKS = 5           # of how many ranks a head's acceptance is measured, for the shape of a tree
 OWN = "own text"    # the name of what the model writes itself
-ROWS = 32           # texts that it writes at a time
+ROWS = {"cpu": 32, "cuda": 512}     # texts that it writes at a time
+LONGEST = 128       # tokens of a question that it asks itself
 MEMORY = 2**31      # bytes of states that are kept
 
 
@@ -76,6 +78,8 @@ def parse(argv):
                    f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
     p.add_argument("--prompts", nargs="+", default=[], metavar="FILE", help="it writes answers to these, "
                    'lines of {"prompt": text}, by its chat template')
+    p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N", help="and to N questions "
+                   "that it asks itself: what it writes where the template has the user speak (Magpie)")
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("text", TEXT), ("optimisation", steps)):
@@ -105,11 +109,28 @@ def build(a, model):
 # --- the text
 
 
-def ask(folder, tokenizer, files):
-    """The prompts of some files in the chat template of a model's folder, as ids."""
+def ask(folder, tokenizer, texts):
+    """Some prompts in the chat template of a model's folder, as ids."""
     render = read_template(folder)
     return [checkpoint.encode(tokenizer, render([{"role": "user", "content": text}]), special=False)
-            for name in files for text in read_texts(Path(name), "prompt", "\n")]
+            for text in texts]
+
+
+def questions(folder, model, tokenizer, count, seed):
+    """What a chat model writes, at temperature 1, where its template has the user speak: the kinds of
+    questions that it was trained on (Magpie, arXiv 2406.08464, section 2). Those that do not end are left
+    out. Raises ValueError if none of many ends."""
+    mark, coins, found = "\0", Coins(seed), []
+    begun = read_template(folder)([{"role": "user", "content": mark}]).partition(mark)[0]
+    begun = [checkpoint.encode(tokenizer, begun, special=False)] * ROWS[model.tok.device.type]
+    while len(found) < count:
+        texts, _ = generate(model, begun, LONGEST, None, partial(to_probs, temperature=1.0), coins,
+                            model.c.eos)
+        ended = [tokenizer.decode(text[:-1]) for text in texts if text[-1] in model.c.eos]
+        if not ended:
+            raise ValueError(f"{folder}: its model ends none of {len(texts)} questions: use --prompts")
+        found += ended
+    return found[:count]
 
 
 def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=None):
@@ -123,7 +144,7 @@ def write_text(model, count, seed, length, temperature=1.0, opening=0, prompts=N
     with tqdm(total=int(count), desc="writing", unit="tok", unit_scale=True, disable=None) as bar:
         while len(ids) < count:
             warmth = chain(repeat(1.0, opening), repeat(temperature))           # one for each round
-            rows = list(islice(begun, ROWS))
+            rows = list(islice(begun, ROWS[model.tok.device.type]))
             texts, _ = generate(model, rows, length - 1, None,
                                 lambda logits, warmth=warmth: to_probs(logits, next(warmth)), coins, c.eos)
             for row, text in zip(rows, texts, strict=True):     # trap: one id may both begin and end a text
@@ -227,7 +248,8 @@ class Run(train.Run):
     """A head, its optimiser and what was done so far, kept as lab/train.py keeps a model."""
 
     def __init__(self, a, model, text, device):
-        self.model, self.head, self.memory, self.vocab = model, build(a, model), {}, None
+        self.model, self.head, self.vocab = model, build(a, model), None
+        self.memory = {} if device.type == "cpu" else None      # a GPU reads a batch sooner than it finds it
         self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
         if a.start:
             self.head.weights.load_state_dict(heads.load(a.start, model, KINDS).weights.state_dict())
@@ -275,7 +297,9 @@ def fresh_run(a, device, text):
     if text is None and a.data:
         text = corpus.read(a.data, [], a.context, tokenizer=tokenizer)
     elif text is None:
-        prompts = ask(a.model, tokenizer, a.prompts) if a.prompts else None
+        asked = [text for name in a.prompts for text in read_texts(Path(name), "prompt", "\n")]
+        asked += questions(a.model, model, tokenizer, a.ask, a.seed) if a.ask else []
+        prompts = ask(a.model, tokenizer, asked) if asked else None
         random.Random(a.seed).shuffle(prompts or [])
         written = write_text(model, a.text, a.seed, a.context, a.temperature, a.opening, prompts)
         text = corpus.split({OWN: written}, {}, [1.0], tokenizer, a.context)

@@ -7,9 +7,11 @@ from itertools import product
 
 import torch
 
+from lab.bench.real import KINDS, chat_ids
 from lab.bench.shared import SETS, beside, load, page, prompt_ids, table
 from lab.traversal import verify_traversal
 from layerskip import SelfDraft, early_exit
+from methods import heads
 from methods.trees import Siblings
 from sampling import Coins, to_probs
 from speculative import Wrapper, generate, layout
@@ -43,11 +45,11 @@ class Judged(Wrapper):
         return draft
 
 
-def trees(a, model, subs, prompts):
-    """The lines of a table: drafted tokens accepted per round."""
+def trees(a, model, make, prompts):
+    """The lines of a table: drafted tokens accepted per round. make(gamma): a drafter of chains."""
     rows = []
     for temperature, (shape, widths) in product(TEMPERATURES, WIDTHS.items()):
-        judged = Judged(Siblings(SelfDraft(model, subs, len(widths)), widths))
+        judged = Judged(Siblings(make(len(widths)), widths))
         for ids in prompts:
             generate(model, [ids], a.new, judged, partial(to_probs, temperature=temperature), Coins(0),
                      model.c.eos)
@@ -61,15 +63,20 @@ def trees(a, model, subs, prompts):
 def run(a):
     model, tokenizer = load(a)
     L = model.c.n_layers
-    subs = beside(a, "skip", a.skip, read_skip, L) or early_exit(L, max(1, L // 6))
-    prompts = [ids for kind in a.prompts or SETS[:2] for ids in prompt_ids(kind, tokenizer, model.c)]
+    if a.heads:
+        make, what = heads.load(a.heads, model).drafter, f"those of {a.heads}"
+        prompts = [ids for kind in a.prompts or KINDS for ids in chat_ids(a, kind, tokenizer)]
+    else:
+        subs = beside(a, "skip", a.skip, read_skip, L) or early_exit(L, max(1, L // 6))
+        make, what = partial(SelfDraft, model, subs), f"{len(subs)} of {2 * L} sub-layers"
+        prompts = [ids for kind in a.prompts or SETS[:2] for ids in prompt_ids(kind, tokenizer, model.c)]
     seeds, rows, data = range(1 if a.quick else SEEDS), [], []
     for temperature, gamma in product(TEMPERATURES, GAMMAS):
         spent, probs = {name: [] for name in JUDGES}, partial(to_probs, temperature=temperature)
         for seed, ids, (name, judge) in product(seeds, prompts, JUDGES.items()):    # A B A B, text by text
             start = time.perf_counter()
-            (out,), passes = generate(model, [ids], a.new, SelfDraft(model, subs, gamma), probs, Coins(seed),
-                                      model.c.eos, verify=judge)
+            (out,), passes = generate(model, [ids], a.new, make(gamma), probs, Coins(seed), model.c.eos,
+                                      verify=judge)
             spent[name].append((len(out), passes, time.perf_counter() - start))
         sums = {name: [sum(column) for column in zip(*runs, strict=True)] for name, runs in spent.items()}
         tau = {name: tokens / passes for name, (tokens, passes, _) in sums.items()}
@@ -78,8 +85,7 @@ def run(a):
         rows.append([f"{temperature}", str(gamma), f"{one:.2f}", f"{two:.2f}", f"{two / one - 1:+.1%}",
                      f"{fast / slow:.2f}"])
         data.append({"temperature": temperature, "gamma": gamma, "tau": tau, "speed": fast / slow})
-    lines = [f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts of {len(subs)} of "
-             f"{2 * L} sub-layers. {a.machine}.", "",
+    lines = [f"{len(prompts)} prompts, {a.new} tokens, {len(seeds)} seeds; drafts: {what}. {a.machine}.", "",
              *table(["temperature", "gamma", "tau, token by token", "tau, block", "gain", "speed"], rows),
-             "Trees:", "", *trees(a, model, subs, prompts)]
-    return page(lines), {"rows": data, "sublayers": list(subs)}
+             "Trees:", "", *trees(a, model, make, prompts)]
+    return page(lines), {"rows": data, "drafts": what}

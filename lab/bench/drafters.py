@@ -13,7 +13,6 @@ import control
 from control import expected_speedup, weight_costs
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
-from lab.recycle import Recycle
 from lab.rules import Gate
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from methods.heads import count
@@ -217,7 +216,6 @@ def own_methods(L, exits, skip, cost, vocab=None):
         methods |= fixed("skip set", skip, gamma)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
                 "suffix": Method(lambda: lambda model, small: Suffix(TAIL)),
-                "token recycling": Method(lambda: lambda model, small: Recycle(3)),
                 "n-gram tail": ruled(best, lambda: g, tail=True),
                 "do no harm": ruled(best, no_harm),
                 "do no harm, n-gram tail": ruled(best, no_harm, tail=True),

@@ -11,7 +11,7 @@ from lab.bench.shared import forecast, load, page, tables
 from lab.train_heads import ask
 from layerskip import early_exit, without
 from machine.packed import pack_where_it_pays
-from machine.quant import byte_costs, quantise
+from machine.quant import quantise
 from machine.recorded import Recorded
 from methods import heads
 from methods.arms import EXITS, candidates
@@ -20,6 +20,7 @@ from methods.suffix import Suffix
 from methods.then import Then
 from search import Teacher
 from speculative import Drafter, ModelDraft, NGram
+from support.files import read_texts
 from support.measure import kept_costs
 from verification import verify_block
 
@@ -31,6 +32,11 @@ COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}
            "alpha by place": "{places}", "c": "{c:.3f}", "block": "{block:.2f}"}
 PROMISES = {"alpha": "{alpha:.2f}", "c by weights": "{c:.2f}", "best gamma": "{gamma}",
             "promised": "{gain:.2f}"}
+
+
+def chat_ids(a, kind, tokenizer):
+    """The prompts of one kind in the model's chat template, as ids."""
+    return ask(a.model, tokenizer, read_texts(PROMPTS / f"{kind}.jsonl", "prompt", "\n")[: a.quick])
 
 
 def untrained(bench):
@@ -51,7 +57,7 @@ def untrained(bench):
 
 def ways(a, model, trained):
     """{name: Method}. trained: {folder: {dtype: head}}."""
-    L, costs = model.c.n_layers, byte_costs(model) if a.fast else kept_costs(model)
+    L, costs = model.c.n_layers, kept_costs(model)
     e = max(1, L // 6)
     methods = {"plain": Method(gamma=0)} | fixed(f"exit {e}", early_exit(L, e), 1)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
@@ -92,7 +98,7 @@ def run_real(a):
                for file in sorted(where.glob(f"*/{heads.FILE}"))}
     results, promised = {}, {}
     for T, kind in product((0.0, 0.8), a.prompts or KINDS):
-        prompts = ask(a.model, tokenizer, [PROMPTS / f"{kind}.jsonl"])[: a.quick]
+        prompts = chat_ids(a, kind, tokenizer)
         methods = chosen(ways(a, model, trained), a.only)
         bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, a.repeats or 1,
                       judge=verify_block)

@@ -14,7 +14,6 @@ def test_block_verification_accepts_more(monkeypatch):
 
 
 def test_packed_matrices():
-    a = bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32",
-                     "--repeats", "1"])
+    a = bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32", "--repeats", "1"])
     text, data = plain.run_packed(a)
     assert "| packed |" in text and min(data["times"].values()) > 0

@@ -1,4 +1,5 @@
 """Training heads: they learn, they draft, and a killed run that is resumed ends as any other."""
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -16,8 +17,7 @@ from model import Placement
 from speculative import generate, rounds
 from support.cli import read_vocab
 
-FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9,
-             device="cpu")
+FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9, device="cpu")
 KINDS = {"kangaroo": "--exit-layer 2", "m2r2": "--exit-layer 2", "prophet": "", "eagle": "",
          "medusa": "--heads 2", "transfer": "--inject-layer 3 --steps 2"}
 call = command(train_heads.main)
@@ -85,16 +85,22 @@ def test_text_is_drawn_from_the_model(folder):
     assert all(model(torch.tensor([t])).argmax(-1)[0, 4:-1].tolist() == t[5:] for t in texts)
 
 
-def test_a_chat_model_answers_prompts(folder, tmp_path):
+def test_a_chat_model_answers_prompts_and_its_own_questions(folder, tmp_path, monkeypatch):
     """Each of them once before any of them again, in the template's words."""
     (tmp_path / "some.jsonl").write_text('{"prompt": "Lily saw"}\n{"prompt": "Tom took"}\n')
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }} the")
-    a = train_heads.parse(line("medusa", folder, tmp_path / "out", "--prompts", str(tmp_path / "some.jsonl")))
+    folder = shutil.copytree(folder, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text("Then {{ messages[0].content }} the")
+    flags = ["--prompts", str(tmp_path / "some.jsonl"), "--ask", "1"]
+    a = train_heads.parse(line("medusa", folder, tmp_path / "out", *flags, text=900))
     model, tokenizer = checkpoint.load(folder, "cpu", torch.float32)
-    prompts = train_heads.ask(a.model, tokenizer, a.prompts)
-    assert sorted(map(tokenizer.decode, prompts)) == ["Lily saw the", "Tom took the"]
-    text = tokenizer.decode(train_heads.write_text(model, 100, 0, 9, prompts=prompts).tolist())
-    assert text.count("Lily saw the") >= 16 <= text.count("Tom took the")
+    (asked,) = train_heads.questions(folder, model, tokenizer, 1, 0)
+    written = train_heads.fresh_run(a, torch.device("cpu"), None).text
+    text = "".join(tokenizer.decode(part["own text"].tolist()) for part in (written.train, written.valid))
+    times = [text.count(f"Then {prompt} the") for prompt in ("Lily saw", "Tom took", asked)]
+    assert asked and min(times) >= 10 and max(times) - min(times) <= 1
+    monkeypatch.setattr(train_heads, "LONGEST", 1)
+    with pytest.raises(ValueError, match="its model ends none of 32 questions"):
+        train_heads.questions(folder, model, tokenizer, 1, 0)
 
 
 def test_the_loss_is_the_kl_divergence_from_the_model():
