@@ -57,8 +57,7 @@ DRAFTERS = {
     "n-gram": lambda m: NGram(dice(ends=False), 1), "n-gram, no harm": lambda m: NGram(DoNoHarm(0.1, 3), 1),
     "model, model": lambda m: Then(ModelDraft(small(m), dice(3)), ModelDraft(m, dice(4))),
     "exit, model, n-gram": lambda m: Then(
-        SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1))),
-}
+        SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1)))}
 PAIRS = ["model, model", "exit, model, n-gram"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, PAIRS)

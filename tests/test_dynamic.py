@@ -15,9 +15,7 @@ from search import Teacher
 from speculative import generate, rounds
 
 FREE = Costs((0.001,) * 11 + (1.0,), 0.0)    # with these every draft gains, the earlier ones more
-DRAFTERS = {
-    "del": lambda m: DEL(m, [2, 5], FREE, every=2, gamma=4, window=3),
-}
+DRAFTERS = {"del": lambda m: DEL(m, [2, 5], FREE, every=2, gamma=4, window=3)}
 test_greedy_identity = promises.greedy_identity(DRAFTERS)
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
 test_poison = promises.poison(DRAFTERS, count=12)   # neither drafts nor scores read what is dead

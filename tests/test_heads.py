@@ -55,8 +55,7 @@ DRAFTERS = {
     "in turns": lambda m: Turns(
         wild(Kangaroo(m, 2)).drafter(3), SelfDraft(m, without(6, [3], [4]), 2), NGram(3, 1),
         wild(Medusa(m, 3)).drafter(3), Siblings(SelfDraft(m, range(8), 3), [3, 2]),
-        wild(Eagle(m)).drafter(3), wild(Prophet(m, 1)).drafter(2)),
-}
+        wild(Eagle(m)).drafter(3), wild(Prophet(m, 1)).drafter(2))}
 ENDS = ["eagle", "medusa, uneven tree", "in turns"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, ENDS)

@@ -22,8 +22,7 @@ DRAFTS = {
     "exit": early_exit(6, 4),
     "skip": without(6, attn=[1, 4], mlp=[2]),
     "skip the first block": without(6, attn=[0], mlp=[0]),
-    "only attention": without(6, mlp=range(6)),
-}
+    "only attention": without(6, mlp=range(6))}
 
 
 # --- skip sets

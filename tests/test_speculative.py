@@ -57,8 +57,7 @@ DRAFTERS = {
 }
 RESTLESS = {
     "shifting": Shifting,
-    "model": lambda m: ModelDraft(m, Says(lambda state: known(state) % 6)),
-}
+    "model": lambda m: ModelDraft(m, Says(lambda state: known(state) % 6))}
 SOME = ["none", "ngram", "skip", "model", "long"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])     # a GPU: test_paper_gpu.py
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, SOME)
@@ -167,8 +166,7 @@ LAWS = {
     "exit, stopped": (TINY, lambda m: SelfDraft(m, range(4), Unsure(2))),
     "model, gated": (TINY, lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7),
                                                 Says(lambda state: 2 * (len(state.known[0]) > 3)))),
-    "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2)),
-}
+    "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2))}
 test_exact_law = promises.exact_law(LAWS)
 test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["exit, stopped"])
 

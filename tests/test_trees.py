@@ -121,8 +121,7 @@ TREES = {
     "exit, then n-gram": lambda m: Siblings(Then(SelfDraft(m, range(8), 2), NGram(2, 1)), [2, 1]),
     "long": lambda m: Siblings(SelfDraft(m, range(10), 12), [12, 12]),
     "drawn": lambda m: Grove([[0, 0, 1, 2, 2, 0, 5]]),
-    "certain": lambda m: Grove([[0, 0, 1, 2, 2, 0, 5], [0, 1, 2, 3, 1, 1, 0]], certain=True),
-}
+    "certain": lambda m: Grove([[0, 0, 1, 2, 2, 0, 5], [0, 1, 2, 3, 1, 1, 0]], certain=True)}
 
 
 test_greedy_identity = promises.greedy_identity(TREES, on=["cpu"])
