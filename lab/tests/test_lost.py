@@ -13,7 +13,6 @@ from tiny import LLAMA, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, re
 from kvcache import KVCache
 from lab import gguf, hamburger, sparse, transfer
 from lab.m2r2 import M2R2
-from lab.recycle import Recycle
 from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Gate, Schedule, Thompson
 from lab.swift import SWIFT
 from lab.transfer import Transfer
@@ -31,7 +30,6 @@ DRAFTERS = {
     "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
     "transfer": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
     "transfer, tree": lambda m: wild(Transfer(m, 4, 4)).drafter(4, GROVE),
-    "token recycling": lambda m: Recycle(3),
     "prophet": lambda m: Then(wild(Prophet(m, 2)).drafter(3), NGram(2, 1)),
 }
 SHORT = {    # drafts of one or two tokens
