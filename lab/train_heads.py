@@ -78,8 +78,8 @@ def parse(argv):
                    f"{BOUNDARY}, drawn W times as often (default: what the model writes)")
     p.add_argument("--prompts", nargs="+", default=[], metavar="FILE", help="it writes answers to these, "
                    'lines of {"prompt": text}, by its chat template')
-    p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N", help="and to N questions "
-                   "that it asks itself: what it writes where the template has the user speak (Magpie)")
+    p.add_argument("--ask", type=train.number(0, 2**30), default=0, metavar="N", help="it also answers N "
+                   "questions of its own: what it writes where the template has the user speak (Magpie)")
     p.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     steps = [row for row in train.STEPS if row[0] != "muon-lr"]
     for title, rows in (("text", TEXT), ("optimisation", steps)):
@@ -117,9 +117,8 @@ def ask(folder, tokenizer, texts):
 
 
 def questions(folder, model, tokenizer, count, seed):
-    """What a chat model writes, at temperature 1, where its template has the user speak: the kinds of
-    questions that it was trained on (Magpie, arXiv 2406.08464, section 2). Those that do not end are left
-    out. Raises ValueError if none of many ends."""
+    """What a chat model writes, at temperature 1, where its template has the user speak (Magpie, arXiv
+    2406.08464, section 2). Those that do not end are left out. Raises ValueError if none of many ends."""
     mark, coins, found = "\0", Coins(seed), []
     begun = read_template(folder)([{"role": "user", "content": mark}]).partition(mark)[0]
     begun = [checkpoint.encode(tokenizer, begun, special=False)] * ROWS[model.tok.device.type]
@@ -249,7 +248,7 @@ class Run(train.Run):
 
     def __init__(self, a, model, text, device):
         self.model, self.head, self.vocab = model, build(a, model), None
-        self.memory = {} if device.type == "cpu" else None      # a GPU reads a batch sooner than it finds it
+        self.memory = {} if device.type == "cpu" else None      # on a GPU reading is faster than that
         self.taught = copy.copy(self.head)  # with --vocab it and its model say only those tokens
         if a.start:
             self.head.weights.load_state_dict(heads.load(a.start, model, KINDS).weights.state_dict())

@@ -317,9 +317,9 @@ for name, seen in runs.items():
     display(HTML(f"<b>{name}</b>"), HTML(plots.text_html(seen)))
 
 # %% [markdown]
-# The colour and the line below a token show where it came from. Below each text are the counts, where
-# the time went. The n-gram saves little here: a short story seldom repeats
-# itself. It does better where text is copied, as in code.
+# The colour and the line below a token show where it came from. Below each text are the counts and where
+# the time went. The n-gram saves little here: a short story seldom repeats itself. It does better where
+# text is copied, as in code.
 #
 # ## Acceptance by position
 #

@@ -14,8 +14,9 @@ from support.measure import WIDTHS, identity, kept_costs, measure_costs, read_co
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """The tables that were measured so far. Each is another one."""
+def measured(monkeypatch, tmp_path):
+    """The tables that were measured so far. Each is another one, and they are kept in tmp_path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tables = []
 
     def another(model):
@@ -75,8 +76,7 @@ def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path, d
     assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 
 
-def test_a_damaged_table_is_measured_anew(monkeypatch, measured, capsys, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_damaged_table_is_measured_anew(measured, capsys, tmp_path):
     first = kept_costs(make(LLAMA))
     assert kept_costs(make(LLAMA)) == first and len(measured) == 1
     (table,) = tmp_path.rglob("costs-*.json")
@@ -91,8 +91,7 @@ def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, measured, capsys
     assert [kept_costs(make(LLAMA))] == measured and "not kept" in capsys.readouterr().err
 
 
-def test_a_recorded_model_replays_passes_and_has_its_own_table(models, measured, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_recorded_model_replays_passes_and_has_its_own_table(models, measured, monkeypatch):
     recorded, made = Recorded(models["llama"], "paper"), []
     assert kept_costs(recorded) != kept_costs(models["llama"]) and len(measured) == 2
     monkeypatch.setattr(Recorded, "record", lambda self, key, *args: made.append(key[0]) or False)

@@ -66,8 +66,7 @@ def parse(argv):
                    help=f"self, heads, block: only these of {', '.join(SETS)}; real: {', '.join(KINDS)}")
     p.add_argument("--only", nargs="+", metavar="WORD", help="self, dynamic: only ways to draft with one of "
                    "these words in their names, and what they are compared with")
-    p.add_argument("--heads", metavar="DIR", help="heads, real: a folder of trained heads (default: MODEL/"
-                   "heads); block: one of them, on the prompts of real")
+    p.add_argument("--heads", metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one")
     p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
     p.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md")
     a = p.parse_args(argv, Flags())

@@ -27,3 +27,6 @@ def test_the_whole_benchmark(call, tmp_path):
     for rows in data["results"].values():
         assert "predicted" in rows["eagle, gamma 2"] and rows["auto"]["tau"] >= 1
     assert "transformers, plain" in data["results"]["maths, T 0"]
+    status, out, _ = call("block", "--model", folder, "--heads", folder / "heads/eagle", "--quick", "--new",
+                          "8", "--prompts", "maths")
+    assert status == 0 and out.startswith("1 prompts") and "| 0.8 | 6 | 1." in out
