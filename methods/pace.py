@@ -1,7 +1,7 @@
 """Pace: before every draft, choose how to draft and how far, for the most tokens per second.
 
-Prices are known before a round begins, in target passes over one token. Acceptance rates are learnt: that of
-an n-gram from the text, which shows what copies would have been worth, all others from their own drafts.
+Prices are known before a round begins, in target passes over one token. Acceptance rates are learnt: those of
+copies from the text, which shows what they would have been worth, all others from their own drafts.
 
 Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance
 never falls below 0. Hence cost <= STAKE + (1 + risk) x tokens, however bad the drafts are.
@@ -11,20 +11,22 @@ from functools import cache
 from control import MOST, Beta, weight_costs
 from methods.arms import FADE, Arm, candidates
 from methods.drafting import same_model
+from methods.suffix import DEPTH, Suffix
 from methods.then import Then
-from speculative import Drafter, NGram, Wrapper
+from speculative import Drafter, Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
 MARGIN = 0.05  # an arm must promise this much more than plain decoding, since choosing takes time, too
 EVERY = 16      # rounds between two explorations
-IDLE = 3        # rounds without choosing once nothing gains, unless the text repeats itself
-TAIL = 7        # tokens that an n-gram may copy: with the last one a block of eight, as recorded ones are
+IDLE, LONG = 3, 3   # rounds without choosing once nothing gains, unless as many tokens repeat themselves
+TAIL = 7        # tokens that may be copied: with the last one a block of eight, as recorded ones are
+FACTOR = 4.0    # tokens of a copy for each that matched: Pace itself cuts what is too long
 
 
 class Pace(Wrapper):
     """Draft with the arm and the length that promise the most tokens per pass; the outermost
-    drafter. arms: by default `candidates(model, costs)`; their drafters have a Calibrated rule. An
-    n-gram drafts, too, and may continue an arm's draft (its tail). costs: a Costs table, by default
+    drafter. arms: by default `candidates(model, costs)`; their drafters have a Calibrated rule. Suffix
+    lookup drafts, too, and may continue an arm's draft (its tail). costs: a Costs table, by default
     counted in weights. risk: what exploring may cost, as a share of plain decoding. most: the
     longest draft, which a tail may exceed. What is learnt outlives the run. chosen: {name: rounds}.
 
@@ -35,19 +37,20 @@ class Pace(Wrapper):
     def __init__(self, model, arms=None, costs=None, risk=0.01, most=MOST):
         self.model, self.costs, self.risk, self.most = model, costs or weight_costs(model.c), risk, most
         self.arms = candidates(model, self.costs) if arms is None else list(arms)
-        self.lookup = NGram(TAIL, 3, again=True)
+        self.lookup = Suffix(TAIL, FACTOR)
         self.nothing, self.copying = (Arm(name, drafter, lambda n: 0.0) for name, drafter in (
-            ("nothing", Drafter()), ("n-gram", self.lookup)))
+            ("nothing", Drafter()), ("suffix", self.lookup)))
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
-        self.copied, self.tails = Beta(), Beta()    # copied tokens; of tails: tokens, rounds
+        # of copied tokens, by the number of bits of the length that matched; of tails: tokens, rounds
+        self.copied, self.tails = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())], Beta()
         self.balance, self.chosen, self.due, self.n = STAKE, {}, 0, 0
 
     def begin(self, state, trace):
         same_model(self.model, state)
         super().begin(state, trace)
         rows = len(state.known)
-        self.before, self.written, self.least, self.idle = [True] * rows, [0] * rows, 0, 0
+        self.arm, self.written, self.least, self.idle = self.copying, [0] * rows, 0, 0
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
         for arm in self.arms:       # another text: what is known weighs two drafts
             arm.drafter.rule.skill = Beta(prior=arm.drafter.rule.skill.mean())
@@ -88,9 +91,9 @@ class Pace(Wrapper):
         """Set arm, tail and length to what promises most; every `EVERY` rounds, to what might."""
         self.due -= 1
         self.arm, self.tail, self.length, self.rate = self.nothing, 0, 0, 1 + MARGIN
-        share = sum(map(bool, self.found)) / len(self.found)        # of rows with a copy
+        known = [self.copied[m.bit_length()].mean() if m else 0.0 for m in self.matched]
         self.copying.most = max(map(len, self.found))
-        options = [(self.copying, share * self.copied.mean(), 0)]
+        options = [(self.copying, sum(known) / len(known), 0)]
         tails = (0, TAIL) if self.tails.hits > 0.2 * self.tails.misses else (0,)
         options += [(arm, arm.drafter.rule.skill.mean(), tail) for arm in self.arms for tail in tails]
         if self.due <= 0:
@@ -112,12 +115,13 @@ class Pace(Wrapper):
             rule.most = self.length
 
     def propose(self, state):
-        self.found = self.lookup.found(state)
-        self.idle = 0 if any(self.found) else max(0, self.idle - 1)
+        self.copied_before, self.found = self.arm is self.copying, self.lookup.found(state)
+        self.matched = self.lookup.matched      # trap: a tail looks up anew
+        self.idle = 0 if max(self.matched) >= LONG else max(0, self.idle - 1)
         if not self.idle:
             self.look(state)
             self.choose()
-        name = self.arm.name + ", then n-gram" * bool(self.tail)
+        name = self.arm.name + ", then suffix" * bool(self.tail)
         self.chosen[name] = self.chosen.get(name, 0) + 1
         self.way = Then(self.arm.drafter, self.lookup) if self.tail else self.arm.drafter
         return self.way.propose(state).cut(self.length + self.tail)
@@ -140,22 +144,20 @@ class Pace(Wrapper):
         self.read(r)
 
     def read(self, r):
-        """Count what an n-gram would have copied, whichever arm drafted: the text shows it."""
-        for b, new in enumerate(r.new):
-            same = [x == y for x, y in zip(self.found[b], new, strict=False)]
+        """Count what would have been copied, whichever arm drafted: the text shows it."""
+        for copy, m, new in zip(self.found, self.matched, r.new, strict=True):
+            same = [x == y for x, y in zip(copy, new, strict=False)]
             right = [*same, False].index(False)
             if same:
-                self.copied.fade(FADE)
-                self.copied.add(right, right < len(same))
-            if new and not self.before[b]:
+                self.copied[m.bit_length()].fade(FADE)
+                self.copied[m.bit_length()].add(right, right < len(same))
+            if new and not self.copied_before:      # where a tail would have begun
                 self.tails.fade(FADE)
                 self.tails.add(right, 1)
-            self.before[b] = bool(same)
 
     def summary(self):
         """One line: how often each arm drafted, and its present estimates."""
         known = {arm.name: (arm.drafter.rule.skill.mean(), arm.price(self.n)) for arm in self.arms}
-        known["n-gram"] = self.copied.mean(), 0.0
         why = {name: f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
                for name, (alpha, price) in known.items()}
         often = sorted(self.chosen.items(), key=lambda item: -item[1])

@@ -18,37 +18,40 @@ class Suffix(NGram):
     most `factor` * m tokens. Its score, the expected number of accepted tokens, is the sum of the
     chances of its prefixes; the best score wins.
 
-    least: a path ends before its chance falls below it. hits: how often a suffix must have occurred.
+    least: a path ends before its chance falls below it.
     store: a dict that keeps the counts of all texts, for later runs; a draft may come from it, too.
+    matched: how long the suffix is that each row's last path continues; 0: there is none.
     """
 
-    def __init__(self, rule, factor=2.0, least=0.3, hits=1, store=None):
+    def __init__(self, rule, factor=2.0, least=0.3, store=None):
         super().__init__(rule, 1)
-        self.factor, self.least, self.hits, self.store = factor, least, hits, store
+        self.factor, self.least, self.store = factor, least, store
 
     def enter(self, state):
         """Count what follows each run of tokens: {the run: {the next token: how often}}."""
         for b, text in enumerate(state.known):
             for i in range(max(1, self.done[b]), len(text)):
-                for m in range(1, min(i, DEPTH) + 1):
-                    for index in filter(lambda index: index is not None, (self.index[b], self.store)):
-                        counts = index.setdefault(tuple(text[i - m : i]), {})
+                past = tuple(text[max(0, i - DEPTH) : i])
+                for index in (self.index[b],) if self.store is None else (self.index[b], self.store):
+                    for m in range(len(past)):
+                        counts = index.setdefault(past[m:], {})
                         counts[text[i]] = counts.get(text[i], 0) + 1
             self.done[b] = len(text)
 
     def found(self, state):
         most = wanted(state, self.rule)[0]
-        return [max(self.best(own, text, room), self.best(self.store or {}, text, room))[1]
-                for text, own, room in zip(state.known, self.index, most, strict=True)]
+        found = [max(self.best(own, text, room), self.best(self.store or {}, text, room))
+                 for text, own, room in zip(state.known, self.index, most, strict=True)]
+        self.matched = [m for _, m, _ in found]
+        return [path for *_, path in found]
 
     def best(self, index, text, room):
-        """(score, path) of the best continuation of a text."""
-        best = 0.0, []
-        for m in range(1, min(len(text), DEPTH) + 1):
-            run = tuple(text[-m:])
-            if sum(index.get(run, {}).values()) < self.hits:
-                break       # longer suffixes have occurred no more often
-            path, chance, score = [], 1.0, 0.0
+        """(score, length of the suffix, path) of the best continuation of a text."""
+        best = 0.0, 0, []
+        for m in range(min(len(text), DEPTH), 0, -1):
+            if best[0] >= min(room, self.factor * m):
+                break       # no shorter one can promise more
+            run, path, chance, score = tuple(text[-m:]), [], 1.0, 0.0
             while run in index and len(path) < min(room, int(self.factor * m)):
                 counts = index[run]
                 token = max(counts, key=counts.get)
@@ -56,5 +59,5 @@ class Suffix(NGram):
                 if chance < self.least:
                     break
                 path, score, run = [*path, token], score + chance, (*run, token)[-DEPTH:]
-            best = (score, path) if score > best[0] else best
+            best = (score, m, path) if score > best[0] else best
         return best

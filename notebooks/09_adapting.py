@@ -225,18 +225,18 @@ print(f"the search itself cost as much as {len(scores) * costs.step(swift.kept(s
 # ## Pace: weigh everything by time
 #
 # `Pace`, the library's own controller, answers one question before every draft: *which way of drafting,
-# and which length, gives the most tokens for the time?* It can draft nothing, copy earlier text (an
-# n-gram), or use one of several exits, a skip set, or trained heads where there are any. Each gets a
+# and which length, gives the most tokens for the time?* It can draft nothing, copy earlier text (suffix
+# decoding), or use one of several exits, a skip set, or trained heads where there are any. Each gets a
 # value, the expected speed:
 #
 # $$\frac{1 + \alpha + \dots + \alpha^\gamma}{\gamma c + 1}$$
 #
-# c comes from a table of costs. Alpha of the n-gram comes from the text, which shows what a copy would
-# have been worth. Alpha of everything else comes from its own drafts, so for a drafter that is seldom
-# used it is uncertain. So every 16 rounds Pace also computes the speed with an alpha one standard
-# deviation above its mean, and tries the drafter if that beats the best. If nothing is at least 5 %
-# faster than plain decoding, Pace drafts nothing. It decides again a few rounds later, or as soon as
-# the text repeats itself.
+# c comes from a table of costs. Alpha of a copy comes from the text, which shows what copies would have
+# been worth; those that continue a longer match have an alpha of their own. Alpha of everything else
+# comes from its own drafts, so for a drafter that is seldom used it is uncertain. So every 16 rounds
+# Pace also computes the speed with an alpha one standard deviation above its mean, and tries the drafter
+# if that beats the best. If nothing is at least 5 % faster than plain decoding, Pace drafts nothing. It
+# decides again a few rounds later, or as soon as three tokens repeat themselves.
 #
 # We give it a stream of prompts whose kind changes: two stories, two dialogues, two maths problems, two
 # pieces of code, and then all four kinds again.
@@ -261,22 +261,22 @@ for _, ids in stream:
     tau.append(len(text) / passes)
 for kind in dict.fromkeys(kinds):
     ways = sum((Counter(one) for one, its in zip(chosen, kinds, strict=True) if its == kind), Counter())
-    copied = sum(count for way, count in ways.items() if "n-gram" in way)
+    copied = sum(count for way, count in ways.items() if "suffix" in way)
     print(f"{kind:9}: {copied / ways.total():4.0%} of the rounds copy something")
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((upper,), (lower,)) = plots.axes(2, 1, width=10, height=2.6)
 plots.draw_choices(upper, chosen, kinds, plots.hues_of(dict.fromkeys(way for one in chosen for way in one)))
-upper.set_title("what Pace chose for each prompt (hatched: an n-gram continues the draft)")
+upper.set_title("what Pace chose for each prompt (hatched: a copy continues the draft)")
 lower.bar(range(len(tau)), tau, 0.9, color=plots.HUES[0])
 lower.axhline(1, color="#404040", ls="--", lw=1)
 lower.set(ylabel="tokens per pass", xlim=upper.get_xlim(), xlabel="prompt (dashed: plain decoding)")
 figure
 
 # %% [markdown]
-# On code. Stories, dialogues and maths mostly get an exit. Pace keeps what it has learnt when the next
-# prompt begins: in the second half, most drafts of the first story are still continued by an n-gram, as
-# they were on the code before it. On the next story few are.
+# On code. Stories and dialogues mostly get an exit. Pace keeps what it has learnt when the next prompt
+# begins: in the second half, most drafts of the first story are still continued by a copy, as they were
+# on the code before it. On the next story few are.
 #
 # ## What it may lose
 #
@@ -324,8 +324,8 @@ figure
 
 # %% [markdown]
 # Once. In the first round the blue curve drops by half a pass: Pace tries the draft, and it fails.
-# After that the curve is flat, since Pace drafts nothing, and then it rises in steps wherever an n-gram
-# has copied something. Every 16 rounds Pace reconsiders the useless draft, and each time finds it too
+# After that the curve is flat, since Pace drafts nothing, and then it rises in steps wherever a copy
+# has been accepted. Every 16 rounds Pace reconsiders the useless draft, and each time finds it too
 # slow even with an optimistic alpha. The fixed rule loses about one pass per token.
 #
 # Change `useless` to `list(range(L))`, the *first* half of the model, and run both cells again.

@@ -250,7 +250,7 @@ def draw_traces(traces):
 
 def draw_choices(side, prompts, kinds, hues):
     """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is; hues:
-    {way: its colour}. What an n-gram goes on with is hatched."""
+    {way: its colour}. What a copy goes on with is hatched."""
     below = [0.0] * len(prompts)
     for way, hue in hues.items():
         part = [rounds.get(way, 0) / max(1, sum(rounds.values())) for rounds in prompts]
@@ -264,7 +264,7 @@ def draw_choices(side, prompts, kinds, hues):
 
 
 def hues_of(ways):
-    """{way: its colour}, the same for a way with and without an n-gram after it; "nothing" is grey."""
+    """{way: its colour}, the same for a way with and without a copy after it; "nothing" is grey."""
     bases = dict.fromkeys(way.split(", then")[0] for way in ways if way != "nothing")
     hues = dict(zip(bases, (*HUES[:-1], *MORE) * len(bases), strict=False))
     return {way: hues[way.split(", then")[0]] for way in ways if way != "nothing"} | {"nothing": HUES[-1]}

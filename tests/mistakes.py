@@ -430,7 +430,7 @@ TABLE = {
     "methods/suffix.py": [
         ("Suffix.best", "chance *= ", "chance = ", "a path is as likely as its last token",
          "suffix::the_most_promising_continuation[drafter9-text9-want9]"),
-        ("Suffix.best", "score > best[0]", "score", "the longest ending wins, however rare what followed it",
+        ("Suffix.best", "score > best[0]", "not best[0]", "the longest ending wins, whatever followed it",
          "suffix::the_most_promising_continuation[drafter2-text2-want2]")],
     "methods/then.py": [
         ("Then.propose", ".clone()", "", "the draft is written into the text",

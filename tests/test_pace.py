@@ -131,7 +131,7 @@ def test_it_changes_to_what_is_better_and_remembers():
     arms = [Arm(name, ModelDraft(model, Calibrated(prior=prior)), lambda n: 0.2)
             for name, model, prior in (("wrong", make(TARGET.c, 1), 0.9), ("right", TARGET, 0.3))]
     drafter = Pace(TARGET, arms, EVEN)
-    drafter.lookup.found = lambda state: [[] for _ in state.known]
+    drafter.lookup.best = lambda *_: (0.0, 0, [])       # no copies
     generate(TARGET, PROMPTS[:1], 200, drafter)
     assert drafter.chosen["right"] > 5 * drafter.chosen["wrong"] > 0
     before, known = dict(drafter.chosen), [arm.drafter.rule.skill.mean() for arm in arms]
@@ -142,17 +142,18 @@ def test_it_changes_to_what_is_better_and_remembers():
     assert drafter.chosen["wrong"] - before["wrong"] <= 1
 
 
-def test_what_an_n_gram_would_have_copied(models):
-    """A tail goes on where nothing was found, so it is worth what is found in the round after such a one."""
+def test_what_would_have_been_copied(models):
+    """By the length that matched. A tail is worth what is found in the round after one without a copy."""
     drafter = Pace(models["llama"], [], CHEAP)
-    drafter.before, drafter.found = [True] * 4, [[5, 6, 7], [5, 6], [], [1]]
+    drafter.copied_before, drafter.found, drafter.matched = True, [[5, 6, 7], [5, 6], [], [1]], [3, 2, 0, 1]
     drafter.read(make_round([[5, 6, 9], [5, 6], [3], [2]], [0] * 4, [0] * 4))
-    hits, misses = (2 * FADE + 2) * FADE, FADE * FADE + 1   # 2 of 3, 2 of 2 so far, none, 0 of 1
-    assert (drafter.copied.hits, drafter.copied.misses) == pytest.approx((hits, misses))
-    assert drafter.before == [True, True, False, True] and drafter.tails.misses == 0
-    drafter.found = [[], [5, 6], [7, 8, 9], []]
-    drafter.read(make_round([[5, 6, 9], [1], [7, 8, 1], [2]], [0] * 4, [0] * 4))
-    assert (drafter.tails.hits, drafter.tails.misses) == (2, 1)
+    one, two = drafter.copied[1:3]      # a match of one token; of two and three: 2 of 3, then 2 of 2
+    assert (one.hits, one.misses, two.hits, two.misses, drafter.tails.misses) == (0, 1, 2 * FADE + 2, FADE, 0)
+    assert (one.mean(), two.mean()) == (1 / 3, (2 * FADE + 2 + 1.5) / (3 * FADE + 4))
+    drafter.copied_before, drafter.found, drafter.matched = False, [[], [5, 6], [7, 8, 9], []], [0, 9, 2, 0]
+    drafter.read(make_round([[5, 6, 9], [1], [7, 8, 1], []], [0] * 4, [0] * 4))
+    assert drafter.tails.misses == pytest.approx(1 + FADE + FADE**2), "the last row is finished"
+    assert drafter.tails.hits == 2
 
 
 # --- the rule
