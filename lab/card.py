@@ -42,7 +42,7 @@ def model_card(run, tables):
     """The card of a `train.Run`. tables: {file: what each exit is worth on it}."""
     c, weights = run.model.c, sum(p.numel() for p in run.model.parameters())
     about = (f"A {'Gemma-2' if c.post_norm else 'Llama'} of {weights / 1e6:.1f} M weights, trained by this "
-             "repository's `lab/train.py` with Muon (matrices) and AdamW (the rest).")
+             "repository's `lab/train.py`.")
     shape = (f"{c.n_layers} layers, dim {c.dim}, {c.n_heads} heads of {c.head_dim}, {c.n_kv_heads} for keys "
              f"and values, hidden {c.hidden_dim}, vocabulary {c.vocab_size:,}, context {c.max_len}, bfloat16")
     facts = {"shape": shape, "data": ", ".join(run.text.train)}

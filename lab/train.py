@@ -40,7 +40,7 @@ STEPS = (
     ("tokens", 8e6, 1.0, 1e30, "how many to train on"), ("context", 512, 1, 2**20, "tokens of a sequence"),
     ("batch", 16, 1, 2**20, "sequences of a step"), ("warmup", 100, 0, 2**40, "steps to the full rate"),
     ("lr", 3e-3, 1e-30, 1e30, "of AdamW: embeddings and norms"),
-    ("muon-lr", 0.02, 1e-30, 1e30, "of Muon: matrices (Jordan et al. 2024)"),
+    ("muon-lr", 0.02, 0.0, 1e30, "of Muon: matrices (Jordan et al. 2024); 0 leaves them to AdamW, too"),
     ("decay", 0.5, 1e-9, 1.0, "in the last P of the run both rates fall linearly to 2 %%"),
     ("seed", 0, 0, 2**40, ""))
 
@@ -198,12 +198,12 @@ class Run:
 
     def __init__(self, a, text, device):
         self.model = first_model(a, text.tokenizer, device)
-        matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2]
+        matrices = [p for p in self.model.blocks.parameters() if p.dim() == 2 and a.muon_lr]
         chosen = set(map(id, matrices))
         rest = [p for p in self.model.parameters() if id(p) not in chosen]
-        self.start(a, text, device, self.model, [
-            torch.optim.Muon(matrices, lr=a.muon_lr, weight_decay=0.0),
-            torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)])
+        muon = [torch.optim.Muon(matrices, lr=a.muon_lr, weight_decay=0.0)] if matrices else []
+        adamw = torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.start(a, text, device, self.model, [*muon, adamw])
 
     def start(self, a, text, device, trained, optimisers):
         """Nothing is done yet. trained: the module whose weights learn."""

@@ -92,6 +92,7 @@ def test_one_batch_is_learnt_by_heart(family, begin):
     run = begin(family=family, tokens=64 * 60, dropout=0, lr=0.02, muon_lr=0.05)
     muon, adamw = (o.param_groups[0]["params"] for o in run.optimisers)
     assert len(muon) == 4 * 3 and len(muon + adamw) == len([*run.model.parameters()])
+    assert len(begin("plain", family=family, muon_lr=0).optimisers) == 1
     batch = run.text.batch(0, 0, 4, 16)
     run.text.batch = lambda *_: batch
     for _ in range(40):
