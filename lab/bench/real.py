@@ -17,7 +17,6 @@ from methods import heads
 from methods.arms import EXITS, candidates
 from methods.pace import Pace
 from methods.suffix import Suffix
-from methods.then import Then
 from search import Teacher
 from speculative import Drafter, ModelDraft, NGram
 from support.files import read_texts
@@ -26,7 +25,7 @@ from verification import verify_block
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts"
 KINDS = "chat", "summaries", "code_edits", "maths", "translation"
-CHAINS, NODES, TAIL = (1, 2, 3, 4), 8, 7    # lengths of a head's drafts, tokens of its tree, of a copy
+CHAINS, NODES, TAIL = (1, 2, 3), 8, 7    # lengths of a head's drafts, tokens of its tree, of a copy
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
            "alpha by place": "{places}", "c": "{c:.3f}", "block": "{block:.2f}"}
@@ -57,8 +56,7 @@ def untrained(bench):
 
 def ways(a, model, trained):
     """{name: Method}. trained: {folder: {dtype: head}}."""
-    L, costs = model.c.n_layers, kept_costs(model)
-    e = max(1, L // 6)
+    L, e, costs = model.c.n_layers, max(1, model.c.n_layers // 6), kept_costs(model)
     methods = {"plain": Method(gamma=0)} | fixed(f"exit {e}", early_exit(L, e), 1)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
                 "suffix": Method(lambda: lambda model, small: Suffix(TAIL)),
@@ -72,8 +70,6 @@ def ways(a, model, trained):
             methods[f"{name}, {shape}"] = Method(lambda loaded=loaded, levels=levels, parents=parents: (
                 lambda model, small: loaded[model.tok.dtype].drafter(levels, parents)),
                 gamma=None if parents else levels)
-        methods[f"{name}, gamma 2, n-gram tail"] = Method(lambda loaded=loaded: lambda model, small: (
-            Then(loaded[model.tok.dtype].drafter(2), NGram(TAIL, 3))))
     methods["auto"] = living(lambda model: Pace(model, candidates(
         model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()],
         exits=(1 / 6,) if a.fast else EXITS), costs))
@@ -88,7 +84,7 @@ def promise(m, r):
 
 
 def run_real(a):
-    models, (_, tokenizer) = {}, load(a)
+    models, results, promised, (_, tokenizer) = {}, {}, {}, load(a)
     for dtype in (a.dtype, "float64"):
         m = load(a, dtype)[0]
         small = quantise(m)     # of the weights as they are
@@ -96,7 +92,6 @@ def run_real(a):
     model, where = models[a.dtype][0], Path(a.heads or f"{a.model}/heads")
     trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
                for file in sorted(where.glob(f"*/{heads.FILE}"))}
-    results, promised = {}, {}
     for T, kind in product((0.0, 0.8), a.prompts or KINDS):
         prompts = chat_ids(a, kind, tokenizer)
         methods = chosen(ways(a, model, trained), a.only)
