@@ -10,6 +10,7 @@ differs between two rounds must be one of its inputs, or part of the key that it
 """
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from support.measure import identity
 
 TRIES = 3   # recordings of a pass that may fail their check before it stays eager
 FEW = 8     # rows of x up to which a product is faster as sums
+PIECE = 28e6    # bytes of weights in a program: one of a few large blocks serves all that are alike
 # how far, by `distance`, a recording may differ from the eager pass
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -119,14 +121,13 @@ class Program(nn.Module):
 
 
 class Compiled:
-    """A C++ program that reads the model's own weights, where they lie."""
+    """A C++ program that reads the model's own weights, where they lie, `shift` blocks after its own."""
 
-    def __init__(self, path, model):
-        package = torch._inductor.aoti_load_package(path)
-        self.weights = {f"model.{name}": w for name, w in model.state_dict().items()}
-        names = package.get_constant_fqns()
-        package.load_constants({name: self.weights[name] for name in names}, check_full_update=True,
-                               user_managed=True)
+    def __init__(self, path, model, shift):
+        package, weights = torch._inductor.aoti_load_package(path), model.state_dict(prefix="model.")
+        later = partial(re.sub, r"(?<=^model.blocks.)\d+", lambda i: str(int(i[0]) + shift))
+        self.weights = {name: weights[later(name)] for name in package.get_constant_fqns()}
+        package.load_constants(self.weights, check_full_update=True, user_managed=True)
         self.run = package.loader.boxed_run
 
     def __call__(self, inputs, fixed):
@@ -144,8 +145,7 @@ def product(x, w, bias=None):
 
 def write_program(path, model, f, inputs, fixed):
     """Compile f for inputs of these shapes, and for any number of slots, into the file `path`, *.pt2."""
-    varies = torch.export.Dim.DYNAMIC
-    shapes = [*([None] * len(inputs)), *({t.dim() - 2: varies} for t in fixed)]
+    shapes = [*([None] * len(inputs)), *({t.dim() - 2: torch.export.Dim.DYNAMIC} for t in fixed)]
     settings = {"aot_inductor.package_constants_in_so": False,     # the weights stay with the model
                 "cpp.enable_floating_point_contract_flag": "fast",  # one instruction multiplies and adds
                 # trap: it takes masked grouped attention for another pattern, and the result is wrong
@@ -175,7 +175,7 @@ def distance(a, b):
 class Recorded(StandIn):
     """Stands in for a Transformer that is not being trained: passes over blocks of at most widths[-1]
     tokens are replayed from recordings; all others, and those with a tree, run eagerly. A pass is cut after
-    each state that it traces, and every pass after the sub-layers in `cuts`, so that they share segments.
+    each state that it traces, and into pieces of a few blocks, so that most pieces share one program.
 
     how: see above; by default what suits the model's device. widths: a block is padded to the next of
     these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish as few text
@@ -188,7 +188,8 @@ class Recorded(StandIn):
         self.widths = widths or ((1, 2, 3, 4, 8) if self.how == "compile" else (8,))
         self.say = say or partial(files.note, "recorded")
         self.tapes = WeakKeyDictionary()  # {a cache whose addresses they hold, or this object: {key: tape}}
-        self.cuts = set()
+        blocks = round(PIECE / sum(w.nbytes for w in model.blocks[0].state_dict().values()))
+        self.piece = math.inf if self.how == "graph" else 2 * max(1, blocks)    # sub-layers
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen, self.lead = False, lead or self    # once the lead is frozen, nothing new is recorded
         model.angles(1)                     # trap: the table may be that of another dtype
@@ -204,32 +205,35 @@ class Recorded(StandIn):
         """Another model of the same run, such as a draft: recorded, too, and rehearsed with this one."""
         return Recorded(model, self.how, self.widths, self.reach, self.say, self.lead)
 
+    @torch.inference_mode()
     def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
         subs = tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
-        trace = {} if trace is None else trace
+        (B, T, _), trace, shared = x.shape, {} if trace is None else trace, self.place(x.shape, at, cache)
         while subs:
-            end = next((n for n, i in enumerate(subs, 1) if i in self.cuts or i in trace), len(subs))
-            x = self.segment(x, at, cache, subs[:end])
-            if subs[end - 1] in trace:
-                trace[subs[end - 1]] = x
-            subs = subs[end:]
+            end = next((n for n, i in enumerate(subs, 1) if i in trace or n == self.piece), len(subs))
+            y, part, subs = None, subs[:end], subs[end:]
+            if shared:
+                width, first, angles = shared
+                fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
+                y = self.play(cache, (part, B, width), partial(block, part), (pad(x, width), first), fixed)
+            x = self.model.run(x, at, cache, part) if y is None else y[:, :T]
+            if part[-1] in trace:
+                trace[part[-1]] = x
         return x
 
-    def segment(self, x, at, cache, subs):
-        """A pass through some sub-layers."""
-        (B, T, _), width, y = x.shape, self.width(x.shape[1]), None
+    def place(self, shape, at, cache):
+        """What all pieces of a pass over x of this shape share: the width of their block, its first
+        positions (B, 1), and the angles to read; None if they run eagerly."""
+        (B, T, _), width = shape, self.width(shape[1])
         prompt = at.same and at.first == 0      # is read once: recording would not pay
-        if cache is not None and at.tree is None and width and not prompt:
-            S, end = cache.k.shape[3], at.end + width - T
-            if not at.same or end <= S:
-                # trap: a program relies on the strides of its inputs, too
-                inputs = pad(x, width), at.slots[:, :1].expand(B, 1).contiguous()
-                fixed = self.angles_read(min(end, S), S)
-                fixed += [t for i in subs if i % 2 == 0 for t in cache.layers[i // 2]]
-                y = self.play(cache, (subs, B, width), partial(block, subs), inputs, fixed)
-        return self.model.run(x, at, cache, subs) if y is None else y[:, :T]
+        S, end = cache.k.shape[3] if cache else 0, at.end + (width or 0) - T
+        if not width or not S or prompt or at.tree is not None or at.same and end > S:
+            return None
+        # trap: a program relies on the strides of its inputs, too
+        return width, at.slots[:, :1].expand(B, 1).contiguous(), self.angles_read(min(end, S), S)
 
+    @torch.inference_mode()
     def unembed(self, x, rows=None):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
         (B, T, _), width, y = x.shape, self.width(x.shape[1]), None
@@ -252,7 +256,6 @@ class Recorded(StandIn):
         reach = min(slots, -(-end // step) * step)
         return [t[:reach] for t in self.model.angles(reach)]
 
-    @torch.inference_mode()
     def play(self, home, key, f, inputs, fixed):
         """f(model, *inputs, *fixed), replayed; None if it should run eagerly: when it is seen for
         the first time, and if its recording failed its check."""
@@ -273,8 +276,7 @@ class Recorded(StandIn):
         name = f"{what}, batch {rows}, blocks of {width}"
         want, kept = f(self.model, *inputs, *fixed), [t.clone() for t in fixed]
         try:
-            tape = self.make(name, key, f, inputs, fixed)
-            got = tape(inputs, fixed)
+            got = (tape := self.make(name, key, f, inputs, fixed))(inputs, fixed)
         except Exception as e:  # whatever a compiler raises, the pass itself can run eagerly
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
             return False
@@ -296,7 +298,12 @@ class Recorded(StandIn):
         if self.how != "compile":
             return (Graph if self.how == "graph" else Tape)(partial(f, self.model), inputs, fixed)
         sources = [Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__])]
-        path = files.cache_file(f"{identity(self.model, key, sources)}.pt2")
+        shift, (sublayers, *rest) = 0, key
+        if sublayers:       # compiled as the first blocks; trap: with a window every second block differs
+            shift = sublayers[0] // 2 if self.c.window is None else sublayers[0] // 4 * 2
+            sublayers = tuple(i - 2 * shift for i in sublayers)
+            f = partial(block, sublayers)
+        path = files.cache_file(f"{identity(self.model, sublayers, rest, sources)}.pt2")
         if not path.is_file():
             usual = "clang++" if sys.platform == "darwin" else "g++"
             if not shutil.which(os.environ.get("CXX", usual)):
@@ -308,9 +315,9 @@ class Recorded(StandIn):
                 program = Path(folder) / path.name
                 write_program(program, self.model, f, inputs, fixed)
                 files.keep(path, program.read_bytes())
-        return Compiled(path, self.model)
+        return Compiled(path, self.model, shift)
 
 
 def pad(x, width):
     """x (B, T, dim) with dead rows after it: (B, width, dim)."""
-    return F.pad(x, (0, 0, 0, width - x.shape[1])).contiguous()
+    return (x if x.shape[1] == width else F.pad(x, (0, 0, 0, width - x.shape[1]))).contiguous()

@@ -282,8 +282,6 @@ def load(folder, model, kinds=KINDS):
         head = kinds[facts["kind"]](model, **facts["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in facts["ranks"]]
-    if hasattr(model, "alongside"):     # machine.recorded
-        model.cuts.update(head.taps)
-        if hasattr(head, "own"):
-            head.own = model.alongside(head.own)
+    if hasattr(model, "alongside") and hasattr(head, "own"):    # machine.recorded
+        head.own = model.alongside(head.own)
     return shorter(head, read_vocab(vocab, model.c.vocab_size)) if vocab.is_file() else head

@@ -20,7 +20,6 @@ MARGIN = 0.05  # an arm must promise this much more than plain decoding, since c
 EVERY = 16      # rounds between two explorations
 IDLE, LONG = 3, 3   # rounds without choosing once nothing gains, unless as many tokens repeat themselves
 TAIL = 7        # tokens that may be copied: with the last one a block of eight, as recorded ones are
-FACTOR = 4.0    # tokens of a copy for each that matched: Pace itself cuts what is too long
 
 
 class Pace(Wrapper):
@@ -37,7 +36,7 @@ class Pace(Wrapper):
     def __init__(self, model, arms=None, costs=None, risk=0.01, most=MOST):
         self.model, self.costs, self.risk, self.most = model, costs or weight_costs(model.c), risk, most
         self.arms = candidates(model, self.costs) if arms is None else list(arms)
-        self.lookup = Suffix(TAIL, FACTOR)
+        self.lookup = Suffix(TAIL, factor=4.0)      # Pace itself cuts what is too long
         self.nothing, self.copying = (Arm(name, drafter, lambda n: 0.0) for name, drafter in (
             ("nothing", Drafter()), ("suffix", self.lookup)))
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
@@ -157,8 +156,7 @@ class Pace(Wrapper):
 
     def summary(self):
         """One line: how often each arm drafted, and its present estimates."""
-        known = {arm.name: (arm.drafter.rule.skill.mean(), arm.price(self.n)) for arm in self.arms}
-        why = {name: f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
-               for name, (alpha, price) in known.items()}
+        why = {arm.name: f" ({arm.drafter.rule.skill.mean():.0%} accepted, each token costs "
+                         f"{arm.price(self.n):.0%} of a pass)" for arm in self.arms}
         often = sorted(self.chosen.items(), key=lambda item: -item[1])
         return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)

@@ -18,30 +18,27 @@ class Suffix(NGram):
     most `factor` * m tokens. Its score, the expected number of accepted tokens, is the sum of the
     chances of its prefixes; the best score wins.
 
-    least: a path ends before its chance falls below it.
-    store: a dict that keeps the counts of all texts, for later runs; a draft may come from it, too.
-    matched: how long the suffix is that each row's last path continues; 0: there is none.
+    least: a path ends before its chance falls below it. matched: the length of the suffix that the last
+    path of each row continues; 0: there is none. (The paper also keeps a tree of all earlier texts.)
     """
 
-    def __init__(self, rule, factor=2.0, least=0.3, store=None):
+    def __init__(self, rule, factor=2.0, least=0.3):
         super().__init__(rule, 1)
-        self.factor, self.least, self.store = factor, least, store
+        self.factor, self.least = factor, least
 
     def enter(self, state):
         """Count what follows each run of tokens: {the run: {the next token: how often}}."""
         for b, text in enumerate(state.known):
             for i in range(max(1, self.done[b]), len(text)):
                 past = tuple(text[max(0, i - DEPTH) : i])
-                for index in (self.index[b],) if self.store is None else (self.index[b], self.store):
-                    for m in range(len(past)):
-                        counts = index.setdefault(past[m:], {})
-                        counts[text[i]] = counts.get(text[i], 0) + 1
+                for m in range(len(past)):
+                    counts = self.index[b].setdefault(past[m:], {})
+                    counts[text[i]] = counts.get(text[i], 0) + 1
             self.done[b] = len(text)
 
     def found(self, state):
         most = wanted(state, self.rule)[0]
-        found = [max(self.best(own, text, room), self.best(self.store or {}, text, room))
-                 for text, own, room in zip(state.known, self.index, most, strict=True)]
+        found = [self.best(*row) for row in zip(self.index, state.known, most, strict=True)]
         self.matched = [m for _, m, _ in found]
         return [path for *_, path in found]
 

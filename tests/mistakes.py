@@ -488,6 +488,8 @@ TABLE = {
          "recorded::texts_of_batches_of_several_sizes"),
         ("block", "torch.minimum(first + steps, last)", "first + steps", "padding is written beyond what is "
          "read", "recorded::a_replayed_block_is_the_eager_one[False-llama]"),
+        ("Recorded.make", "sublayers[0] // 4 * 2", "sublayers[0] // 2", "a window is taken for none",
+         "recorded::one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its_own"),
         ("Recorded.record", "all((d <= most for d in off))", "not max(off) > most", "NaN passes the check",
          "recorded::a_wrong_recording_is_refused")],
 }

@@ -102,7 +102,7 @@ def test_a_traced_pass_is_recorded_in_segments(models, family):
                 assert (m.run(x, Placement.at(4, 7), cache, sublayers, got) - last).abs().max() < 1e-9
             for tap, state in want.items():
                 assert got[tap] is None if state is None else (got[tap] - state).abs().max() < 1e-9
-    m.cuts.add(3)       # every pass is cut there, also those without a trace
+    m.piece = 4         # every pass is cut there, also those without a trace
     for _ in range(3):
         m.run(x, Placement.at(4, 7), cache)
     found = {key[0] for key in m.tapes[cache]}
@@ -288,21 +288,22 @@ def test_programs_are_compiled_once(folder):
 
 
 @torch.inference_mode()
-def test_one_program_reads_any_window_and_a_part_of_any_cache(folder):
+def test_one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its_own(folder):
     """It is written while a whole text lies in the window of 5, and a whole cache of 16 slots is read."""
-    model, said = make(replace(GEMMA, n_layers=1)), []
+    model, said = make(replace(GEMMA, n_layers=4)), []
     fast = Recorded(model, widths=(1,), say=said.append)
+    fast.piece = 2      # every second block has a window
     states = torch.randn(40, 1, 1, 32).double()
     early, *caches = (KVCache(model.c, 1, slots, torch.float64) for slots in (16, 60, 60))
     for t in (caches[0].k, caches[0].v, caches[1].k, caches[1].v):  # what lies in a wrong place is not 0
         t.copy_(torch.ones_like(t).cumsum(-2))
     for x in states[:2]:
-        fast.run(x, Placement.at(1, 2), early, [0])
+        fast.run(x, Placement.at(1, 2), early)
     for at, x in enumerate(states):
-        got, want = (m.run(x, Placement.at(at, at + 1), cache, [0])
+        got, want = (m.run(x, Placement.at(at, at + 1), cache)
                      for m, cache in zip((fast, model), caches, strict=True))
         assert (got - want).abs().max() < 1e-9, at
-    assert len(said) == 1 and "compiling" in said[0] and fast.replays()
+    assert len(said) == 2 and "compiling" in said[1] and sum(map(bool, fast.tapes[fast].values())) == 4
 
 
 def test_without_a_compiler_one_line_says_so(folder, monkeypatch):
