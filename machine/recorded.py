@@ -33,7 +33,7 @@ from support.measure import identity
 
 TRIES = 3   # recordings of a pass that may fail their check before it stays eager
 FEW = 8     # rows of x up to which a product is faster as sums
-PIECE = 28e6    # bytes of weights in a program: one of a few large blocks serves all that are alike
+PIECE = 28e6    # bytes of weights that a program reads: a few large blocks, and others like them share it
 # how far, by `distance`, a recording may differ from the eager pass
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

@@ -18,7 +18,7 @@ from speculative import Drafter, Wrapper
 STAKE = 2.0     # passes that may be lost before anything is won
 MARGIN = 0.05  # an arm must promise this much more than plain decoding, since choosing takes time, too
 EVERY = 16      # rounds between two explorations
-IDLE, LONG = 3, 3   # rounds without choosing once nothing gains, unless as many tokens repeat themselves
+IDLE, LONG = 3, 3   # rounds without choosing once nothing gains; a match of this length ends them
 TAIL = 7        # tokens that may be copied: with the last one a block of eight, as recorded ones are
 
 
