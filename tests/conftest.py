@@ -7,8 +7,7 @@ import pytest
 import torch
 from paper_gpu import PaperGPU
 
-# trap: `tiny` imports the library, so it is imported in the fixtures: what cannot be imported is to fail a
-# test, and not pytest itself
+# trap: `tiny` imports the library, so fixtures import it: what cannot be imported fails a test, not pytest
 pytest.register_assert_rewrite("promises")    # their asserts tell as much as those of tests
 
 
