@@ -78,7 +78,7 @@ WRONG = {
             "(t[layer].clone() for t in (self.k, self.v))": "nothing is kept"}},
     "to_probs": {
         "if temperature == 0:": {"if False:": "it is not shared"},
-        "torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)": {
+        "torch.zeros_like(logits).scatter_(-1, logits.max(-1, keepdim=True).indices, 1.0)": {
             "logits.softmax(-1)": "is the exact one-hot"},
         "/ max(temperature, 1e-30)": {"* temperature": "not multiplied"},
         "p.cumsum(-1) - p >= top_p": {
