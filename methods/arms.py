@@ -13,6 +13,7 @@ from sampling import raw_probs
 from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
+KNOWN = 16      # tests that the training of a head, or an earlier text, counts for
 EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks
 TRUST = 0.98    # the same for a bin of confidence, after each token in it
 
@@ -21,14 +22,14 @@ class Calibrated(Rule):
     """Stop drafting when the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in bins of a tenth, is calibrated by how often it was right in that
-    bin. `skill` is its acceptance rate, at first `prior`. bars: the price of each of the `gamma`
-    tokens, counted in tokens: what one more costs, times the tokens per pass that drafting reaches.
+    bin. `skill` is its acceptance rate, at first `prior`, with the weight of `tests`. bars: the price of each
+    of the `gamma` tokens, counted in tokens: what one more costs, times the tokens per pass that is reached.
     """
 
-    def __init__(self, bars=None, gamma=MOST, prior=0.5):
+    def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
         super().__init__(gamma)
         self.bars = [0.3] * gamma if bars is None else bars
-        self.sure, self.skill = [], Beta(prior=prior)
+        self.sure, self.skill = [], Beta(tests * prior, tests * (1 - prior), prior)
         self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)]
 
     def gamma(self, state):
@@ -64,13 +65,13 @@ class Calibrated(Rule):
 
 @dataclass(eq=False)
 class Arm:
-    """A way to draft. price(n): the cost of a drafted token after n others, in passes. once(block):
-    the other costs of a round. shared: the part of a pass that is lost when a tail continues its
-    draft. most: the longest draft."""
+    """A way to draft at most `most` tokens. In passes: price(n), of one after n others; once, of a round;
+    late(block), to read first what others wrote; shared, what is lost where a tail continues its draft."""
     name: str
     drafter: Drafter
     price: Callable
-    once: Callable = lambda block: 0.0
+    once: float = 0.0
+    late: Callable = lambda block: 0.0
     shared: float = 0.0
     most: int = MOST
 
@@ -86,13 +87,13 @@ def self_draft(name, model, sublayers, costs):
 def head_draft(head, costs, vocab=None):
     """The Arm of a trained head (methods/heads.py). vocab: a draft vocabulary (its ids) if it has none."""
     head = shorter(head, vocab) if vocab else head
-    trunk, drafter = head.step.trunk, head.drafter(Calibrated(prior=head.ranks[0] if head.ranks else 0.5,
-                                                              gamma=head.step.most))
+    trunk, drafter = head.step.trunk, head.drafter(Calibrated(
+        None, head.step.most, *((head.ranks[0], KNOWN) if head.ranks else ())))
     arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs),
               shared=sum(costs.sublayers[: 2 * trunk]) / costs.whole, most=head.step.most)
-    if isinstance(drafter, Reader):    # it first reads what it missed; EAGLE's block does so with D
+    if isinstance(drafter, Reader):    # it first reads what was written; EAGLE's block does so with D
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
-        arm.once = lambda block: own * (block(max(1, drafter.unread)) - (not trunk))
+        arm.once, arm.late = own * (trunk > 0), lambda block: own * (block(max(1, drafter.unread)) - 1)
     return arm
 
 

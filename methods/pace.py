@@ -9,16 +9,16 @@ never falls below 0. Hence cost <= STAKE + (1 + risk) x tokens, however bad the 
 from functools import cache
 
 from control import MOST, Beta, weight_costs
-from methods.arms import FADE, Arm, candidates
+from methods.arms import FADE, KNOWN, Arm, candidates
 from methods.drafting import same_model
 from methods.suffix import DEPTH, Suffix
 from methods.then import Then
 from speculative import Drafter, Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
-MARGIN = 0.05  # an arm must promise this much more than plain decoding, since choosing takes time, too
+MARGIN = 0.05   # an arm must promise this much more than plain decoding, since choosing takes time, too
 EVERY = 16      # rounds between two explorations
-IDLE, LONG = 3, 3   # rounds without choosing once nothing gains; a match of this length ends them
+IDLE = 4        # rounds in which only copies are weighed, once nothing gains
 TAIL = 7        # tokens that may be copied: with the last one a block of eight, as recorded ones are
 
 
@@ -51,8 +51,8 @@ class Pace(Wrapper):
         rows = len(state.known)
         self.arm, self.written, self.least, self.idle = self.copying, [0] * rows, 0, 0
         self.block = cache(lambda T: self.costs.block(rows * T) / self.costs.block(rows))
-        for arm in self.arms:       # another text: what is known weighs two drafts
-            arm.drafter.rule.skill = Beta(prior=arm.drafter.rule.skill.mean())
+        for skill in (arm.drafter.rule.skill for arm in self.arms):
+            skill.fade(KNOWN / max(KNOWN, skill.hits + skill.misses))   # another text
 
     # --- before a round
 
@@ -64,21 +64,23 @@ class Pace(Wrapper):
     def cost(self, arm, g, tail=0):
         """The cost, in passes, of a round: g tokens of an arm, `tail` copied ones, and the verification."""
         lost = arm.shared if tail else 0.0
-        return arm.once(self.block) + g * arm.price(self.n) + lost + self.block(1 + g + tail)
+        return arm.once + g * arm.price(self.n) + lost + self.block(1 + g + tail)
 
     def covered(self, cost):
         """Whether the balance covers a round of this cost if nothing is accepted."""
         return (cost - 1) * self.grown <= self.balance
 
     def promise(self, arm, alpha, tail=0):
-        """(tokens per pass, g) at the best length whose cost the balance covers; (1, 0) if none gains."""
+        """(tokens per pass, g) at the best length whose cost the balance covers; (1, 0) if none gains. What
+        the arm must read first it reads once, so that is covered, but lowers no promise."""
         best, length, tokens, reach, price = 1.0, 0, 1.0, 1.0, arm.price(self.n)
+        late = arm.late(self.block)
         gain = self.tails.hits / (self.tails.misses + 1) if tail else 0.0   # if all g are accepted
         for g in range(1, min(arm.most, self.room) + 1):
             reach *= alpha
             tokens += reach
             cost = self.cost(arm, g, tail)
-            if not self.covered(cost):
+            if not self.covered(late + cost):
                 break
             if tokens + reach * gain > best * cost:
                 best, length = (tokens + reach * gain) / cost, g
@@ -91,35 +93,32 @@ class Pace(Wrapper):
         self.due -= 1
         self.arm, self.tail, self.length, self.rate = self.nothing, 0, 0, 1 + MARGIN
         known = [self.copied[m.bit_length()].mean() if m else 0.0 for m in self.matched]
-        self.copying.most = max(map(len, self.found))
-        options = [(self.copying, sum(known) / len(known), 0)]
-        tails = (0, TAIL) if self.tails.hits > 0.2 * self.tails.misses else (0,)
-        options += [(arm, arm.drafter.rule.skill.mean(), tail) for arm in self.arms for tail in tails]
-        if self.due <= 0:
-            self.due = EVERY
-            options += [(arm, arm.drafter.rule.skill.high(), 0) for arm in self.arms]
+        options, self.copying.most = [(self.copying, sum(known) / len(known), 0)], max(map(len, self.found))
+        if awake := self.idle == 0:
+            tails = (0, TAIL) if self.tails.hits > 0.2 * self.tails.misses else (0,)
+            options += [(arm, arm.drafter.rule.skill.mean(), tail) for arm in self.arms for tail in tails]
+            if self.due <= 0:
+                self.due = EVERY
+                options += [(arm, arm.drafter.rule.skill.high(), 0) for arm in self.arms]
         for arm, alpha, tail in options:
             rate, length = self.promise(arm, alpha, tail)
             if rate > self.rate:
                 self.arm, self.tail, self.length, self.rate = arm, tail, length, rate
-        if self.arm is self.nothing:
-            self.idle = IDLE
-        elif self.arm is not self.copying:   # the rule stops it, or it goes on as far as is covered
-            rule, price = self.arm.drafter.rule, self.arm.price(self.n)
-            rule.bars = [self.rate * (price + self.block(k + 3) - self.block(k + 2))
-                         for k in range(self.arm.most)]
-            while (self.length < min(self.room, self.arm.most)
-                   and self.covered(self.cost(self.arm, self.length + 1, self.tail))):
+        self.idle = IDLE * (self.arm is self.nothing) if awake else self.idle - 1
+        self.late = self.arm.late(self.block)
+        if self.arm not in (self.nothing, self.copying):    # the rule stops it, or what is covered
+            rule, price, most = self.arm.drafter.rule, self.arm.price(self.n), min(self.room, self.arm.most)
+            rule.bars = [self.rate * (price + self.block(k + 3) - self.block(k + 2)) for k in range(most)]
+            while (self.length < most
+                   and self.covered(self.late + self.cost(self.arm, self.length + 1, self.tail))):
                 self.length += 1
             rule.most = self.length
 
     def propose(self, state):
         self.copied_before, self.found = self.arm is self.copying, self.lookup.found(state)
         self.matched = self.lookup.matched      # trap: a tail looks up anew
-        self.idle = 0 if max(self.matched) >= LONG else max(0, self.idle - 1)
-        if not self.idle:
-            self.look(state)
-            self.choose()
+        self.look(state)
+        self.choose()
         name = self.arm.name + ", then suffix" * bool(self.tail)
         self.chosen[name] = self.chosen.get(name, 0) + 1
         self.way = Then(self.arm.drafter, self.lookup) if self.tail else self.arm.drafter
@@ -130,7 +129,7 @@ class Pace(Wrapper):
     def observe(self, state, r):
         drawn = self.arm not in (self.nothing, self.copying)
         self.drafted = len(self.arm.drafter.rule.sure) if drawn else 0
-        cost = self.cost(self.arm, self.drafted, r.p.shape[1] - 1 - self.drafted)
+        cost = self.late + self.cost(self.arm, self.drafted, r.p.shape[1] - 1 - self.drafted)
         self.written = [n + len(new) for n, new in zip(self.written, r.new, strict=True)]
         least = min(n for n, new in zip(self.written, r.new, strict=True) if new)
         self.balance += ((1 + self.risk) * (least - self.least) - cost) * self.grown

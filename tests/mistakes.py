@@ -472,12 +472,12 @@ TABLE = {
         ("DEL.score", "self.omega * self.counts", "self.counts", "old counts do not fade",
          "dynamic::counts_fade_by_hand")],
     "methods/pace.py": [
-        ("Pace.covered", "(cost - 1) * self.grown <= self.balance", "cost - 1 < 99",
-         "a draft begins that the balance cannot pay", "pace::it_costs_no_more_than_it_may"),
-        ("Pace.observe", "min(", "max(", "a fast row pays for a slow one",
+        ("Pace.covered", "cost - 1", "cost - 99", "a draft begins that the balance cannot pay",
          "pace::it_costs_no_more_than_it_may"),
-        ("Pace.cost", "lost + self", "self", "the states that a tail loses cost nothing",
-         "pace::what_rounds_cost_by_hand")],
+        ("Pace.observe", "self.late + self", "self", "what an arm reads first costs nothing",
+         "pace::it_costs_no_more_than_it_may"),
+        ("Pace.observe", "min(", "max(", "one row pays for another", "pace::it_costs_no_more_than_it_may"),
+        ("Pace.cost", "lost + self", "self", "lost states cost nothing", "pace::what_rounds_cost_by_hand")],
     "methods/arms.py": [
         ("Calibrated.stop", "bars[k", "bars[0", "a wider block is taken to cost nothing",
          "pace::one_more_is_drafted_while_its_chance_exceeds_its_price"),

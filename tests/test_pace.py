@@ -12,7 +12,7 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, smal
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
 from layerskip import SelfDraft, StandIn, without
-from methods.arms import FADE, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
+from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
 from methods.pace import STAKE, TAIL, Pace
 from sampling import Coins, to_probs
@@ -80,13 +80,13 @@ def test_it_costs_no_more_than_it_may(price, slope, risk, B, seed):
         rule.trust = [Beta(1e9)] * 11 if seed % 3 else rule.trust       # it never stops by itself
     drafters = (ModelDraft(Half(m), rules[0]), ModelDraft(make(m.c, 1), rules[1]),
                 SelfDraft(m, [0, 1], rules[2]))
-    arms = [Arm("", drafter, lambda n: price) for drafter in drafters]
+    arms = [Arm("", drafter, lambda n: price, late=lambda block: slope) for drafter in drafters]
     drafter = Pace(m, arms[seed % 3 :] + arms[: seed % 3], costs, risk)
     prompts = [PROMPTS[(seed + b) % 4] for b in range(B)]
     for state, r in rounds(m, prompts, 40, drafter, warm if seed % 2 else to_probs, Coins(seed)):
         T, arm = r.p.shape[1], drafter.arm
         drafted = drafter.drafted if arm in arms else 0
-        taken += price * drafted + costs.block(B * T) / costs.block(B)
+        taken += price * drafted + slope * (arm in arms) + costs.block(B * T) / costs.block(B)
         rows = zip(state.known, prompts, r.new, strict=True)
         least = min(len(text) - len(ids) for text, ids, new in rows if new)
         assert taken <= STAKE + (1 + risk) * least + 1e-9 and drafter.balance > -1e-9
@@ -96,7 +96,7 @@ def test_what_rounds_cost_by_hand(models):
     m, costs = models["llama"], Costs((1.0,) * 12, 4.0, ((1, 1.0), (17, 3.0)))
     drafter = Pace(m, [self_draft("exit 2", m, range(4), costs)], costs, risk=0.5)
     arm = drafter.arm = drafter.arms[0]
-    arm.price, arm.once, arm.drafter.own = lambda n: 0.25, lambda block: 0.125, None
+    arm.price, arm.once, arm.drafter.own = lambda n: 0.25, 0.125, None
     drafter.block, drafter.n = costs.block, 9
     assert drafter.cost(arm, 2) == pytest.approx(0.125 + 0.5 + 1.25)
     tailed = 0.125 + 0.25 + 4 / 16 + costs.block(2 + TAIL)
@@ -213,11 +213,11 @@ def test_promises_are_the_formula(alpha, price):
 
 def test_promises_of_blocks_and_tails_by_hand(models):
     costs = Costs((1.0,) * 12, 2.0, ((1, 1.0), (2, 1.5), (17, 9.0)))
-    arm, drafter = Arm("", None, lambda n: 0.1, shared=0.25), Pace(models["llama"], [], costs)
+    drafter, arm = Pace(models["llama"], [], costs), Arm("", None, lambda n: 0.1, 0.0, lambda _: 0.2, 0.25)
     drafter.block, drafter.n, drafter.grown, drafter.room, drafter.balance = costs.block, 9, 1.0, 2, 9.0
     assert drafter.promise(arm, 1.0) == (pytest.approx(max(2 / 1.6, 3 / 2.2)), 2), "room for two"
-    drafter.balance = 0.7
-    assert drafter.promise(arm, 1.0)[1] == 1, "2.2 - 1 passes are more than there are"
+    for drafter.balance, g in (0.9, 1), (0.7, 0):      # of 1.2 for two and .6 for one, and .2 for reading
+        assert drafter.promise(arm, 1.0)[1] == g
     arm.most = 1
     drafter.balance, drafter.tails, drafter.block = 9.0, Beta(6.0, 1.0), lambda T: 1.0      # three follow
     assert drafter.promise(arm, 0.5, TAIL) == (pytest.approx((1.5 + 0.5 * 3) / 1.35), 1)
@@ -241,24 +241,24 @@ def test_trained_heads_and_their_prices(models, family):
     m, by = models[family], weight_costs(models[family].c)
     costs = Costs(tuple(2.0 * x for x in by.sublayers), by.head, ((1, 1.0), (17, 2.0)), 3.0, 10, m.c.window)
     whole, slots = costs.pricing(range(12))(50), 3.0 * 40
-    for head, E, missed in ((Kangaroo(m, 2), 2, costs.sublayers[0] * 1.25),
-                            (Eagle(m), 0, sum(costs.sublayers[:2]) * 0.25)):    # with D
+    for head, E, once, own in ((Kangaroo(m, 2), 2, costs.sublayers[0], costs.sublayers[0]),
+                               (Eagle(m), 0, 0.0, sum(costs.sublayers[:2]))):      # with D
         arm = head_draft(head, costs, [1, 2, 3])
         trunk = costs.pricing(range(2 * E), 3 / 17)(50)
         assert arm.price(50) == pytest.approx((trunk + 2 * count(head) + slots) / whole)
         assert arm.shared == sum(costs.sublayers[: 2 * E]) / costs.whole
         arm.drafter.unread = 5
-        assert arm.once(costs.block) == pytest.approx(missed / costs.whole)
+        assert (arm.once, arm.late(costs.block)) == pytest.approx((once / costs.whole, own / costs.whole / 4))
     for head, steps in ((Medusa(m, 3), 3), (Prophet(m, 1), MOST)):
         arm, own = head_draft(head, costs), 2 * count(head) / (steps if steps == 3 else 1)
         assert arm.price(50) == pytest.approx((costs.head + own) / whole)
-        assert (arm.most, arm.shared, arm.once(costs.block)) == (steps, 0.0, 0.0)
+        assert (arm.most, arm.shared, arm.once, arm.late(costs.block)) == (steps, 0.0, 0.0, 0.0)
         assert arm.drafter.rule.skill.mean() == 0.5
     head = Medusa(m, 2)
     head.ranks = [0.75, 0.125]
     arm, V = head_draft(head, costs, [1, 2, 3]), m.c.vocab_size
     assert arm.price(50) == pytest.approx((3 / V * costs.head + count(head)) / whole)
-    assert arm.drafter.rule.skill.mean() == 0.75
+    assert arm.drafter.rule.skill == Beta(0.75 * KNOWN, 0.25 * KNOWN, 0.75)
 
 
 def test_what_makes_no_sense(models):
