@@ -55,7 +55,7 @@ def parse(argv):
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
     p.add_argument("--quick", nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or "
                    "N; gpu: tiny models, to see whether it runs at all")
-    p.add_argument("--fast", action="store_true", help="plain: also in recorded passes; real: in them")
+    p.add_argument("--fast", action="store_true", help="in recorded passes; plain: also in them")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
                    "a3,m4 or a skip.json (the last three: by default the one beside the weights)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "

@@ -15,7 +15,9 @@ from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import Gate
 from layerskip import SelfDraft, ShortHead, early_exit, without
+from machine.recorded import Recorded
 from methods.heads import count
+from methods.pace import TAIL
 from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
@@ -27,7 +29,6 @@ from support.stats import Timed, parting
 from verification import verify
 
 GAMMAS = 1, 2, 3, 4, 6
-TAIL = 8  # tokens that an n-gram may add
 READS = "spread", "after", "rise", "join"   # the first of these methods that a head has reads its matrices
 COLUMNS = {"tokens/s": "{tokens_per_second:.0f}", "ratio to plain": "{ratio:.2f}",
            "predicted": "{predicted:.2f}", "by weights": "{by_weights:.2f}", "tau": "{tau:.2f}",
@@ -115,6 +116,8 @@ class Bench:
         texts: see `pilot`; checked: prompts whose texts are compared in float64, by default all."""
         if self.greedy:
             self.check_texts(methods, checked or range(len(self.prompts)))
+        if isinstance(self.model, Recorded):    # whatever is not recorded by then runs eagerly
+            self.model.rehearse(lambda: [self.write(m.start(), 0) for m in methods.values() if not m.ask])
         self.run(methods, title)
         plain = methods["plain"]
         return {name: row(m, plain, texts) | m.facts | {"parted": self.parted(m, plain)}

@@ -149,7 +149,7 @@ def run(a):
         bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
         methods, names = all_methods(model.c, skip, vocab, trained, costs)
         results[title] = column(bench, chosen(methods, a.only), names, kinds, title)
-    data = {"results": results, "kinds": kinds, "cost_table": vars(costs)}
     lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
                    "none, of each prompt; the last columns are ratios by the clock")
+    data = {"results": results, "kinds": kinds, "cost_table": vars(costs)}
     return page(lines + tables(results, COLUMNS)), data

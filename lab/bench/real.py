@@ -15,7 +15,7 @@ from machine.quant import quantise
 from machine.recorded import Recorded
 from methods import heads
 from methods.arms import EXITS, candidates
-from methods.pace import Pace
+from methods.pace import TAIL, Pace
 from methods.suffix import Suffix
 from search import Teacher
 from speculative import Drafter, ModelDraft, NGram
@@ -25,7 +25,7 @@ from verification import verify_block
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts"
 KINDS = "chat", "summaries", "code_edits", "maths", "translation"
-CHAINS, NODES, TAIL = (1, 2, 3), 8, 7    # lengths of a head's drafts, tokens of its tree, of a copy
+CHAINS, NODES = (1, 2, 3), 8    # lengths of a head's drafts, tokens of its tree
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
            "alpha by place": "{places}", "c": "{c:.3f}", "block": "{block:.2f}"}
@@ -93,15 +93,10 @@ def run_real(a):
     trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
                for file in sorted(where.glob(f"*/{heads.FILE}"))}
     for T, kind in product((0.0, 0.8), a.prompts or KINDS):
-        prompts = chat_ids(a, kind, tokenizer)
         methods = chosen(ways(a, model, trained), a.only)
-        bench = Bench(models, prompts, {"temperature": T} if T else {}, a.new, a.repeats or 1,
-                      judge=verify_block)
-        if a.fast:      # whatever is not recorded by now runs eagerly
-            model.rehearse(lambda bench=bench, methods=methods: [
-                bench.write(m.start(), 0) for m in methods.values()])
-        if not T:
-            promised[kind] = untrained(bench)
+        bench = Bench(models, chat_ids(a, kind, tokenizer), {"temperature": T} if T else {}, a.new,
+                      a.repeats or 1, judge=verify_block)
+        promised |= {} if T else {kind: untrained(bench)}
         theirs = {} if T else chosen(their_methods(a, bench, max(1, model.c.n_layers // 6)), a.only)
         rows = bench.table(methods | theirs, (), kind, checked=[0])
         results[f"{kind}, T {T:g}"] = {name: promise(methods.get(name), r) for name, r in rows.items()}

@@ -6,6 +6,7 @@ import torch
 
 import checkpoint
 from control import best_gamma, expected_speedup
+from machine.recorded import Recorded
 from model import Config, Transformer
 from support.cli import read_beside
 from support.files import read_prompts
@@ -38,11 +39,12 @@ def load(a, dtype=None, folder=None):
 
 
 def load_both(a, small=None):
-    """({dtype: (model, small model or None)}, tokenizer): as they are timed, and in float64."""
+    """({dtype: (model, small model or None)}, tokenizer): as timed (--fast: recorded), and in float64."""
     models = {}
     for dtype in (a.dtype, "float64"):
         model, tokenizer = load(a, dtype)
-        models[dtype] = model, small and load(a, dtype, small)[0]
+        models[dtype] = (Recorded(model) if a.fast and dtype == a.dtype else model,
+                         small and load(a, dtype, small)[0])
     return models, tokenizer
 
 
