@@ -97,10 +97,10 @@ def head_draft(head, costs, vocab=None):
     return arm
 
 
-def candidates(model, costs, skip=None, vocab=None, heads=(), exits=EXITS):
-    """The usual arms: exits after these parts of the blocks; a skip set (its sub-layers) if there is one;
+def candidates(model, costs, skip=None, vocab=None, heads=()):
+    """The usual arms: exits after some parts of the blocks; a skip set (its sub-layers) if there is one;
     trained heads. All of them draft with the draft vocabulary `vocab` (its ids) if there is one."""
-    L = model.c.n_layers
+    L, exits = model.c.n_layers, getattr(model, "exits", EXITS)
     drafting = ShortHead(model, vocab) if vocab else model
     layers = sorted({max(1, round(L * part)) for part in exits} - {L})
     drafts = {f"exit {e}": early_exit(L, e) for e in layers} | ({"skip set": skip} if skip else {})

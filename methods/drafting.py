@@ -37,7 +37,7 @@ class Reader(Drafter):
     def begin(self, state, trace):
         same_model(self.head.model, state)
         super().begin(state, trace)
-        x, device = self.head.state(trace), state.n.device                      # (B, T, dim)
+        x, device = self.head.state(trace), state.n.device                      # (B, T, D)
         T, late = x.shape[1], self.late
         self.noted = x.new_zeros(*state.tokens.shape, x.shape[2])              # (B, S, dim) by slot
         self.noted[:, late : late + T] = x
@@ -50,11 +50,11 @@ class Reader(Drafter):
 
     def observe(self, state, r):
         super().observe(state, r)
-        x, new = self.head.state(r.trace), state.send([[len(row)] for row in r.new])  # (B, K+1, dim)
+        x, new = self.head.state(r.trace), state.send([[len(row)] for row in r.new])    # (B, K+1, D)
         steps = torch.arange(x.shape[1], device=new.device) + self.late - 1  # from where the round began
         self.noted.scatter_(1, state.after(steps - new)[..., None].expand_as(x), x)
-        rows = zip(state.known, self.held, strict=True)
-        self.unread = max(len(text) - 1 + self.late - held for text, held in rows)
+        self.unread = self.late - 1 + max(
+            len(text) - held for text, held in zip(state.known, self.held, strict=True))
 
     def inputs(self, state, slots):
         """What the block reads at `slots` (B or 1, T). (B, T, dim)"""
@@ -90,7 +90,7 @@ class EagleDraft(Reader):
 
     def inputs(self, state, slots):
         tokens = state.read(slots.expand(len(self.noted), -1))
-        return self.head.join(tokens, super().inputs(state, slots))
+        return self.head.join(tokens, self.head.mix(super().inputs(state, slots)))
 
     def propose(self, state):
         def step(token, k):

@@ -85,8 +85,8 @@ class Head:
     branches, ranks = False, ()
 
     def state(self, trace):
-        """The state that it reads, from a trace of its taps. (B, T, dim)"""
-        return trace[self.taps[-1]]
+        """What it reads of a trace. (B, T, taps * dim)"""
+        return torch.cat([trace[tap] for tap in self.taps], -1)
 
     def drafter(self, rule, shape=None):
         """A drafter of chains, or of trees of this shape, a list of parents."""
@@ -147,10 +147,11 @@ class Eagle(Head):
         self.weights.matrix = nn.Parameter(torch.zeros_like(model.tok[:1]).repeat(model.c.dim, 1))
         self.step = Step(count(self), reads=True)
 
-    def state(self, trace):
-        if not self.shape["fused"]:
-            return super().state(trace)
-        return F.linear(torch.cat([unit(trace[tap]) for tap in self.taps], -1), self.weights.mix)
+    def mix(self, x):
+        """One state of what `state` returned. (B, T, taps * dim) -> (B, T, dim)"""
+        if self.shape["fused"]:
+            x = F.linear(unit(x.unflatten(-1, (len(self.taps), -1))).flatten(-2), self.weights.mix)
+        return x
 
     def join(self, tokens, before):
         """The block's input for tokens (B, T) and the states (B, T, dim) of those before them."""
@@ -159,7 +160,7 @@ class Eagle(Head):
     def predict(self, tokens, trace, cache):
         T, device = tokens.shape[1], tokens.device
         ones = torch.ones(T, T, dtype=torch.bool, device=device)
-        before, inputs, seen = self.state(trace), [], []
+        before, inputs, seen = self.mix(self.state(trace)), [], []
         for k in range(1, 1 + self.reach):  # the inputs of all steps so far: each token once per step
             inputs.append(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1]))
             drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one key of each later step

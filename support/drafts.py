@@ -15,7 +15,7 @@ from machine import parallel
 from machine.packed import LARGE
 from machine.quant import KINDS, byte_costs, quantise, size
 from methods import heads
-from methods.arms import EXITS, candidates
+from methods.arms import candidates
 from methods.pace import Pace
 from methods.suffix import Suffix
 from methods.trees import best_tree
@@ -135,9 +135,7 @@ def weighed(a, model, gamma):
     # trap: measured costs differ between machines and processes, and so would the uniforms a draft spends
     measured = alone and (a.fast or a.temperature == 0) and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)
-    exits = (1 / 6,) if a.fast else EXITS       # each has passes of its own recorded
-    return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found, exits), costs,
-                                     most=gamma),
+    return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs, most=gamma),
                 gamma, f"draft: auto, with costs {'as measured here' if measured else 'by weights'}")
 
 

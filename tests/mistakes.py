@@ -472,8 +472,7 @@ TABLE = {
         ("DEL.score", "self.omega * self.counts", "self.counts", "old counts do not fade",
          "dynamic::counts_fade_by_hand")],
     "methods/pace.py": [
-        ("Pace.covered", "cost - 1", "cost - 99", "a draft begins that the balance cannot pay",
-         "pace::it_costs_no_more_than_it_may"),
+        ("Pace.covered", "cost - 1", "cost - 99", "overdrawn balance", "pace::it_costs_no_more_than_it_may"),
         ("Pace.observe", "self.late + self", "self", "what an arm reads first costs nothing",
          "pace::it_costs_no_more_than_it_may"),
         ("Pace.observe", "min(", "max(", "one row pays for another", "pace::it_costs_no_more_than_it_may"),

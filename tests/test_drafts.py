@@ -11,6 +11,7 @@ import checkpoint
 import generate
 from control import Costs
 from machine.quant import byte_costs
+from machine.recorded import Recorded
 from methods import heads
 from support import drafts, measure
 
@@ -40,7 +41,7 @@ def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
     call.refuses(["x", "--draft-vocab", path], tmp_path, "vocab.json", "4095")
 
 
-def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp_path):
+def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp_path, monkeypatch):
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
     L = stories[0].c.n_layers
     pace = plan("--draft", "auto", "--skip", "a3,m4", "--gamma", "5",
@@ -50,8 +51,10 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
     pace = plan("--draft", "auto", "--model", tmp_path).make()
     assert pace.arms[-1].name == "skip set" and pace.arms[-1].drafter.model.share == 1024 / 4096
-    fast = plan("--fast", "--model", tmp_path).make()       # each exit has passes of its own recorded
-    assert [arm.name for arm in fast.arms] == [f"exit {round(L / 6)}", "skip set"]
+    for size, e in (28e6, round(L / 6)), (0, 1):        # each exit has passes of its own recorded
+        monkeypatch.setattr("machine.recorded.PIECE", size)
+        arms = drafts.candidates(Recorded(stories[0], "compile"), byte_costs(stories[0]))
+        assert [arm.name for arm in arms] == [f"exit {e}"]
 
 
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):

@@ -55,9 +55,7 @@ DRAFTERS = {
     "exit, short head": lambda m: SelfDraft(ShortHead(m, [4, 9, 0, 2, 16, 3]), range(8), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
 }
-RESTLESS = {
-    "shifting": Shifting,
-    "model": lambda m: ModelDraft(m, Says(lambda state: known(state) % 6))}
+RESTLESS = {"shifting": Shifting, "model": lambda m: ModelDraft(m, Says(lambda state: known(state) % 6))}
 SOME = ["none", "ngram", "skip", "model", "long"]
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])     # a GPU: test_paper_gpu.py
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS, SOME)

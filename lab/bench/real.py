@@ -14,7 +14,7 @@ from machine.packed import pack_where_it_pays
 from machine.quant import quantise
 from machine.recorded import Recorded
 from methods import heads
-from methods.arms import EXITS, candidates
+from methods.arms import candidates
 from methods.pace import TAIL, Pace
 from methods.suffix import Suffix
 from search import Teacher
@@ -71,8 +71,7 @@ def ways(a, model, trained):
                 lambda model, small: loaded[model.tok.dtype].drafter(levels, parents)),
                 gamma=None if parents else levels)
     methods["auto"] = living(lambda model: Pace(model, candidates(
-        model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()],
-        exits=(1 / 6,) if a.fast else EXITS), costs))
+        model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()]), costs))
     return methods
 
 
