@@ -235,8 +235,8 @@ print(f"the search itself cost as much as {len(scores) * costs.step(swift.kept(s
 # been worth; those that continue a longer match have an alpha of their own. Alpha of everything else
 # comes from its own drafts, so for a drafter that is seldom used it is uncertain. So every 16 rounds
 # Pace also computes the speed with an alpha one standard deviation above its mean, and tries the drafter
-# if that beats the best. If nothing is at least 5 % faster than plain decoding, Pace drafts nothing. It
-# decides again a few rounds later, or as soon as three tokens repeat themselves.
+# if that beats the best. If nothing is at least 5 % faster than plain decoding, Pace drafts nothing, and in
+# the next few rounds it considers only copies.
 #
 # We give it a stream of prompts whose kind changes: two stories, two dialogues, two maths problems, two
 # pieces of code, and then all four kinds again.
@@ -275,8 +275,8 @@ figure
 
 # %% [markdown]
 # On code. Stories and dialogues mostly get an exit. Pace keeps what it has learnt when the next prompt
-# begins: in the second half, most drafts of the first story are still continued by a copy, as they were
-# on the code before it. On the next story few are.
+# begins: in the second half, some drafts of the first story are still continued by a copy, as they were
+# on the code before it. On the next story fewer are.
 #
 # ## What it may lose
 #
