@@ -332,8 +332,8 @@ figure
 # **Predict:** will Pace draft now? Which curve ends higher?
 #
 # <details><summary>Answer</summary>
-# It drafts in more than half of the rounds, and both curves rise. Pace ends a little higher, since it
-# drafts only where that pays, and copies where it can.
+# It drafts with it in more than a quarter of the rounds and copies in more than half, and both curves rise.
+# Pace ends much higher, since it drafts only where that pays, and copies where it can.
 # </details>
 #
 # ## Questions
