@@ -189,7 +189,7 @@ class Recorded(StandIn):
         self.tapes = WeakKeyDictionary()  # {a cache whose addresses they hold, or this object: {key: tape}}
         blocks = round(PIECE / sum(w.nbytes for w in model.blocks[0].state_dict().values()))
         self.piece = math.inf if self.how == "graph" else 2 * max(1, blocks)    # sub-layers
-        self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # what needs few recordings of its own
+        self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece: few programs
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen, self.lead = False, lead or self    # once the lead is frozen, nothing new is recorded
         model.angles(1)                     # trap: the table may be that of another dtype

@@ -37,9 +37,9 @@ class Reader(Drafter):
     def begin(self, state, trace):
         same_model(self.head.model, state)
         super().begin(state, trace)
-        x, device = self.head.state(trace), state.n.device                      # (B, T, D)
+        x, device = self.head.state(trace), state.n.device                      # (B, T, taps * dim)
         T, late = x.shape[1], self.late
-        self.noted = x.new_zeros(*state.tokens.shape, x.shape[2])              # (B, S, dim) by slot
+        self.noted = x.new_zeros(*state.tokens.shape, x.shape[2])              # (B, S, taps * dim) by slot
         self.noted[:, late : late + T] = x
         self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), device)
         for first in range(0, T, 256):
@@ -50,14 +50,14 @@ class Reader(Drafter):
 
     def observe(self, state, r):
         super().observe(state, r)
-        x, new = self.head.state(r.trace), state.send([[len(row)] for row in r.new])    # (B, K+1, D)
+        x, new = self.head.state(r.trace), state.send([[len(row)] for row in r.new])    # x: (B, K+1, ...)
         steps = torch.arange(x.shape[1], device=new.device) + self.late - 1  # from where the round began
         self.noted.scatter_(1, state.after(steps - new)[..., None].expand_as(x), x)
         self.unread = self.late - 1 + max(
             len(text) - held for text, held in zip(state.known, self.held, strict=True))
 
     def inputs(self, state, slots):
-        """What the block reads at `slots` (B or 1, T). (B, T, dim)"""
+        """What was noted at `slots` (B or 1, T), which the block reads. (B, T, taps * dim)"""
         return self.noted.gather(1, slots[..., None].expand(len(self.noted), -1, self.noted.shape[2]))
 
     def catch_up(self, state, sublayers=None):
