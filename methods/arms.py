@@ -22,8 +22,8 @@ class Calibrated(Rule):
     """Stop drafting when the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in bins of a tenth, is calibrated by how often it was right in that
-    bin. `skill` is its acceptance rate, at first `prior`, with the weight of `tests`. bars: the price of each
-    of the `gamma` tokens, counted in tokens: what one more costs, times the tokens per pass that is reached.
+    bin. `skill` is its acceptance rate, at first `prior`, as if known from so many `tests`. bars: the price
+    of each of the `gamma` tokens, in tokens: what one more costs, times the tokens per pass that are reached.
     """
 
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):

@@ -93,7 +93,8 @@ class Pace(Wrapper):
         self.due -= 1
         self.arm, self.tail, self.length, self.rate = self.nothing, 0, 0, 1 + MARGIN
         known = [self.copied[m.bit_length()].mean() if m else 0.0 for m in self.matched]
-        options, self.copying.most = [(self.copying, sum(known) / len(known), 0)], max(map(len, self.found))
+        self.copying.most = max(map(len, self.found))
+        options = [(self.copying, sum(known) / len(known), 0)]
         if awake := self.idle == 0:
             tails = (0, TAIL) if self.tails.hits > 0.2 * self.tails.misses else (0,)
             options += [(arm, arm.drafter.rule.skill.mean(), tail) for arm in self.arms for tail in tails]
@@ -106,7 +107,7 @@ class Pace(Wrapper):
                 self.arm, self.tail, self.length, self.rate = arm, tail, length, rate
         self.idle = IDLE * (self.arm is self.nothing) if awake else self.idle - 1
         self.late = self.arm.late(self.block)
-        if self.arm not in (self.nothing, self.copying):    # the rule stops it, or what is covered
+        if self.arm not in (self.nothing, self.copying):    # its rule ends the draft, or the balance does
             rule, price, most = self.arm.drafter.rule, self.arm.price(self.n), min(self.room, self.arm.most)
             rule.bars = [self.rate * (price + self.block(k + 3) - self.block(k + 2)) for k in range(most)]
             while (self.length < most

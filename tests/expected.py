@@ -14,7 +14,7 @@ SCALING = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fa
 def wide():
     """Inside, `transformers` computes in float64 throughout. Its norms, angles and soft-max raise half types
     to float32: here the name float32 means float64."""
-    import transformers.modeling_utils  # noqa: F401  trap: it loads a compiler with a table of types
+    import transformers.modeling_utils  # noqa: F401  trap: what is first loaded inside stays wide
     with mock.patch.multiple(torch, float32=torch.float64, float=torch.float64), \
             mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
         default = torch.get_default_dtype()

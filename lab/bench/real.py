@@ -95,7 +95,8 @@ def run_real(a):
         methods = chosen(ways(a, model, trained), a.only)
         bench = Bench(models, chat_ids(a, kind, tokenizer), {"temperature": T} if T else {}, a.new,
                       a.repeats or 1, judge=verify_block)
-        promised |= {} if T else {kind: untrained(bench)}
+        if not T:
+            promised[kind] = untrained(bench)
         theirs = {} if T else chosen(their_methods(a, bench, max(1, model.c.n_layers // 6)), a.only)
         rows = bench.table(methods | theirs, (), kind, checked=[0])
         results[f"{kind}, T {T:g}"] = {name: promise(methods.get(name), r) for name, r in rows.items()}
