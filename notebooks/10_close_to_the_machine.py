@@ -572,10 +572,6 @@ for alpha, cost in ((0.95, 0.3), (0.8, 0.15)):
     assert round(expected_speedup(alpha, gamma, cost), 2) == {0.95: 2.18, 0.8: 2.11}[alpha]
 
 # %% [markdown]
-# To go one step closer: [kernels.py](../lab/notebooks/kernels.py) writes four operations of this model
-# by hand in Triton, each next to the line of torch that it replaces. It also runs in Triton's
-# interpreter.
-#
 # Next: [a real model](11_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
 #
 # In the lab: [beyond](../lab/notebooks/beyond.ipynb), four ideas rebuilt small.

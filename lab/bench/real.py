@@ -4,6 +4,7 @@ from itertools import product
 from pathlib import Path
 
 from control import expected_speedup, weight_costs
+from lab.bench import llamacpp
 from lab.bench.drafters import Bench, Method, chosen, fixed, header, their_methods
 from lab.bench.dynamic import living
 from lab.bench.heads import shapes
@@ -83,6 +84,7 @@ def promise(m, r):
 
 
 def run_real(a):
+    llamas = llamacpp.opened(2048) if any("llama.cpp" in word for word in a.only or ()) else {}
     models, results, promised, (_, tokenizer) = {}, {}, {}, load(a)
     for dtype in (a.dtype, "float64"):
         m = load(a, dtype)[0]
@@ -97,10 +99,11 @@ def run_real(a):
                       a.repeats or 1, judge=verify_block)
         if not T:
             promised[kind] = untrained(bench)
-        theirs = {} if T else chosen(their_methods(a, bench, max(1, model.c.n_layers // 6)), a.only)
+        theirs = {} if T else chosen(their_methods(a, bench, max(1, model.c.n_layers // 6))
+                                     | llamacpp.methods(llamas, a.new, model.c.eos), a.only)
         rows = bench.table(methods | theirs, (), kind, checked=[0])
         results[f"{kind}, T {T:g}"] = {name: promise(methods.get(name), r) for name, r in rows.items()}
     lines = header(a, a.repeats or 1, " on the first prompt of each kind")
     lines += ["What the formula promises of drafts without training, by weights:", "",
               *tables(promised, PROMISES), *tables(results, COLUMNS)]
-    return page(lines), {"results": results, "promised": promised}
+    return page(lines + llamacpp.blocks(llamas)), {"results": results, "promised": promised}

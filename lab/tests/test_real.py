@@ -1,11 +1,13 @@
 """The benchmark of a real model, on a small one that a template makes a chat model."""
 import json
 import shutil
+import sys
 
 from tiny import command
 
 import checkpoint
 from lab.bench import __main__ as bench
+from lab.bench import llamacpp
 from lab.bench.shared import WEIGHTS
 from methods import heads
 
@@ -30,3 +32,22 @@ def test_the_whole_benchmark(call, tmp_path):
     status, out, _ = call("block", "--model", folder, "--heads", folder / "heads/eagle", "--quick", "--new",
                           "8", "--prompts", "maths")
     assert status == 0 and out.startswith("1 prompts") and "| 0.8 | 6 | 1." in out
+
+
+def test_llama_cpp_is_asked_for_by_name_and_its_text_ends_where_ours_does(call, monkeypatch):
+    class Llama:
+        def reset(self):
+            self.calls = []
+
+        def generate(self, ids, temp):
+            for token in (7, 8, 2, 9):
+                self.calls.append((ids, temp))
+                yield token
+
+    llama = Llama()
+    ways = llamacpp.methods({"llama.cpp, bfloat16": llama}, 3, eos={8})
+    assert ways["llama.cpp, bfloat16"].ask([1, 5]).ids == [7, 8] and llama.calls[0] == ([1, 5], 0.0)
+    assert llamacpp.methods({"": llama}, 3, eos={4})[""].ask([1]).ids == [7, 8, 2]
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)     # as where it is not installed
+    status, _, err = call("real", "--only", "llama.cpp", "--prompts", "maths", "--quick")
+    assert status == 2 and "llama_cpp is not installed" in err and "Traceback" not in err
