@@ -115,7 +115,7 @@ class Coins:
     def choose(self, weights):
         """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform
         each, mapped to an index by the inverse of the cumulative distribution over rising ids."""
-        cdf = weights.double().cumsum(-1)                                   # (..., V)
+        cdf = weights.cumsum(-1, dtype=torch.float64)                           # (..., V)
         u = self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)
         # `right` skips weights of zero; the clamp is for weights all zero or NaN, which callers report
         return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_(max=cdf.shape[-1] - 1)[..., 0]

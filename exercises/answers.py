@@ -104,7 +104,7 @@ WRONG = {
             "self.take(cdf.numel(), cdf.device).view(cdf.shape)": "Gumbel-max"},
         "torch.searchsorted(cdf, u * cdf[..., -1:], right=True)": {
             "weights.argmax(-1, keepdim=True)": "the most likely id, whatever u is"},
-        "weights.double().cumsum(-1)": {"weights.cumsum(-1)": "small weights need float64"}},
+        "weights.cumsum(-1, dtype=torch.float64)": {"weights.cumsum(-1)": "small weights need float64"}},
     "verify": {
         "coins.flip(p_drafted / q_drafted)": {
             "torch.ones_like(tokens).bool()": "every draft is accepted",

@@ -124,11 +124,13 @@ class Compiled:
     """A C++ program that reads the model's own weights, where they lie, `shift` blocks after its own."""
 
     def __init__(self, path, model, shift):
-        package, weights = torch._inductor.aoti_load_package(path), model.state_dict(prefix="model.")
+        # trap: `torch._inductor.aoti_load_package` does this, too, but loads the compiler first: two seconds
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         later = partial(re.sub, r"(?<=^model.blocks.)\d+", lambda i: str(int(i[0]) + shift))
-        self.weights = {name: weights[later(name)] for name in package.get_constant_fqns()}
-        package.load_constants(self.weights, check_full_update=True, user_managed=True)
-        self.run = package.loader.boxed_run
+        weights = model.state_dict(prefix="model.")
+        self.weights = {name: weights[later(name)] for name in loader.get_constant_fqns()}
+        loader.load_constants(self.weights, False, check_full_update=True, user_managed=True)
+        self.run = loader.boxed_run
 
     def __call__(self, inputs, fixed):
         return self.run([*inputs, *fixed])[0]
@@ -216,7 +218,8 @@ class Recorded(StandIn):
             if shared:
                 width, first, angles = shared
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
-                y = self.play(cache, (part, B, width), partial(block, part), (pad(x, width), first), fixed)
+                key = part, B, width, x.shape[2]
+                y = self.play(cache, key, partial(block, part), (pad(x, width), first), fixed)
             x = self.model.run(x, at, cache, part) if y is None else y[:, :T]
             if part[-1] in trace:
                 trace[part[-1]] = x
@@ -226,10 +229,9 @@ class Recorded(StandIn):
         """What all pieces of a pass over x of this shape share: the width of their block, its first
         positions (B, 1), and the angles to read; None if they run eagerly."""
         (B, T, _), width = shape, self.width(shape[1])
-        prompt = at.same and at.first == 0      # is read once: recording would not pay
         S, end = cache.k.shape[3] if cache else 0, at.end + (width or 0) - T
-        if not width or not S or prompt or at.tree is not None or at.same and end > S:
-            return None
+        if not width or not S or at.tree is not None or at.same and (at.first == 0 or end > S):
+            return None     # first is 0 in a prompt, which is read once: recording would not pay
         # trap: a program relies on the strides of its inputs, too
         return width, at.slots[:, :1].expand(B, 1).contiguous(), self.angles_read(min(end, S), S)
 

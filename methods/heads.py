@@ -48,13 +48,13 @@ SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "he
                    "post_norm")     # of a model: its heads fit every other model of this shape
 
 
-def graft(model, first, count, hidden_dim=None):
-    """A Transformer that shares embedding, final norm and head with the model, and has `count`
+def graft(model, first, count, hidden_dim=None, kind=Transformer):
+    """A Transformer, of this kind, that shares embedding, final norm and head with the model, and has `count`
     blocks of its own. They start as copies of the model's from block `first` on, with the first
     hidden_dim units of their MLPs. They attend to the whole text, without a sliding window."""
     last, units = model.c.n_layers - 1, hidden_dim or model.c.hidden_dim
     c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
-    own = Transformer(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
+    own = kind(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
     own.c, own.tok, own.norm, own.head, own.scale = c, model.tok, model.norm, model.head, model.scale
     for i, mine in enumerate(own.blocks, first):
         like = model.blocks[min(i, last)]
@@ -122,6 +122,20 @@ class Kangaroo(ExitBlock):
     kind, sublayers, lacks = "kangaroo", [0], ("mlp", "mlp_norm", "mlp_post")
 
 
+class EagleBlock(Transformer):
+    """The block of an Eagle. Its x is a state for each token, or what `Eagle.join` made of it."""
+
+    def enter(self, x):
+        """(B, T, dim + n * dim) -> (B, T, dim)"""
+        x, before = x.tensor_split([self.c.dim], -1)
+        if before.shape[-1] > self.c.dim:       # n states of the target, and not what the block said itself
+            before = F.linear(unit(before.unflatten(-1, (-1, self.c.dim))).flatten(-2), self.mix)
+        return x + F.linear(unit(before), self.matrix)
+
+    def run(self, x, *args, **kwargs):
+        return super().run(self.enter(x) if x.shape[-1] > self.c.dim else x, *args, **kwargs)
+
+
 class Eagle(Head):
     """EAGLE (arXiv 2401.15077): a block that reads each token's embedding and the final state of the token
     before it, from which the target chose it. After a drafted token it reads its own output instead. The
@@ -137,32 +151,25 @@ class Eagle(Head):
     reach = 2   # steps that it is trained on; more can be evaluated
 
     def __init__(self, model, fused=False):
-        self.model, self.shape, self.own = model, {"fused": bool(fused)}, graft(model, 0, 1)
-        L, self.weights = model.c.n_layers, nn.Module()
+        L, dim, self.model, self.shape = model.c.n_layers, model.c.dim, model, {"fused": bool(fused)}
+        self.own, self.weights = graft(model, 0, 1, kind=EagleBlock), nn.Module()
         self.taps = [2 * max(1, b) - 1 for b in ((L // 4, L // 2, L) if fused else (L,))]
         self.weights.blocks = self.own.blocks
-        if fused:
-            one = torch.eye(model.c.dim).to(model.tok)
-            self.weights.mix = nn.Parameter(torch.cat([0 * one, 0 * one, one], 1))    # (dim, 3 dim)
-        self.weights.matrix = nn.Parameter(torch.zeros_like(model.tok[:1]).repeat(model.c.dim, 1))
+        if fused:       # (dim, 3 dim)
+            self.own.mix = self.weights.mix = nn.Parameter(F.pad(torch.eye(dim).to(model.tok), (2 * dim, 0)))
+        self.own.matrix = self.weights.matrix = nn.Parameter(model.tok.new_zeros(dim, dim))
         self.step = Step(count(self), reads=True)
 
-    def mix(self, x):
-        """One state of what `state` returned. (B, T, taps * dim) -> (B, T, dim)"""
-        if self.shape["fused"]:
-            x = F.linear(unit(x.unflatten(-1, (len(self.taps), -1))).flatten(-2), self.weights.mix)
-        return x
-
     def join(self, tokens, before):
-        """The block's input for tokens (B, T) and the states (B, T, dim) of those before them."""
-        return self.own.embed(tokens) + F.linear(unit(before), self.weights.matrix)
+        """Embeddings of tokens (B, T) beside the states (B, T, n * dim) of those before them."""
+        return torch.cat([self.own.embed(tokens), before], -1)
 
     def predict(self, tokens, trace, cache):
         T, device = tokens.shape[1], tokens.device
         ones = torch.ones(T, T, dtype=torch.bool, device=device)
-        before, inputs, seen = self.mix(self.state(trace)), [], []
+        before, inputs, seen = self.state(trace), [], []
         for k in range(1, 1 + self.reach):  # the inputs of all steps so far: each token once per step
-            inputs.append(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1]))
+            inputs.append(self.own.enter(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1])))
             drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one key of each later step
             seen = [F.pad(rows, (0, T)) for rows in seen] + [torch.cat([ones.tril(1 - k), *drafted], 1)]
             positions, slots = (torch.arange(n, device=device)[None] for n in (T, k * T))

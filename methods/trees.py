@@ -122,17 +122,13 @@ class Siblings(Wrapper):
         draft = self.drafters[0].propose(replace(state, probs=watched))
         K, widths = draft.tokens.shape[1], []
         for width in self.widths:
-            room = max(state.left_cpu) - 1 - K - sum(widths)
-            width = min(width, K, len(seen), room)
-            if width > 0:
+            if (width := min(width, K, len(seen), max(state.left_cpu) - 1 - K - sum(widths))) > 0:
                 widths.append(width)
         if draft.q is None or not widths:
             return draft
         tree = grow(state, draft, torch.cat(seen, 1), chain_with_siblings(K, widths))
-        length = draft.length
-        if length is not None:
-            length = torch.where(length == K, K + sum(widths), length)
-        return replace(tree, length=length, traced=draft.traced)
+        n, most = draft.length, K + sum(widths)
+        return replace(tree, length=n if n is None else torch.where(n == K, most, n), traced=draft.traced)
 
 
 def grow(state, draft, logits, parents):

@@ -118,9 +118,8 @@ def plan(a, model, tokenizer):
 
 def short(a, model):
     """The model, or with --draft-vocab a ShortHead around it."""
-    if a.draft_vocab is None:
-        return model
-    return ShortHead(model, cli.read_vocab(a.draft_vocab, model.c.vocab_size))
+    ids = a.draft_vocab and cli.read_vocab(a.draft_vocab, model.c.vocab_size)
+    return ShortHead(model, ids) if ids else model
 
 
 def weighed(a, model, gamma):

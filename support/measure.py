@@ -19,7 +19,7 @@ from control import MOST, Costs
 from kvcache import KVCache
 from model import Placement
 from sampling import Coins, raw_probs, to_probs
-from support.cli import machine
+from support.cli import machine, read_beside
 from support.files import cache_file, guarded, keep, note, read_json
 from verification import verify
 
@@ -98,11 +98,8 @@ def read_costs(path, c):
 def kept_costs(model):
     """The Costs of this model on this machine, in seconds, measured if no valid table is kept."""
     path = cache_file(f"costs-{identity(model, getattr(model, 'how', 'eager'))}.json")
-    if path.is_file():
-        try:
-            return read_costs(path, model.c)
-        except ValueError as e:
-            note("costs", e)
+    if costs := read_beside(path, read_costs, model.c):
+        return costs
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")
     costs = quick(model)
     try:

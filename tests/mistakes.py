@@ -446,7 +446,7 @@ TABLE = {
          "trees::exact_law[exit, top-p]"),
         ("best_tree", "* (1 + inside) +", "+ inside +", "a subtree counts though its root is refused",
          "trees::the_best_tree_is_the_best_of_all[acceptance0-0.1-0.02]"),
-        ("Siblings.propose", "torch.where(length == K, K + sum(widths), length", "length + sum(widths",
+        ("Siblings.propose", "torch.where(n == K, most, n)", "n + sum(widths)",
          "the dead end of a short chain is proposed", "trees::rows_with_short_chains_have_no_siblings"),
         ("grow", "q[:, columns", "q[:, :len(nodes)", "q is not in the order of the tree",
          "heads::a_tree_has_as_many_levels_as_the_rule_says")],
@@ -489,6 +489,8 @@ TABLE = {
          "read", "recorded::a_replayed_block_is_the_eager_one[False-llama]"),
         ("Recorded.make", "sublayers[0] // 4 * 2", "sublayers[0] // 2", "a window is taken for none",
          "recorded::one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its_own"),
+        ("Recorded.run", "x.shape[2])", "0)", "what a head joins and what it joined share a recording",
+         "heads::a_head_is_loaded_for_recorded_passes_and_with_its_draft_vocabulary[eagle, fused]"),
         ("Recorded.record", "all((d <= most for d in off))", "not max(off) > most", "NaN passes the check",
          "recorded::a_wrong_recording_is_refused")],
 }
