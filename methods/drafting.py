@@ -24,15 +24,16 @@ def unit(x):
 class Reader(Drafter):
     """A drafter with its own block, whose cache holds the text and, while it drafts, its draft.
 
-    It keeps the target's states of all written tokens, also from rounds in which another drafter
-    drafts. Before its next draft, its block reads in one pass what it has not read yet: `unread`
-    tokens in the row with the most. Reading a token again is harmless, so the other rows read as
-    many. Cache entries of rejected drafts are overwritten before they are read."""
+    It keeps the target's states of all written tokens, also from rounds in which another drafter drafts.
+    Before its next draft, its block reads what it has not read yet: `unread` tokens in the row with the most,
+    `span` at once. Reading a token again is harmless, so the other rows read as many. Cache entries of
+    rejected drafts are overwritten before they are read."""
     late = 0  # the block reads the state of a token together with the token that many places after it
 
     def __init__(self, head, *args):
         super().__init__(*args)
         self.head, self.own, self.taps, self.unread = head, head.own, head.taps, 0
+        self.span = getattr(self.own, "widths", (256,))[-1]     # as many as a recorded pass takes
 
     def begin(self, state, trace):
         same_model(self.head.model, state)
@@ -63,16 +64,17 @@ class Reader(Drafter):
 
     def catch_up(self, state, sublayers=None):
         """Read what is unread. Returns the block's output at each row's last token. (B, 1, dim)"""
-        at, last = state.back(self.unread, self.late)
+        for start in range(self.late - self.unread, self.late, self.span):
+            stop = min(start + self.span, self.late)
+            at, last = state.back(stop - start, stop)
+            x = self.own.run(self.inputs(state, at.slots), at, self.cache, sublayers)
         self.held, self.unread = [len(text) - 1 + self.late for text in state.known], 0
-        x = self.own.run(self.inputs(state, at.slots), at, self.cache, sublayers)
         return pick(x, last)
 
 
 class ExitDraft(Reader, SelfDraft):
-    """Early exit with an adapter between the exit and the model's head (Kangaroo, arXiv
-    2404.18911). The paper's second early exit is a rule: `control.Confidence(0.6)`. The adapter's
-    cache holds the text before D."""
+    """Early exit with an adapter before the model's head (Kangaroo, arXiv 2404.18911), whose cache holds the
+    text before D. The paper's second early exit is a rule: `control.Confidence(0.6)`."""
 
     def __init__(self, head, rule):
         super().__init__(head, head.model, early_exit(head.model.c.n_layers, head.step.trunk), rule)
@@ -94,10 +96,8 @@ class EagleDraft(Reader):
 
     def propose(self, state):
         def step(token, k):
-            if k == 0:
-                self.said = self.catch_up(state)
-            else:
-                self.said = self.own.run(self.head.join(token, self.said), state.at(k), self.cache)
+            self.said = self.catch_up(state) if k == 0 else self.own.run(
+                self.head.join(token, self.said), state.at(k), self.cache)
             return self.own.unembed(self.said)                                  # (B, 1, V)
 
         return Draft(*chain(state, step, self.rule))

@@ -150,9 +150,8 @@ def grow(state, draft, logits, parents):
 
 
 def siblings(draft, logits, widths, coins):
-    """A chain, then other tokens for its places in the order of `chain_with_siblings`, each drawn
-    with one uniform. logits (B, K, V): the chain's, raw. Returns tokens (B, K+S), and what each was
-    drawn from, q (B, K+S, V)."""
+    """A chain, then other tokens for its places in the order of `chain_with_siblings`, each drawn with one
+    uniform. logits (B, K, V): the chain's, raw. Returns tokens (B, K+S), drawn from q (B, K+S, V)."""
     last, left, tokens, q = draft.tokens, draft.q, [draft.tokens], [draft.q]
     for width in widths:
         last = last[:, :width, None]                                            # (B, width, 1)

@@ -461,8 +461,10 @@ TABLE = {
          "heads::drafts_are_what_training_sees[kangaroo-alone-llama]"),
         ("Reader.begin", "0, T, 256)", "1)", "only the beginning of a long prompt is read",
          "heads::a_long_prompt_is_read_in_parts"),
-        ("Reader.catch_up", "(self.unread", "(1", "only the last of the unread tokens is read",
-         "heads::drafts_are_what_training_sees[eagle-alone-llama]")],
+        ("Reader.catch_up", "self.late - self.unread", "self.late - 1", "only the last token is read",
+         "heads::drafts_are_what_training_sees[eagle-alone-llama]"),
+        ("Reader.catch_up", "(stop - start, stop", "(stop - start, self.late", "each part is the last one",
+         "heads::drafts_are_what_training_sees[eagle-in_turns-llama]")],
     "methods/heads.py": [
         ("graft", "min(i, last)", "0", "the head starts as the first block",
          "heads::a_head_starts_as_a_part_of_the_model[llama]"),

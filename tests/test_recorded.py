@@ -27,11 +27,7 @@ DRAFTERS = {
     "model": lambda m: ModelDraft(small(m), Says(lambda state: sum(map(len, state.known)) % 6))}
 
 
-def wrong(line):
-    raise AssertionError(line)
-
-
-on_paper = partial(Recorded, how="paper", widths=(1, 2, 4, 8), reach=16, say=wrong)
+on_paper = partial(Recorded, how="paper", widths=(1, 2, 4, 8), reach=16, say=pytest.fail)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +221,7 @@ def test_nothing_inside_a_graph_waits(family, monkeypatch):
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(recorded.Graph, "pool", None)
         m = make(FAMILIES[family], device="cuda")
-        fast, prompts = Recorded(m, say=wrong), [PROMPTS[0] * 2, PROMPTS[3] + PROMPTS[1]]
+        fast, prompts = Recorded(m, say=pytest.fail), [PROMPTS[0] * 2, PROMPTS[3] + PROMPTS[1]]
         fast.unembed = m.unembed    # it would be replayed twice in a round
         steps, want = (rounds(model, prompts, 20, SelfDraft(model, range(1, 12), 1)) for model in (fast, m))
         for _ in range(2):      # seen, and recorded
@@ -273,7 +269,7 @@ def test_programs_are_compiled_once(folder):
     names = "1 sub-layers", "1 sub-layers", "2 sub-layers", "the head"
     assert sorted(line.split(", batch 1, blocks of 4: comp")[0] for line in said) == sorted(names)
 
-    later = four(other, say=wrong)  # weights of the same shapes need no other program
+    later = four(other, say=pytest.fail)  # weights of the same shapes need no other program
     before = write(later)[1]
     for w in other.parameters():
         w.data.mul_(0.5)
