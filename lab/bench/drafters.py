@@ -114,10 +114,12 @@ class Bench:
     def table(self, methods, texts, title, checked=None):
         """{method: row}, with "parted": where greedy texts part from plain decoding in the timed dtype.
         texts: see `pilot`; checked: prompts whose texts are compared in float64, by default all."""
+        prompts = checked or range(len(self.prompts))
         if self.greedy:
-            self.check_texts(methods, checked or range(len(self.prompts)))
+            self.check_texts(methods, prompts)
         if isinstance(self.model, Recorded):    # whatever is not recorded by then runs eagerly
-            self.model.rehearse(lambda: [self.write(m.start(), 0) for m in methods.values() if not m.ask])
+            self.model.rehearse(lambda: [self.write(make, i) for m in methods.values() if not m.ask
+                                         for make in [m.start()] for i in prompts])
         self.run(methods, title)
         plain = methods["plain"]
         return {name: row(m, plain, texts) | m.facts | {"parted": self.parted(m, plain)}
