@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import model as model_code
 from kvcache import KVCache
 from layerskip import StandIn
 from model import Placement, Transformer
@@ -299,7 +298,8 @@ class Recorded(StandIn):
     def make(self, name, key, f, inputs, fixed):
         if self.how != "compile":
             return (Graph if self.how == "graph" else Tape)(partial(f, self.model), inputs, fixed)
-        sources = [Path(module.__file__).read_bytes() for module in (model_code, sys.modules[__name__])]
+        sources = [Path(sys.modules[name].__file__).read_bytes() for name in (
+            Transformer.__module__, type(self.model).__module__, __name__)]
         shift, (sublayers, *rest) = 0, key
         if sublayers:       # compiled as the first blocks; trap: with a window every second block differs
             shift = sublayers[0] // 2 if self.c.window is None else sublayers[0] // 4 * 2

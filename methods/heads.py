@@ -123,7 +123,7 @@ class Kangaroo(ExitBlock):
 
 
 class EagleBlock(Transformer):
-    """The block of an Eagle. Its x is a state for each token, or what `Eagle.join` made of it."""
+    """The block of an Eagle, which takes what `Eagle.join` made, or one state for each token."""
 
     def enter(self, x):
         """(B, T, dim + n * dim) -> (B, T, dim)"""
