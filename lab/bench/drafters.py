@@ -118,8 +118,9 @@ class Bench:
         if self.greedy:
             self.check_texts(methods, prompts)
         if isinstance(self.model, Recorded):    # whatever is not recorded by then runs eagerly
-            self.model.rehearse(lambda: [self.write(make, i) for m in methods.values() if not m.ask
-                                         for make in [m.start()] for i in prompts])
+            ours = [m for m in methods.values() if not m.ask]
+            self.model.rehearse(lambda: [
+                self.write(make, i) for make in [m.start() for m in ours] for i in prompts])
         self.run(methods, title)
         plain = methods["plain"]
         return {name: row(m, plain, texts) | m.facts | {"parted": self.parted(m, plain)}

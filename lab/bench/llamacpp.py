@@ -39,19 +39,23 @@ def opened(reach):
                         for bits, path in files.items()}
 
 
-def methods(models, new, eos):
-    """{name: Method} of what `opened` returned: greedy, up to `new` tokens."""
-    def ask(llama, ids):
-        llama.reset()
-        steps = llama.generate(ids, temp=0.0)
-        text, start = [next(steps)], time.perf_counter()        # the first token comes with the prompt
-        for token in islice(steps, new - 1):
-            if text[-1] in eos:
-                break
-            text.append(token)
-        return Sample(text, (time.perf_counter() - start) * len(text) / max(1, len(text) - 1))
+def ways(models, c, new):
+    """{name: Method} of what `opened` returned: greedy, up to `new` tokens. c: the Config of the model beside
+    it. Raises ValueError if that is another one."""
+    if any(llama.n_vocab() != c.vocab_size for llama in models.values()):
+        raise ValueError("llama.cpp has SmolLM2 here, and --model another vocabulary: make smollm")
+    return {name: Method(ask=partial(ask, llama, new, c.eos)) for name, llama in models.items()}
 
-    return {name: Method(ask=lambda ids, llama=llama: ask(llama, ids)) for name, llama in models.items()}
+
+def ask(llama, new, eos, ids):
+    llama.reset()
+    steps = llama.generate(ids, temp=0.0)
+    text, start = [next(steps)], time.perf_counter()        # the first token comes with the prompt
+    for token in islice(steps, new - 1):
+        if text[-1] in eos:
+            break
+        text.append(token)
+    return Sample(text, (time.perf_counter() - start) * len(text) / max(1, len(text) - 1))
 
 
 def blocks(models, at=64):

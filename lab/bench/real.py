@@ -100,7 +100,7 @@ def run_real(a):
         if not T:
             promised[kind] = untrained(bench)
         theirs = {} if T else chosen(their_methods(a, bench, max(1, model.c.n_layers // 6))
-                                     | llamacpp.methods(llamas, a.new, model.c.eos), a.only)
+                                     | llamacpp.ways(llamas, model.c, a.new), a.only)
         rows = bench.table(methods | theirs, (), kind, checked=[0])
         results[f"{kind}, T {T:g}"] = {name: promise(methods.get(name), r) for name, r in rows.items()}
     lines = header(a, a.repeats or 1, " on the first prompt of each kind")

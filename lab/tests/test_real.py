@@ -3,6 +3,7 @@ import json
 import shutil
 import sys
 
+import pytest
 from tiny import command
 
 import checkpoint
@@ -36,18 +37,21 @@ def test_the_whole_benchmark(call, tmp_path):
 
 def test_llama_cpp_is_asked_for_by_name_and_its_text_ends_where_ours_does(call, monkeypatch):
     class Llama:
+        def n_vocab(self):
+            return 49152
+
         def reset(self):
             self.calls = []
 
         def generate(self, ids, temp):
-            for token in (7, 8, 2, 9):
-                self.calls.append((ids, temp))
-                yield token
+            self.calls.append((ids, temp))
+            yield from (7, 8, 2, 9)
 
     llama = Llama()
-    ways = llamacpp.methods({"llama.cpp, bfloat16": llama}, 3, eos={8})
-    assert ways["llama.cpp, bfloat16"].ask([1, 5]).ids == [7, 8] and llama.calls[0] == ([1, 5], 0.0)
-    assert llamacpp.methods({"": llama}, 3, eos={4})[""].ask([1]).ids == [7, 8, 2]
+    assert llamacpp.ask(llama, 3, {8}, [1, 5]).ids == [7, 8] and llama.calls == [([1, 5], 0.0)]
+    assert llamacpp.ask(llama, 3, {4}, [1]).ids == [7, 8, 2]
+    with pytest.raises(ValueError, match="another vocabulary"):
+        llamacpp.ways({"llama.cpp": llama}, checkpoint.read_config(WEIGHTS / "stories-draft"), 3)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)     # as where it is not installed
     status, _, err = call("real", "--only", "llama.cpp", "--prompts", "maths", "--quick")
     assert status == 2 and "llama_cpp is not installed" in err and "Traceback" not in err
