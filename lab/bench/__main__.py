@@ -65,7 +65,7 @@ def parse(argv):
     p.add_argument("--prompts", nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
                    help=f"self, heads, block: only these of {', '.join(SETS)}; real: {', '.join(KINDS)}")
     p.add_argument("--only", nargs="+", metavar="WORD", help="self, dynamic, real: only ways to draft with "
-                   "one of these words in their names, and plain decoding; real: llama.cpp only if it is named")
+                   "one of these words in their names, and plain decoding; llama.cpp (real) only if named")
     p.add_argument("--heads", metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one")
     p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
     p.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md")
