@@ -135,7 +135,7 @@ class Confidence(Rule):
         self.threshold = threshold
 
     def stop(self, k, logits, token):
-        return confidence(logits, token) < self.threshold
+        return (confidence(logits, token) < self.threshold).tolist()
 
 
 class DoNoHarm(Rule):

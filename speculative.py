@@ -197,11 +197,10 @@ def pick(x, at):
 
 
 def wanted(state, rule):
-    """How many tokens each row drafts, with room for the token after them; whether the rows differ."""
+    """How many tokens each row drafts, with room for the token after them."""
     want = rule.gamma(state)
     rows = [want] * len(state.left_cpu) if isinstance(want, int) else want
-    most = [max(0, min(gamma, left - 1)) for gamma, left in zip(rows, state.left_cpu, strict=True)]
-    return most, len(set(most)) > 1
+    return [max(0, min(gamma, left - 1)) for gamma, left in zip(rows, state.left_cpu, strict=True)]
 
 
 def chain(state, step, rule):
@@ -209,32 +208,26 @@ def chain(state, step, rule):
 
     step(token (B, 1), k) reads `token`, which stands at offset k (0: the last known token), and returns the
     raw logits (B, 1, V) of the token after it. Returns tokens (B, K), q (B, K, V) or None, length (B,) or
-    None: tokens beyond a row's length are dead. A rule's stop(k, logits (B, V), token (B,)) -> (B,) bool
-    says after each draw which rows stop there. *The drawn token stays*: discarding it for its value
+    None: tokens beyond a row's length are dead. A rule's stop(k, logits (B, V), token (B,)) says after
+    each draw which rows stop there, a list of bools. *The drawn token stays*: discarding it for its value
     would change the distribution of the text. While any row goes on, all rows draw and spend uniforms:
 
         row 0   a b c d   length 4
         row 1   a ! . .   length 2: it stopped at "!", which is still part of its draft
     """
-    most, varied = wanted(state, rule)
-    K, own = max(most), state.send(most) if varied else None               # (B,) if the rows differ
-    token, tokens, qs = state.last(), [], []
-    length, going = own, None                                                   # (B,)
-    if rule.stop:
-        length, going = None, state.left > 1 if own is None else (state.left > 1) & (own > 0)
-    for k in range(K):
+    most, token, tokens, qs = wanted(state, rule), state.last(), [], []
+    while (k := len(tokens)) < max(most):
         logits = step(token, k)                                                 # (B, 1, V)
         q = state.probs(logits)
         token = state.coins.choose(q)                                           # (B, 1)
         tokens.append(token)
         qs.append(q)
-        if rule.stop:
-            length = going.long() if length is None else length + going
-            going = going & ~rule.stop(k, logits[:, 0], token[:, 0])
-            going = going if own is None else going & (own > k + 1)
-            if k + 1 < K and not going.any():   # here, and only here, a chain waits for the device
-                break
-    return (torch.cat(tokens, 1), torch.cat(qs, 1), length) if tokens else (state.tokens[:, :0], None, None)
+        if rule.stop:   # here, and only here, a chain waits for the device
+            stopped = zip(most, rule.stop(k, logits[:, 0], token[:, 0]), strict=True)
+            most = [min(row, k + 1) if ends else row for row, ends in stopped]
+    if not tokens:
+        return state.tokens[:, :0], None, None
+    return torch.cat(tokens, 1), torch.cat(qs, 1), state.send(most) if len(set(most)) > 1 else None
 
 
 # --- the loop
@@ -478,7 +471,7 @@ class NGram(Drafter):
     def found(self, state):
         """The ids after the previous occurrence of each row's final n-gram; empty if it is new."""
         hits = []
-        for text, index, most in zip(state.known, self.index, wanted(state, self.rule)[0], strict=True):
+        for text, index, most in zip(state.known, self.index, wanted(state, self.rule), strict=True):
             at = index.get(tuple(text[-self.n :]), len(text))
             hit = text[at : at + most]
             hits.append((hit * most)[:most] if self.again else hit)

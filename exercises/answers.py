@@ -136,11 +136,10 @@ WRONG = {
         " & (torch.arange(K, device=p.device) < length[:, None])": {"": "`length` is ignored"},
         "else q[row, at]": {"else q[0 * row, at]": "each row has its own rows of p and q"}},
     "chain": {
-        "length = going.long() if length is None else length + going\n"
-        "going = going & ~rule.stop(k, logits[:, 0], token[:, 0])": {
-            "going = going & ~rule.stop(k, logits[:, 0], token[:, 0])\n"
-            "length = going.long() if length is None else length + going": "stops the draft is dropped"},
-        "going & ~rule.stop": {"~rule.stop": "once stopped, always stopped"},
+        "most = [min(row, k + 1) if ends else row for row, ends in stopped]": {
+            "most = [min(row, k) if ends else row for row, ends in stopped]\n"
+            "tokens, qs = tokens[: max(most)], qs[: max(most)]": "stops the draft is dropped",
+            "most = [k + 1 if ends else row for row, ends in stopped]": "once stopped, always stopped"},
         "rule.stop(k, logits[:, 0], ": {"rule.stop(k, q[:, 0], ": "gets the raw logits, not q"},
         "step(token, k)": {
             "step(state.last(), k)": "step reads the last known token every time",
@@ -150,8 +149,8 @@ WRONG = {
             "q.argmax(-1)": "the most likely token is taken",
             "state.coins.choose(q[:1]).expand_as(token)": "each row draws from its own q"},
         "qs.append(q)": {"qs.append(logits.softmax(-1))": "not the raw softmax"},
-        "most, varied = wanted(state, rule)": {
-            "most, varied = wanted(state, rule)[0], False": "each row has its own length"}},
+        "wanted(state, rule)": {
+            "[max(wanted(state, rule))] * len(state.known)": "each row has its own length"}},
     "SelfDraft.propose": {
         "run_shared(tokens[:, -1:], len(xs))": {"pass": "the last draft was not run"},
         "reuse=(shared, ": {"reuse=(len(subs), ": "after its first gap"},
@@ -346,7 +345,7 @@ def verify(p, q, tokens, coins, length=None):
     "chain": ["""
 def chain(state, step, rule):
     # all steps, even where all rows have ended: right, but slower
-    most, _ = wanted(state, rule)
+    most = wanted(state, rule)
     token, tokens, qs, over, count = state.last(), [], [], [n == 0 for n in most], [0] * len(most)
     for k in range(max(most)):
         logits = step(token, k)

@@ -199,7 +199,7 @@ class BurgerDraft(Drafter):
 
     def __init__(self, burger, confidence):
         rule = Rule(burger.most - 1)
-        rule.stop = lambda k, logits, token: burger.stops(self.x, confidence)[:, 0]
+        rule.stop = lambda k, logits, token: burger.stops(self.x, confidence)[:, 0].tolist()
         super().__init__(rule)
         self.burger = burger
 

@@ -28,7 +28,7 @@ class AdaptiveExit(Rule):
         return self.most
 
     def stop(self, k, logits, token):
-        return confidence(logits, token) < self.bar
+        return (confidence(logits, token) < self.bar).tolist()
 
     def learn(self, state, r):
         for b, (drafted, kept) in enumerate(outcomes(r)):
@@ -90,7 +90,7 @@ class Entropy(Rule):
 
     def stop(self, k, logits, token):
         # trap: -q log q is NaN where a draft vocabulary leaves q = 0; `entr` knows the limit
-        return (self.scale * torch.special.entr(raw_probs(logits)).sum(1)).sqrt() > self.threshold
+        return ((self.scale * torch.special.entr(raw_probs(logits)).sum(1)).sqrt() > self.threshold).tolist()
 
 
 class AnnealedConfidence(Confidence):

@@ -52,9 +52,14 @@ class Reader(Drafter):
 
     def observe(self, state, r):
         super().observe(state, r)
-        x, new = self.head.state(r.trace), state.send([[len(row)] for row in r.new])    # x: (B, K+1, ...)
-        steps = torch.arange(x.shape[1], device=new.device) + self.late - 1  # from where the round began
-        self.noted[self.rows, state.after(steps - new)] = x     # `scatter_` takes eight times as long
+        x, new = self.head.state(r.trace), [[len(row)] for row in r.new]        # (B, K+1, taps * dim)
+        first = self.late - 1   # counted from where the round began
+        if len(new) == 1:
+            first += len(state.known[0]) - new[0][0]
+            self.noted[:, first : first + x.shape[1]] = x
+        else:
+            steps = torch.arange(first, first + x.shape[1], device=x.device) - state.send(new)
+            self.noted[self.rows, state.after(steps)] = x       # `scatter_` takes eight times as long
         self.unread = self.late - 1 + max(
             len(text) - held for text, held in zip(state.known, self.held, strict=True))
 

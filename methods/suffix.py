@@ -37,7 +37,7 @@ class Suffix(NGram):
             self.done[b] = len(text)
 
     def found(self, state):
-        most = wanted(state, self.rule)[0]
+        most = wanted(state, self.rule)
         found = [self.best(*row) for row in zip(self.index, state.known, most, strict=True)]
         self.matched = [m for _, m, _ in found]
         return [path for *_, path in found]

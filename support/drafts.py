@@ -129,8 +129,8 @@ def weighed(a, model, gamma):
             cli.read_beside(folder / "skip.json", cli.read_skip, c.n_layers))
     vocab = (cli.read_vocab(a.draft_vocab, c.vocab_size) if a.draft_vocab is not None else
              cli.read_beside(folder / "draft_vocab.json", cli.read_vocab, c.vocab_size))
-    # heads fit only the weights that they lie beside
-    found = trained_beside(a.model, model) if alone and not a.quant else []
+    # heads fit only the weights that they lie beside; a skip set that is named is weighed in their place
+    found = trained_beside(a.model, model) if alone and not a.quant and a.skip is None else []
     # trap: measured costs differ between machines and processes, and so would the uniforms a draft spends
     measured = alone and (a.fast or a.temperature == 0) and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)

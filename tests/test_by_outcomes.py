@@ -299,7 +299,7 @@ def test_chain_keeps_the_token_that_stops_it():
             fail("what a rule's `stop` gets", "the raw logits (B, V) = (1, 3) and the token (B,) = (1,)",
                  f"{short(logits)} and {short(token)}",
                  "stop(k, logits, token) gets the raw logits, not q, and neither has a place T")
-        return token == 2
+        return (token == 2).tolist()
 
     def once(coins):
         (tokens,), _, _ = draft(Says(3, stop), coins)
@@ -321,7 +321,7 @@ def test_chain_rows_draw_for_themselves():
 
 def test_chain_rows_end_one_by_one(record_property):
     """Row 0 stops at once, row 1 after five tokens. What the rule says of row 0 later changes nothing."""
-    rule = Says(6, lambda k, logits, token: torch.tensor([k in (0, 2), k == 4]))
+    rule = Says(6, lambda k, logits, token: [k in (0, 2), k == 4])
     rows, _, steps = draft(rule, Coins(0), ([1, 0], [2]))
     got = [len(row) for row in rows]
     if got != [1, 5]:

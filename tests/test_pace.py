@@ -14,7 +14,7 @@ from control import MOST, Beta, Costs, expected_tokens, weight_costs
 from layerskip import SelfDraft, StandIn, without
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
-from methods.pace import STAKE, TAIL, Pace
+from methods.pace import REST, STAKE, Pace
 from sampling import Coins, to_probs
 from speculative import ModelDraft, generate, rounds
 
@@ -26,8 +26,8 @@ EVEN = Costs((3.0,) * 4, 1.0)    # of a model of two blocks
 def with_heads(m):
     """Pace with arms of all kinds, with and without a draft vocabulary."""
     heads = [wild(head) for head in (Kangaroo(m, 2), Medusa(m, 3), Prophet(m, 1))]
-    arms = candidates(m, CHEAP, SKIP, None, heads) + candidates(m, CHEAP, None, IDS, heads)
-    return Pace(m, arms, CHEAP, risk=0.5)
+    arms = candidates(m, CHEAP, SKIP) + candidates(m, CHEAP, None, IDS)
+    return Pace(m, arms + [head_draft(head, CHEAP, ids) for head in heads for ids in (None, IDS)], CHEAP, 0.5)
 
 
 def cheap(m):
@@ -85,8 +85,7 @@ def test_it_costs_no_more_than_it_may(price, slope, risk, B, seed):
     prompts = [PROMPTS[(seed + b) % 4] for b in range(B)]
     for state, r in rounds(m, prompts, 40, drafter, warm if seed % 2 else to_probs, Coins(seed)):
         T, arm = r.p.shape[1], drafter.arm
-        drafted = drafter.drafted if arm in arms else 0
-        taken += price * drafted + slope * (arm in arms) + costs.block(B * T) / costs.block(B)
+        taken += (price * (T - 1) + slope) * (arm in arms) + costs.block(B * T) / costs.block(B)
         rows = zip(state.known, prompts, r.new, strict=True)
         least = min(len(text) - len(ids) for text, ids, new in rows if new)
         assert taken <= STAKE + (1 + risk) * least + 1e-9 and drafter.balance > -1e-9
@@ -99,8 +98,6 @@ def test_what_rounds_cost_by_hand(models):
     arm.price, arm.once, arm.drafter.own = lambda n: 0.25, 0.125, None
     drafter.block, drafter.n = costs.block, 9
     assert drafter.cost(arm, 2) == pytest.approx(0.125 + 0.5 + 1.25)
-    tailed = 0.125 + 0.25 + 4 / 16 + costs.block(2 + TAIL)
-    assert drafter.cost(arm, 1, TAIL) == pytest.approx(tailed)
 
 
 @pytest.mark.parametrize("price, alpha, most, drafted", [
@@ -109,10 +106,9 @@ def test_what_rounds_cost_by_hand(models):
 def test_the_first_draft(price, alpha, most, drafted):
     """None for a gain of 4 %, one for 6 %; as many as two passes pay for; as many as it may."""
     rule = Calibrated(prior=alpha)
-    rule.trust = [Beta(1e9)] * 11       # it never stops by itself
+    rule.trust, rule.skill.high = [Beta(1e9)] * 11, lambda: alpha       # it never stops by itself
     arm = Arm("right", ModelDraft(TARGET, rule), lambda n: price, most=most)
     drafter = Pace(TARGET, [arm], EVEN, most=most)
-    drafter.due = 9     # nothing is explored yet
     _, r = next(rounds(TARGET, PROMPTS[:1], 40, drafter))
     assert r.draft.tokens.shape[1] == drafted
 
@@ -123,11 +119,21 @@ def test_a_longer_text_makes_passes_dearer(models):
     assert (drafter.n, drafter.grown, drafter.room) == (50, 50 / 20, 8)
 
 
+def test_where_nothing_gains_it_sleeps():
+    """To choose costs a fifth of a pass, so it sleeps for ten rounds; by weights it costs nothing."""
+    arm = Arm("wrong", ModelDraft(make(TARGET.c, 1), Calibrated(prior=0.0)), lambda n: 0.9)
+    for call, sleeps in (3.25, 0.2 / REST), (0.0, 0):
+        drafter, awake = Pace(TARGET, [arm], replace(EVEN, call=call)), []
+        drafter.lookup.best = lambda *_, awake=awake: awake.append(1) or (0.0, 0, [])
+        generate(TARGET, PROMPTS[:1], 44, drafter)
+        assert len(awake) == -(-44 // (1 + sleeps)) and drafter.chosen == {"nothing": 44}
+
+
 # --- what it knows
 
 
 def test_it_changes_to_what_is_better_and_remembers():
-    """A model that is wrong promises much at first."""
+    """A model that is wrong promises much at first, and again when its last try is long ago."""
     arms = [Arm(name, ModelDraft(model, Calibrated(prior=prior)), lambda n: 0.2)
             for name, model, prior in (("wrong", make(TARGET.c, 1), 0.9), ("right", TARGET, 0.3))]
     drafter = Pace(TARGET, arms, EVEN)
@@ -135,7 +141,7 @@ def test_it_changes_to_what_is_better_and_remembers():
     generate(TARGET, PROMPTS[:1], 200, drafter)
     assert drafter.chosen["right"] > 5 * drafter.chosen["wrong"] > 0
     before, known = dict(drafter.chosen), [arm.drafter.rule.skill.mean() for arm in arms]
-    assert known[0] < 0.5 < 0.9 < known[1]
+    assert known[0] < 0.9 < known[1]
     right = f"{drafter.chosen['right']} rounds ({known[1]:.0%} accepted, each token costs 20% of a pass)"
     assert drafter.summary().startswith(f"right in {right}")
     generate(TARGET, PROMPTS[1:2], 20, drafter)
@@ -143,17 +149,13 @@ def test_it_changes_to_what_is_better_and_remembers():
 
 
 def test_what_would_have_been_copied(models):
-    """By the length that matched. A tail is worth what is found in the round after one without a copy."""
+    """By the length that matched."""
     drafter = Pace(models["llama"], [], CHEAP)
-    drafter.copied_before, drafter.found, drafter.matched = True, [[5, 6, 7], [5, 6], [], [1]], [3, 2, 0, 1]
+    drafter.found, drafter.lookup.matched = [[5, 6, 7], [5, 6], [], [1]], [3, 2, 0, 1]
     drafter.read(make_round([[5, 6, 9], [5, 6], [3], [2]], [0] * 4, [0] * 4))
     one, two = drafter.copied[1:3]      # a match of one token; of two and three: 2 of 3, then 2 of 2
-    assert (one.hits, one.misses, two.hits, two.misses, drafter.tails.misses) == (0, 1, 2 * FADE + 2, FADE, 0)
+    assert (one.hits, one.misses, two.hits, two.misses) == (0, 1, 2 * FADE + 2, FADE)
     assert (one.mean(), two.mean()) == (1 / 3, (2 * FADE + 2 + 1.5) / (3 * FADE + 4))
-    drafter.copied_before, drafter.found, drafter.matched = False, [[], [5, 6], [7, 8, 9], []], [0, 9, 2, 0]
-    drafter.read(make_round([[5, 6, 9], [1], [7, 8, 1], []], [0] * 4, [0] * 4))
-    assert drafter.tails.misses == pytest.approx(1 + FADE + FADE**2), "the last row is finished"
-    assert drafter.tails.hits == 2
 
 
 # --- the rule
@@ -174,28 +176,27 @@ def test_confidence_is_calibrated():
 def test_one_more_is_drafted_while_its_chance_exceeds_its_price():
     rule = Calibrated([0.4, 0.6, 0.6, 0.6], prior=0.9)
     rule.trust = [Beta(prior=0.5)] * 10 + [Beta(prior=0.9)]
-    assert rule.gamma(SimpleNamespace(send=torch.tensor)) == MOST
+    assert rule.gamma(SimpleNamespace(known=[[1], [1]])) == MOST
     sure = torch.tensor([[50.0] + [0.0] * 16, [0.0] * 17])              # probability 1, and 1/17
-    assert rule.stop(0, sure, None).tolist() == [False, False]          # .81 and .45 against .4
-    assert rule.stop(1, sure, None).tolist() == [False, True]           # .729 and .225 against .6
-    assert [rule.stop(k, sure, None).tolist() for k in (2, 3)] == [[False, True], [True, True]]
-    assert rule.sure[0].tolist() == [10, 0]
+    assert rule.stop(0, sure, None) == [False, False]           # .81 and .45 against .4
+    assert rule.stop(1, sure, None) == [False, True]            # .729 and .225 against .6
+    assert [rule.stop(k, sure, None) for k in (2, 3)] == [[False, True], [True, True]]
+    assert rule.sure[0] == [10, 0]
 
 
 def test_outcomes_are_counted_by_hand():
-    """One row rejected at its second token, one accepted whole. Rounds of other drafters teach nothing."""
-    rule, q = Calibrated(), torch.zeros(2, 3, 9)
-    q[:, :, 0] = torch.tensor([[0.5, 1.0, 0.0], [0.25, 0.125, 0.0]])
-    r = make_round([[1, 1], [1, 1, 1]], [1, 2], [3, 2], [[0, 0, 0], [0, 0, 0]], q)
-    r.p[:] = torch.tensor([0.25] + [0.75 / 8] * 8)
+    """One row rejected at its second token, one accepted whole. Rounds of other drafters teach nothing, and
+    let fade what was learnt before."""
+    rule, r = Calibrated(), make_round([[1, 1], [1, 1, 1]], [1, 2], [3, 2])
     rule.learn(None, r)
     assert rule.skill.hits == rule.skill.misses == 0
     rule.trust = [Beta() for _ in range(11)]
-    rule.sure = [torch.tensor([9, 0]), torch.tensor([9, 1]), torch.tensor([3, 3])]
+    rule.sure = [[9, 9], [0, 1], [3, 3]]
     rule.learn(None, r)
-    assert (rule.skill.hits, rule.skill.misses) == pytest.approx((0.875, 3.125)) and rule.sure == []
-    hits = [rule.trust[tenth].hits for tenth in (9, 0, 1, 3)]
-    assert hits == pytest.approx([0.25 * (1 + TRUST), 0.25, 0.125, 0])
+    assert (rule.skill.hits, rule.skill.misses) == (3, 1) and rule.sure == []
+    assert [rule.trust[tenth].hits for tenth in (9, 0, 1, 3)] == [TRUST + 1, 0, 1, 0]
+    rule.learn(None, r)
+    assert (rule.skill.hits, rule.skill.misses) == (3 * FADE, FADE)
 
 
 # --- prices, by hand
@@ -203,7 +204,7 @@ def test_outcomes_are_counted_by_hand():
 
 @given(st.floats(0, 0.99), st.floats(0, 1))
 def test_promises_are_the_formula(alpha, price):
-    """With blocks for free and no tail."""
+    """With blocks for free."""
     drafter = Pace(TARGET, [])
     drafter.block, drafter.n, drafter.grown, drafter.room, drafter.balance = lambda T: 1.0, 9, 1.0, 16, 99.0
     rate, g = drafter.promise(Arm("", None, lambda n: price), alpha)
@@ -211,16 +212,17 @@ def test_promises_are_the_formula(alpha, price):
     assert rate == pytest.approx(max(speeds)) == pytest.approx(speeds[g])
 
 
-def test_promises_of_blocks_and_tails_by_hand(models):
+def test_promises_of_blocks_by_hand(models):
     costs = Costs((1.0,) * 12, 2.0, ((1, 1.0), (2, 1.5), (17, 9.0)))
-    drafter, arm = Pace(models["llama"], [], costs), Arm("", None, lambda n: 0.1, 0.0, lambda _: 0.2, 0.25)
+    drafter, arm = Pace(models["llama"], [], costs), Arm("", None, lambda n: 0.1, 0.0, lambda _: 0.2)
     drafter.block, drafter.n, drafter.grown, drafter.room, drafter.balance = costs.block, 9, 1.0, 2, 9.0
     assert drafter.promise(arm, 1.0) == (pytest.approx(max(2 / 1.6, 3 / 2.2)), 2), "room for two"
     for drafter.balance, g in (0.9, 1), (0.7, 0):      # of 1.2 for two and .6 for one, and .2 for reading
         assert drafter.promise(arm, 1.0)[1] == g
-    arm.most = 1
-    drafter.balance, drafter.tails, drafter.block = 9.0, Beta(6.0, 1.0), lambda T: 1.0      # three follow
-    assert drafter.promise(arm, 0.5, TAIL) == (pytest.approx((1.5 + 0.5 * 3) / 1.35), 1)
+    arm.most, drafter.balance, drafter.thinking = 1, 9.0, 0.4
+    assert drafter.promise(arm, 1.0) == (1.0, 0), "to choose costs something, too"
+    drafter.thinking = 0.2
+    assert drafter.promise(arm, 1.0) == (pytest.approx(2 / 1.8), 1)
 
 
 def test_candidates_and_their_prices(models):
@@ -231,8 +233,19 @@ def test_candidates_and_their_prices(models):
         assert arm.drafter.sublayers == list(subs) and arm.drafter.model.share == 3 / 17
         price, whole = costs.pricing(subs, 3 / 17), costs.pricing(range(12))
         assert arm.price(50) == price(50) / whole(50) != costs.step(subs, 3 / 17)
-    assert arms[1].shared == sum(costs.sublayers[:4]) / costs.whole
-    assert arms[2].shared == sum(costs.sublayers[:2]) / costs.whole, "attention 1 is its first gap"
+    dear = replace(costs, call=0.8 * costs.head)    # a step costs what most of the head does
+    assert not any(hasattr(arm.drafter.model, "share") for arm in candidates(m, dear, SKIP, [1] * 10))
+    assert all(hasattr(arm.drafter.model, "share") for arm in candidates(m, dear, SKIP, [1, 2, 3]))
+
+
+def test_of_trained_heads_the_best_by_their_training_is_a_candidate(models):
+    m = models["llama"]
+    heads = Medusa(m, 3), Eagle(m), Prophet(m, 1)
+    for i, head in enumerate(heads):
+        for other in heads:
+            other.ranks = [0.2]
+        head.ranks = [0.9]
+        assert [arm.name for arm in candidates(m, weight_costs(m.c), SKIP, None, heads)] == [heads[i].kind]
 
 
 @each_family
@@ -246,13 +259,12 @@ def test_trained_heads_and_their_prices(models, family):
         arm = head_draft(head, costs, [1, 2, 3])
         trunk = costs.pricing(range(2 * E), 3 / 17)(50)
         assert arm.price(50) == pytest.approx((trunk + 2 * count(head) + slots) / whole)
-        assert arm.shared == sum(costs.sublayers[: 2 * E]) / costs.whole
         arm.drafter.unread = 5
         assert (arm.once, arm.late(costs.block)) == pytest.approx((once / costs.whole, own / costs.whole / 4))
     for head, steps in ((Medusa(m, 3), 3), (Prophet(m, 1), MOST)):
         arm, own = head_draft(head, costs), 2 * count(head) / (steps if steps == 3 else 1)
         assert arm.price(50) == pytest.approx((costs.head + own) / whole)
-        assert (arm.most, arm.shared, arm.once, arm.late(costs.block)) == (steps, 0.0, 0.0, 0.0)
+        assert (arm.most, arm.once, arm.late(costs.block)) == (steps, 0.0, 0.0)
         assert arm.drafter.rule.skill.mean() == 0.5
     head = Medusa(m, 2)
     head.ranks = [0.75, 0.125]

@@ -174,7 +174,7 @@ def test_the_order_of_spending_has_a_version():
     """Ports and recorded runs depend on it: who changes the order raises `Coins.version`."""
     class Stop(Rule):
         def stop(self, k, logits, token):
-            return token % 3 == 0
+            return (token % 3 == 0).tolist()
 
     m, draft, spent = make(LLAMA), make(GEMMA, 1), []
     for drafter in (None, NGram(3, 1), ModelDraft(draft, 2), ModelDraft(draft, Stop(3)),

@@ -82,7 +82,7 @@ class Unsure(Rule):
     """End a row where the most likely token has less than .6."""
 
     def stop(self, k, logits, token):
-        return logits.softmax(-1).amax(-1) < 0.6
+        return (logits.softmax(-1).amax(-1) < 0.6).tolist()
 
 
 class Fixed(Coins):

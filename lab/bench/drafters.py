@@ -17,7 +17,7 @@ from lab.rules import Gate
 from layerskip import SelfDraft, ShortHead, early_exit, without
 from machine.recorded import Recorded
 from methods.heads import count
-from methods.pace import TAIL
+from methods.pace import COPY
 from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
@@ -201,7 +201,7 @@ def ruled(sublayers, new_rule, tail=False, vocab=None):
 
         def make(model, small):
             drafter = SelfDraft(short(model), sublayers, rule)
-            return Then(drafter, NGram(TAIL, 3)) if tail else drafter
+            return Then(drafter, NGram(COPY, 3)) if tail else drafter
 
         return make
 
@@ -220,8 +220,8 @@ def own_methods(L, exits, skip, cost, vocab=None):
         methods |= fixed(f"exit {other}", early_exit(L, other), gamma)
     for gamma in (2, 4) if skip else ():
         methods |= fixed("skip set", skip, gamma)
-    methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
-                "suffix": Method(lambda: lambda model, small: Suffix(TAIL)),
+    methods |= {"n-gram": Method(lambda: lambda model, small: NGram(COPY, 3)),
+                "suffix": Method(lambda: lambda model, small: Suffix(COPY)),
                 "n-gram tail": ruled(best, lambda: g, tail=True),
                 "do no harm": ruled(best, no_harm),
                 "do no harm, n-gram tail": ruled(best, no_harm, tail=True),
@@ -263,7 +263,7 @@ def their_methods(a, bench, exit_layer, helper=None):
         return Sample(text, time.perf_counter() - start - prefill)
 
     sampling = {"do_sample": True, "top_k": 0, **sampling} if sampling else {}
-    flags = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": TAIL},
+    flags = {"plain": {}, "prompt lookup": {"prompt_lookup_num_tokens": COPY},
              "assistant_early_exit": {"assistant_early_exit": exit_layer}}
     if helper:
         flags["assistant_model"] = {"assistant_model": helper}

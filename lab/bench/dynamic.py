@@ -6,7 +6,7 @@ from functools import cache, partial
 from itertools import pairwise, product
 
 from control import Confidence, DoNoHarm, weight_costs
-from lab.bench.drafters import TAIL, Bench, Method, chosen, fixed, header, ruled
+from lab.bench.drafters import COPY, Bench, Method, chosen, fixed, header, ruled
 from lab.bench.shared import SETS, beside, load_both, page, prompt_ids, tables
 from lab.clasp import CLaSp, KnapSpec
 from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson
@@ -62,7 +62,7 @@ def fixed_drafts(L, exits, skip, vocab, trained):
     methods = {}
     for e, gamma in product(exits, GAMMAS):
         methods |= fixed(f"exit {e}", early_exit(L, e), gamma)
-    methods["n-gram"] = Method(lambda: lambda model, small: NGram(TAIL, 3))
+    methods["n-gram"] = Method(lambda: lambda model, small: NGram(COPY, 3))
     for e, gamma in product(exits[:2], GAMMAS[1:]):
         methods[f"exit {e}, gamma {gamma}, n-gram tail"] = ruled(
             early_exit(L, e), lambda gamma=gamma: gamma, tail=True)

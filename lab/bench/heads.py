@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from control import DoNoHarm
-from lab.bench.drafters import TAIL, Bench, Method, fixed, header, own_methods, pilot
+from lab.bench.drafters import COPY, Bench, Method, fixed, header, own_methods, pilot
 from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, tables
 from lab.train_heads import KINDS
 from layerskip import early_exit
@@ -46,7 +46,7 @@ def head_methods(name, loaded):
 
 def drafter(loaded, rule, shape, tail, model, small):
     made = loaded[model.tok.dtype].drafter(rule, shape)
-    return Then(made, NGram(TAIL, 3)) if tail else made
+    return Then(made, NGram(COPY, 3)) if tail else made
 
 
 def column(bench, found, title):

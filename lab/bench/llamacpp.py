@@ -13,7 +13,7 @@ import torch
 
 from lab.bench.drafters import Method, Sample
 from lab.gguf import smollm
-from methods.pace import TAIL
+from methods.pace import COPY
 from support.measure import interleave
 
 WIDTHS = 1, 2, 3, 4, 8, 16
@@ -25,7 +25,7 @@ def opened(reach):
     from llama_cpp._logger import set_verbose
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    how, lookup = llama_cpp.llama_model_quantize_default_params(), LlamaPromptLookupDecoding(2, TAIL)
+    how, lookup = llama_cpp.llama_model_quantize_default_params(), LlamaPromptLookupDecoding(2, COPY)
     how.ftype, how.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_BF16, True
     open_ = partial(Llama, n_ctx=reach, verbose=False, n_threads=torch.get_num_threads(),
                     n_threads_batch=torch.get_num_threads())

@@ -16,7 +16,7 @@ from machine.quant import quantise
 from machine.recorded import Recorded
 from methods import heads
 from methods.arms import candidates
-from methods.pace import TAIL, Pace
+from methods.pace import COPY, Pace
 from methods.suffix import Suffix
 from search import Teacher
 from speculative import Drafter, ModelDraft, NGram
@@ -59,8 +59,8 @@ def ways(a, model, trained):
     """{name: Method}. trained: {folder: {dtype: head}}."""
     L, e, costs = model.c.n_layers, max(1, model.c.n_layers // 6), kept_costs(model)
     methods = {"plain": Method(gamma=0)} | fixed(f"exit {e}", early_exit(L, e), 1)
-    methods |= {"n-gram": Method(lambda: lambda model, small: NGram(TAIL, 3)),
-                "suffix": Method(lambda: lambda model, small: Suffix(TAIL)),
+    methods |= {"n-gram": Method(lambda: lambda model, small: NGram(COPY, 3)),
+                "suffix": Method(lambda: lambda model, small: Suffix(COPY)),
                 "int8 draft, gamma 2": Method(lambda: lambda model, small: ModelDraft(small, 2))}
     for name, loaded in trained.items():
         head = next(iter(loaded.values()))

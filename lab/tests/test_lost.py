@@ -139,11 +139,11 @@ def test_stop_rules_by_hand():
     logits, token = torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
     for depth, bar, want in ((1, 0.7, [False, False]), (1, 0.85, [False, True]), (0, 0.7, [False, True]),
                              (0, 0.85, [True, True])):
-        assert AnnealedConfidence(depth, bar).stop(0, logits, token).tolist() == want
+        assert AnnealedConfidence(depth, bar).stop(0, logits, token) == want
     assert AnnealedConfidence(0.25, slope=2).temperature == 2.5
     logits = torch.tensor([[0.0] * 4, [9.0, 0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf, -torch.inf]])
     for bar, want in ((0.3, [True, False, True]), (0.4, [True, False, False]), (0.46, [False] * 3)):
-        assert Entropy(bar).stop(0, logits, torch.zeros(3).long()).tolist() == want
+        assert Entropy(bar).stop(0, logits, torch.zeros(3).long()) == want
 
 
 def test_thompson_draws_from_what_became_of_drafts():
@@ -179,7 +179,7 @@ def test_adaptive_exit_keeps_rows_apart_and_remembers():
     rule.threshold = [0.3, 0.9, 0.5]
     rule.begin(state)   # what a text taught is where the next one starts
     rule.gamma(state)
-    assert rule.stop(0, torch.zeros(3, 2), torch.zeros(3).long()).tolist() == [False, True, False]
+    assert rule.stop(0, torch.zeros(3, 2), torch.zeros(3).long()) == [False, True, False]
     rule.begin(state_of(2))
     assert rule.threshold == [0.6, 0.6], "other rows know nothing"
 
