@@ -12,9 +12,9 @@ from sampling import raw_probs
 from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
+TRUST = 0.98    # the same for a bin of confidence, after each token in it
 KNOWN = 4       # tests that the training of a head, or an earlier text, counts for
 EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks
-TRUST = 0.98    # the same for a bin of confidence, after each token in it
 
 
 class Calibrated(Rule):

@@ -87,16 +87,16 @@ class Pace(Wrapper):
         return best, length
 
     def choose(self):
-        """Set arm and length to what promises most. What is little known is taken to be good."""
-        self.rate = 1 + MARGIN
-        known = [self.copied[m.bit_length()].mean() if m else 0.0 for m in self.lookup.matched]
+        """Set arm and length to what promises most. What is little known is taken to be good: it is tried."""
+        best, matched = 1 + MARGIN, self.lookup.matched
+        known = [self.copied[m.bit_length()].mean() if m else 0.0 for m in matched]
         self.copying.most = max(map(len, self.found))
         options = [(self.copying, sum(known) / len(known))]
         options += [(arm, arm.drafter.rule.skill.high()) for arm in self.arms]
         for arm, alpha in options:
             rate, length = self.promise(arm, alpha)
-            if rate > self.rate:
-                self.arm, self.length, self.rate = arm, length, rate
+            if rate > best:
+                self.arm, self.length, best = arm, length, rate
         self.late = self.arm.late(self.block)
         if self.arm is self.nothing:
             self.asleep = int(self.thinking / REST)

@@ -226,8 +226,8 @@ for block in (1.0, 1.2, 1.6, 2.0):
 
 # %% [markdown]
 # Where no gamma brings more than 1.00, `best_gamma` returns 0: draft nothing. `generate.py` decides this
-# while it writes. Its default, `--draft auto`, weighs lookup, exits and this head before every draft,
-# counts what each of them has cost and brought, and stops where nothing pays ([notebook
+# while it writes. Its default, `--draft auto`, weighs lookup and this head before every draft, counts
+# what each of them has cost and brought, and stops where nothing pays ([notebook
 # 9](09_adapting.ipynb)). What all this brings by the clock stands in
 # [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model).
 

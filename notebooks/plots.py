@@ -250,12 +250,11 @@ def draw_traces(traces):
 
 def draw_choices(side, prompts, kinds, hues):
     """What was chosen along a stream. prompts: [{way: rounds} of each]; kinds: what each prompt is; hues:
-    {way: its colour}. What a copy goes on with is hatched."""
+    {way: its colour}."""
     below = [0.0] * len(prompts)
     for way, hue in hues.items():
         part = [rounds.get(way, 0) / max(1, sum(rounds.values())) for rounds in prompts]
-        side.bar(range(len(prompts)), part, bottom=below, color=hue, label=way, width=0.9, edgecolor="white",
-                 lw=0, hatch="////" * (", then" in way))
+        side.bar(range(len(prompts)), part, bottom=below, color=hue, label=way, width=0.9, lw=0)
         below = [a + b for a, b in zip(below, part, strict=True)]
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     side.set_xticks([i - 0.5 for i in starts], [kinds[i] for i in starts], ha="left", fontsize=8)
@@ -264,10 +263,9 @@ def draw_choices(side, prompts, kinds, hues):
 
 
 def hues_of(ways):
-    """{way: its colour}, the same for a way with and without a copy after it; "nothing" is grey."""
-    bases = dict.fromkeys(way.split(", then")[0] for way in ways if way != "nothing")
-    hues = dict(zip(bases, (*HUES[:-1], *MORE) * len(bases), strict=False))
-    return {way: hues[way.split(", then")[0]] for way in ways if way != "nothing"} | {"nothing": HUES[-1]}
+    """{way: its colour}; "nothing" is grey."""
+    named = [way for way in ways if way != "nothing"]
+    return dict(zip(named, (*HUES[:-1], *MORE) * len(named), strict=False)) | {"nothing": HUES[-1]}
 
 
 def draw_plane(side, alphas, costs):
