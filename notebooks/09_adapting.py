@@ -330,8 +330,8 @@ figure
 # **Predict:** will Pace draft now? Which curve ends higher?
 #
 # <details><summary>Answer</summary>
-# It drafts with it in more than a quarter of the rounds and copies in more than half, and both curves rise.
-# Pace ends much higher, since it drafts only where that pays, and copies where it can.
+# It drafts with it in four of ten rounds and copies in the others, and both curves rise. Pace ends much
+# higher, since it drafts only where that pays, and copies where it can.
 # </details>
 #
 # ## Questions
