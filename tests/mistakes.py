@@ -457,8 +457,7 @@ TABLE = {
         ("Added.product", "talk(dist.all_reduce, y)", "pass", "nothing is added up",
          "parallel::several_processes_write_the_text_of_one")],
     "methods/drafting.py": [
-        ("Reader.observe", "first += len(state.known[0]) - new[0][0]", "first += len(state.known[0])",
-         "states are noted where the next round begins",
+        ("Reader.observe", "]) - new[0][0]", "])", "states are noted where the next round begins",
          "heads::drafts_are_what_training_sees[kangaroo-alone-llama]"),
         ("Reader.begin", "0, T, 256)", "1)", "only the beginning of a long prompt is read",
          "heads::a_long_prompt_is_read_in_parts"),
@@ -481,8 +480,7 @@ TABLE = {
         ("Pace.observe", "min(", "max(", "one row pays for another", "pace::it_costs_no_more_than_it_may"),
         ("Pace.promise", "best * (cost + self.thinking)", "best * cost", "to choose costs nothing",
          "pace::promises_of_blocks_by_hand"),
-        ("Pace.choose", "self.asleep = int(self.thinking / REST)", "pass", "it chooses in every round",
-         "pace::where_nothing_gains_it_sleeps")],
+        ("Pace.choose", "self.thinking / REST", "0", "it never sleeps", "pace::it_sleeps_if_nothing_gains")],
     "methods/arms.py": [
         ("Calibrated.stop", "bars[k", "bars[0", "a wider block is taken to cost nothing",
          "pace::one_more_is_drafted_while_its_chance_exceeds_its_price"),
