@@ -71,7 +71,7 @@ class Arm:
 
 
 def self_draft(name, model, sublayers, costs):
-    """The Arm of a SelfDraft. model: the target, or a ShortHead in its stead."""
+    """The Arm of a SelfDraft. model: the target, or a ShortHead around it."""
     own = costs.pricing(sublayers, getattr(model, "share", 1.0))
     whole = costs.pricing(range(2 * model.c.n_layers))
     return Arm(name, SelfDraft(model, sublayers, Calibrated()), lambda n: own(n) / whole(n))
@@ -105,7 +105,7 @@ def candidates(model, costs, skip=None, vocab=None, heads=()):
 
 
 def promised(costs, arm):
-    """The highest expected speed-up of an arm, by what its rule knows beforehand."""
+    """The highest expected speed-up of an arm, by what its rule knows so far."""
     alpha, price = arm.drafter.rule.skill.mean(), arm.price(0)
     return max(expected_speedup(alpha, g, price, arm.once + costs.block(1 + g))
                for g in range(1, 1 + arm.most))

@@ -54,7 +54,7 @@ class Reader(Drafter):
         super().observe(state, r)
         x, new = self.head.state(r.trace), [[len(row)] for row in r.new]        # (B, K+1, taps * dim)
         first = self.late - 1   # counted from where the round began
-        if len(new) == 1:
+        if len(new) == 1:       # the round of one row is a slice, which is faster
             first += len(state.known[0]) - new[0][0]
             self.noted[:, first : first + x.shape[1]] = x
         else:

@@ -70,8 +70,8 @@ class Pace(Wrapper):
         return (cost - 1) * self.grown <= self.balance
 
     def promise(self, arm, alpha):
-        """(tokens per pass, g) at the best length whose cost the balance covers; (1, 0) if none gains. What
-        the arm must read first it reads once, so that is covered, but lowers no promise."""
+        """(tokens per pass, g) at the best length whose cost the balance covers; (1, 0) if none gains. To
+        choose lowers the promise. What the arm must read first it reads once: only the balance covers it."""
         best, length, tokens, reach, price = 1.0, 0, 1.0, 1.0, arm.price(self.n)
         late = arm.late(self.block)
         for g in range(1, min(arm.most, self.room) + 1):
@@ -102,7 +102,7 @@ class Pace(Wrapper):
             self.asleep = int(self.thinking / REST)
         elif self.arm is not self.copying:      # its rule ends the draft, or the balance does
             rule, price, most = self.arm.drafter.rule, self.arm.price(self.n), min(self.room, self.arm.most)
-            rate = self.promise(self.arm, rule.skill.mean())[0]
+            rate = self.promise(self.arm, rule.skill.mean())[0]     # what it brings, rather than might bring
             rule.bars = [rate * (price + self.block(k + 3) - self.block(k + 2)) for k in range(most)]
             while self.length < most and self.covered(self.late + self.cost(self.arm, self.length + 1)):
                 self.length += 1
