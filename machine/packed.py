@@ -45,6 +45,15 @@ class Packed(Matrix):
         return self
 
 
+def packs(dtype):
+    """Whether oneDNN packs matrices of this type here. bfloat16 needs a processor with AVX-512."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype == torch.float32
+
+
 def pack(model, keep=False):
     """Pack the matrices of a model's blocks, and its output head, in place. A tied head becomes a
     matrix of its own, as the embedding stays unpacked. Cast a model before this, not after it."""
@@ -76,8 +85,8 @@ def gain(model, rows, repeats=7):
 def pack_where_it_pays(model):
     """The model, packed if it is large and on a CPU where that makes blocks of tokens faster."""
     w, weight = model.blocks[0].mlp.down, size(model.blocks)    # in bytes
-    if (torch.backends.mkldnn.is_available() and isinstance(w, torch.Tensor) and not w.is_cuda
-            and w.dtype in (torch.float32, torch.bfloat16) and weight >= LARGE and gain(model, ROWS) > 1.05):
+    if (isinstance(w, torch.Tensor) and not w.is_cuda and packs(w.dtype) and weight >= LARGE
+            and gain(model, ROWS) > 1.05):
         keep = gain(model, 1) < 0.95
         if not keep or weight < HUGE:
             return pack(model, keep)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 import checkpoint
 from kvcache import KVCache
 from lab.bench.shared import WEIGHTS, figures, load, page, random_model, table
-from machine.packed import gain, pack
+from machine.packed import gain, pack, packs
 from machine.recorded import Recorded
 from model import SPARE, Config, Placement
 from speculative import generate, rounds
@@ -143,6 +143,8 @@ def run(a):
 def run_packed(a):
     """What a pass over a block of tokens takes, with the matrices as they are and packed."""
     forms = {"plain": load(a)[0], "packed": load(a)[0]}
+    if not packs(forms["plain"].tok.dtype):
+        raise ValueError(f"this processor packs no matrices in {a.dtype}: try --dtype float32")
     keep = gain(forms["packed"], 1) < 0.95
     pack(forms["packed"], keep)
     passes = {(form, T): step(model, T, 100) for form, model in forms.items() for T in WIDTHS}
