@@ -306,17 +306,21 @@ class Recorded(StandIn):
             sublayers = tuple(i - 2 * shift for i in sublayers)
             f = partial(block, sublayers)
         path = files.cache_file(f"{identity(self.model, sublayers, rest, sources)}.pt2")
-        if not path.is_file():
-            usual = "clang++" if sys.platform == "darwin" else "g++"
-            if not shutil.which(os.environ.get("CXX", usual)):
-                self.lead.frozen = True     # what has no program yet runs eagerly
-                raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
-            path.parent.mkdir(parents=True, exist_ok=True)      # fails now, not after a minute
-            self.say(f"{name}: compiling, which takes a minute or less, once per machine")
-            with tempfile.TemporaryDirectory() as folder:
-                program = Path(folder) / path.name
-                write_program(program, self.model, f, inputs, fixed)
-                files.keep(path, program.read_bytes())
+        if path.is_file():
+            try:
+                return Compiled(path, self.model, shift)
+            except Exception:   # cut short, or damaged in another way
+                self.say(f"{name}: the program in the cache folder is damaged, and so it is made anew")
+        usual = "clang++" if sys.platform == "darwin" else "g++"
+        if not shutil.which(os.environ.get("CXX", usual)):
+            self.lead.frozen = True     # what has no program yet runs eagerly
+            raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
+        path.parent.mkdir(parents=True, exist_ok=True)      # fails now, not after a minute
+        self.say(f"{name}: compiling, which takes a minute or less, once per machine")
+        with tempfile.TemporaryDirectory() as folder:
+            program = Path(folder) / path.name
+            write_program(program, self.model, f, inputs, fixed)
+            files.keep(path, program.read_bytes())
         return Compiled(path, self.model, shift)
 
 
