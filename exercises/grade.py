@@ -170,7 +170,9 @@ def grade_file(task, folder, limit):
     if not path.is_file():
         return Verdict(task.name, task.number, "to do", f"there is no {path.name} in {folder}")
     try:
-        return grade(task, path.read_text(encoding="utf-8", errors="replace"), limit)
+        return grade(task, splice.read(path), limit)
+    except splice.Refused as e:
+        return Verdict(task.name, task.number, "failed", str(e))
     except Exception as e:      # one answer must not cost the verdicts on all others
         return Verdict(task.name, task.number, "failed", f"it cannot be graded: {type(e).__name__}: {e}")
 

@@ -3,6 +3,9 @@
 The library is the solution. Nothing here is a copy of it, so the two cannot differ.
 """
 import ast
+import io
+import re
+import tokenize
 from pathlib import Path
 
 from tests.mistakes import Stale, find
@@ -54,6 +57,28 @@ def opening(module, text):
 
 
 # --- reading an answer
+
+
+def read(path):
+    """The text of an answer as Python reads it: a byte order mark, another encoding that its first lines
+    name, any kind of line end. Raises Refused, in one line, for bytes that are no text."""
+    data = path.read_bytes()
+    try:
+        text = data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
+    except UnicodeDecodeError as e:
+        line = 1 + data[: e.start].count(b"\n")
+        raise Refused(f"line {line}: this is not {e.encoding}: save it as UTF-8") from None
+    except SyntaxError as e:
+        raise Refused(f"line 1: {e.msg}") from None
+    return re.sub("\r\n?", "\n", text)
+
+
+def check_debugger(node):
+    """Raise Refused where an answer waits for its author: nobody is there to type."""
+    for call in ast.walk(node):
+        name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+        if name in ("breakpoint", "input") or name.endswith(".set_trace"):
+            raise Refused(f"line {call.lineno}: a `{name}()` is left in it, which waits for you: take it out")
 
 
 def signature(node):
@@ -132,14 +157,18 @@ def put(module, names, text):
     """The module with the functions of an answer in place of its own: a list of (line, line of the answer or
     None). Raises Refused, in one line, for an answer that cannot be put there, and NotImplementedError for
     one that is still the stub."""
-    tree, lines, own = parse(text), text.splitlines(), source(module)
+    # trap: `splitlines` also splits at form feeds, U+2028 and others, where Python does not
+    tree, lines, own = parse(text), text.split("\n"), source(module)
     where, result = ast.parse(own), [(line, None) for line in own.splitlines()]
     olds = [find(where, name) for name in names]
     news = [answered(tree, name, signature(old)) for name, old in zip(names, olds, strict=True)]
     if all(map(is_stub, news)):
         raise NotImplementedError
+    others = list(helpers(tree, module, names))
+    for node in (*news, *others):
+        check_debugger(node)
     check_imports(tree, module)
-    added = [(lines[i], i + 1) for node in helpers(tree, module, names) for i in range(*span(node))]
+    added = [(lines[i], i + 1) for node in others for i in range(*span(node))]
     pairs = sorted(zip(olds, news, strict=True), key=lambda pair: -pair[0].lineno)
     for old, new in pairs:      # from the end, so that line numbers stay
         pad, cut = " " * old.col_offset, new.col_offset

@@ -97,6 +97,38 @@ def test_what_cannot_be_put_into_the_library_is_refused_in_one_line(number, chan
         splice.put(task.module, task.functions, text)
 
 
+BODY = b"    return x if cap is None"
+
+
+@pytest.mark.parametrize("old, new", [
+    (b"import math", b"\xef\xbb\xbfimport math"), (b"\n", b"\r\n"),
+    (b"\n\ndef rotate", b"\n\x0c\ndef rotate"),
+    (BODY, b"    # a note\xe2\x80\xa8from \xc2\x85 \x1c\x0b the web\n" + BODY),
+    (b"import math", b"# coding: latin-1\n# caf\xe9\nimport math")])
+def test_an_answer_is_read_as_python_reads_it(old, new, out):
+    """Byte order mark, form feed, line ends, what looks like one, and a coding line; the lines keep count."""
+    task = choose("1")
+    path = out / file_name(task)
+    path.write_bytes(f"import math\n\n{answer(task)}".encode().replace(old, new))
+    text = splice.read(path)
+    spliced = splice.put(task.module, task.functions, text)
+    ours = [(n, line) for line, n in spliced if n]
+    assert ours and all(text.split("\n")[n - 1] == line for n, line in ours)
+    compile("\n".join(line for line, _ in spliced), task.module, "exec")
+
+
+@pytest.mark.parametrize("line, says", [
+    (b"    breakpoint()", "line 3: a `breakpoint\\(\\)`"), (b"    x = input()", "line 3: a `input\\(\\)`"),
+    (b"    import pdb; pdb.set_trace()", "line 3: a `pdb.set_trace\\(\\)`"),
+    (b"    # \xff", "line 3: this is not utf-8")])
+def test_what_waits_for_its_author_and_what_is_no_text_is_named(line, says, tmp_path):
+    task = choose("1")
+    first, docs, rest = answer(task).encode().split(b"\n", 2)
+    (tmp_path / "a.py").write_bytes(b"\n".join([first, docs, line, rest]))
+    with pytest.raises(splice.Refused, match=says):
+        splice.put(task.module, task.functions, splice.read(tmp_path / "a.py"))
+
+
 @each_task
 def test_the_original_put_into_the_library_is_the_library(task):
     spliced = splice.put(task.module, task.functions, answer(task))
