@@ -1,0 +1,81 @@
+"""Several drafts for one place, drawn independently from q: how often can one of them be kept?
+
+`verify_tree` tries them in turn, each against what the one before left of p. k-SEQ (SpecTr, Sun et al. 2023,
+arXiv 2310.15141) tries each against p / rho, with one number rho for all. Typical acceptance (Medusa) asks
+only whether p finds a token plausible: what it writes is not distributed as p. `python -m lab.spectr`
+"""
+from itertools import product
+
+import torch
+
+PAIRS = {"alike": ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]), "q is surer": ([0.5, 0.3, 0.2], [0.9, 0.05, 0.05]),
+         "p is surer": ([0.9, 0.06, 0.04], [0.5, 0.3, 0.2]), "apart": ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1])}
+
+
+def kept(p, q, rho):
+    """beta (B, 1): how often one draw from q passes with probability min(1, p / (rho q)). p, q (B, V)"""
+    return torch.minimum(q, p / rho).sum(-1, keepdim=True)
+
+
+def solve(p, q, k):
+    """rho (B, 1), SpecTr's gamma: the smallest number at which k drafts write no token too often, which is so
+    where 1 - (1 - beta)^k <= rho beta (its section 4). It lies in [1, k]; by bisection."""
+    low = torch.ones_like(p[:, :1])
+    high = k * low
+    for _ in range(60):
+        rho = (low + high) / 2
+        beta = kept(p, q, rho)
+        fits = 1 - (1 - beta) ** k <= rho * beta
+        low = torch.where(fits, low, rho)
+        high = torch.where(fits, rho, high)
+    return high
+
+
+def k_seq(p, q, drafts, coins):
+    """k-SEQ: drafts (B, k), drawn from q (B, V), pass with probability min(1, p / (rho q)). Returns the first
+    that did (B,), k if none did, and the token (B,): that draft, or one from what p has left."""
+    k = drafts.shape[1]
+    rho = solve(p, q, k)
+    passed = coins.flip(p.gather(1, drafts) / (rho * q.gather(1, drafts)))                  # (B, k)
+    first = torch.where(passed, torch.arange(k, device=p.device), k).amin(1)
+    beta = kept(p, q, rho)
+    written = torch.minimum(q, p / rho) * (1 - (1 - beta) ** k) / beta.clamp(min=1e-300)    # (B, V)
+    left = (p - written).clamp(min=0)
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)     # trap: 0 if p = q, up to rounding
+    draft = drafts.gather(1, first.clamp(max=k - 1)[:, None])[:, 0]
+    return first, torch.where(first < k, draft, coins.choose(left))
+
+
+def chances(p, q, k):
+    """How often one of k drafts is kept, for p, q (V,): in turn, by k-SEQ, and at most. The most is the value
+    of a linear program, from sets of drafts to tokens, and so its smallest cut: tokens in H are kept at most
+    p(H) of the time, and a draft is outside of H 1 - q(H)^k of the time. There are 2^V cuts."""
+    refused = 1.0
+    rest = p
+    for _ in range(k):
+        left = (rest - q).clamp(min=0)
+        refused *= float(left.sum())
+        rest = left / left.sum() if refused else rest
+    beta = float(kept(p[None], q[None], solve(p[None], q[None], k)))
+    cuts = (torch.tensor(cut) for cut in product((False, True), repeat=len(p)))
+    return 1 - refused, 1 - (1 - beta) ** k, min(float(p[H].sum() + 1 - q[H].sum() ** k) for H in cuts)
+
+
+def typical(p, q, epsilon=0.09, delta=0.3):
+    """The law (V,) under typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1; numbers of its code):
+    a draft is kept where p exceeds min(epsilon, delta exp(-H(p))); else a token is drawn from p."""
+    plausible = p > min(epsilon, delta * float((-torch.special.entr(p).sum()).exp()))
+    return q * plausible + q[~plausible].sum() * p
+
+
+def main(argv=None):
+    print("| p and q | k | in turn | k-SEQ | optimum | typical: distance to p |\n|---|---|---|---|---|---|")
+    for (name, pair), k in product(PAIRS.items(), (1, 2, 3)):
+        p, q = torch.tensor(pair, dtype=torch.float64)
+        off = float((typical(p, q) - p).abs().sum() / 2)
+        print(f"| {name} | {k} | {' | '.join(f'{chance:.3f}' for chance in chances(p, q, k))} | {off:.3f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

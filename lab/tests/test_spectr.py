@@ -1,0 +1,76 @@
+"""k-SEQ by all its outcomes, its rate beside the optimum, and how far typical acceptance is from p."""
+from itertools import combinations_with_replacement
+from math import factorial
+
+import networkx
+import pytest
+import torch
+from tiny import Fixed, law, wide
+
+from lab.spectr import PAIRS, chances, k_seq, typical
+from verification import verify, verify_tree
+
+LAWS = [(wide(p), wide(q)) for p, q in [*PAIRS.values(), ([0.0, 0.4, 0.6], [0.5, 0.0, 0.5]),
+                                        ([1.0, 0.0, 0.0], [0.0, 0.5, 0.5]), ([0.2, 0.3, 0.5],) * 2]]
+
+
+def drawn(q, k, coins):
+    """k independent drafts. (1, k)"""
+    return torch.stack([coins.choose(q) for _ in range(k)])[None]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("p, q", LAWS, ids=str)
+def test_k_seq_writes_p_and_keeps_what_the_formula_says(p, q, k):
+    """So do siblings in turn, which keep no more; neither exceeds the optimum."""
+    def once(coins):
+        first, token = k_seq(p[None], q[None], drawn(q, k, coins), coins)
+        return int(token), int(first) < k
+
+    def in_turn(coins):
+        tokens = drawn(q, k, coins)
+        node, token = verify_tree(p.expand(1, k + 1, 3), tokens, torch.zeros_like(tokens), coins,
+                                  q.expand(1, k, 3))
+        return int(tokens[0, node - 1]) if node else int(token), bool(node)
+
+    for run, chance in zip((in_turn, once), chances(p, q, k), strict=False):
+        found = law(run)
+        written = [sum(found.get((t, kept), 0.0) for kept in (False, True)) for t in range(3)]
+        assert written == pytest.approx(p.tolist(), abs=1e-12)
+        assert sum(w for (_, kept), w in found.items() if kept) == pytest.approx(chance, abs=1e-12)
+    turn, seq, most = chances(p, q, k)
+    assert turn <= seq + 1e-12 and seq <= most + 1e-12
+
+
+def test_one_draft_is_leviathans_rule():
+    p, q = LAWS[0]
+    for u in (0.1, 0.74, 0.76, 0.99):
+        tokens = torch.tensor([[1]])
+        first, token = k_seq(p[None], q[None], tokens, Fixed(u, 0.5))
+        accepted, other = verify(p.expand(1, 2, 3), q[None, None], tokens, Fixed(u, 0.5))
+        assert int(first) == 1 - int(accepted) and (int(accepted) or int(token) == int(other))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(k):
+    for p, q in LAWS:
+        graph = networkx.DiGraph()
+        for drafts in combinations_with_replacement(range(3), k):
+            ways = factorial(k)
+            for t in set(drafts):
+                ways //= factorial(drafts.count(t))
+                graph.add_edge(drafts, t)
+            graph.add_edge("drafts", drafts, capacity=float(ways * q[list(drafts)].prod()))
+        for t in range(3):
+            graph.add_edge(t, "text", capacity=float(p[t]))
+        flow = networkx.maximum_flow_value(graph, "drafts", "text")
+        assert chances(p, q, k)[2] == pytest.approx(flow, abs=1e-9)
+
+
+def test_typical_acceptance_by_hand():
+    """Of p = (.9, .06, .04) H is .39: the bar is .09, so that two of three tokens are refused, half of q's
+    draws: (.5, 0, 0) + .5 p, which is .05 from p. Where all three are plausible it writes q."""
+    p, q = wide(PAIRS["p is surer"][0]), wide(PAIRS["p is surer"][1])
+    assert typical(p, q).tolist() == pytest.approx([0.95, 0.03, 0.02])
+    p, q = wide(PAIRS["alike"][0]), wide(PAIRS["alike"][1])
+    assert typical(p, q).tolist() == q.tolist()
