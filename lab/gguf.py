@@ -85,7 +85,10 @@ def read_tokens(kv):
 
 def convert(path, out):
     """Write the folder `out` of the GGUF at `path`. Raises ValueError, in one line, for what is not read."""
-    import gguf
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError("the package gguf is not installed: pip install gguf") from None
     with checkpoint.guarded(f"{path}: not a readable GGUF file"):
         reader = gguf.GGUFReader(path)
     kv = {key: field.contents() for key, field in reader.fields.items()}

@@ -8,8 +8,10 @@ computes exactly what was trained.
 import argparse
 import math
 import shlex
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,7 +23,7 @@ import checkpoint
 from lab import card, corpus
 from model import Config, Placement, Transformer
 from support import cli
-from support.files import BOUNDARY, replacing
+from support.files import BOUNDARY, note, replacing
 
 STATE = "checkpoint.pt"
 EVERY = 300     # seconds between checkpoints
@@ -303,12 +305,33 @@ def open_run(a, fresh=fresh_run):
     return run
 
 
+@contextmanager
+def patient():
+    """Within it the first Ctrl-C, or SIGTERM, is only noted in the list that is yielded, so that a step comes
+    to its end. The second one ends the program at once."""
+    noted = []
+
+    def note_it(number, frame):
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = {number: signal.signal(number, note_it) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def train(run):
-    """Take the steps that are left, save a checkpoint every few minutes, and write what was trained."""
+    """Take the steps that are left, save a checkpoint every few minutes, and write what was trained. After
+    Ctrl-C the checkpoint holds all steps that were taken."""
     started, saved = time.monotonic() - run.seconds, run.seconds
-    with tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok", unit_scale=True,
-              mininterval=1 if sys.stderr.isatty() else 60) as bar:     # a file needs fewer lines
-        while run.progress() < 1:
+    often = 1 if sys.stderr.isatty() else 60     # a file needs fewer lines
+    with patient() as noted, tqdm(total=run.steps * run.block, initial=run.step * run.block, unit="tok",
+                                  unit_scale=True, mininterval=often) as bar:
+        while run.progress() < 1 and not noted:
             run.train_step()
             run.seconds = time.monotonic() - started
             loss = run.losses[-1][0]
@@ -320,6 +343,9 @@ def train(run):
                 saved = run.seconds
                 run.save()
     run.save()
+    if noted:
+        note("stopped", f"after step {run.step} of {run.steps}; the same flags and --resume go on")
+        raise KeyboardInterrupt
     run.finish()
 
 

@@ -1,4 +1,5 @@
 """Training: the recipe by hand, what it learns, killed runs that are resumed, what is saved."""
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,24 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(call, flags, tmp_pa
     for name in ("out", "whole"):
         assert call(*flags(name, resume=True, **changes))[0] == 0
     same_end(out, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_all_steps_that_were_taken(number, call, flags, tmp_path, monkeypatch):
+    class Stopped(train.Run):
+        def train_step(self):
+            if self.step == 1:
+                signal.raise_signal(number)
+            super().train_step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "Run", Stopped)
+        status, _, err = call(*flags())
+    assert status == 130 and state(tmp_path / "out")["step"] == 2 and "--resume" in err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for name in ("out", "whole"):
+        assert call(*flags(name, resume=True))[0] == 0
+    same_end(tmp_path / "out", tmp_path / "whole")
 
 
 def test_a_loss_that_is_no_number_ends_the_run(call, flags, tmp_path):
