@@ -19,9 +19,9 @@ from machine.packed import Packed, pack_where_it_pays
 from machine.quant import KINDS
 from machine.recorded import Recorded
 from sampling import Coins, to_probs
-from speculative import rounds
-from support import chat, cli, drafts, page, show, stats
-from support.files import read_texts, write_file
+from speculative import check_prompts, rounds
+from support import chat, cli, drafts, own, page, show, stats
+from support.files import check_writable, guarded, numbered_texts, write_file
 from verification import verify, verify_block
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
@@ -40,6 +40,7 @@ def flags():
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that together reach P")
+    add("--min-p", type=float, metavar="P", help="and from those at least P times as likely as the likeliest")
     add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     add = p.add_argument_group("model and machine").add_argument
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
@@ -65,29 +66,38 @@ def parse(argv):
             raise ValueError(f"--{flag} must name a {suffix} file, got {path!r}")
     if a.page and a.tree:
         raise ValueError("--page shows chains, coin by coin, not trees: leave out --page or --tree")
-    sampling.check(a.temperature, a.top_k, a.top_p, None)
+    sampling.check(a.temperature, a.top_k, a.top_p, a.min_p)
+    cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(a, name) is not None), None)
+    if cut and a.temperature == 0:
+        raise ValueError(f"--{cut.replace('_', '-')} does nothing at temperature 0, which is greedy: "
+                         "add --temperature T")
     drafts.check(a)
     return a
 
 
 def read_prompts(a):
-    """The texts to continue: one, or the batch of --prompt-file."""
-    if a.prompt == "-":
-        if parallel.place() != (0, 1):
-            raise ValueError("only one process can read standard input: give a prompt or --prompt-file")
-        return [cli.read_input().removesuffix("\n")]
-    return [a.prompt] if a.prompt_file is None else read_texts(Path(a.prompt_file), "prompt", "\n")
+    """{what to call it in a message: text} of the texts to continue: one, or the batch of --prompt-file."""
+    file = None if a.prompt_file is None else Path(a.prompt_file)
+    if parallel.place() != (0, 1) and (a.prompt == "-" or file and file.exists() and not file.is_file()):
+        raise ValueError("only one process can read standard input or a pipe: give a prompt or a file")
+    if file:
+        return {f"{file}, line {n}": text for n, text in numbered_texts(file, "prompt", "\n").items()}
+    return {"the prompt": cli.read_input().removesuffix("\n") if a.prompt == "-" else a.prompt}
 
 
 class Writer:
     """Continues the prompts with any drafter, as the flags say."""
 
     def __init__(self, a, model, tokenizer, texts):
-        self.a, self.texts, self.eos, self.cache = a, texts, set(model.c.eos), None
-        if a.chat:
-            render = chat.read_template(a.model)
-            texts = [render([{"role": "user", "content": text}]) for text in texts]
-        self.prompts = [checkpoint.encode(tokenizer, text, model.c.bos, not a.chat) for text in texts]
+        self.a, self.texts, self.eos, self.cache = a, list(texts.values()), set(model.c.eos), None
+        render = chat.read_template(a.model) if a.chat else None
+        self.prompts = []
+        for name, text in texts.items():
+            if render:
+                text = render([{"role": "user", "content": text}])
+            with guarded(name):
+                self.prompts.append(checkpoint.encode(tokenizer, text, model.c.bos, not a.chat))
+        check_prompts(model, self.prompts, a.max_new, list(texts))
         self.model, self.tokenizer = Recorded(model) if a.fast else model, tokenizer
 
     def rounds(self, drafter, player=None):
@@ -97,7 +107,7 @@ class Writer:
             coins = parallel.Agreed(coins)
         judge = verify if a.page or a.temperature == 0 else verify_block  # a page explains `verify`
         return rounds(self.model, self.prompts, a.max_new, drafter,
-                      lambda logits: look(logits, a.temperature, a.top_k, a.top_p), coins, self.eos,
+                      lambda logits: look(logits, a.temperature, a.top_k, a.top_p, a.min_p), coins, self.eos,
                       self.cache, judge)
 
     def rehearse(self, makers):
@@ -128,6 +138,9 @@ class Writer:
 
 
 def run(a):
+    drafts.load_own(a)
+    for path in filter(None, (a.picture, a.page)):
+        check_writable(Path(path))
     texts, device, (rank, world) = read_prompts(a), checkpoint.find_device(a.device), parallel.place()
     if a.fast and world > 1:
         raise ValueError("--fast works in one process, not in several")
@@ -141,13 +154,15 @@ def run(a):
     player = page.Player(tokenizer, writer.prompts[0], a.seed) if a.page else None
     seen = writer.watch(stats.Timed(plan.make()), player)
     r = report(writer, plan, seen)
-    if a.picture and rank == 0:
-        show.picture(seen, a.picture)
-    if player and rank == 0:
-        write_file(Path(a.page), player.html(vars(a) | {"model": Path(a.model).name, "draft": plan.note}))
-    if a.compare:
-        r |= against_plain(writer, plan, r["outputs"])
-    print(json.dumps(r) if a.json else summary(r, seen))
+    try:
+        if a.picture and rank == 0:
+            show.picture(seen, Path(a.picture))
+        if player and rank == 0:
+            write_file(Path(a.page), player.html(vars(a) | {"model": Path(a.model).name, "draft": plan.note}))
+    finally:    # a full disk does not cost the answer
+        if a.compare:
+            r |= against_plain(writer, plan, r["outputs"])
+        print(json.dumps(r) if a.json else summary(r, seen))
     different = r.get("first_divergence")
     return int(bool(different and not different["near_tie"]))
 
@@ -229,8 +244,9 @@ def verdict(r):
 def main(argv=None):
     """Exit status: 0; 1: an unexplained difference (--compare); 2: bad input; 130: Ctrl-C."""
     def start(argv):
-        with parallel.together():
-            return run(parse(argv))
+        a = parse(argv)
+        with parallel.together(), own.blamed(a.draft, a.rule):
+            return run(a)
     return cli.main(start, argv)
 
 

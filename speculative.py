@@ -294,19 +294,20 @@ def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
     return torch.cat(xs, 1)
 
 
-def check_prompts(model, prompts, max_new):
-    """Raise ValueError, with a one-line message, for prompts that cannot be continued."""
+def check_prompts(model, prompts, max_new, names=None):
+    """Raise ValueError, with a one-line message, for prompts that cannot be continued. names: what
+    to call them there."""
     c = model.c
     if max_new < 0:
         raise ValueError(f"max_new must be at least 0, got {max_new}")
-    for b, prompt in enumerate(prompts):
+    for name, prompt in zip(names or [f"prompt {b}" for b in range(len(prompts))], prompts, strict=True):
         if not len(prompt):
-            raise ValueError(f"prompt {b} is empty: give it at least one token, such as the begin-of-text id")
+            raise ValueError(f"{name} is empty: give it at least one token, such as the begin-of-text id")
         if len(prompt) >= c.max_len:
-            raise ValueError(f"prompt {b} has {len(prompt)} tokens and fills the context of {c.max_len}")
+            raise ValueError(f"{name} has {len(prompt)} tokens and fills the context of {c.max_len}")
         bad = next((t for t in prompt if not 0 <= t < c.vocab_size), None)
         if bad is not None:
-            raise ValueError(f"prompt {b} holds token id {bad}, but ids run from 0 to {c.vocab_size - 1}")
+            raise ValueError(f"{name} holds token id {bad}, but ids run from 0 to {c.vocab_size - 1}")
 
 
 def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,

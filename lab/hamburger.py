@@ -4,6 +4,8 @@ Several tokens share one entry, which is one key and one value in each block, an
 the next entry. As a writer it trusts its own guesses, so its text is another one. As a drafter, which the
 untouched model checks, it is exact.
 
+    python -m lab.hamburger "Once upon a time"          trains one for seconds, and lets it write unchecked
+
     tokens     Once   upon a time   ,    there was       an entry goes on while the next token is almost sure;
     entries    [ 0 ]  [     1     ] [2]  [   3   ]       its position is that of its last token
     a step     reads entry m, and says entry m + 1: its first token from the trunk's final state, each other
@@ -14,15 +16,22 @@ where entries end and what comes next (in the paper a text does). There is no ca
 each step reads all entries anew, and a cache with a slot for each entry would change only the time.
 """
 import copy
+import os
+import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import checkpoint
 from methods.heads import graft
 from model import Placement
-from speculative import Draft, Drafter, Rule, chain
+from speculative import Draft, Drafter, Rule, chain, generate
+from support import cli
+from support.files import read_prompts
 
+STORIES = Path(__file__).parents[1] / "weights" / "stories-llama"
 SURE, SHARE = 0.05, 0.3     # nats; and relative to the largest entropy in the entry (the paper's code)
 
 
@@ -221,3 +230,36 @@ class BurgerDraft(Drafter):
         super().observe(state, r)
         for row, new in zip(self.rows, r.new, strict=True):
             row += [new[i : i + self.burger.most] for i in range(0, len(new), self.burger.most)]
+
+
+# --- the command
+
+
+def main(argv=None):
+    def run(argv):
+        p = cli.Parser(description="Train a HAMburger for some seconds; it writes unchecked: NOT lossless.")
+        p.add_argument("prompt")
+        p.add_argument("--model", default=STORIES, metavar="DIR")
+        p.add_argument("--max-new", type=int, default=40, metavar="N")
+        p.add_argument("--steps", type=int, default=20, metavar="N", help="of training (default: 20)")
+        p.add_argument("--confidence", type=float, default=0.3, help="an entry goes on above it")
+        a = p.parse_args(argv)
+        model, tokenizer = checkpoint.load(a.model, dtype=torch.float32)
+        ids = checkpoint.encode(tokenizer, a.prompt, model.c.bos)
+        texts = [checkpoint.encode(tokenizer, line["text"]) for line in read_prompts("stories")]
+        length = min(64, *map(len, texts))
+        batch = torch.tensor([text[:length] for text in texts], device=model.tok.device)
+        burger = Hamburger(model)
+        tune(burger, model, [batch] * a.steps)
+        entries = list(write(burger, ids, a.max_new, a.confidence))
+        said = sum(entries, [])
+        (plain,), _ = generate(model, [ids], len(said))
+        print(tokenizer.decode(ids + said))
+        same = len(os.path.commonprefix([said, plain]))
+        print(f"{len(said)} tokens in {len(entries)} steps, unchecked, so NOT lossless: the model itself "
+              f"would have written the first {same} of them")
+    return cli.main(run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

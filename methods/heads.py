@@ -271,25 +271,34 @@ def shorter(head, ids):
 
 def save(head, folder):
     """Write a head in bfloat16."""
-    facts = {"kind": head.kind, "shape": head.shape, "model": SHAPE(head.model.c), "ranks": list(head.ranks)}
+    about = {"kind": head.kind, "shape": head.shape, "model": SHAPE(head.model.c), "ranks": list(head.ranks)}
     with replacing(Path(folder) / FILE) as path:
         save_file({name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}, path,
-                  metadata={"heads": json.dumps(facts)})
+                  metadata={"heads": json.dumps(about)})
+
+
+def facts(folder):
+    """What `save` noted of a head: its "kind" and "shape", the shape of its "model", and "ranks"."""
+    path = Path(folder) / FILE
+    with checkpoint.guarded(f"{path}: no trained heads for this model"):
+        noted = json.loads(safe_open(path, framework="pt").metadata()["heads"])
+        return {key: noted[key] for key in ("kind", "shape", "model", "ranks")}
 
 
 def load(folder, model, kinds=KINDS):
     """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it learnt,
     if one lies beside it, and recorded if the model is. Raises ValueError, in one line, for a file that is
     missing or damaged or was made for a model of another shape or vocabulary."""
-    path, vocab = Path(folder) / FILE, Path(folder) / VOCAB
+    path, vocab, about = Path(folder) / FILE, Path(folder) / VOCAB, facts(folder)
     with checkpoint.guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
-        facts = json.loads(file.metadata()["heads"])
-        if facts["model"] != list(SHAPE(model.c)):
+        if about["model"] != list(SHAPE(model.c)):
             raise ValueError("their model has another shape or vocabulary: train heads for this one")
-        head = kinds[facts["kind"]](model, **facts["shape"])
+        if about["kind"] not in kinds:
+            raise ValueError(f"their kind is {about['kind']!r}, and known are {', '.join(kinds)}")
+        head = kinds[about["kind"]](model, **about["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
-        head.ranks = [float(r) for r in facts["ranks"]]
+        head.ranks = [float(r) for r in about["ranks"]]
     if hasattr(model, "alongside") and hasattr(head, "own"):    # machine.recorded
         head.own = model.alongside(head.own)
     return shorter(head, read_vocab(vocab, model.c.vocab_size)) if vocab.is_file() else head

@@ -1,8 +1,9 @@
-"""Where drafts come from: the flags of generate.py for it, and the drafter that they choose.
+"""Where drafts come from: one table of the drafters that generate.py offers, and the flags for them.
 
-No drafter is implemented here. Each function reads flags and files and calls one class.
+No drafter is implemented here. Each row of SOURCES reads flags and files and calls one class.
 """
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +21,11 @@ from methods.pace import Pace
 from methods.suffix import Suffix
 from methods.trees import best_tree
 from speculative import ModelDraft, NGram, ancestors
-from support import cli
+from support import cli, own
 from support.measure import kept_costs
 
-NAMES = ("auto", "none", "ngram", "suffix", "exit", "skip", *KINDS, *heads.KINDS)
-GAMMA = {"auto": MOST, "none": 0, "ngram": 7, "suffix": 7, "exit": 2}  # the defaults; else 3
-GOES_WITH = {"exit_layer": ("exit",), "skip": ("skip", "auto"),
-             "draft_vocab": ("auto", "exit", "skip", "model", *KINDS), "tree": ("heads", *heads.KINDS)}
+ROOT = Path(__file__).resolve().parent.parent
+OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"}  # other kinds of heads
 
 
 class Plan(NamedTuple):
@@ -38,93 +37,122 @@ class Plan(NamedTuple):
     note: str
 
 
-def add_flags(group):
-    add = group.add_argument
-    add("--draft", metavar="HOW", help=f"{', '.join(NAMES)}; or a folder with a small model of the same "
-        "tokenizer, or with trained heads. auto (the default) chooses before every draft what promises most; "
-        f"{' and '.join(KINDS)} draft with the model itself in few bits; from {next(iter(heads.KINDS))} on "
-        "the names are trained heads, read from heads/HOW in the model's folder")
-    add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
-    add("--skip", metavar="SET", help="skip, auto: draft without some sub-layers: a3,m4 skips "
-        'attention 3 and MLP 4; or a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
-    add("--gamma", type=int, metavar="G",
-        help="how many tokens to draft per round (auto: at most); levels of a tree")
-    add("--tree", type=int, metavar="N", help="trained heads: draft a tree of N tokens")
-    add("--draft-vocab", metavar="FILE", help="draft with few tokens and a shorter output head (not for "
-        "lookup and trained heads), as search.py --draft-vocab writes it")
+class Ask(NamedTuple):
+    """What a run asks of a source."""
+    a: object           # the flags
+    kind: str           # a key of SOURCES
+    model: object       # the target
+    tokenizer: object
+    gamma: int          # how many tokens to draft per round
+
+    def limit(self):
+        """What a drafter takes as its rule: gamma, or a new Rule of --rule."""
+        return self.gamma if self.a.rule is None else own.rule(self.a.rule, self.gamma)
+
+    def plan(self, make, where="", draft=None):
+        """The Plan of a drafter. make(limit) -> Drafter; draft: its name, if that is not the kind."""
+        draft = draft or self.kind
+        note = f"draft: {draft}{where}, gamma {self.gamma}"
+        if self.a.rule is not None:
+            note += f", rule {self.a.rule}"
+        return Plan(draft, lambda: make(self.limit()), self.gamma, note)
+
+    def short(self, model):
+        """A model, or with --draft-vocab a ShortHead around it."""
+        if self.a.draft_vocab is None:
+            return model
+        return ShortHead(model, cli.read_vocab(self.a.draft_vocab, model.c.vocab_size))
 
 
-def kind_of(a):
-    """The draft that the flags choose: one of NAMES, or "model" or "heads" for a folder."""
-    if a.draft is None:
-        return "exit" if a.exit_layer is not None else "auto" if a.skip is None else "skip"
-    if a.draft in NAMES:
-        return a.draft
-    for kind, file in (("heads", heads.FILE), ("model", "config.json")):
-        if (Path(a.draft) / file).is_file():
-            return kind
-    raise ValueError(f"--draft {a.draft}: neither a folder with a small model or with trained heads, nor one "
-                     f"of {', '.join(NAMES)}")
+# --- the sources: each makes a Plan
 
 
-def check(a):
-    """Raises ValueError, in one line, for flags that do not go together."""
-    kind = kind_of(a)
-    for flag, kinds in GOES_WITH.items():
-        if getattr(a, flag) is not None and kind not in kinds:
-            raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see --help")
-    if kind == "skip" and a.skip is None:
-        raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
-    for flag, least, most in (("gamma", 0, 1000), ("tree", 1, 128)):
-        if getattr(a, flag) is not None and not least <= getattr(a, flag) <= most:
-            raise ValueError(f"--{flag} must be from {least} to {most}, got {getattr(a, flag)}")
+def none(ask):
+    return Plan("none", lambda: None, 0, "draft: none")
 
 
-def plan(a, model, tokenizer):
-    """The Plan that the flags ask for."""
-    kind, L, why = kind_of(a), model.c.n_layers, ""
-    gamma = a.gamma if a.gamma is not None else GAMMA.get(kind, 3)
-    if kind == "none":
-        return Plan(kind, lambda: None, 0, "draft: none")
-    if kind in ("ngram", "suffix"):
-        return Plan(kind, lambda: NGram(gamma, 3) if kind == "ngram" else Suffix(gamma), gamma,
-                    f"draft: {kind}, gamma {gamma}")
-    if kind == "auto":
-        return weighed(a, model, gamma)
-    if kind in GOES_WITH["tree"]:
-        return trained(a, model, kind)
-    if kind in ("exit", "skip"):
-        drafting = short(a, model)
-        if kind == "exit":
-            E = max(1, L // 6) if a.exit_layer is None else a.exit_layer
-            sublayers, where = early_exit(L, E), f"after block {E}"
-        else:
-            attn, mlp, found = cli.skip_set(a.skip)
-            sublayers, where = without(L, attn, mlp), a.skip
-            if a.gamma is None and found is not None:
-                gamma = found
-                why = " because its search found no gain; --gamma G drafts anyway" * (found == 0)
-        return Plan(kind, lambda: SelfDraft(drafting, sublayers, gamma), gamma,
-                    f"draft: {kind} {where}, gamma {gamma}{why}")
-    if kind == "model":
-        small, other = checkpoint.load(a.draft, model.tok.device, model.tok.dtype)
-        if other.get_vocab() != tokenizer.get_vocab():
-            raise ValueError(f"{a.draft}: its tokenizer differs from the target's, so ids mean other words")
-    else:
-        small = quantise(model.model if a.fast else model, kind)
-    drafting = short(a, model.alongside(small) if a.fast else small)
-    return Plan(kind, lambda: ModelDraft(drafting, gamma), gamma, f"draft: {kind}, gamma {gamma}")
+def ngram(ask):
+    return ask.plan(lambda limit: NGram(limit, 3))
 
 
-def short(a, model):
-    """The model, or with --draft-vocab a ShortHead around it."""
-    ids = a.draft_vocab and cli.read_vocab(a.draft_vocab, model.c.vocab_size)
-    return ShortHead(model, ids) if ids else model
+def suffix(ask):
+    return ask.plan(Suffix)
 
 
-def weighed(a, model, gamma):
-    """auto: a Pace with the usual candidates, and with what is named or lies beside the weights."""
-    c, alone, folder = model.c, parallel.place()[1] == 1, Path(a.model)
+def leave_early(ask):
+    L = ask.model.c.n_layers
+    E = ask.a.exit_layer
+    if E is None:
+        E = max(1, L // 6)
+    return ask.plan(partial(SelfDraft, ask.short(ask.model), early_exit(L, E)), f" after block {E}")
+
+
+def skip(ask):
+    attn, mlp, found = cli.skip_set(ask.a.skip)
+    sublayers = without(ask.model.c.n_layers, attn, mlp)
+    chosen = ask.a.gamma is not None or ask.a.rule is not None
+    if not chosen and found is not None:
+        ask = ask._replace(gamma=found)
+    plan = ask.plan(partial(SelfDraft, ask.short(ask.model), sublayers), f" {ask.a.skip}")
+    if not chosen and found == 0:
+        plan = plan._replace(note=f"{plan.note} because its search found no gain; --gamma G drafts anyway")
+    return plan
+
+
+def small_model(ask):
+    folder, model = ask.a.draft, ask.model
+    other, tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
+    if tokenizer.get_vocab() != ask.tokenizer.get_vocab():
+        raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other words")
+    return beside(ask, other)
+
+
+def few_bits(ask):
+    model = ask.model.model if ask.a.fast else ask.model
+    return beside(ask, quantise(model, ask.kind))
+
+
+def beside(ask, other):
+    """Draft with another model, which is recorded if the target is."""
+    drafting = ask.short(ask.model.alongside(other) if ask.a.fast else other)
+    return ask.plan(partial(ModelDraft, drafting))
+
+
+def trained(ask):
+    """Trained heads draft a chain or a tree."""
+    a, kind, model = ask.a, ask.kind, ask.model
+    folder = Path(a.draft) if kind == "heads" else Path(a.model) / "heads" / kind
+    if not (folder / heads.FILE).is_file():
+        raise FileNotFoundError(f"{folder}: no heads: train them, python -m lab.train_heads {kind} "
+                                f"--model {a.model} --out {folder}")
+    head = heads.load(folder, model, kinds_of(folder))
+    most, where = head.step.most, f" after block {head.step.trunk}" if head.step.trunk else ""
+    gamma = a.gamma
+    if gamma is None:
+        gamma = min(most, MOST if a.tree or a.rule else 3)
+    shape = None
+    if a.tree and gamma > 0:
+        head.drafter(gamma)     # refuses what a chain of this length is refused for
+        levels = min(most, gamma)
+        shape = best_tree(head.ranks, a.tree, heads.pricing(head)(0), 0.0, head.branches, levels) or [0]
+        gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
+        where += f", trees of {len(shape)} tokens"
+    ask = ask._replace(gamma=gamma)
+    return ask.plan(lambda limit: head.drafter(limit, shape), where, draft=head.kind)
+
+
+def kinds_of(folder):
+    """The classes that may be in a folder of heads. The lab's are loaded only if one of them is."""
+    kind = heads.facts(folder)["kind"]
+    if kind not in OF_THE_LAB:
+        return heads.KINDS
+    return {kind: own.load(str(ROOT / OF_THE_LAB[kind]))}
+
+
+def auto(ask):
+    """A Pace with the usual candidates, and with what is named or lies beside the weights."""
+    a, model, folder = ask.a, ask.model, Path(ask.a.model)
+    c, alone = model.c, parallel.place()[1] == 1
     skip = (cli.read_skip(a.skip, c.n_layers) if a.skip is not None else
             cli.read_beside(folder / "skip.json", cli.read_skip, c.n_layers))
     vocab = (cli.read_vocab(a.draft_vocab, c.vocab_size) if a.draft_vocab is not None else
@@ -134,11 +162,9 @@ def weighed(a, model, gamma):
     # trap: measured costs differ between machines and processes, and so would the uniforms a draft spends
     measured = alone and (a.fast or a.temperature == 0) and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)
-    return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs, most=gamma),
-                gamma, f"draft: auto, with costs {'as measured here' if measured else 'by weights'}")
-
-
-# --- trained heads
+    said = "as measured here" if measured else "by weights"
+    return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs,
+                                     most=ask.gamma), ask.gamma, f"draft: auto, with costs {said}")
 
 
 def trained_beside(folder, model):
@@ -148,19 +174,102 @@ def trained_beside(folder, model):
     return [head for head in found if head]
 
 
-def trained(a, model, kind):
-    """Trained heads draft a chain or a tree."""
-    folder = Path(a.draft) if kind == "heads" else Path(a.model) / "heads" / kind
-    if not (folder / heads.FILE).is_file():
-        raise FileNotFoundError(f"{folder}: no heads: train them, python -m lab.train_heads {kind} "
-                                f"--model {a.model} --out {folder}")
-    head = heads.load(folder, model)
-    most, shape, where = head.step.most, None, f" after block {head.step.trunk}" if head.step.trunk else ""
-    gamma = a.gamma if a.gamma is not None else min(most, MOST if a.tree else 3)
-    if a.tree:
-        levels = max(1, min(most, gamma))
-        shape = best_tree(head.ranks, a.tree, heads.pricing(head)(0), 0.0, head.branches, levels) or [0]
-        gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
-        where += f", trees of {len(shape)} tokens"
-    return Plan(head.kind, lambda: head.drafter(gamma, shape), gamma,
-                f"draft: {head.kind}{where}, gamma {gamma}")
+def from_a_file(ask):
+    return ask.plan(partial(own.drafter, ask.a.draft, ask.model), draft=ask.a.draft)
+
+
+# --- the table
+
+
+class Source(NamedTuple):
+    """A row of the table. make: Ask -> Plan; gamma: the default; flags: those that go with it."""
+    make: Callable
+    gamma: int
+    flags: tuple = ()
+
+
+NAMED = {
+    "auto": Source(auto, MOST, ("skip", "draft_vocab")),
+    "none": Source(none, 0),
+    "ngram": Source(ngram, 7, ("rule",)),
+    "suffix": Source(suffix, 7, ("rule",)),
+    "exit": Source(leave_early, 2, ("exit_layer", "draft_vocab", "rule")),
+    "skip": Source(skip, 3, ("skip", "draft_vocab", "rule")),
+}
+NAMED |= dict.fromkeys(KINDS, Source(few_bits, 3, ("draft_vocab", "rule")))
+NAMED |= dict.fromkeys(heads.KINDS, Source(trained, 3, ("tree", "rule")))
+SOURCES = NAMED | {     # what a path can name
+    "model": Source(small_model, 3, ("draft_vocab", "rule")),
+    "heads": Source(trained, 3, ("tree", "rule")),
+    "file": Source(from_a_file, 3, ("rule",)),
+}
+FLAGS = "exit_layer", "skip", "tree", "draft_vocab", "rule"     # which go with some sources only
+
+
+def add_flags(group):
+    add = group.add_argument
+    add("--draft", metavar="HOW", help=f"{', '.join(NAMED)}; or a folder with a small model of the same "
+        "tokenizer, or with trained heads; or your own, FILE.py:NAME, where NAME is (model, gamma) -> "
+        "Drafter. auto (the default) chooses before every draft what promises most; "
+        f"{' and '.join(KINDS)} draft with the model itself in few bits; from {next(iter(heads.KINDS))} on "
+        "the names are trained heads, read from heads/HOW in the model's folder")
+    add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
+    add("--skip", metavar="SET", help="skip, auto: draft without some sub-layers: a3,m4 skips "
+        'attention 3 and MLP 4; or a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
+    add("--gamma", type=int, metavar="G",
+        help="how many tokens to draft per round (auto, --rule: at most); levels of a tree")
+    add("--rule", metavar="FILE.py:NAME", help="your own rule for how far to draft, NAME: (gamma) -> Rule; "
+        "lab/systems.py has the published ones")
+    add("--tree", type=int, metavar="N", help="trained heads: draft a tree of N tokens")
+    add("--draft-vocab", metavar="FILE", help="draft with few tokens and a shorter output head (not for "
+        "lookup and trained heads), as search.py --draft-vocab writes it")
+
+
+def kind_of(a):
+    """The source that the flags choose, a key of SOURCES."""
+    if a.draft is None:
+        return "exit" if a.exit_layer is not None else "auto" if a.skip is None else "skip"
+    if a.draft in NAMED:
+        return a.draft
+    if own.names_a_file(a.draft):
+        return "file"
+    for kind, file in (("heads", heads.FILE), ("model", "config.json")):
+        if (Path(a.draft) / file).is_file():
+            return kind
+    raise ValueError(f"--draft {a.draft}: neither a folder with a small model or with trained heads, nor "
+                     f"FILE.py:NAME, nor one of {', '.join(NAMED)}")
+
+
+def check(a):
+    """Raises ValueError, in one line, for flags that do not go together."""
+    kind = kind_of(a)
+    for flag in FLAGS:
+        if getattr(a, flag) is not None and flag not in SOURCES[kind].flags:
+            raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see --help")
+    if SOURCES[kind].make is trained and parallel.place()[1] > 1:
+        raise ValueError("trained heads work in one process, not in several")
+    if kind == "skip" and a.skip is None:
+        raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
+    if a.rule is not None and a.tree:
+        raise ValueError("--rule says how far a chain goes on: leave out --rule or --tree")
+    if a.rule is not None and not own.names_a_file(a.rule):
+        raise ValueError(f"--rule must be FILE.py:NAME, got {a.rule!r}")
+    for flag, least, most in (("gamma", 0, 1000), ("tree", 1, 128)):
+        if getattr(a, flag) is not None and not least <= getattr(a, flag) <= most:
+            raise ValueError(f"--{flag} must be from {least} to {most}, got {getattr(a, flag)}")
+
+
+def load_own(a):
+    """Run the reader's own files, before a model is loaded: what is wrong there shows at once."""
+    for text in (a.draft, a.rule):
+        if text is not None and own.names_a_file(text):
+            own.load(text)
+
+
+def plan(a, model, tokenizer):
+    """The Plan that the flags ask for."""
+    kind = kind_of(a)
+    gamma = a.gamma
+    if gamma is None:
+        gamma = SOURCES[kind].gamma if a.rule is None else MOST
+    return SOURCES[kind].make(Ask(a, kind, model, tokenizer, gamma))

@@ -22,22 +22,45 @@ def note(topic, line):
     print(f"{topic}: {line}", file=sys.stderr, flush=True)
 
 
+def begin(path, writer=""):
+    """(the file that a link at `path` leads to, an empty temporary file beside it, and the permissions
+    of the new file: those of the old one, or what the umask leaves)."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
+        raise OSError("not a file that may be written")
+    temporary = target.with_name(f"{target.name}{writer}.part")
+    temporary.touch()
+    mode = (target if target.exists() else temporary).stat().st_mode
+    return target, temporary, mode
+
+
+def check_writable(path):
+    """Raise OSError, in one line, where `replacing` would fail: now, not after minutes of work."""
+    try:
+        begin(path)[1].unlink()
+    except OSError as e:
+        raise OSError(f"{path}: cannot be written ({e.strerror or e})") from None
+
+
 @contextmanager
 def replacing(path, writer=""):
     """A temporary path to write to, which replaces `path` once all is written. After a kill at any
     moment either the old file is there or the new one. writer: part of the temporary name, if
     several processes may write at once. Raises OSError, in one line, if it cannot be written."""
-    temporary = path.with_name(f"{path.name}{writer}.part")
+    temporary = None
     try:
+        target, temporary, mode = begin(path, writer)
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o644)  # safetensors lets only the owner read
-        os.replace(temporary, path)
+        temporary.chmod(mode)   # trap: of a new file safetensors lets only the owner read
+        os.replace(temporary, target)
     except (OSError, SafetensorError) as e:
-        raise OSError(f"{path}: cannot be written ({e}); what was there before is untouched") from None
+        why = getattr(e, "strerror", None) or e
+        raise OSError(f"{path}: cannot be written ({why}); what was there before is untouched") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary:
+            temporary.unlink(missing_ok=True)
 
 
 def write_file(path, text):
@@ -47,7 +70,7 @@ def write_file(path, text):
 
 
 def read_text(path):
-    if not path.is_file():
+    if not path.exists() or path.is_dir():   # a pipe is fine
         raise FileNotFoundError(f"{path}: no such file")
     try:
         return path.read_text(encoding="utf-8-sig")  # skips a byte order mark
@@ -58,7 +81,12 @@ def read_text(path):
 def read_texts(path, key, separator):
     """The texts of a file: under `key` in the lines of a .jsonl file, or else between the
     separators. Raises ValueError if there is none."""
-    jsonl, texts = path.suffix.lower() == ".jsonl", []
+    return list(numbered_texts(path, key, separator).values())
+
+
+def numbered_texts(path, key, separator):
+    """{number: text}, as `read_texts`. Numbers count lines, or what lies between the separators, from 1."""
+    jsonl, texts = path.suffix.lower() == ".jsonl", {}
     # trap: `splitlines` also splits at U+2028 and others, which a text may hold
     for i, part in enumerate(read_text(path).split("\n" if jsonl else separator), 1):
         if not part.strip():
@@ -66,7 +94,7 @@ def read_texts(path, key, separator):
         entry = parse(part) if jsonl else {key: part.strip("\n")}
         if not isinstance(entry, dict) or not isinstance(entry.get(key), str):
             raise ValueError(f'{path}, line {i}: expected a JSON object with a text under "{key}"')
-        texts.append(entry[key])
+        texts[i] = entry[key]
     if not texts:
         raise ValueError(f"{path}: no text in it")
     return texts

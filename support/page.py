@@ -10,7 +10,7 @@ from support.show import SIGNS, STYLES, Stream, origins
 
 TEMPLATE = Path(__file__).with_name("page.html")
 SHOWN = 6  # tokens with bars at each place: those with the largest p or q
-SETTINGS = "model", "draft", "temperature", "top_k", "top_p", "seed"
+SETTINGS = "model", "draft", "temperature", "top_k", "top_p", "min_p", "seed"
 
 
 class SeenCoins(Coins):

@@ -6,8 +6,8 @@ import html
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
+from support.files import write_file
 from support.stats import Counts
 
 # Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the codes for a
@@ -21,6 +21,7 @@ STYLES = {
 # trap: a model can write escape sequences that take over a terminal: control characters become visible signs
 SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 SIGNS |= dict.fromkeys(range(128, 160), "\ufffd")
+SIGNS |= dict.fromkeys((*range(0xD800, 0xE000), 0xFFFE, 0xFFFF), "\ufffd")     # no characters of XML
 
 
 def origins(r, b=0):
@@ -54,7 +55,9 @@ class Stream:
 
     def __init__(self, tokenizer, ids):
         self.decode, self.ids = tokenizer.decode, list(ids)
-        self.text = self.decode(self.ids).rstrip("\ufffd")
+        self.text = self.decode(self.ids)
+        if self.text.endswith("\ufffd") and not spelt_out(tokenizer, self.ids):
+            self.text = self.text.rstrip("\ufffd")
         self.shown = len(self.text)
 
     def push(self, token):
@@ -70,6 +73,13 @@ class Stream:
     def read(self, whole):
         piece, self.shown = whole[self.shown :], max(self.shown, len(whole))
         return piece
+
+
+def spelt_out(tokenizer, ids):
+    """Whether a prompt whose text ends with U+FFFD holds that character: part of another one would
+    not be encoded so again."""
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    return tokenizer.encode(whole, add_special_tokens=False).ids[-1:] == ids[-1:]
 
 
 @dataclass
@@ -167,4 +177,4 @@ def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
                              f'stroke-dasharray="{dashes}"/>')
         drawn.append(f'<text x="{x}" y="{y + 14}" textLength="{w}" fill="{"#1a1a1a" if origin else "#666"}">'
                      f'{html.escape(text)}</text>')
-    Path(path).write_text("\n".join([*drawn, "</svg>\n"]), encoding="utf-8")
+    write_file(path, "\n".join([*drawn, "</svg>\n"]))

@@ -68,7 +68,7 @@ def test_standard_input_in_any_encoding(monkeypatch):
 
 def prompts_of(path, content):
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return generate.read_prompts(generate.parse(["--prompt-file", str(path)]))
+    return list(generate.read_prompts(generate.parse(["--prompt-file", str(path)])).values())
 
 
 @pytest.mark.parametrize("name, content", [

@@ -9,7 +9,8 @@ from tiny import command
 
 import checkpoint
 import generate
-from control import Costs
+from control import MOST, Costs
+from lab.m2r2 import M2R2
 from machine.quant import byte_costs
 from machine.recorded import Recorded
 from methods import heads
@@ -117,3 +118,82 @@ def test_draft_model_of_another_tokenizer(call, tmp_path):
     vocab[a], vocab[b] = vocab[b], vocab[a]
     file.write_text(json.dumps(spec))
     call.refuses(["x", "--draft", tmp_path / "other"], tmp_path, "other: its tokenizer differs")
+
+
+# --- a reader's own
+
+
+OWN = """from control import Confidence
+from layerskip import SelfDraft
+from speculative import Draft, Drafter
+import beside
+
+def third(model, gamma):
+    return SelfDraft(model, range(model.c.n_layers * 2 // 3), gamma)
+
+def sure(gamma):
+    return Confidence(beside.BAR, gamma)
+
+class Late(Drafter):
+    def __init__(self, model, gamma):
+        super().__init__(gamma)
+    def propose(self, state):
+        return state.known[0][10**6]
+
+class Wrong(Late):
+    def propose(self, state):
+        return Draft(state.tokens[:, :2] + 10**6)
+
+many = lambda model, gamma, more: None
+none = lambda model, gamma: None
+seven = 7
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """The path of a reader's file, which imports another one."""
+    (tmp_path / "beside.py").write_text("BAR = 2")
+    (tmp_path / "mine.py").write_text(OWN)
+    return tmp_path / "mine.py"
+
+
+def test_a_drafter_and_a_rule_from_a_file(call, mine):
+    """The rule stops after every first token: no confidence reaches 2."""
+    plain = as_json(call, "--draft", "none")["outputs"]
+    r = as_json(call, "--draft", f"{mine}:third", "--gamma", "4")
+    assert r["outputs"] == plain and r["accepted"] > 0 and r["draft"] == f"{mine}:third" and r["gamma"] == 4
+    for draft in (f"{mine}:third", "exit", SMALL, "nf4", "kangaroo"):
+        r = as_json(call, "--draft", draft, "--rule", f"{mine}:sure")
+        assert r["outputs"] == plain and r["gamma"] == MOST
+        assert r["proposed"] <= r["target_passes"], "one token per draft"
+
+
+@pytest.mark.parametrize("flags, culprits", [
+    (["--draft", "MINE:Late"], ["mine.py, line 16", "IndexError"]),
+    (["--draft", "MINE:Wrong"], ["ids from 0 to 4095"]),
+    (["--draft", "MINE:many"], ["mine.py:many", "(model, gamma)", "more"]),
+    (["--draft", "MINE:none"], ["mine.py:none", "NoneType", "Drafter"]),
+    (["--draft", "exit", "--rule", "MINE:none"], ["mine.py:none", "(gamma)"]),
+    (["--draft", "MINE:seven"], ["seven is not callable"]),
+    (["--draft", "MINE:eight"], ["eight is not there"]),
+    (["--draft", "nowhere.py:x"], ["nowhere.py"]),
+    (["--draft", "exit", "--rule", "x"], ["--rule", "FILE.py:NAME"]),
+    (["--draft", "suffix", "--rule", "MINE:sure"], ["Confidence"]),
+    (["--rule", "MINE:sure"], ["--rule", "auto"]),
+    (["--draft", "medusa", "--tree", "4", "--rule", "MINE:sure"], ["--tree"])], ids=str)
+def test_what_is_wrong_in_a_readers_file_is_one_line(call, mine, tmp_path, flags, culprits):
+    call.refuses(["x", "--json", *(flag.replace("MINE", str(mine)) for flag in flags)], tmp_path, *culprits)
+
+
+@pytest.mark.parametrize("text, culprit", [("x = (1,\n", "SyntaxError"), ("import nothing_like_it", "line 1"),
+                                           ("1 / 0", "ZeroDivisionError"), ("exit()", "SystemExit")])
+def test_a_file_that_cannot_be_run(call, tmp_path, text, culprit):
+    (tmp_path / "odd.py").write_text(text)
+    call.refuses(["x", "--draft", f"{tmp_path}/odd.py:f"], tmp_path, "odd.py, line 1", culprit)
+
+
+def test_heads_of_the_lab_draft_by_their_folder(call, plan, stories, tmp_path):
+    assert as_json(call, "--draft", STORIES / "heads" / "transfer")["draft"] == "transfer"
+    heads.save(M2R2(stories[0], 2), tmp_path)
+    assert plan("--draft", tmp_path).draft == "m2r2"

@@ -23,3 +23,27 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
         if error:
             raise error
     assert tree(tmp_path) == {str(path): b"old"}
+
+
+def test_permissions_links_and_what_cannot_be_written(tmp_path):
+    """New files have what the umask leaves, old ones keep theirs, and a link stays a link."""
+    old, link, dangling = tmp_path / "old", tmp_path / "link", tmp_path / "dangling"
+    old.write_text("x")
+    old.chmod(0o640)
+    link.symlink_to(old)
+    dangling.symlink_to(tmp_path / "later")
+    umask = os.umask(0o077)
+    try:
+        for path in (tmp_path / "new", link, dangling):
+            files.check_writable(path)
+            files.write_file(path, "y")
+            assert path.read_text() == "y"
+    finally:
+        os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"new": 0o600, "old": 0o640, "link": 0o640, "later": 0o600, "dangling": 0o600}
+    assert link.is_symlink() and dangling.is_symlink()
+    for path in (tmp_path, tmp_path / "none" / "x", old / "x"):
+        for write in (files.check_writable, lambda path: files.write_file(path, "y")):
+            with pytest.raises(OSError, match="cannot be written"):
+                write(path)

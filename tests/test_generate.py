@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,7 @@ def test_text_streams_and_a_summary_follows(call, tmp_path):
     (["--draft", "none"], "none", 0), ([], "auto", MOST),
     (["--exit-layer", "3", "--gamma", "1"], "exit", 1), (["--draft", "ngram"], "ngram", 7),
     (["--draft", SMALL, "--gamma", "0"], "model", 0), (["--draft", SMALL], "model", 3),
+    (["--draft", "medusa", "--tree", "4", "--gamma", "0"], "medusa", 0),
     (["--draft", "nf4"], "nf4", 3),
     (["--draft", "eagle", "--gamma", "6", "--tree", "128"], "eagle", 6),
     (["--draft", STORIES / "heads" / "kangaroo"], "kangaroo", 3),
@@ -146,6 +148,8 @@ def test_compare_judges_the_printed_text(call, once, monkeypatch, near):
 def test_seed_repeats_a_sampled_run(call):
     texts = [as_json(call, "--temperature", "1", "--top-p", "0.9", "--seed", s)["outputs"] for s in (1, 1, 3)]
     assert texts[0] == texts[1] != texts[2]
+    greedy = as_json(call)["outputs"]
+    assert as_json(call, "--temperature", "1", "--min-p", "1")["outputs"] == greedy, "only the likeliest stay"
 
 
 # --- batches and pipes
@@ -160,6 +164,33 @@ def test_batch_from_a_file(call, tmp_path):
     assert r["outputs"] == alone and r["new_tokens"] == 27
     said = call("--prompt-file", lines, *common)[1]
     assert all(one["prompt"] + one["text"] in said for one in alone)
+
+
+def test_a_batch_from_a_pipe_and_messages_that_name_its_lines(call, tmp_path):
+    lines, pipe = tmp_path / "b.txt", tmp_path / "pipe"
+    lines.write_text("Once\n\n" + "word " * 600 + "\nTwo\n")
+    call.refuses(["--prompt-file", lines], tmp_path, "b.txt, line 3 has 60", "fills the context of 512")
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=["Once\nTwo\n"])
+    writer.start()
+    r = json.loads(call("--prompt-file", pipe, "--json", "--max-new", "2", "--draft", "none")[1])
+    writer.join()
+    assert [one["prompt"] for one in r["outputs"]] == ["Once", "Two"]
+
+
+@pytest.mark.parametrize("flag, name", [("--picture", "x.svg"), ("--page", "x.html")])
+def test_what_cannot_be_written_costs_no_answer(call, tmp_path, monkeypatch, flag, name):
+    """It is refused before a model is loaded; if the disk is full only later, the answer is printed."""
+    (tmp_path / "old").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load", None)
+        call.refuses(["x", flag, tmp_path / "none" / name], tmp_path, "none", "cannot be written")
+    path = tmp_path / name
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    status, out, err = call("Once upon a time", *SHORT, "--json", flag, path)
+    assert status == 2 and json.loads(out)["outputs"][0]["text"] == TEXT
+    assert "No space left" in err and err.count("\n") == 1 and path.read_text() == "old"
 
 
 def test_standard_input(call, monkeypatch, tmp_path):
@@ -191,6 +222,8 @@ def test_as_a_program_from_another_folder(tmp_path):
     (["x", "--picture", "run.png"], "run.png"), (["x", "--page", "run.png"], "run.png"),
     (["x", "--page", "a.html", "--draft", "eagle", "--tree", "3"], "--page"),
     (["x", "--temperature", "inf"], "inf"), (["x", "--prompt-file", ""], "--prompt-file"),
+    *((["x", flag, "1"], f"{flag} does nothing") for flag in ("--top-k", "--top-p", "--min-p")),
+    (["x", "--temperature", "1", "--min-p", "1.1"], "min_p"),
     (["x", "--gamma", "1001"], "--gamma"), (["x", "--draft", "skip"], "--skip"),
     (["x", "--skip", "a3", "--exit-layer", "2"], "--skip"),
     (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer"), (["x", "--tree", "3"], "--tree"),
@@ -198,12 +231,16 @@ def test_as_a_program_from_another_folder(tmp_path):
     (["--prompt-file", "nowhere.txt"], "nowhere.txt"), (["x", "--chat"], "chat template"),
     (["x", "--model", SMALL, "--draft", "medusa"], "lab.train_heads medusa"),
     (["x", "--exit-layer", "25"], "25"), (["x", "--device", "abacus"], "abacus"),
-    (["word " * 600], "602 tokens")], ids=lambda x: str(x)[:40])
+    (["word " * 600], "the prompt has 602 tokens"),
+    (["x", "--draft", "medusa", "--tree", "8", "--gamma", "99"], "3 heads cannot draft 99")],
+    ids=lambda x: str(x)[:40])
 def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
     call.refuses(argv, tmp_path, culprit)
 
 
-@pytest.mark.parametrize("argv, culprit", [(["-"], "standard input"), (["x", "--fast"], "--fast")])
+@pytest.mark.parametrize("argv, culprit", [
+    (["-"], "standard input"), (["--prompt-file", "/dev/null"], "a pipe"), (["x", "--fast"], "--fast"),
+    (["x", "--draft", "eagle"], "trained heads work in one process")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
     monkeypatch.setattr(generate.parallel, "place", lambda: (0, 2))
     call.refuses(argv, tmp_path, culprit)

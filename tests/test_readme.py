@@ -19,7 +19,17 @@ def test_example_prints_what_its_comments_say(capsys, monkeypatch):
     code = re.search(r"```python\n(.*?)```", README, re.S)[1]
     exec(compile(code, "README.md", "exec"), {})  # the README's own code
     says = re.findall(r"^(?:print\(.*\) +)?# (.*)$", code, re.M)
-    assert sorted(capsys.readouterr().out.splitlines()) == sorted(says) and len(says) == 4
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(says) and len(says) == 3
+
+
+def test_the_readers_own_drafter_writes_the_same_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(generate, "REPEATS", 1)
+    Path("mine.py").write_text(re.search(r"```python\n(# mine.py.*?)```", README, re.S)[1])
+    command = re.search(r"`python generate.py (.*mine.py.*)`", README)[1]
+    assert generate.main([*shlex.split(command), "--dtype", "float32", "--max-new", "40"]) == 0
+    said = capsys.readouterr().out
+    assert "identical to plain decoding" in said and "drafted tokens accepted" in said
 
 
 def test_every_quoted_command_and_link_works(monkeypatch):

@@ -1,4 +1,5 @@
 """What people look at: where tokens came from, colours, no half characters."""
+import html
 import io
 import itertools
 import re
@@ -7,6 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import LLAMA, PROMPTS, make, make_round, oracle
 from tokenizers import Tokenizer, decoders, models
 
@@ -109,6 +112,18 @@ def test_a_shown_character_is_not_shown_again():
         pieces = [stream.push(i) for i in ids[cut:]]
         assert stream.text + "".join(pieces) + stream.rest() == "a\u2603\u2603 a  a\u2603!"
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(st.text(st.characters(codec=None), max_size=20))
+def test_whatever_a_text_holds_it_is_well_formed_and_nothing_of_the_prompt_is_its_answer(text):
+    assert ElementTree.fromstring(f"<a>{html.escape(text.translate(show.SIGNS))}</a>").text == (
+        text.translate(show.SIGNS) or None)
+    text = text.encode(errors="replace").decode()
+    for prompt in (text, text + "\ufffd"):
+        ids = STORIES.encode(prompt).ids
+        stream, new = Stream(STORIES, ids), STORIES.encode(" and").ids
+        answer = "".join([*map(stream.push, new), stream.rest()])
+        assert (stream.text, answer) == (STORIES.decode(ids), " and")
 
 
 def test_picture(tmp_path):

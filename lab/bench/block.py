@@ -69,7 +69,8 @@ def run(a):
     else:
         subs = beside(a, "skip", a.skip, read_skip, L) or early_exit(L, max(1, L // 6))
         make, what = partial(SelfDraft, model, subs), f"{len(subs)} of {2 * L} sub-layers"
-        prompts = [ids for kind in a.prompts or SETS[:2] for ids in prompt_ids(kind, tokenizer, model.c)]
+        prompts = [ids for kind in a.prompts or SETS[:2]
+                   for ids in prompt_ids(kind, tokenizer, model.c)[: a.quick]]
     seeds, rows, data = range(1 if a.quick else SEEDS), [], []
     for temperature, gamma in product(TEMPERATURES, GAMMAS):
         spent, probs = {name: [] for name in JUDGES}, partial(to_probs, temperature=temperature)
