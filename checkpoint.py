@@ -158,8 +158,16 @@ def check_tensors(files, model):
     have = {name: tuple(stored.get_shape()) if stored.get_dtype() in DTYPES else stored.get_dtype()
             for name, stored in files.items() if not name.endswith("rotary_emb.inv_freq")}  # of Llama 1 and 2
     for name in sorted(want.keys() | have.keys()):
-        if want.get(name) != have.get(name):
-            raise ValueError(f"tensor {name}: config.json needs {want.get(name)}, found {have.get(name)}")
+        if name not in have:
+            raise ValueError(f"tensor {name} is missing: is one of the files missing, too?")
+        if isinstance(have[name], str):
+            raise ValueError(f"tensor {name} is stored as {have[name]}, and known are {', '.join(DTYPES)}: "
+                             "take the checkpoint that was not quantised")
+        if name not in want:
+            raise ValueError(f"tensor {name}: this architecture has no use for it, so the logits would be "
+                             "others: a variant of it, or a quantised checkpoint?")
+        if want[name] != have[name]:
+            raise ValueError(f"tensor {name}: config.json needs {want[name]}, found {have[name]}")
 
 
 def find_device(device=None):
@@ -175,14 +183,16 @@ def find_device(device=None):
 def read_config(folder):
     """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises
     ValueError for anything that this library would compute wrongly."""
-    path, other = folder / "config.json", folder / "generation_config.json"
-    given, generation = read_json(path), read_json(other) if other.is_file() else {}
+    path = folder / "config.json"
+    given = read_json(path)
+    eos = read_eos(folder, given)
     with guarded(path):     # a value of an unexpected type fails somewhere below
         names, family = given.get("architectures"), given.get("model_type")
+        if family is None:
+            raise ValueError("it has no model_type, which names the architecture, such as llama or gemma2")
         if family not in FAMILIES or names not in (None, [ARCHITECTURES[family]]):
             raise ValueError(f"architecture {names or family}: need one of {[*ARCHITECTURES.values()]}")
         gemma, rope = family == "gemma2", given.get("rope_scaling") or given.get("rope_parameters") or {}
-        given["eos_token_id"] = generation.get("eos_token_id", given.get("eos_token_id"))
         raw = FAMILIES[family] | {key: value for key, value in (given | rope).items()
                                   if value is not None or key in GEMMA2.values()}
         raw["num_key_value_heads"] = raw["num_key_value_heads"] or raw["num_attention_heads"]
@@ -191,8 +201,7 @@ def read_config(folder):
         raw.setdefault("rope_type", raw.get("type", "default"))
         activation = "hidden_activation" if gemma else "hidden_act"
         turn = "sliding_attention" if gemma else "full_attention", "full_attention"
-        bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id", [])
-        eos = tuple(eos) if isinstance(eos, list) else (eos,)
+        bos = raw.get("bos_token_id")
         keys, scaling = KEYS | GEMMA2 if gemma else KEYS, ROPE.get(raw["rope_type"], ())
 
         def check(key, fine):
@@ -210,7 +219,7 @@ def read_config(folder):
         check(activation, raw[activation] in ACTS)
         check("layer_types", all(name == turn[i % 2] for i, name in enumerate(raw.get("layer_types", []))))
         check("bos_token_id", bos is None or type(bos) is int and 0 <= bos < raw["vocab_size"])
-        check("eos_token_id", all(type(t) is int for t in eos))
+        check("head_dim", raw["head_dim"] % 2 == 0)     # the rotation turns pairs
         fields = {field: raw[key] for field, key in keys.items()}
         if gemma:
             fields |= {"norm_offset": 1.0, "post_norm": True, "embed_scale": raw["hidden_size"] ** 0.5,
@@ -218,6 +227,22 @@ def read_config(folder):
         fields["rope_scaling"] = {key: raw[key] for key in ("rope_type", *scaling)} if scaling else None
         return Config(**fields, tied=bool(raw["tie_word_embeddings"]), act=ACTS[raw[activation]],
                       bos=bos, eos=eos)
+
+
+def read_eos(folder, given):
+    """The end-of-text ids: those of generation_config.json if it names any, else those of config.json,
+    which is `given`."""
+    path = folder / "generation_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    if "eos_token_id" not in settings:
+        path, settings = folder / "config.json", given
+    eos = settings.get("eos_token_id")
+    if eos is None:
+        return ()
+    eos = tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(t) is int for t in eos):
+        raise ValueError(f"{path}: eos_token_id must be a token id or a list of them, got {list(eos)}")
+    return eos
 
 
 def write_config(c, dtype):

@@ -182,6 +182,7 @@ def report(writer, plan, seen):
         "packed": isinstance(model.blocks[0].mlp.down, Packed),
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed,
+        "own_settings": chat.own_settings(a.model) if a.temperature == 0 else "",
     }
 
 
@@ -209,7 +210,8 @@ def against_plain(writer, plan, printed):
 
 def summary(r, seen):
     """The lines after the text: legend, counts, how it drafted, how fast it was, and the verdict."""
-    lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r),
+    offer = f"this is greedy; the model's own settings: {r['own_settings']}" if r["own_settings"] else ""
+    lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r), offer,
              verdict(r) if "baseline" in r else ""]
     return "\n".join(filter(None, lines))
 

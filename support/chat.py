@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2.ext
 import jinja2.sandbox
 
+from sampling import check
 from support.files import read_json, read_text
 
 
@@ -32,6 +33,9 @@ def read_template(folder):
     ValueError if there is none; `render` raises it if the template fails or refuses the messages."""
     file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
     config = read_json(settings) if settings.is_file() else {}
+    older = Path(folder) / "special_tokens_map.json"    # as in transformers, it counts only where the
+    if older.is_file() and "added_tokens_decoder" not in config:    # newer file does not list its tokens
+        config |= read_json(older)
     source = read_text(file) if file.is_file() else config.get("chat_template")
     if isinstance(source, list):    # some models have one for tools, too
         source = {t.get("name"): t.get("template") for t in source}.get("default")
@@ -45,7 +49,7 @@ def read_template(folder):
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     # <s> and the like: a file gives a token as a string, as an object or as null
-    special = {key: t["content"] if isinstance(t, dict) else t
+    special = {key: t.get("content") if isinstance(t, dict) else t
                for key, t in config.items() if key.endswith("_token") and isinstance(t, str | dict)}
 
     def render(messages, add_generation_prompt=True):
@@ -58,3 +62,24 @@ def read_template(folder):
             raise ValueError(f"{folder}: the chat template fails: {why}") from None
 
     return render
+
+
+def own_settings(folder):
+    """The flags of generate.py for the sampling settings in a folder's generation_config.json; "" if it
+    names none, says not to sample, or cannot be used."""
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return ""
+    try:
+        named = read_json(path)
+        if named.get("do_sample") is False:
+            return ""
+        settings = {key: named[key] for key in ("temperature", "top_k", "top_p", "min_p") if named.get(key)}
+        if settings.get("top_p") == 1:      # no cut
+            del settings["top_p"]
+        if settings:
+            settings = {"temperature": 1.0} | settings
+            check(**settings)
+    except (ValueError, TypeError):
+        return ""
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in settings.items())

@@ -69,13 +69,30 @@ def write_file(path, text):
         temporary.write_text(text, encoding="utf-8")
 
 
-def read_text(path):
-    if not path.exists() or path.is_dir():   # a pipe is fine
+def check_there(path):
+    """Raise FileNotFoundError, in one line, where there is no file. A pipe is one."""
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(f"{path}: a link to nothing, as a download leaves it that broke off: "
+                                "download it again")
+    if not path.exists() or path.is_dir():
         raise FileNotFoundError(f"{path}: no such file")
+
+
+def check_fetched(path, start):
+    """Raise ValueError for the pointer that Git leaves in place of a file that LFS has not fetched."""
+    if start.startswith(b"version https://git-lfs"):
+        raise ValueError(f"{path}: a Git LFS pointer instead of the file: run git lfs pull in its folder")
+
+
+def read_text(path):
+    check_there(path)
     try:
-        return path.read_text(encoding="utf-8-sig")  # skips a byte order mark
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig")  # skips a byte order mark
     except (UnicodeDecodeError, OSError) as e:
         raise ValueError(f"{path}: not readable as UTF-8 text ({e})") from None
+    check_fetched(path, content)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def read_texts(path, key, separator):
@@ -152,13 +169,10 @@ def guarded(what):
 
 
 def open_with(reader, path, what):
-    """reader(path). Raises FileNotFoundError or ValueError, also for the pointer that Git leaves in
-    place of a file that LFS has not fetched. what: the message if the reader fails."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+    """reader(path). Raises FileNotFoundError or ValueError. what: the message if the reader fails."""
+    check_there(path)
     with open(path, "rb") as file:
-        if file.read(23) == b"version https://git-lfs":
-            raise ValueError(f"{path}: a Git LFS pointer instead of the file: run git lfs pull in its folder")
+        check_fetched(path, file.read(64))
     with guarded(f"{path}: {what}"):
         return reader(str(path))
 

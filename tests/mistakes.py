@@ -423,9 +423,9 @@ TABLE = {
          "checkpoint::tensors_that_are_missing_left_over_or_misshapen_are_named"),
         ("read_config", "raw['query_pre_attn_scalar", "raw['head_dim", "query_pre_attn_scalar is not read",
          "checkpoint::saving_and_loading_loses_nothing[gemma2-dtype1]"),
-        ("read_config", "generation.get('eos_token_id', given", "given.get('eos_token_id', generation",
+        ("read_eos", "'eos_token_id' not in settings", "given.get('eos_token_id') is not None",
          "end-of-text from config.json first", "checkpoint::end_of_text_ids_come_in_every_form"),
-        ("read_config", "eos_token_id', [])", "eos_token_id') or []", "end-of-text id 0 counts as none",
+        ("read_eos", "eos is None", "not eos", "end-of-text id 0 counts as none",
          "checkpoint::end_of_text_ids_come_in_every_form")],
     "methods/suffix.py": [
         ("Suffix.best", "chance *= ", "chance = ", "a path is as likely as its last token",

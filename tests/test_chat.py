@@ -46,7 +46,7 @@ ASK, MORE, ANSWER, SYSTEM = ({"role": role, "content": content} for role, conten
     ("user", "Hi é <b>&"), ("user", "  two\nlines "), ("assistant", " Yes 🙂"), ("system", "!")))
 CHATS = [([ASK], True), ([SYSTEM, MORE], True), ([ASK, ANSWER], False),
          ([SYSTEM, ASK, ANSWER, MORE], True), ([ASK, MORE], True)]
-FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+FILE, CONFIG, OLDER = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 SHOW = {FILE: "".join(f"{name}: {{{{ {name} }}}} " for name in (
     "bos_token", "eos_token", "unk_token", "boi_token", "add_bos_token"))}
 ADDED = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
@@ -96,11 +96,26 @@ def test_templates_as_transformers_renders_them(folder, monkeypatch, name):
 
 @pytest.mark.parametrize("files", [
     SHOW | {CONFIG: {"bos_token": None, "eos_token": ADDED, "add_bos_token": 1, "boi_token": "I"}},
+    *(SHOW | {CONFIG: {"eos_token": "</s>", "bos_token": "<s>"} | listed, OLDER: {
+        "eos_token": {"content": "<|im_end|>", "lstrip": False}, "bos_token": None, "boi_token": "I"}}
+      for listed in ({}, {"added_tokens_decoder": {}})),
     *({CONFIG: {"chat_template": source}} | files
       for source in (None, "config", [RAG, DEFAULT], [RAG]) for files in ({}, {FILE: "file"}))])
 def test_where_templates_and_special_tokens_stand(folder, files):
     ours, theirs, _ = both(folder(files), [ASK])
     assert ours == theirs
+
+
+@pytest.mark.parametrize("settings, flags", [
+    ({}, ""), ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, "--temperature 0.6 --top-p 0.9"),
+    ({"top_k": 20, "top_p": 1.0, "min_p": 0.0}, "--temperature 1.0 --top-k 20"),
+    ({"do_sample": False, "temperature": 0.6}, ""), ({"temperature": "hot"}, ""), ({"top_p": 7}, "")])
+def test_the_models_own_settings_are_offered(call, folder, settings, flags):
+    path = folder({"generation_config.json": settings, CONFIG: {"chat_template": "hi"}})
+    assert chat.own_settings(path) == flags
+    said = call("Hi", "--chat", "--model", path, "--max-new", "1")[1]
+    assert (f"own settings: {flags}" in said) == bool(flags)
+    assert "own settings" not in call("Hi", "--model", path, "--max-new", "1", "--temperature", "1")[1]
 
 
 @pytest.mark.parametrize("template, why", [

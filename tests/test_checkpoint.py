@@ -96,7 +96,10 @@ def test_end_of_text_ids_come_in_every_form(tmp_path):
         assert checkpoint.read_config(tmp_path).eos == want
     for eos in ("</s>", [1, True], {"id": 1}):
         edit(generation, eos_token_id=eos)
-        refused(tmp_path, "eos_token_id")
+        refused(tmp_path, "generation_config.json: eos_token_id")
+        edit(generation, drop=["eos_token_id"])
+        edit(config, eos_token_id=eos)
+        refused(tmp_path, "/config.json: eos_token_id")
 
 
 @pytest.mark.parametrize("kind, more", [
@@ -137,6 +140,7 @@ def test_every_form_is_understood_as_by_transformers(family, name, tmp_path):
 
 REFUSED = [
     (LLAMA, dict(architectures=["MistralForCausalLM"], model_type="mistral"), "Mistral"),
+    (LLAMA, dict(model_type=None), "no model_type"), (LLAMA, dict(head_dim=7), "head_dim 7"),
     (LLAMA, dict(quantization_config={"quant_method": "gptq"}), "gptq"), (LLAMA, dict(mlp_bias=True), "bias"),
     (GEMMA, dict(use_bidirectional_attention=True), "bidirectional"),
     (LLAMA, dict(hidden_act="relu"), "relu"), (GEMMA, dict(hidden_activation="gelu"), "gelu"),
@@ -159,6 +163,8 @@ def test_what_would_be_computed_wrongly_is_refused_by_name(c, changes, word, tmp
 @pytest.mark.parametrize("drop, changes, word", [
     ([UP], {}, UP), ([HEAD], {}, HEAD), ([], {UP: torch.ones(32, 48)}, "(32, 48)"),
     ([], {EMBED: torch.ones(())}, EMBED), ([], {"extra.bias": torch.ones(32)}, "extra.bias"),
+    ([], {UP: torch.ones(48, 32).to(torch.float8_e4m3fn)}, "F8_E4M3"), ([UP], {}, "is missing"),
+    ([], {"extra.bias": torch.ones(32)}, "no use for it"),
     ([], {UP: torch.ones(48, 32, dtype=torch.int8)}, "I8")], ids=str)
 def test_tensors_that_are_missing_left_over_or_misshapen_are_named(drop, changes, word, tmp_path):
     edit(saved(LLAMA, tmp_path)[1] / "model.safetensors", drop, **changes)
@@ -174,7 +180,12 @@ def test_what_is_missing_or_damaged_is_named(name, tmp_path):
     for damaged in (raw[:-1], b"", b"[]", raw + b"x", b"[" * 100_000, b"version https://git-lfs.github.com"):
         path.write_bytes(damaged)
         refused(tmp_path, str(path))
-    refused(tmp_path, "JSON" if name == "config.json" else "git lfs pull")
+    refused(tmp_path, "git lfs pull")
+    path.unlink()
+    path.symlink_to(tmp_path / "blobs" / "gone")
+    refused(tmp_path, "a link to nothing", FileNotFoundError)
+    path.unlink()
+    path.write_bytes(raw)
     if name == "model.safetensors":
         path.rename(tmp_path / "pytorch_model.bin")
         refused(tmp_path, "only pickles")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jinja2 import TemplateError
 
 import checkpoint
 from kvcache import KVCache
@@ -19,6 +18,7 @@ from layerskip import SelfDraft, early_exit
 from model import Placement
 from speculative import generate
 from support.chat import read_template
+from support.files import guarded
 from support.stats import parting
 
 RIGHT, WRONG, NONE = "right", "DIFFERS", "-"
@@ -111,26 +111,34 @@ def check_tokenizer(folder, tokenizer):
     from transformers import AutoTokenizer, logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    theirs, wrong = AutoTokenizer.from_pretrained(folder), []
+    with guarded(f"{folder}: transformers cannot read its tokenizer"):
+        theirs, wrong = AutoTokenizer.from_pretrained(folder), []
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
     texts = [*TEXTS, f"a {' b'.join(special)} c", *(read_prompts(name)[0]["text"][:500] for name in SETS)]
     for text in texts:
-        ids = checkpoint.encode(tokenizer, text)
-        again = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        if (theirs(text).input_ids, again) != (ids, tokenizer.decode(ids)):
+        ids = attempt(checkpoint.encode, tokenizer, text)
+        want = attempt(lambda text: theirs(text).input_ids, text)
+        back = partial(theirs.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if want != ids or ids and attempt(back, ids) != attempt(tokenizer.decode, ids):
             wrong.append(repr(text[:20]))
     found = f"not equal: {', '.join(wrong)}" if wrong else "equal"
     rows = [judge(f"tokenizer: ids of {len(texts)} texts, and back", found, "AutoTokenizer", not wrong)]
     return rows + check_chats(folder, tokenizer, theirs)
 
 
-def chat(render, encode, messages, more):
-    """(text, ids) of a chat, or None where the template refuses the messages."""
+def attempt(f, *args):
+    """f(*args), or None where it refuses them in any way."""
     try:
-        text = render(messages, more)
-    except (ValueError, TemplateError):
+        with guarded("refused"):
+            return f(*args)
+    except ValueError:
         return None
-    return text, encode(text)
+
+
+def chat(render, encode, messages, more):
+    """(text, ids) of a chat, each None where the template or the tokenizer refuses it."""
+    text = attempt(render, messages, more)
+    return text, text and attempt(encode, text)
 
 
 def check_chats(folder, tokenizer, theirs):
@@ -148,7 +156,7 @@ def check_chats(folder, tokenizer, theirs):
     for name, given in CHATS.items():
         ours = chat(render, partial(checkpoint.encode, tokenizer, special=False), *given)
         want = chat(render_theirs, partial(theirs.encode, add_special_tokens=False), *given)
-        rows.append(judge(f"chat template: {name}", *("text and ids" if made else "refused"
+        rows.append(judge(f"chat template: {name}", *("text and ids" if all(made) else "refused"
                                                       for made in (ours, want)), ours == want))
     return rows
 
@@ -257,7 +265,8 @@ def run(a):
     half = our_logits(model, passes[0]) if stored in HALF else None
     del model
     rows = check_tokenizer(folder, tokenizer)
-    said = ask(folder, a.device, passes, prompts, new, stored)
+    with guarded(f"{folder}: transformers cannot compute this model"):
+        said = ask(folder, a.device, passes, prompts, new, stored)
     model, _ = checkpoint.load(folder, a.device, torch.float32)
     rows += check_logits(model, passes, said)
     if half is not None:

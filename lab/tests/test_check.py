@@ -5,6 +5,7 @@ import expected
 import pytest
 import torch
 from tiny import GEMMA, LLAMA, make
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 import checkpoint
@@ -49,6 +50,14 @@ def call(asked, monkeypatch):
         _, data = check.run(bench.parse(argv))
         return data["status"], {r["check"]: r["verdict"] for r in data["checks"]}
     return run
+
+
+def test_a_tokenizer_that_refuses_texts_ends_in_no_traceback(tmp_path):
+    """A WordLevel without its token for the unknown refuses what transformers refuses, too."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"))
+    checkpoint.save(make(replace(CONFIGS["llama"], vocab_size=2, bos=None, eos=())), tmp_path, tokenizer)
+    assert not wrong(check.check_tokenizer(tmp_path, tokenizer))
+    assert bench.main(["check", "--model", str(tmp_path)]) == 2
 
 
 def load(folder):
