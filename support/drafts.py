@@ -123,8 +123,9 @@ def trained(ask):
     a, kind, model = ask.a, ask.kind, ask.model
     folder = Path(a.draft) if kind == "heads" else Path(a.model) / "heads" / kind
     if not (folder / heads.FILE).is_file():
-        raise FileNotFoundError(f"{folder}: no heads: train them, python -m lab.train_heads {kind} "
-                                f"--model {a.model} --out {folder}")
+        raise FileNotFoundError(
+            f"{folder}: no heads. Seconds make a first version, and more tokens a better one: python -m "
+            f"lab.train_heads {kind} --model {a.model} --text 3e3 --tokens 6e3 --out {folder}")
     head = heads.load(folder, model, kinds_of(folder))
     most, where = head.step.most, f" after block {head.step.trunk}" if head.step.trunk else ""
     gamma = a.gamma
