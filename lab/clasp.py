@@ -77,18 +77,18 @@ class Nearest(SelfDraft):
 
 
 class CLaSp(Nearest):
-    """Skip the `skips` blocks without which the last accepted token's states stay nearest to the target's
-    (CLaSp, arXiv 2505.24196).
+    """Skip the `skips` blocks (by default 45 % of them) without which the last accepted token's states stay
+    nearest to the target's (CLaSp, arXiv 2505.24196).
 
     Its dynamic programme runs all its sets in one pass of each block, as tokens of one place that do not see
     each other. `every`, the draft's length and where it stops are those of the port to Spec-Bench; theirs is
     for one row, and here the cosine is the mean over the rows.
     """
 
-    def __init__(self, model, skips, every=128, threshold=0.7, gamma=8):
+    def __init__(self, model, gamma=8, skips=None, every=128, threshold=0.7):
         blocks = [[2 * i, 2 * i + 1] for i in range(model.c.n_layers)]
         super().__init__(model, blocks, Confidence(threshold, gamma), every)
-        self.skips = skips
+        self.skips = max(1, round(0.45 * len(blocks))) if skips is None else skips
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -112,7 +112,7 @@ class KnapSpec(Nearest):
     whose cosine falls below a half are given up, as in the authors' code.
     """
 
-    def __init__(self, model, costs=None, every=128, window=16, gamma=8):
+    def __init__(self, model, gamma=8, costs=None, every=128, window=16):
         L = model.c.n_layers
         super().__init__(model, [[i] for i in range(2 * L)], 0, every)
         self.costs, self.window, self.longest = costs or weight_costs(model.c), window, gamma

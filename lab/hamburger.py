@@ -232,6 +232,11 @@ class BurgerDraft(Drafter):
             row += [new[i : i + self.burger.most] for i in range(0, len(new), self.burger.most)]
 
 
+def untrained(model, gamma):
+    """A BurgerDraft of which nothing has learnt yet: `--draft lab/hamburger.py:untrained`."""
+    return BurgerDraft(Hamburger(model, most=gamma + 1), confidence=0.4)
+
+
 # --- the command
 
 

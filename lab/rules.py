@@ -1,10 +1,13 @@
-"""Rules for how far to draft that were published, and that only the benchmarks compare: by our own tables
-none of them beats those of control.py."""
+"""Rules for how far to draft that were published. By our own tables none of them beats those of control.py.
+
+    python generate.py "Once upon a time" --draft exit --rule lab/rules.py:Thompson
+"""
 import random
 
 import torch
 
-from control import MOST, Beta, Confidence, confidence, outcomes
+from control import MOST, Beta, Confidence, DoNoHarm, confidence, outcomes
+from methods.arms import Calibrated
 from sampling import raw_probs
 from speculative import Rule
 
@@ -14,7 +17,7 @@ class AdaptiveExit(Rule):
     2023, section 3.3), each row on its own. The threshold outlives the run, as in the paper's code, and so
     does the running acceptance, which starts at 0."""
 
-    def __init__(self, threshold=0.6, target=0.9, gamma=12):
+    def __init__(self, gamma=12, threshold=0.6, target=0.9):
         super().__init__(gamma)
         self.start, self.target, self.threshold = threshold, target, []
 
@@ -84,7 +87,7 @@ class Entropy(Rule):
     """Stop after a token whose distribution has a high entropy H: the acceptance is at least about
     1 - sqrt(`scale` H) (SVIP, arXiv 2411.18462; the constants are those of its repository)."""
 
-    def __init__(self, threshold=0.3, scale=0.15, gamma=40):
+    def __init__(self, gamma=40, threshold=0.3, scale=0.15):
         super().__init__(gamma)
         self.threshold, self.scale = threshold, scale
 
@@ -98,7 +101,7 @@ class AnnealedConfidence(Confidence):
     surer than they should be (SpecBound, arXiv 2604.12247). depth: the share of the blocks that draft. The
     threshold and the slope are ours."""
 
-    def __init__(self, depth, threshold=0.6, slope=1.0, gamma=MOST):
+    def __init__(self, gamma=MOST, depth=1 / 6, threshold=0.6, slope=1.0):
         super().__init__(threshold, gamma)
         self.temperature = 1 + slope * (1 - depth)
 
@@ -129,3 +132,26 @@ class Thompson(Rule):
     def learn(self, state, r):
         for row, (drafted, kept) in zip(self.seen, outcomes(r), strict=True):
             row.add(kept, kept < drafted)
+
+
+# --- rules of control.py and methods/arms.py, for `--rule`: with one setting of many
+
+
+def unsure(gamma):
+    """transformers' stop, at a confidence below 0.4."""
+    return Confidence(0.4, gamma)
+
+
+def second_exit(gamma):
+    """Kangaroo's, at a confidence below 0.6 (arXiv 2404.18911)."""
+    return Confidence(0.6, gamma)
+
+
+def do_no_harm(gamma):
+    """For a draft that costs a sixth of a pass, as `--draft exit` nearly does."""
+    return DoNoHarm(1 / 6, gamma)
+
+
+def expected_value(gamma):
+    """Stop where the next token's chance of being accepted falls below its price."""
+    return Calibrated(gamma=gamma)

@@ -25,8 +25,8 @@ class SWIFT(Wrapper):
     expected improvement is tried. Their places have 1 to 10 guesses, by confidence; ours 1 + len(widths).
     """
 
-    def __init__(self, model, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000, every=25,
-                 threshold=0.8, gamma=25, widths=(25, 25), seed=0):
+    def __init__(self, model, gamma=25, skip_ratio=0.45, window=32, enough=0.95, patience=300, most=1000,
+                 every=25, threshold=0.8, widths=(25, 25), seed=0):
         self.model = model
         self.free = range(2, 2 * model.c.n_layers - 2)      # the first and the last block stay
         self.count = int(len(self.free) * skip_ratio)

@@ -35,7 +35,7 @@ class DEL(SelfDraft):
     likeliest tokens. Each shadow costs a product with the head: score few `exits`, or every n-th round.
     """
 
-    def __init__(self, model, exits=None, costs=None, omega=0.95, gamma=18, every=1, window=32):
+    def __init__(self, model, gamma=18, exits=None, costs=None, omega=0.95, every=1, window=32):
         L = model.c.n_layers
         self.exits = list(range(1, L) if exits is None else exits)
         super().__init__(model, early_exit(L, self.exits[0]), Confidence(0.5, gamma))

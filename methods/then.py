@@ -4,7 +4,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from speculative import Draft, Wrapper
+from layerskip import SelfDraft, early_exit
+from speculative import Draft, NGram, Wrapper
 
 
 class Then(Wrapper):
@@ -61,3 +62,9 @@ def join(head, length, tail):
                          for draft in (head, tail))
         q = F.pad(first, (0, 0, 0, T)).scatter(1, at[..., None].expand(B, T, V), second)
     return Draft(tokens, q, length + (T if tail.length is None else tail.length), traced=head.traced)
+
+
+def cascade(model, gamma):
+    """An exit after a sixth of the blocks, then lookup: `--draft methods/then.py:cascade`."""
+    L = model.c.n_layers
+    return Then(SelfDraft(model, early_exit(L, max(1, L // 6)), gamma), NGram(7, 3))

@@ -220,7 +220,7 @@ def add_flags(group):
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto, --rule: at most); levels of a tree")
     add("--rule", metavar="FILE.py:NAME", help="your own rule for how far to draft, NAME: (gamma) -> Rule; "
-        "lab/systems.py has the published ones")
+        "lab/rules.py has the published ones")
     add("--tree", type=int, metavar="N", help="trained heads: draft a tree of N tokens")
     add("--draft-vocab", metavar="FILE", help="draft with few tokens and a shorter output head (not for "
         "lookup and trained heads), as search.py --draft-vocab writes it")

@@ -15,7 +15,7 @@ from search import Teacher
 from speculative import generate, rounds
 
 FREE = Costs((0.001,) * 11 + (1.0,), 0.0)    # with these every draft gains, the earlier ones more
-DRAFTERS = {"del": lambda m: DEL(m, [2, 5], FREE, every=2, gamma=4, window=3)}
+DRAFTERS = {"del": lambda m: DEL(m, exits=[2, 5], costs=FREE, every=2, gamma=4, window=3)}
 test_greedy_identity = promises.greedy_identity(DRAFTERS)
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
 test_poison = promises.poison(DRAFTERS, count=12)   # neither drafts nor scores read what is dead
@@ -38,7 +38,7 @@ def test_no_overlap_is_above_1():
 def test_shadows_are_what_each_exit_would_have_drafted(models, family):
     """At the prompt's last two places and along every text, whatever drafted, by `Teacher`."""
     m, exits = models[family], [1, 3, 5]
-    drafter, want, places = DEL(m, exits, FREE, omega=1.0, gamma=3, window=2), 0, 0
+    drafter, want, places = DEL(m, exits=exits, costs=FREE, omega=1.0, gamma=3, window=2), 0, 0
     *_, (state, _) = rounds(m, PROMPTS, 12, drafter, warm, Coins(5))
     for prompt, text in zip(PROMPTS, state.known, strict=True):
         teacher, n = Teacher(m, text, warm), len(prompt)
@@ -52,7 +52,7 @@ def test_shadows_are_what_each_exit_would_have_drafted(models, family):
 
 def headless(m, costs, omega=1.0):
     """A DEL with one exit, whose states are logits already, and a state for it."""
-    drafter = DEL(m, [1], costs, omega)
+    drafter = DEL(m, exits=[1], costs=costs, omega=omega)
     drafter.model = SimpleNamespace(unembed=lambda x: x, c=m.c)
     return drafter, SimpleNamespace(probs=to_probs)
 

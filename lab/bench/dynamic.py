@@ -81,7 +81,8 @@ def rules(L, e, cost):
     return {"FS, +1 / -1": lambda: Schedule(6), "heuristic, +2 / -1": lambda: Schedule(5, up=2),
             "Draft & Verify, adaptive": AdaptiveExit, "Kangaroo's confidence": lambda: Confidence(0.6),
             "SVIP, entropy": Entropy, "EESD, Thompson": Thompson,
-            "SpecBound, annealed": lambda: AnnealedConfidence(e / L), "do no harm": lambda: DoNoHarm(cost)}
+            "SpecBound, annealed": lambda: AnnealedConfidence(depth=e / L),
+            "do no harm": lambda: DoNoHarm(cost)}
 
 
 def all_methods(c, skip, vocab, trained, costs):
@@ -95,9 +96,9 @@ def all_methods(c, skip, vocab, trained, costs):
     for e in exits[:2]:
         subs = early_exit(L, e)
         methods[f"exit {e}, do no harm, n-gram tail"] = ruled(subs, partial(DoNoHarm, step(subs)), tail=True)
-    makers = {"SWIFT": SWIFT, "CLaSp": partial(CLaSp, skips=max(1, round(0.45 * L))), "DEL": DEL,
-              "KnapSpec": lambda m: KnapSpec(m, costs),
-              "DEL, few exits": lambda m: DEL(m, exits, every=4),
+    makers = {"SWIFT": SWIFT, "CLaSp": CLaSp, "DEL": DEL,
+              "KnapSpec": lambda m: KnapSpec(m, costs=costs),
+              "DEL, few exits": lambda m: DEL(m, exits=exits, every=4),
               "Pace": lambda m: Pace(m, candidates(m, costs, skip, vocab, trained[m.tok.dtype]), costs)}
     methods |= {name: living(make) for name, make in makers.items()}
     return {"plain": Method(gamma=0)} | methods, names

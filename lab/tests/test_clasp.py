@@ -11,13 +11,13 @@ from lab import clasp
 from lab.clasp import CLaSp, KnapSpec, nearest
 from speculative import rounds
 
-DRAFTERS = {"clasp": lambda m: CLaSp(m, 5, every=1, threshold=0.1),
-            "knapspec": lambda m: KnapSpec(m, free(m), every=3)}
+DRAFTERS = {"clasp": lambda m: CLaSp(m, skips=5, every=1, threshold=0.1),
+            "knapspec": lambda m: KnapSpec(m, costs=free(m), every=3)}
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
 test_poison = promises.poison(DRAFTERS, count=12)
 test_exact_law = promises.exact_law({
-    "gemma2 clasp": (TINY_GEMMA, lambda m: CLaSp(m, 1, every=1, threshold=0.6, gamma=2)),
-    "knapspec": (replace(TINY, n_layers=5), lambda m: KnapSpec(m, free(m), every=1, gamma=2))})
+    "gemma2 clasp": (TINY_GEMMA, lambda m: CLaSp(m, 2, skips=1, every=1, threshold=0.6)),
+    "knapspec": (replace(TINY, n_layers=5), lambda m: KnapSpec(m, 2, free(m), every=1))})
 
 
 def free(m):
@@ -31,7 +31,7 @@ def test_clasp_judges_by_the_states_of_the_last_accepted_token(models, family, m
     monkeypatch.setattr(clasp, "nearest", lambda states, run, times, most: (
         seen.append((states, [run(u, torch.stack([states[u] + 1, states[u]]))[1] for u in range(6)]))
         or ([[1], [1, 3]], None)))
-    drafter, taps = CLaSp(m, 2, every=1, threshold=0.0, gamma=3), list(range(1, 12, 2))
+    drafter, taps = CLaSp(m, 3, skips=2, every=1, threshold=0.0), list(range(1, 12, 2))
     ends = [[len(p) for p in PROMPTS[:3]]]
     for state, r in rounds(m, PROMPTS[:3], 8, drafter):
         lengths = zip(state.known, r.new, r.accepted.tolist(), strict=True)
@@ -76,7 +76,7 @@ def test_times_by_brute_force():
 
 def test_knapspec_drafts_with_the_set_that_promises_most_and_not_at_all_where_none_gains(monkeypatch):
     m = make(LIVELY["llama"])
-    drafter, m.unembed = KnapSpec(m, free(m)), lambda x: x
+    drafter, m.unembed = KnapSpec(m, costs=free(m)), lambda x: x
     assert drafter.times == [0, 0, 1, 2, 1, 2, 1, 2, 1, 2, 0, 0]
     ends = torch.eye(17)[:13, None].repeat(1, 4, 1)         # (J, N, V) one-hot "states"
     states = [None] * 12 + [torch.eye(17)[torch.tensor([0, 0, 1, 2])]]

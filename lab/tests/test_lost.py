@@ -25,7 +25,7 @@ from search import Teacher
 from speculative import NGram, generate, rounds
 
 DRAFTERS = {
-    "swift": lambda m: SWIFT(m, 0.7, window=3, every=2, threshold=0.2, widths=(2,)),
+    "swift": lambda m: SWIFT(m, skip_ratio=0.7, window=3, every=2, threshold=0.2, widths=(2,)),
     "m2r2": lambda m: wild(M2R2(m, 3)).drafter(4),
     "m2r2, siblings": lambda m: Siblings(wild(M2R2(m, 5, 4)).drafter(3), [3, 1]),
     "transfer": lambda m: wild(Transfer(m, 0, 4)).drafter(Unsure(4)),
@@ -33,13 +33,13 @@ DRAFTERS = {
     "prophet": lambda m: Then(wild(Prophet(m, 2)).drafter(3), NGram(2, 1)),
 }
 SHORT = {    # drafts of one or two tokens
-    "swift": (TINY, lambda m: SWIFT(m, 0.5, 1, every=2, threshold=0.5, gamma=2, widths=(1,))),
+    "swift": (TINY, lambda m: SWIFT(m, 2, 0.5, 1, every=2, threshold=0.5, widths=(1,))),
     "gemma2 m2r2": (TINY_GEMMA, lambda m: wild(M2R2(m, 2, 2)).drafter(2)),
     "gemma2 transfer": (TINY_GEMMA, lambda m: wild(Transfer(m, 2, 2)).drafter(2, [0, 0, 1])),
 }
 RULES = {    # that see what was drawn
-    "entropy": lambda m: SelfDraft(m, range(4), Entropy(0.35, gamma=2)),
-    "annealed": lambda m: SelfDraft(m, range(4), AnnealedConfidence(2 / 3, 0.5, gamma=2)),
+    "entropy": lambda m: SelfDraft(m, range(4), Entropy(2, 0.35)),
+    "annealed": lambda m: SelfDraft(m, range(4), AnnealedConfidence(2, 2 / 3, 0.5)),
 }
 HEADS = {"m2r2": lambda m: M2R2(m, 3, 4), "transfer": lambda m: Transfer(m, 3, 3),
          "from the embedding": lambda m: Transfer(m, 0, 3), "prophet": lambda m: Prophet(m, 2)}
@@ -139,11 +139,11 @@ def test_stop_rules_by_hand():
     logits, token = torch.tensor([[3.0, 0.0], [1.0, 0.0]]), torch.tensor([0, 0])
     for depth, bar, want in ((1, 0.7, [False, False]), (1, 0.85, [False, True]), (0, 0.7, [False, True]),
                              (0, 0.85, [True, True])):
-        assert AnnealedConfidence(depth, bar).stop(0, logits, token) == want
-    assert AnnealedConfidence(0.25, slope=2).temperature == 2.5
+        assert AnnealedConfidence(depth=depth, threshold=bar).stop(0, logits, token) == want
+    assert AnnealedConfidence(depth=0.25, slope=2).temperature == 2.5
     logits = torch.tensor([[0.0] * 4, [9.0, 0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf, -torch.inf]])
     for bar, want in ((0.3, [True, False, True]), (0.4, [True, False, False]), (0.46, [False] * 3)):
-        assert Entropy(bar).stop(0, logits, torch.zeros(3).long()) == want
+        assert Entropy(threshold=bar).stop(0, logits, torch.zeros(3).long()) == want
 
 
 def test_thompson_draws_from_what_became_of_drafts():
