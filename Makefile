@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test test-lab test-all gpu-test gpu mistakes mutation exercises smollm lint picture notebooks benchmarks clean
+.PHONY: demo test test-lab test-all gpu-proof gpu-rehearsal mistakes mutation exercises smollm lint picture notebooks benchmarks clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -23,12 +23,12 @@ test-lab: $(VENV)/dev
 test-all: lint test test-lab mistakes exercises smollm
 	$(PY) -m pytest -n auto --dist worksteal tests/test_notebooks.py
 
-gpu-test: $(VENV)/dev
-	@$(PY) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no CUDA device here")'
-	$(PY) -m pytest
+# What only a GPU can show, in six minutes; and the same without one, as a rehearsal: see docs/gpu.md.
+gpu-proof: $(VENV)/dev
+	$(PY) -m lab.proof --smollm runs/smollm
 
-gpu: $(VENV)/run
-	$(PY) -m lab.bench gpu --device cuda --out gpu
+gpu-rehearsal: $(VENV)/dev
+	$(PY) -m lab.proof --device cpu --tiny --out results/gpu-rehearsal
 
 mistakes: $(VENV)/dev
 	$(PY) tests/mistakes.py

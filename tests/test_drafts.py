@@ -22,7 +22,7 @@ call = command(generate.main)
 @pytest.fixture(scope="module")
 def stories():
     """(model, tokenizer)"""
-    return checkpoint.load(STORIES, dtype=torch.float32)
+    return checkpoint.load(STORIES, "cpu", torch.float32)
 
 
 @pytest.fixture
@@ -60,8 +60,8 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
 
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
     """Those of other weights, too, but not those of another shape, and none for few bits."""
-    model, _ = checkpoint.load(STORIES, dtype=torch.float32)
-    other, _ = checkpoint.load(STORIES.parent / "stories-gemma2")
+    model, _ = checkpoint.load(STORIES, "cpu", torch.float32)
+    other, _ = checkpoint.load(STORIES.parent / "stories-gemma2", "cpu")
     model.norm.weight.data *= 1.5
     for head in (heads.Prophet(model, 1), heads.Medusa(other, 2)):
         (tmp_path / "heads" / head.kind).mkdir(parents=True)

@@ -36,7 +36,7 @@ def once(monkeypatch):
 @pytest.fixture(scope="module")
 def ids():
     """The answer of plain decoding, by the library."""
-    model, tokenizer = checkpoint.load(STORIES, dtype=torch.float32)
+    model, tokenizer = checkpoint.load(STORIES, "cpu", torch.float32)
     prompt = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
     return write(model, [prompt], 12, eos=set(model.c.eos))[0][0]
 
@@ -158,7 +158,7 @@ def test_seed_repeats_a_sampled_run(call):
 def test_batch_from_a_file(call, tmp_path):
     texts, lines = ["Once upon a time", "User: hello", "x"], tmp_path / "prompts.txt"
     lines.write_text("\n".join(texts))
-    common = ["--max-new", "9", "--dtype", "float32"]
+    common = ["--max-new", "9", "--dtype", "float32", "--device", "cpu"]
     alone = [json.loads(call(text, "--json", *common)[1])["outputs"][0] for text in texts]
     r = json.loads(call("--prompt-file", lines, "--json", *common)[1])
     assert r["outputs"] == alone and r["new_tokens"] == 27

@@ -13,7 +13,6 @@
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
     python -m lab.bench real         a real public model, over recorded plain decoding: see lab/bench/real.py
-    python -m lab.bench gpu          what a GPU can do, and what is made of it; goes on where --out ends
     python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
 """
 import argparse
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, gpu, heads, plain, quant, search
+from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, heads, plain, quant, search
 from lab.bench.real import KINDS, run_real
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
@@ -35,7 +34,7 @@ RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "packed": plain.run_packed, "costs": costs.run_costs,
     "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
     "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real, "search": search.run,
-    "gpu": gpu.run, "beyond": beyond.run}
+    "beyond": beyond.run}
 
 
 class Flags(argparse.Namespace):
@@ -53,8 +52,7 @@ def parse(argv):
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
-    p.add_argument("--quick", nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or "
-                   "N; gpu: tiny models, to see whether it runs at all")
+    p.add_argument("--quick", nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or N")
     p.add_argument("--fast", action="store_true", help="in recorded passes; plain: also in them")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
                    "a3,m4 or a skip.json (the last three: by default the one beside the weights)")

@@ -50,10 +50,10 @@ def compiled(theirs, prompt, new):
     return write
 
 
-def recorded(model, prompt, new):
+def recorded(model, prompt, new, how=None):
     """A function that continues the prompt in recorded passes, which are all recorded now. It returns the
     ids."""
-    fast, slots = Recorded(model), min(len(prompt) + new, model.c.max_len) + SPARE
+    fast, slots = Recorded(model, how), min(len(prompt) + new, model.c.max_len) + SPARE
     cache = KVCache(model.c, 1, slots, fast.attention_dtype(), fast.tok.device)
 
     def write():

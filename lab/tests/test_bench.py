@@ -12,7 +12,7 @@ from tiny import GEMMA, PROMPTS, command, make
 from control import Costs, weight_costs
 from lab.bench import __main__ as bench
 from lab.bench import costs as bench_costs
-from lab.bench import drafters, gpu
+from lab.bench import drafters
 from lab.bench.drafters import Bench, Method, Sample
 from lab.bench.shared import WEIGHTS
 from layerskip import SelfDraft, ShortHead
@@ -115,29 +115,3 @@ def test_the_benchmark_with_a_skip_set_beside_the_weights(call, tmp_path):
     assert rows.pop("transformers, assistant_early_exit")["tokens_per_second"] > 0
     assert {"plain", "skip set, gamma 2", "target gate 0.5"} <= set(rows)
     assert all(f"| {name} |" in out and r["by_weights"] > 0 for name, r in rows.items())
-
-
-@pytest.mark.parametrize("device", ["cuda"])
-def test_every_part_for_a_gpu_runs(call, monkeypatch, tmp_path, device):
-    monkeypatch.setattr(gpu, "REPEATS", 1)
-    assert call("gpu", "--out", tmp_path / "gpu", "--quick", "--device", device)[0] == 0
-    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert set(parts) == {"constants", "stories-draft", *gpu.TINY}
-    rows = [row for way, row in parts["stories-draft"].items() if way.endswith("float32")]
-    assert len(rows) == 3 and all(row["as plain"] == row["as float32 on the CPU"] == 8 for row in rows)
-
-
-def test_a_part_that_fails_costs_no_other(call, monkeypatch, tmp_path):
-    ran, failing, argv = [], ["two"], ["gpu", "--out", tmp_path / "gpu"]
-
-    def part(name):
-        ran.append(name)
-        return {"row": {"column": 1 / (name not in failing)}}
-
-    todo = {name: lambda name=name: part(name) for name in ("one", "two", "three")}
-    monkeypatch.setattr(gpu, "parts", lambda *_: todo)
-    assert call(*argv)[0] == 1
-    assert list(json.loads((tmp_path / "gpu.json").read_text())["parts"]) == ["one", "three"]
-    failing.clear()
-    assert call(*argv)[::2] == (0, "") and ran == ["one", "two", "three", "two"]
-    call.refuses([*argv, "--quick"], tmp_path, "another tiny")

@@ -24,8 +24,8 @@ def test_every_quoted_command_and_link_works(monkeypatch):
     assert {"-m lab.bench", "generate.py"} <= {name for name, _ in quoted}
     for name, flags in quoted:
         PARSE[name](shlex.split(flags))
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
-    assert set(re.findall(r"(?:^|`)make (\w+)", BENCHMARKS, re.M)) <= set(targets)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", BENCHMARKS, re.M)) <= set(targets)
     for link in re.findall(r"\]\(([^)#]+)\)", BENCHMARKS):
         assert link.startswith("https://") or (ROOT / "lab" / link).is_file(), link
 

@@ -1,0 +1,322 @@
+"""What only a GPU can show, by one command: `make gpu-proof`. docs/gpu.md says what each part proves.
+
+Each part is a process with a limit and a file of its own. The file is written row by row, so that a cut-off
+costs only the rest, and a second start measures only what is missing. `--tiny` rehearses all of it, also
+without a GPU: with tiny models and, where there is no CUDA, recordings of paper and the GPU of paper.
+"""
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import checkpoint
+import generate
+from control import Confidence, weight_costs
+from kvcache import KVCache
+from lab.bench.plain import recorded, step
+from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
+from layerskip import SelfDraft, early_exit
+from machine.quant import KINDS, quantise
+from machine.recorded import block
+from speculative import NGram, rounds
+from support import cli
+from support.files import write_file
+from support.measure import interleave
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = dict(vocab_size=64, dim=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, hidden_dim=48,
+             max_len=128)
+TINY = {"tiny Llama": replace(LLAMA, **SMALL), "tiny Gemma-2": replace(GEMMA, **SMALL, window=9)}
+NAMES = "Llama 3.2 1B", "Llama 3.1 8B", "Llama 3.2 3B", "Gemma-2 2B"
+WIDTHS = 2, 4, 8, 16, 32
+PACKAGES = {"safetensors": "all parts", "tokenizers": "all parts", "jinja2": "models, by --chat",
+            "pytest": "tests"}
+
+
+class Page:
+    """The file of a part. A row that it has is not measured again."""
+
+    def __init__(self, path):
+        self.path, self.failed = path, 0
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        self.have = {line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()}
+
+    def say(self, line):
+        print(line, flush=True)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def row(self, name, measure):
+        """Write | name | what measure() returns, {column: number or text} |, or why it fails."""
+        if name in self.have:
+            return
+        try:
+            cells = measure()
+        except Exception as e:      # the other rows can still be measured
+            self.failed += 1
+            self.say(f"FAILED {name}: {type(e).__name__}: {str(e)[:200]}")
+            traceback.print_exc()
+            return
+        shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                 for key, value in cells.items())
+        self.say(f"| {name} | {' | '.join(shown)} |")
+
+
+# --- the parts: each fills its page
+
+
+def tests(a, page):
+    """Those that ask for the device "cuda"; without a GPU they run on the one of paper."""
+    which = ["tests/test_gpu.py", "-k", "uniforms or plain"] if a.tiny else ["tests", "-k", "cuda"]
+    words = [sys.executable, "-m", "pytest", *which, "-vv", "--tb=short", "-p", "no:cacheprovider",
+             "--ignore", "tests/test_notebooks.py", "--continue-on-collection-errors"]
+    run = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    for line in run.stdout:
+        page.say(line.rstrip())
+    page.failed += run.wait() != 0
+
+
+def waits(a, page):
+    """How often the host waits for the device in a round, and what it launches, by the profiler."""
+    model, tokenizer = checkpoint.load(WEIGHTS / "stories-llama", a.device)
+    ids = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
+    exit2 = range(4)
+    ways = {"plain": (lambda: None, 1), "lookup": (lambda: NGram(4, 2), 1),
+            "exit 2, gamma 3": (lambda: SelfDraft(model, exit2, 3), 1),
+            "exit 2, a stop rule, gamma 3": (lambda: SelfDraft(model, exit2, Confidence(0.1, 3)), 4)}
+    for name, (make, promised) in ways.items():
+        page.row(name, partial(profiled, a, model, ids, make, promised))
+
+
+def profiled(a, model, ids, make, promised):
+    steps = rounds(model, [ids], 100, make())
+    for _ in range(3):      # what happens only once
+        next(steps)
+    count = 3 if a.tiny else 12
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if a.device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as seen:
+        for _ in range(count):
+            next(steps)
+    found = Counter()
+    for event in seen.key_averages():
+        for word in ("Synchronize", "LaunchKernel", "aten::"):
+            found[word] += event.count * (word in event.key)
+    waited = found["Synchronize"] / count
+    verdict = "right" if waited <= promised + 0.2 else "WRONG"      # a round or two end otherwise
+    if a.device == "cpu":
+        verdict = "none: a CPU never waits"
+    return {"waits per round": waited, "promised": promised, "launches": found["LaunchKernel"] / count,
+            "operations": found["aten::"] / count, "verdict": verdict}
+
+
+def shapes(a, page):
+    """Large models of random weights in bfloat16: what memory allows, and what is made of it."""
+    read = bandwidth(a)
+    page.row("memory", lambda: {"GB/s": read / 1e9, "device": cli.machine(torch.device(a.device))})
+    for name, c in (TINY if a.tiny else {name: SHAPES[name] for name in NAMES}).items():
+        try:
+            shape(a, page, name, c, read)
+        except Exception as e:      # such as a model that does not fit
+            page.failed += 1
+            page.say(f"FAILED {name}: {type(e).__name__}: {str(e)[:200]}")
+        if a.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def bandwidth(a):
+    """Bytes per second that a sum reads."""
+    x = torch.randn(2**14 if a.tiny else 2**29, dtype=torch.bfloat16, device=a.device)
+    return 8 * x.nbytes / interleave({"read": lambda: [x.sum() for _ in range(8)]}, 5)["read"]
+
+
+def shape(a, page, name, c, read):
+    model, L, new = random_model(c, torch.bfloat16, device=a.device), c.n_layers, 8 if a.tiny else 64
+    ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
+    how = None if a.device == "cuda" else "paper"
+
+    def speed(write):
+        write()
+        start = time.perf_counter()
+        count = len(write())
+        rate = count / (time.perf_counter() - start)
+        return {"tokens/s": rate, "of what memory allows": rate * bytes_read / read}
+
+    def eager():
+        return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
+
+    page.row(f"{name}, plain, eager", lambda: speed(eager))
+    page.row(f"{name}, plain, recorded", lambda: speed(recorded(model, ids, new, how)))
+    times = interleave({T: step(model, T, 64) for T in (1, *WIDTHS)}, 2 if a.tiny else 10)
+    page.row(f"{name}, blocks", lambda: {f"{T}": times[T] / times[1] for T in WIDTHS})
+    for e in sorted({max(1, L // n) for n in (8, 4, 2)}):
+        drafts = {"draft": step(model, 1, 64, early_exit(L, e)), "one": step(model, 1, 64)}
+        page.row(f"{name}, exit {e}", lambda drafts=drafts, e=e: ratio(drafts, a) | {
+            "c by weights": weight_costs(c).step(early_exit(L, e))})
+    for kind in KINDS if c.n_layers <= 16 else ():
+        page.row(f"{name}, {kind}", lambda kind=kind: ratio(
+            {"draft": step(quantise(model, kind), 1, 64), "one": step(model, 1, 64)}, a))
+    if c.n_layers <= 16:
+        page.row(f"{name}, a step, compiled", lambda: compiled(a, model))
+
+
+def ratio(steps, a):
+    times = interleave(steps, 2 if a.tiny else 10)
+    return {"c by the clock": times["draft"] / times["one"]}
+
+
+def compiled(a, model):
+    """A pass over one token, as torch.compile makes it."""
+    c, reach = model.c, 64
+    cache = KVCache(c, 1, reach, model.attention_dtype(), model.tok.device)
+    cos, sin = (t[:reach] for t in model.angles(reach))
+    fixed = [cos, sin, *(t for keys, values in cache.layers for t in (keys, values))]
+    x = model.embed(torch.zeros(1, 1, dtype=torch.long, device=model.tok.device))
+    first = torch.full((1, 1), 32, device=model.tok.device)
+    f = torch.compile(partial(block, range(2 * c.n_layers)), backend="aot_eager" if a.tiny else "inductor",
+                      options=None if a.tiny else {"triton.cudagraphs": a.device == "cuda"})
+    start = time.perf_counter()
+    with torch.inference_mode():
+        f(model, x, first, *fixed)
+        took = time.perf_counter() - start
+        times = interleave({"compiled": lambda: f(model, x, first, *fixed),
+                            "eager": lambda: block(range(2 * c.n_layers), model, x, first, *fixed)}, 5)
+    return {"seconds to compile": took, "ms": 1e3 * times["compiled"], "eager, ms": 1e3 * times["eager"]}
+
+
+def models(a, page):
+    """Real weights by the command that users run: each draft over the fastest plain decoding."""
+    folders = [WEIGHTS / "stories-draft"] if a.tiny else [
+        *([Path(a.smollm)] if a.smollm and Path(a.smollm).is_dir() else []), WEIGHTS / "stories-llama",
+        WEIGHTS / "stories-gemma2"]
+    for folder in folders:
+        chat = folder.name == "smollm"
+        drafts = ["exit", "ngram"] if a.tiny else ["auto", "suffix", "int8", *(
+            ["eagle"] if (folder / "heads" / "eagle").is_dir() else []), *["exit"] * (not chat)]
+        for draft, temperature in [(d, t) for t in (0, 0.8) for d in drafts]:
+            page.row(f"{folder.name}, {draft}, T {temperature}",
+                     partial(by_command, a, folder, draft, temperature, chat))
+
+
+def by_command(a, folder, draft, temperature, chat):
+    text = "How does a bicycle stay upright?" if chat else "Once upon a time"
+    words = [text, "--model", str(folder), "--draft", draft, "--temperature", str(temperature), "--device",
+             a.device, "--max-new", "8" if a.tiny else "64", "--compare", "--json"]
+    words += ["--fast"] * (a.device == "cuda") + ["--chat"] * chat
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = generate.main(words)
+    if status == 2:
+        raise ValueError(err.getvalue().strip())
+    r = json.loads(out.getvalue())
+    return {"times plain": r["ratio"], "tokens/s": r["tokens_per_second"], "tau": r["tokens_per_pass"],
+            "alpha": r["alpha"], "same text": r["identical"], "recorded": r["fast"]}
+
+
+class Part(NamedTuple):
+    seconds: int
+    fill: Callable
+    proves: str
+
+
+PARTS = {
+    "tests": Part(100, tests, "what runs on a CPU gives the same on CUDA"),
+    "waits": Part(60, waits, "one wait per round, and one per drafted token where a rule may stop"),
+    "shapes": Part(150, shapes, "how near to its memory's speed decoding comes; what blocks and drafts cost"),
+    "models": Part(60, models, "what each draft gains on real weights"),
+}
+
+
+# --- the command
+
+
+def parse(argv):
+    p = cli.Parser(description="Prove on a GPU what only a GPU can show.", allow_abbrev=False)
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    p.add_argument("--tiny", action="store_true", help="a rehearsal: tiny models, no figure means anything")
+    p.add_argument("--out", default=os.environ.get("OUT") or "gpu", metavar="DIR", help="for the files")
+    p.add_argument("--smollm", metavar="DIR", help="the folder of SmolLM2 (make smollm)")
+    p.add_argument("--only", nargs="+", choices=PARTS, default=[], help="these parts, and from the beginning")
+    p.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    a = p.parse_args(argv)
+    if a.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch finds no CUDA device; to rehearse: --device cpu --tiny")
+    return a
+
+
+def one_part(a):
+    """The process of one part. Exit status 1: a row or a test failed."""
+    page = Page(Path(a.out) / f"{a.part}.txt")
+    PARTS[a.part].fill(a, page)
+    page.say("done")
+    return int(page.failed > 0)
+
+
+def run(argv):
+    a = parse(argv)
+    out = Path(a.out).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if a.tiny:
+        torch.set_num_threads(1)
+    if a.part:
+        return one_part(a)
+    for name, use in PACKAGES.items():
+        if importlib.util.find_spec(name) is None:
+            print(f"missing: the package {name}, for {use}")
+    if not (a.smollm and Path(a.smollm).is_dir()):
+        print("missing: the folder of SmolLM2 (--smollm), in models")
+    states = {name: "missing" for name in PARTS}
+    for name, part in PARTS.items():
+        file = out / f"{name}.txt"
+        if name in a.only:
+            file.unlink(missing_ok=True)
+        whole = file.exists() and file.read_text(encoding="utf-8").rstrip().endswith("\ndone")
+        if whole or a.only and name not in a.only:
+            states[name] = "done before" if whole else "left out"
+            continue
+        start = time.monotonic()
+        with open(out / "errors.txt", "a", encoding="utf-8") as errors:
+            words = [sys.executable, "-m", "lab.proof", *argv, "--out", str(out), "--part", name]
+            try:
+                status = subprocess.run(words, cwd=ROOT, stderr=errors, timeout=part.seconds).returncode
+                states[name] = ("done", "done, but some of it FAILED")[status] if status < 2 else "FAILED"
+            except subprocess.TimeoutExpired:
+                states[name] = f"cut off after {part.seconds} s: start again for the rest"
+        states[name] += f" ({time.monotonic() - start:.0f} s)"
+        contents(out, a, states)
+    contents(out, a, states)
+    print((out / "contents.md").read_text(encoding="utf-8"))
+    return int(any("FAILED" in state for state in states.values()))
+
+
+def contents(out, a, states):
+    """The table of contents, after each part."""
+    lines = [f"{cli.machine(torch.device(a.device))}; torch {torch.__version__}"
+             + "; a rehearsal: no figure means anything" * a.tiny, "",
+             "| file | state | what it proves |", "|---|---|---|"]
+    lines += [f"| {name}.txt | {states[name]} | {part.proves} |" for name, part in PARTS.items()]
+    write_file(out / "contents.md", "\n".join(lines) + "\n")
+
+
+def main(argv=None):
+    return cli.main(run, sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
