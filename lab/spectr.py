@@ -42,8 +42,8 @@ def k_seq(p, q, drafts, coins):
     written = torch.minimum(q, p / rho) * (1 - (1 - beta) ** k) / beta.clamp(min=1e-300)    # (B, V)
     left = (p - written).clamp(min=0)
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)     # trap: 0 if p = q, up to rounding
-    draft = drafts.gather(1, first.clamp(max=k - 1)[:, None])[:, 0]
-    return first, torch.where(first < k, draft, coins.choose(left))
+    candidates = torch.cat([drafts, coins.choose(left)[:, None]], 1)                        # (B, k+1)
+    return first, candidates.gather(1, first[:, None])[:, 0]
 
 
 def chances(p, q, k):
@@ -69,13 +69,12 @@ def typical(p, q, epsilon=0.09, delta=0.3):
 
 
 def main(argv=None):
-    print("| p and q | k | in turn | k-SEQ | optimum | typical: distance to p |\n|---|---|---|---|---|---|")
+    print("| p and q | k | in turn | k-SEQ | optimum | typical: distance to p |", "|---" * 6 + "|", sep="\n")
     for (name, pair), k in product(PAIRS.items(), (1, 2, 3)):
         p, q = torch.tensor(pair, dtype=torch.float64)
         off = float((typical(p, q) - p).abs().sum() / 2)
         print(f"| {name} | {k} | {' | '.join(f'{chance:.3f}' for chance in chances(p, q, k))} | {off:.3f} |")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

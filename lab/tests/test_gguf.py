@@ -1,5 +1,6 @@
 """A Llama as llama.cpp keeps it: written with the package `gguf`, read back, the same model and tokenizer."""
 import json
+import sys
 from dataclasses import replace
 
 import gguf
@@ -72,3 +73,9 @@ def test_a_file_of_something_else(tmp_path, capsys):
     (tmp_path / "m.gguf").write_text("no model")
     assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
     assert "not a readable GGUF file" in capsys.readouterr().err
+
+
+def test_without_its_package(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert ours.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == "gguf.py: the package gguf is not installed: pip install gguf\n"
