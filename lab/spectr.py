@@ -1,12 +1,13 @@
 """Several drafts for one place, drawn independently from q: how often can one of them be kept?
 
-`verify_tree` tries them in turn, each against what the one before left of p. k-SEQ (SpecTr, Sun et al. 2023,
-arXiv 2310.15141) tries each against p / rho, with one number rho for all. Typical acceptance (Medusa) asks
-only whether p finds a token plausible: what it writes is not distributed as p. `python -m lab.spectr`
+`verify_tree` tries them in turn, each against what the one before left of p; k-SEQ (SpecTr, arXiv 2310.15141)
+each against p / rho. What Medusa's typical acceptance writes is not distributed as p. `python -m lab.spectr`
 """
 from itertools import product
 
 import torch
+
+from support import cli
 
 PAIRS = {"alike": ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]), "q is surer": ([0.5, 0.3, 0.2], [0.9, 0.05, 0.05]),
          "p is surer": ([0.9, 0.06, 0.04], [0.5, 0.3, 0.2]), "apart": ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1])}
@@ -51,11 +52,10 @@ def chances(p, q, k):
     of a linear program, from sets of drafts to tokens, and so its smallest cut: tokens in H are kept at most
     p(H) of the time, and a draft is outside of H 1 - q(H)^k of the time. There are 2^V cuts."""
     refused = 1.0
-    rest = p
+    left = p
     for _ in range(k):
-        left = (rest - q).clamp(min=0)
+        left = (left / left.sum().clamp(min=1e-300) - q).clamp(min=0)
         refused *= float(left.sum())
-        rest = left / left.sum() if refused else rest
     beta = float(kept(p[None], q[None], solve(p[None], q[None], k)))
     cuts = (torch.tensor(cut) for cut in product((False, True), repeat=len(p)))
     return 1 - refused, 1 - (1 - beta) ** k, min(float(p[H].sum() + 1 - q[H].sum() ** k) for H in cuts)
@@ -77,4 +77,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(cli.main(main, []))
