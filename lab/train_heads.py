@@ -28,11 +28,10 @@ from methods import heads
 from methods.trees import rank_acceptance
 from model import Placement
 from sampling import Coins, to_probs
-from search import VOCAB
 from speculative import generate
 from support import cli
 from support.chat import read_template
-from support.files import BOUNDARY, read_json, read_texts, write_file
+from support.files import BOUNDARY, VOCAB, read_json, read_texts, write_file
 
 EXIT = ("exit-layer", None, 0, 2**20, "after which block it reads (default: a sixth)")
 SHAPE = {   # the flags of each kind, as in train.add_numbers; a default of None depends on the model

@@ -38,9 +38,8 @@ from methods import drafting
 from methods.drafting import unit
 from methods.trees import Siblings
 from model import Placement, Transformer
-from search import VOCAB
 from support.cli import read_vocab
-from support.files import replacing
+from support.files import VOCAB, replacing
 
 FILE = "heads.safetensors"
 AHEAD = 4   # tokens that a prophet learns to predict from one state

@@ -13,6 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
+VOCAB = "draft_vocab.json"  # the name of a file with a draft vocabulary
 BOUNDARY = "<|endoftext|>"  # separates the documents of a file; its id begins a document and ends an answer
 PROMPTS = Path(__file__).resolve().parent / "prompts"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import generate
-import search
+from support import search
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

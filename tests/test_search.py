@@ -16,12 +16,11 @@ import torch
 from tiny import FAMILIES, LLAMA, argv_of, command, make, wide
 
 import checkpoint
-import search
 from control import expected_tokens, weight_costs
 from layerskip import ShortHead
 from sampling import to_probs
 from search import Calibration, Space, Teacher, Trial, speedup
-from support import cli
+from support import cli, search
 from support.files import BOUNDARY
 
 TEXTS = ["Once upon a time", "She saw", "x", "never read"]      # 16 tokens, 7, 1
@@ -153,7 +152,8 @@ def test_where_nothing_is_gained_the_advice_is_not_to_draft():
 
 
 KILLED = """
-import itertools, os, sys, search
+import itertools, os, sys
+from support import search
 calls, honest = itertools.count(), search.speedup
 def killed(*args):
     return honest(*args) if next(calls) < 3 else os.kill(os.getpid(), 9)
@@ -164,7 +164,7 @@ search.main(sys.argv[1:])
 
 def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
     """Wherever in its log that was. Another search starts anew, and says so."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(search.__file__).parent)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(checkpoint.__file__).parent)}
     r = subprocess.run([sys.executable, "-c", KILLED, *flags()], capture_output=True, env=env)
     assert r.returncode == -9, r.stderr
     contents = lambda out: {p.name: p.read_bytes() for p in Path(out).iterdir()}     # noqa: E731

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import generate
-import search
 from lab import train, train_heads
+from support import search
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = sorted((ROOT / "weights").glob("**/README.md")) + [ROOT / "weights" / "twin.json"]
