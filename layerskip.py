@@ -1,12 +1,9 @@
 """Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify),
-one drafter for both; and drafting with a short vocabulary.
+one drafter for both.
 
 The one thing to remember: the sub-layers before the first gap (the first that is skipped) compute
 exactly what the target would. Its pass reuses their keys, values and hidden states (`Draft.reuse`).
 """
-import math
-from collections import Counter
-
 import torch
 
 from speculative import Draft, Drafter, chain
@@ -60,44 +57,6 @@ def shared_prefix(sublayers):
     (3, 0)
     """
     return next((i for i, sub in enumerate(sublayers) if i != sub), len(sublayers))
-
-
-class StandIn:
-    """A wrapper around a model: everything that it does not define is forwarded to `self.model`."""
-
-    def __getattr__(self, name):
-        if name == "model":     # trap: copy.copy looks it up before it is set: endless recursion
-            raise AttributeError(name)
-        return getattr(self.model, name)
-
-
-class ShortHead(StandIn):
-    """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model with only those rows of its output
-    head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes one.
-
-    All other tokens have the logit -inf, so q = 0: they are never drafted. The target keeps its whole
-    head, so the text stays exact. In a model of few blocks the head costs as much as several blocks.
-    """
-
-    def __init__(self, model, ids):
-        self.model, self.share = model, len(ids) / model.c.vocab_size
-        self.ids = torch.tensor(ids, device=model.tok.device)                   # (N,)
-        self.rows = (model.tok if model.head is None else model.head)[self.ids].detach()  # (N, dim), copied
-
-    def unembed(self, x):
-        short = self.model.unembed(x, self.rows)                                # (B, T, N)
-        logits = short.new_full((*x.shape[:2], self.model.c.vocab_size), -math.inf)
-        return logits.index_copy_(2, self.ids, short)                           # (B, T, V)
-
-
-def most_frequent(texts, count):
-    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent, in falling order,
-    "share": their share of the texts}. Raises ValueError if there are fewer different ids."""
-    seen = Counter(token for ids in texts for token in ids)
-    if len(seen) < count:
-        raise ValueError(f"a draft vocabulary of {count}: the text holds only {len(seen)} different tokens")
-    ids = sorted(seen, key=lambda i: (-seen[i], i))[:count]
-    return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}
 
 
 def same_model(model, state):

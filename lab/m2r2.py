@@ -5,9 +5,10 @@ import torch.nn.functional as F
 
 from lab.aside import ScratchTail
 from lab.transfer import own_weights
-from layerskip import SelfDraft, StandIn, early_exit
+from layerskip import SelfDraft, early_exit
 from methods.drafting import unit
 from methods.heads import Head, Kangaroo, Step, count
+from methods.standin import StandIn
 from model import Placement
 
 

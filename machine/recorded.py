@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from kvcache import KVCache
-from layerskip import StandIn
+from methods.standin import StandIn
 from model import Placement, Transformer
 from support import files
 from support.measure import identity

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from control import MOST, Beta, expected_speedup, outcomes
-from layerskip import SelfDraft, ShortHead, early_exit
+from layerskip import SelfDraft, early_exit
 from methods.drafting import Reader
 from methods.heads import pricing, shorter
+from methods.standin import ShortHead
 from sampling import raw_probs
 from speculative import Drafter, Rule
 

@@ -33,9 +33,10 @@ from torch import nn
 
 import checkpoint
 from control import MOST, weight_costs
-from layerskip import ShortHead, early_exit
+from layerskip import early_exit
 from methods import drafting
 from methods.drafting import unit
+from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Placement, Transformer
 from support.cli import read_vocab
@@ -256,7 +257,7 @@ def pricing(head, costs=None):
 
 
 def shorter(head, ids):
-    """The head with a draft vocabulary (`layerskip.ShortHead`), unless it has one."""
+    """The head with a draft vocabulary (`methods.standin.ShortHead`), unless it has one."""
     twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
     if head.step.output == 1:
         short = ShortHead(getattr(head, part), ids)

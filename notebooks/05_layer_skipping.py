@@ -275,7 +275,7 @@ for name, shape in shapes.items():
 # **Predict:** how many tokens cover most of what this draft would choose?
 
 # %%
-from layerskip import ShortHead
+from methods.standin import ShortHead
 
 counts = torch.zeros(c.vocab_size)
 for line in read_prompts("stories")[1:]:                        # not the story that we score on

@@ -11,13 +11,14 @@ import torch
 
 import checkpoint
 from control import MOST
-from layerskip import SelfDraft, ShortHead, early_exit, without
+from layerskip import SelfDraft, early_exit, without
 from machine import parallel
 from machine.packed import LARGE
 from machine.quant import KINDS, byte_costs, quantise, size
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
+from methods.standin import ShortHead
 from methods.suffix import Suffix
 from methods.trees import best_tree
 from speculative import ModelDraft, NGram, ancestors

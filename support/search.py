@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 import checkpoint
 from control import weight_costs
-from layerskip import ShortHead, most_frequent, skipped
+from layerskip import skipped
+from methods.standin import ShortHead, most_frequent
 from sampling import to_probs
 from search import Calibration, Space, search, speedup
 from support import cli, files

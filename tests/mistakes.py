@@ -360,9 +360,10 @@ TABLE = {
          "sampling::a_round_spends_drafts_then_flips_then_one_choice"),
         ("NGram.enter", "= i + self.n", "= i + self.n + 1", "copies from one token too late",
          "speculative::ngram_copies_the_latest_continuation[once]")],
-    "layerskip.py": [
+    "methods/standin.py": [
         ("ShortHead.unembed", "-math.inf", "0.0", "tokens outside the draft vocabulary are drawn",
-         "layerskip::a_short_head_knows_its_tokens_and_no_other"),
+         "layerskip::a_short_head_knows_its_tokens_and_no_other")],
+    "layerskip.py": [
         ("without", "for i in attn} | {2 * i + 1", "+ 1 for i in attn} | {2 * i", "attention and MLP swapped",
          "layerskip::skip_sets_by_hand"),
         ("SelfDraft.propose", "shared_prefix(subs)", "shared_prefix(subs) + 1", "hands over one sub-layer "

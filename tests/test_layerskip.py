@@ -9,7 +9,8 @@ from teach import compare, fail
 from tiny import LIVELY, LLAMA, PROMPTS, each_family, make, read, warm
 
 from kvcache import KVCache
-from layerskip import SelfDraft, ShortHead, early_exit, most_frequent, shared_prefix, skipped, without
+from layerskip import SelfDraft, early_exit, shared_prefix, skipped, without
+from methods.standin import ShortHead, most_frequent
 from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher

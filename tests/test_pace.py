@@ -11,10 +11,11 @@ from test_heads import wild
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
-from layerskip import SelfDraft, StandIn, without
+from layerskip import SelfDraft, without
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
 from methods.pace import REST, STAKE, Pace
+from methods.standin import StandIn
 from sampling import Coins, to_probs
 from speculative import ModelDraft, generate, rounds
 

@@ -4,11 +4,12 @@ import torch
 import torch.nn.functional as F
 from tiny import LIVELY, PROMPTS, make
 
-from layerskip import SelfDraft, ShortHead
+from layerskip import SelfDraft
 from machine import packed
 from machine.packed import Packed, pack, pack_where_it_pays
 from machine.quant import quantise, size
 from methods.heads import Eagle
+from methods.standin import ShortHead
 from speculative import NGram, generate
 
 NEAR = {torch.float32: 1e-6, torch.bfloat16: 1e-2}

@@ -18,9 +18,10 @@ from tiny import LIVELY, LLAMA, PROMPTS, make
 
 import checkpoint
 import generate as command
-from layerskip import SelfDraft, ShortHead
+from layerskip import SelfDraft
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
+from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
 from sampling import Coins, to_probs

@@ -14,8 +14,9 @@ from torch import nn
 
 import checkpoint
 from control import weight_costs
-from layerskip import SelfDraft, ShortHead, without
+from layerskip import SelfDraft, without
 from machine.quant import KINDS, NF4, Int8, byte_costs, codebook, quantise
+from methods.standin import ShortHead
 from search import Teacher
 from speculative import ModelDraft, generate
 

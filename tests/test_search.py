@@ -17,7 +17,7 @@ from tiny import FAMILIES, LLAMA, argv_of, command, make, wide
 
 import checkpoint
 from control import expected_tokens, weight_costs
-from layerskip import ShortHead
+from methods.standin import ShortHead
 from sampling import to_probs
 from search import Calibration, Space, Teacher, Trial, speedup
 from support import cli, search

@@ -12,7 +12,8 @@ from promises import reader
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, small
 
 from kvcache import KVCache
-from layerskip import SelfDraft, ShortHead, StandIn, without
+from layerskip import SelfDraft, without
+from methods.standin import ShortHead, StandIn
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, prefill, rounds
 from verification import verify

@@ -14,10 +14,11 @@ from control import expected_speedup, weight_costs
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import Gate
-from layerskip import SelfDraft, ShortHead, early_exit, without
+from layerskip import SelfDraft, early_exit, without
 from machine.recorded import Recorded
 from methods.heads import count
 from methods.pace import COPY
+from methods.standin import ShortHead
 from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs

@@ -15,7 +15,8 @@ from lab.bench import costs as bench_costs
 from lab.bench import drafters
 from lab.bench.drafters import Bench, Method, Sample
 from lab.bench.shared import WEIGHTS
-from layerskip import SelfDraft, ShortHead
+from layerskip import SelfDraft
+from methods.standin import ShortHead
 from speculative import Drafter, ModelDraft, rounds
 
 DRAFT = WEIGHTS / "stories-draft"
