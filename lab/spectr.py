@@ -1,7 +1,7 @@
 """Several drafts for one place, drawn independently from q: how often can one of them be kept?
 
 `verify_tree` tries them in turn, each against what the one before left of p; k-SEQ (SpecTr, arXiv 2310.15141)
-each against p / rho. What Medusa's typical acceptance writes is not distributed as p. `python -m lab.spectr`
+each against p / rho. Medusa's typical acceptance does not write p's law. `python -m lab.spectr`
 """
 from itertools import product
 
@@ -13,33 +13,28 @@ PAIRS = {"alike": ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]), "q is surer": ([0.5, 0.3, 
          "p is surer": ([0.9, 0.06, 0.04], [0.5, 0.3, 0.2]), "apart": ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1])}
 
 
-def kept(p, q, rho):
-    """beta (B, 1): how often one draw from q passes with probability min(1, p / (rho q)). p, q (B, V)"""
-    return torch.minimum(q, p / rho).sum(-1, keepdim=True)
-
-
 def solve(p, q, k):
-    """rho (B, 1), SpecTr's gamma: the smallest number at which k drafts write no token too often, which is so
-    where 1 - (1 - beta)^k <= rho beta (its section 4). It lies in [1, k]; by bisection."""
+    """rho (B, 1), SpecTr's gamma, and beta (B, 1), how often one draft then passes; p, q (B, V).
+    rho is the smallest number at which k drafts write no token too often, which is so where
+    1 - (1 - beta)^k <= rho beta (its section 4). It lies in [1, k]; by bisection."""
     low = torch.ones_like(p[:, :1])
     high = k * low
     for _ in range(60):
         rho = (low + high) / 2
-        beta = kept(p, q, rho)
+        beta = torch.minimum(q, p / rho).sum(-1, keepdim=True)
         fits = 1 - (1 - beta) ** k <= rho * beta
         low = torch.where(fits, low, rho)
         high = torch.where(fits, rho, high)
-    return high
+    return high, torch.minimum(q, p / high).sum(-1, keepdim=True)
 
 
 def k_seq(p, q, drafts, coins):
     """k-SEQ: drafts (B, k), drawn from q (B, V), pass with probability min(1, p / (rho q)). Returns the first
     that did (B,), k if none did, and the token (B,): that draft, or one from what p has left."""
     k = drafts.shape[1]
-    rho = solve(p, q, k)
+    rho, beta = solve(p, q, k)
     passed = coins.flip(p.gather(1, drafts) / (rho * q.gather(1, drafts)))                  # (B, k)
     first = torch.where(passed, torch.arange(k, device=p.device), k).amin(1)
-    beta = kept(p, q, rho)
     written = torch.minimum(q, p / rho) * (1 - (1 - beta) ** k) / beta.clamp(min=1e-300)    # (B, V)
     left = (p - written).clamp(min=0)
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, p)     # trap: 0 if p = q, up to rounding
@@ -56,23 +51,28 @@ def chances(p, q, k):
     for _ in range(k):
         left = (left / left.sum().clamp(min=1e-300) - q).clamp(min=0)
         refused *= float(left.sum())
-    beta = float(kept(p[None], q[None], solve(p[None], q[None], k)))
+    _, beta = solve(p[None], q[None], k)
     cuts = (torch.tensor(cut) for cut in product((False, True), repeat=len(p)))
-    return 1 - refused, 1 - (1 - beta) ** k, min(float(p[H].sum() + 1 - q[H].sum() ** k) for H in cuts)
+    return 1 - refused, 1 - (1 - float(beta)) ** k, min(float(p[H].sum() + 1 - q[H].sum() ** k) for H in cuts)
 
 
-def typical(p, q, epsilon=0.09, delta=0.3):
-    """The law (V,) under typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1; numbers of its code):
-    a draft is kept where p exceeds min(epsilon, delta exp(-H(p))); else a token is drawn from p."""
-    plausible = p > min(epsilon, delta * float((-torch.special.entr(p).sum()).exp()))
-    return q * plausible + q[~plausible].sum() * p
+def typical(p, q, k, epsilon=0.09, delta=0.3):
+    """The law (V,) under typical acceptance (Medusa, arXiv 2401.10774; the constants of its code):
+    of k drafts the likeliest under p is kept if its p exceeds min(epsilon, delta exp(-H(p))); else
+    p's likeliest token is written. p, q (V,); ours is that the drafts are drawn from q."""
+    p, order = p.sort(descending=True, stable=True)
+    worse = (1 - q[order].cumsum(0)).clamp(min=0)    # (V,) q's mass of the less likely tokens
+    best = (worse + q[order]) ** k - worse**k    # how often a token is the likeliest draft
+    best[p <= min(epsilon, delta * float((-torch.special.entr(p).sum()).exp()))] = 0
+    best[0] += 1 - best.sum()
+    return torch.zeros_like(p).scatter(0, order, best)
 
 
 def main(argv=None):
     print("| p and q | k | in turn | k-SEQ | optimum | typical: distance to p |", "|---" * 6 + "|", sep="\n")
     for (name, pair), k in product(PAIRS.items(), (1, 2, 3)):
         p, q = torch.tensor(pair, dtype=torch.float64)
-        off = float((typical(p, q) - p).abs().sum() / 2)
+        off = float((typical(p, q, k) - p).abs().sum() / 2)
         print(f"| {name} | {k} | {' | '.join(f'{chance:.3f}' for chance in chances(p, q, k))} | {off:.3f} |")
 
 

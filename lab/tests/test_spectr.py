@@ -68,9 +68,21 @@ def test_the_optimum_is_the_largest_flow_from_sets_of_drafts_to_tokens(k):
 
 
 def test_typical_acceptance_by_hand():
-    """Of p = (.9, .06, .04) H is .39: the bar is .09, so that two of three tokens are refused, half of q's
-    draws: (.5, 0, 0) + .5 p, which is .05 from p. Where all three are plausible it writes q."""
-    p, q = wide(PAIRS["p is surer"][0]), wide(PAIRS["p is surer"][1])
-    assert typical(p, q).tolist() == pytest.approx([0.95, 0.03, 0.02])
-    p, q = wide(PAIRS["alike"][0]), wide(PAIRS["alike"][1])
-    assert typical(p, q).tolist() == q.tolist()
+    """Of p = (.9, .06, .04) H is .39, so the bar is .09: one token passes, and it replaces the others, too.
+    Where all three pass, one draft writes q; of two, the likeliest token is among them .64 of the time."""
+    assert typical(*map(wide, PAIRS["p is surer"]), 1).tolist() == pytest.approx([1, 0, 0])
+    for k, law_of_k in ((1, [0.4, 0.4, 0.2]), (2, [0.64, 0.32, 0.04])):
+        assert typical(*map(wide, PAIRS["alike"]), k).tolist() == pytest.approx(law_of_k)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("p, q", LAWS, ids=str)
+def test_typical_acceptance_by_all_outcomes(p, q, k):
+    bar = min(0.09, 0.3 * float(torch.exp(-torch.special.entr(p).sum())))
+
+    def once(coins):
+        passed = [t for t in drawn(q, k, coins)[0].tolist() if p[t] > bar]
+        return max(passed, key=lambda t: (p[t], -t), default=int(p.argmax()))
+
+    found = law(once)
+    assert typical(p, q, k).tolist() == pytest.approx([found.get(t, 0.0) for t in range(3)], abs=1e-12)
