@@ -66,10 +66,11 @@ def read(path):
     try:
         text = data.decode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
     except UnicodeDecodeError as e:
-        line = 1 + data[: e.start].count(b"\n")
+        # trap: e.start counts from the end of a byte order mark; so does e.object, but not data
+        line = 1 + len(re.findall(b"\r\n?|\n", e.object[: e.start]))
         raise Refused(f"line {line}: this is not {e.encoding}: save it as UTF-8") from None
     except SyntaxError as e:
-        raise Refused(f"line 1: {e.msg}") from None
+        raise Refused(f"line 1 or 2: {e.msg}: save it as UTF-8") from None
     return re.sub("\r\n?", "\n", text)
 
 
@@ -78,7 +79,7 @@ def check_debugger(node):
     for call in ast.walk(node):
         name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
         if name in ("breakpoint", "input") or name.endswith(".set_trace"):
-            raise Refused(f"line {call.lineno}: a `{name}()` is left in it, which waits for you: take it out")
+            raise Refused(f"line {call.lineno}: `{name}()` waits for you to type: take it out")
 
 
 def signature(node):

@@ -117,14 +117,17 @@ def test_an_answer_is_read_as_python_reads_it(old, new, out):
     compile("\n".join(line for line, _ in spliced), task.module, "exec")
 
 
-@pytest.mark.parametrize("line, says", [
-    (b"    breakpoint()", "line 3: a `breakpoint\\(\\)`"), (b"    x = input()", "line 3: a `input\\(\\)`"),
-    (b"    import pdb; pdb.set_trace()", "line 3: a `pdb.set_trace\\(\\)`"),
-    (b"    # \xff", "line 3: this is not utf-8")])
-def test_what_waits_for_its_author_and_what_is_no_text_is_named(line, says, tmp_path):
+@pytest.mark.parametrize("start, line, says", [
+    (b"", b"    breakpoint()", "line 3: `breakpoint\\(\\)`"),
+    (b"", b"    x = input()", "line 3: `input\\(\\)`"),
+    (b"", b"    import pdb; pdb.set_trace()", "line 3: `pdb.set_trace\\(\\)`"),
+    (b"", b"    # \xff", "line 3: this is not utf-8"), (b"\r", b"\xff", "line 4: this is not utf-8"),
+    (b"\xef\xbb\xbf", b"\xff", "line 3: this is not utf-8"),
+    (b"\n\xff", b"", "line 1 or 2: .* save it as UTF-8")])
+def test_what_waits_for_its_author_and_what_is_no_text_is_named(start, line, says, tmp_path):
     task = choose("1")
     first, docs, rest = answer(task).encode().split(b"\n", 2)
-    (tmp_path / "a.py").write_bytes(b"\n".join([first, docs, line, rest]))
+    (tmp_path / "a.py").write_bytes(start + b"\n".join([first, docs, line, rest]))
     with pytest.raises(splice.Refused, match=says):
         splice.put(task.module, task.functions, splice.read(tmp_path / "a.py"))
 
