@@ -1,9 +1,8 @@
 """Drafts that adapt, beside fixed ones, on a stream of prompts whose kind changes. The regret of a rule is
 what it loses to the best fixed draft of each prompt."""
 import statistics
-from collections import Counter
 from functools import cache, partial
-from itertools import pairwise, product
+from itertools import product
 
 from control import Confidence, DoNoHarm, weight_costs
 from lab.bench.drafters import COPY, Bench, Method, chosen, fixed, header, ruled
@@ -15,7 +14,7 @@ from layerskip import early_exit
 from methods.arms import candidates
 from methods.dynamic import DEL
 from methods.pace import Pace
-from speculative import NGram, Wrapper
+from speculative import NGram
 from support.cli import read_skip, read_vocab
 from support.drafts import trained_beside
 from support.measure import kept_costs
@@ -30,23 +29,6 @@ def stream(tokenizer, c, each):
     some = [(name, ids) for first in range(0, 2 * TURN, TURN)
             for name in SETS for ids in sets[name][first : first + each]]
     return [ids for _, ids in some], [name for name, _ in some]
-
-
-class Thinking(Wrapper):
-    """A drafter, and how often it had chosen each way to draft at the start of each prompt."""
-
-    def __init__(self, drafter):
-        super().__init__(drafter)
-        self.before = []
-
-    def begin(self, state, trace):
-        super().begin(state, trace)
-        self.before.append(Counter(self.drafters[0].chosen))
-
-    def choices(self):
-        """[{way: rounds}] of each prompt."""
-        counts = pairwise([*self.before, Counter(self.drafters[0].chosen)])
-        return [dict(now - before) for before, now in counts]
 
 
 def living(make):
