@@ -75,7 +75,7 @@ def read(path):
 
 
 def check_debugger(node):
-    """Raise Refused where an answer waits for its author: nobody is there to type."""
+    """Raise Refused for a call that waits for input, which a grader has none to give."""
     for call in ast.walk(node):
         name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
         if name in ("breakpoint", "input") or name.endswith(".set_trace"):

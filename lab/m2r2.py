@@ -35,7 +35,7 @@ class M2R2(Head, StandIn):
 
     rank: None for as many weights as Kangaroo's adapter has. align: what the distance from those
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
-    Not here are the paper's gate, which by our tables drafted too far, and its loading of experts.
+    Not here are the paper's gate, which drafted too far when we tried it, and its loading of experts.
     """
     kind, draft = "m2r2", TwoRowDraft
 

@@ -88,7 +88,7 @@ figure
 # Can SmolLM2 be taught? Half an hour of that recipe on two processor cores, over 299,000 tokens of its own
 # answers, took exit 4 from an alpha of 0.04 to 0.28, on answers that it had not seen. From about as many
 # tokens EAGLE, which you will meet below, learnt 0.46, and it leaves the model as it was.
-# ([BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has the curve.)
+# ([BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has the command.)
 #
 # The formula says what the best exit of SmolLM2 as it is would bring.
 

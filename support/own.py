@@ -1,4 +1,4 @@
-"""A reader's own drafter or rule, from a file of his: `--draft FILE.py:NAME`, `--rule FILE.py:NAME`.
+"""The reader's own drafter or rule: `--draft FILE.py:NAME`, `--rule FILE.py:NAME`.
 
 What goes wrong in that file is one line that names its line, as for all other bad input.
 """

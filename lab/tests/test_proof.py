@@ -1,7 +1,6 @@
 """The proof for a GPU, rehearsed on a CPU: its files, what is left out, and that a second start goes on."""
 from functools import partial
 
-import pytest
 from tiny import command
 
 from lab import proof
@@ -44,9 +43,3 @@ def test_a_row_that_fails_costs_no_other_and_is_tried_again(tmp_path):
 def test_a_gpu_that_is_not_there_is_one_line(call, tmp_path, monkeypatch):
     monkeypatch.setattr(proof.torch.cuda, "is_available", lambda: False)
     call.refuses(["--out", tmp_path], tmp_path, "no CUDA device", "--tiny")
-
-
-@pytest.mark.parametrize("name", proof.PARTS)
-def test_every_part_says_what_it_proves(name):
-    part = proof.PARTS[name]
-    assert part.proves in (proof.ROOT / "docs" / "gpu.md").read_text() and part.seconds <= 150
