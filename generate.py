@@ -89,7 +89,7 @@ class Writer:
     """Continues the prompts with any drafter, as the flags say."""
 
     def __init__(self, a, model, tokenizer, texts):
-        self.a, self.texts, self.eos, self.cache = a, list(texts.values()), set(model.c.eos), None
+        self.a, self.texts, self.eos = a, list(texts.values()), set(model.c.eos)
         render = chat.read_template(a.model) if a.chat else None
         self.prompts = []
         for name, text in texts.items():
@@ -108,14 +108,14 @@ class Writer:
         judge = verify if a.page or a.temperature == 0 else verify_block  # a page explains `verify`
         return rounds(self.model, self.prompts, a.max_new, drafter,
                       lambda logits: look(logits, a.temperature, a.top_k, a.top_p, a.min_p), coins, self.eos,
-                      self.cache, judge)
+                      None, judge)
 
     def rehearse(self, makers):
         """Record the passes of the first 24 rounds, before anything is timed or printed."""
         def write():
             for make in makers:
-                for state, _ in islice(self.rounds(make()), 24):
-                    self.cache = state.cache    # graphs hold its addresses
+                for _ in islice(self.rounds(make()), 24):
+                    pass
         self.model.rehearse(write)
 
     def watch(self, drafter, player=None):

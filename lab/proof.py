@@ -27,12 +27,13 @@ import checkpoint
 import generate
 from control import Confidence, weight_costs
 from kvcache import KVCache
-from lab.bench.plain import recorded, step
+from lab.bench.plain import TEXT, recorded, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, quantise
 from machine.recorded import block
-from speculative import NGram, rounds
+from model import Placement
+from speculative import NGram, prefill, rounds
 from support import cli
 from support.files import write_file
 from support.measure import interleave
@@ -130,7 +131,8 @@ def shapes(a, page):
     """Large models of random weights in bfloat16: what memory allows, and what is made of it."""
     read = bandwidth(a)
     page.row("memory", lambda: {"GB/s": read / 1e9, "device": cli.machine(torch.device(a.device))})
-    for name, c in (TINY if a.tiny else {name: SHAPES[name] for name in NAMES}).items():
+    chosen = TINY if a.tiny else {name: SHAPES[name] for name in NAMES}
+    for name, c in chosen.items():
         try:
             shape(a, page, name, c, read)
         except Exception as e:      # such as a model that does not fit
@@ -138,6 +140,9 @@ def shapes(a, page):
             page.say(f"FAILED {name}: {type(e).__name__}: {str(e)[:200]}")
         if a.device == "cuda":
             torch.cuda.empty_cache()
+    name, c = next(iter(chosen.items()))    # last, since compiling takes longest
+    page.row(f"{name}, a step, compiled",
+             lambda: compiled(a, random_model(c, torch.bfloat16, device=a.device)))
 
 
 def bandwidth(a):
@@ -163,7 +168,9 @@ def shape(a, page, name, c, read):
         return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
 
     page.row(f"{name}, plain, eager", lambda: speed(eager))
-    page.row(f"{name}, plain, recorded", lambda: speed(recorded(model, ids, new, how)))
+    for width in 8, 1:  # a pass over a block of 8 with dead rows after the first, as always, or over one
+        page.row(f"{name}, plain, recorded, passes of {width}",
+                 lambda width=width: speed(recorded(model, ids, new, how, (width,))))
     times = interleave({T: step(model, T, 64) for T in (1, *WIDTHS)}, 2 if a.tiny else 10)
     page.row(f"{name}, blocks", lambda: {f"{T}": times[T] / times[1] for T in WIDTHS})
     for e in sorted({max(1, L // n) for n in (8, 4, 2)}):
@@ -173,8 +180,6 @@ def shape(a, page, name, c, read):
     for kind in KINDS if c.n_layers <= 16 else ():
         page.row(f"{name}, {kind}", lambda kind=kind: ratio(
             {"draft": step(quantise(model, kind), 1, 64), "one": step(model, 1, 64)}, a))
-    if c.n_layers <= 16:
-        page.row(f"{name}, a step, compiled", lambda: compiled(a, model))
 
 
 def ratio(steps, a):
@@ -230,6 +235,46 @@ def by_command(a, folder, draft, temperature, chat):
             "alpha": r["alpha"], "same text": r["identical"], "recorded": r["fast"]}
 
 
+def rows(a, page):
+    """Does a row of logits come out the same, to the bit, in a block of 8 as in blocks of other sizes?"""
+    for dtype in torch.bfloat16, torch.float16, torch.float32:
+        for name in ("stories-draft",) if a.tiny else ("stories-llama", "stories-gemma2"):
+            model, tokenizer = checkpoint.load(WEIGHTS / name, a.device, dtype)
+            ids = checkpoint.encode(tokenizer, TEXT * 10, model.c.bos)
+            page.row(f"{name}, {dtype}", partial(equal_rows, a, model, ids))
+        if dtype == torch.bfloat16 and not a.tiny:
+            model = random_model(SHAPES[NAMES[0]], dtype, device=a.device)
+            ids = torch.arange(1000, 1232).tolist()
+            page.row(f"{NAMES[0]}, random weights, {dtype}", partial(equal_rows, a, model, ids))
+
+
+@torch.inference_mode()
+def equal_rows(a, model, ids):
+    """{what is read, blocks of T: how many rows equal those of a block of 8, of how many}"""
+    found, device = {}, model.tok.device
+    tokens = torch.tensor([ids], device=device)
+    for reads in "the text", "all slots":
+        same, seen = Counter(), Counter()
+        cache = KVCache(model.c, 1, len(ids) + 16, model.attention_dtype(), device)
+        prefill(model, tokens, cache)
+
+        def block_of(T, start, cache=cache, reads=reads):
+            at = Placement.at(start, start + T, device)._replace(same=False)
+            if reads == "all slots":
+                at = at._replace(end=cache.k.shape[3])
+            x = model.run(model.embed(tokens[:, start : start + T]), at, cache)
+            return model.unembed(x)[0]
+
+        for start in range(len(ids) - 32, 32, -8 if not a.tiny else -40):     # what lies before is untouched
+            want = block_of(8, start)
+            for T in 1, 2, 3, 4, 16:
+                for one, other in zip(block_of(T, start)[:8], want[:T], strict=True):
+                    same[T] += torch.equal(one, other)
+                    seen[T] += 1
+        found |= {f"{reads}, {T}": f"{same[T]} of {seen[T]}" for T in seen}
+    return found
+
+
 class Part(NamedTuple):
     seconds: int
     fill: Callable
@@ -240,7 +285,8 @@ PARTS = {
     "tests": Part(100, tests, "what runs on a CPU gives the same on CUDA"),
     "waits": Part(60, waits, "one wait per round, and one per drafted token where a rule may stop"),
     "shapes": Part(150, shapes, "how near to its memory's speed decoding comes; what blocks and drafts cost"),
-    "models": Part(60, models, "what each draft gains on real weights"),
+    "models": Part(90, models, "what each draft gains on real weights"),
+    "rows": Part(40, rows, "which rows of logits are the same to the bit, whatever else is in the block"),
 }
 
 

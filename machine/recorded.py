@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.nn.functional as F
@@ -97,12 +97,14 @@ class Tape:
 class Graph(Tape):
     """A CUDA graph. All of them share one pool of scratch memory, as only one runs at a time."""
     pool = None
+    newest = None   # trap: a pool whose graphs are all gone takes no other
 
     def record(self, f):
         Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=Graph.pool):     # records launches, computes nothing
             self.output = f(*self.inputs, *self.fixed)
+        Graph.newest = self.graph
 
     def replay(self):
         self.graph.replay()
@@ -165,6 +167,32 @@ def write_program(path, model, f, inputs, fixed):
 # --- the stand-in
 
 
+class Home:
+    """The memory of a cache, and the recordings that hold its addresses."""
+
+    def __init__(self, cache):
+        self.cache = ref(cache)
+        self.memory = cache.k, cache.v, cache.layers
+        self.tapes = {}
+
+    def fits(self, cache):
+        mine = self.memory[0]
+        return mine.shape == cache.k.shape and mine.dtype == cache.k.dtype
+
+    def move_in(self, cache):
+        """Give the cache this memory, and its own to the one that was here, if that is still in use."""
+        theirs = cache.k, cache.v, cache.layers
+        before = self.cache()
+        for here, there in zip(self.memory[:2], theirs[:2], strict=True):
+            kept = here.clone()
+            here.copy_(there)
+            there.copy_(kept)
+        cache.k, cache.v, cache.layers = self.memory
+        if before is not None:
+            before.k, before.v, before.layers = theirs
+        self.cache = ref(cache)
+
+
 def distance(a, b):
     """The largest distance of a vector of a (..., D) from that of b, relative to the latter's
     length, or to the mean length if that is larger."""
@@ -187,7 +215,8 @@ class Recorded(StandIn):
         self.model, self.how, self.reach = model, how or ("graph" if model.tok.is_cuda else "compile"), reach
         self.widths = widths or ((1, 2, 3, 4, 8) if self.how == "compile" else (8,))
         self.say = say or partial(files.note, "recorded")
-        self.tapes = WeakKeyDictionary()  # {a cache whose addresses they hold, or this object: {key: tape}}
+        self.tapes = {}     # {key: tape} of all that reads no cache, and of programs, which read any
+        self.homes = []     # of graphs, which read one cache
         blocks = round(PIECE / sum(w.nbytes for w in model.blocks[0].state_dict().values()))
         self.piece = math.inf if self.how == "graph" else 2 * max(1, blocks)    # sub-layers
         self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece: few programs
@@ -211,6 +240,9 @@ class Recorded(StandIn):
         """`Transformer.run`."""
         subs = tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
         (B, T, _), trace, shared = x.shape, {} if trace is None else trace, self.place(x.shape, at, cache)
+        tapes = self.tapes
+        if cache is not None and self.how != "compile":
+            tapes = self.home(cache).tapes
         while subs:
             end = next((n for n, i in enumerate(subs, 1) if i in trace or n == self.piece), len(subs))
             y, part, subs = None, subs[:end], subs[end:]
@@ -218,11 +250,26 @@ class Recorded(StandIn):
                 width, first, angles = shared
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
                 key = part, B, width, x.shape[2]
-                y = self.play(cache, key, partial(block, part), (pad(x, width), first), fixed)
+                y = self.play(tapes, key, partial(block, part), (pad(x, width), first), fixed)
             x = self.model.run(x, at, cache, part) if y is None else y[:, :T]
             if part[-1] in trace:
                 trace[part[-1]] = x
         return x
+
+    def home(self, cache):
+        """The Home of a cache: a new one moves into the memory of another of its size."""
+        for home in self.homes:
+            if home.cache() is cache:
+                return home
+        fitting = [home for home in self.homes if home.fits(cache)]
+        if not fitting:
+            self.homes = [home for home in self.homes if home.cache() is not None]
+            self.homes.append(Home(cache))
+            return self.homes[-1]
+        empty = [home for home in fitting if home.cache() is None]
+        home = (empty or fitting)[0]
+        home.move_in(cache)
+        return home
 
     def place(self, shape, at, cache):
         """What all pieces of a pass over x of this shape share: the width of their block, its first
@@ -239,12 +286,15 @@ class Recorded(StandIn):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
         (B, T, _), width, y = x.shape, self.width(x.shape[1]), None
         if rows is None and width is not None:
-            y = self.play(self, (None, B, width), Transformer.unembed, (pad(x, width),), [])
+            y = self.play(self.tapes, (None, B, width), Transformer.unembed, (pad(x, width),), [])
         return self.model.unembed(x, rows) if y is None else y[:, :T]
 
     def replays(self):
         """Whether any pass is replayed: there may be no compiler, or no recording passed its check."""
-        return any(tape for tapes in self.tapes.values() for tape in tapes.values())
+        return any(tape for tapes in self.all_tapes() for tape in tapes.values())
+
+    def all_tapes(self):
+        return [self.tapes, *(home.tapes for home in self.homes)]
 
     def width(self, T):
         return next((width for width in self.widths if width >= T), None)
@@ -257,14 +307,13 @@ class Recorded(StandIn):
         reach = min(slots, -(-end // step) * step)
         return [t[:reach] for t in self.model.angles(reach)]
 
-    def play(self, home, key, f, inputs, fixed):
+    def play(self, tapes, key, f, inputs, fixed):
         """f(model, *inputs, *fixed), replayed; None if it should run eagerly: when it is seen for
         the first time, and if its recording failed its check."""
         if self.how == "compile":
-            home, key = self, (*key, *(t.dtype for t in (*inputs, *fixed[2:3])))
+            key = *key, *(t.dtype for t in (*inputs, *fixed[2:3]))
         elif fixed:
             key = *key, len(fixed[0])
-        tapes = self.tapes.setdefault(home, {})
         if tapes.get(key) is None and not self.lead.frozen:
             tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
         tape = tapes.get(key)

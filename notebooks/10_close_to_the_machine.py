@@ -225,7 +225,7 @@ print(tokenizer.decode(texts[1]))
 
 # %%
 *_, (state, _) = rounds(fast, [prompt], 24, SelfDraft(fast, exit_subs, 3))
-for (subs, rows, width, *reads), tape in fast.tapes[state.cache].items():
+for (subs, rows, width, *reads), tape in fast.home(state.cache).tapes.items():
     what = "recorded" if tape else "seen once"
     print(f"sub-layers {subs[0]:2} to {subs[-1]:2}, {rows} row, {width} tokens, "
           f"reads {reads[0]:3} slots: {what}")

@@ -82,7 +82,7 @@ def test_what_has_a_tree_or_is_wide_runs_eagerly(models):
         m.run(x, Placement.at(4, 7)._replace(tree=own, same=False), cache)
         assert m.run(x.repeat(1, 3, 1), Placement.at(4, 13), cache).shape == (1, 9, 32)
         assert m.run(x, Placement.at(4, 7), cache, []) is x and m.run(x, Placement.at(0, 3)).shape == x.shape
-    assert not m.tapes
+    assert not any(m.all_tapes())
 
 
 @each_family
@@ -101,7 +101,7 @@ def test_a_traced_pass_is_recorded_in_segments(models, family):
     m.piece = 4         # every pass is cut there, also those without a trace
     for _ in range(3):
         m.run(x, Placement.at(4, 7), cache)
-    found = {key[0] for key in m.tapes[cache]}
+    found = {key[0] for key in m.home(cache).tapes}
     assert {(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 3), (11,)} <= found and tuple(range(12)) not in found
 
 
@@ -115,10 +115,30 @@ def test_a_used_cache_needs_no_cleaning_and_keeps_its_recordings(models, truth):
             cache = state.cache
         assert [text[-24:] for text in state.known] == [row[:24] for row in truth["gemma2"]]
         cache.k.mul_(-3)
-        made.append([tape for tape in m.tapes[cache].values() if tape])
+        made.append([tape for tape in m.home(cache).tapes.values() if tape])
     assert len(made[1]) > 3 and made[1] == made[2]
     with pytest.raises(ValueError, match="cache of 4 rows and"):
         rounds(m, PROMPTS, 40, cache=cache)
+
+
+@each_family
+@pytest.mark.parametrize("name", ["skip", "model"])
+def test_new_caches_replay_what_was_recorded_with_others(models, truth, family, name):
+    """Also while the others are still in use, and with the draft's own cache; contents change places."""
+    m, kept = on_paper(models[family].model), []
+    own = ModelDraft(m.alongside(small(m)), 3) if name == "model" else SelfDraft(m, range(8), 3)
+    want = [row[:24] for row in truth[family]]
+    for _ in range(3):
+        assert generate(m, PROMPTS, 24, own)[0] == want
+    made = m.all_tapes()
+    count = sum(map(len, made))
+    m.frozen = True
+    steps = [rounds(m, PROMPTS, 24, SelfDraft(m, range(8), 3)) for _ in range(3)]
+    for found in zip(*steps, strict=True):
+        kept = [state for state, _ in found]
+    assert all([text[-24:] for text in state.known] == want for state in kept)
+    assert len({state.cache.k.data_ptr() for state in kept}) == 3 and len(m.homes) == 1
+    assert sum(map(len, m.all_tapes())) == count or name == "model"
 
 
 def test_what_is_recorded(models):
@@ -126,22 +146,22 @@ def test_what_is_recorded(models):
     and after `rehearse` nothing else is."""
     m, cache = on_paper(models["llama"].model, reach=64), None
     state, _ = next(rounds(m, [PROMPTS[0]], 5))
-    assert set(m.tapes[state.cache].values()) == {None}
+    assert set(m.home(state.cache).tapes.values()) == {None}
     del state
 
     def write():
         return [s.cache for s, _ in rounds(m, [PROMPTS[0]], 25, SelfDraft(m, range(8), 3), cache=cache)]
 
     cache = write()[0]
-    seen = {(key[0], key[2]) for key, tape in m.tapes[cache].items() if tape}
+    seen = {(key[0], key[2]) for key, tape in m.home(cache).tapes.items() if tape}
     assert seen >= {(tuple(range(8)), 1), (tuple(range(8, 12)), 4)}
     assert all(width in (1, 2, 4) for _, width in seen)
     m.rehearse(write)
-    before = dict(m.tapes[cache])
+    before = dict(m.home(cache).tapes)
     for _ in range(3):
         generate(m, [PROMPTS[0]], 25, SelfDraft(m, [0, 3, 5], 6), cache=cache)
-    assert m.tapes[cache] == before
-    assert len(m.tapes) == 2, "recordings of a cache go with it"
+    assert m.home(cache).tapes == before
+    assert len(m.homes) == 1, "recordings of a cache go with it"
 
 
 def test_lengths_are_few(models):
@@ -300,7 +320,7 @@ def test_one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its
         got, want = (m.run(x, Placement.at(at, at + 1), cache)
                      for m, cache in zip((fast, model), caches, strict=True))
         assert (got - want).abs().max() < 1e-9, at
-    assert len(said) == 2 and "compiling" in said[1] and sum(map(bool, fast.tapes[fast].values())) == 4
+    assert len(said) == 2 and "compiling" in said[1] and sum(map(bool, fast.tapes.values())) == 4
 
 
 def test_without_a_compiler_one_line_says_so(folder, monkeypatch):

@@ -12,7 +12,7 @@ from kvcache import KVCache
 from lab.bench.shared import WEIGHTS, figures, load, page, random_model, table
 from machine.packed import gain, pack, packs
 from machine.recorded import Recorded
-from model import SPARE, Config, Placement
+from model import Config, Placement
 from speculative import generate, rounds
 from support.measure import interleave
 
@@ -50,14 +50,13 @@ def compiled(theirs, prompt, new):
     return write
 
 
-def recorded(model, prompt, new, how=None):
+def recorded(model, prompt, new, how=None, widths=None):
     """A function that continues the prompt in recorded passes, which are all recorded now. It returns the
     ids."""
-    fast, slots = Recorded(model, how), min(len(prompt) + new, model.c.max_len) + SPARE
-    cache = KVCache(model.c, 1, slots, fast.attention_dtype(), fast.tok.device)
+    fast = Recorded(model, how, widths)
 
     def write():
-        return [token for _, r in rounds(fast, [prompt], new, cache=cache) for token in r.new[0]]
+        return [token for _, r in rounds(fast, [prompt], new) for token in r.new[0]]
 
     fast.rehearse(write)
     return write
