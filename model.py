@@ -263,13 +263,15 @@ class Transformer(nn.Module):
                 t = self.table = [part.to(dtype) for part in rope(at, freqs)]   # (rows, D)
         return t
 
-    def run(self, x, at, cache=None, sublayers: Sequence[int] | None = None, trace=None, table=None):
+    def run(self, x, at, cache=None, sublayers: Sequence[int] | None = None, trace=None, table=None,
+            masks=None):
         """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
         at: the Placement of its tokens. trace: a dict whose keys are sub-layers; each value is set to
-        x (B, T, dim) after that sub-layer. table: what `angles` returns, if the caller has it."""
+        x (B, T, dim) after that sub-layer. table, masks: what `angles` and `masks` return, if the caller has
+        them."""
         c, T = self.c, x.shape[1]
         start = 0 if c.window is None else max(0, at.first + 1 - c.window)  # sliding layers begin here
-        masks = self.masks(at, T, start)
+        masks = masks or self.masks(at, T, start)
         here = slice(at.first, at.first + T) if at.same else at.positions[:, -T:]
         cos, sin = (t[here].unflatten(-2, (-1, 1, 1)) for t in table or self.angles(at.end))
         store, blocks = block_only, tuple(self.blocks)  # indexing a ModuleList is slower than a norm

@@ -31,7 +31,7 @@ from lab.bench.plain import TEXT, recorded, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
 from machine.quant import KINDS, quantise
-from machine.recorded import block
+from machine.recorded import Recorded
 from model import Placement
 from speculative import NGram, prefill, rounds
 from support import cli
@@ -131,8 +131,7 @@ def shapes(a, page):
     """Large models of random weights in bfloat16: what memory allows, and what is made of it."""
     read = bandwidth(a)
     page.row("memory", lambda: {"GB/s": read / 1e9, "device": cli.machine(torch.device(a.device))})
-    chosen = TINY if a.tiny else {name: SHAPES[name] for name in NAMES}
-    for name, c in chosen.items():
+    for name, c in (TINY if a.tiny else {name: SHAPES[name] for name in NAMES}).items():
         try:
             shape(a, page, name, c, read)
         except Exception as e:      # such as a model that does not fit
@@ -140,9 +139,6 @@ def shapes(a, page):
             page.say(f"FAILED {name}: {type(e).__name__}: {str(e)[:200]}")
         if a.device == "cuda":
             torch.cuda.empty_cache()
-    name, c = next(iter(chosen.items()))    # last, since compiling takes longest
-    page.row(f"{name}, a step, compiled",
-             lambda: compiled(a, random_model(c, torch.bfloat16, device=a.device)))
 
 
 def bandwidth(a):
@@ -157,53 +153,41 @@ def shape(a, page, name, c, read):
     bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
     how = None if a.device == "cuda" else "paper"
 
-    def speed(write):
+    def speed(write, more=None):
         write()
         start = time.perf_counter()
         count = len(write())
         rate = count / (time.perf_counter() - start)
-        return {"tokens/s": rate, "of what memory allows": rate * bytes_read / read}
+        return {"tokens/s": rate, "of what memory allows": rate * bytes_read / read} | (more or {})
+
+    def rehearsed(width, joins):
+        fast = Recorded(model, how, (width,))
+        fast.joins = joins
+        start = time.perf_counter()
+        return recorded(fast, ids, new), {"seconds to record": time.perf_counter() - start}
 
     def eager():
         return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
 
     page.row(f"{name}, plain, eager", lambda: speed(eager))
-    for width in 8, 1:  # a pass over a block of 8 with dead rows after the first, as always, or over one
-        page.row(f"{name}, plain, recorded, passes of {width}",
-                 lambda width=width: speed(recorded(model, ids, new, how, (width,))))
-    times = interleave({T: step(model, T, 64) for T in (1, *WIDTHS)}, 2 if a.tiny else 10)
+    for width, joins, words in (1, True, ""), (1, False, ", kernels not joined"), (8, True, ", passes of 8"):
+        page.row(f"{name}, plain, recorded{words}",
+                 lambda width=width, joins=joins: speed(*rehearsed(width, joins)))
+    fast = Recorded(model, how, (1, *WIDTHS))
+    times = interleave({T: step(fast, T, 64) for T in (1, *WIDTHS)}, 3 if a.tiny else 10)
     page.row(f"{name}, blocks", lambda: {f"{T}": times[T] / times[1] for T in WIDTHS})
     for e in sorted({max(1, L // n) for n in (8, 4, 2)}):
-        drafts = {"draft": step(model, 1, 64, early_exit(L, e)), "one": step(model, 1, 64)}
+        drafts = {"draft": step(fast, 1, 64, early_exit(L, e)), "one": step(fast, 1, 64)}
         page.row(f"{name}, exit {e}", lambda drafts=drafts, e=e: ratio(drafts, a) | {
             "c by weights": weight_costs(c).step(early_exit(L, e))})
     for kind in KINDS if c.n_layers <= 16 else ():
         page.row(f"{name}, {kind}", lambda kind=kind: ratio(
-            {"draft": step(quantise(model, kind), 1, 64), "one": step(model, 1, 64)}, a))
+            {"draft": step(fast.alongside(quantise(model, kind)), 1, 64), "one": step(fast, 1, 64)}, a))
 
 
 def ratio(steps, a):
     times = interleave(steps, 2 if a.tiny else 10)
     return {"c by the clock": times["draft"] / times["one"]}
-
-
-def compiled(a, model):
-    """A pass over one token, as torch.compile makes it."""
-    c, reach = model.c, 64
-    cache = KVCache(c, 1, reach, model.attention_dtype(), model.tok.device)
-    cos, sin = (t[:reach] for t in model.angles(reach))
-    fixed = [cos, sin, *(t for keys, values in cache.layers for t in (keys, values))]
-    x = model.embed(torch.zeros(1, 1, dtype=torch.long, device=model.tok.device))
-    first = torch.full((1, 1), 32, device=model.tok.device)
-    f = torch.compile(partial(block, range(2 * c.n_layers)), backend="aot_eager" if a.tiny else "inductor",
-                      options=None if a.tiny else {"triton.cudagraphs": a.device == "cuda"})
-    start = time.perf_counter()
-    with torch.inference_mode():
-        f(model, x, first, *fixed)
-        took = time.perf_counter() - start
-        times = interleave({"compiled": lambda: f(model, x, first, *fixed),
-                            "eager": lambda: block(range(2 * c.n_layers), model, x, first, *fixed)}, 5)
-    return {"seconds to compile": took, "ms": 1e3 * times["compiled"], "eager, ms": 1e3 * times["eager"]}
 
 
 def models(a, page):

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from weakref import WeakSet, ref
 
@@ -24,46 +24,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kvcache import KVCache
+from machine.blocks import block, joined, piece
 from methods.standin import StandIn
-from model import Placement, Transformer
+from model import Transformer
 from support import files
 from support.measure import identity
 
 TRIES = 3   # recordings of a pass that may fail their check before it stays eager
 FEW = 8     # rows of x up to which a product is faster as sums
 PIECE = 28e6    # bytes of weights that a program reads: a few large blocks, and others like them share it
+# trap: the pattern matcher takes masked grouped attention for another pattern, and the result is wrong
+NO_PATTERNS = {"pattern_matcher": False}
 # how far, by `distance`, a recording may differ from the eager pass
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-
-
-# --- what is recorded: functions of the model, of inputs that change with each call, and of fixed tensors
-
-
-class Slots(KVCache):
-    """Some layers of a cache, {layer: (keys, values)}, (B, Hkv, S, D) each, as inputs of a recording."""
-
-    def __init__(self, layers):
-        self.layers = layers
-
-    def write(self, layer, k, v, at, start=0):
-        keys, values = self.layers[layer]
-        rows, heads = (torch.arange(n, device=k.device) for n in k.shape[:2])
-        here = rows[:, None, None], heads[:, None], at.slots[:, None]         # (B, Hkv, T) together
-        keys[here], values[here] = k, v  # trap: for `scatter_` Inductor copies the cache in every layer
-        return keys[:, :, start : at.end], values[:, :, start : at.end]
-
-
-def block(sublayers, model, x, first, cos, sin, *caches):
-    """`sublayers` of the model for x (B, W, dim) from the positions first (B, 1) on. cos, sin
-    (reach, D): the table of angles, whose length is the number of slots that all layers read,
-    sliding ones, too; caches: keys and values of each attention."""
-    end = cos.shape[0]
-    steps, last = torch.arange(x.shape[1], device=x.device), torch.arange(end, device=x.device)[-1]
-    slots = torch.minimum(first + steps, last)  # (B, W) beyond the last slot there is nothing to write to
-    layers = (i // 2 for i in sublayers if i % 2 == 0)
-    cache = Slots(dict(zip(layers, zip(caches[::2], caches[1::2], strict=True), strict=True)))
-    return model.run(x, Placement(slots, slots, 0, end), cache, sublayers, table=(cos, sin))
 
 
 # --- recordings
@@ -101,6 +74,7 @@ class Graph(Tape):
 
     def record(self, f):
         Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
+        f(*self.inputs, *self.fixed)    # compiles what is to be compiled
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=Graph.pool):     # records launches, computes nothing
             self.output = f(*self.inputs, *self.fixed)
@@ -149,10 +123,9 @@ def product(x, w, bias=None):
 def write_program(path, model, f, inputs, fixed):
     """Compile f for inputs of these shapes, and for any number of slots, into the file `path`, *.pt2."""
     shapes = [*([None] * len(inputs)), *({t.dim() - 2: torch.export.Dim.DYNAMIC} for t in fixed)]
-    settings = {"aot_inductor.package_constants_in_so": False,     # the weights stay with the model
-                "cpp.enable_floating_point_contract_flag": "fast",  # one instruction multiplies and adds
-                # trap: it takes masked grouped attention for another pattern, and the result is wrong
-                "pattern_matcher": False}
+    settings = {**NO_PATTERNS,
+                "aot_inductor.package_constants_in_so": False,      # the weights stay with the model
+                "cpp.enable_floating_point_contract_flag": "fast"}  # one instruction multiplies and adds
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         # trap: lengths that are equal here become one number in the program, so the caches are longer
         caches = (F.pad(t, (0, 0, 0, 1)) for t in fixed[2:])
@@ -213,7 +186,7 @@ class Recorded(StandIn):
 
     def __init__(self, model, how=None, widths=None, reach=256, say=None, lead=None):
         self.model, self.how, self.reach = model, how or ("graph" if model.tok.is_cuda else "compile"), reach
-        self.widths = widths or ((1, 2, 3, 4, 8) if self.how == "compile" else (8,))
+        self.widths = widths or ((1, 2, 3, 4, 8) if self.how == "compile" else (1, 8))
         self.say = say or partial(files.note, "recorded")
         self.tapes = {}     # {key: tape} of all that reads no cache, and of programs, which read any
         self.homes = []     # of graphs, which read one cache
@@ -222,6 +195,7 @@ class Recorded(StandIn):
         self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece: few programs
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen, self.lead = False, lead or self    # once the lead is frozen, nothing new is recorded
+        self.joins = True                   # in graphs, small kernels: see `joined`
         model.angles(1)                     # trap: the table may be that of another dtype
 
     def rehearse(self, write):
@@ -345,10 +319,12 @@ class Recorded(StandIn):
         return False
 
     def make(self, name, key, f, inputs, fixed):
-        if self.how != "compile":
-            return (Graph if self.how == "graph" else Tape)(partial(f, self.model), inputs, fixed)
+        if self.how == "paper":
+            return Tape(partial(f, self.model), inputs, fixed)
+        if self.how == "graph":
+            return self.make_graph(key[0], f, inputs, fixed)
         sources = [Path(sys.modules[name].__file__).read_bytes() for name in (
-            Transformer.__module__, type(self.model).__module__, __name__)]
+            Transformer.__module__, type(self.model).__module__, block.__module__, __name__)]
         shift, (sublayers, *rest) = 0, key
         if sublayers:       # compiled as the first blocks; trap: with a window every second block differs
             shift = sublayers[0] // 2 if self.c.window is None else sublayers[0] // 4 * 2
@@ -371,6 +347,23 @@ class Recorded(StandIn):
             write_program(program, self.model, f, inputs, fixed)
             files.keep(path, program.read_bytes())
         return Compiled(path, self.model, shift)
+
+
+    def make_graph(self, sublayers, f, inputs, fixed):
+        if sublayers and self.joins:
+            try:
+                return Graph(partial(joined, compiled_piece(), sublayers, self.model), inputs, fixed)
+            except Exception as e:      # whatever a compiler raises
+                self.joins = False
+                self.say(f"kernels are not joined, because of {type(e).__name__}: {e}".split("\n")[0])
+        return Graph(partial(f, self.model), inputs, fixed)
+
+
+@cache
+def compiled_piece():
+    """One for all models, compiled anew for each shape."""
+    torch._dynamo.config.recompile_limit = 64   # trap: after eight, which is usual, it gives up silently
+    return torch.compile(piece, options=NO_PATTERNS)
 
 
 def pad(x, width):

@@ -15,6 +15,7 @@ from tiny import FAMILIES, GEMMA, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_fam
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine import recorded
+from machine.blocks import block, joined, piece
 from machine.recorded import Recorded
 from model import Placement
 from sampling import Coins, to_probs
@@ -243,11 +244,40 @@ def test_nothing_inside_a_graph_waits(family, monkeypatch):
         m = make(FAMILIES[family], device="cuda")
         fast, prompts = Recorded(m, say=pytest.fail), [PROMPTS[0] * 2, PROMPTS[3] + PROMPTS[1]]
         fast.unembed = m.unembed    # it would be replayed twice in a round
+        fast.joins = False          # a compiler does not know paper
         steps, want = (rounds(model, prompts, 20, SelfDraft(model, range(1, 12), 1)) for model in (fast, m))
         for _ in range(2):      # seen, and recorded
             (_, got), (_, r) = next(steps), next(want)
         assert fast.how == "graph" and got.new == r.new
         assert len(pools) == 2 and len(set(pools)) == 1, "the draft and its check"
+
+
+@each_family
+@torch.inference_mode()
+def test_joined_blocks_are_the_blocks(family):
+    """One compiled function serves all of them, and what is left of a block runs as it is."""
+    m, count = make(FAMILIES[family]), []
+
+    def compiler(graph, inputs):
+        count.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(piece, backend=compiler)
+    first = torch.tensor([[5], [7]])
+    for width, end in (1, 24), (1, 19), (4, 24), (4, 19), (7, 19):
+        angles = [t[:end] for t in m.angles(end)]
+        x = torch.randn(2, width, m.c.dim).double()
+        for sublayers in range(12), [0, 1, 2, 3, 5, 6, 8, 9, 10, 11]:
+            texts = []
+            for run in block, partial(joined, compiled):
+                torch.manual_seed(width)
+                cache = KVCache(m.c, 2, 32, torch.float64)
+                cache.k.normal_(), cache.v.normal_()
+                fixed = [t for i in sublayers if i % 2 == 0 for t in cache.layers[i // 2]]
+                texts.append((run(sublayers, m, x, first, *angles, *fixed), cache.k, cache.v))
+            for got, want in zip(*texts, strict=True):
+                assert (got - want).abs().max() < 1e-9
+    assert len(count) == 2, "one for single tokens, and one for all other widths and lengths"
 
 
 def test_replays_wait_for_nothing(truth):

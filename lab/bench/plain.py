@@ -50,11 +50,9 @@ def compiled(theirs, prompt, new):
     return write
 
 
-def recorded(model, prompt, new, how=None, widths=None):
-    """A function that continues the prompt in recorded passes, which are all recorded now. It returns the
+def recorded(fast, prompt, new):
+    """A function that continues the prompt by a Recorded, whose passes are all recorded now. It returns the
     ids."""
-    fast = Recorded(model, how, widths)
-
     def write():
         return [token for _, r in rounds(fast, [prompt], new) for token in r.new[0]]
 
@@ -95,7 +93,7 @@ def measure(model, theirs, prompt, new, repeats, fast):
     ways = both([prompt], new)
     if fast:
         ways |= {"transformers, compiled": compiled(theirs, prompt, new),
-                 "ours, recorded": recorded(model, prompt, new)}
+                 "ours, recorded": recorded(Recorded(model), prompt, new)}
     texts = {name: way()[0] for name, way in ways.items()}
     seconds, bound = interleave(ways, repeats), interleave({"": matrices(model)}, 10 * repeats)[""] * new
     blocks = interleave({T: step(model, T, 64) for T in BLOCKS}, 5 * repeats)
