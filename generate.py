@@ -15,10 +15,11 @@ import torch
 import checkpoint
 import sampling
 from machine import parallel
+from machine.exact import Exact, few_suffice
 from machine.packed import Packed, pack_where_it_pays
 from machine.quant import KINDS
 from machine.recorded import Recorded
-from sampling import Coins, to_probs
+from sampling import Coins, Race, to_probs
 from speculative import check_prompts, rounds
 from support import chat, cli, drafts, own, page, show, stats
 from support.files import check_writable, guarded, numbered_texts, write_file
@@ -51,6 +52,8 @@ def flags():
     add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
+    add("--exact", action="store_true", help="the same text to the bit with every draft, at any temperature: "
+        "passes of one shape, and random numbers that belong to places")
     add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
     add("--page", metavar="FILE", help="write a page that steps through the run in a browser (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
@@ -67,6 +70,9 @@ def parse(argv):
     if a.page and a.tree:
         raise ValueError("--page shows chains, coin by coin, not trees: leave out --page or --tree")
     sampling.check(a.temperature, a.top_k, a.top_p, a.min_p)
+    for flag in ("page", "tree"):
+        if a.exact and getattr(a, flag):
+            raise ValueError(f"--exact does not go with --{flag}")
     cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(a, name) is not None), None)
     if cut and a.temperature == 0:
         raise ValueError(f"--{cut.replace('_', '-')} does nothing at temperature 0, which is greedy: "
@@ -98,11 +104,23 @@ class Writer:
             with guarded(name):
                 self.prompts.append(checkpoint.encode(tokenizer, text, model.c.bos, not a.chat))
         check_prompts(model, self.prompts, a.max_new, list(texts))
-        self.model, self.tokenizer = Recorded(model) if a.fast else model, tokenizer
+        self.model, self.tokenizer = self.passes(model), tokenizer
+
+    def passes(self, model):
+        """What stands in for the model, as the flags say."""
+        a = self.a
+        if a.fast:
+            return Exact(Recorded(model, widths=(8,), exact=True)) if a.exact else Recorded(model)
+        if not a.exact:
+            return model
+        return Exact(model, 2, cut=False) if few_suffice(model, self.prompts[0]) else Exact(model)
 
     def rounds(self, drafter, player=None):
         """What `speculative.rounds` yields. player: the page's, to record coins and distributions."""
-        a, (coins, look) = self.a, (player.coins, player.look) if player else (Coins(self.a.seed), to_probs)
+        a, look = self.a, to_probs
+        coins = Race(a.seed) if a.exact else Coins(a.seed)
+        if player:
+            coins, look = player.coins, player.look
         if parallel.place() != (0, 1):
             coins = parallel.Agreed(coins)
         judge = verify if a.page or a.temperature == 0 else verify_block  # a page explains `verify`
@@ -142,8 +160,9 @@ def run(a):
     for path in filter(None, (a.picture, a.page)):
         check_writable(Path(path))
     texts, device, (rank, world) = read_prompts(a), checkpoint.find_device(a.device), parallel.place()
-    if a.fast and world > 1:
-        raise ValueError("--fast works in one process, not in several")
+    for flag in ("fast", "exact"):
+        if getattr(a, flag) and world > 1:
+            raise ValueError(f"--{flag} works in one process, not in several")
     model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype),
                                        KINDS.get(a.quant), parallel.place())
     model = parallel.join(model) if world > 1 else model if a.fast else pack_where_it_pays(model)
@@ -164,7 +183,7 @@ def run(a):
             r |= against_plain(writer, plan, r["outputs"])
         print(json.dumps(r) if a.json else summary(r, seen))
     different = r.get("first_divergence")
-    return int(bool(different and not different["near_tie"]))
+    return int(bool(different and (a.exact or not different["near_tie"])))
 
 
 def report(writer, plan, seen):
@@ -178,7 +197,8 @@ def report(writer, plan, seen):
         "target_passes": n.passes, "tokens_per_pass": n.tau,
         "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
         "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + chosen,
-        "fast": a.fast and model.replays(), "quant": a.quant, "processes": parallel.place()[1],
+        "fast": a.fast and model.replays(), "exact": model.rows if a.exact else None,
+        "quant": a.quant, "processes": parallel.place()[1],
         "packed": isinstance(model.blocks[0].mlp.down, Packed),
         "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
         "threads": torch.get_num_threads(), "seed": a.seed,
@@ -194,14 +214,14 @@ def speed(tokens, reading, seconds):
 
 def against_plain(writer, plan, printed):
     """Time drafting beside plain decoding, and compare the printed text with the plain one."""
-    prompts, greedy = writer.prompts, writer.a.temperature == 0
+    prompts, comparable = writer.prompts, writer.a.exact or writer.a.temperature == 0
     makers = {"drafted": plan.make, "plain": lambda: None}
     drafted, plain = stats.compare(writer.rounds, makers, len(prompts), REPEATS).values()
     different = (stats.divergence(writer.model, prompts, [o["ids"] for o in printed], plain.outputs)
-                 if greedy else None)
+                 if comparable else None)
     return {
         **speed(drafted.tokens, drafted.reading, drafted.seconds),
-        "identical": different is None if greedy else None, "first_divergence": different,
+        "identical": different is None if comparable else None, "first_divergence": different,
         "ratio": drafted.rate / plain.rate if plain.tokens else None,
         "baseline": speed(plain.tokens, plain.reading, plain.seconds)
         | {"target_passes": plain.passes, "ids": plain.outputs},
@@ -221,6 +241,7 @@ def rates(r):
     line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads"
     line += f", blocks in {r['quant']}" if r["quant"] else ""
     line += ", in recorded passes" if r["fast"] else ", packed weights" if r["packed"] else ""
+    line += f", exact in passes of {r['exact']} rows" if r["exact"] else ""
     line += f", {r['processes']} processes" if r["processes"] > 1 else ""
     if "baseline" not in r:
         return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s (one run, while printing)"
@@ -233,10 +254,13 @@ def verdict(r):
     """Whether the text is that of plain decoding, in one line."""
     d = r["first_divergence"]
     if r["identical"] is None:
-        return "sampled texts may differ: drafting spends more random numbers (compare at temperature 0)"
+        return ("sampled texts may differ: drafting spends more random numbers (compare at temperature 0, or "
+                "with --exact)")
     if d is None:
         return f"identical to plain decoding in {r['dtype']}, token for token"
     equal = f"{d['position']} equal tokens" + f" of output {d['output']}" * (len(r["outputs"]) > 1)
+    if r["exact"]:
+        return f"NOT identical to plain decoding, which --exact promises, after {equal}: please report it"
     gap = f"{d['gap']:.3g} apart, and rounding in {r['dtype']} explains up to {d['rounding']:.2g}"
     if d["near_tie"]:
         return f"after {equal} a near-tie was decided differently from plain decoding: two logits are {gap}"

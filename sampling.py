@@ -65,7 +65,7 @@ def signed(n):
 
 def shift(z, bits):
     """z >> bits, shifting in zeros. (In torch, >> shifts in copies of the sign bit.)"""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def uniforms(seed, first, count, device=None):
@@ -77,11 +77,18 @@ def uniforms(seed, first, count, device=None):
     >>> uniforms(0, 0, 2).tolist()
     [0.8833108082136426, 0.43152799704850997]
     """
-    z = torch.arange(first + 1, first + 1 + count, device=device)       # integers: exact everywhere
-    z = z * signed(0x9E3779B97F4A7C15) + signed(seed)
-    z = (z ^ shift(z, 30)) * signed(0xBF58476D1CE4E5B9)
-    z = (z ^ shift(z, 27)) * signed(0x94D049BB133111EB)
-    return shift(z ^ shift(z, 31), 11).double() * 2.0**-53
+    return uniform(signed(seed), torch.arange(first, first + count, device=device))
+
+
+def uniform(seed, i):
+    """Number i of the stream of a seed, for int64 tensors of any shape, in [0, 1). float64"""
+    z = (i + 1) * signed(0x9E3779B97F4A7C15) + seed     # integers: exact everywhere
+    z ^= shift(z, 30)
+    z *= signed(0xBF58476D1CE4E5B9)
+    z ^= shift(z, 27)
+    z *= signed(0x94D049BB133111EB)
+    z ^= shift(z, 31)
+    return shift(z, 11).double() * 2.0**-53
 
 
 class Coins:
@@ -112,6 +119,11 @@ class Coins:
         """True with probability min(1, prob), for prob of any shape; never for NaN."""
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
+    def settle(self, p, read):
+        """p (B, T, V), or what becomes of it before anything is drawn. Here nothing: see `Race`. read
+        (B or 1, T): the position of the token that each row comes after."""
+        return p
+
     def choose(self, weights):
         """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform
         each, mapped to an index by the inverse of the cumulative distribution over rising ids."""
@@ -119,3 +131,38 @@ class Coins:
         u = self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)
         # `right` skips weights of zero; the clamp is for weights all zero or NaN, which callers report
         return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_(max=cdf.shape[-1] - 1)[..., 0]
+
+
+class Race(Coins):
+    """Coins that belong to places: a token depends on the seed, its position and p, and on nothing else.
+
+    The tokens of the vocabulary race for a place. Token v arrives after e_v / p_v, where e_v is drawn from
+    the exponential distribution Exp(1) by (seed, position, v), and the first is written: it is v with
+    probability p_v. A draft runs the same race with its q. So p and q become the one-hots of their winners,
+    and a drafted token is accepted if both name the same: no drafter can change a token. They agree with
+    probability
+
+        sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v)
+
+    which is at most 1 - TV, `verify`'s for one token, and at least (1 - TV) / (1 + TV), where TV is half the
+    sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978, drafter-invariant decoding).
+
+    seed: a number, or a list of one for each row of a batch.
+
+    >>> p = torch.tensor([[[0.5, 0.3, 0.2]]])
+    >>> [Race(seed).settle(p, torch.tensor([[7]])).argmax().item() for seed in (0, 1)]
+    [2, 1]
+    """
+
+    def __init__(self, seed=0):
+        super().__init__(seed if isinstance(seed, int) else 0)
+        self.seeds = torch.tensor([signed(one) for one in ([seed] if isinstance(seed, int) else seed)])
+
+    def settle(self, p, read):
+        V = p.shape[-1]
+        place = (read[..., None] + 1) * V + torch.arange(V, device=p.device)    # (B or 1, T, V)
+        u = uniform(self.seeds.to(p.device)[:, None, None], place)
+        arrives = u.neg_().log1p_().neg_() / p                                  # (B, T, V)
+        # trap: where p = 0 beside u = 0 it is NaN, which argmin takes for the least
+        first = arrives.nan_to_num_(nan=torch.inf).argmin(-1, keepdim=True)
+        return torch.zeros_like(p).scatter_(-1, first, 1.0)

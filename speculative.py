@@ -218,7 +218,7 @@ def chain(state, step, rule):
     most, token, tokens, qs = wanted(state, rule), state.last(), [], []
     while (k := len(tokens)) < max(most):
         logits = step(token, k)                                                 # (B, 1, V)
-        q = state.probs(logits)
+        q = state.coins.settle(state.probs(logits), state.n[:, None] + (k - 1))
         token = state.coins.choose(q)                                           # (B, 1)
         tokens.append(token)
         qs.append(q)
@@ -362,7 +362,7 @@ def loop(state, drafter, eos, verify):
         at = layout(state, K, draft.parents)
         x = model.run(x, at, state.cache, every[first:], trace)                 # (B, K+1, dim)
         logits = model.unembed(x)                                               # (B, K+1, V)
-        p = state.probs(logits)
+        p = state.coins.settle(state.probs(logits), at.positions)
         # 4. Verify: how many drafted tokens are accepted, and which token follows them?
         if at.tree is None:
             accepted, next_token = verify(p, draft.q, draft.tokens, state.coins, draft.length)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,10 +205,21 @@ def models(a, page):
                      partial(by_command, a, folder, draft, temperature, chat))
 
 
-def by_command(a, folder, draft, temperature, chat):
+def exact(a, page):
+    """`--exact` in graphs: texts with and without a draft, greedy and sampled, and what it costs plainly."""
+    names = ["stories-draft"] if a.tiny else ["stories-llama", "stories-gemma2"]
+    dtypes = ["bfloat16"] if a.tiny else ["bfloat16", "float32"]
+    drafts = ["exit"] if a.tiny else ["exit", "eagle", "suffix"]
+    for dtype, temperature, name, draft in product(dtypes, (0, 0.8), names, drafts):
+        page.row(f"{name}, {dtype}, {draft}, T {temperature}",
+                 partial(by_command, a, WEIGHTS / name, draft, temperature, False,
+                         ["--exact", "--dtype", dtype]))
+
+
+def by_command(a, folder, draft, temperature, chat, more=()):
     text = "How does a bicycle stay upright?" if chat else "Once upon a time"
     words = [text, "--model", str(folder), "--draft", draft, "--temperature", str(temperature), "--device",
-             a.device, "--max-new", "8" if a.tiny else "64", "--compare", "--json"]
+             a.device, "--max-new", "8" if a.tiny else "64", "--compare", "--json", *more]
     words += ["--fast"] * (a.device == "cuda") + ["--chat"] * chat
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -215,8 +227,9 @@ def by_command(a, folder, draft, temperature, chat):
     if status == 2:
         raise ValueError(err.getvalue().strip())
     r = json.loads(out.getvalue())
-    return {"times plain": r["ratio"], "tokens/s": r["tokens_per_second"], "tau": r["tokens_per_pass"],
-            "alpha": r["alpha"], "same text": r["identical"], "recorded": r["fast"]}
+    return {"times plain": r["ratio"], "tokens/s": r["tokens_per_second"],
+            "plain": r["baseline"]["tokens_per_second"], "tau": r["tokens_per_pass"], "alpha": r["alpha"],
+            "same text": r["identical"], "recorded": r["fast"]}
 
 
 def rows(a, page):
@@ -268,6 +281,7 @@ class Part(NamedTuple):
 PARTS = {
     "tests": Part(100, tests, "what runs on a CPU gives the same on CUDA"),
     "waits": Part(60, waits, "one wait per round, and one per drafted token where a rule may stop"),
+    "exact": Part(90, exact, "with --exact, a text is the same to the bit with every draft"),
     "shapes": Part(150, shapes, "how near to its memory's speed decoding comes; what blocks and drafts cost"),
     "models": Part(90, models, "what each draft gains on real weights"),
     "rows": Part(40, rows, "which rows of logits are the same to the bit, whatever else is in the block"),

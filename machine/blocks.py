@@ -6,6 +6,7 @@ compiled once, for the first of them, and called with the weights of each.
 import copy
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from kvcache import KVCache
@@ -51,6 +52,11 @@ def block(sublayers, model, x, first, cos, sin, *caches):
     sliding ones, too; caches: keys and values of each attention."""
     at = place(x.shape[1], first, cos.shape[0])
     return model.run(x, at, pairs(model.c, sublayers, caches, at.slots), sublayers, table=(cos, sin))
+
+
+def pad(x, width):
+    """x (B, T, dim) with dead rows after it: (B, width, dim)."""
+    return (x if x.shape[1] == width else F.pad(x, (0, 0, 0, width - x.shape[1]))).contiguous()
 
 
 # --- for CUDA graphs: fewer kernels

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from machine.blocks import block, joined, piece
+from machine.blocks import block, joined, pad, piece
 from methods.standin import StandIn
 from model import Transformer
 from support import files
@@ -181,10 +181,12 @@ class Recorded(StandIn):
     how: see above; by default what suits the model's device. widths: a block is padded to the next of
     these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish as few text
     lengths as if these doubled from `reach` on. say: called with a line about what takes long or fails,
-    by default `print` to standard error. Do not move or cast the model later; weights may change in place.
+    by default `print` to standard error. exact: a pass is the same to the bit however it is cut: each
+    sub-layer is a program of its own, and recorded when it is first seen. Do not move or cast the model
+    later; weights may change in place.
     """
 
-    def __init__(self, model, how=None, widths=None, reach=256, say=None, lead=None):
+    def __init__(self, model, how=None, widths=None, reach=256, say=None, lead=None, exact=False):
         self.model, self.how, self.reach = model, how or ("graph" if model.tok.is_cuda else "compile"), reach
         self.widths = widths or ((1, 2, 3, 4, 8) if self.how == "compile" else (1, 8))
         self.say = say or partial(files.note, "recorded")
@@ -192,6 +194,9 @@ class Recorded(StandIn):
         self.homes = []     # of graphs, which read one cache
         blocks = round(PIECE / sum(w.nbytes for w in model.blocks[0].state_dict().values()))
         self.piece = math.inf if self.how == "graph" else 2 * max(1, blocks)    # sub-layers
+        self.exact = exact
+        if exact:
+            self.piece = 1
         self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece: few programs
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen, self.lead = False, lead or self    # once the lead is frozen, nothing new is recorded
@@ -288,7 +293,9 @@ class Recorded(StandIn):
             key = *key, *(t.dtype for t in (*inputs, *fixed[2:3]))
         elif fixed:
             key = *key, len(fixed[0])
-        if tapes.get(key) is None and not self.lead.frozen:
+        if self.exact and key not in tapes:
+            tapes[key] = self.record(key, f, inputs, fixed) or False
+        elif tapes.get(key) is None and not self.lead.frozen:
             tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
         tape = tapes.get(key)
         return tape(inputs, fixed) if tape else None
@@ -364,8 +371,3 @@ def compiled_piece():
     """One for all models, compiled anew for each shape."""
     torch._dynamo.config.recompile_limit = 64   # trap: after eight, which is usual, it gives up silently
     return torch.compile(piece, options=NO_PATTERNS)
-
-
-def pad(x, width):
-    """x (B, T, dim) with dead rows after it: (B, width, dim)."""
-    return (x if x.shape[1] == width else F.pad(x, (0, 0, 0, width - x.shape[1]))).contiguous()

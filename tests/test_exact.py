@@ -1,0 +1,177 @@
+"""The same text to the bit, `==` on ids and on rows of logits: in half types, too, greedy and sampled, with
+any draft, alone or in a batch. And the race that decides sampled texts."""
+import pytest
+import torch
+from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
+
+from kvcache import KVCache
+from layerskip import SelfDraft, without
+from machine.exact import Exact, few_suffice
+from machine.recorded import Recorded
+from methods.heads import Eagle, Kangaroo
+from methods.suffix import Suffix
+from methods.trees import Siblings
+from model import Placement
+from sampling import Coins, Race, to_probs
+from speculative import ModelDraft, NGram, rounds
+from verification import verify, verify_block
+
+WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3), "half a block": lambda m: SelfDraft(m, range(5), 2),
+        "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 4), "n-gram": lambda m: NGram(10, 1),
+        "suffix": lambda m: Suffix(5), "stopped": lambda m: SelfDraft(m, range(8), Unsure(5)),
+        "model": lambda m: ModelDraft(small(m).to(m.tok.dtype), 3), "eagle": lambda m: Eagle(m).drafter(3),
+        "kangaroo": lambda m: Kangaroo(m, 2).drafter(3)}
+SEEDS = [3, 1, 4, 1]
+
+
+def warm(logits):
+    return to_probs(logits, 0.8, top_p=0.95)
+
+
+def write(model, prompts, drafter=None, probs=to_probs, seeds=SEEDS, eos=(), slots=60, judge=verify):
+    """[(ids, their rows of logits)] of each prompt, in a cache of 60 slots."""
+    cache = KVCache(model.c, len(prompts), slots, model.attention_dtype())
+    found = [([], []) for _ in prompts]
+    for _, r in rounds(model, prompts, 24, drafter, probs, Race(seeds), eos, cache, judge):
+        for b, (ids, logits) in enumerate(found):
+            ids += r.new[b]
+            logits += r.logits[b, : len(r.new[b])]
+    return found
+
+
+def same(a, b):
+    return all(x[0] == y[0] and torch.equal(torch.stack(x[1]), torch.stack(y[1]))
+               for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+def dtype(request):
+    return request.param
+
+
+# --- passes of one shape
+
+
+@each_family
+@pytest.mark.parametrize("name", WAYS)
+def test_drafted_is_plain_to_the_bit(family, name, dtype):
+    """In a ragged batch, greedy and sampled, up to an end of text inside a draft."""
+    m = Exact(make(LIVELY[family]).to(dtype))
+    for probs, judge in (to_probs, verify), (warm, verify), (warm, verify_block):
+        plain = write(m, PROMPTS, probs=probs)
+        assert same(plain, write(m, PROMPTS, WAYS[name](m), probs, judge=judge))
+        eos = {plain[0][0][7]}
+        assert same(write(m, PROMPTS, None, probs, eos=eos), write(m, PROMPTS, WAYS[name](m), probs, eos=eos))
+
+
+@each_family
+def test_a_text_is_the_same_alone_and_in_any_company(family, dtype):
+    m = Exact(make(LIVELY[family]).to(dtype))
+    for probs in to_probs, warm:
+        together = write(m, PROMPTS, WAYS["exit"](m), probs)
+        others = write(m, PROMPTS[::-1], None, probs, SEEDS[::-1])
+        assert same(together, others[::-1])
+        for row, prompt, seed in zip(together, PROMPTS, SEEDS, strict=True):
+            assert same([row], write(m, [prompt], None, probs, [seed]))
+
+
+@each_family
+@torch.inference_mode()
+def test_passes_without_it_differ(family):
+    """So the tests above can fail."""
+    m = make(LIVELY[family]).float()
+    cache = KVCache(m.c, 1, 60, m.attention_dtype())
+    tokens = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7] * 6])
+    differ = 0
+    for start in range(40, 1, -1):
+        at = [Placement.at(start, start + T)._replace(same=False) for T in (1, 8)]
+        one, eight = (m.unembed(m.run(m.embed(tokens[:, here.first : here.end]), here, cache)) for here in at)
+        differ += not torch.equal(one[:, 0], eight[:, 0])
+    assert differ
+
+
+@each_family
+def test_near_the_end_of_the_context(family, dtype):
+    """Dead rows go to a dead slot."""
+    m = Exact(make(LIVELY[family]).to(dtype))
+    prompts = [PROMPTS[0] * 7, PROMPTS[1]]
+    plain = write(m, prompts, probs=warm, seeds=[1, 2], slots=72)
+    assert len(plain[0][0]) == 8
+    assert same(plain, write(m, prompts, WAYS["exit"](m), warm, [1, 2], slots=72))
+
+
+@each_family
+@pytest.mark.parametrize("name", ["exit", "half a block", "skip", "eagle"])
+def test_recorded_passes_are_exact_too(family, name, dtype):
+    m = make(LIVELY[family]).to(dtype)
+    fast = Exact(Recorded(m, "paper", widths=(8,), say=pytest.fail, exact=True))
+    plain = write(fast, PROMPTS, probs=warm)
+    assert fast.replays()
+    for _ in range(2):
+        assert same(plain, write(fast, PROMPTS, WAYS[name](fast), warm))
+
+
+def test_a_tree_is_refused():
+    m = Exact(make(LIVELY["llama"]))
+    with pytest.raises(ValueError, match="tree"):
+        write(m, PROMPTS, Siblings(SelfDraft(m, range(8), 3), [2, 1]))
+
+
+def test_rows_are_compared_before_passes_stay_whole(dtype):
+    """Where few rows suffice, two do what eight do."""
+    m = make(LIVELY["llama"]).to(dtype)
+    if few_suffice(m, PROMPTS[0]):
+        two = Exact(m, 2, cut=False)
+        assert same(write(two, PROMPTS, probs=warm), write(two, PROMPTS, WAYS["exit"](two), warm))
+
+    class Uneven(Exact):
+        """Wide passes come out a little otherwise."""
+
+        def run(self, x, *args):
+            return super().run(x, *args) * (1 + 0.01 * (x.shape[1] == 16))
+
+    assert not few_suffice(Uneven(m), PROMPTS[0])
+
+
+# --- the race
+
+
+def test_the_law_of_a_race():
+    """Winners by p, and by the closed form for two runs of one race."""
+    g = torch.Generator().manual_seed(0)
+    places = torch.arange(40_000)[None]
+    for _ in range(3):
+        p, q = torch.rand(2, 5, generator=g, dtype=torch.float64).softmax(-1) ** 3
+        p, q = p / p.sum(), q / q.sum()
+        q[1] = 0
+        q /= q.sum()
+        a, b = (Race(9).settle(t.expand(1, 40_000, 5), places) for t in (p, q))
+        assert (a.mean(1)[0] - p).abs().max() < 0.01 and (b.mean(1)[0] - q).abs().max() < 0.01
+        agree = sum(1 / torch.maximum(p / p[v], q / q[v]).sum() for v in range(5) if q[v] > 0)
+        assert (a * b).sum(-1).mean() == pytest.approx(float(agree), abs=0.01)
+        tv = (p - q).abs().sum() / 2
+        assert (1 - tv) / (1 + tv) <= agree <= 1 - tv
+
+
+def test_a_race_is_of_the_seed_the_place_and_the_token():
+    p = torch.full((2, 3, 7), 1 / 7)
+    read = torch.tensor([[4, 5, 6], [5, 6, 7]])
+    both = Race([8, 8]).settle(p, read)
+    assert torch.equal(both[0, 1:], both[1, :2]), "the same place, the same winner"
+    other = Race([8, 9]).settle(p.repeat(1, 40, 1)[:, :40], torch.arange(40)[None])
+    assert not torch.equal(other[0], other[1])
+    race = Race(8)
+    race.choose(p)
+    assert torch.equal(race.settle(p, read), both), "what was spent does not matter"
+
+
+def test_no_chance_never_wins(monkeypatch):
+    """u = 0 beside p = 0 would be 0 / 0."""
+    monkeypatch.setattr("sampling.uniform", lambda seed, i: torch.zeros(i.shape, dtype=torch.float64))
+    p = torch.tensor([[[0.0, 0.0, 1.0, 0.0]]])
+    assert Race(0).settle(p, torch.tensor([[3]])).tolist() == [[[0, 0, 1, 0]]]
+
+
+def test_other_coins_change_nothing():
+    p = torch.rand(1, 2, 3)
+    assert Coins(0).settle(p, None) is p
