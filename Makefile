@@ -9,8 +9,8 @@ demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
 	$(PY) generate.py "Once upon a time" --compare --dtype float32
 	@echo
-	@echo "== in the stored dtype, bfloat16: how fast? (its coarse rounding may decide a near-tie otherwise)"
-	$(PY) generate.py "Once upon a time" --compare
+	@echo "== in the stored dtype, bfloat16: the same to the bit?"
+	$(PY) generate.py "Once upon a time" --compare --exact
 
 test: $(VENV)/dev
 	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_notebooks.py
@@ -23,7 +23,7 @@ test-lab: $(VENV)/dev
 test-all: lint test test-lab mistakes exercises smollm
 	$(PY) -m pytest -n auto --dist worksteal tests/test_notebooks.py
 
-# What only a GPU can show, in six minutes; and the same without one, as a rehearsal: see docs/gpu.md.
+# What only a GPU can show, in eight minutes; and the same without one, as a rehearsal: see docs/gpu.md.
 gpu-proof: $(VENV)/dev
 	$(PY) -m lab.proof --smollm runs/smollm
 

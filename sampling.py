@@ -119,9 +119,9 @@ class Coins:
         """True with probability min(1, prob), for prob of any shape; never for NaN."""
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
-    def settle(self, p, read):
-        """p (B, T, V), or what becomes of it before anything is drawn. Here nothing: see `Race`. read
-        (B or 1, T): the position of the token that each row comes after."""
+    def settle(self, p, read, later=0):
+        """What becomes of p (B, T, V) before anything is drawn: here nothing, see `Race`. read + later
+        (B or 1, T): the position of the token that each row of p comes after."""
         return p
 
     def choose(self, weights):
@@ -158,9 +158,9 @@ class Race(Coins):
         super().__init__(seed if isinstance(seed, int) else 0)
         self.seeds = torch.tensor([signed(one) for one in ([seed] if isinstance(seed, int) else seed)])
 
-    def settle(self, p, read):
+    def settle(self, p, read, later=0):
         V = p.shape[-1]
-        place = (read[..., None] + 1) * V + torch.arange(V, device=p.device)    # (B or 1, T, V)
+        place = (read[..., None] + later + 1) * V + torch.arange(V, device=p.device)    # (B or 1, T, V)
         u = uniform(self.seeds.to(p.device)[:, None, None], place)
         arrives = u.neg_().log1p_().neg_() / p                                  # (B, T, V)
         # trap: where p = 0 beside u = 0 it is NaN, which argmin takes for the least

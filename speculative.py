@@ -218,7 +218,7 @@ def chain(state, step, rule):
     most, token, tokens, qs = wanted(state, rule), state.last(), [], []
     while (k := len(tokens)) < max(most):
         logits = step(token, k)                                                 # (B, 1, V)
-        q = state.coins.settle(state.probs(logits), state.n[:, None] + (k - 1))
+        q = state.coins.settle(state.probs(logits), state.n[:, None], k - 1)
         token = state.coins.choose(q)                                           # (B, 1)
         tokens.append(token)
         qs.append(q)

@@ -194,10 +194,10 @@ class Recorded(StandIn):
         self.homes = []     # of graphs, which read one cache
         blocks = round(PIECE / sum(w.nbytes for w in model.blocks[0].state_dict().values()))
         self.piece = math.inf if self.how == "graph" else 2 * max(1, blocks)    # sub-layers
+        self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece: few programs
         self.exact = exact
         if exact:
             self.piece = 1
-        self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece: few programs
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen, self.lead = False, lead or self    # once the lead is frozen, nothing new is recorded
         self.joins = True                   # in graphs, small kernels: see `joined`
@@ -212,7 +212,8 @@ class Recorded(StandIn):
 
     def alongside(self, model):
         """Another model of the same run, such as a draft: recorded, too, and rehearsed with this one."""
-        return Recorded(model, self.how, self.widths, self.reach, self.say, self.lead)
+        widths = None if self.exact else self.widths    # a draft need not be exact
+        return Recorded(model, self.how, widths, self.reach, self.say, self.lead)
 
     @torch.inference_mode()
     def run(self, x, at, cache=None, sublayers=None, trace=None):

@@ -4,7 +4,8 @@
 # The library says *what* is computed. This notebook looks at what the machine does with it: how many
 # operations are launched for one token, and how many bytes are read. Then it shows how the folder
 # `machine/` reduces both: passes that are recorded once and replayed, weights of few bits, and one
-# model on two processes. Recording and splitting do not change the text.
+# model on two processes. Recording and splitting do not change the text, up to rounding; the last part
+# takes away the rounding, too.
 #
 # > **A pass of a small model waits for operations to be launched, a pass of
 # > a large model for bytes to be read. A recording removes the first wait. Fewer bits shorten the
@@ -521,6 +522,80 @@ figure
 
 # %% [markdown]
 # No: the reading shrinks with each device, the waiting does not.
+#
+# ## The same text, to the bit
+#
+# The proof of [notebook 4](04_speculative_decoding.ipynb) is about distributions. A machine rounds, and
+# how it rounds depends on the shape of a pass. In float32 it hardly ever matters. In bfloat16, two
+# tokens are often so close that one bit decides between them, and from there on the texts differ.
+#
+# We read the same text in blocks of 1, 2, 4 and 8 tokens, and compare rows of logits: bit by bit with
+# those of a block of 8.
+#
+# **Predict:** does a row know how many others are in its block? And does it know how many empty slots
+# of the cache the pass reads?
+
+# %%
+half, _ = checkpoint.load(MODEL, "cpu", torch.bfloat16)
+tokens = torch.tensor([prompt + generate(model, [prompt], 48)[0][0]])[:, :48]
+thick = KVCache(half.c, 1, 64, half.attention_dtype())
+prefill(half, tokens, thick)
+
+
+def row(start, T, end):
+    """The logits after token `start`, read in a block of T; `end`: how many slots the pass reads."""
+    at = Placement.at(start, start + T)._replace(same=False, end=end)
+    return half.unembed(half.run(half.embed(tokens[:, start : start + T]), at, thick))[0, 0]
+
+
+for reads in "up to the block", "all slots":
+    equal = dict.fromkeys((1, 2, 4), 0)
+    for start in range(39, 9, -1):      # backwards: what lies before stays as it is
+        ends = {T: 64 if reads == "all slots" else start + T for T in (1, 2, 4, 8)}
+        for T in equal:
+            equal[T] += torch.equal(row(start, T, ends[T]), row(start, 8, ends[8]))
+    print(f"{reads:15}", *(f"{T} of 8: {n} of 30 rows equal" for T, n in equal.items()), sep="   ")
+
+# %% [markdown]
+# A row alone takes another routine. How many others there are makes no difference, and here the number of
+# slots makes none either; on a GPU it does ([figures](../lab/BENCHMARKS.md#on-a-gpu)), since a longer sum
+# may be cut elsewhere. So `machine/exact.py` gives every pass the same number of rows, by adding dead
+# ones, and lets it read all slots. That settles greedy texts. When we sample, drafting also spends other
+# random numbers than plain decoding does. In a `Race` they belong to places instead: every token v
+# arrives after e_v / p_v, with e_v drawn by seed, position and v, and the first one is written. It is v
+# with probability p_v. The draft runs the same race with its q, and a drafted token stays if it won both.
+#
+# **Predict:** of eight texts, how many does a draft leave as they were: as usual, and made exact?
+
+# %%
+from machine.exact import Exact, few_suffice
+from sampling import Coins, Race, to_probs
+
+openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24] for line in read_prompts("stories")[:8]]
+made = Exact(half, 2, cut=False) if few_suffice(half, prompt) else Exact(half)
+
+
+def unchanged(one, temperature, coins):
+    def look(logits):
+        return to_probs(logits, temperature)
+
+    count = 0
+    for seed, opening in enumerate(openings):
+        plain, drafted = (generate(one, [opening], 40, drafter, look, coins(seed))[0]
+                          for drafter in (None, SelfDraft(one, exit_subs, 3)))
+        count += plain == drafted
+    return count
+
+
+for temperature in 0, 0.8:
+    usual, exact = unchanged(half, temperature, Coins), unchanged(made, temperature, Race)
+    print(f"temperature {temperature}: {usual} of 8 as usual, {exact} of 8 made exact")
+    assert exact == 8
+
+# %% [markdown]
+# So no drafter can change a token any more, not even a wrong one: it only costs time. The price is a
+# second row in passes of one token, and a few drafts more that are rejected, since two runs of a race agree
+# less often than `verify` accepts. `generate.py --exact` does both.
 #
 # ## Questions
 #

@@ -136,12 +136,13 @@ def divergence(model, prompts, ours, plain):
 
 
 @torch.inference_mode()
-def parting(model, prompt, ours, plain):
+def parting(model, prompt, ours, plain, dtype=None):
     """The first position where two answers differ, the ids there, and their `gap`: how far the less
     likely one's logit lies below the best. `rounding` is the largest gap that rounding explains: a
     block of tokens is rounded differently from a single one, each sub-layer rounds its result to the
     model's dtype and its sums of `dim` products to float32 or wider, and independent errors add up like
-    the root of their number. Two logits in two runs have four errors, which gives the factor 2."""
+    the root of their number. Two logits in two runs have four errors, which gives the factor 2.
+    dtype: in which the texts were written, by default the model's."""
     both = enumerate(zip(ours, plain, strict=False))
     at = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
     ids = [*ours[at : at + 1], *plain[at : at + 1]]     # only one if the other text has ended
@@ -149,7 +150,8 @@ def parting(model, prompt, ours, plain):
     cache = KVCache(model.c, 1, tokens.shape[1], model.attention_dtype(), tokens.device)
     logits = model.unembed(prefill(model, tokens, cache)[:, -1:])[0, 0].double()        # (V,)
     gap = float(logits.max() - logits[ids].min())
-    dtypes = model.tok.dtype, torch.promote_types(model.tok.dtype, torch.float32)
+    dtype = dtype or model.tok.dtype
+    dtypes = dtype, torch.promote_types(dtype, torch.float32)
     result, product = (torch.finfo(dtype).eps / 2 for dtype in dtypes)
     error = math.sqrt(2 * model.c.n_layers) * (result + math.sqrt(model.c.dim) * product)
     rounding = 2 * error * float(logits.abs().max())

@@ -248,16 +248,23 @@ TABLE = {
          "by_hand::probabilities[top-k]"),
         ("Coins.flip", "< prob", "<= prob", "what has probability 0 can happen",
          "sampling::flips_are_true_where_u_is_below_prob"),
-        ("shift", "bits & (1 << 64 - bits) - 1", "bits", "the sign bit is shifted in",
+        ("shift", ".bitwise_and_((1 << 64 - bits) - 1)", "", "the sign bit is shifted in",
          "sampling::the_published_values_of_splitmix64"),
-        ("uniforms", "(first + 1, first + 1", "(first, first", "the stream begins one number early",
+        ("uniform", "(i + 1)", "i", "the stream begins one number early",
          "sampling::the_published_values_of_splitmix64"),
         ("to_probs", "= top_p", "= top_p * p.masked_fill(p < (min_p or 0) * p[..., :1], 0).sum(-1, "
          "keepdim=True)", "min_p before top_p", "sampling::random_logits_give_what_transformers_gives"),
         ("to_probs", "(logits - logits.amax(-1, keepdim=True)) /", "logits /", "the maximum is not taken off "
          "first", "sampling::a_tiny_temperature_is_no_nan[{}-1e-30]"),
         ("Coins.take", "= count", "= max(4096, count)", "the numbers computed ahead are skipped",
-         "properties::coins_are_splitmix64_in_purchases_of_any_size")],
+         "properties::coins_are_splitmix64_in_purchases_of_any_size"),
+        ("Race.settle", "uniform(self.seeds.to(p.device)[:, None, None], place)",
+         "self.take(p.numel(), p.device).view(p.shape)", "noise by the number of draws",
+         "exact::drafted_is_plain_to_the_bit[torch.float32-exit-llama]"),
+        ("Race.settle", "(read[..., None] + later + 1) * V", "0", "every place has the same noise",
+         "exact::the_law_of_a_race"),
+        ("Race.settle", ".nan_to_num_(nan=torch.inf)", "", "0 / 0 arrives first",
+         "exact::no_chance_never_wins")],
     "verification.py": [
         ("verify", "cumprod(1).", "", "count acceptances after a rejection",
          "by_outcomes::verify_drawn_drafts[2-None]"),
@@ -287,6 +294,8 @@ TABLE = {
         ("verify_tree", "live[:, k, None] & (mass > 0)", "mass > 0", "dead siblings of a tree take their "
          "part of p", "trees::on_chains_it_is_verify_coin_for_coin[True]")],
     "speculative.py": [
+        ("chain", "k - 1)", "k)", "the draft runs the race of the next place",
+         "exact::a_draft_by_the_model_itself_wins_every_race"),
         ("State.at", "(first - 1, stop - 1", "(first, stop", "State.at off by one, ragged rows",
          "speculative::greedy_identity[none-llama-cpu]"),
         ("State.after", "(self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)",
@@ -490,14 +499,26 @@ TABLE = {
     "machine/recorded.py": [
         ("Tape.__call__", ".clone()", "", "the output is overwritten by the next replay",
          "recorded::texts_of_batches_of_several_sizes"),
-        ("block", "torch.minimum(first + steps, last)", "first + steps", "padding is written beyond what is "
-         "read", "recorded::a_replayed_block_is_the_eager_one[False-llama]"),
+        ("Home.move_in", "there.copy_(kept)", "kept.copy_(kept)", "a cache in use loses its keys",
+         "recorded::new_caches_replay_what_was_recorded_with_others[skip-llama]"),
         ("Recorded.make", "sublayers[0] // 4 * 2", "sublayers[0] // 2", "a window is taken for none",
          "recorded::one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its_own"),
         ("Recorded.run", "x.shape[2])", "0)", "what a head joins and what it joined share a recording",
          "heads::a_head_is_loaded_for_recorded_passes_and_with_its_draft_vocabulary[eagle, fused]"),
         ("Recorded.record", "all((d <= most for d in off))", "not max(off) > most", "NaN passes the check",
          "recorded::a_wrong_recording_is_refused")],
+    "machine/blocks.py": [
+        ("place", "torch.minimum(first + steps, last)", "first + steps", "padding is written beyond what is "
+         "read", "recorded::a_replayed_block_is_the_eager_one[False-llama]"),
+        ("shell", "layer % 2", "0", "every attention is compiled as one with a window",
+         "recorded::joined_blocks_are_the_blocks[gemma2]")],
+    "machine/exact.py": [
+        ("Exact.pieces", "pad(part, max(part.shape[1], self.rows))", "part", "a single row is not padded",
+         "exact::drafted_is_plain_to_the_bit[torch.float32-exit-llama]"),
+        ("Exact.run", "cache.k.shape[3]", "at.end + self.rows - 1", "the slots that are read vary",
+         "exact::drafted_is_plain_to_the_bit[torch.float32-exit-llama]"),
+        ("few_suffice", "not torch.equal(got, want[:len(got)])", "False", "rows are not compared",
+         "exact::rows_are_compared_before_passes_stay_whole[torch.float32]")],
 }
 MISTAKES = [Mistake(file, *row[:-1], node_id(row[-1])) for file, rows in TABLE.items() for row in rows]
 

@@ -165,6 +165,12 @@ def test_a_race_is_of_the_seed_the_place_and_the_token():
     assert torch.equal(race.settle(p, read), both), "what was spent does not matter"
 
 
+def test_a_draft_by_the_model_itself_wins_every_race():
+    m = make(LIVELY["llama"])
+    for _, r in rounds(m, PROMPTS, 20, SelfDraft(m, range(12), 3), warm, Race(SEEDS)):
+        assert torch.equal(r.accepted, r.proposed)
+
+
 def test_no_chance_never_wins(monkeypatch):
     """u = 0 beside p = 0 would be 0 / 0."""
     monkeypatch.setattr("sampling.uniform", lambda seed, i: torch.zeros(i.shape, dtype=torch.float64))

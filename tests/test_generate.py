@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,25 @@ def test_recorded_passes_write_the_same_text(call, once, ids, monkeypatch, flags
     r = as_json(call, "--fast", *flags)
     assert r["outputs"][0]["ids"] == ids and r["fast"] and r.get("identical", True)
     assert len(made) == 1 and made[0].frozen and made[0].replays()
+
+
+@pytest.mark.parametrize("flags", [[], ["--fast"], ["--prompt-file"]])
+def test_exact_texts_are_those_of_plain_decoding_when_sampled_too(call, tmp_path, monkeypatch, flags):
+    """In the stored dtype, bfloat16; what differs is named, and is no near-tie."""
+    monkeypatch.setattr(generate, "Recorded", partial(Recorded, how="paper"))
+    texts = ["Once upon a time"]
+    if flags == ["--prompt-file"]:
+        (tmp_path / "prompts").write_text("Once upon a time\nThe dog was\n")
+        texts, flags = [], ["--prompt-file", tmp_path / "prompts"]
+    words = [*texts, *flags, "--exact", "--max-new", "24", "--json", "--compare"]
+    for more in ["--draft", "exit"], ["--temperature", "0.8", "--draft", "auto"]:
+        status, out, _ = call(*words, *more)
+        r = json.loads(out)
+        assert status == 0 and r["identical"] is True and r["exact"] in (2, 8) and r["dtype"] == "bfloat16"
+    monkeypatch.setattr(generate.stats, "divergence", lambda *args: {
+        "output": 0, "position": 3, "gap": 0.0, "rounding": 1.0, "near_tie": True})
+    status, out, _ = call(*(word for word in words if word != "--json"))
+    assert status == 1 and "NOT identical to plain decoding, which --exact promises" in out
 
 
 @pytest.mark.parametrize("near", [True, False])
@@ -232,7 +252,9 @@ def test_as_a_program_from_another_folder(tmp_path):
     (["x", "--model", SMALL, "--draft", "medusa"], "lab.train_heads medusa"),
     (["x", "--exit-layer", "25"], "25"), (["x", "--device", "abacus"], "abacus"),
     (["word " * 600], "the prompt has 602 tokens"),
-    (["x", "--draft", "medusa", "--tree", "8", "--gamma", "99"], "3 heads cannot draft 99")],
+    (["x", "--draft", "medusa", "--tree", "8", "--gamma", "99"], "3 heads cannot draft 99"),
+    (["x", "--draft", "medusa", "--tree", "8", "--exact"], "--exact does not go with --tree"),
+    (["x", "--page", "x.html", "--exact"], "--exact does not go with --page")],
     ids=lambda x: str(x)[:40])
 def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
     call.refuses(argv, tmp_path, culprit)
@@ -240,6 +262,7 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
 
 @pytest.mark.parametrize("argv, culprit", [
     (["-"], "standard input"), (["--prompt-file", "/dev/null"], "a pipe"), (["x", "--fast"], "--fast"),
+    (["x", "--exact"], "--exact"),
     (["x", "--draft", "eagle"], "trained heads work in one process")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
     monkeypatch.setattr(generate.parallel, "place", lambda: (0, 2))
