@@ -9,6 +9,7 @@ from layerskip import SelfDraft, without
 from machine.exact import Exact, few_suffice
 from machine.recorded import Recorded
 from methods.heads import Eagle, Kangaroo
+from methods.standin import StandIn
 from methods.suffix import Suffix
 from methods.trees import Siblings
 from model import Placement
@@ -62,6 +63,23 @@ def test_drafted_is_plain_to_the_bit(family, name, dtype):
         assert same(plain, write(m, PROMPTS, WAYS[name](m), probs, judge=judge))
         eos = {plain[0][0][7]}
         assert same(write(m, PROMPTS, None, probs, eos=eos), write(m, PROMPTS, WAYS[name](m), probs, eos=eos))
+
+
+def test_every_pass_has_one_shape():
+    """A prompt of 13 tokens and a draft of 10, too. What differs is rounded away in these small models."""
+    class Spy(StandIn):
+        def __init__(self, model):
+            self.model, self.seen = model, set()
+
+        def run(self, x, at, cache=None, *args):
+            self.seen.add((x.shape[1], at.end, at.slots.shape[1]))
+            return self.model.run(x, at, cache, *args)
+
+    spy = Spy(make(LIVELY["llama"]))
+    model = Exact(spy)
+    write(model, [PROMPTS[0] + [1] * 5, PROMPTS[1]], NGram(10, 1), seeds=[1, 2])
+    write(model, PROMPTS[:2], SelfDraft(model, range(8), 3), seeds=[1, 2])
+    assert spy.seen == {(8, 60, 8)}
 
 
 @each_family
