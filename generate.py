@@ -49,11 +49,11 @@ def flags():
     add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
     add("--fast", action="store_true", help="replay recorded passes: CUDA graphs on a GPU, on a CPU compiled "
         "programs (compiling takes some minutes, once per machine)")
+    add("--exact", action="store_true", help="the same text to the bit with every draft, at any temperature: "
+        "passes of one shape, and random numbers that belong to positions")
     add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
-    add("--exact", action="store_true", help="the same text to the bit with every draft, at any temperature: "
-        "passes of one shape, and random numbers that belong to places")
     add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
     add("--page", metavar="FILE", help="write a page that steps through the run in a browser (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")

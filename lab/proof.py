@@ -27,14 +27,13 @@ import torch
 import checkpoint
 import generate
 from control import Confidence, weight_costs
-from kvcache import KVCache
 from lab.bench.plain import TEXT, recorded, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
+from machine.exact import equal_rows
 from machine.quant import KINDS, quantise
 from machine.recorded import Recorded
-from model import Placement
-from speculative import NGram, prefill, rounds
+from speculative import NGram, rounds
 from support import cli
 from support.files import write_file
 from support.measure import interleave
@@ -235,37 +234,20 @@ def rows(a, page):
         for name in ("stories-draft",) if a.tiny else ("stories-llama", "stories-gemma2"):
             model, tokenizer = checkpoint.load(WEIGHTS / name, a.device, dtype)
             ids = checkpoint.encode(tokenizer, TEXT * 10, model.c.bos)
-            page.row(f"{name}, {dtype}", partial(equal_rows, a, model, ids))
+            page.row(f"{name}, {dtype}", partial(compared, a, model, ids))
         if dtype == torch.bfloat16 and not a.tiny:
             model = random_model(SHAPES[NAMES[0]], dtype, device=a.device)
             ids = torch.arange(1000, 1232).tolist()
-            page.row(f"{NAMES[0]}, random weights, {dtype}", partial(equal_rows, a, model, ids))
+            page.row(f"{NAMES[0]}, random weights, {dtype}", partial(compared, a, model, ids))
 
 
-@torch.inference_mode()
-def equal_rows(a, model, ids):
+def compared(a, model, ids):
     """{what is read, blocks of T: how many rows equal those of a block of 8, of how many}"""
-    found, device = {}, model.tok.device
-    tokens = torch.tensor([ids], device=device)
-    for reads in "the text", "all slots":
-        same, seen = Counter(), Counter()
-        cache = KVCache(model.c, 1, len(ids) + 16, model.attention_dtype(), device)
-        prefill(model, tokens, cache)
-
-        def block_of(T, start, cache=cache, reads=reads):
-            at = Placement.at(start, start + T, device)._replace(same=False)
-            if reads == "all slots":
-                at = at._replace(end=cache.k.shape[3])
-            x = model.run(model.embed(tokens[:, start : start + T]), at, cache)
-            return model.unembed(x)[0]
-
-        for start in range(len(ids) - 32, 32, -8 if not a.tiny else -40):     # what lies before is untouched
-            want = block_of(8, start)
-            for T in 1, 2, 3, 4, 16:
-                for one, other in zip(block_of(T, start)[:8], want[:T], strict=True):
-                    same[T] += torch.equal(one, other)
-                    seen[T] += 1
-        found |= {f"{reads}, {T}": f"{same[T]} of {seen[T]}" for T in seen}
+    starts = range(40, len(ids) - 32, 40 if a.tiny else 8)
+    found = {}
+    for reads, all_slots in ("the text", False), ("all slots", True):
+        for T, (same, count) in equal_rows(model, ids, starts, (1, 2, 3, 4, 16), all_slots).items():
+            found[f"{reads}, {T}"] = f"{same} of {count}"
     return found
 
 

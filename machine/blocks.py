@@ -1,7 +1,7 @@
 """A pass as a function of tensors, which is what can be recorded; and one whose small kernels are joined.
 
-The one thing to remember: all blocks of a model compute the same function of other weights. So it is
-compiled once, for the first of them, and called with the weights of each.
+All blocks of a model compute the same function with different weights. So each kind of sub-layer is compiled
+once, and called with the weights of every block.
 """
 import copy
 

@@ -13,7 +13,7 @@ from methods.standin import StandIn
 from methods.suffix import Suffix
 from methods.trees import Siblings
 from model import Placement
-from sampling import Coins, Race, to_probs
+from sampling import Race, to_probs
 from speculative import ModelDraft, NGram, rounds
 from verification import verify, verify_block
 
@@ -194,8 +194,3 @@ def test_no_chance_never_wins(monkeypatch):
     monkeypatch.setattr("sampling.uniform", lambda seed, i: torch.zeros(i.shape, dtype=torch.float64))
     p = torch.tensor([[[0.0, 0.0, 1.0, 0.0]]])
     assert Race(0).settle(p, torch.tensor([[3]])).tolist() == [[[0, 0, 1, 0]]]
-
-
-def test_other_coins_change_nothing():
-    p = torch.rand(1, 2, 3)
-    assert Coins(0).settle(p, None) is p
