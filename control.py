@@ -156,7 +156,7 @@ class DoNoHarm(Rule):
         if len(self.saved) != len(state.known):
             self.saved = [self.cost] * len(state.known)
 
-    def gamma(self, state):
+    def how_far(self, state):
         wanted = []
         for b, seen in enumerate(self.seen):
             gamma = best_gamma(seen.mean(), self.cost, self.most)

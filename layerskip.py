@@ -6,7 +6,7 @@ exactly what the target would. Its pass reuses their keys, values and hidden sta
 """
 import torch
 
-from speculative import Draft, Drafter, chain
+from speculative import Drafter, Reuse, chain
 
 
 def without(n_layers, attn=(), mlp=()):
@@ -19,8 +19,9 @@ def without(n_layers, attn=(), mlp=()):
     for name, blocks in (("attention", attn), ("MLP", mlp)):
         bad = next((i for i in blocks if not 0 <= i < n_layers), None)
         if bad is not None:
-            raise ValueError(f"cannot skip the {name} of block {bad}: blocks run from 0 to {n_layers - 1}")
-    gone = {2 * i for i in attn} | {2 * i + 1 for i in mlp}
+            raise ValueError(f"cannot skip the {name} of block {bad}: "
+                             f"blocks run from 0 to {n_layers - 1}")
+    gone = [2 * i for i in attn] + [2 * i + 1 for i in mlp]
     return check_sublayers([i for i in range(2 * n_layers) if i not in gone], n_layers)
 
 
@@ -93,23 +94,27 @@ class SelfDraft(Drafter):
         return self.model.unembed(x)
 
     def propose(self, state):
-        m, subs, xs, traces = self.model, self.sublayers, [], []
+        m = self.model
+        subs = self.sublayers
         shared = shared_prefix(subs)
+        xs = []
+        traces = []
 
         def run_shared(token, k):  # the target's pass will not repeat this
             traces.append(dict.fromkeys(tap for tap in state.taps if tap < shared))
-            xs.append(m.run(m.embed(token), state.at(k), state.cache, subs[:shared], traces[-1]))
+            at = state.span(k, k + 1)
+            xs.append(m.run(m.embed(token), at, state.cache, subs[:shared], traces[-1]))
             return xs[-1]                                                       # (B, 1, dim)
 
         def step(token, k):
             x = run_shared(token, k)
             if shared < len(subs):
-                x = m.run(x, state.at(k), state.cache, subs[shared:])
+                x = m.run(x, state.span(k, k + 1), state.cache, subs[shared:])
             return self.logits(state, x, k)
 
-        tokens, q, length = chain(state, step, self.rule)
-        if not xs:
-            return Draft.none(state)
-        run_shared(tokens[:, -1:], len(xs))     # the last drafted token is only verified
-        trace = {tap: torch.cat([seen[tap] for seen in traces], 1) for tap in traces[0]}
-        return Draft(tokens, q, length, reuse=(shared, torch.cat(xs, 1), trace))
+        draft = chain(state, step, self.rule)
+        if xs:
+            run_shared(draft.tokens[:, -1:], len(xs))   # the last drafted token is only verified
+            trace = {tap: torch.cat([part[tap] for part in traces], 1) for tap in traces[0]}
+            draft.reuse = Reuse(shared, torch.cat(xs, 1), trace)
+        return draft

@@ -17,7 +17,7 @@ from sampling import Coins, to_probs
 def distribution(model, tokens, blocks, probs):
     """The distribution of the token after `tokens`, from the first `blocks` blocks and the head. (V,)"""
     x = model.embed(torch.tensor([tokens]))                                     # (1, T, dim)
-    at = Placement.at(0, len(tokens))
+    at = Placement.span(0, len(tokens))
     x = model.run(x, at, sublayers=range(2 * blocks))                    # a block is two sub-layers
     return probs(model.unembed(x[:, -1:]))[0, 0]
 

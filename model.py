@@ -135,7 +135,7 @@ class Placement(NamedTuple):
     same: bool = False                  # every row stands at positions and slots first .. first+T-1
 
     @classmethod
-    def at(cls, first, stop, device=None):
+    def span(cls, first, stop, device=None):
         """The positions first .. stop-1 in every row."""
         here = torch.arange(first, stop, device=device)[None]
         return cls(here, here, first, stop, same=True)
@@ -309,4 +309,4 @@ class Transformer(nn.Module):
 
     def forward(self, tokens):
         """(B, T) ids -> logits (B, T, V), without a cache."""
-        return self.unembed(self.run(self.embed(tokens), Placement.at(0, tokens.shape[1], tokens.device)))
+        return self.unembed(self.run(self.embed(tokens), Placement.span(0, tokens.shape[1], tokens.device)))

@@ -1,7 +1,8 @@
 """Logits -> distribution -> token. One `to_probs` serves target, draft and plain decoding.
 
-The one thing to remember: every random decision about a text is a flip or a choice. Both spend uniforms,
-random numbers in [0, 1), of a `Coins` object. Replace it to replay a run, or to enumerate all outcomes.
+The one thing to remember: every random decision about a text is a flip or a choice. Both spend
+uniforms, random numbers in [0, 1), of a `Coins` object. Replace it to replay a run, or to enumerate
+all outcomes.
 """
 import torch
 
@@ -25,7 +26,7 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     check(temperature, top_k, top_p, min_p)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.max(-1, keepdim=True).indices, 1.0)
+        return one_hot(logits.max(-1).indices, logits)
     # trap: subtract the maximum first, or a small temperature overflows; float32 ends at 1e-38
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is None and top_p in (None, 1) and min_p is None:
@@ -37,6 +38,13 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     if min_p is not None:
         p = p.masked_fill(p < min_p * p[..., :1], 0)
     return torch.zeros_like(logits).scatter_(-1, ids, p / p.sum(-1, keepdim=True))
+
+
+def one_hot(ids, like):
+    """The distributions (..., V) that are sure of ids (...), in the dtype and V of `like`
+    (..., V)."""
+    shape = *ids.shape, like.shape[-1]
+    return like.new_zeros(shape).scatter_(-1, ids[..., None], 1.0)
 
 
 def raw_probs(logits):
@@ -120,8 +128,8 @@ class Coins:
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
     def settle(self, p, read, later=0):
-        """What becomes of p (B, T, V) before anything is drawn: here nothing, see `Race`. read + later
-        (B or 1, T): the position of the token that each row of p comes after."""
+        """What becomes of p (B, T, V) before anything is drawn: here nothing, see `Race`. read +
+        later (B or 1, T): the position of the token that each row of p comes after."""
         return p
 
     def choose(self, weights):
@@ -129,23 +137,26 @@ class Coins:
         each, mapped to an index by the inverse of the cumulative distribution over rising ids."""
         cdf = weights.cumsum(-1, dtype=torch.float64)                           # (..., V)
         u = self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)
-        # `right` skips weights of zero; the clamp is for weights all zero or NaN, which callers report
+        # `right` skips weights of zero; the clamp is for weights all zero or NaN, which callers
+        # report
         return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_(max=cdf.shape[-1] - 1)[..., 0]
 
 
 class Race(Coins):
-    """Coins that belong to places: a token depends on the seed, its position and p, and on nothing else.
+    """Coins that belong to places: a token depends on the seed, its position and p, and on nothing
+    else.
 
-    The tokens of the vocabulary race for a place. Token v arrives after e_v / p_v, where e_v is drawn from
-    the exponential distribution Exp(1) by (seed, position, v), and the first is written: it is v with
-    probability p_v. A draft runs the same race with its q. So p and q become the one-hots of their winners,
-    and a drafted token is accepted if both name the same: no drafter can change a token. They agree with
-    probability
+    The tokens of the vocabulary race for a place. Token v arrives after e_v / p_v, where e_v is
+    drawn from the exponential distribution Exp(1) by (seed, position, v), and the first is written:
+    it is v with probability p_v. A draft runs the same race with its q. So p and q become the
+    one-hots of their winners, and a drafted token is accepted if both name the same: no drafter can
+    change a token. They agree with probability
 
         sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v)
 
-    which is at most 1 - TV, `verify`'s for one token, and at least (1 - TV) / (1 + TV), where TV is half the
-    sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978, drafter-invariant decoding).
+    which is at most 1 - TV, `verify`'s for one token, and at least (1 - TV) / (1 + TV), where TV is
+    half the sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978, drafter-invariant
+    decoding).
 
     seed: a number, or a list of one for each row of a batch.
 
@@ -164,5 +175,4 @@ class Race(Coins):
         u = uniform(self.seeds.to(p.device)[:, None, None], place)
         arrives = u.neg_().log1p_().neg_() / p                                  # (B, T, V)
         # trap: where p = 0 beside u = 0 it is NaN, which argmin takes for the least
-        first = arrives.nan_to_num_(nan=torch.inf).argmin(-1, keepdim=True)
-        return torch.zeros_like(p).scatter_(-1, first, 1.0)
+        return one_hot(arrives.nan_to_num_(nan=torch.inf).argmin(-1), p)

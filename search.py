@@ -43,7 +43,7 @@ class Teacher:
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
         self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
         x, trace = model.embed(self.tokens), dict.fromkeys(range(2 * c.n_layers))
-        model.run(x, Placement.at(0, T, x.device), self.cache, trace=trace)
+        model.run(x, Placement.span(0, T, x.device), self.cache, trace=trace)
         self.states = [x, *trace.values()]          # states[i] enters sub-layer i: (1, T, dim) each
         self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
 

@@ -6,17 +6,18 @@ One round, with K = 3 tokens drafted after D, the last known token (in the first
 last). Every round reads D itself, too, because it needs the distribution of the token after D.
 
     slot      7   8   9   10
-    block     D   d1  d2  d3       one target pass reads the block and gives a row of p at each slot:
-    row of p  0   1   2   3        the distribution of the token after it,
-    judges    d1  d2  d3  -        so row 0 judges d1, and so on; q has a row for each drafted token, too
-    verdict   ok  no  dead         each passes with probability min(1, p/q); here d2 is rejected: d3 is dead
-    text      D   d1  t            t is drawn from max(p - q, 0) in row 1; had all three been accepted,
-                                   a bonus token would have been drawn from row 3
-    next              t   e1       the next block starts at slot 9 and overwrites what d2 and d3 left
+    block     D   d1  d2  d3     one target pass reads the block and gives a row of p at each slot:
+    row of p  0   1   2   3      the distribution of the token after it,
+    judges    d1  d2  d3  -      so row 0 judges d1, and so on; q has a row for each drafted token
+    verdict   ok  no  dead       each passes with probability min(1, p/q); here d2 is rejected
+    text      D   d1  t          t is drawn from max(p - q, 0) in row 1; had all been accepted, a
+                                 bonus token would have been drawn from row 3
+    next              t   e1     the next block starts at slot 9 and overwrites what d2 and d3 left
 """
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,45 +25,47 @@ import torch.nn.functional as F
 from kvcache import KVCache
 from model import SPARE, Placement, Transformer
 from sampling import Coins, raw_probs, to_probs
-from verification import verify, verify_tree
+from verification import verify
 
 
 @dataclass
 class State:
-    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds at least all but the last."""
+    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds all of it but the last."""
     tokens: torch.Tensor       # (B, S) slot = position; entries from n on are dead
     n: torch.Tensor            # (B,) how many tokens of each row are known
-    left: torch.Tensor         # (B,) how many tokens each row may still write; 0 = finished
+    known: list[list[int]]     # the known tokens on the host: reading them does not wait for a GPU
+    left: list[int]            # how many tokens each row may still write; 0 = finished
     cache: KVCache
     model: Transformer         # the target
     probs: Callable            # logits -> distribution, the same for target and draft
     coins: Coins
     taps: tuple[int, ...]      # the sub-layers whose outputs the drafter reads
-    known: list[list[int]]     # a host copy of the known tokens: reading it does not wait for a GPU
-    left_cpu: list[int]        # `left`, on the host
-    slots: torch.Tensor        # (1, S) 0, 1, 2, ...: `at` takes slices of it
+    slots: torch.Tensor        # (1, S) 0, 1, 2, ...: `span` takes slices of it
 
-    def at(self, first, stop=None):
-        """The Placement of the offsets first .. stop-1, or of `first` alone, counted from each
-        row's last known token (offset 0)."""
-        stop = first + 1 if stop is None else stop
+    def span(self, first, stop):
+        """The Placement of the offsets first .. stop-1, counted from each row's last known token
+        (offset 0)."""
         last = [len(text) - 1 for text in self.known]
+        start = min(last) + first
+        end = max(last) + stop
         if len(last) == 1 and not self.n.is_cuda:
-            start, end = last[0] + first, last[0] + stop
-            return Placement(self.slots[:, start:end], self.slots[:, start:end], start, end, same=True)
+            here = self.slots[:, start:end]
+            return Placement(here, here, start, end, same=True)
         slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
-        return Placement(slots, slots, max(0, min(last) + first), min(max(last) + stop, self.tokens.shape[1]))
+        return Placement(slots, slots, max(0, start), min(end, self.tokens.shape[1]))
 
     def back(self, T, stop):
         """The Placement of the T tokens before the offset `stop`, and the index of each row's last
-        (B, 1). A row with fewer tokens starts at its first one instead and reads on into dead slots."""
-        at = self.at(stop - T, stop)
+        (B, 1). A row with fewer tokens starts at its first one and reads on into dead slots."""
+        at = self.span(stop - T, stop)
         missing = at.slots[:, :1].clamp(max=0)      # (B, 1) 0 or less
-        return at._replace(positions=at.positions - missing, slots=at.slots - missing), T - 1 + missing
+        moved = at._replace(positions=at.positions - missing, slots=at.slots - missing)
+        return moved, T - 1 + missing
 
     def after(self, steps):
-        """The positions of `steps` (B or 1, T), counted from each row's first unknown token. (B, T)"""
-        # a row near its limit overshoots if another row drafts more: clamp to a slot that is always dead
+        """The positions of `steps` (B or 1, T), counted from the first unknown token. (B, T)"""
+        # a row near its limit overshoots if another drafts more: clamp to a slot that is always
+        # dead
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
     def last(self):
@@ -76,21 +79,38 @@ class State:
     def send(self, rows):
         """Copy host numbers (lists or a tensor) to the state's device, without waiting for it."""
         t = torch.as_tensor(rows)
-        return t.pin_memory().to(self.n.device, non_blocking=True) if self.n.is_cuda else t
+        if self.n.is_cuda:
+            return t.pin_memory().to(self.n.device, non_blocking=True)
+        return t
+
+
+class Pass(NamedTuple):
+    """What one pass of the target gave, with a row for each token of the block."""
+    logits: torch.Tensor       # (B, K+1, V) after the soft-cap, before the temperature
+    p: torch.Tensor            # (B, K+1, V)
+    trace: dict                # {tap: (B, K+1, dim)} the residual stream after each of `taps`
+
+
+@dataclass
+class Reuse:
+    """What a draft with the target's own sub-layers computed: the target's pass skips it."""
+    first: int                 # the pass begins at this sub-layer
+    x: torch.Tensor            # (B, K+1, dim) what enters it
+    trace: dict                # {tap: (B, K+1, dim)} of the taps before it
+
+    def cut(self, T):
+        """The same for the first T tokens of the block."""
+        return Reuse(self.first, self.x[:, :T], {tap: x[:, :T] for tap, x in self.trace.items()})
 
 
 @dataclass
 class Draft:
-    """What a drafter proposes, as data."""
-    tokens: torch.Tensor                  # (B, K)
-    q: torch.Tensor | None = None         # (B, K, V) the very tensors that tokens were drawn from;
-    #                                       None: tokens were copied, so q is one-hot
-    length: torch.Tensor | None = None  # (B,) how many of the K belong to each row's draft; None: all
-    reuse: tuple | None = None         # (i, x, trace): the target need not run sub-layers before i;
-    #                                       x (B, K+1, dim) enters i, trace holds the taps before i
-    parents: torch.Tensor | None = None  # (B or 1, K) the parent of each: 0 = the last known token,
-    #                                       k = tokens[:, k - 1], an earlier one; None: a chain
-    traced: bool = True                   # False: the drafter does not read this round's trace
+    """What a drafter proposes: a chain of tokens for each row. For trees: `methods.trees.Tree`."""
+    tokens: torch.Tensor                # (B, K)
+    q: torch.Tensor | None = None       # (B, K, V) the very tensors that tokens were drawn from;
+    #                                     None: tokens were copied, so q is one-hot
+    length: torch.Tensor | None = None  # (B,) how many of the K are each row's draft; None: all
+    reuse: Reuse | None = None
 
     @classmethod
     def none(cls, state):
@@ -100,35 +120,50 @@ class Draft:
         """The first K drafted tokens."""
         if self.tokens.shape[1] <= K:
             return self
-        tokens, q, parents = (None if t is None else t[:, :K] for t in (self.tokens, self.q, self.parents))
-        reuse = self.reuse
-        if reuse is not None:
-            first, x, trace = reuse
-            reuse = first, x[:, : K + 1], {tap: y[:, : K + 1] for tap, y in trace.items()}
-        return replace(self, tokens=tokens, q=q, reuse=reuse, parents=parents)
+        q = None if self.q is None else self.q[:, :K]
+        reuse = self.reuse and self.reuse.cut(K + 1)
+        return replace(self, tokens=self.tokens[:, :K], q=q, reuse=reuse)
+
+    def fit(self, state):
+        """The draft as it is verified: `length` leaves room in each row for the token after it."""
+        draft = self.cut(max(state.left) - 1)
+        K = draft.tokens.shape[1]
+        length = state.send([max(0, min(K, left - 1)) for left in state.left])
+        if draft.length is not None:
+            length = torch.minimum(length, draft.length)
+        return replace(draft, length=length)
+
+    def place(self, state):
+        """The Placement of its block: the last known token and the K drafted ones."""
+        return state.span(0, self.tokens.shape[1] + 1)
+
+    def judge(self, state, passed, verify):
+        """How many tokens are accepted (B,) and the token after them (B,), by the Pass over its
+        block. Returns them after the draft and the Pass, which a tree straightens into a chain."""
+        accepted, next_token = verify(passed.p, self.q, self.tokens, state.coins, self.length)
+        return self, passed, accepted, next_token
 
 
 @dataclass
 class Round:
-    """What happened in one draft-verify round, for stepping, colours, statistics and traces. A tree
-    is given as a chain: see `straighten`."""
+    """What happened in one draft-verify round, for stepping, colours, statistics and traces."""
     draft: Draft               # as verified: `length` leaves room for the token after the draft
-    logits: torch.Tensor      # (B, K+1, V) the target's, after the soft-cap, before the temperature
+    logits: torch.Tensor       # (B, K+1, V) these and the next two are those of the Pass
     p: torch.Tensor            # (B, K+1, V)
+    trace: dict                # {tap: (B, K+1, dim)}
     accepted: torch.Tensor     # (B,) on the CPU; never more than len(new)
-    proposed: torch.Tensor     # (B,) on the CPU; how many were drafted, up to an accepted end of text
+    proposed: torch.Tensor     # (B,) on the CPU; how many were drafted, up to an end of text
     new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
     sure: list[list[float]]    # the target's probability of each new token: see `raw_probs`
-    trace: dict            # {tap: (B, K+1, dim)} the residual stream after the sub-layers in `taps`
 
 
 # --- how far to draft, and where drafts come from
 
 
 class Rule:
-    """How far to draft. `gamma` is called before each draft and `learn` after each round. A rule may
-    have a `stop`, called after each drawn token (see `chain`). No rule can change the distribution
-    of the text. This one always drafts the same number of tokens."""
+    """How far to draft. `how_far` is called before each draft and `learn` after each round. A rule
+    may have a `stop`, called after each drawn token (see `chain`). No rule can change the
+    distribution of the text. This one always drafts the same number of tokens."""
     stop = None
 
     def __init__(self, gamma):
@@ -138,9 +173,9 @@ class Rule:
         self.most = gamma
 
     def begin(self, state):
-        """Called before the first round of a run. A rule may keep what it learnt in earlier runs."""
+        """Called before the first round of a run. What was learnt in earlier runs may stay."""
 
-    def gamma(self, state):
+    def how_far(self, state):
         """How many tokens to draft: an int, or a list with one for each row."""
         return self.most
 
@@ -151,8 +186,8 @@ class Rule:
 class Drafter:
     """Where drafts come from. This one drafts nothing: plain decoding.
 
-    rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose outputs
-    the drafter reads, those of the prompt in `begin` and those of every round in `Round.trace`.
+    rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose
+    outputs it reads: those of the prompt in `begin`, those of every round in `Round.trace`.
     """
     taps = ()
 
@@ -191,106 +226,66 @@ class Wrapper(Drafter):
             drafter.observe(state, r)
 
 
-def pick(x, at):
-    """The vectors of x (B, T, dim) at the indices `at` (B, N) of each row. (B, N, dim)"""
-    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
+def pick(x, index):
+    """The vectors of x (B, T, dim) at `index` (B, N) in each row. (B, N, dim)"""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
 def wanted(state, rule):
     """How many tokens each row drafts, with room for the token after them."""
-    want = rule.gamma(state)
-    rows = [want] * len(state.left_cpu) if isinstance(want, int) else want
-    return [max(0, min(gamma, left - 1)) for gamma, left in zip(rows, state.left_cpu, strict=True)]
+    gammas = rule.how_far(state)
+    if isinstance(gammas, int):
+        gammas = [gammas] * len(state.left)
+    return [max(0, min(gamma, left - 1)) for gamma, left in zip(gammas, state.left, strict=True)]
 
 
 def chain(state, step, rule):
-    """Draw a chain of tokens one by one: what every drafter with a model does.
+    """Draw a chain of tokens one by one: what every drafter with a model does. Returns a Draft.
 
-    step(token (B, 1), k) reads `token`, which stands at offset k (0: the last known token), and returns the
-    raw logits (B, 1, V) of the token after it. Returns tokens (B, K), q (B, K, V) or None, length (B,) or
-    None: tokens beyond a row's length are dead. A rule's stop(k, logits (B, V), token (B,)) says after
-    each draw which rows stop there, a list of bools. *The drawn token stays*: discarding it for its value
-    would change the distribution of the text. While any row goes on, all rows draw and spend uniforms:
+    step(token (B, 1), k) reads `token`, which stands at offset k (0: the last known token), and
+    returns the raw logits (B, 1, V) of the token after it. A rule's stop(k, logits (B, V), token
+    (B,)) says after each draw which rows stop there, a list of bools. *The drawn token stays*:
+    discarding it for its value would change the distribution of the text. While any row goes on,
+    all rows draw and spend uniforms:
 
         row 0   a b c d   length 4
         row 1   a ! . .   length 2: it stopped at "!", which is still part of its draft
     """
-    most, token, tokens, qs = wanted(state, rule), state.last(), [], []
-    while (k := len(tokens)) < max(most):
+    lengths = wanted(state, rule)
+    token = state.last()
+    tokens = []
+    qs = []
+    while len(tokens) < max(lengths):
+        k = len(tokens)
         logits = step(token, k)                                                 # (B, 1, V)
         q = state.coins.settle(state.probs(logits), state.n[:, None], k - 1)
         token = state.coins.choose(q)                                           # (B, 1)
         tokens.append(token)
         qs.append(q)
         if rule.stop:   # here, and only here, a chain waits for the device
-            stopped = zip(most, rule.stop(k, logits[:, 0], token[:, 0]), strict=True)
-            most = [min(row, k + 1) if ends else row for row, ends in stopped]
+            for b, stops in enumerate(rule.stop(k, logits[:, 0], token[:, 0])):
+                if stops:
+                    lengths[b] = min(lengths[b], k + 1)
     if not tokens:
-        return state.tokens[:, :0], None, None
-    return torch.cat(tokens, 1), torch.cat(qs, 1), state.send(most) if len(set(most)) > 1 else None
+        return Draft.none(state)
+    return Draft(torch.cat(tokens, 1), torch.cat(qs, 1), state.send(lengths))
 
 
 # --- the loop
 
 
-def ancestors(parents):
-    """Which nodes of a tree each node sees: itself and its ancestors. Node 0 is the last known
-    token, node k is tokens[:, k - 1] of the Draft. (B or 1, K) -> (B or 1, K+1, K+1) bool
-
-    >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2 is a child of 1, 3 a sibling of 1
-    [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
-    """
-    B, K = parents.shape
-    row = torch.arange(B, device=parents.device)
-    tree = torch.eye(K + 1, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)  # (B, K+1, K+1)
-    for k in range(1, K + 1):
-        tree[:, k] |= tree[row, parents[:, k - 1]]      # a parent comes before its children
-    return tree
-
-
-def layout(state, K, parents=None):
-    """The Placement of the last known token and K drafted tokens."""
-    at = state.at(0, K + 1)
-    if parents is None:
-        return at
-    tree = ancestors(parents)                                                   # (B or 1, K+1, K+1)
-    positions = state.after(tree.sum(-1) - 2)                   # the root sees one node: n - 1
-    return at._replace(positions=positions, tree=tree, same=False)
-
-
-def straighten(state, draft, tree, node, logits, p, trace):
-    """Turn a verified tree into a chain that begins with the accepted path, and move the cache to match,
-    so that no other code handles trees. node (B,): the last accepted one. tree: the draft's `ancestors`.
-    Returns the draft, how many of its tokens were accepted (B,), and logits, p and trace in its order.
-
-    After the path come the descendants of its last node, all rejected, and then dead tokens. The length
-    is that of the longest branch through that last node: the most that could have been accepted.
-    """
-    B, K = draft.tokens.shape
-    row, tree = torch.arange(B, device=node.device), tree.expand(B, -1, -1)
-    on, below = tree[row, node], tree[row, :, node]                             # (B, K+1) both
-    path = torch.where(on, 0, 2 - below.long()).argsort(dim=1, stable=True)  # (B, K+1) a permutation
-    slots = state.after(torch.arange(-1, K, device=node.device))                # (B, K+1)
-    state.cache.move(slots.gather(1, path), slots)
-    live = torch.arange(K + 1, device=node.device) <= draft.length[:, None]     # (B, K+1)
-    length = ((tree.sum(-1) - 1) * (below & live)).amax(1)                      # (B,)
-    old = path[:, 1:] - 1                                                       # (B, K)
-    q = None if draft.q is None else draft.q[row[:, None], old]
-    logits, p, *taps = (t[row[:, None], path] for t in (logits, p, *trace.values()))
-    trace = dict(zip(trace, taps, strict=True))
-    return Draft(draft.tokens.gather(1, old), q, length), on.sum(1) - 1, logits, p, trace
-
-
-def prefill(model, tokens, cache, block=256, sublayers=None, trace=None):
-    """Run the model over tokens (B, T) into slots 0 .. T-1, `block` tokens at a time. Returns x
+def prefill(model, tokens, cache, chunk=256, sublayers=None, trace=None):
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `chunk` tokens at a time. Returns x
     (B, T, dim); sublayers and trace are those of `Transformer.run`."""
-    xs, traces = [], []
-    for i, part in enumerate(tokens.split(block, 1)):
+    xs = []
+    traces = []
+    for i, part in enumerate(tokens.split(chunk, 1)):
+        first = i * chunk
+        at = Placement.span(first, first + part.shape[1], tokens.device)
         traces.append(dict.fromkeys(trace or ()))
-        at = Placement.at(i * block, i * block + part.shape[1], tokens.device)
         xs.append(model.run(model.embed(part), at, cache, sublayers, traces[-1]))
     for tap in trace or ():
-        trace[tap] = torch.cat([seen[tap] for seen in traces], 1)
+        trace[tap] = torch.cat([part[tap] for part in traces], 1)
     return torch.cat(xs, 1)
 
 
@@ -298,87 +293,96 @@ def check_prompts(model, prompts, max_new, names=None):
     """Raise ValueError, with a one-line message, for prompts that cannot be continued. names: what
     to call them there."""
     c = model.c
+    names = names or [f"prompt {b}" for b in range(len(prompts))]
     if max_new < 0:
         raise ValueError(f"max_new must be at least 0, got {max_new}")
-    for name, prompt in zip(names or [f"prompt {b}" for b in range(len(prompts))], prompts, strict=True):
+    for name, prompt in zip(names, prompts, strict=True):
         if not len(prompt):
-            raise ValueError(f"{name} is empty: give it at least one token, such as the begin-of-text id")
+            raise ValueError(f"{name} is empty: give it at least one token, "
+                             "such as the begin-of-text id")
         if len(prompt) >= c.max_len:
-            raise ValueError(f"{name} has {len(prompt)} tokens and fills the context of {c.max_len}")
+            raise ValueError(f"{name} has {len(prompt)} tokens "
+                             f"and fills the context of {c.max_len}")
         bad = next((t for t in prompt if not 0 <= t < c.vocab_size), None)
         if bad is not None:
-            raise ValueError(f"{name} holds token id {bad}, but ids run from 0 to {c.vocab_size - 1}")
+            raise ValueError(f"{name} holds token id {bad}, "
+                             f"but ids run from 0 to {c.vocab_size - 1}")
 
 
 def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,
            probs=to_probs, coins: Coins | None = None, eos=(), cache: KVCache | None = None,
            verify=verify) -> Iterator[tuple[State, Round]]:
-    """Continue every prompt, yielding (state, round) after each draft-verify round. It is a generator
-    so that a notebook can step through it, and a program can stream, colour or count the tokens.
+    """Continue every prompt, yielding (state, round) after each draft-verify round. It is a
+    generator: a notebook can step through it, and a program can stream, colour or count the tokens.
 
-    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there is
-    none: pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context. Without
-    a drafter every draft is empty: plain decoding. cache: one from an earlier run, to be reused; its
-    content need not be erased if it is finite. verify: `verify` or `verify_block`. Raises ValueError
-    for prompts that cannot be continued, a cache that does not fit, and logits that are NaN or infinite.
+    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there
+    is none: pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context.
+    Without a drafter every draft is empty: plain decoding. cache: one from an earlier run, to be
+    reused; its content need not be erased if it is finite. verify: `verify` or `verify_block`.
+    Raises ValueError for prompts that cannot be continued, a cache that does not fit, and logits
+    that are NaN or infinite.
     """
     check_prompts(model, prompts, max_new)
-    drafter, known = drafter or Drafter(), [list(map(int, prompt)) for prompt in prompts]
-    left = [min(max_new, model.c.max_len - len(row)) for row in known]
-    S = max((len(row) + more for row, more in zip(known, left, strict=True)), default=0) + SPARE
+    drafter = drafter or Drafter()
+    known = [list(map(int, prompt)) for prompt in prompts]
+    left = [min(max_new, model.c.max_len - len(text)) for text in known]
+    lengths = [len(text) + more for text, more in zip(known, left, strict=True)]
+    S = max(lengths, default=0) + SPARE
     device = model.tok.device
-    tokens = torch.tensor([row + [0] * (S - len(row)) for row in known], device=device)     # (B, S)
-    n, left_device = torch.tensor([[len(row) for row in known], left], device=device)
     if cache is None:
         cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
-    rows, slots = cache.k.shape[1], cache.k.shape[3]
+    _, rows, _, slots, _ = cache.k.shape
     if rows != len(known) or slots < S:
-        raise ValueError(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} are needed")
-    state = State(tokens, n, left_device, cache, model, probs, coins or Coins(), drafter.taps, known, left,
-                  torch.arange(S, device=device)[None])
+        raise ValueError(f"a cache of {rows} rows and {slots} slots, "
+                         f"but {len(known)} and {S} are needed")
+    state = State(
+        tokens=torch.tensor([text + [0] * (S - len(text)) for text in known], device=device),
+        n=torch.tensor([len(text) for text in known], device=device),
+        known=known,
+        left=left,
+        cache=cache,
+        model=model,
+        probs=probs,
+        coins=coins or Coins(),
+        taps=drafter.taps,
+        slots=torch.arange(S, device=device)[None])
     return loop(state, drafter, set(eos), verify)
 
 
 @torch.inference_mode()  # faster than no_grad; clone a Round's tensors to train on them
 def loop(state, drafter, eos, verify):
-    model, every = state.model, range(2 * state.model.c.n_layers)
-    if max(state.left_cpu, default=0) > 0:      # read the prompts; padding falls into dead slots
+    model = state.model
+    sublayers = range(2 * model.c.n_layers)
+    if max(state.left, default=0) > 0:      # read the prompts; padding falls into dead slots
         trace = dict.fromkeys(state.taps)
         x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
         last = pick(x, state.n[:, None] - 1)                                    # (B, 1, dim)
         check_finite(largest(model.unembed(last)).tolist(), x.dtype)
         drafter.begin(state, trace)
-    while max(state.left_cpu, default=0) > 0:
+    while max(state.left, default=0) > 0:
         # 1. Draft, but leave room for the token after the draft.
-        draft = drafter.propose(state).cut(max(state.left_cpu) - 1)
-        K = draft.tokens.shape[1]
-        length = (state.left - 1).clamp_(0, K)                                  # (B,)
-        draft = replace(draft, length=length if draft.length is None else torch.minimum(draft.length, length))
-        # 2. The block: the last known token and the draft. Sub-layers that already ran do not run again.
+        draft = drafter.propose(state).fit(state)
+        # 2. The block: the last known token and the draft. Sub-layers that already ran do not run
+        # again.
         block = torch.cat([state.last(), draft.tokens], 1)                      # (B, K+1)
-        first, x, before = draft.reuse or (0, model.embed(block), {})
-        trace = dict.fromkeys(state.taps if draft.traced else ()) | before
+        ran = draft.reuse or Reuse(0, model.embed(block), {})
         # 3. One pass of the target over the block gives the distribution after each of its tokens.
-        at = layout(state, K, draft.parents)
-        x = model.run(x, at, state.cache, every[first:], trace)                 # (B, K+1, dim)
+        at = draft.place(state)
+        trace = dict.fromkeys(state.taps) | ran.trace
+        x = model.run(ran.x, at, state.cache, sublayers[ran.first :], trace)    # (B, K+1, dim)
         logits = model.unembed(x)                                               # (B, K+1, V)
         p = state.coins.settle(state.probs(logits), at.positions)
         # 4. Verify: how many drafted tokens are accepted, and which token follows them?
-        if at.tree is None:
-            accepted, next_token = verify(p, draft.q, draft.tokens, state.coins, draft.length)
-        else:
-            node, next_token = verify_tree(p, draft.tokens, draft.parents, state.coins, draft.q, draft.length)
-            draft, accepted, logits, p, trace = straighten(state, draft, at.tree, node, logits, p, trace)
+        verdict = draft.judge(state, Pass(logits, p, trace), verify)
         # 5. Append them: n grows, and the next block starts at the new n. Nothing is rolled back.
-        new, sure, accepted, proposed = commit(state, draft, accepted, next_token, logits, eos)
+        r = commit(state, *verdict, eos)
         # 6. Let the drafter learn from it.
-        r = Round(draft, logits, p, accepted, proposed, new, sure, trace)
         drafter.observe(state, r)
         yield state, r
 
 
 def largest(logits):
-    """The largest magnitude in each row of (B, T, V); NaN and infinity carry through. (B,) float64"""
+    """The largest magnitude in each row of (B, T, V); NaN and infinity stay. (B,) float64"""
     return logits.abs().amax((1, 2)).double()
 
 
@@ -386,45 +390,67 @@ def check_finite(peaks, dtype):
     """Raise ValueError, with a one-line message, if a row's largest logit is NaN or infinite."""
     for b, peak in enumerate(peaks):
         if not math.isfinite(peak):
-            raise ValueError(f"the model's logits for row {b} are NaN or infinite: its weights are damaged, "
-                             f"or {dtype} is too narrow for them")
+            raise ValueError(f"the model's logits for row {b} are NaN or infinite: "
+                             f"its weights are damaged, or {dtype} is too narrow for them")
 
 
-def commit(state, draft, accepted, next_token, logits, eos):
-    """Append the accepted tokens and the next one. Only here does the loop wait for the device."""
+def until(eos, tokens):
+    """The tokens up to the first that ends a text, which is included.
+
+    >>> until({0}, [5, 0, 7])
+    [5, 0]
+    """
+    for i, token in enumerate(tokens):
+        if token in eos:
+            return tokens[: i + 1]
+    return tokens
+
+
+def commit(state, draft, passed, accepted, next_token, eos):
+    """Append the accepted tokens and the next one. Returns the Round. Only here does the loop wait
+    for the device."""
     K = draft.tokens.shape[1]
-    out = F.pad(draft.tokens, (0, 1)).scatter_(1, accepted[:, None], next_token[:, None])  # (B, K+1)
-    state.tokens.scatter_(1, state.at(1, K + 2).slots, out)
-    peak = largest(logits)
-    sure = raw_probs(logits).gather(2, out[..., None])[..., 0]                  # (B, K+1)
+    out = F.pad(draft.tokens, (0, 1))
+    out = out.scatter_(1, accepted[:, None], next_token[:, None])               # (B, K+1)
+    state.tokens.scatter_(1, state.span(1, K + 2).slots, out)
+    peak = largest(passed.logits)
+    chances = raw_probs(passed.logits).gather(2, out[..., None])[..., 0]        # (B, K+1)
     # one copy to the host, in float64, which holds every token id exactly
-    facts = torch.cat([accepted[:, None], draft.length[:, None], peak[:, None], sure, out], 1)
-    new, chances, kept, proposed = [], [], [], []
-    facts = facts.tolist()
-    check_finite([row[2] for row in facts], logits.dtype)
-    for b, (yes, offered, _, *values) in enumerate(facts):
-        row = [int(t) for t in values[K + 1 :][: int(yes) + 1]] if state.left_cpu[b] else []
-        row = next((row[: i + 1] for i, t in enumerate(row) if t in eos), row)
-        state.known[b] += row
-        state.left_cpu[b] = 0 if eos.intersection(row) else state.left_cpu[b] - len(row)
-        new.append(row)
-        chances.append(values[: len(row)])
-        kept.append(min(int(yes), len(row)))
-        proposed.append(int(offered) if len(row) > yes else kept[b])
-    host = torch.tensor([[len(row) for row in state.known], state.left_cpu, kept, proposed])  # (4, B)
-    state.n, state.left = state.send(host[:2]).unbind()
-    return new, chances, host[2], host[3]
+    counts = torch.stack([accepted, draft.length, peak], 1)                     # (B, 3)
+    facts = torch.cat([counts, chances, out], 1).tolist()
+    check_finite([row[2] for row in facts], passed.logits.dtype)
+
+    news = []
+    sure = []
+    kept = []
+    proposed = []
+    for b, (yes, offered, _, *row) in enumerate(facts):
+        tokens = [int(token) for token in row[K + 1 :]]
+        new = until(eos, tokens[: int(yes) + 1]) if state.left[b] else []
+        state.known[b] += new
+        state.left[b] -= len(new)
+        if eos.intersection(new):
+            state.left[b] = 0
+        news.append(new)
+        sure.append(row[: len(new)])
+        kept.append(min(int(yes), len(new)))
+        # what an end of text cut off was never tested
+        proposed.append(int(offered) if len(new) > yes else kept[b])
+    state.n = state.send([len(text) for text in state.known])
+    return Round(draft, *passed, torch.tensor(kept), torch.tensor(proposed), news, sure)
 
 
 def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None,
              verify=verify):
     """The continuation of every prompt as ids, and the number of target passes after the prompt."""
-    return collect(rounds(model, prompts, max_new, drafter, probs, coins, eos, cache, verify), len(prompts))
+    steps = rounds(model, prompts, max_new, drafter, probs, coins, eos, cache, verify)
+    return collect(steps, len(prompts))
 
 
 def collect(steps, rows):
-    """Run `rounds` to its end: the ids that it wrote into each row, and the number of target passes."""
-    outputs, passes = [[] for _ in range(rows)], 0
+    """Run `rounds` to its end: the ids written into each row, and the number of target passes."""
+    outputs = [[] for _ in range(rows)]
+    passes = 0
     for _, r in steps:
         passes += 1
         for output, new in zip(outputs, r.new, strict=True):
@@ -437,10 +463,10 @@ def collect(steps, rows):
 
 class NGram(Drafter):
     """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n
-    tokens. Raises ValueError for a rule that stops between tokens, since all of them are copied at once.
+    tokens. Raises ValueError for a rule that stops between tokens: all are copied at once.
 
-    again: a copy that reaches the end of the text goes on by repeating itself, as in LZ77: a text that
-    repeats two tokens often repeats them again. Without it, as published, the copy ends there."""
+    again: a copy that reaches the end of the text goes on by repeating itself, as in LZ77: a text
+    that repeats two tokens often repeats them again. As published, the copy ends there."""
 
     def __init__(self, rule, n, again=False):
         super().__init__(rule)
@@ -448,8 +474,9 @@ class NGram(Drafter):
         if n < 1:
             raise ValueError(f"n, the number of tokens to look up, must be at least 1, got {n}")
         if self.rule.stop:
-            raise ValueError(f"an n-gram is copied at once, with no logits for {type(self.rule).__name__} to "
-                             "stop at: give it a rule without a stop, or a whole number")
+            raise ValueError("an n-gram is copied at once, with no logits for "
+                             f"{type(self.rule).__name__} to stop at: "
+                             "give it a rule without a stop, or a whole number")
         self.n = n
 
     def begin(self, state, trace):
@@ -472,10 +499,13 @@ class NGram(Drafter):
     def found(self, state):
         """The ids after the previous occurrence of each row's final n-gram; empty if it is new."""
         hits = []
-        for text, index, most in zip(state.known, self.index, wanted(state, self.rule), strict=True):
-            at = index.get(tuple(text[-self.n :]), len(text))
-            hit = text[at : at + most]
-            hits.append((hit * most)[:most] if self.again else hit)
+        lengths = wanted(state, self.rule)
+        for text, index, most in zip(state.known, self.index, lengths, strict=True):
+            first = index.get(tuple(text[-self.n :]), len(text))
+            hit = text[first : first + most]
+            if self.again:
+                hit = (hit * most)[:most]
+            hits.append(hit)
         return hits
 
     def propose(self, state):
@@ -491,9 +521,10 @@ class ModelDraft(Drafter):
     """Draft with another model of the same vocabulary, which has its own cache (Leviathan et al.
     2023): a smaller model, or some sub-layers of one.
 
-    Before each draft it reads the tokens it has not read yet, at least the last two known ones. After a
-    fully accepted draft two are missing: the last drafted token and the bonus token. Otherwise one is.
-    Reading a token again only rewrites the same keys and values, so both cases share this code.
+    Before each draft it reads the tokens it has not read yet, at least the last two known ones.
+    After a fully accepted draft two are missing: the last drafted token and the bonus token.
+    Otherwise one is. Reading a token again only rewrites the same keys and values, so both cases
+    share this code.
     """
 
     def __init__(self, model, rule, sublayers=None):
@@ -502,39 +533,45 @@ class ModelDraft(Drafter):
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        c, vocab, needed = self.model.c, state.model.c.vocab_size, state.tokens.shape[1] - SPARE
+        c = self.model.c
+        vocab = state.model.c.vocab_size
+        needed = state.tokens.shape[1] - SPARE
         if c.vocab_size != vocab:
-            raise ValueError(f"the draft model's vocabulary is {c.vocab_size}, the target's {vocab}")
+            raise ValueError(f"the draft model's vocabulary is {c.vocab_size}, "
+                             f"the target's {vocab}")
         if c.max_len < needed:
-            raise ValueError(f"the draft model's context is {c.max_len}, but prompt and answer need {needed}")
-        self.cache = KVCache(c, *state.tokens.shape, self.model.attention_dtype(), state.tokens.device)
+            raise ValueError(f"the draft model's context is {c.max_len}, "
+                             f"but prompt and answer need {needed}")
+        dtype = self.model.attention_dtype()
+        self.cache = KVCache(c, *state.tokens.shape, dtype, state.tokens.device)
         prompts = state.tokens[:, : max(map(len, state.known))]
         prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
-        self.held = [len(text) for text in state.known]  # per row: how many slots agree with the text
+        self.held = [len(text) for text in state.known]     # how many slots agree with the text
 
     def run(self, tokens, at):
         return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
 
     def propose(self, state):
-        n = [len(text) for text in state.known]
-        T = min(max(n), max(2, *(b - held for b, held in zip(n, self.held, strict=True))))
+        lengths = [len(text) for text in state.known]
+        unread = [n - held for n, held in zip(lengths, self.held, strict=True)]
+        T = min(max(lengths), max(2, *unread))
 
         def step(token, k):
             if k > 0:
-                return self.model.unembed(self.run(token, state.at(k)))
+                return self.model.unembed(self.run(token, state.span(k, k + 1)))
             at, last = state.back(T, 1)
             return self.model.unembed(pick(self.run(state.read(at.slots), at), last))
 
-        tokens, q, length = chain(state, step, self.rule)
-        K = tokens.shape[1]
-        if K == 0:
-            return Draft.none(state)
-        self.held = [b + K - 1 for b in n]  # not the last drafted token; `observe` drops the rejected
-        return Draft(tokens, q, length)
+        draft = chain(state, step, self.rule)
+        K = draft.tokens.shape[1]
+        if K > 0:   # all but the last drafted token are read; `observe` drops the rejected ones
+            self.held = [n + K - 1 for n in lengths]
+        return draft
 
     def observe(self, state, r):
         super().observe(state, r)
-        # A row may have drafted less than the longest one, or another drafter may have continued its
-        # draft. The last accepted token may be a sibling, which this drafter has not read.
-        rows = zip(self.held, state.known, r.new, r.accepted.tolist(), strict=True)
-        self.held = [min(held, len(text) - len(new) + kept - 1) for held, text, new, kept in rows]
+        # A row may have drafted less than the longest one, or another drafter may have continued
+        # its draft. The last accepted token may be a sibling, which this drafter has not read.
+        rows = zip(state.known, r.new, r.accepted.tolist(), strict=True)
+        agree = [len(text) - len(new) + kept - 1 for text, new, kept in rows]
+        self.held = list(map(min, self.held, agree))

@@ -78,7 +78,7 @@ WRONG = {
             "(t[layer].clone() for t in (self.k, self.v))": "nothing is kept"}},
     "to_probs": {
         "if temperature == 0:": {"if False:": "it is not shared"},
-        "torch.zeros_like(logits).scatter_(-1, logits.max(-1, keepdim=True).indices, 1.0)": {
+        "one_hot(logits.max(-1).indices, logits)": {
             "logits.softmax(-1)": "is the exact one-hot"},
         "/ max(temperature, 1e-30)": {"* temperature": "not multiplied"},
         "p.cumsum(-1) - p >= top_p": {
@@ -106,40 +106,44 @@ WRONG = {
             "weights.argmax(-1, keepdim=True)": "the most likely id, whatever u is"},
         "weights.cumsum(-1, dtype=torch.float64)": {"weights.cumsum(-1)": "small weights need float64"}},
     "verify": {
-        "coins.flip(p_drafted / q_drafted)": {
+        "coins.flip(ratio[..., 0])": {
             "torch.ones_like(tokens).bool()": "every draft is accepted",
-            "coins.flip(q_drafted / p_drafted)": "upside down",
-            "p_drafted.ge(q_drafted)": "p < q is always rejected",
+            "coins.flip(1 / ratio[..., 0])": "upside down",
+            "ratio[..., 0].ge(1)": "p < q is always rejected",
             "p[:, :K].argmax(-1).eq(tokens)": "greedy decoding, not sampling",
-            "coins.flip(p_drafted / (q_drafted + 1e-6))": "is an epsilon added",
-            "coins.flip((p_drafted / q_drafted).float())": "computed in float32",
-            "torch.rand_like(p_drafted).lt(p_drafted / q_drafted)": "random numbers of your own"},
-        "(p - q * refused).clamp_(min=0)": {
-            "p": "replaced by a token from p", "(p - q * refused).abs()": "must be cut off",
-            "torch.where(refused, p.scatter(1, tokens[row, at, None], 0.0), p)": "is set to zero"},
-        "torch.zeros_like(p).scatter_(1, tokens[row, at, None], 1.0) if q is None": {
-            "torch.zeros_like(p) if q is None": "replaced by a token from p"},
+            "coins.flip(p[:, :K].gather(2, drafted)[..., 0] / (q.gather(2, drafted)[..., 0] + 1e-6))":
+                "is an epsilon added",
+            "coins.flip(ratio[..., 0].float())": "computed in float32",
+            "torch.rand_like(ratio[..., 0]).lt(ratio[..., 0])": "random numbers of your own"},
+        "(p - q).clamp_(min=0)": {
+            "p": "replaced by a token from p", "(p - q).abs()": "must be cut off",
+            "torch.where(rejected[:, None], p.scatter(1, tokens[row, accepted.clamp(max=K - 1), None], 0.0), "
+            "p)": "is set to zero"},
+        "one_hot(tokens, p)": {
+            "torch.ones_like(p[:, :K])": "the q of a copied token is 1 there and 0 elsewhere"},
         "p[row, accepted]": {
             "p[row, accepted.clamp(max=K - 1)]": "the row of p that judged the last draft"},
         "(accepted, coins.choose(": {
             "(accepted + (accepted == length), coins.choose(": "the bonus token is counted as accepted"},
-        "coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p))": {
+        "coins.choose(torch.where(some, residual, p))": {
             "torch.where(accepted == length, tokens[:, -1], "
-            "coins.choose(torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)))": "bonus is skipped",
+            "coins.choose(torch.where(some, residual, p)))": "bonus is skipped",
             "coins.choose(residual)": "rounding can reject",
-            "torch.where(residual.sum(-1, keepdim=True) > 0, residual, p).argmax(-1)": "must be drawn"},
-        "> 0, residual, p)": {"> 0, residual, torch.ones_like(p))": "an empty residual is made uniform"},
+            "torch.where(some, residual, p).argmax(-1)": "must be drawn"},
+        "(some, residual, p)": {
+            "(some, residual, torch.ones_like(p))": "an empty residual is made uniform"},
         "passed.cumprod(1).sum(1)": {
             "passed.sum(1)": "drafts after the first rejection are counted",
             "(passed & passed.roll(1, 1).index_fill(1, row[:1], True)).sum(1)": "third draft on"},
-        "(accepted < length)[:, None]": {"(accepted < K)[:, None]": "where nothing was proposed"},
-        " & (torch.arange(K, device=p.device) < length[:, None])": {"": "`length` is ignored"},
-        "else q[row, at]": {"else q[0 * row, at]": "each row has its own rows of p and q"}},
+        "accepted < length": {"accepted < K": "where nothing was proposed"},
+        " & (place < length[:, None])": {"": "`length` is ignored"},
+        "q[row, accepted.clamp": {
+            "q[0 * row, accepted.clamp": "each row has its own rows of p and q"}},
     "chain": {
-        "most = [min(row, k + 1) if ends else row for row, ends in stopped]": {
-            "most = [min(row, k) if ends else row for row, ends in stopped]\n"
-            "tokens, qs = tokens[: max(most)], qs[: max(most)]": "stops the draft is dropped",
-            "most = [k + 1 if ends else row for row, ends in stopped]": "once stopped, always stopped"},
+        "lengths[b] = min(lengths[b], k + 1)": {
+            "lengths[b] = min(lengths[b], k)\n"
+            "tokens, qs = tokens[: max(lengths)], qs[: max(lengths)]": "stops the draft is dropped",
+            "lengths[b] = k + 1": "once stopped, always stopped"},
         "rule.stop(k, logits[:, 0], ": {"rule.stop(k, q[:, 0], ": "gets the raw logits, not q"},
         "step(token, k)": {
             "step(state.last(), k)": "step reads the last known token every time",
@@ -152,15 +156,16 @@ WRONG = {
         "wanted(state, rule)": {
             "[max(wanted(state, rule))] * len(state.known)": "each row has its own length"}},
     "SelfDraft.propose": {
-        "run_shared(tokens[:, -1:], len(xs))": {"pass": "the last draft was not run"},
-        "reuse=(shared, ": {"reuse=(len(subs), ": "after its first gap"},
-        "x = m.run(x, state.at(k), state.cache, subs[shared:]": {
-            "x = xs[-1] = m.run(x, state.at(k), state.cache, subs[shared:]": "after all sub-layers"},
+        "run_shared(draft.tokens[:, -1:], len(xs))": {"pass": "the last draft was not run"},
+        "Reuse(shared, ": {"Reuse(len(subs), ": "after its first gap"},
+        "x = m.run(x, state.span(k, k + 1), state.cache, subs[shared:]": {
+            "x = xs[-1] = m.run(x, state.span(k, k + 1), state.cache, subs[shared:]": "after all sub-layers"},
         "self.sublayers": {"range(12)": "it drafts with all sub-layers"},
-        "m.run(m.embed(token), state.at(k), state.cache,": {
-            "m.run(m.embed(token), state.at(0), state.cache,": "stands at the position of the first",
-            "m.run(m.embed(token), state.at(k + 1), state.cache,": "one position too far",
-            "m.run(m.embed(token), state.at(k), None,": "without the cache"},
+        "at = state.span(k, k + 1)": {
+            "at = state.span(0, 1)": "stands at the position of the first",
+            "at = state.span(k + 1, k + 2)": "one position too far"},
+        "m.run(m.embed(token), at, state.cache,": {
+            "m.run(m.embed(token), at, None,": "without the cache"},
         "m.embed(token)": {"m.embed(state.last())": "every step reads the last known token"}},
     "expected_tokens, best_gamma": {
         "sum((alpha ** i for i in range(gamma + 1)))": {
@@ -202,10 +207,10 @@ WRONG = {
         "if not better.any():": {"if not better.all():": "all stop as soon as one"},
         "return z, value": {"return z, score(starts.double())": "the scores are those of the starts"}},
     "verify_tree": {
-        "coins.flip(torch.cat(chance, 1))": {"torch.ones(B, K).bool()": "every draft is accepted"},
-        "left.gather(1, token) / drawn": {
-            "p[row, parents[:, k]].gather(1, token) / drawn": "later siblings are judged by p itself"},
-        "(mass > 0), less / mass, left)": {"(mass > 0), less, left)": "must be scaled to sum to 1"},
+        "coins.flip(chance)": {"torch.ones(B, K).bool()": "every draft is accepted"},
+        "left.gather(1, token) /": {
+            "p[row, parents[:, k]].gather(1, token) /": "later siblings are judged by p itself"},
+        "(falls, less / mass, left)": {"(falls, less, left)": "must be scaled to sum to 1"},
         "rest[row, node]": {
             "p[row, node]": "replaced by a token from p", "rest[row, 0 * node]": "drawn at the root"},
         "parents[:, k] == node": {"parents[:, k] <= node": "a node is accepted whose parent was not"}},
@@ -357,8 +362,8 @@ def chain(state, step, rule):
             count[b] += not over[b]
             over[b] = over[b] or count[b] == most[b] or bool(stop is not None and stop[b])
     if not tokens:
-        return state.tokens[:, :0], None, None
-    return torch.cat(tokens, 1), torch.cat(qs, 1), torch.tensor(count)
+        return Draft(state.tokens[:, :0])
+    return Draft(torch.cat(tokens, 1), torch.cat(qs, 1), torch.tensor(count))
 """],
     "SelfDraft.propose": ["""
 class SelfDraft(Drafter):
@@ -367,11 +372,10 @@ class SelfDraft(Drafter):
         def step(token, k):
             x = self.model.embed(token)
             for i in self.sublayers:
-                x = self.model.run(x, state.at(k), state.cache, [i])
+                x = self.model.run(x, state.span(k, k + 1), state.cache, [i])
             return self.model.unembed(x)
 
-        tokens, q, length = chain(state, step, self.rule)
-        return Draft(tokens, q, length) if tokens.shape[1] else Draft.none(state)
+        return chain(state, step, self.rule)
 """],
     "climb": ["""
 def climb(score, starts, allowed):

@@ -88,7 +88,7 @@ TASKS = [
              "expected_improvement_is_exact_far_below_the_best_and_never_negative")),
     Task(14, "climb", "search.py", ("climb",), 35, 2, tests(
         gaussian="a_climb_by_hand a_climb_ends_where_no_allowed_flip_is_better")),
-    Task(15, "verify_tree", "verification.py", ("verify_tree",), 60, 3, tests(
+    Task(15, "verify_tree", "methods/trees.py", ("verify_tree",), 60, 3, tests(
         by_outcomes="verify_tree_drawn_siblings verify_tree_copied_siblings "
         "verify_tree_rows_stand_for_themselves")),
     Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1, tests(

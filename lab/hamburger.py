@@ -27,7 +27,7 @@ from torch import nn
 import checkpoint
 from methods.heads import graft
 from model import Placement
-from speculative import Draft, Drafter, Rule, chain, generate
+from speculative import Drafter, Rule, chain, generate
 from support import cli
 from support.files import read_prompts
 
@@ -77,7 +77,7 @@ class Hamburger(nn.Module):
         """The states that say the entries after those read. features (B, N, 4, dim), tokens (B, N, J) that
         the next entries begin with -> (B, N, 1 + J, dim)."""
         x = torch.cat([features, self.micro.embed(tokens)], 2).flatten(0, 1)    # (B*N, 4+J, dim)
-        x = self.micro.run(x, Placement.at(0, x.shape[1], x.device)).unflatten(0, features.shape[:2])
+        x = self.micro.run(x, Placement.span(0, x.shape[1], x.device)).unflatten(0, features.shape[:2])
         return torch.cat([features[:, :, 3:], x[:, :, 4:]], 2)
 
     def ending(self, x):
@@ -224,7 +224,7 @@ class BurgerDraft(Drafter):
             self.x = self.burger.following(features, torch.cat(drafted, 1)[:, None, 1:])[:, 0, -1:]
             return self.burger.trunk.unembed(self.x)                            # (B, 1, V)
 
-        return Draft(*chain(state, step, self.rule))
+        return chain(state, step, self.rule)
 
     def observe(self, state, r):
         super().observe(state, r)

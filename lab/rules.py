@@ -26,7 +26,7 @@ class AdaptiveExit(Rule):
         if len(self.threshold) != rows:
             self.threshold, self.acceptance = [self.start] * rows, [0.0] * rows
 
-    def gamma(self, state):
+    def how_far(self, state):
         self.bar = state.send(self.threshold)  # (B,) once a round, not once a token
         return self.most
 
@@ -52,7 +52,7 @@ class Gate(Rule):
     def begin(self, state):
         self.sure = [1.0] * len(state.known)  # the target has not judged the prompt's last token
 
-    def gamma(self, state):
+    def how_far(self, state):
         return [self.most if sure >= self.threshold else 0 for sure in self.sure]
 
     def learn(self, state, r):
@@ -73,7 +73,7 @@ class Schedule(Rule):
     def begin(self, state):
         self.now = [self.start] * len(state.known)
 
-    def gamma(self, state):
+    def how_far(self, state):
         return self.now
 
     def learn(self, state, r):
@@ -122,7 +122,7 @@ class Thompson(Rule):
         if len(self.seen) != len(state.known):
             self.seen = [Beta() for _ in state.known]
 
-    def gamma(self, state):
+    def how_far(self, state):
         lengths, draw = [1] * len(self.seen), self.random
         for b, seen in enumerate(self.seen):
             while lengths[b] < self.most and draw.random() < draw.betavariate(seen.hits + 1, seen.misses + 1):

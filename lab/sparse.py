@@ -16,7 +16,7 @@ import torch
 from control import best_gamma, expected_speedup
 from layerskip import same_model
 from model import Placement
-from speculative import Draft, Drafter, chain
+from speculative import Drafter, chain
 
 
 def sparse(at, end, sinks, window):
@@ -50,7 +50,7 @@ class SparseDraft(Drafter):
         m = self.model
 
         def step(token, k):
-            at = state.at(k)
+            at = state.span(k, k + 1)
             own, every = at.slots, torch.arange(at.end, device=at.slots.device)             # (B, 1), (end,)
             seen = sparse(own, at.end, self.sinks, self.window)                             # (B, end)
             # for `visible` a tree that grows: it has all slots, and the block is the last node
@@ -59,7 +59,7 @@ class SparseDraft(Drafter):
             at = Placement(slots, slots, at.first, at.end, tree)
             return m.unembed(m.run(m.embed(token), at, state.cache))
 
-        return Draft(*chain(state, step, self.rule))
+        return chain(state, step, self.rule)
 
 
 # --- what it is worth, on paper

@@ -132,7 +132,7 @@ def losses(model, batch, sublayers, exit_layer=None, distil=0.0):
     learn to be as simple as its exit.
     """
     tokens, labels = batch[:, :-1].long(), batch[:, 1:].long().flatten()        # (B, T), (B*T,)
-    at, x = Placement.at(0, tokens.shape[1], tokens.device), model.embed(tokens)    # (B, T, dim)
+    at, x = Placement.span(0, tokens.shape[1], tokens.device), model.embed(tokens)    # (B, T, dim)
     if exit_layer is not None:
         x = exit_x = model.run(x, at, sublayers=[i for i in sublayers if i < 2 * exit_layer])
     x = model.run(x, at, sublayers=[i for i in sublayers if i >= 2 * (exit_layer or 0)])
@@ -152,7 +152,7 @@ def evaluate(model, tokens, context, most):
     rows, loss, agreed = corpus.windows(tokens, context + 1, most, context).to(model.tok.device), 0.0, 0.0
     for part in rows.split(max(1, 512 // context)):
         trace, labels = dict.fromkeys(range(1, 2 * model.c.n_layers, 2)), part[:, 1:].flatten()
-        model.run(model.embed(part[:, :-1]), Placement.at(0, context, part.device), trace=trace)
+        model.run(model.embed(part[:, :-1]), Placement.span(0, context, part.device), trace=trace)
         logits = torch.stack([model.unembed(x).float().flatten(0, 1) for x in trace.values()])  # (L, B*T, V)
         right = logits.gather(2, labels.expand(len(logits), -1)[..., None])[..., 0]             # (L, B*T)
         loss = loss + (logits.logsumexp(-1) - right).double().sum(1)

@@ -176,7 +176,7 @@ def judged(head, tokens, memory=None):
     def read(rows):     # (len(taps), len(rows), T, dim), and the cache
         cache = KVCache(model.c, len(rows), T, model.attention_dtype(), tokens.device)
         trace = dict.fromkeys(taps)
-        model.run(model.embed(rows), Placement.at(0, T, rows.device), cache, trace=trace)
+        model.run(model.embed(rows), Placement.span(0, T, rows.device), cache, trace=trace)
         return torch.stack(list(trace.values())), cache
 
     with torch.no_grad():

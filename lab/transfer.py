@@ -25,13 +25,13 @@ class TransferDraft(MedusaDraft):
 
     def last(self, state):
         """The final states of each row's pseudo states. (B, N, dim)"""
-        head, N = self.head, max(1, min(self.head.steps, max(state.left_cpu) - 1))
+        head, N = self.head, max(1, min(self.head.steps, max(state.left) - 1))
         if head.taps:
             x = super().last(state)                                             # (B, 1, dim)
         else:
             x = head.model.embed(state.read((state.n[:, None] - 2).clamp(min=0)))
         rows, first = head.spread(x)[:, 0, :N], 2 * head.shape["inject_layer"]  # (B, N, dim)
-        return head.model.run(rows, state.at(0, N), state.cache, range(first, 2 * head.model.c.n_layers))
+        return head.model.run(rows, state.span(0, N), state.cache, range(first, 2 * head.model.c.n_layers))
 
 
 class Transfer(Head):

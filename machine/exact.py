@@ -70,7 +70,7 @@ def equal_rows(model, ids, starts, widths, all_slots=True):
     prefill(model, tokens, cache)
 
     def rows(start, T):
-        at = Placement.at(start, start + T, tokens.device)._replace(same=False)
+        at = Placement.span(start, start + T, tokens.device)._replace(same=False)
         if all_slots:
             at = at._replace(end=cache.k.shape[3])
         return model.unembed(model.run(model.embed(tokens[:, start : start + T]), at, cache))[0, :8]

@@ -32,7 +32,7 @@ class Calibrated(Rule):
         self.sure, self.skill = [], Beta(tests * prior, tests * (1 - prior), prior)
         self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)]
 
-    def gamma(self, state):
+    def how_far(self, state):
         self.sure = []  # [token][row]: its tenth
         # the chance that all tokens so far, and the next, are accepted
         self.reach = [self.skill.mean()] * len(state.known)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit, same_model
-from methods.trees import grow
+from methods.trees import branch
 from model import Placement
-from speculative import Draft, Drafter, chain, pick
+from speculative import Drafter, chain, pick
 
 
 def unit(x):
@@ -45,7 +45,7 @@ class Reader(Drafter):
         self.noted[:, late : late + T] = x
         self.cache = KVCache(self.own.c, *state.tokens.shape, self.own.attention_dtype(), device)
         for first in range(0, T, 256):
-            at = Placement.at(first, min(first + 256, T), device)
+            at = Placement.span(first, min(first + 256, T), device)
             self.own.run(self.inputs(state, at.slots), at, self.cache, [0])
         self.held = [len(text) - 1 for text in state.known]     # how many slots agree with the text
         self.unread = late
@@ -87,7 +87,7 @@ class ExitDraft(Reader, SelfDraft):
     def logits(self, state, x, k):
         if self.unread:     # only keys and values are needed: run the attention alone
             self.catch_up(state, [0])
-        x = self.own.run(x, state.at(k), self.cache, self.head.sublayers)
+        x = self.own.run(x, state.span(k, k + 1), self.cache, self.head.sublayers)
         return self.own.unembed(x)
 
 
@@ -102,10 +102,10 @@ class EagleDraft(Reader):
     def propose(self, state):
         def step(token, k):
             self.said = self.catch_up(state) if k == 0 else self.own.run(
-                self.head.join(token, self.said), state.at(k), self.cache)
+                self.head.join(token, self.said), state.span(k, k + 1), self.cache)
             return self.own.unembed(self.said)                                  # (B, 1, V)
 
-        return Draft(*chain(state, step, self.rule))
+        return chain(state, step, self.rule)
 
 
 class LastState(Drafter):
@@ -146,14 +146,17 @@ class MedusaDraft(LastState):
             raise ValueError(f"{head.steps} heads cannot draft {self.rule.most} tokens: one token each")
 
     def propose(self, state):
-        said, last = [], self.last(state)
+        last = self.last(state)
+        said = []
 
         def step(token, k):
             said.append(self.head.after(last, k, token))
             return said[-1]                                                     # (B, 1, V)
 
-        draft = Draft(*chain(state, step, self.rule))
-        return grow(state, draft, torch.cat(said, 1), self.shape) if self.shape and said else draft
+        draft = chain(state, step, self.rule)
+        if said and self.shape:
+            return branch(state, draft, torch.cat(said, 1), self.shape)
+        return draft
 
 
 class ProphetDraft(LastState):
@@ -172,7 +175,7 @@ class ProphetDraft(LastState):
             x, first = own.embed(token), k + 1
             if k == 0:
                 x, first = torch.cat([unit(last), x], 1), 0
-            at = Placement.at(first, k + 2, x.device)
+            at = Placement.span(first, k + 2, x.device)
             return own.unembed(own.run(x, at, self.cache)[:, -1:])              # (B, 1, V)
 
-        return Draft(*chain(state, step, self.rule))
+        return chain(state, step, self.rule)

@@ -112,7 +112,7 @@ class ExitBlock(Head):
         self.step = Step(count(self), trunk=exit_layer, reads=True)
 
     def predict(self, tokens, trace, cache):
-        at = Placement.at(0, tokens.shape[1], tokens.device)
+        at = Placement.span(0, tokens.shape[1], tokens.device)
         x = self.own.run(trace[self.taps[0]], at, sublayers=self.sublayers)
         yield 0, self.own.unembed(x)
 
@@ -229,7 +229,7 @@ class Prophet(Head):
         start = unit(trace[self.taps[0]][:, :N, None])                          # (B, N, 1, dim)
         ids = tokens[:, 1:].unfold(1, AHEAD, 1)                                 # (B, N, AHEAD)
         x = torch.cat([start, self.own.embed(ids)], 2).flatten(0, 1)           # (B*N, 1+AHEAD, dim)
-        at = Placement.at(0, 1 + AHEAD, x.device)
+        at = Placement.span(0, 1 + AHEAD, x.device)
         x = self.own.run(x, at).unflatten(0, (-1, N))                         # (B, N, 1+AHEAD, dim)
         for k in range(1, 1 + AHEAD):
             yield k, self.own.unembed(x[:, :, k])

@@ -58,7 +58,7 @@ class Pace(Wrapper):
 
     def look(self, state):
         """Set the text's length, the longest draft, and the cost of a pass relative to the first one."""
-        self.n, self.room = max(map(len, state.known)), max(0, min(self.most, max(state.left_cpu) - 1))
+        self.n, self.room = max(map(len, state.known)), max(0, min(self.most, max(state.left) - 1))
         self.grown = self.whole(self.n) / self.costs.whole
 
     def cost(self, arm, g):

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from layerskip import SelfDraft, early_exit
+from methods.trees import Tree
+from sampling import one_hot
 from speculative import Draft, NGram, Wrapper
 
 
@@ -20,48 +22,53 @@ class Then(Wrapper):
 
     def propose(self, state):
         a, b = self.drafters
-        head = a.propose(state).cut(max(state.left_cpu) - 1)
-        if head.parents is not None:
-            raise ValueError("a tree has several ends: put it around both drafters, Siblings(Then(a, b))")
-        length = (state.left - 1).clamp(0, head.tokens.shape[1])                # (B,)
-        length = length if head.length is None else torch.minimum(head.length, length)
+        head = a.propose(state).fit(state)
+        if isinstance(head, Tree):
+            raise ValueError("a tree has several ends: put it around both drafters, "
+                             "Siblings(Then(a, b))")
         # the tail needs the first draft's tokens on the host: one wait for all of them
-        *drafts, self.drafted = torch.cat([head.tokens, length[:, None]], 1).T.tolist()
+        *columns, self.drafted = torch.cat([head.tokens, head.length[:, None]], 1).T.tolist()
         head = head.cut(max(self.drafted))
-        known = [text + [draft[row] for draft in drafts[:m]]
-                 for row, (text, m) in enumerate(zip(state.known, self.drafted, strict=True))]
-        left = [max(0, more - m) for more, m in zip(state.left_cpu, self.drafted, strict=True)]
-        n, left_device = state.send([[len(text) for text in known], left]).unbind()
-        longer = replace(state, tokens=state.tokens.clone(), n=n, left=left_device, known=known,
-                         left_cpu=left)
-        longer.tokens.scatter_(1, state.at(1, 1 + head.tokens.shape[1]).slots, head.tokens)
-        return join(head, length, b.propose(longer))
+        known = []
+        left = []
+        for row, m in enumerate(self.drafted):
+            known.append(state.known[row] + [column[row] for column in columns[:m]])
+            left.append(max(0, state.left[row] - m))
+        n = state.send([len(text) for text in known])
+        longer = replace(state, tokens=state.tokens.clone(), n=n, known=known, left=left)
+        slots = state.span(1, 1 + head.tokens.shape[1]).slots
+        longer.tokens.scatter_(1, slots, head.tokens)
+        return join(head, b.propose(longer))
 
     def observe(self, state, r):
         """Each learns from its own part. Unless all of a's part was accepted, b's was never tested."""
         a, b = self.drafters
         drafted = torch.tensor(self.drafted)
-        first, tested = r.accepted.minimum(drafted), r.accepted >= drafted
+        first = r.accepted.minimum(drafted)
+        tested = r.accepted >= drafted
         a.observe(state, replace(r, accepted=first, proposed=r.proposed.minimum(drafted)))
         proposed = (r.proposed - drafted).clamp(min=0) * tested
-        b.observe(state, replace(r, accepted=r.accepted - first, proposed=proposed,
-                                 new=[row[m:] for row, m in zip(r.new, self.drafted, strict=True)]))
+        new = [row[m:] for row, m in zip(r.new, self.drafted, strict=True)]
+        b.observe(state, replace(r, accepted=r.accepted - first, proposed=proposed, new=new))
 
 
-def join(head, length, tail):
-    """One Draft: the first `length` (B,) tokens of each row of head, and the tail's right after them."""
+def join(head, tail):
+    """One Draft: in each row the tokens of head, and the tail's right after them."""
     B, T = tail.tokens.shape
     if T == 0:
-        return replace(head, length=length)
-    at = length[:, None] + torch.arange(T, device=length.device)                # (B, T)
-    tokens = F.pad(head.tokens, (0, T)).scatter(1, at, tail.tokens)
+        return head
+    length = tail.length
+    if length is None:
+        length = T
+    spot = head.length[:, None] + torch.arange(T, device=head.tokens.device)    # (B, T)
+    tokens = F.pad(head.tokens, (0, T)).scatter(1, spot, tail.tokens)
     q = head.q if tail.q is None else tail.q
-    if q is not None:
-        V = q.shape[-1]     # the q of copied tokens is one-hot
-        first, second = (F.one_hot(draft.tokens, V).to(q.dtype) if draft.q is None else draft.q
-                         for draft in (head, tail))
-        q = F.pad(first, (0, 0, 0, T)).scatter(1, at[..., None].expand(B, T, V), second)
-    return Draft(tokens, q, length + (T if tail.length is None else tail.length), traced=head.traced)
+    if q is not None:       # that of copied tokens is one-hot
+        first = one_hot(head.tokens, q) if head.q is None else head.q
+        second = one_hot(tail.tokens, q) if tail.q is None else tail.q
+        spot = spot[..., None].expand_as(second)                                # (B, T, V)
+        q = F.pad(first, (0, 0, 0, T)).scatter(1, spot, second)
+    return Draft(tokens, q, head.length + length)
 
 
 def cascade(model, gamma):

@@ -9,17 +9,146 @@ are often wrong, and depth gains where they are often right.
                      \\    \\               tokens, if a second choice is accepted with probability b
                       d4   d5             shape: [0, 1, 2, 0, 1]
 
-A shape is a list of parents, as in `Draft.parents`. What the loop itself needs for trees is in
-speculative.py, and `verify_tree` in verification.py.
+A shape is a list of parents. The loop knows nothing of trees: a `Tree` is a Draft that says where
+its tokens stand and how they are verified, and what is left of it then is a chain.
 """
 import math
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from itertools import accumulate
 
 import torch
 
-from speculative import Draft, Wrapper
+from sampling import one_hot
+from speculative import Draft, Pass, Wrapper
+
+# --- a tree as a draft
+
+
+def ancestors(parents):
+    """Which nodes of a tree each node sees: itself and its ancestors. Node 0 is the last known
+    token, node k is tokens[:, k - 1] of the Draft. (B or 1, K) -> (B or 1, K+1, K+1) bool
+
+    >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2 is a child of 1, 3 a sibling of 1
+    [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
+    """
+    B, K = parents.shape
+    row = torch.arange(B, device=parents.device)
+    tree = torch.eye(K + 1, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)  # (B, K+1, K+1)
+    for k in range(1, K + 1):
+        tree[:, k] |= tree[row, parents[:, k - 1]]      # a parent comes before its children
+    return tree
+
+
+@dataclass
+class Tree(Draft):
+    """A Draft whose tokens may be siblings. What it holds after the path of accepted ones is
+    rejected, so that `length` is how many of its nodes are alive, in their order."""
+    parents: torch.Tensor = field(kw_only=True)     # (B or 1, K) the parent of each: 0 is the last
+    #                                   known token, k is tokens[:, k - 1], which must be an earlier one
+
+    @cached_property
+    def seen(self):
+        """(B or 1, K+1, K+1) bool: `ancestors`."""
+        return ancestors(self.parents)
+
+    def cut(self, K):
+        return replace(super().cut(K), parents=self.parents[:, :K])
+
+    def place(self, state):
+        depth = self.seen.sum(-1) - 1                                           # (B or 1, K+1)
+        return super().place(state)._replace(
+            positions=state.after(depth - 1), tree=self.seen, same=False)
+
+    def judge(self, state, passed, verify):
+        """By `verify_tree`, whatever rule chains are verified by."""
+        node, next_token = verify_tree(
+            passed.p, self.tokens, self.parents, state.coins, self.q, self.length)
+        return *straighten(state, self, node, passed), next_token
+
+
+def straighten(state, tree, node, passed):
+    """Turn a verified tree into a chain that begins with the accepted path, and move the cache to
+    match, so that no other code handles trees. node (B,): the last accepted one. Returns the Draft,
+    the Pass in its order, and how many of its tokens were accepted (B,).
+
+    After the path come the descendants of its last node, all rejected, and then dead tokens. The
+    length is that of the longest branch through that last node: the most that could have been
+    accepted.
+    """
+    B, K = tree.tokens.shape
+    row = torch.arange(B, device=node.device)
+    seen = tree.seen.expand(B, -1, -1)
+    on_path = seen[row, node]                                                   # (B, K+1)
+    below = seen[row, :, node]                                                  # (B, K+1)
+    rank = torch.where(on_path, 0, 2 - below.long())
+    path = rank.argsort(dim=1, stable=True)                                     # (B, K+1) a permutation
+    slots = state.after(torch.arange(-1, K, device=node.device))                # (B, K+1)
+    state.cache.move(slots.gather(1, path), slots)
+
+    live = torch.arange(K + 1, device=node.device) <= tree.length[:, None]      # (B, K+1)
+    depth = seen.sum(-1) - 1
+    length = (depth * (below & live)).amax(1)                                   # (B,)
+    order = path[:, 1:] - 1                                                     # (B, K)
+    q = None if tree.q is None else tree.q[row[:, None], order]
+    chain = Draft(tree.tokens.gather(1, order), q, length)
+
+    def ordered(t):
+        return t[row[:, None], path]
+
+    trace = {tap: ordered(x) for tap, x in passed.trace.items()}
+    passed = Pass(ordered(passed.logits), ordered(passed.p), trace)
+    return chain, passed, on_path.sum(1) - 1
+
+
+def verify_tree(p, tokens, parents, coins, q=None, length=None):
+    """Recursive rejection (Sequoia, arXiv 2402.12374, appendix F): `verify` for a tree, which may
+    hold siblings, several drafted tokens for the same place.
+
+    p (B, K+1, V): row k is the distribution after node k. tokens (B, K), parents (B or 1, K) and
+    length (B,) are those of a Draft. q (B, K, V): what each token was drawn from, which for a later
+    sibling may depend on those before it; None for copied drafts. Returns the last accepted node
+    (B,), 0 if there is none, and the token after it (B,).
+
+    Siblings are tried in order. If the first is rejected, the token must come from the residual
+    max(p - q, 0), scaled to sum to 1. So the residual takes p's place when the second is tried, and
+    so on. After an accepted token, its children are tried. Coins are spent as by `verify`: one flip
+    for each of the K tokens of every row, tried or not, then one choice per row.
+
+    >>> from sampling import Coins
+    >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
+    >>> node, token = verify_tree(p, torch.tensor([[2, 0]]), torch.tensor([[0, 0]]), Coins(0))
+    >>> node.tolist(), token.tolist()               # 2 is rejected, its sibling 0 is accepted, 1 follows
+    ([2], [1])
+    """
+    B, K = tokens.shape
+    row = torch.arange(B, device=p.device)
+    place = torch.arange(K, device=p.device)
+    if length is None:
+        length = torch.full_like(row, K)
+    if q is None:
+        q = one_hot(tokens, p)
+    live = place < length[:, None]                                              # (B, K)
+    parents = parents.expand(B, K)
+    rest = p.clone()                        # what is left of p at each node, if its children so far fail
+    chance = torch.zeros_like(live, dtype=p.dtype)                              # (B, K)
+    for k in range(K):
+        token = tokens[:, k, None]                                              # (B, 1)
+        left = rest[row, parents[:, k]]                                         # (B, V)
+        ratio = left.gather(1, token) / q[:, k].gather(1, token)                # (B, 1)
+        chance[:, k] = ratio[:, 0]
+        less = (left - q[:, k]).clamp_(min=0)
+        mass = less.sum(-1, keepdim=True)   # trap: 0 if p = q up to rounding, as in `verify`
+        falls = live[:, k, None] & (mass > 0)
+        rest[row, parents[:, k]] = torch.where(falls, less / mass, left)
+    passed = coins.flip(chance) & live
+    node = torch.zeros_like(row)
+    for k in range(K):      # the walk: from a node to the first of its children that passed
+        child = passed[:, k] & (parents[:, k] == node)
+        node = torch.where(child, k + 1, node)
+    return node, coins.choose(rest[row, node])
+
+
 
 # --- shapes
 
@@ -35,9 +164,10 @@ def chain_with_siblings(gamma, widths):
 
 
 def tree_tokens(parents, rank_acceptance):
-    """Tokens per target pass over a tree: 1, plus for each node the product of the acceptance rates on the
-    way to it (Sequoia, arXiv 2402.12374, section 3.1: all places alike). rank_acceptance[i]: the chance
-    that a node's child number i is the accepted one. For a chain this is `control.expected_tokens`.
+    """Tokens per target pass over a tree: 1, plus for each node the product of the acceptance rates
+    on the way to it (Sequoia, arXiv 2402.12374, section 3.1: all places alike). rank_acceptance[i]:
+    the chance that a node's child number i is the accepted one. For a chain this is
+    `control.expected_tokens`.
 
     >>> tree_tokens([0, 1, 0], [0.5, 0.25])     # 1 + 0.5 + 0.5 * 0.5 + 0.25
     2.0
@@ -50,8 +180,9 @@ def tree_tokens(parents, rank_acceptance):
 
 def rank_acceptance(p, q, ranks):
     """The chance that the draft's likeliest token, its second, ... is the accepted one: a list of
-    `ranks` numbers, for a draft of its top tokens. p (..., V): the target's distributions, one-hot when
-    greedy; q (..., V): the draft's at the same places, before any cut, since a one-hot has no second."""
+    `ranks` numbers, for a draft of its top tokens. p (..., V): the target's distributions, one-hot
+    when greedy; q (..., V): the draft's at the same places, before any cut, since a one-hot has no
+    second."""
     return p.gather(-1, q.topk(ranks).indices).flatten(0, -2).double().mean(0).tolist()
 
 
@@ -59,19 +190,25 @@ def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, leve
     """The parents of the tree of at most `nodes` nodes that promises the highest speed, level by
     level; [] if none gains. The dynamic programme of Sequoia (arXiv 2402.12374, section 3.1).
 
-    rank_acceptance: see `tree_tokens`. depth_cost: the cost of drafting a level, node_cost: that of one
-    more token in the verifying pass, both relative to a target pass over one token. branches=False:
-    only first children may have children, as in `chain_with_siblings`. levels: how deep it may be.
+    rank_acceptance: see `tree_tokens`. depth_cost: the cost of drafting a level, node_cost: that of
+    one more token in the verifying pass, both relative to a target pass over one token.
+    branches=False: only first children may have children, as in `chain_with_siblings`. levels: how
+    deep it may be.
 
     >>> best_tree([0.6, 0.2], 4, depth_cost=0.05, node_cost=0.05)
     [0, 0, 1, 3]
     """
     @cache
     def grow(n, depth, rank):
-        """(accepted tokens, subtrees): the best n nodes below a node that has its first `rank` children."""
+        """(accepted tokens, subtrees): the best n nodes below a node that has its first `rank`
+        children."""
         best = 0.0, ()
-        most = 0 if depth == 0 or rank == len(rank_acceptance) else n if branches or rank == 0 else min(n, 1)
-        for m in range(1, most + 1):        # the next child's subtree has m nodes, itself included
+        most = n                            # nodes in the next child's subtree, itself included
+        if depth == 0 or rank == len(rank_acceptance):
+            most = 0
+        elif rank > 0 and not branches:
+            most = min(n, 1)
+        for m in range(1, most + 1):
             inside, below = grow(m - 1, depth - 1, 0)
             later, others = grow(n - m, depth, rank + 1)
             best = max(best, (rank_acceptance[rank] * (1 + inside) + later, (below, *others)))
@@ -81,9 +218,10 @@ def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, leve
         n, depth = shape
         return (1 + grow(n, depth, 0)[0]) / (1 + depth * depth_cost + n * node_cost)
 
-    best = max([(0, 0)] + [(n, d) for n in range(1, nodes + 1) for d in range(1, min(n, levels) + 1)],
-               key=speed)
-    parents, families = [], [(0, grow(*best, 0)[1])]
+    sizes = [(n, d) for n in range(1, nodes + 1) for d in range(1, min(n, levels) + 1)]
+    best = max([(0, 0), *sizes], key=speed)
+    parents = []
+    families = [(0, grow(*best, 0)[1])]
     for node, family in families:           # a list that grows while it is read
         for below in family:
             parents.append(node)
@@ -97,10 +235,11 @@ def best_tree(rank_acceptance, nodes, depth_cost, node_cost, branches=True, leve
 class Siblings(Wrapper):
     """A wrapper around a drafter of chains: it adds siblings, other tokens for the same places.
 
-    drafter: such as SelfDraft or ModelDraft, with any rule. widths: how many tokens of the chain, from
-    the first on, get a sibling, how many a second one, and so on: [3, 1]. Siblings are drawn without
-    replacement, each from what is left of q. If nothing is left, as when greedy, the sibling is the
-    likeliest unused token, with a one-hot q. The shape that pays: `best_tree(..., branches=False)`.
+    drafter: such as SelfDraft or ModelDraft, with any rule. widths: how many tokens of the chain,
+    from the first on, get a sibling, how many a second one, and so on: [3, 1]. Siblings are drawn
+    without replacement, each from what is left of q. If nothing is left, as when greedy, the
+    sibling is the likeliest unused token, with a one-hot q. The shape that pays:
+    `best_tree(..., branches=False)`.
 
     For the drafter nothing changes: it does not draft from siblings, and it learns from a chain. In
     a batch only the rows with the longest chain have siblings, and near the end of an answer the
@@ -113,52 +252,64 @@ class Siblings(Wrapper):
         self.widths = widths
 
     def propose(self, state):
-        seen = []                           # the logits of each drafted token, (B, 1, V)
+        kept = []                           # the logits of each drafted token, (B, 1, V)
 
-        def watched(logits):
-            seen.append(logits)
+        def keeping(logits):
+            kept.append(logits)
             return state.probs(logits)
 
-        draft = self.drafters[0].propose(replace(state, probs=watched))
-        K, widths = draft.tokens.shape[1], []
+        draft = self.drafters[0].propose(replace(state, probs=keeping))
+        K = draft.tokens.shape[1]
+        room = max(state.left) - 1 - K
+        widths = []
         for width in self.widths:
-            if (width := min(width, K, len(seen), max(state.left_cpu) - 1 - K - sum(widths))) > 0:
+            width = min(width, K, len(kept), room - sum(widths))
+            if width > 0:
                 widths.append(width)
         if draft.q is None or not widths:
             return draft
-        tree = grow(state, draft, torch.cat(seen, 1), chain_with_siblings(K, widths))
-        n, most = draft.length, K + sum(widths)
-        return replace(tree, length=n if n is None else torch.where(n == K, most, n), traced=draft.traced)
+        tree = branch(state, draft, torch.cat(kept, 1), chain_with_siblings(K, widths))
+        if draft.length is None:
+            return tree
+        whole = draft.length == K
+        return replace(tree, length=torch.where(whole, K + sum(widths), draft.length))
 
 
-def grow(state, draft, logits, parents):
-    """The Draft of a tree from a drawn chain (B, K) and the raw logits of each of its places
+def branch(state, draft, logits, parents):
+    """The Tree that grows from a drawn chain (B, K) and the raw logits of each of its places
     (B, K, V): a node's child number i is choice number i for its level. So all families of a level
     hold the same tokens. The text stays exact, as only one of the families is tried. parents: as
     `best_tree` or `chain_with_siblings` makes them; levels deeper than the chain are left out."""
-    K, depths = draft.tokens.shape[1], [0]
-    for parent in parents:
+    K = draft.tokens.shape[1]
+    depths = [0]
+    nodes = []                              # (depth, rank among its siblings)
+    for k, parent in enumerate(parents):
         depths.append(depths[parent] + 1)
-    nodes = [(depth, parents[:k].count(parents[k])) for k, depth in enumerate(depths[1:]) if depth <= K]
+        if depths[-1] <= K:
+            nodes.append((depths[-1], parents[:k].count(parent)))
     ranks = range(1, 1 + max(rank for _, rank in nodes))
     widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
-    tokens, q = siblings(draft, logits, widths, state.coins)                 # (B, K+S), (B, K+S, V)
+    tokens, q = siblings(draft, logits, widths, state.coins)                # (B, K+S), (B, K+S, V)
     starts = [0, *accumulate(widths, initial=K)]        # the first column of each rank
     columns = [starts[rank] + depth - 1 for depth, rank in nodes]
     columns, parents = state.send([columns, parents[: len(nodes)]]).unbind()
-    return Draft(tokens[:, columns], q[:, columns], parents=parents[None])
+    return Tree(tokens[:, columns], q[:, columns], parents=parents[None])
 
 
 def siblings(draft, logits, widths, coins):
-    """A chain, then other tokens for its places in the order of `chain_with_siblings`, each drawn with one
-    uniform. logits (B, K, V): the chain's, raw. Returns tokens (B, K+S), drawn from q (B, K+S, V)."""
-    last, left, tokens, q = draft.tokens, draft.q, [draft.tokens], [draft.q]
+    """A chain, then other tokens for its places in the order of `chain_with_siblings`, each drawn
+    with one uniform. logits (B, K, V): the chain's, raw. Returns tokens (B, K+S), drawn from q
+    (B, K+S, V)."""
+    last = draft.tokens
+    left = draft.q
+    tokens = [draft.tokens]
+    q = [draft.q]
     for width in widths:
         last = last[:, :width, None]                                            # (B, width, 1)
         left = left[:, :width].scatter(2, last, 0.0)                            # (B, width, V)
         logits = logits[:, :width].scatter(2, last, -math.inf)
         mass = left.sum(-1, keepdim=True)
-        top = torch.zeros_like(left).scatter_(2, logits.argmax(-1, keepdim=True), 1.0)
+        top = one_hot(logits.argmax(-1), left)
         q.append(torch.where(mass > 0, left / mass, top))
         last = coins.choose(q[-1])                                              # (B, width)
         tokens.append(last)

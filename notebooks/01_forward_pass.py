@@ -95,7 +95,7 @@ print(x[0, :3, :6])
 # way.
 
 # %%
-states, where = [model.embed(tokens)], Placement.at(0, len(ids), device)    # positions 0 .. T-1
+states, where = [model.embed(tokens)], Placement.span(0, len(ids), device)    # positions 0 .. T-1
 for i in range(2 * c.n_layers):
     states.append(model.run(states[-1], where, sublayers=[i]))
 logits = model.unembed(states[-1])                              # (1, T, V)
@@ -358,7 +358,8 @@ from support.files import read_prompts
 
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:200]
 trace = dict.fromkeys(range(2 * c.n_layers))                            # `run` fills in the states we ask for
-model.run(model.embed(torch.tensor([story], device=device)), Placement.at(0, len(story), device), trace=trace)
+at = Placement.span(0, len(story), device)
+model.run(model.embed(torch.tensor([story], device=device)), at, trace=trace)
 best = torch.stack([model.unembed(trace[i])[0].argmax(-1) for i in trace])      # (2L, T)
 agreement = (best == best[-1]).float().mean(1).cpu()
 

@@ -73,7 +73,7 @@ def write_cached(ids, count, cache):
     ids, computed, first = list(ids), 0, 0                      # the first pass reads the whole prompt
     for _ in range(count):
         tokens = torch.tensor([ids[first:]], device=device)
-        at = Placement.at(first, len(ids), device)              # slot = position: one range gives both
+        at = Placement.span(first, len(ids), device)              # slot = position: one range gives both
         x = model.run(model.embed(tokens), at, cache)
         computed += tokens.shape[1]
         ids.append(int(model.unembed(x[:, -1:])[0, -1].argmax()))
@@ -95,12 +95,12 @@ from support.measure import interleave
 lengths = [n for n in (16, 64, 128, 256, 384, 500) if n <= c.max_len]
 line = torch.randint(c.vocab_size, (1, max(lengths)), device=device)
 full = KVCache(c, 1, max(lengths), model.attention_dtype(), device)
-model.run(model.embed(line), Placement.at(0, max(lengths), device), full)
+model.run(model.embed(line), Placement.span(0, max(lengths), device), full)
 actions = {}
 for n in lengths:
     actions["without", n] = lambda n=n: model(line[:, :n])
     actions["with", n] = lambda n=n: model.unembed(
-        model.run(model.embed(line[:, n - 1 : n]), Placement.at(n - 1, n, device), full))
+        model.run(model.embed(line[:, n - 1 : n]), Placement.span(n - 1, n, device), full))
 times = interleave(actions, repeats=5)      # seconds: the median of five; the actions take turns
 
 # %% jupyter={"source_hidden": true}
@@ -158,7 +158,7 @@ plots.draw_slots([("after the prompt", past[:4]),
 def step(ids, start, cache):
     """Read ids[start:] as one block and return the logits after its last token. (V,)"""
     block = torch.tensor([ids[start:]], device=device)
-    x = model.run(model.embed(block), Placement.at(start, len(ids), device), cache)
+    x = model.run(model.embed(block), Placement.span(start, len(ids), device), cache)
     return model.unembed(x[:, -1:])[0, 0]
 
 
@@ -344,7 +344,7 @@ sliding = [[2 * i, 2 * i + 1] for i in range(0, gemma.c.n_layers, 2)][:6]
 reach = []
 for count in range(len(sliding) + 1):
     subs = [i for pair in sliding[:count] for i in pair]
-    at = Placement.at(0, T, device)
+    at = Placement.span(0, T, device)
     a, b = (narrow.run(narrow.embed(t), at, sublayers=subs)[:, -1] for t in (line, changed))
     reach.append(((a - b).abs().amax(1) > 1e-8).float().cpu())
     assert int(reach[-1].sum()) == min(T, 1 + 3 * count), "each block reaches window - 1 = 3 further"
@@ -439,7 +439,7 @@ print("both counts agree")
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 poisoned = KVCache(c, 1, m + 8, model.attention_dtype(), device)
 poisoned.v[:, :, :, m + 4 :] = torch.nan                        # beyond what the block writes
-at = Placement.at(0, m, device)._replace(end=m + 8)             # all slots are read
+at = Placement.span(0, m, device)._replace(end=m + 8)             # all slots are read
 spoilt = model.unembed(model.run(model.embed(torch.tensor([prompt], device=device)), at, poisoned))
 assert spoilt.isnan().any()
 print("NaN in slots that no token may see reached the logits")

@@ -48,8 +48,8 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 # %%
 from itertools import islice
 
-from methods.trees import Siblings
-from speculative import Wrapper, ancestors, rounds
+from methods.trees import Siblings, ancestors
+from speculative import Wrapper, rounds
 
 
 class Kept(Wrapper):    # remembers the last draft as it was, before verification cuts it to a chain
@@ -154,7 +154,7 @@ def walk(p, tokens, parents, q, u):
 
 # %%
 from sampling import uniforms
-from verification import verify_tree
+from methods.trees import verify_tree
 
 p = warm(together).cpu()                                        # (K+1, V); q is (K, V)
 ends = set()

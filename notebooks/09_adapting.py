@@ -84,7 +84,7 @@ from layerskip import without
 
 gap = without(L, attn=[L // 3], mlp=[L // 3])
 x = model.embed(torch.tensor([story], device=model.tok.device))
-at = Placement.at(0, len(story), x.device)
+at = Placement.span(0, len(story), x.device)
 before, after = (model.run(x, at, sublayers=gap[:n]) for n in (2 * (L // 3), len(gap)))
 assert torch.allclose(before, teacher.states[2 * (L // 3)], atol=1e-4)
 print("up to its gap the draft has the target's states; at its end they differ by",

@@ -66,7 +66,7 @@ from collections import Counter
 def one_pass(model, T=1, sublayers=None, cache=cache):
     """A pass over T tokens after the prompt, with a cache."""
     x = model.embed(torch.full((1, T), 5))
-    return model.unembed(model.run(x, Placement.at(n, n + T), cache, sublayers))
+    return model.unembed(model.run(x, Placement.span(n, n + T), cache, sublayers))
 
 
 def count(action):
@@ -429,7 +429,7 @@ points = {}
 
 def acceptance(teacher, one, subs):
     """How likely the first token is accepted after each place, where another model drafts."""
-    x = one.run(one.embed(teacher.tokens), Placement.at(0, teacher.p.shape[1]), sublayers=subs)
+    x = one.run(one.embed(teacher.tokens), Placement.span(0, teacher.p.shape[1]), sublayers=subs)
     return teacher.overlap(teacher.probs(one.unembed(x)))
 
 
@@ -544,7 +544,7 @@ prefill(half, tokens, thick)
 
 def row(start, T, end):
     """The logits after token `start`, read in a block of T; `end`: how many slots the pass reads."""
-    at = Placement.at(start, start + T)._replace(same=False, end=end)
+    at = Placement.span(start, start + T)._replace(same=False, end=end)
     return half.unembed(half.run(half.embed(tokens[:, start : start + T]), at, thick))[0, 0]
 
 

@@ -21,11 +21,11 @@ import verification  # noqa: E402
 from checkpoint import parts, read_config  # noqa: E402
 from kvcache import KVCache  # noqa: E402
 from layerskip import SelfDraft  # noqa: E402
-from methods.trees import Siblings  # noqa: E402
+from methods.trees import Siblings, Tree, ancestors, verify_tree  # noqa: E402
 from model import Attention, Config, RMSNorm, Transformer  # noqa: E402
 from porting.check import fingerprint  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
-from speculative import Drafter, NGram, State, Wrapper, ancestors  # noqa: E402
+from speculative import Drafter, NGram, State, Wrapper  # noqa: E402
 
 RANKS = 4  # top tokens that must be clearly apart: siblings take the second and the third
 
@@ -173,7 +173,7 @@ def attend(r, dtype, coins):
 
 def sublayer(r, dtype, coins):
     m, x, first = load(ROOT / r["model"], dtype), unpack(r["x"], dtype), r["first"]
-    at, layer = model.Placement.at(first, first + len(x)), r["sublayer"] // 2
+    at, layer = model.Placement.span(first, first + len(x)), r["sublayer"] // 2
     cache = KVCache(m.c, 1, at.end, dtype)
     if r["past"]:
         cache.k[layer, 0, :, :first], cache.v[layer, 0, :, :first] = (
@@ -187,7 +187,7 @@ def sublayer(r, dtype, coins):
 def forward(r, dtype, coins):
     m = load(ROOT / r["model"], dtype)
     x, trace = m.embed(torch.tensor([r["tokens"]])), dict.fromkeys(range(2 * m.c.n_layers))
-    logits = m.unembed(m.run(x, model.Placement.at(0, x.shape[1]), trace=trace))
+    logits = m.unembed(m.run(x, model.Placement.span(0, x.shape[1]), trace=trace))
     return {"embedded": pack(x[0]), "sublayers": [pack(y[0]) for y in trace.values()],
             "logits": pack(logits[0])}
 
@@ -197,7 +197,7 @@ def blocks(r, dtype, coins):
     cache = KVCache(m.c, 1, m.c.max_len + model.SPARE, dtype)
     for b in r["blocks"]:
         first, T = b["first"], len(b["tokens"])
-        at = model.Placement.at(first, first + T)
+        at = model.Placement.span(first, first + T)
         if b["parents"] is not None:
             tree = ancestors(torch.tensor([b["parents"]]))
             at = at._replace(positions=first + depths(b["parents"]), tree=tree, same=False)
@@ -238,14 +238,14 @@ def verify(r, dtype, coins):
         accepted, token = verification.verify(p, q, tokens, coins)
         return {"accepted": int(accepted), "token": int(token)}
     coins.note(tree_margin(p[0], r["draft"], r["parents"], None if q is None else q[0]))
-    node, token = verification.verify_tree(p, tokens, torch.tensor([r["parents"]]), coins, q)
+    node, token = verify_tree(p, tokens, torch.tensor([r["parents"]]), coins, q)
     return {"node": int(node), "token": int(token)}
 
 
 def ngram(r, dtype, coins):
     tokens, drafter = torch.tensor([r["text"]]), NGram(r["gamma"], r["n"])
-    n, left = torch.tensor([[tokens.shape[1]], [r["gamma"] + 1]])
-    state = State(tokens, n, left, None, None, to_probs, coins, (), [r["text"]], left.tolist(),
+    n = torch.tensor([tokens.shape[1]])
+    state = State(tokens, n, [r["text"]], [r["gamma"] + 1], None, None, to_probs, coins, (),
                   torch.arange(tokens.shape[1])[None])
     drafter.begin(state, {})
     return {"draft": drafter.propose(state).tokens[0].tolist()}
@@ -258,7 +258,7 @@ class Notes(Wrapper):
     """A wrapper around a drafter: keeps what it proposed, and what was known before."""
 
     def propose(self, state):
-        self.known, self.left = [list(text) for text in state.known], list(state.left_cpu)
+        self.known, self.left = [list(text) for text in state.known], list(state.left)
         self.draft = super().propose(state)
         return self.draft
 
@@ -302,7 +302,7 @@ def row_of(notes, outcome, p, coins, b, flips, last):
     K = min(draft.tokens.shape[1], left - 1)
     K = K if draft.length is None else min(K, int(draft.length[b]))
     tokens, parents = draft.tokens[b, :K].tolist(), list(range(K))
-    if draft.parents is not None:
+    if isinstance(draft, Tree):
         parents = draft.parents[0].tolist()
         coins.note(tree_margin(p[b], tokens, parents, draft.q[b]))
         coins.note(min(abs(1 - x) or 1.0 for x in draft.q[b, range(K), tokens].tolist()))

@@ -20,8 +20,8 @@ from methods.arms import candidates
 from methods.pace import Pace
 from methods.standin import ShortHead
 from methods.suffix import Suffix
-from methods.trees import best_tree
-from speculative import ModelDraft, NGram, ancestors
+from methods.trees import ancestors, best_tree
+from speculative import ModelDraft, NGram
 from support import cli, own
 from support.measure import kept_costs
 

@@ -52,8 +52,8 @@ def measure_costs(model, at=64, repeats=50):
     eager = getattr(model, "model", model)
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
     text = torch.arange(at + MOST + 1, device=model.tok.device)[None] % model.c.vocab_size
-    eager.run(eager.embed(text[:, :at]), Placement.at(0, at, text.device), cache)
-    tokens, (here, away) = text[:, at:], (Placement.at(i, i + 1, text.device) for i in (at, far))
+    eager.run(eager.embed(text[:, :at]), Placement.span(0, at, text.device), cache)
+    tokens, (here, away) = text[:, at:], (Placement.span(i, i + 1, text.device) for i in (at, far))
     x, coins = model.embed(tokens[:, :1]), Coins()
 
     def step():
@@ -61,7 +61,7 @@ def measure_costs(model, at=64, repeats=50):
         return coins.choose(to_probs(logits, 1.0)), raw_probs(logits)
 
     def read(T):
-        block = Placement.at(at, at + T, x.device)
+        block = Placement.span(at, at + T, x.device)
         logits = model.unembed(model.run(model.embed(tokens[:, :T]), block, cache))
         return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
 

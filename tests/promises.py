@@ -25,7 +25,7 @@ def write(m, drafter, count, prompts=PROMPTS, eos=()):
         assert all(k <= max(0, left - 1) for k, left in zip(r.proposed.tolist(), room, strict=True))
         for row, new in zip(out, r.new, strict=True):
             row += new
-        room, drafted = list(state.left_cpu), drafted + int(r.proposed.sum())
+        room, drafted = list(state.left), drafted + int(r.proposed.sum())
     assert drafted or drafter is None or count < 20, "it drafted nothing"
     return out
 
@@ -54,7 +54,7 @@ def compared(drafter, by_hand, far):
     def look(state, draft):
         for b, text in enumerate(state.known):
             K = draft.tokens.shape[1] if draft.length is None else int(draft.length[b])
-            K = min(K, state.left_cpu[b] - 1)
+            K = min(K, state.left[b] - 1)
             want = by_hand(text, draft.tokens[b, :K].tolist()) if K > 0 else None
             if want is not None:
                 far.extend((draft.q[b, :K] - want).abs().amax(-1).tolist())

@@ -112,27 +112,28 @@ def to(*slots, end=None):
 
 WRITES = {  # writes (layer, keys, where, maybe start), the keys that the last one returns, and mistakes
     "the old and the new": (
-        [(0, [[1, 2, 3]], Placement.at(0, 3)), (0, [[4, 5]], Placement.at(3, 5))], [[1, 2, 3, 4, 5]], {
+        [(0, [[1, 2, 3]], Placement.span(0, 3)), (0, [[4, 5]], Placement.span(3, 5))], [[1, 2, 3, 4, 5]], {
             "only the new block comes back; it must read the slots before it, too": [[4, 5]],
             "the old slots come back without the new ones: write first, then read": [[1, 2, 3, 0, 0]],
             "all slots come back; only those before `at.end` may be read": [[1, 2, 3, 4, 5, 0]],
             "nothing is kept from the first write": [[0, 0, 0, 4, 5]]}),
     "over what was refused": (
-        [(0, [[1, 2, 3, 4]], Placement.at(0, 4)), (0, [[7]], Placement.at(2, 3)), (0, [[8]], to([3], end=6))],
+        [(0, [[1, 2, 3, 4]], Placement.span(0, 4)), (0, [[7]], Placement.span(2, 3)),
+         (0, [[8]], to([3], end=6))],
         [[1, 2, 7, 8, 0, 0]], {
             "the block was put after what was written last; it belongs into its slots": [[1, 2, 3, 4, 7, 8]],
             "`at.end` is ignored: it says where to stop reading, wherever the block ends": [[1, 2, 7, 8]]}),
     "rows": (
-        [(0, [[1, 2, 3], [4, 5, 6]], Placement.at(0, 3)),
+        [(0, [[1, 2, 3], [4, 5, 6]], Placement.span(0, 3)),
          (0, [[7, 8], [9, 10]], to([1, 3], [0, 2], end=5))], [[1, 7, 3, 8, 0], [9, 5, 10, 0, 0]], {
             "all rows went to row 0's slots: slots is (B, T), each row has its own":
                 [[1, 7, 3, 8, 0], [4, 9, 6, 10, 0]],
             "the slots are not contiguous: each token goes to its own": [[1, 7, 8, 0, 0], [9, 10, 6, 0, 0]],
             "`at.end` is ignored: it says where to stop reading, wherever the block ends":
                 [[1, 7, 3, 8], [9, 5, 10, 0]]}),
-    "layers": ([(0, [[1, 2]], Placement.at(0, 2)), (1, [[3]], Placement.at(2, 3))], [[0, 0, 3]], {
+    "layers": ([(0, [[1, 2]], Placement.span(0, 2)), (1, [[3]], Placement.span(2, 3))], [[0, 0, 3]], {
         "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}),
-    "start": ([(0, [[1, 2, 3, 4]], Placement.at(0, 4)), (0, [[5]], Placement.at(4, 5), 3)], [[4, 5]], {
+    "start": ([(0, [[1, 2, 3, 4]], Placement.span(0, 4)), (0, [[5]], Placement.span(4, 5), 3)], [[4, 5]], {
         "`start` is ignored": [[1, 2, 3, 4, 5]],
         "it counts from the slot `start` on, this one included": [[5]]}),
     "one row of slots for all": (

@@ -9,9 +9,10 @@ import torch
 from teach import compare, fail, same_law, short
 from tiny import Says, law, plant, wide
 
+from methods.trees import verify_tree
 from sampling import Coins
 from speculative import State, chain
-from verification import verify, verify_tree
+from verification import verify
 
 V = 3   # tokens; the tables have a row for each last token, and one more for the start
 # the distribution after each token, and at last the one of the first token
@@ -256,8 +257,7 @@ def draft(rule, coins, known=([1, 0],), left=(9, 9)):
     S, steps = max(map(len, known)) + 9, []
     tokens = torch.tensor([text + [0] * (S - len(text)) for text in known])
     n = torch.tensor([len(text) for text in known])
-    state = State(tokens, n, torch.tensor(left), None, None, best_two, coins, (), known, left,
-                  torch.arange(S)[None])
+    state = State(tokens, n, known, left, None, None, best_two, coins, (), torch.arange(S)[None])
 
     def step(token, k):
         steps.append(k)
@@ -266,10 +266,10 @@ def draft(rule, coins, known=([1, 0],), left=(9, 9)):
                  "k is the offset of the token that is read: 0 for the last known one, then 1, 2, ...")
         return LOGITS[token]                                                    # (B, 1, V)
 
-    tokens, q, length = chain(state, step, rule)
-    K = tokens.shape[1]
-    live = [K] * len(known) if length is None else length.tolist()
-    return [row[:n] for row, n in zip(tokens.tolist(), live, strict=True)], q, len(steps)
+    draft = chain(state, step, rule)
+    K = draft.tokens.shape[1]
+    live = [K] * len(known) if draft.length is None else draft.length.tolist()
+    return [row[:n] for row, n in zip(draft.tokens.tolist(), live, strict=True)], draft.q, len(steps)
 
 
 def test_chain_draws_each_token_after_the_one_before():

@@ -81,10 +81,10 @@ test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["
 
 
 def test_wanted_by_hand():
-    state = SimpleNamespace(left_cpu=[9, 3, 1, 0])
+    state = SimpleNamespace(left=[9, 3, 1, 0])
     assert wanted(state, Rule(5)) == [5, 2, 0, 0]
     assert wanted(state, Rule(0)) == [0] * 4
-    state.left_cpu = [9, 9, 9]
+    state.left = [9, 9, 9]
     assert wanted(state, Says([2, 0, 2])) == [2, 0, 2]
 
 
@@ -92,8 +92,8 @@ def test_no_step_is_computed_once_all_rows_have_ended(models):
     state, _ = next(rounds(models["llama"], PROMPTS, 20))
     steps, ends = [], lambda k, logits, token: [False, k == 1, k == 0, k == 3]
     step = lambda token, k: steps.append(k) or torch.zeros(4, 1, 17)  # noqa: E731
-    _, _, length = speculative.chain(state, step, Says([2, 6, 6, 6], ends))
-    assert length.tolist() == [2, 2, 1, 4] and steps == [0, 1, 2, 3]
+    draft = speculative.chain(state, step, Says([2, 6, 6, 6], ends))
+    assert draft.length.tolist() == [2, 2, 1, 4] and steps == [0, 1, 2, 3]
 
 
 def test_an_n_gram_knows_nothing_of_the_text_before(models):
@@ -110,7 +110,7 @@ def test_an_n_gram_knows_nothing_of_the_text_before(models):
 
 
 def state_of(rows=1):
-    return SimpleNamespace(known=[[1]] * rows, left_cpu=[99] * rows, send=torch.as_tensor)
+    return SimpleNamespace(known=[[1]] * rows, left=[99] * rows, send=torch.as_tensor)
 
 
 def outcome(*pairs):
@@ -162,7 +162,7 @@ def test_do_no_harm_estimates_by_hand():
     rule.seen[0].add(5, 5)
     assert rule.seen[1] == rule.past != rule.seen[0], "rows start alike and then learn apart"
     rule.seen, rule.saved = [Beta(hits, 10.0 - hits) for hits in range(11)], [0.0] * 11
-    assert rule.gamma(None) == [best_gamma((hits + 1) / 12, 0.2) for hits in range(11)]
+    assert rule.how_far(None) == [best_gamma((hits + 1) / 12, 0.2) for hits in range(11)]
 
 
 def test_what_is_known_beforehand_counts_as_two_drafts():
@@ -179,7 +179,7 @@ def test_each_row_goes_on_where_its_own_draft_ends(models):
     """The second drafter is shown the text with the first draft."""
     first, second, seen = [[4, 5, 6], [7], [], [8, 9]], [[1], [2, 3], [4, 4, 4], []], []
     state, _ = next(rounds(models["llama"], PROMPTS, 20))
-    before = state.tokens.tolist(), [list(text) for text in state.known], list(state.left_cpu)
+    before = state.tokens.tolist(), [list(text) for text in state.known], list(state.left)
     tail = Say(lambda state: seen.append(state) or second)
     draft = Then(Say(lambda state: first), tail).propose(state)
     got = [row[:n] for row, n in zip(draft.tokens.tolist(), draft.length.tolist(), strict=True)]
@@ -187,10 +187,10 @@ def test_each_row_goes_on_where_its_own_draft_ends(models):
     shown, = seen
     assert shown.known == [text + a for text, a in zip(before[1], first, strict=True)]
     assert shown.n.tolist() == [len(text) for text in shown.known]
-    assert shown.left_cpu == shown.left.tolist() == [16, 18, 19, 17]
+    assert shown.left == [16, 18, 19, 17]
     for b, text in enumerate(shown.known):
         assert shown.tokens[b, : len(text)].tolist() == text
-    assert (state.tokens.tolist(), state.known, state.left_cpu) == before
+    assert (state.tokens.tolist(), state.known, state.left) == before
 
 
 def test_each_rule_learns_of_its_own_part():

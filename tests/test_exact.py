@@ -102,7 +102,7 @@ def test_passes_without_it_differ(family):
     tokens = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7] * 6])
     differ = 0
     for start in range(40, 1, -1):
-        at = [Placement.at(start, start + T)._replace(same=False) for T in (1, 8)]
+        at = [Placement.span(start, start + T)._replace(same=False) for T in (1, 8)]
         one, eight = (m.unembed(m.run(m.embed(tokens[:, here.first : here.end]), here, cache)) for here in at)
         differ += not torch.equal(one[:, 0], eight[:, 0])
     assert differ

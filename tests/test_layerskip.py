@@ -161,7 +161,7 @@ def begun(sublayers, prompts, taps=()):
 
 SLIPS = {
     "all": "it drafts with all sub-layers; it is to draft with self.sublayers",
-    "stands": "every step stands at the position of the first; the k-th token stands at state.at(k)",
+    "stands": "every step stands at the position of the first; the k-th token stands at state.span(k, k + 1)",
     "late": "the steps stand one position too far: the last known token stands at offset 0",
     "repeats": "every step reads the last known token; it must read the token that was drawn before it",
     "alone": "it runs without the cache, and so knows only the token that it reads"}
@@ -171,11 +171,12 @@ def drafted_states(text, tokens, sublayers, slip=None):
     """The states that a draft reads its tokens from, (1, K, dim)."""
     m, n, ids, xs = TARGET, len(text), torch.tensor([[*text, *tokens]]), []
     cache = KVCache(m.c, 1, n + len(tokens) + 2, torch.float64)
-    m.run(m.embed(ids[:, : n - 1]), Placement.at(0, n - 1), cache)
+    m.run(m.embed(ids[:, : n - 1]), Placement.span(0, n - 1), cache)
     for k in range(len(tokens)):
         at = n - 1 + {"stands": 0, "late": k + 1}.get(slip, k)
         token = ids[:, n - 1 + (0 if slip == "repeats" else k)]
-        xs.append(m.run(m.embed(token[:, None]), Placement.at(at, at + 1), None if slip == "alone" else cache,
+        here = Placement.span(at, at + 1)
+        xs.append(m.run(m.embed(token[:, None]), here, None if slip == "alone" else cache,
                         None if slip == "all" else sublayers))
     return torch.cat(xs, 1)
 
@@ -211,16 +212,16 @@ def test_a_draft_is_what_its_sublayers_say(name, rows):
 @pytest.mark.parametrize("name", SUBLAYERS)
 @torch.inference_mode()
 def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
-    """reuse = (i, x, trace): the target need not run the sub-layers before i on this block."""
+    """Reuse(i, x, trace): the target need not run the sub-layers before i on this block."""
     subs, B = SUBLAYERS[name], len(TEXTS[rows])
     shared = shared_prefix(subs)
     state, draft = begun(subs, TEXTS[rows], taps=(0, 1, 9))
-    if shared and (draft.reuse is None or draft.reuse[0] < shared):
+    if shared and (draft.reuse is None or draft.reuse.first < shared):
         record_property("remark", "right, but it gains less: the target runs the sub-layers again that the "
                                   "draft shares with it; hand them over as `reuse`")
     if draft.reuse is None:
         return
-    first, x, trace = draft.reuse
+    first, x, trace = draft.reuse.first, draft.reuse.x, draft.reuse.trace
     given = f"the sub-layers {subs}, of which the first {shared} are the target's; 3 drafts"
     if first > shared:
         fail(given, f"at most {shared} sub-layers handed over", first,

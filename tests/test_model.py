@@ -33,13 +33,13 @@ def test_cached_blocks_equal_the_full_pass(family, block):
     """Also where the window, 5, is shorter than the block, and where the last block is short."""
     m, tokens = make(FAMILIES[family]), torch.arange(40).view(2, 20) * 7 % 17
     got = prefill(m, tokens, KVCache(m.c, 2, 24, torch.float64), block)
-    assert error(got, m.run(m.embed(tokens), Placement.at(0, 20))) < 1e-12
+    assert error(got, m.run(m.embed(tokens), Placement.span(0, 20))) < 1e-12
 
 
 BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()    # a root and two children
 RAGGED = torch.tensor([[14, 15, 16], [11, 12, 13]])
 LAYOUTS = {  # where three tokens stand, the first slot that a window of 5 still sees
-    "slice": (Placement.at(12, 15), 8),
+    "slice": (Placement.span(12, 15), 8),
     "rows": (Placement(RAGGED, RAGGED, 11, 17), 7),
     "tree": (Placement(RAGGED - torch.tensor([0, 0, 1]), RAGGED, 11, 17, BRANCHES[None]), 7),
     "tree of one row": (Placement(torch.tensor([[12, 13, 13]]), torch.arange(12, 15)[None], 12, 15,
@@ -51,7 +51,7 @@ def test_sliding_layers_read_their_window_only(layout):
     """The slots before it are not touched, though they hold NaN."""
     m, x, (at, first) = make(GEMMA), some_x(2, 24), LAYOUTS[layout]
     cache, block = KVCache(m.c, 2, 24, torch.float64), x[:, 12:15]
-    m.run(x[:, :14], Placement.at(0, 14), cache)
+    m.run(x[:, :14], Placement.span(0, 14), cache)
     want = m.run(block, at._replace(first=0, same=False), deepcopy(cache))    # all slots are read
     cache.k[::2, :, :, :first] = cache.v[::2, :, :, :first] = math.nan
     assert error(m.run(block, at, cache), want) < 1e-12
@@ -61,14 +61,15 @@ def test_sliding_layers_read_their_window_only(layout):
 def test_only_distances_matter(family):
     """Rotary positions are relative: any start will do, also behind the table's first 256 rows."""
     m, x = make(FAMILIES[family]), some_x(2, 9)
-    want = m.run(x, Placement.at(0, 9))
+    want = m.run(x, Placement.span(0, 9))
     for start in (7, 252, 900):
         later = [t[start : start + 9] for t in m.angles(start + 9)]
-        assert error(m.run(x, Placement.at(0, 9), table=later), want) < 1e-11   # cos(900): three digits less
+        got = m.run(x, Placement.span(0, 9), table=later)
+        assert error(got, want) < 1e-11     # cos(900): three digits less
 
 
 def test_the_angles_follow_the_type_of_the_weights():
-    m, x, at = make(LLAMA), some_x(1, 9), Placement.at(0, 9)
+    m, x, at = make(LLAMA), some_x(1, 9), Placement.span(0, 9)
     assert error(m.float().run(x.float(), at), make(LLAMA).run(x, at)) < 1e-5
     fresh = make(LLAMA).float().double()
     assert torch.equal(m.double().run(x, at), fresh.run(x, at)), "the table has stayed in float32"
@@ -80,7 +81,7 @@ def test_the_angles_follow_the_type_of_the_weights():
 @each_family
 def test_the_trace_holds_the_state_after_each_sublayer(family):
     """And each can be the border between a draft and what verification still has to run."""
-    m, x, at = make(FAMILIES[family]), some_x(2, 8), Placement.at(0, 8)
+    m, x, at = make(FAMILIES[family]), some_x(2, 8), Placement.span(0, 8)
     for sublayers in (range(12), [0, 3, 4, 11], []):
         trace = dict.fromkeys(range(12))
         out = m.run(x, at, sublayers=sublayers, trace=trace)

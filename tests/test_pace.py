@@ -107,7 +107,7 @@ def test_the_first_draft(price, alpha, most, drafted):
 
 def test_a_longer_text_makes_passes_dearer(models):
     drafter = Pace(models["llama"], [], Costs((1.0,) * 12, 8.0, slot=0.1))
-    drafter.look(SimpleNamespace(known=[[1] * 5, [1] * 50], left_cpu=[3, 9]))
+    drafter.look(SimpleNamespace(known=[[1] * 5, [1] * 50], left=[3, 9]))
     assert (drafter.n, drafter.grown, drafter.room) == (50, 50 / 20, 8)
 
 
@@ -168,7 +168,7 @@ def test_confidence_is_calibrated():
 def test_one_more_is_drafted_while_its_chance_exceeds_its_price():
     rule = Calibrated([0.4, 0.6, 0.6, 0.6], prior=0.9)
     rule.trust = [Beta(prior=0.5)] * 10 + [Beta(prior=0.9)]
-    assert rule.gamma(SimpleNamespace(known=[[1], [1]])) == MOST
+    assert rule.how_far(SimpleNamespace(known=[[1], [1]])) == MOST
     sure = torch.tensor([[50.0] + [0.0] * 16, [0.0] * 17])              # probability 1, and 1/17
     assert rule.stop(0, sure, None) == [False, False]           # .81 and .45 against .4
     assert rule.stop(1, sure, None) == [False, True]            # .729 and .225 against .6

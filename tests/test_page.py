@@ -99,7 +99,7 @@ def test_on_the_command_line(shipped, tmp_path, capsys):
     assert "".join(t for r in found["rounds"] for t, _ in r["new"]) == output["text"]
     assert found["settings"]["model"] == "stories-llama" and found["settings"]["temperature"] == 0
     ids = torch.tensor([checkpoint.encode(tokenizer, argv[0], model.c.bos) + output["ids"]])
-    places, at = [d for r in found["rounds"] for d in r["places"]], Placement.at(0, ids.shape[1], "cpu")
+    places, at = [d for r in found["rounds"] for d in r["places"]], Placement.span(0, ids.shape[1], "cpu")
     for column, blocks in ((4, 24), (5, 4)):
         x = model.run(model.embed(ids), at, None, range(2 * blocks))
         for d, top in zip(places, model.unembed(x)[0, -13:-1].softmax(-1).amax(-1).tolist(), strict=True):

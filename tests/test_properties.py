@@ -15,9 +15,9 @@ import checkpoint
 from control import expected_tokens
 from kvcache import KVCache
 from layerskip import skipped, without
+from methods.trees import ancestors
 from model import Placement, frequencies, rope, rotate, visible
 from sampling import Coins, to_probs, uniforms
-from speculative import ancestors
 
 settings.register_profile("here", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("here")

@@ -64,7 +64,7 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
         m = on_paper(eager, widths=widths)
         for start in range(1, S - T + as_slice, 2 - as_slice):  # the last slot of a tensor is dead
             caches = KVCache(m.c, 2, S, torch.float64), KVCache(m.c, 2, S, torch.float64)
-            here, x = Placement.at(start, start + T), m.embed(tokens[:, start : start + T])
+            here, x = Placement.span(start, start + T), m.embed(tokens[:, start : start + T])
             at = here if as_slice else here._replace(same=False)
             for cache in caches:
                 prefill(eager, tokens[:, :start], cache)
@@ -80,9 +80,10 @@ def test_what_has_a_tree_or_is_wide_runs_eagerly(models):
     x, own = m.embed(torch.tensor([[1, 2, 3]])), torch.ones(1, 3, 3, dtype=torch.bool).tril()
     for _ in range(3):
         cache = KVCache(m.c, 1, 30, torch.float64)
-        m.run(x, Placement.at(4, 7)._replace(tree=own, same=False), cache)
-        assert m.run(x.repeat(1, 3, 1), Placement.at(4, 13), cache).shape == (1, 9, 32)
-        assert m.run(x, Placement.at(4, 7), cache, []) is x and m.run(x, Placement.at(0, 3)).shape == x.shape
+        m.run(x, Placement.span(4, 7)._replace(tree=own, same=False), cache)
+        assert m.run(x.repeat(1, 3, 1), Placement.span(4, 13), cache).shape == (1, 9, 32)
+        assert m.run(x, Placement.span(4, 7), cache, []) is x
+        assert m.run(x, Placement.span(0, 3)).shape == x.shape
     assert not any(m.all_tapes())
 
 
@@ -94,14 +95,14 @@ def test_a_traced_pass_is_recorded_in_segments(models, family):
     for sublayers in (None, subs):
         for taps in ([3], [3, 7, 11], [2, 8]):
             want, got = dict.fromkeys(taps), dict.fromkeys(taps)
-            last = eager.run(x, Placement.at(4, 7), cache, sublayers, want)
+            last = eager.run(x, Placement.span(4, 7), cache, sublayers, want)
             for _ in range(3):
-                assert (m.run(x, Placement.at(4, 7), cache, sublayers, got) - last).abs().max() < 1e-9
+                assert (m.run(x, Placement.span(4, 7), cache, sublayers, got) - last).abs().max() < 1e-9
             for tap, state in want.items():
                 assert got[tap] is None if state is None else (got[tap] - state).abs().max() < 1e-9
     m.piece = 4         # every pass is cut there, also those without a trace
     for _ in range(3):
-        m.run(x, Placement.at(4, 7), cache)
+        m.run(x, Placement.span(4, 7), cache)
     found = {key[0] for key in m.home(cache).tapes}
     assert {(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 3), (11,)} <= found and tuple(range(12)) not in found
 
@@ -349,9 +350,9 @@ def test_one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its
     for t in (caches[0].k, caches[0].v, caches[1].k, caches[1].v):  # what lies in a wrong place is not 0
         t.copy_(torch.ones_like(t).cumsum(-2))
     for x in states[:2]:
-        fast.run(x, Placement.at(1, 2), early)
+        fast.run(x, Placement.span(1, 2), early)
     for at, x in enumerate(states):
-        got, want = (m.run(x, Placement.at(at, at + 1), cache)
+        got, want = (m.run(x, Placement.span(at, at + 1), cache)
                      for m, cache in zip((fast, model), caches, strict=True))
         assert (got - want).abs().max() < 1e-9, at
     assert len(said) == 2 and "compiling" in said[1] and sum(map(bool, fast.tapes.values())) == 4

@@ -71,8 +71,8 @@ test_damaged_weights = promises.damaged_weights(DRAFTERS, SOME)
 def test_the_trace_of_a_long_prompt_is_whole(models, family):
     m, tokens = models[family], torch.tensor([PROMPTS[0], PROMPTS[3]])
     whole, parts = {2: None, 11: None}, {2: None, 11: None}
-    for trace, block in ((whole, 8), (parts, 3)):
-        x = prefill(m, tokens, KVCache(m.c, 2, 16, torch.float64), trace=trace, block=block)
+    for trace, chunk in ((whole, 8), (parts, 3)):
+        x = prefill(m, tokens, KVCache(m.c, 2, 16, torch.float64), trace=trace, chunk=chunk)
         assert torch.equal(trace[11], x)
     assert all((whole[tap] - parts[tap]).abs().max() < 1e-12 for tap in whole)
 
@@ -96,7 +96,7 @@ def test_what_is_shared_is_handed_over_and_not_run_again(models, monkeypatch, su
     m = models["llama"]
     monkeypatch.setattr(m, "run", Mock(wraps=m.run))
     _, r = next(rounds(m, PROMPTS, 20, SelfDraft(m, sublayers, 3)))
-    assert r.draft.reuse[0] == shared
+    assert r.draft.reuse.first == shared
     assert list(m.run.call_args.args[3]) == list(range(shared, 12)), "the others, and only those"
 
 
@@ -145,9 +145,9 @@ def test_sure_is_the_raw_softmax_of_each_new_token(models, family):
 def test_drafts_never_overrun_even_if_they_ignore_what_is_left(models, truth, rows):
     class Overrunning(SelfDraft):
         def propose(self, state):
-            left, state.left_cpu = state.left_cpu, [99] * rows
+            left, state.left = state.left, [99] * rows
             draft = super().propose(state)
-            state.left_cpu = left
+            state.left = left
             return draft
 
     m, want = models["llama"], truth["llama"][:rows]

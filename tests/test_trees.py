@@ -16,12 +16,12 @@ from kvcache import KVCache
 from layerskip import SelfDraft
 from methods import trees
 from methods.then import Then
-from methods.trees import Siblings, rank_acceptance, tree_tokens
+from methods.trees import Siblings, Tree, ancestors, rank_acceptance, tree_tokens, verify_tree
 from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Draft, Drafter, ModelDraft, NGram, ancestors, generate, rounds
-from verification import verify, verify_tree
+from speculative import Draft, Drafter, ModelDraft, NGram, generate, rounds
+from verification import verify
 
 
 def paths(parents):
@@ -41,7 +41,7 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family):
     m, n, parents = make(LIVELY[family]), [9, 4], [[0, 0, 1, 1, 2, 5], [0, 1, 2, 0, 4, 0]]
     texts, nodes = torch.arange(18).view(2, 9) * 5 % 17, torch.arange(14).view(2, 7) * 3 % 17
     cache = KVCache(m.c, 2, 24, torch.float64)
-    m.run(m.embed(texts), Placement.at(0, 9), cache)
+    m.run(m.embed(texts), Placement.span(0, 9), cache)
     for row, length in enumerate(n):
         cache.k[:, row, :, length:], cache.v[:, row, :, length:] = 1e3, -1e3
     tree, first = ancestors(torch.tensor(parents)), torch.tensor(n)[:, None]
@@ -54,7 +54,7 @@ def test_a_tree_that_grows_equals_one_block_and_its_paths_equal_chains(family):
     for row, text in enumerate(texts):
         for path in paths(parents[row]):
             ids = torch.cat([text[: n[row]], nodes[row, path]])[None]
-            want = m.run(m.embed(ids), Placement.at(0, ids.shape[1]))[0, n[row] :]
+            want = m.run(m.embed(ids), Placement.span(0, ids.shape[1]))[0, n[row] :]
             assert (whole[row, path] - want).abs().max() < 1e-11
 
 
@@ -110,7 +110,7 @@ class Grove(Drafter):
         tokens = torch.tensor([tokens for tokens, _, _ in rows], device=device)
         q = torch.stack([torch.stack(q) for _, q, _ in rows]).to(device)
         parents = torch.tensor(self.shapes[:1] if len(self.shapes) == 1 else parents, device=device)
-        return Draft(tokens, None if self.certain else q, parents=parents)
+        return Tree(tokens, None if self.certain else q, parents=parents)
 
 
 AFTER = random_laws(17, 17, seed=3)
@@ -143,11 +143,11 @@ def test_a_round_of_a_tree_is_a_chain(models, family):
     near = lambda a, b: (a - b).abs().max() < 1e-9  # noqa: E731
     runs = (rounds(m, PROMPTS, 30, drafter, warm, Coins(seed)) for seed in (0, 1))
     for state, r in itertools.chain.from_iterable(runs):
-        assert r.draft.parents is None and r.draft.reuse is None
+        assert type(r.draft) is Draft and r.draft.reuse is None
         for b, (text, new) in enumerate(zip(state.known, r.new, strict=True)):
             if not new:
                 continue    # it has finished
-            a, K, held, left = len(new) - 1, int(r.proposed[b]), len(text) - 1, state.left_cpu[b]
+            a, K, held, left = len(new) - 1, int(r.proposed[b]), len(text) - 1, state.left[b]
             assert int(r.accepted[b]) == a <= K == int(r.draft.length[b])
             assert r.draft.tokens[b, :a].tolist() == new[:a]
             fresh, path = KVCache(m.c, 1, 60, torch.float64), slice(held - a - 1, held)
@@ -183,14 +183,14 @@ def test_the_last_siblings_go_first(models):
     for room, want in ((9, [0, 1, 2, 0, 1, 2, 0]), (7, [0, 1, 2, 0, 1, 2]), (6, [0, 1, 2, 0, 1])):
         draft = drafts(m, Siblings(SelfDraft(m, range(8), 3), [3, 1]), room)
         assert draft.parents[0].tolist() == want
-    assert drafts(m, Siblings(SelfDraft(m, range(8), 3), [3, 1]), 4).parents is None
+    assert type(drafts(m, Siblings(SelfDraft(m, range(8), 3), [3, 1]), 4)) is Draft
 
 
 def test_rows_with_short_chains_have_no_siblings(models):
     m = models["llama"]
     draft = drafts(m, Siblings(SelfDraft(m, range(8), tiny.Says([3, 1, 3, 0])), [2, 1]), 20)
     assert draft.length.tolist() == [6, 1, 6, 0]
-    assert drafts(m, Siblings(NGram(4, 2), [4, 4]), 20).parents is None, "a copy has no siblings"
+    assert type(drafts(m, Siblings(NGram(4, 2), [4, 4]), 20)) is Draft, "a copy has no siblings"
 
 
 test_exact_law = promises.exact_law({

@@ -9,9 +9,10 @@ from test_speculative import LAWS
 from tiny import LIVELY, PROMPTS, law, make, wide
 
 from layerskip import SelfDraft
+from methods.trees import verify_tree
 from sampling import to_probs
 from speculative import NGram, generate
-from verification import verify, verify_block, verify_tree
+from verification import verify, verify_block
 
 
 def one_row(judge):

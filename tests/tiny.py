@@ -58,7 +58,7 @@ def oracle(m, prompt, count):
 def read(m, ids, taps=(), cache=None, sublayers=None):
     """One pass over a text: its states (1, T, dim), and those after each of these sub-layers."""
     x, trace = m.embed(torch.tensor([ids], device=m.tok.device)), dict.fromkeys(taps)
-    return m.run(x, Placement.at(0, len(ids)), cache, sublayers, trace=trace), trace
+    return m.run(x, Placement.span(0, len(ids)), cache, sublayers, trace=trace), trace
 
 
 def warm(logits):
@@ -70,11 +70,11 @@ def wide(rows):
 
 
 class Says(Rule):
-    """gamma as given: a number, a list of one for each row, or a function of the state; and a stop rule."""
+    """As far as given: a number, a list of one for each row, or a function of the state; and a stop rule."""
 
     def __init__(self, gamma, stop=None):
         super().__init__(0)
-        self.gamma = gamma if callable(gamma) else lambda state: gamma
+        self.how_far = gamma if callable(gamma) else lambda state: gamma
         self.stop = stop
 
 
@@ -163,7 +163,7 @@ def make_round(new, accepted, proposed, tokens=None, q=None, vocab=9):
     p = torch.full((B, K + 1, vocab), 1 / vocab)
     accepted, proposed = torch.tensor(accepted), torch.tensor(proposed)
     sure = [[1 / vocab] * len(row) for row in new]
-    return Round(Draft(tokens, q, proposed), p.log(), p, accepted, proposed, new, sure, {})
+    return Round(Draft(tokens, q, proposed), p.log(), p, {}, accepted, proposed, new, sure)
 
 
 def play(model, tokenizer, prompt, max_new, drafter=None, probs=to_probs, seed=0, eos=()):

@@ -12,11 +12,11 @@ from lab.bench.shared import SETS, beside, load, page, prompt_ids, table
 from lab.traversal import verify_traversal
 from layerskip import SelfDraft, early_exit
 from methods import heads
-from methods.trees import Siblings
+from methods.trees import Siblings, Tree, verify_tree
 from sampling import Coins, to_probs
-from speculative import Wrapper, generate, layout
+from speculative import Wrapper, generate
 from support.cli import read_skip
-from verification import verify, verify_block, verify_tree
+from verification import verify, verify_block
 
 GAMMAS, TEMPERATURES, SEEDS = range(2, 7), (0.8, 1.0), 4
 JUDGES = {"token by token": verify, "block": verify_block}
@@ -35,8 +35,8 @@ class Judged(Wrapper):
 
     def propose(self, state):
         draft = super().propose(state)
-        if draft.parents is not None:
-            at = layout(state, draft.tokens.shape[1], draft.parents)
+        if isinstance(draft, Tree):
+            at = draft.place(state)
             block = torch.cat([state.last(), draft.tokens], 1)
             p = state.probs(state.model.unembed(state.model.run(state.model.embed(block), at, state.cache)))
             for (name, judge), seed in product(TREES.items(), range(TRIES)):

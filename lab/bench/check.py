@@ -197,7 +197,7 @@ def cached_logits(model, ids):
     cache = KVCache(model.c, 1, len(ids), model.attention_dtype(), tokens.device)
     for size in itertools.cycle(CHUNKS):
         part = tokens[:, at : at + size]
-        x = model.run(model.embed(part), Placement.at(at, at + part.shape[1], part.device), cache)
+        x = model.run(model.embed(part), Placement.span(at, at + part.shape[1], part.device), cache)
         parts.append(model.unembed(x)[0].float().cpu())                     # (size, V)
         at += size
         if at >= len(ids):

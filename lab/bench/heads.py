@@ -12,8 +12,8 @@ from lab.train_heads import KINDS
 from layerskip import early_exit
 from methods import heads
 from methods.then import Then
-from methods.trees import best_tree, tree_tokens
-from speculative import NGram, ancestors
+from methods.trees import ancestors, best_tree, tree_tokens
+from speculative import NGram
 
 NODES = 8       # of a tree
 LEVELS = 8      # no chain or tree here is deeper

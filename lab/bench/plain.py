@@ -72,7 +72,7 @@ def matrices(model):
 def step(model, T, at, sublayers=None):
     """A pass over T tokens after `at` others, with positions as the loop gives them on this device."""
     device = model.tok.device
-    here = Placement.at(at, at + T, device)._replace(same=device.type == "cpu")
+    here = Placement.span(at, at + T, device)._replace(same=device.type == "cpu")
     cache = KVCache(model.c, 1, at + T, model.attention_dtype(), device)
     tokens = torch.full((1, T), 5, device=device)
     return lambda: model.unembed(model.run(model.embed(tokens), here, cache, sublayers))

@@ -41,7 +41,7 @@ def acceptance(teacher, draft, subs):
     """How likely the first drafted token after each position of the teacher's text is accepted, where the
     draft is a model of its own. (T,) float64"""
     with torch.inference_mode():
-        x = draft.run(draft.embed(teacher.tokens), Placement.at(0, teacher.p.shape[1]), sublayers=subs)
+        x = draft.run(draft.embed(teacher.tokens), Placement.span(0, teacher.p.shape[1]), sublayers=subs)
         return teacher.overlap(teacher.probs(draft.unembed(x)))
 
 

@@ -100,7 +100,7 @@ def nearness(head, tokens):
     """How near the fast row, after each of its blocks, is to each state of the ordinary one. (E, L)"""
     trace, T = dict.fromkeys(range(1, 2 * L, 2)), tokens.shape[1]
     cache = KVCache(c, 1, T, model.attention_dtype(), device)
-    model.run(model.embed(tokens), Placement.at(0, T, device), cache, trace=trace)
+    model.run(model.embed(tokens), Placement.span(0, T, device), cache, trace=trace)
     next(iter(head.predict(tokens, trace, cache)))                 # fills head.states
     slow = torch.stack(list(trace.values()), 2)                 # (1, T, L, dim)
     return torch.cosine_similarity(head.states[:, :, :, None], slow[:, :, None], dim=-1).mean((0, 1)).cpu()

@@ -127,7 +127,7 @@ def test_schedules_by_hand(rule, want):
     state, asked = state_of(2), []
     rule.begin(state)
     for whole in (True, True, False, False, False, False, True, True):
-        gamma, other = rule.gamma(state)
+        gamma, other = rule.how_far(state)
         rule.learn(state, outcome((gamma, gamma - (not whole)), (0, 0)))
         asked.append(gamma)
     assert asked == want and other == rule.start
@@ -149,13 +149,13 @@ def test_stop_rules_by_hand():
 def test_thompson_draws_from_what_became_of_drafts():
     rule, state = Thompson(8, seed=1), state_of(2)
     rule.begin(state)
-    fresh = torch.tensor([rule.gamma(state) for _ in range(40)]).double()
+    fresh = torch.tensor([rule.how_far(state) for _ in range(40)]).double()
     assert 1.5 < fresh.mean() < 4 and len(fresh.unique()) > 4
     for _ in range(60):
         rule.learn(state, outcome((4, 4), (4, 0)))
     assert [(b.hits, b.misses) for b in rule.seen] == [(240, 0), (0, 60)], "each row on its own"
     rule.begin(state)       # what is learnt outlives the run
-    lengths = torch.tensor([rule.gamma(state) for _ in range(50)]).double()
+    lengths = torch.tensor([rule.how_far(state) for _ in range(50)]).double()
     assert lengths[:, 0].mean() > 7 and lengths[:, 1].mean() < 1.2 and int(lengths.min()) == 1
 
 
@@ -178,7 +178,7 @@ def test_adaptive_exit_keeps_rows_apart_and_remembers():
     assert rule.threshold == pytest.approx([0.601, 0.6, 0.601])
     rule.threshold = [0.3, 0.9, 0.5]
     rule.begin(state)   # what a text taught is where the next one starts
-    rule.gamma(state)
+    rule.how_far(state)
     assert rule.stop(0, torch.zeros(3, 2), torch.zeros(3).long()) == [False, True, False]
     rule.begin(state_of(2))
     assert rule.threshold == [0.6, 0.6], "other rows know nothing"
@@ -187,11 +187,11 @@ def test_adaptive_exit_keeps_rows_apart_and_remembers():
 def test_the_gate_drafts_after_a_last_token_that_the_target_was_sure_of():
     rule, state, written = Gate(4), state_of(3), outcome((4, 1), None, (0, 0))
     rule.begin(state)
-    assert rule.gamma(state) == [4, 4, 4], "the target has not judged the prompt"
+    assert rule.how_far(state) == [4, 4, 4], "the target has not judged the prompt"
     rule.learn(state, replace(written, sure=[[1.0, 0.5 - 1e-9], [], [0.5 - 1e-9]]))
-    assert rule.gamma(state) == [0, 4, 0], "a row that has ended keeps what was known"
+    assert rule.how_far(state) == [0, 4, 0], "a row that has ended keeps what was known"
     rule.learn(state, replace(written, sure=[[0.0, 0.5], [], [0.5]]))
-    assert rule.gamma(state) == [4, 4, 4]
+    assert rule.how_far(state) == [4, 4, 4]
 
 
 # --- heads and worked examples

@@ -8,7 +8,8 @@ import torch
 from tiny import Fixed, law, wide
 
 from lab.spectr import PAIRS, chances, k_seq, typical
-from verification import verify, verify_tree
+from methods.trees import verify_tree
+from verification import verify
 
 LAWS = [(wide(p), wide(q)) for p, q in [*PAIRS.values(), ([0.0, 0.4, 0.6], [0.5, 0.0, 0.5]),
                                         ([1.0, 0.0, 0.0], [0.0, 0.5, 0.5]), ([0.2, 0.3, 0.5],) * 2]]

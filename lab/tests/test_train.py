@@ -72,7 +72,7 @@ def test_what_a_step_draws():
 @pytest.mark.parametrize("distil", [0.0, 0.3, 1.0])
 def test_losses_and_their_gradients_by_hand(family, distil):
     """No gradient flows into what is imitated; what is dropped has neither a say nor a gradient."""
-    m, labels, at = make(FAMILIES[family]).requires_grad_(True), TOKENS[:, 1:, None], Placement.at(0, 10)
+    m, labels, at = make(FAMILIES[family]).requires_grad_(True), TOKENS[:, 1:, None], Placement.span(0, 10)
     kept, below = [0, 1, 3, 4, 6, 9, 10], [0, 1, 3, 4]
     x = m.embed(TOKENS[:, :-1])
     full, early = (m.unembed(m.run(x, at, sublayers=part)).log_softmax(-1) for part in (kept, below))
@@ -131,7 +131,7 @@ def test_the_learning_rate_of_each_step(begin):
 def test_each_exit_is_measured_as_a_truncated_model():
     m, tokens = make(FAMILIES["gemma2"]), torch.arange(649) ** 2 % 17
     x, labels = m.embed(tokens[:640].view(40, 16)), tokens[1:641].view(40, 16, 1)
-    logits = [m.unembed(m.run(x, Placement.at(0, 16), sublayers=range(2 * e))) for e in range(1, 7)]
+    logits = [m.unembed(m.run(x, Placement.span(0, 16), sublayers=range(2 * e))) for e in range(1, 7)]
     loss = [float(-z.log_softmax(-1).gather(-1, labels).mean()) for z in logits]
     agreement = [float((z.argmax(-1) == logits[-1].argmax(-1)).double().mean()) for z in logits]
     got = train.evaluate(m, tokens, 16, 10**6)

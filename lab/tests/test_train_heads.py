@@ -108,7 +108,7 @@ def test_the_loss_is_the_kl_divergence_from_the_model():
     head, tokens, trace = heads.Medusa(m, 2), torch.tensor([PROMPTS[0]]) % 5, {11: None}
     first, second = train_heads.losses(head, tokens)
     p = m(tokens).softmax(-1).detach()
-    m.run(m.embed(tokens), Placement.at(0, 8), trace=trace)
+    m.run(m.embed(tokens), Placement.span(0, 8), trace=trace)
     q = head.after(trace[11], 1, tokens).softmax(-1).detach()
     want = (p[0, 2:] * (p[0, 2:] / q[0, :6]).log()).sum(-1).mean()
     assert second.item() == pytest.approx(want.item(), rel=1e-5)

@@ -10,7 +10,8 @@ from test_verify_block import laws
 from tiny import law, plant
 
 from lab.traversal import verify_traversal
-from verification import verify_block, verify_tree
+from methods.trees import verify_tree
+from verification import verify_block
 
 TREES = [0], [0, 0], [0, 1, 0], [0, 0, 2], [0, 0, 1, 1], [0, 1, 1]
 
