@@ -6,10 +6,8 @@ token of a draft is accepted, and c is the cost of a drafted step relative to a 
 A rule says how far to draft; no rule can change the distribution of the text. Confidences come from
 the raw softmax, so that they have a meaning at temperature 0, too.
 """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-
-import torch
 
 from sampling import raw_probs
 from speculative import Rule
@@ -21,29 +19,36 @@ def expected_tokens(alpha, gamma):
     """Tokens per target pass with gamma drafted tokens: (1 - alpha^(gamma+1)) / (1 - alpha), and
     gamma + 1 at alpha = 1 (Leviathan et al. 2023, eq. 1).
 
-    alpha: a number; or a series (T,) of acceptance rates along a text, or a list of series, one per text.
-    alpha[i] is the probability that a token drafted after position i is accepted. With a series, rounds
-    follow one another along the text. The formula at the mean would be too high or too low, because
-    accepted tokens come in groups, and a round starts where the one before it ended in a rejection.
-
-    >>> round(expected_tokens(0.8, 2), 2)                   # 1 + 0.8 + 0.64
+    >>> round(expected_tokens(0.8, 2), 2)                       # 1 + 0.8 + 0.64
     2.44
-    >>> round(expected_tokens(torch.tensor([0.9, 0.2]), 2), 2)  # one round: 1 + 0.9 + 0.9 * 0.2
+    """
+    return sum(alpha ** i for i in range(gamma + 1))
+
+
+def expected_tokens_along(texts, gamma):
+    """The same along texts whose acceptance rates are known: texts[j][i] is the probability that a
+    token drafted after position i of text j is accepted. texts: a list of tensors (T,).
+
+    Rounds follow one another along a text. The formula at the mean would be too high or too low,
+    because accepted tokens come in groups, and a round starts where the one before it ended in a
+    rejection. Raises ValueError if no text is as long as a draft.
+
+    >>> import torch
+    >>> round(expected_tokens_along([torch.tensor([0.9, 0.2])], 2), 2)      # 1 + 0.9 + 0.9 * 0.2
     2.08
     """
-    if isinstance(alpha, (int, float)):
-        return sum(alpha ** i for i in range(gamma + 1))
-    tokens = rounds = 0.0
-    for series in [alpha] if isinstance(alpha, torch.Tensor) else alpha:
-        a = series.tolist()
-        starts = [1.0] + [0.0] * (len(a) + 1)   # the chance that a round starts at each position
-        for i in range(len(a) - gamma + 1):
+    tokens = 0.0
+    rounds = 0.0
+    for text in texts:
+        alpha = text.tolist()
+        starts = [1.0] + [0.0] * (len(alpha) + 1)   # the chance that a round starts at each
+        for i in range(len(alpha) - gamma + 1):
             reach = starts[i]
             rounds += reach
             tokens += reach
             for k in range(i, i + gamma):
-                starts[k + 1] += reach * (1 - a[k])
-                reach *= a[k]
+                starts[k + 1] += reach * (1 - alpha[k])
+                reach *= alpha[k]
                 tokens += reach
             starts[i + gamma + 1] += reach
     if not rounds:
@@ -51,24 +56,40 @@ def expected_tokens(alpha, gamma):
     return tokens / rounds
 
 
-def expected_speedup(alpha, gamma, cost, block=1.0):
-    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8). Both costs are
-    relative to a target pass over one token. cost: that of a drafted step, the paper's c. block:
-    that of the verifying pass over gamma + 1 tokens, which the paper takes to be 1."""
-    return expected_tokens(alpha, gamma) / (gamma * cost + block)
+def round_cost(gamma, cost, verify_cost=1.0):
+    """The cost of a round relative to a target pass over one token. cost: that of a drafted step, the
+    paper's c. verify_cost: that of the pass over gamma + 1 tokens, which the paper takes to be 1."""
+    return gamma * cost + verify_cost
 
 
-def best_gamma(alpha, cost, most=MOST, least=0, block=lambda T: 1.0):
-    """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0 (do not draft)
-    if no speed-up exceeds 1. block(T): the cost of a pass over T tokens relative to one token.
+def expected_speedup(alpha, gamma, cost, verify_cost=1.0):
+    """The speed relative to plain decoding (Leviathan et al. 2023, Theorem 3.8)."""
+    return expected_tokens(alpha, gamma) / round_cost(gamma, cost, verify_cost)
+
+
+def best_gamma(alpha, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
+    """The gamma >= `least` with the highest expected speed-up. With least = 0 it is 0
+    (do not draft) if no speed-up exceeds 1. pass_cost(T): the cost of a pass over T tokens relative
+    to one token.
 
     >>> best_gamma(0.8, 0.2), best_gamma(0.8, 0.05), best_gamma(0.3, 0.4)
     (4, 8, 0)
     """
-    if not isinstance(alpha, (int, float)):
-        most = min(most, max(len(a) for a in ([alpha] if isinstance(alpha, torch.Tensor) else alpha)))
-    return max(range(least, most + 1),
-               key=lambda gamma: expected_speedup(alpha, gamma, cost, block(gamma + 1)))
+    def speed(gamma):
+        return expected_speedup(alpha, gamma, cost, pass_cost(gamma + 1))
+
+    return max(range(least, most + 1), key=speed)
+
+
+def best_along(texts, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
+    """(gamma, speed-up): the same along texts whose acceptance rates are known. No gamma beyond the
+    longest text is tried. texts: see `expected_tokens_along`; the rest: see `best_gamma`."""
+    def speed(gamma):
+        return expected_tokens_along(texts, gamma) / round_cost(gamma, cost, pass_cost(gamma + 1))
+
+    most = min(most, max(len(text) for text in texts))
+    gamma = max(range(least, most + 1), key=speed)
+    return gamma, speed(gamma)
 
 
 @dataclass(frozen=True)
@@ -76,11 +97,11 @@ class Costs:
     """The cost of each part of a pass over one token, in any unit."""
     sublayers: tuple[float, ...]  # of each of the 2L sub-layers
     head: float                   # of the output head
-    blocks: tuple = ((1, 1.0),)  # (T, cost of a pass over T tokens relative to one token), T rising
-    slot: float = 0.0            # extra cost of an attention per token that it reads
-    at: int = 0                  # `sublayers` holds for attentions that read this many tokens
-    window: int | None = None    # the most tokens that an even block's attention reads
-    call: float = 0.0            # fixed cost of any step, such as choosing a token
+    passes: tuple = ((1, 1.0),)   # (T, cost of a pass over T tokens relative to one), T rising
+    slot: float = 0.0             # extra cost of an attention per token that it reads
+    context: int = 0              # `sublayers` holds for attentions that read this many tokens
+    window: int | None = None     # the most tokens that an even block's attention reads
+    call: float = 0.0             # fixed cost of any step, such as choosing a token
 
     @property
     def whole(self):
@@ -94,36 +115,48 @@ class Costs:
         (6.0, 8.0)
         """
         fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
-        near, far = (sum(i % 4 == j for i in sublayers) for j in (0, 2))  # attentions, even and odd
-        slot, at, window = self.slot, self.at, self.window or float("inf")
-        return lambda n: fixed + slot * (far * (n - at) + near * (min(n, window) - min(at, window)))
+        near = sum(i % 4 == 0 for i in sublayers)       # attentions of even blocks
+        far = sum(i % 4 == 2 for i in sublayers)        # and of odd ones, which have no window
+        window = self.window or float("inf")
+
+        def price(n):
+            more = far * (n - self.context)
+            more += near * (min(n, window) - min(self.context, window))
+            return fixed + self.slot * more
+
+        return price
 
     def step(self, sublayers, share=1.0):
-        """The c of the formulas: the cost of a drafted step relative to a target pass, after `at` tokens.
-        Both include `call` and the head; a draft vocabulary makes the draft's head smaller (`share`)."""
-        return self.pricing(sublayers, share)(self.at) / self.whole
+        """The c of the formulas: the cost of a drafted step relative to a target pass, in a text of
+        `context` tokens. Both include `call` and the head; a draft vocabulary makes the draft's
+        head smaller (`share`)."""
+        return self.pricing(sublayers, share)(self.context) / self.whole
 
-    def block(self, T):
-        """The cost of a pass over T tokens relative to one token: linear between the measured widths
-        and beyond the last one. Counted in weights it is 1 for every T, since a pass reads them once.
+    def width(self, T):
+        """The cost of a pass over T tokens relative to one token: linear between the measured
+        widths and beyond the last one. Counted in weights it is 1 for every T, since a pass reads
+        them once.
 
         >>> costs = Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5)))
-        >>> costs.block(3), costs.block(6)
+        >>> costs.width(3), costs.width(6)
         (1.375, 1.75)
         """
-        slope, (widest, cost) = 0.0, self.blocks[-1]
-        for (low, before), (high, after) in pairwise(self.blocks):
+        slope = 0.0
+        for (low, before), (high, after) in pairwise(self.passes):
             slope = (after - before) / (high - low)
             if T <= high:
                 return before + slope * (T - low)
+        widest, cost = self.passes[-1]
         return cost + max(0.0, slope) * (T - widest)    # trap: measured costs can fall, too
 
 
 def weight_costs(c):
-    """Costs counted in weights, keys and values, since reading them takes most of the time of a pass."""
+    """Costs counted in weights, keys and values, since reading them takes most of the time of a
+    pass."""
     attn = c.dim * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
-    return Costs((attn, 3 * c.dim * c.hidden_dim) * c.n_layers, c.vocab_size * c.dim,
-                 slot=2 * c.n_kv_heads * c.head_dim, window=c.window)
+    mlp = 3 * c.dim * c.hidden_dim
+    slot = 2 * c.n_kv_heads * c.head_dim
+    return Costs((attn, mlp) * c.n_layers, c.vocab_size * c.dim, slot=slot, window=c.window)
 
 
 class Confidence(Rule):
@@ -138,47 +171,11 @@ class Confidence(Rule):
         return (confidence(logits, token) < self.threshold).tolist()
 
 
-class DoNoHarm(Rule):
-    """Never much slower than plain decoding, however bad the draft is. Each row keeps an
-    exponentially weighted acceptance rate and drafts as far as the formula says. Each round without
-    a draft saves `risk` passes; a row that has saved the cost of a drafted step drafts one token.
-    So a useless draft costs `risk` passes per round, whatever c is. A cost below `FLOOR`
-    counts as `FLOOR`, because the estimate of a useless draft falls no lower than 0.045."""
-    FLOOR = 0.05
-
-    def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
-        super().__init__(gamma)
-        self.cost, self.risk, self.fade = max(cost, self.FLOOR), risk, fade
-        self.past, self.saved = Beta(), []
-
-    def begin(self, state):
-        self.seen = [replace(self.past) for _ in state.known]  # starts from the estimate of earlier texts
-        if len(self.saved) != len(state.known):
-            self.saved = [self.cost] * len(state.known)
-
-    def how_far(self, state):
-        wanted = []
-        for b, seen in enumerate(self.seen):
-            gamma = best_gamma(seen.mean(), self.cost, self.most)
-            if gamma == 0 and self.most > 0:
-                self.saved[b] += self.risk
-                if self.saved[b] >= self.cost:
-                    gamma, self.saved[b] = 1, self.saved[b] - self.cost
-            wanted.append(gamma)
-        return wanted
-
-    def learn(self, state, r):
-        for b, (drafted, kept) in enumerate(outcomes(r)):
-            if drafted:
-                for seen in (self.seen[b], self.past):
-                    seen.fade(self.fade)
-                    seen.add(kept, kept < drafted)
-
-
 @dataclass
 class Beta:
-    """An acceptance rate estimated from counts that fade: the mean of a Beta distribution. `prior`, the
-    estimate before any count, weighs as much as two tests (at 0.5: Laplace's rule of succession)."""
+    """An acceptance rate estimated from counts that fade: the mean of a Beta distribution. `prior`,
+    the estimate before any count, weighs as much as two tests (at 0.5: Laplace's rule of
+    succession)."""
     hits: float = 0.0
     misses: float = 0.0
     prior: float = 0.5
@@ -192,10 +189,12 @@ class Beta:
         return min(1.0, mean + (mean * (1 - mean) / (self.hits + self.misses + 3)) ** 0.5)
 
     def fade(self, factor):
-        self.hits, self.misses = self.hits * factor, self.misses * factor
+        self.hits *= factor
+        self.misses *= factor
 
     def add(self, hits, misses):
-        self.hits, self.misses = self.hits + hits, self.misses + misses
+        self.hits += hits
+        self.misses += misses
 
 
 def outcomes(r):

@@ -83,50 +83,71 @@ def parse(argv):
 
 def read_prompts(a):
     """{what to call it in a message: text} of the texts to continue: one, or the batch of --prompt-file."""
-    file = None if a.prompt_file is None else Path(a.prompt_file)
-    if parallel.place() != (0, 1) and (a.prompt == "-" or file and file.exists() and not file.is_file()):
-        raise ValueError("only one process can read standard input or a pipe: give a prompt or a file")
-    if file:
-        return {f"{file}, line {n}": text for n, text in numbered_texts(file, "prompt", "\n").items()}
-    return {"the prompt": cli.read_input().removesuffix("\n") if a.prompt == "-" else a.prompt}
+    if a.prompt_file is not None:
+        file = Path(a.prompt_file)
+        if file.exists() and not file.is_file():
+            check_alone()
+        lines = numbered_texts(file, "prompt", "\n")
+        return {f"{file}, line {n}": text for n, text in lines.items()}
+    if a.prompt == "-":
+        check_alone()
+        return {"the prompt": cli.read_input().removesuffix("\n")}
+    return {"the prompt": a.prompt}
+
+
+def check_alone():
+    if parallel.place() != (0, 1):
+        raise ValueError("only one process can read standard input or a pipe: "
+                         "give a prompt or a file")
 
 
 class Writer:
     """Continues the prompts with any drafter, as the flags say."""
 
     def __init__(self, a, model, tokenizer, texts):
-        self.a, self.texts, self.eos = a, list(texts.values()), set(model.c.eos)
-        render = chat.read_template(a.model) if a.chat else None
+        self.a = a
+        self.tokenizer = tokenizer
+        self.texts = list(texts.values())
+        self.eos = set(model.c.eos)
         self.prompts = []
+        if a.chat:
+            render = chat.read_template(a.model)
+            texts = {name: render([{"role": "user", "content": text}]) for name, text in texts.items()}
         for name, text in texts.items():
-            if render:
-                text = render([{"role": "user", "content": text}])
             with guarded(name):
                 self.prompts.append(checkpoint.encode(tokenizer, text, model.c.bos, not a.chat))
         check_prompts(model, self.prompts, a.max_new, list(texts))
-        self.model, self.tokenizer = self.passes(model), tokenizer
+        self.model = self.passes(model)
 
     def passes(self, model):
         """What stands in for the model, as the flags say."""
-        a = self.a
-        if a.fast:
-            return Exact(Recorded(model, widths=(8,), exact=True)) if a.exact else Recorded(model)
-        if not a.exact:
-            return model
-        return Exact(model, 2, cut=False) if few_suffice(model, self.prompts[0]) else Exact(model)
+        if self.a.exact and self.a.fast:
+            return Exact(Recorded(model, widths=(8,), exact=True))
+        if self.a.fast:
+            return Recorded(model)
+        if self.a.exact and few_suffice(model, self.prompts[0]):
+            return Exact(model, 2, cut=False)
+        if self.a.exact:
+            return Exact(model)
+        return model
 
     def rounds(self, drafter, player=None):
         """What `speculative.rounds` yields. player: the page's, to record coins and distributions."""
-        a, look = self.a, to_probs
+        a = self.a
+        look = to_probs
         coins = Race(a.seed) if a.exact else Coins(a.seed)
         if player:
-            coins, look = player.coins, player.look
+            coins = player.coins
+            look = player.look
         if parallel.place() != (0, 1):
             coins = parallel.Agreed(coins)
-        judge = verify if a.page or a.temperature == 0 else verify_block  # a page explains `verify`
-        return rounds(self.model, self.prompts, a.max_new, drafter,
-                      lambda logits: look(logits, a.temperature, a.top_k, a.top_p, a.min_p), coins, self.eos,
-                      None, judge)
+        rule = verify if a.page or a.temperature == 0 else verify_block     # a page explains `verify`
+
+        def probs(logits):
+            return look(logits, a.temperature, a.top_k, a.top_p, a.min_p)
+
+        return rounds(self.model, self.prompts, a.max_new, drafter, probs, coins, self.eos,
+                      None, rule)
 
     def rehearse(self, makers):
         """Record the passes of the first 24 rounds, before anything is timed or printed."""
@@ -139,19 +160,25 @@ class Writer:
     def watch(self, drafter, player=None):
         """One run as a show.Generation. A single text is printed while it is written. player: the
         page's, which receives every round."""
-        seen, colour = show.Generation(self.tokenizer, self.prompts, drafter), show.colours(sys.stdout)
-        opening = ["" if self.a.chat else show.paint([(prompt, None)]) for prompt in seen.prompts]
+        seen = show.Generation(self.tokenizer, self.prompts, drafter)
+        colour = show.colours(sys.stdout)
+        opening = [show.paint([(prompt, None)]) for prompt in seen.prompts]
+        if self.a.chat:
+            opening = [""] * len(opening)
         live = not self.a.json and len(opening) == 1
         steps = seen.watch(self.rounds(drafter, player))   # checks the prompts first
-        print(opening[0] if live else "", end="", flush=True)
+        if live:
+            print(opening[0], end="", flush=True)
         for step in steps:
             if player:
                 player.add(*step)
             if live:
                 print(seen.fresh(colour), end="", flush=True)
-        if not self.a.json:
-            for b, prompt in enumerate([""] if live else opening):
-                print(prompt + seen.fresh(colour, b), end="\n" if live else "\n\n")
+        if live:
+            print(seen.fresh(colour))
+        elif not self.a.json:
+            for b, prompt in enumerate(opening):
+                print(prompt + seen.fresh(colour, b), end="\n\n")
         return seen
 
 
@@ -159,18 +186,29 @@ def run(a):
     drafts.load_own(a)
     for path in filter(None, (a.picture, a.page)):
         check_writable(Path(path))
-    texts, device, (rank, world) = read_prompts(a), checkpoint.find_device(a.device), parallel.place()
+    rank, world = parallel.place()
+    texts = read_prompts(a)
+    device = checkpoint.find_device(a.device)
     for flag in ("fast", "exact"):
         if getattr(a, flag) and world > 1:
             raise ValueError(f"--{flag} works in one process, not in several")
-    model, tokenizer = checkpoint.load(a.model, device, a.dtype and getattr(torch, a.dtype),
-                                       KINDS.get(a.quant), parallel.place())
-    model = parallel.join(model) if world > 1 else model if a.fast else pack_where_it_pays(model)
+    dtype = a.dtype and getattr(torch, a.dtype)
+    quant = KINDS.get(a.quant)
+    model, tokenizer = checkpoint.load(a.model, device, dtype, quant, parallel.place())
+    if world > 1:
+        model = parallel.join(model)
+    elif not a.fast:
+        model = pack_where_it_pays(model)
     writer = Writer(a, model, tokenizer, texts)
     plan = drafts.plan(a, writer.model, tokenizer)
     if a.fast:
-        writer.rehearse([plan.make, lambda: None] if a.compare else [plan.make])
-    player = page.Player(tokenizer, writer.prompts[0], a.seed) if a.page else None
+        makers = [plan.make]
+        if a.compare:
+            makers.append(lambda: None)
+        writer.rehearse(makers)
+    player = None
+    if a.page:
+        player = page.Player(tokenizer, writer.prompts[0], a.seed)
     seen = writer.watch(stats.Timed(plan.make()), player)
     r = report(writer, plan, seen)
     try:
@@ -188,20 +226,36 @@ def run(a):
 
 def report(writer, plan, seen):
     """What --json prints about a run."""
-    a, model, n = writer.a, writer.model, seen.counts
-    outputs = [{"prompt": text, "text": "".join(t.text for t in row), "ids": [t.id for t in row]}
-               for text, row in zip(writer.texts, seen.rows, strict=True)]
-    chosen = f": {seen.timed.drafters[0].summary()}" if plan.draft == "auto" else ""
+    a = writer.a
+    model = writer.model
+    n = seen.counts
+    outputs = []
+    for text, row in zip(writer.texts, seen.rows, strict=True):
+        written = "".join(t.text for t in row)
+        outputs.append({"prompt": text, "text": written, "ids": [t.id for t in row]})
+    how = plan.note
+    if plan.draft == "auto":
+        how += f": {seen.timed.drafters[0].summary()}"
     return {
-        "outputs": outputs, **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
-        "target_passes": n.passes, "tokens_per_pass": n.tau,
-        "accepted": n.accepted, "proposed": n.proposed, "alpha": n.alpha if n.drafted else None,
-        "draft": plan.draft, "gamma": plan.gamma, "how": plan.note + chosen,
-        "fast": a.fast and model.replays(), "exact": model.rows if a.exact else None,
-        "quant": a.quant, "processes": parallel.place()[1],
+        "outputs": outputs,
+        **speed(n.tokens, seen.timed.reading, sum(seen.timed.seconds.values())),
+        "target_passes": n.passes,
+        "tokens_per_pass": n.tau,
+        "accepted": n.accepted,
+        "proposed": n.proposed,
+        "alpha": n.alpha if n.drafted else None,
+        "draft": plan.draft,
+        "gamma": plan.gamma,
+        "how": how,
+        "fast": a.fast and model.replays(),
+        "exact": model.rows if a.exact else None,
+        "quant": a.quant,
+        "processes": parallel.place()[1],
         "packed": isinstance(model.blocks[0].mlp.down, Packed),
-        "dtype": str(model.tok.dtype).removeprefix("torch."), "device": str(model.tok.device),
-        "threads": torch.get_num_threads(), "seed": a.seed,
+        "dtype": str(model.tok.dtype).removeprefix("torch."),
+        "device": str(model.tok.device),
+        "threads": torch.get_num_threads(),
+        "seed": a.seed,
         "own_settings": chat.own_settings(a.model) if a.temperature == 0 else "",
     }
 
@@ -214,57 +268,78 @@ def speed(tokens, reading, seconds):
 
 def against_plain(writer, plan, printed):
     """Time drafting beside plain decoding, and compare the printed text with the plain one."""
-    prompts, comparable = writer.prompts, writer.a.exact or writer.a.temperature == 0
+    prompts = writer.prompts
     makers = {"drafted": plan.make, "plain": lambda: None}
     drafted, plain = stats.compare(writer.rounds, makers, len(prompts), REPEATS).values()
-    different = (stats.divergence(writer.model, prompts, [o["ids"] for o in printed], plain.outputs)
-                 if comparable else None)
-    return {
+    baseline = speed(plain.tokens, plain.reading, plain.seconds)
+    baseline |= {"target_passes": plain.passes, "ids": plain.outputs}
+    found = {
         **speed(drafted.tokens, drafted.reading, drafted.seconds),
-        "identical": different is None if comparable else None, "first_divergence": different,
+        "identical": None,
+        "first_divergence": None,
         "ratio": drafted.rate / plain.rate if plain.tokens else None,
-        "baseline": speed(plain.tokens, plain.reading, plain.seconds)
-        | {"target_passes": plain.passes, "ids": plain.outputs},
+        "baseline": baseline,
     }
+    if writer.a.exact or writer.a.temperature == 0:     # sampled texts may differ
+        ids = [output["ids"] for output in printed]
+        different = stats.divergence(writer.model, prompts, ids, plain.outputs)
+        found["first_divergence"] = different
+        found["identical"] = different is None
+    return found
 
 
 def summary(r, seen):
     """The lines after the text: legend, counts, how it drafted, how fast it was, and the verdict."""
-    offer = f"this is greedy; the model's own settings: {r['own_settings']}" if r["own_settings"] else ""
-    lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r), offer,
-             verdict(r) if "baseline" in r else ""]
+    lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r)]
+    if r["own_settings"]:
+        lines.append(f"this is greedy; the model's own settings: {r['own_settings']}")
+    if "baseline" in r:
+        lines.append(verdict(r))
     return "\n".join(filter(None, lines))
 
 
 def rates(r):
     """How fast the run was, in one line."""
-    line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}, {r['threads']} threads"
-    line += f", blocks in {r['quant']}" if r["quant"] else ""
-    line += ", in recorded passes" if r["fast"] else ", packed weights" if r["packed"] else ""
-    line += f", exact in passes of {r['exact']} rows" if r["exact"] else ""
-    line += f", {r['processes']} processes" if r["processes"] > 1 else ""
+    line = f"{r['tokens_per_second']:.0f} tokens/s in {r['dtype']} on {r['device']}"
+    line += f", {r['threads']} threads"
+    if r["quant"]:
+        line += f", blocks in {r['quant']}"
+    if r["fast"]:
+        line += ", in recorded passes"
+    elif r["packed"]:
+        line += ", packed weights"
+    if r["exact"]:
+        line += f", exact in passes of {r['exact']} rows"
+    if r["processes"] > 1:
+        line += f", {r['processes']} processes"
     if "baseline" not in r:
-        return f"{line}, after reading the prompt in {r['reading_seconds']:.2g} s (one run, while printing)"
-    plain, ratio = r["baseline"], "unknown" if r["ratio"] is None else f"{r['ratio']:.2f}"
-    return (f"{line}; plain decoding {plain['tokens_per_second']:.0f}: ratio {ratio} (after reading the "
-            f"prompt; medians of {REPEATS} interleaved runs)")
+        seconds = f"{r['reading_seconds']:.2g} s"
+        return f"{line}, after reading the prompt in {seconds} (one run, while printing)"
+    ratio = "unknown" if r["ratio"] is None else f"{r['ratio']:.2f}"
+    line += f"; plain decoding {r['baseline']['tokens_per_second']:.0f}: ratio {ratio}"
+    return f"{line} (after reading the prompt; medians of {REPEATS} interleaved runs)"
 
 
 def verdict(r):
     """Whether the text is that of plain decoding, in one line."""
     d = r["first_divergence"]
     if r["identical"] is None:
-        return ("sampled texts may differ: drafting spends more random numbers (compare at temperature 0, or "
-                "with --exact)")
+        return ("sampled texts may differ: drafting spends more random numbers "
+                "(compare at temperature 0, or with --exact)")
     if d is None:
         return f"identical to plain decoding in {r['dtype']}, token for token"
-    equal = f"{d['position']} equal tokens" + f" of output {d['output']}" * (len(r["outputs"]) > 1)
+    equal = f"{d['position']} equal tokens"
+    if len(r["outputs"]) > 1:
+        equal += f" of output {d['output']}"
     if r["exact"]:
-        return f"NOT identical to plain decoding, which --exact promises, after {equal}: please report it"
+        return (f"NOT identical to plain decoding, which --exact promises, after {equal}: "
+                "please report it")
     gap = f"{d['gap']:.3g} apart, and rounding in {r['dtype']} explains up to {d['rounding']:.2g}"
     if d["near_tie"]:
-        return f"after {equal} a near-tie was decided differently from plain decoding: two logits are {gap}"
-    return f"NOT identical to plain decoding, and not by a near-tie: after {equal} two logits are {gap}"
+        return (f"after {equal} a near-tie was decided differently from plain decoding: "
+                f"two logits are {gap}")
+    return (f"NOT identical to plain decoding, and not by a near-tie: "
+            f"after {equal} two logits are {gap}")
 
 
 def main(argv=None):

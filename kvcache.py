@@ -1,5 +1,5 @@
-"""A KV cache that stores no length: slot = position in a text. A block of tokens sees itself and the
-slots before its own first slot.
+"""A KV cache that stores no length: slot = position in a text. A block of tokens sees itself and
+the slots before its own first slot.
 
 The one thing to remember: rolling back is starting the next block earlier.
 
@@ -7,9 +7,9 @@ The one thing to remember: rolling back is starting the next block earlier.
     this round        D   d1  d2  d3     D is known; d1 is accepted, and t replaces the rejected d2
     next round                t   e1     the block starts at t and overwrites what d2 and d3 left
 
-So there is no truncation, no padding mask and no realignment. The rows of a batch advance at different
-rates for free: a slot after the text is dead, and every mask hides it until it is overwritten.
-One rule makes this work: a layer that runs a block must already hold every slot before it.
+So there is no truncation, no padding mask and no realignment. The rows of a batch advance at
+different rates for free: a slot after the text is dead, and every mask hides it until it is
+overwritten. One rule makes this work: a layer that runs a block must hold every slot before it.
 """
 import torch
 
@@ -17,17 +17,20 @@ import torch
 class KVCache:
     def __init__(self, c, batch, slots, dtype, device=None):
         # trap: zeros, not empty. A dead slot is masked to weight 0, but 0 * NaN is NaN.
-        self.k = torch.zeros(c.n_layers, batch, c.n_kv_heads, slots, c.head_dim, dtype=dtype, device=device)
+        shape = c.n_layers, batch, c.n_kv_heads, slots, c.head_dim
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)                                   # both (L, B, Hkv, S, D)
         self.layers = list(zip(self.k, self.v, strict=True))    # views: a write indexes once
 
     def write(self, layer, k, v, at, start=0):
         """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return what
         these tokens may read: the slots start .. at.end-1, (B, Hkv, S, D)."""
-        (keys, values), T = self.layers[layer], k.shape[2]
+        keys, values = self.layers[layer]
+        T = k.shape[2]
         if at.same:
             here = slice(at.first, at.first + T)
-            keys[:, :, here], values[:, :, here] = k, v
+            keys[:, :, here] = k
+            values[:, :, here] = v
         else:
             slots = at.slots[:, None, -T:, None].expand_as(k)
             keys.scatter_(2, slots, k)
@@ -38,5 +41,6 @@ class KVCache:
         """Copy the slots src (B, A) to dst (B, A), in all layers at once. The two may overlap."""
         for t in (self.k, self.v):
             shape = *t.shape[:3], src.shape[1], t.shape[4]                      # (L, B, Hkv, A, D)
-            source, target = (slots[None, :, None, :, None].expand(shape) for slots in (src, dst))
+            source = src[None, :, None, :, None].expand(shape)
+            target = dst[None, :, None, :, None].expand(shape)
             t.scatter_(3, target, t.gather(3, source))

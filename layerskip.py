@@ -38,7 +38,8 @@ def skipped(n_layers, sublayers):
 def early_exit(n_layers, exit_layer):
     """The sub-layers of the first `exit_layer` blocks."""
     if not 1 <= exit_layer <= n_layers:
-        raise ValueError(f"exit layer must lie between 1 and {n_layers} (all blocks), got {exit_layer}")
+        raise ValueError(f"exit layer must lie between 1 and {n_layers} (all blocks), "
+                         f"got {exit_layer}")
     return list(range(2 * exit_layer))
 
 
@@ -52,7 +53,7 @@ def check_sublayers(sublayers, n_layers):
 
 
 def shared_prefix(sublayers):
-    """How many sub-layers a draft runs before its first gap: the target's pass need not repeat them.
+    """How many sub-layers a draft runs before its first gap: the target need not repeat them.
 
     >>> shared_prefix([0, 1, 2, 5, 6]), shared_prefix([1, 2])
     (3, 0)
@@ -63,12 +64,14 @@ def shared_prefix(sublayers):
 def same_model(model, state):
     """Raise ValueError if a drafter's model is not the target, whose states and cache it uses."""
     if model.blocks is not state.model.blocks:
-        raise ValueError("this drafter reads the target's own states: give it the model that decodes")
+        raise ValueError("this drafter reads the target's own states: "
+                         "give it the model that decodes")
 
 
 class SelfDraft(Drafter):
-    """Draft with a subset of the target's sub-layers: range(2E) is early exit after block E (Elhoushi
-    et al. 2024, section 4), any other subset is layer skipping (Zhang et al. 2023, section 3).
+    """Draft with a subset of the target's sub-layers: range(2E) is early exit after block E
+    (Elhoushi et al. 2024, section 4), any other subset is layer skipping
+    (Zhang et al. 2023, section 3).
 
     For two drafts d1, d2 after the last known token D:
 
@@ -76,9 +79,10 @@ class SelfDraft(Drafter):
         before the gap kept   kept   run last: no token is drafted from d2, but d2 must be verified
         after the gap  rough  rough  -          the target's pass begins here, and runs all three
 
-    Drafts write into the target's cache. Before the first gap they write what the target would. After it
-    a draft reads exact old keys and its own rough new ones. The target's pass in this round overwrites
-    the latter before anything else reads them. (For the sub-layers of another model: `ModelDraft`.)
+    Drafts write into the target's cache. Before the first gap they write what the target would.
+    After it a draft reads exact old keys and its own rough new ones. The target's pass in this
+    round overwrites the latter before anything else reads them. (For the sub-layers of another
+    model: `ModelDraft`.)
     """
 
     def __init__(self, model, sublayers, rule):
@@ -90,7 +94,7 @@ class SelfDraft(Drafter):
         super().begin(state, trace)
 
     def logits(self, state, x, k):
-        """The draft's raw logits (B, 1, V) after x (B, 1, dim), its state of the token at offset k."""
+        """The draft's raw logits (B, 1, V) from its state x (B, 1, dim) of the token at offset k."""
         return self.model.unembed(x)
 
     def propose(self, state):

@@ -1,60 +1,140 @@
-"""Self-speculative decoding on one page: one text, no cache, one position at a time, nothing clever.
+"""Self-speculative decoding on one page: one text, one position at a time, nothing clever.
 
 The one thing to remember: the first blocks of the model draft, and the whole model checks every
-drafted token. So the text is exactly what the whole model alone would have written; when sampling, it
-has the same distribution. `speculative.py` does this with a cache, for many texts and any kind of
-draft. A test checks that both write the same text with the same random numbers.
+drafted token. So the text is exactly what the whole model alone would have written; when sampling,
+it has the same distribution.
+
+`rounds` does it without a cache, in the fewest words. `rounds_with_cache` reads each token once.
+`speculative.py` does the same for many texts and any kind of draft. A test checks that all three
+write the same text with the same random numbers.
 """
 from pathlib import Path
 
 import torch
 
 import checkpoint
+from kvcache import KVCache
 from model import Placement
 from sampling import Coins, to_probs
 
+# --- what both share: which drafted tokens are accepted, and where the text ends
+
+
+def verify(p, q, drafted, coins):
+    """How many drafted tokens are accepted, and the token after them. p: gamma + 1 distributions of
+    the whole model, q: the gamma from which the tokens were drafted, (V,) each."""
+    # Drafted token k is accepted with probability min(1, p / q). The first rejection ends the
+    # round.
+    passed = [bool(coins.flip(p[k][token] / q[k][token])) for k, token in enumerate(drafted)]
+    accepted = 0
+    while accepted < len(drafted) and passed[accepted]:
+        accepted += 1
+    # A token from the residual max(p - q, 0), what p has and q lacks, replaces the rejected one. If
+    # the whole draft was accepted, a bonus token from p follows it.
+    weights = p[accepted]
+    if accepted < len(drafted):
+        residual = (p[accepted] - q[accepted]).clamp(min=0)
+        if residual.sum() > 0:      # where p = q, rounding can leave nothing
+            weights = residual
+    return accepted, int(coins.choose(weights))
+
+
+def until(eos, tokens):
+    """The tokens up to the first that ends the text, which is included."""
+    for i, token in enumerate(tokens):
+        if token in eos:
+            return tokens[: i + 1]
+    return tokens
+
+
+# --- without a cache
+
 
 def distribution(model, tokens, blocks, probs):
-    """The distribution of the token after `tokens`, from the first `blocks` blocks and the head. (V,)"""
+    """The distribution of the token after `tokens`, from the first `blocks` blocks. (V,)"""
     x = model.embed(torch.tensor([tokens]))                                     # (1, T, dim)
     at = Placement.span(0, len(tokens))
-    x = model.run(x, at, sublayers=range(2 * blocks))                    # a block is two sub-layers
+    x = model.run(x, at, sublayers=range(2 * blocks))                   # a block is two sub-layers
     return probs(model.unembed(x[:, -1:]))[0, 0]
-
-
-def speculate(model, tokens, exit_layer, gamma, probs, coins):
-    """One round. Returns the gamma drafted tokens, how many were accepted, and what to append."""
-    # Draft: the first blocks write `gamma` tokens, each drawn from their own distribution q.
-    drafted, q, p = [], [], []
-    for _ in range(gamma):
-        q.append(distribution(model, tokens + drafted, exit_layer, probs))
-        drafted.append(int(coins.choose(q[-1])))
-    # Verify: p is the whole model's distribution at the same places (with a cache: from one pass).
-    # Drafted token k is accepted with probability min(1, p / q), and the first rejection ends the round.
-    for k in range(gamma + 1):
-        p.append(distribution(model, tokens + drafted[:k], model.c.n_layers, probs))
-    passed = [bool(coins.flip(p[k][t] / q[k][t])) for k, t in enumerate(drafted)]
-    accepted = (passed + [False]).index(False)
-    # Correct: a token from the residual max(p - q, 0), what p has and q lacks, replaces the
-    # rejected one. If the whole draft was accepted, a bonus token from p follows it.
-    residual = (p[accepted] - q[accepted]).clamp(min=0) if accepted < gamma else p[accepted]
-    residual = residual if residual.sum() > 0 else p[accepted]  # where p = q, rounding can leave nothing
-    return drafted, accepted, drafted[:accepted] + [int(coins.choose(residual))]
 
 
 @torch.inference_mode()
 def rounds(model, tokens, max_new, exit_layer, gamma, probs=to_probs, coins=None):
-    """Yield (drafted, accepted, new) per round, until max_new tokens are written or the text ends."""
-    tokens, coins, left = list(tokens), coins or Coins(), min(max_new, model.c.max_len - len(tokens))
+    """Yield (drafted, accepted, new) per round, for max_new tokens or until the text ends."""
+    tokens = list(tokens)
+    coins = coins or Coins()
+    left = min(max_new, model.c.max_len - len(tokens))
     while left > 0:
-        drafted, accepted, new = speculate(model, tokens, exit_layer, min(gamma, left - 1), probs, coins)
-        end = next((i + 1 for i, t in enumerate(new) if t in model.c.eos), len(new))
-        tokens, left = tokens + new[:end], 0 if new[end - 1] in model.c.eos else left - end
-        yield drafted, accepted, new[:end]
+        # Draft: the first blocks write tokens, each drawn from their own distribution q.
+        drafted = []
+        q = []
+        for _ in range(min(gamma, left - 1)):
+            q.append(distribution(model, tokens + drafted, exit_layer, probs))
+            drafted.append(int(coins.choose(q[-1])))
+        # Verify: p is the whole model's distribution at the same places, and after the last.
+        p = []
+        for k in range(len(drafted) + 1):
+            p.append(distribution(model, tokens + drafted[:k], model.c.n_layers, probs))
+        accepted, token = verify(p, q, drafted, coins)
+        # Append.
+        new = until(model.c.eos, [*drafted[:accepted], token])
+        tokens += new
+        left -= len(new)
+        if new[-1] in model.c.eos:
+            left = 0
+        yield drafted, accepted, new
+
+
+# --- with a cache
+
+
+@torch.inference_mode()
+def rounds_with_cache(model, tokens, max_new, exit_layer, gamma, probs=to_probs, coins=None):
+    """The same, but a cache keeps the keys and values of all tokens before the last known one, D.
+    The first blocks read D and the drafted tokens one by one, the others all of them at once."""
+    tokens = list(tokens)
+    coins = coins or Coins()
+    left = min(max_new, model.c.max_len - len(tokens))
+    cache = KVCache(model.c, 1, len(tokens) + left, model.attention_dtype(), model.tok.device)
+    first_blocks = range(2 * exit_layer)
+    other_blocks = range(2 * exit_layer, 2 * model.c.n_layers)
+    before = len(tokens) - 1                # how many tokens are in the cache
+    if before > 0:
+        x = model.embed(torch.tensor([tokens[:-1]]))                            # (1, T, dim)
+        model.run(x, Placement.span(0, before), cache)
+    while left > 0:
+        # Draft: what the first blocks make of each token is kept, for the other blocks to go on
+        # from.
+        drafted = []
+        q = []
+        xs = []
+        for k in range(min(gamma, left - 1) + 1):
+            token = drafted[-1] if drafted else tokens[-1]
+            x = model.embed(torch.tensor([[token]]))                            # (1, 1, dim)
+            at = Placement.span(before + k, before + k + 1)
+            xs.append(model.run(x, at, cache, first_blocks))
+            if k < min(gamma, left - 1):    # the last drafted token is only verified
+                q.append(probs(model.unembed(xs[-1]))[0, 0])
+                drafted.append(int(coins.choose(q[-1])))
+        # Verify: the other blocks read D and all drafted tokens at once.
+        at = Placement.span(before, before + len(xs))
+        x = model.run(torch.cat(xs, 1), at, cache, other_blocks)                # (1, K+1, dim)
+        p = probs(model.unembed(x))[0]                                          # (K+1, V)
+        accepted, token = verify(p, q, drafted, coins)
+        # Append. What rejected tokens left in the cache is overwritten before anything reads it.
+        new = until(model.c.eos, [*drafted[:accepted], token])
+        tokens += new
+        before += len(new)
+        left -= len(new)
+        if new[-1] in model.c.eos:
+            left = 0
+        yield drafted, accepted, new
 
 
 if __name__ == "__main__":
-    model, tokenizer = checkpoint.load(Path(__file__).parent / "weights/stories-llama", "cpu", torch.float32)
+    weights = Path(__file__).parent / "weights/stories-llama"
+    model, tokenizer = checkpoint.load(weights, "cpu", torch.float32)
     prompt = checkpoint.encode(tokenizer, "Once upon a time", model.c.bos)
     for drafted, accepted, new in rounds(model, prompt, max_new=40, exit_layer=2, gamma=3):
-        print(f"drafted {tokenizer.decode(drafted)!r:26} accepted {accepted}   new {tokenizer.decode(new)!r}")
+        draft = repr(tokenizer.decode(drafted))
+        print(f"drafted {draft:26} accepted {accepted}   new {tokenizer.decode(new)!r}")

@@ -1,11 +1,11 @@
-"""Llama and Gemma-2 in one file: the whole forward pass, written out.
+"""Llama, Gemma-2 and Qwen in one file: the whole forward pass, written out.
 
 The one thing to remember: a transformer is 2L residual updates x <- x + f_i(x), where f_2i is
 attention i and f_2i+1 is MLP i. `run` applies any subsequence of them, so a self-speculative draft
 is nothing but a shorter list of sub-layers.
 
-Shapes: B rows (texts), T tokens that a pass reads (a block of tokens, not a `Block`), S slots of the
-cache, H query heads in Hkv groups of G = H / Hkv, D head dim.
+Shapes: B rows (texts), T tokens that a pass reads (a block of tokens, not a `Block`), S slots of
+the cache, H query heads in Hkv groups of G = H / Hkv, D head dim.
 """
 import math
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-SPARE = 8  # slots after the longest text: a row near its limit writes drafts there that are never read
+SPARE = 8  # slots after the longest text, for drafts of rows near their limit: never read
 
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a model. The defaults are Llama's; the eight fields at the end are all that
-    Gemma-2 changes."""
+    """The shape of a model. The defaults are Llama's; the fields at the end are all that the other
+    families change."""
     vocab_size: int
     dim: int
     n_layers: int
@@ -33,7 +33,7 @@ class Config:
     hidden_dim: int
     norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: dict | None = field(default=None, hash=False)  # Hugging Face's keys; see `frequencies`
+    rope_scaling: dict | None = field(default=None, hash=False)     # see `frequencies`
     tied: bool = False                 # the output head is the embedding matrix
     max_len: int = 2048                # context: prompt and answer together
     bos: int | None = None             # begin-of-text id, put before every prompt
@@ -47,6 +47,9 @@ class Config:
     attn_softcap: float | None = None  # 50: scores stay within (-50, 50)
     final_softcap: float | None = None  # 30: the same for logits
     window: int | None = None          # even layers see only keys with i - j < window
+    # --- Qwen
+    qkv_bias: bool = False             # Qwen2: a bias on queries, keys and values
+    qk_norm: bool = False              # Qwen3: an RMSNorm of each query and key
 
 
 # --- pure functions: what a porter ports first and a student writes
@@ -77,16 +80,17 @@ def frequencies(head_dim, theta, scaling=None, device=None):
 
 
 def rope(positions, freqs):
-    """cos and signed sin for `rotate`. positions (...), freqs (D/2,) -> two of (..., D), float64."""
+    """cos and signed sin for `rotate`. positions (...), freqs (D/2,) -> two (..., D), float64."""
     angles = positions[..., None] * freqs                                   # (..., D/2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)  # the sign of the rotation lives in sin
+    cos = angles.cos()
+    sin = angles.sin()
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)    # sin holds the rotation's sign
 
 
 def rotate(x, cos, sin):
     """Turn each pair (x_i, x_{i+D/2}) by its angle. x, cos, sin: (..., D).
 
-    trap: Hugging Face checkpoints pair the two halves like this; Meta's own files pair (x_2i, x_2i+1).
+    trap: Hugging Face's files pair the two halves like this; Meta's own pair (x_2i, x_2i+1).
     """
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -94,10 +98,11 @@ def rotate(x, cos, sin):
 def visible(positions, slots, end, tree=None, window=None):
     """Which slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
 
-    The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes have
-    read the others. A token sees every slot before the first slot of the M tokens and before its own
-    position. Of the M tokens it sees those that `tree` (B or 1, T, M) or (T, M) marks. Without a tree it
-    sees itself and those before it. `window` hides the keys that are `window` or more positions back.
+    The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes
+    have read the others. A token sees every slot before the first slot of the M tokens and before
+    its own position. Of the M tokens it sees those that `tree` (B or 1, T, M) or (T, M) marks.
+    Without a tree it sees itself and those before it. `window` hides the keys that are `window` or
+    more positions back.
 
     >>> at = torch.tensor([[2, 3]])         # a block of two tokens, after two filled slots
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet: no token sees it
@@ -154,10 +159,13 @@ def weight(*shape):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, c):
+    """Scales each vector of `dim` numbers to a root mean square of 1, then by a weight."""
+
+    def __init__(self, c, dim):
         super().__init__()
-        self.eps, self.offset = c.norm_eps, c.norm_offset
-        self.weight = weight(c.dim)
+        self.eps = c.norm_eps
+        self.offset = c.norm_offset
+        self.weight = weight(dim)
 
     def forward(self, x):
         if self.offset == 0:
@@ -171,8 +179,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention, explicit because soft-caps and trees need the scores.
 
-    wqkv stacks, for each KV head, its G query heads, its key and its value: one matrix product for all.
-    The G queries that share a key become G times as many score rows, so no key or value is copied.
+    wqkv stacks, for each KV head, its G query heads, its key and its value: one matrix product for
+    all. The G queries that share a key become G times as many score rows: no key is copied.
     """
 
     def __init__(self, c):
@@ -180,18 +188,37 @@ class Attention(nn.Module):
         self.c = c
         self.grouped = c.n_kv_heads, c.n_heads // c.n_kv_heads + 2, c.head_dim  # Hkv, G + 2, D
         self.wqkv = weight(math.prod(self.grouped), c.dim)
+        self.bias = weight(math.prod(self.grouped)) if c.qkv_bias else None
+        self.q_norm = RMSNorm(c, c.head_dim) if c.qk_norm else None
+        self.k_norm = RMSNorm(c, c.head_dim) if c.qk_norm else None
         self.wo = weight(c.dim, c.n_heads * c.head_dim)
         self.scale = c.head_dim ** -0.5 if c.query_scale is None else c.query_scale
 
+    def project(self, x):
+        """x (B, T, dim) -> the queries, the key and the value of each group, before the rotation
+        (B, T, Hkv, G+2, D)."""
+        qkv = F.linear(x, self.wqkv)
+        if self.bias is not None:       # not inside `linear`: a quantised matrix takes no bias
+            qkv = qkv + self.bias
+        qkv = qkv.unflatten(-1, self.grouped)
+        if self.q_norm is None:
+            return qkv
+        q, k, v = qkv.split([self.grouped[1] - 2, 1, 1], -2)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], -2)
+
     def forward(self, x, cos, sin, mask, store):
-        """store(k, v), both (B, Hkv, T, D), keeps them and returns all keys and values that the block
-        reads, (B, Hkv, S, D). mask (B, 1, 1, T, S) is added to the scores; None hides nothing."""
-        (B, T, _), (Hkv, N, D) = x.shape, self.grouped
+        """store(k, v), both (B, Hkv, T, D), keeps them and returns all keys and values that the
+        block reads, (B, Hkv, S, D). mask (B, 1, 1, T, S) is added to the scores; None: no mask."""
+        B, T, _ = x.shape
+        Hkv, N, D = self.grouped
         G = N - 2
-        qkv = F.linear(x, self.wqkv).view(B, T, Hkv, N, D).to(cos.dtype)       # (B, T, Hkv, G+2, D)
-        qk = rotate(qkv[..., :-1, :], cos, sin)                                # (B, T, Hkv, G+1, D)
-        k, v = store(qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))  # (B, Hkv, S, D)
-        q = (qk[..., :-1, :] * self.scale).permute(0, 2, 3, 1, 4)               # (B, Hkv, G, T, D)
+        qkv = self.project(x).to(cos.dtype)                                     # (B, T, Hkv, G+2, D)
+        qk = rotate(qkv[..., :-1, :], cos, sin)
+        q = qk[..., :-1, :] * self.scale                                        # (B, T, Hkv, G, D)
+        k = qk[..., -1, :]                                                      # (B, T, Hkv, D)
+        v = qkv[..., -1, :]                                                     # (B, T, Hkv, D)
+        k, v = store(k.transpose(1, 2), v.transpose(1, 2))                      # (B, Hkv, S, D)
+        q = q.permute(0, 2, 3, 1, 4)                                            # (B, Hkv, G, T, D)
         scores = torch.bmm(q.reshape(B * Hkv, G * T, D), k.flatten(0, 1).mT)    # (B*Hkv, G*T, S)
         scores = softcap(scores, self.c.attn_softcap)
         if mask is not None:
@@ -222,10 +249,12 @@ class Block(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.attn, self.mlp = Attention(c), MLP(c)
-        self.attn_norm, self.mlp_norm = RMSNorm(c), RMSNorm(c)
-        post = RMSNorm if c.post_norm else nn.Identity
-        self.attn_post, self.mlp_post = post(c), post(c)
+        self.attn = Attention(c)
+        self.mlp = MLP(c)
+        self.attn_norm = RMSNorm(c, c.dim)
+        self.mlp_norm = RMSNorm(c, c.dim)
+        self.attn_post = RMSNorm(c, c.dim) if c.post_norm else nn.Identity()
+        self.mlp_post = RMSNorm(c, c.dim) if c.post_norm else nn.Identity()
 
 
 class Transformer(nn.Module):
@@ -234,10 +263,11 @@ class Transformer(nn.Module):
         self.c = c
         self.tok = weight(c.vocab_size, c.dim)
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
-        self.norm = RMSNorm(c)
+        self.norm = RMSNorm(c, c.dim)
         self.head = None if c.tied else weight(c.vocab_size, c.dim)
-        # trap: round the scale to the weights' dtype, as the original does (bfloat16: 59.75, not 59.87)
-        self.register_buffer("scale", torch.tensor(c.embed_scale, dtype=torch.float64), persistent=False)
+        # trap: round the scale to the weights' dtype, as the original does (59.75, not 59.87)
+        scale = torch.tensor(c.embed_scale, dtype=torch.float64)
+        self.register_buffer("scale", scale, persistent=False)
         self.table = None
 
     def embed(self, tokens):
@@ -254,28 +284,37 @@ class Transformer(nn.Module):
         """The table of cos and sin for at least the positions before `end`: (rows, D) each. It has
         the dtype and device of the weights, and doubles when `end` outgrows it, so that a short
         prompt does not pay for a long context."""
-        t, dtype, device = self.table, self.attention_dtype(), self.tok.device
+        c = self.c
+        t = self.table
+        dtype = self.attention_dtype()
+        device = self.tok.device
         if t is None or t[0].dtype != dtype or t[0].device != device or t[0].shape[0] < end:
-            c, rows = self.c, max(256, 1 << (end - 1).bit_length())
+            rows = max(256, 1 << (end - 1).bit_length())
             with torch.inference_mode(False):  # trap: training cannot use tensors made in that mode
                 freqs = frequencies(c.head_dim, c.rope_theta, c.rope_scaling, device)
-                at = torch.arange(rows, device=device, dtype=torch.float64)
-                t = self.table = [part.to(dtype) for part in rope(at, freqs)]   # (rows, D)
-        return t
+                positions = torch.arange(rows, device=device, dtype=torch.float64)
+                self.table = [part.to(dtype) for part in rope(positions, freqs)]    # (rows, D)
+        return self.table
 
     def run(self, x, at, cache=None, sublayers: Sequence[int] | None = None, trace=None, table=None,
             masks=None):
-        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x (B, T, dim).
-        at: the Placement of its tokens. trace: a dict whose keys are sub-layers; each value is set to
-        x (B, T, dim) after that sub-layer. table, masks: what `angles` and `masks` return, if the caller has
-        them."""
-        c, T = self.c, x.shape[1]
-        start = 0 if c.window is None else max(0, at.first + 1 - c.window)  # sliding layers begin here
+        """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x
+        (B, T, dim). at: the Placement of its tokens. trace: a dict whose keys are sub-layers; each
+        value is set to x (B, T, dim) after that sub-layer. table, masks: what `angles` and `masks`
+        return, if the caller has them."""
+        c = self.c
+        T = x.shape[1]
+        start = 0                           # the first slot that sliding layers read
+        if c.window is not None:
+            start = max(0, at.first + 1 - c.window)
         masks = masks or self.masks(at, T, start)
         here = slice(at.first, at.first + T) if at.same else at.positions[:, -T:]
         cos, sin = (t[here].unflatten(-2, (-1, 1, 1)) for t in table or self.angles(at.end))
-        store, blocks = block_only, tuple(self.blocks)  # indexing a ModuleList is slower than a norm
-        for i in range(2 * c.n_layers) if sublayers is None else sublayers:
+        store = block_only
+        blocks = tuple(self.blocks)         # indexing a ModuleList is slower than a norm
+        if sublayers is None:
+            sublayers = range(2 * c.n_layers)
+        for i in sublayers:
             layer, is_mlp = divmod(i, 2)
             b = blocks[layer]
             if is_mlp:
@@ -290,23 +329,27 @@ class Transformer(nn.Module):
         return x
 
     def masks(self, at, T, start):
-        """{window: mask}, (B or 1, 1, 1, T, S): 0 where visible, -inf elsewhere; None hides nothing.
-        Layers without a window (the key None) read all slots, the others those from `start` on."""
+        """{window: mask}, (B or 1, 1, 1, T, S): 0 where visible, -inf elsewhere; None hides
+        nothing. Layers without a window (None) read all slots, the others those from `start` on."""
         reads = {None: 0, self.c.window: start}
         if T == 1 and at.same:
             return dict.fromkeys(reads)
         positions, slots = torch.broadcast_tensors(at.positions, at.slots)
         zeros = torch.zeros((), dtype=self.attention_dtype(), device=slots.device)
-        seen = {window: visible(positions, slots, at.end, at.tree, window)[:, None, None, :, first:]
-                for window, first in reads.items()}
-        return {window: zeros.masked_fill(~each, -math.inf) for window, each in seen.items()}
+        masks = {}
+        for window, first in reads.items():
+            seen = visible(positions, slots, at.end, at.tree, window)           # (B or 1, T, end)
+            masks[window] = zeros.masked_fill(~seen[:, None, None, :, first:], -math.inf)
+        return masks
 
     def unembed(self, x, rows=None):
         """(B, T, dim) -> raw logits (B, T, V): final norm, output head, final soft-cap. rows
         (N, dim): some rows of the head instead of all, which gives (B, T, N)."""
-        head = self.tok if self.head is None else self.head
-        return softcap(F.linear(self.norm(x), head if rows is None else rows), self.c.final_softcap)
+        if rows is None:
+            rows = self.tok if self.head is None else self.head
+        return softcap(F.linear(self.norm(x), rows), self.c.final_softcap)
 
     def forward(self, tokens):
         """(B, T) ids -> logits (B, T, V), without a cache."""
-        return self.unembed(self.run(self.embed(tokens), Placement.span(0, tokens.shape[1], tokens.device)))
+        at = Placement.span(0, tokens.shape[1], tokens.device)
+        return self.unembed(self.run(self.embed(tokens), at))

@@ -20,7 +20,7 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     tensor([1., 0., 0., 0.])
     >>> to_probs(logits, temperature=1.0)
     tensor([0.5344, 0.1966, 0.1966, 0.0723])
-    >>> to_probs(logits, temperature=1.0, top_k=2)          # of the two equal logits the lower id stays
+    >>> to_probs(logits, temperature=1.0, top_k=2)      # of the two equal logits the lower id stays
     tensor([0.7311, 0.2689, 0.0000, 0.0000])
     """
     check(temperature, top_k, top_p, min_p)
@@ -32,8 +32,9 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     if top_k is None and top_p in (None, 1) and min_p is None:
         return logits.softmax(-1)
     order = logits.sort(dim=-1, descending=True, stable=True)
-    p, ids = order.values[..., :top_k].softmax(-1), order.indices[..., :top_k]  # (..., k), falling
-    if top_p not in (None, 1):  # trap: with top_p = 1 a rounded running sum could still cut the tail
+    ids = order.indices[..., :top_k]                                            # (..., k)
+    p = order.values[..., :top_k].softmax(-1)                                   # (..., k), falling
+    if top_p not in (None, 1):  # trap: with top_p = 1 a rounded sum could still cut the tail
         p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)
     if min_p is not None:
         p = p.masked_fill(p < min_p * p[..., :1], 0)
@@ -112,14 +113,16 @@ class Coins:
     version = 1
 
     def __init__(self, seed=0):
-        self.seed, self.index = seed, 0                            # number of the next uniform
+        self.seed = seed
+        self.index = 0                                      # number of the next uniform
         self.pool = torch.empty(0, dtype=torch.float64)     # the next uniforms, computed ahead
 
     def take(self, count, device):
         """The next `count` uniforms. (count,)"""
         if len(self.pool) < count or self.pool.device != device:
             self.pool = uniforms(self.seed, self.index, max(4096, count), device)
-        taken, self.pool = self.pool[:count], self.pool[count:]
+        taken = self.pool[:count]
+        self.pool = self.pool[count:]
         self.index += count
         return taken
 
@@ -136,10 +139,12 @@ class Coins:
         """Indices drawn in proportion to weights (..., V), which need not sum to 1: one uniform
         each, mapped to an index by the inverse of the cumulative distribution over rising ids."""
         cdf = weights.cumsum(-1, dtype=torch.float64)                           # (..., V)
-        u = self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)
+        total = cdf[..., -1:]                                                   # (..., 1)
+        u = self.take(total.numel(), cdf.device).view(total.shape)
         # `right` skips weights of zero; the clamp is for weights all zero or NaN, which callers
         # report
-        return torch.searchsorted(cdf, u * cdf[..., -1:], right=True).clamp_(max=cdf.shape[-1] - 1)[..., 0]
+        ids = torch.searchsorted(cdf, u * total, right=True)
+        return ids.clamp_(max=cdf.shape[-1] - 1)[..., 0]
 
 
 class Race(Coins):
@@ -166,12 +171,14 @@ class Race(Coins):
     """
 
     def __init__(self, seed=0):
-        super().__init__(seed if isinstance(seed, int) else 0)
-        self.seeds = torch.tensor([signed(one) for one in ([seed] if isinstance(seed, int) else seed)])
+        seeds = [seed] if isinstance(seed, int) else seed
+        super().__init__(seeds[0])
+        self.seeds = torch.tensor([signed(one) for one in seeds])
 
     def settle(self, p, read, later=0):
         V = p.shape[-1]
-        place = (read[..., None] + later + 1) * V + torch.arange(V, device=p.device)    # (B or 1, T, V)
+        first = (read[..., None] + later + 1) * V
+        place = first + torch.arange(V, device=p.device)                        # (B or 1, T, V)
         u = uniform(self.seeds.to(p.device)[:, None, None], place)
         arrives = u.neg_().log1p_().neg_() / p                                  # (B, T, V)
         # trap: where p = 0 beside u = 0 it is NaN, which argmin takes for the least

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 import checkpoint
-from control import best_gamma, expected_speedup
+from control import best_along
 from kvcache import KVCache
 from layerskip import check_sublayers, shared_prefix
 from model import Placement
@@ -36,13 +36,17 @@ class Teacher:
 
     @torch.inference_mode()
     def __init__(self, model, ids, probs=to_probs):
-        c, T = model.c, len(ids)
+        c = model.c
+        T = len(ids)
         if not 0 < T <= c.max_len:
-            raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to {c.max_len}")
-        self.model, self.probs = model, probs
+            raise ValueError(f"a text of {T} tokens cannot be scored: "
+                             f"the context holds 1 to {c.max_len}")
+        self.model = model
+        self.probs = probs
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
         self.tokens = torch.tensor([ids], device=model.tok.device)              # (1, T)
-        x, trace = model.embed(self.tokens), dict.fromkeys(range(2 * c.n_layers))
+        x = model.embed(self.tokens)
+        trace = dict.fromkeys(range(2 * c.n_layers))
         model.run(x, Placement.span(0, T, x.device), self.cache, trace=trace)
         self.states = [x, *trace.values()]          # states[i] enters sub-layer i: (1, T, dim) each
         self.p = probs(model.unembed(self.states[-1]))      # (1, T, V)
@@ -50,9 +54,11 @@ class Teacher:
     @torch.inference_mode()
     def draft(self, sublayers, drafting=None):
         """q (1, T, V), from which the token after each position is drafted. drafting: a `ShortHead`."""
-        subs, T = check_sublayers(sublayers, self.model.c.n_layers), self.p.shape[1]
+        subs = check_sublayers(sublayers, self.model.c.n_layers)
         shared = shared_prefix(subs)
-        here, spare = (torch.arange(i, i + T, device=self.p.device)[None] for i in (0, T))
+        T = self.p.shape[1]
+        here = torch.arange(T, device=self.p.device)[None]
+        spare = here + T
         own = torch.eye(T, dtype=torch.bool, device=self.p.device)[None]
         at = Placement(here, spare, 0, 2 * T, own)
         x = self.model.run(self.states[shared], at, self.cache, subs[shared:])
@@ -75,7 +81,9 @@ class Calibration:
     Teacher each. drafting: a ShortHead that replaces the model while it drafts."""
 
     def __init__(self, model, tokenizer, documents, tokens, probs=to_probs, drafting=None):
-        self.drafting, self.share, self.ids = drafting, drafting.share if drafting else 1.0, []
+        self.drafting = drafting
+        self.share = drafting.share if drafting else 1.0
+        self.ids = []
         for text in documents:
             ids = checkpoint.encode(tokenizer, text, model.c.bos)
             self.ids.append(ids[: min(tokens, model.c.max_len)])
@@ -94,8 +102,7 @@ def speedup(calibration, costs, sublayers):
     along a text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse one."""
     series = [t.acceptance(sublayers, calibration.drafting) for t in calibration.teachers]
     cost = costs.step(sublayers, calibration.share)
-    gamma = best_gamma(series, cost, least=1, block=costs.block)
-    gain = expected_speedup(series, gamma, cost, costs.block(gamma + 1))
+    gamma, gain = best_along(series, cost, least=1, pass_cost=costs.width)
     return Trial(gain, float(torch.cat(series).mean()), cost, gamma, gain)
 
 
@@ -124,12 +131,18 @@ class GaussianProcess:
     """
 
     def __init__(self, z, y, groups, theta=None, fit=True):
-        self.z, self.groups, y = z.double(), groups, y.double()
-        self.mean, self.std = float(y.mean()), max(float(y.std(correction=0)), 1e-12)
-        self.y, self.d = (y - self.mean) / self.std, distances(self.z, self.z, groups)
+        y = y.double()
+        self.z = z.double()
+        self.groups = groups
+        self.mean = float(y.mean())
+        self.std = max(float(y.std(correction=0)), 1e-12)
+        self.y = (y - self.mean) / self.std
+        self.d = distances(self.z, self.z, groups)
         centre = [math.log(1 / z.shape[1])] * len(self.d) + [0.0, math.log(1e-3)]
         self.prior = torch.tensor(centre, dtype=torch.float64)                  # (G + 2,)
-        self.theta = self.prior if theta is None else torch.tensor(theta, dtype=torch.float64)
+        self.theta = self.prior
+        if theta is not None:
+            self.theta = torch.tensor(theta, dtype=torch.float64)
         if fit:
             self.fit()
         self.L = torch.linalg.cholesky(self.covariance(self.theta))             # (N, N)
@@ -144,8 +157,9 @@ class GaussianProcess:
         with a standard deviation of 2. Without the prior, a few values could move theta anywhere."""
         L = torch.linalg.cholesky(self.covariance(theta))
         half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)   # (N, 1)
-        return (0.5 * half.square().sum() + L.diagonal().log().sum()
-                + 0.5 * len(self.y) * math.log(2 * math.pi) + 0.125 * (theta - self.prior).square().sum())
+        likelihood = 0.5 * half.square().sum() + L.diagonal().log().sum()
+        likelihood = likelihood + 0.5 * len(self.y) * math.log(2 * math.pi)
+        return likelihood + 0.125 * (theta - self.prior).square().sum()
 
     def fit(self):
         """Minimise the loss over theta; keep the old theta if the new one is not finite."""
@@ -157,24 +171,28 @@ class GaussianProcess:
             return loss
 
         torch.optim.LBFGS([theta], max_iter=30, line_search_fn="strong_wolfe").step(closure)
-        self.theta = theta.detach() if theta.isfinite().all() else self.theta
+        if theta.isfinite().all():
+            self.theta = theta.detach()
 
     def predict(self, z):
         """Mean and standard deviation of the noiseless value at the sets z (M, n): two tensors (M,)."""
         k = kernel(distances(self.z, z.double(), self.groups), self.theta)      # (N, M)
         half = torch.linalg.solve_triangular(self.L, k, upper=False)            # (N, M)
+        mean = (k.T @ self.dual)[:, 0]                                          # (M,)
         variance = (self.theta[-2].exp() - half.square().sum(0)).clamp(min=0)   # (M,)
-        return self.mean + self.std * (k.T @ self.dual)[:, 0], self.std * variance.sqrt()
+        return self.mean + self.std * mean, self.std * variance.sqrt()
 
 
 def expected_improvement(mean, std, best):
     """E[max(0, f - best)] for a normal f with this mean and deviation (Jones et al. 1998, eq. 15)."""
-    gap, std = mean - best, std.clamp(min=1e-12)
+    gap = mean - best
+    std = std.clamp(min=1e-12)
     u = gap / std
     # trap: where the mean is far below the best, the two terms nearly cancel, and
     # torch.special.ndtr on many numbers at once is not exact enough for that
     above = torch.special.log_ndtr(u).exp()                         # the chance that f exceeds best
-    return (gap * above + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)).clamp(min=0)
+    density = torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi)
+    return (gap * above + std * density).clamp(min=0)
 
 
 def climb(score, starts, allowed):
@@ -182,7 +200,8 @@ def climb(score, starts, allowed):
 
     score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores (S,).
     """
-    z, n = starts.double(), starts.shape[1]
+    z = starts.double()
+    n = z.shape[1]
     value = score(z)
     flips = torch.eye(n, dtype=torch.float64)
     while True:
@@ -232,23 +251,30 @@ class Space:
 def propose(space, entries, seed):
     """(z, theta) of the trial after those in `entries`. z (n,): the set to try, None if 1000 random
     ones are all known. theta: the hyper-parameters of the process, None in the first, random trials."""
-    zs = torch.tensor([[float(b) for b in e["bits"]] for e in entries], dtype=torch.float64)  # (N, n)
-    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)                     # (N,)
-    g, known = torch.Generator().manual_seed((seed * 1_000_003 + len(entries)) % 2**63), zs.tolist()
+    bits = [[float(b) for b in e["bits"]] for e in entries]
+    zs = torch.tensor(bits, dtype=torch.float64)                                # (N, n)
+    ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)       # (N,)
+    known = zs.tolist()
+    g = torch.Generator().manual_seed((seed * 1_000_003 + len(entries)) % 2**63)
     drawn = (space.random(g) for _ in range(1000))
     untried = (z for z in drawn if z.tolist() not in known)
     if len(entries) < FIRST:
         return next(untried, None), None
     theta = entries[-1]["theta"]
-    process = GaussianProcess(zs, ys, space.groups(), theta, theta is None or len(entries) % REFIT == 0)
+    fit = theta is None or len(entries) % REFIT == 0
+    process = GaussianProcess(zs, ys, space.groups(), theta, fit)
 
     def score(z):
         new = torch.cdist(z, zs, p=1).min(1).values > 0.5
-        return torch.where(new, expected_improvement(*process.predict(z), float(ys.max())), -math.inf)
+        mean, std = process.predict(z)
+        return torch.where(new, expected_improvement(mean, std, float(ys.max())), -math.inf)
 
     tops = zs[ys.argsort(descending=True, stable=True)[:8]]
-    ends, values = climb(score, torch.stack([*tops, *itertools.islice(drawn, 16)]), space.allowed)
-    z = ends[int(values.argmax())] if float(values.max()) > -math.inf else next(untried, None)
+    starts = torch.stack([*tops, *itertools.islice(drawn, 16)])
+    ends, values = climb(score, starts, space.allowed)
+    z = ends[int(values.argmax())]
+    if float(values.max()) == -math.inf:
+        z = next(untried, None)
     return z, process.theta.tolist()
 
 
@@ -260,9 +286,16 @@ def search(space, evaluate, count, seed=0, entries=()):
         z, theta = propose(space, entries, seed)
         if z is None:
             return
-        t, bits = evaluate(space.sublayers(z)), "".join(str(int(b)) for b in z)
-        entries.append({"trial": len(entries), "bits": bits, "value": t.value, "alpha": t.alpha, "c": t.cost,
-                        "gamma": t.gamma, "speedup": t.speedup, "theta": theta})
+        t = evaluate(space.sublayers(z))
+        entries.append({
+            "trial": len(entries),
+            "bits": "".join(str(int(b)) for b in z),
+            "value": t.value,
+            "alpha": t.alpha,
+            "c": t.cost,
+            "gamma": t.gamma,
+            "speedup": t.speedup,
+            "theta": theta})
         yield entries[-1]
 
 

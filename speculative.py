@@ -413,11 +413,11 @@ def commit(state, draft, passed, accepted, next_token, eos):
     out = F.pad(draft.tokens, (0, 1))
     out = out.scatter_(1, accepted[:, None], next_token[:, None])               # (B, K+1)
     state.tokens.scatter_(1, state.span(1, K + 2).slots, out)
-    peak = largest(passed.logits)
+    peak = largest(passed.logits)                                               # (B,)
     chances = raw_probs(passed.logits).gather(2, out[..., None])[..., 0]        # (B, K+1)
     # one copy to the host, in float64, which holds every token id exactly
-    counts = torch.stack([accepted, draft.length, peak], 1)                     # (B, 3)
-    facts = torch.cat([counts, chances, out], 1).tolist()
+    columns = [accepted[:, None], draft.length[:, None], peak[:, None], chances, out]
+    facts = torch.cat(columns, 1).tolist()
     check_finite([row[2] for row in facts], passed.logits.dtype)
 
     news = []
@@ -437,7 +437,8 @@ def commit(state, draft, passed, accepted, next_token, eos):
         # what an end of text cut off was never tested
         proposed.append(int(offered) if len(new) > yes else kept[b])
     state.n = state.send([len(text) for text in state.known])
-    return Round(draft, *passed, torch.tensor(kept), torch.tensor(proposed), news, sure)
+    kept, proposed = torch.tensor([kept, proposed])
+    return Round(draft, *passed, kept, proposed, news, sure)
 
 
 def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None,

@@ -22,17 +22,18 @@ def verify(p, q, tokens, coins, length=None):
     is written as a replacement with probability max(p(t) - q(t), 0). Together that is p(t).
 
     >>> from sampling import Coins
-    >>> p = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])        # for the first token, and the one after it
+    >>> p = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])    # for the first token, and the one after it
     >>> q = torch.tensor([[[0.5, 0.5]]])
     >>> accepted, token = verify(p, q, torch.tensor([[0]]), Coins(0))   # 0.9 / 0.5 > 1: accepted
-    >>> accepted.tolist(), token.tolist()                   # and a bonus token drawn from (0.2, 0.8)
+    >>> accepted.tolist(), token.tolist()               # and a bonus token drawn from (0.2, 0.8)
     ([1], [1])
     """
     B, K = tokens.shape
     row = torch.arange(B, device=p.device)
     place = torch.arange(K, device=p.device)
     if q is not None and q.shape[-1] != p.shape[-1]:
-        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]}, the target of {p.shape[-1]}")
+        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]}, "
+                         f"the target of {p.shape[-1]}")
     if K == 0:  # nothing was drafted: q = 0
         return torch.zeros_like(row), coins.choose(p[:, 0])
     if length is None:
@@ -73,7 +74,7 @@ def verify_block(p, q, tokens, coins, length=None):
     >>> p = torch.tensor([[[1/3, 2/3]] * 3])                # the example of the paper, section 3
     >>> q = torch.tensor([[[2/3, 1/3]] * 2])
     >>> accepted, token = verify_block(p, q, torch.tensor([[0, 1]]), Coins(1))
-    >>> accepted.tolist(), token.tolist()           # 0 fails alone, but 0, 1 passes: w = 1/2, then 1
+    >>> accepted.tolist(), token.tolist()       # 0 fails alone, but 0, 1 passes: w = 1/2, then 1
     ([2], [1])
     """
     B, K = tokens.shape
@@ -92,7 +93,7 @@ def verify_block(p, q, tokens, coins, length=None):
         weights.append((weights[-1] * r).clamp(max=1))
     weight = torch.stack(weights, 1)                                            # (B, K+1)
 
-    residual = (weight[:, :K, None] * p[:, :K] - q).clamp_(min=0)               # (B, K, V) after k drafts
+    residual = (weight[:, :K, None] * p[:, :K] - q).clamp_(min=0)               # (B, K, V)
     mass = F.pad(residual.sum(-1)[:, 1:], (0, 1))                               # (B, K)
     whole = place + 1 == length[:, None]
     chance = torch.where(whole, weight[:, 1:], mass / (mass + 1 - weight[:, 1:]))

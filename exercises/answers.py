@@ -45,22 +45,22 @@ WRONG = {
         "tree.expand(B, T, M)": {"tree.mT.expand(B, T, M)": "upside down"}},
     "Attention.forward": {
         "rotate(qkv[..., :-1, :], cos, sin)": {"qkv[..., :-1, :]": "are not rotated"},
-        "store(qk[..., -1, :]": {"store(qkv[..., -2, :]": "the keys are not rotated"},
-        "qkv[..., -1, :].transpose(1, 2))": {
-            "rotate(qkv, cos, sin)[..., -1, :].transpose(1, 2))": "values are rotated",
-            "qkv[..., -1, :].transpose(1, 2).to(x.dtype))": "the type of cos"},
-        "(qk[..., :-1, :] * self.scale)": {
+        "k = qk[..., -1, :]": {"k = qkv[..., -2, :]": "the keys are not rotated"},
+        "v = qkv[..., -1, :]": {
+            "v = rotate(qkv, cos, sin)[..., -1, :]": "values are rotated",
+            "v = qkv[..., -1, :].to(x.dtype)": "the type of cos"},
+        "qk[..., :-1, :] * self.scale": {
             "qk[..., :-1, :]": "the scores are not scaled",
-            "(qk[..., :-1, :] * D ** -0.5)": "take self.scale"},
+            "qk[..., :-1, :] * D ** -0.5": "take self.scale"},
         "F.linear(y.to(x.dtype), self.wo)": {"F.linear(y, self.wo.to(y.dtype))": "has the type of x"},
         "scores = softcap(scores, self.c.attn_softcap)": {
             "pass": "the soft-cap of the scores is missing",
             "if mask is not None:\n    scores.view(B, Hkv, G, T, -1).add_(mask)\n"
             "scores, mask = softcap(scores, self.c.attn_softcap), None": "before the soft-cap"},
         "add_(mask)": {"add_(0 * mask.clamp(min=0))": "the mask is ignored"},
-        "k, v = store(qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))": {
+        "k, v = store(k.transpose(1, 2), v.transpose(1, 2))": {
             "mask = None if mask is None else mask[..., -T:]\n"
-            "k, v = (qk[..., -1, :].transpose(1, 2), qkv[..., -1, :].transpose(1, 2))": "block's own keys"}},
+            "k, v = (k.transpose(1, 2), v.transpose(1, 2))": "block's own keys"}},
     "KVCache.write": {
         "return (keys[:, :, start:at.end], values[:, :, start:at.end])": {
             "return k, v": "only the new block comes back",
@@ -68,8 +68,7 @@ WRONG = {
             "return keys[:, :, :at.end], values[:, :, :at.end]": "`start` is ignored",
             "last = int(at.slots.max())\nreturn keys[:, :, start:last + 1], values[:, :, start:last + 1]":
                 "`at.end` is ignored"},
-        "keys[:, :, here], values[:, :, here] = k, v": {
-            "keys[:, :, here], values[:, :, here] = k, k": "stored where values belong"},
+        "values[:, :, here] = v": {"values[:, :, here] = k": "stored where values belong"},
         "at.slots[:, None, -T:, None].expand_as(k)": {
             "at.slots[:1, None, -T:, None].expand_as(k)": "all rows went to row 0's slots",
             "(at.slots[:, :1] + torch.arange(T))[:, None, :, None].expand_as(k)": "not contiguous"},
@@ -88,19 +87,19 @@ WRONG = {
             "p < min_p": "the bound is min_p times",
             "p <= min_p * p[..., :1]": "times the largest stays"},
         "p / p.sum(-1, keepdim=True)": {"p": "what stays must be scaled to sum to 1"},
-        "order.values[..., :top_k].softmax(-1), order.indices[..., :top_k]": {
-            "order.values.softmax(-1)[..., :top_k], order.indices[..., :top_k]": "is scaled first"},
+        "order.values[..., :top_k].softmax(-1)": {
+            "order.values.softmax(-1)[..., :top_k]": "is scaled first"},
         "order = logits.sort(dim=-1, descending=True, stable=True)": {
             "order = logits.flip(-1).sort(dim=-1, descending=True, stable=True)\n"
             "order = torch.return_types.sort((order.values, logits.shape[-1] - 1 - order.indices))":
                 "the lower ids stay"}},
     "Coins.choose": {
         "True": {"False": "u = 0 chose a token of probability zero"},
-        "u * cdf[..., -1:]": {
-            "u": "u must be scaled by their sum", "(1 - u) * cdf[..., -1:]": "1 - u was looked up"},
-        "self.take(cdf[..., 0].numel(), cdf.device)": {
-            "torch.rand(cdf[..., 0].numel(), dtype=torch.float64)": "random numbers of your own"},
-        "self.take(cdf[..., 0].numel(), cdf.device).view(*cdf.shape[:-1], 1)": {
+        "u * total": {
+            "u": "u must be scaled by their sum", "(1 - u) * total": "1 - u was looked up"},
+        "self.take(total.numel(), cdf.device)": {
+            "torch.rand(total.numel(), dtype=torch.float64)": "random numbers of your own"},
+        "self.take(total.numel(), cdf.device).view(total.shape)": {
             "self.take(cdf.numel(), cdf.device).view(cdf.shape)": "Gumbel-max"},
         "torch.searchsorted(cdf, u * cdf[..., -1:], right=True)": {
             "weights.argmax(-1, keepdim=True)": "the most likely id, whatever u is"},
@@ -120,7 +119,7 @@ WRONG = {
             "torch.where(rejected[:, None], p.scatter(1, tokens[row, accepted.clamp(max=K - 1), None], 0.0), "
             "p)": "is set to zero"},
         "one_hot(tokens, p)": {
-            "torch.ones_like(p[:, :K])": "the q of a copied token is 1 there and 0 elsewhere"},
+            "torch.ones_like(p[:, :K])": "replaced by a token from p"},
         "p[row, accepted]": {
             "p[row, accepted.clamp(max=K - 1)]": "the row of p that judged the last draft"},
         "(accepted, coins.choose(": {
@@ -173,27 +172,27 @@ WRONG = {
             "1 + alpha * gamma": "only if all before it",
             "sum((alpha ** i for i in range(gamma)))": "the sum ends one too early"},
         "reach = starts[i]": {"reach = 1.0": "every position counts alike"},
-        "range(len(a) - gamma + 1)": {"range(len(a) - gamma)": "a round too few"},
-        "expected_speedup(alpha, gamma, cost, block(gamma + 1))": {
+        "range(len(alpha) - gamma + 1)": {"range(len(alpha) - gamma)": "a round too few"},
+        "expected_speedup(alpha, gamma, cost, pass_cost(gamma + 1))": {
             "expected_tokens(alpha, gamma)": "the most tokens are not the best speed",
             "expected_speedup(alpha, gamma, cost, 1e-9)": "a round costs a pass of the target, too"},
         "range(least, most + 1)": {"range(max(1, least), most + 1)": "0 is a gamma, too"},
-        "block(gamma + 1)": {
-            "1.0": "`block` is ignored", "block(max(1, gamma))": "block(T) is asked for T = gamma"}},
+        "pass_cost(gamma + 1)": {
+            "1.0": "`pass_cost` is ignored",
+            "pass_cost(max(1, gamma))": "pass_cost(T) is asked for T = gamma"}},
     "predict, expected_improvement": {
         "self.mean + self.std": {"self.std": "add self.mean"},
-        "self.mean + self.std * (k.T @ self.dual)[:, 0], self.std * variance.sqrt()": {
-            "self.mean + (k.T @ self.dual)[:, 0], variance.sqrt()": "multiply both by self.std"},
+        "self.mean + self.std * mean, self.std * variance.sqrt()": {
+            "self.mean + mean, variance.sqrt()": "multiply both by self.std"},
         "variance.sqrt()": {"variance": "this is the variance"},
         "self.theta[-2].exp() - half": {
             "self.theta[-2].exp() + self.theta[-1].exp() + 1e-10 * self.theta[-2].exp() - half":
                 "the noise does not belong",
             "1 - half": "that of the signal"},
         "k.T @ self.dual": {"k.T @ self.y[:, None]": "not k.T @ y"},
-        "(gap * above + std * torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi))": {
+        "(gap * above + std * density)": {
             "above": "this is how likely it improves", "(gap * above)": "the second term",
-            "(gap * above + torch.exp(-0.5 * u * u) / math.sqrt(2 * math.pi))":
-                "must be multiplied by std"},
+            "(gap * above + density)": "must be multiplied by std"},
         "mean - best": {"best - mean": "upside down"}},
     "climb": {
         "top, which = scores.max(1)": {

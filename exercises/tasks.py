@@ -78,8 +78,9 @@ TASKS = [
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
         layerskip="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
         "the_text_of_a_self_draft_is_the_targets")),
-    Task(12, "expected_tokens, best_gamma", "control.py", ("expected_tokens", "best_gamma"), 40, 2, tests(
-        by_hand="expected_tokens_of_a_number best_gamma_of_a_number expected_tokens_of_a_series "
+    Task(12, "expected_tokens, best_gamma", "control.py",
+         ("expected_tokens", "expected_tokens_along", "best_gamma"), 40, 2, tests(
+        by_hand="expected_tokens_of_a_number best_gamma_of_a_number expected_tokens_along_texts "
         "best_gamma_within_its_bounds a_draft_must_fit_into_a_series",
         control="expected_tokens_along_a_series_by_trying_every_outcome best_gamma_by_brute_force")),
     Task(13, "predict, expected_improvement", "search.py",

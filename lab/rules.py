@@ -3,10 +3,11 @@
     python generate.py "Once upon a time" --draft exit --rule lab/rules.py:Thompson
 """
 import random
+from dataclasses import replace
 
 import torch
 
-from control import MOST, Beta, Confidence, DoNoHarm, confidence, outcomes
+from control import MOST, Beta, Confidence, best_gamma, confidence, outcomes
 from methods.arms import Calibrated
 from sampling import raw_probs
 from speculative import Rule
@@ -135,6 +136,47 @@ class Thompson(Rule):
 
 
 # --- rules of control.py and methods/arms.py, for `--rule`: with one setting of many
+
+
+class DoNoHarm(Rule):
+    """Never much slower than plain decoding, however bad the draft is. Each row keeps an
+    exponentially weighted acceptance rate and drafts as far as the formula says. Each round without
+    a draft saves `risk` passes; a row that has saved the cost of a drafted step drafts one token.
+    So a useless draft costs `risk` passes per round, whatever c is. A cost below `FLOOR`
+    counts as `FLOOR`, because the estimate of a useless draft falls no lower than 0.045."""
+    FLOOR = 0.05
+
+    def __init__(self, cost, gamma=MOST, risk=0.01, fade=0.95):
+        super().__init__(gamma)
+        self.cost = max(cost, self.FLOOR)
+        self.risk = risk
+        self.fade = fade
+        self.past = Beta()
+        self.saved = []
+
+    def begin(self, state):
+        self.seen = [replace(self.past) for _ in state.known]  # starts from the estimate of earlier texts
+        if len(self.saved) != len(state.known):
+            self.saved = [self.cost] * len(state.known)
+
+    def how_far(self, state):
+        wanted = []
+        for b, seen in enumerate(self.seen):
+            gamma = best_gamma(seen.mean(), self.cost, self.most)
+            if gamma == 0 and self.most > 0:
+                self.saved[b] += self.risk
+                if self.saved[b] >= self.cost:
+                    gamma = 1
+                    self.saved[b] -= self.cost
+            wanted.append(gamma)
+        return wanted
+
+    def learn(self, state, r):
+        for b, (drafted, kept) in enumerate(outcomes(r)):
+            if drafted:
+                for seen in (self.seen[b], self.past):
+                    seen.fade(self.fade)
+                    seen.add(kept, kept < drafted)
 
 
 def unsure(gamma):

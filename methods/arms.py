@@ -29,7 +29,8 @@ class Calibrated(Rule):
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
         super().__init__(gamma)
         self.bars = [0.3] * gamma if bars is None else bars
-        self.sure, self.skill = [], Beta(tests * prior, tests * (1 - prior), prior)
+        self.sure = []
+        self.skill = Beta(tests * prior, tests * (1 - prior), prior)
         self.trust = [Beta(prior=min(i + 0.5, 9.5) / 10) for i in range(11)]
 
     def how_far(self, state):
@@ -39,10 +40,11 @@ class Calibrated(Rule):
         return self.most
 
     def stop(self, k, logits, token):
-        # trap: NaN, from damaged weights, is no index; the loop reports it
-        tenths = [int(10 * sure) if sure == sure else 0 for sure in raw_probs(logits).amax(-1).tolist()]
+        sure = raw_probs(logits).amax(-1).nan_to_num(0.0)   # NaN is no index; the loop reports it
+        tenths = [int(10 * chance) for chance in sure.tolist()]
         self.sure.append(tenths)
-        self.reach = [reach * self.trust[i].mean() for reach, i in zip(self.reach, tenths, strict=True)]
+        trust = [self.trust[i].mean() for i in tenths]
+        self.reach = [reach * chance for reach, chance in zip(self.reach, trust, strict=True)]
         return [reach < self.bars[k] for reach in self.reach]
 
     def learn(self, state, r):
@@ -61,13 +63,13 @@ class Calibrated(Rule):
 
 @dataclass(eq=False)
 class Arm:
-    """A way to draft at most `most` tokens. In passes: price(n), of one after n others; once, of a round;
-    late(block), to read first what others wrote."""
+    """A way to draft at most `most` tokens. The costs are in target passes over one token; width(T) is
+    that of a pass over T tokens."""
     name: str
     drafter: Drafter
-    price: Callable
-    once: float = 0.0
-    late: Callable = lambda block: 0.0
+    price: Callable     # n -> of a drafted token after n others
+    once: float = 0.0   # of each round
+    late: Callable = lambda width: 0.0      # width -> of reading first what others wrote
     most: int = MOST
 
 
@@ -80,13 +82,19 @@ def self_draft(name, model, sublayers, costs):
 
 def head_draft(head, costs, vocab=None):
     """The Arm of a trained head (methods/heads.py). vocab: a draft vocabulary (its ids) if it has none."""
-    head = shorter(head, vocab) if vocab else head
-    trunk, drafter = head.step.trunk, head.drafter(Calibrated(
-        None, head.step.most, *((head.ranks[0], KNOWN) if head.ranks else ())))
+    if vocab:
+        head = shorter(head, vocab)
+    rule = Calibrated(gamma=head.step.most)
+    if head.ranks:
+        rule = Calibrated(gamma=head.step.most, prior=head.ranks[0], tests=KNOWN)
+    drafter = head.drafter(rule)
     arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs), most=head.step.most)
-    if isinstance(drafter, Reader):    # it first reads what was written; EAGLE's block does so with D
+    if isinstance(drafter, Reader):     # it first reads what was written
+        trunk = head.step.trunk
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
-        arm.once, arm.late = own * (trunk > 0), lambda block: own * (block(max(1, drafter.unread)) - 1)
+        if trunk:
+            arm.once = own              # EAGLE's block, which has no trunk, reads it together with D
+        arm.late = lambda width: own * (width(max(1, drafter.unread)) - 1)
     return arm
 
 
@@ -94,19 +102,24 @@ def candidates(model, costs, skip=None, vocab=None, heads=()):
     """The usual arms: of trained heads the one that promises most; without any, exits after some parts of the
     blocks, and a skip set (its sub-layers) if there is one. They draft with the draft vocabulary `vocab` (its
     ids), if there is one and the shorter head saves more than any step costs."""
-    L, exits = model.c.n_layers, getattr(model, "exits", EXITS)
+    L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None
     if heads:
-        return [max((head_draft(head, costs, vocab) for head in heads), key=partial(promised, costs))]
+        arms = [head_draft(head, costs, vocab) for head in heads]
+        return [max(arms, key=partial(promised, costs))]
     drafting = ShortHead(model, vocab) if vocab else model
-    layers = sorted({max(1, round(L * part)) for part in exits} - {L})
-    drafts = {f"exit {e}": early_exit(L, e) for e in layers} | ({"skip set": skip} if skip else {})
+    parts = getattr(model, "exits", EXITS)
+    layers = sorted({max(1, round(L * part)) for part in parts} - {L})
+    drafts = {f"exit {e}": early_exit(L, e) for e in layers}
+    if skip:
+        drafts["skip set"] = skip
     return [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()]
 
 
 def promised(costs, arm):
     """The highest expected speed-up of an arm, by what its rule knows so far."""
-    alpha, price = arm.drafter.rule.skill.mean(), arm.price(0)
-    return max(expected_speedup(alpha, g, price, arm.once + costs.block(1 + g))
-               for g in range(1, 1 + arm.most))
+    alpha = arm.drafter.rule.skill.mean()
+    lengths = range(1, 1 + arm.most)
+    return max(
+        expected_speedup(alpha, g, arm.price(0), arm.once + costs.width(1 + g)) for g in lengths)

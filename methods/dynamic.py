@@ -37,19 +37,25 @@ class DEL(SelfDraft):
 
     def __init__(self, model, gamma=18, exits=None, costs=None, omega=0.95, every=1, window=32):
         L = model.c.n_layers
-        self.exits = list(range(1, L) if exits is None else exits)
+        self.exits = list(range(1, L)) if exits is None else list(exits)
         super().__init__(model, early_exit(L, self.exits[0]), Confidence(0.5, gamma))
         self.taps = (*(2 * e - 1 for e in self.exits), 2 * L - 1)
         costs = costs or weight_costs(model.c)
         self.costs = [costs.step(early_exit(L, e)) for e in self.exits]
-        self.omega, self.longest, self.every, self.window = omega, gamma, every, window
-        self.counts, self.round = torch.zeros(4, len(self.exits), dtype=torch.float64), 0
+        self.omega = omega
+        self.longest = gamma
+        self.every = every
+        self.window = window
+        self.counts = torch.zeros(4, len(self.exits), dtype=torch.float64)
+        self.round = 0
 
     def begin(self, state, trace):
         super().begin(state, trace)
-        at = state.n[:, None] + torch.arange(-self.window, 0, device=state.n.device)   # (B, window)
-        trace = {tap: pick(x, at.clamp(min=0)) for tap, x in trace.items()}  # the prompt's last places
-        self.score(state, trace, state.probs(self.model.unembed(trace[self.taps[-1]])), at >= 0)
+        last = torch.arange(-self.window, 0, device=state.n.device)
+        slots = state.n[:, None] + last                                         # (B, window)
+        trace = {tap: pick(x, slots.clamp(min=0)) for tap, x in trace.items()}
+        p = state.probs(self.model.unembed(trace[self.taps[-1]]))
+        self.score(state, trace, p, slots >= 0)
 
     def observe(self, state, r):
         super().observe(state, r)
@@ -71,8 +77,11 @@ class DEL(SelfDraft):
         bars = ((sure_hits + 1) / (hits + 1) + sure_misses / (misses + 1)) / 2
         best = 1.0
         self.rule.most = 0                                              # do not draft if none gains
-        for e, alpha, cost, bar in zip(self.exits, alphas.tolist(), self.costs, bars.tolist(), strict=True):
+        rows = zip(self.exits, alphas.tolist(), self.costs, bars.tolist(), strict=True)
+        for e, alpha, cost, bar in rows:
             speed = expected_speedup(alpha, best_gamma(alpha, cost, self.longest), cost)
             if speed > best:
-                best, self.rule.most, self.rule.threshold = speed, self.longest, bar
+                best = speed
+                self.rule.most = self.longest
+                self.rule.threshold = bar
                 self.sublayers = early_exit(self.model.c.n_layers, e)

@@ -52,15 +52,21 @@ def graft(model, first, count, hidden_dim=None, kind=Transformer):
     """A Transformer, of this kind, that shares embedding, final norm and head with the model, and has `count`
     blocks of its own. They start as copies of the model's from block `first` on, with the first
     hidden_dim units of their MLPs. They attend to the whole text, without a sliding window."""
-    last, units = model.c.n_layers - 1, hidden_dim or model.c.hidden_dim
+    last = model.c.n_layers - 1
+    units = hidden_dim or model.c.hidden_dim
     c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
     own = kind(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
-    own.c, own.tok, own.norm, own.head, own.scale = c, model.tok, model.norm, model.head, model.scale
+    own.c = c
+    own.tok = model.tok
+    own.norm = model.norm
+    own.head = model.head
+    own.scale = model.scale
     for i, mine in enumerate(own.blocks, first):
         like = model.blocks[min(i, last)]
         for name, p in mine.named_parameters():
             w = attrgetter(name)(like)
-            w = w if isinstance(w, torch.Tensor) else w.full(p.dtype)           # quantised
+            if not isinstance(w, torch.Tensor):     # quantised
+                w = w.full(p.dtype)
             if name == "mlp.gate_up":
                 w = w.unflatten(0, (2, -1))[:, :units].flatten(0, 1)
             p.data.copy_(w[:, :units] if name == "mlp.down" else w)
@@ -82,11 +88,18 @@ class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; step: what a drafted
     token costs; branches: whether any node of its trees may have children, or only first children. ranks:
     the chance that the model's greedy token is the head's first, second, ... choice, if measured."""
-    branches, ranks = False, ()
+    branches = False
+    ranks = ()
 
     def state(self, trace):
         """What it reads of a trace. (B, T, taps * dim)"""
         return torch.cat([trace[tap] for tap in self.taps], -1)
+
+    def predict(self, tokens, trace, cache):
+        """Yields (k, logits (B, N, V)) for each k that it is trained on: row n is what it says of the
+        token k places after the next one, of the text tokens (B, T). trace: the target's states at `taps`;
+        cache: the target's, with the keys and values of the text."""
+        raise NotImplementedError
 
     def drafter(self, rule, shape=None):
         """A drafter of chains, or of trees of this shape, a list of parents."""
@@ -95,17 +108,24 @@ class Head:
         families = Counter(shape).values()      # how many children each parent has
         widths = [sum(size > i for size in families) for i in range(1, max(families, default=0))]
         chain = self.draft(self, rule)
-        return Siblings(chain, widths) if widths else chain
+        if widths:
+            return Siblings(chain, widths)
+        return chain
 
 
 class ExitBlock(Head):
     """An exit with its own block, which reads a copy of the state, so that the trunk is untouched
     (lucidrains' "extra block"). Raises ValueError for a block that the model does not have."""
-    kind, draft, sublayers, lacks = "exit_block", drafting.ExitDraft, [0, 1], ()
+    kind = "exit_block"
+    draft = drafting.ExitDraft
+    sublayers = [0, 1]
+    lacks = ()
 
     def __init__(self, model, exit_layer):
         self.taps = early_exit(model.c.n_layers, exit_layer)[-1:]
-        self.model, self.shape, self.own = model, {"exit_layer": exit_layer}, graft(model, exit_layer, 1)
+        self.model = model
+        self.shape = {"exit_layer": exit_layer}
+        self.own = graft(model, exit_layer, 1)
         for part in self.lacks:
             delattr(self.own.blocks[0], part)
         self.weights = self.own.blocks
@@ -119,7 +139,9 @@ class ExitBlock(Head):
 
 class Kangaroo(ExitBlock):
     """The adapter of Kangaroo (arXiv 2404.18911, section 3.1): attention without an MLP."""
-    kind, sublayers, lacks = "kangaroo", [0], ("mlp", "mlp_norm", "mlp_post")
+    kind = "kangaroo"
+    sublayers = [0]
+    lacks = "mlp", "mlp_norm", "mlp_post"
 
 
 class EagleBlock(Transformer):
@@ -128,12 +150,15 @@ class EagleBlock(Transformer):
     def enter(self, x):
         """(B, T, dim + n * dim) -> (B, T, dim)"""
         x, before = x.tensor_split([self.c.dim], -1)
-        if before.shape[-1] > self.c.dim:       # n states of the target, and not what the block said itself
-            before = F.linear(unit(before.unflatten(-1, (-1, self.c.dim))).flatten(-2), self.mix)
+        if before.shape[-1] > self.c.dim:       # n states of the target, not the block's own
+            states = before.unflatten(-1, (-1, self.c.dim))
+            before = F.linear(unit(states).flatten(-2), self.mix)
         return x + F.linear(unit(before), self.matrix)
 
     def run(self, x, *args, **kwargs):
-        return super().run(self.enter(x) if x.shape[-1] > self.c.dim else x, *args, **kwargs)
+        if x.shape[-1] > self.c.dim:
+            x = self.enter(x)
+        return super().run(x, *args, **kwargs)
 
 
 class Eagle(Head):
@@ -147,17 +172,25 @@ class Eagle(Head):
     fused: it reads a mix of the final state and of the states after a quarter and half of the blocks
     (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final state alone.
     """
-    kind, draft = "eagle", drafting.EagleDraft
+    kind = "eagle"
+    draft = drafting.EagleDraft
     reach = 2   # steps that it is trained on; more can be evaluated
 
     def __init__(self, model, fused=False):
-        L, dim, self.model, self.shape = model.c.n_layers, model.c.dim, model, {"fused": bool(fused)}
-        self.own, self.weights = graft(model, 0, 1, kind=EagleBlock), nn.Module()
-        self.taps = [2 * max(1, b) - 1 for b in ((L // 4, L // 2, L) if fused else (L,))]
+        L = model.c.n_layers
+        dim = model.c.dim
+        self.model = model
+        self.shape = {"fused": bool(fused)}
+        blocks = (L // 4, L // 2, L) if fused else (L,)
+        self.taps = [2 * max(1, b) - 1 for b in blocks]
+        self.own = graft(model, 0, 1, kind=EagleBlock)
+        self.own.matrix = nn.Parameter(model.tok.new_zeros(dim, dim))
+        self.weights = nn.Module()
         self.weights.blocks = self.own.blocks
-        if fused:       # (dim, 3 dim)
-            self.own.mix = self.weights.mix = nn.Parameter(F.pad(torch.eye(dim).to(model.tok), (2 * dim, 0)))
-        self.own.matrix = self.weights.matrix = nn.Parameter(model.tok.new_zeros(dim, dim))
+        if fused:       # (dim, 3 dim): at first the final state alone
+            self.own.mix = nn.Parameter(F.pad(torch.eye(dim).to(model.tok), (2 * dim, 0)))
+            self.weights.mix = self.own.mix
+        self.weights.matrix = self.own.matrix
         self.step = Step(count(self), reads=True)
 
     def join(self, tokens, before):
@@ -165,14 +198,21 @@ class Eagle(Head):
         return torch.cat([self.own.embed(tokens), before], -1)
 
     def predict(self, tokens, trace, cache):
-        T, device = tokens.shape[1], tokens.device
+        T = tokens.shape[1]
+        device = tokens.device
         ones = torch.ones(T, T, dtype=torch.bool, device=device)
-        before, inputs, seen = self.state(trace), [], []
-        for k in range(1, 1 + self.reach):  # the inputs of all steps so far: each token once per step
-            inputs.append(self.own.enter(self.join(tokens, F.pad(before, (0, 0, 1, 0))[:, :-1])))
+        positions = torch.arange(T, device=device)[None]
+        before = self.state(trace)
+        inputs = []                         # of all steps so far: each token once per step
+        seen = []                           # the rows of the mask: who sees whom among them
+        for k in range(1, 1 + self.reach):
+            moved = F.pad(before, (0, 0, 1, 0))[:, :-1]     # the state of the token before each
+            inputs.append(self.own.enter(self.join(tokens, moved)))
+            text = ones.tril(1 - k)                         # keys of the first step
             drafted = [ones.tril(d).triu(d) for d in range(2 - k, 1)]   # one key of each later step
-            seen = [F.pad(rows, (0, T)) for rows in seen] + [torch.cat([ones.tril(1 - k), *drafted], 1)]
-            positions, slots = (torch.arange(n, device=device)[None] for n in (T, k * T))
+            seen = [F.pad(rows, (0, T)) for rows in seen]
+            seen.append(torch.cat([text, *drafted], 1))
+            slots = torch.arange(k * T, device=device)[None]
             at = Placement(positions.repeat(1, k), slots, 0, k * T, torch.cat(seen)[None])
             x = self.own.run(torch.cat(inputs, 1), at)[:, -T:]
             before = x.detach()
@@ -187,11 +227,17 @@ class Medusa(Head):
     markov: the rank of a bias from the token before, W_2 W_1[token] (DeepSpec's DSpark), shared by all heads;
     0: none. With it a head knows what the head before it drafted.
     """
-    kind, draft, branches = "medusa", drafting.MedusaDraft, True
+    kind = "medusa"
+    draft = drafting.MedusaDraft
+    branches = True
 
     def __init__(self, model, heads, markov=0):
-        self.model, self.steps, self.shape = model, heads, {"heads": heads, "markov": markov}
-        self.taps, dim, V = [2 * model.c.n_layers - 1], model.c.dim, model.c.vocab_size
+        dim = model.c.dim
+        V = model.c.vocab_size
+        self.model = model
+        self.steps = heads
+        self.shape = {"heads": heads, "markov": markov}
+        self.taps = [2 * model.c.n_layers - 1]
         self.weights = nn.ParameterDict({"inner": model.tok.new_zeros(heads, dim, dim)})
         self.step = Step(count(self) / heads + markov * V, most=heads)
         if markov:
@@ -202,9 +248,12 @@ class Medusa(Head):
     def after(self, x, k, before):
         """The raw logits (B, T, V) of head k, from 0 on, after final states x (B, T, dim): for the
         token k + 1 places after the next. before (B, T): the token before that one."""
-        x, w = unit(x), self.weights
+        w = self.weights
+        x = unit(x)
         logits = self.model.unembed(x + F.silu(F.linear(x, w.inner[k])))
-        return logits + F.linear(F.embedding(before, w.before), w.bias) if self.shape["markov"] else logits
+        if self.shape["markov"]:
+            logits = logits + F.linear(F.embedding(before, w.before), w.bias)
+        return logits
 
     def predict(self, tokens, trace, cache):
         x = trace[self.taps[0]]
@@ -216,12 +265,15 @@ class Prophet(Head):
     """A decoder of one or two blocks that reads the final state of the last token read, the next
     token, which the target chose from it, and its own drafts (lucidrains' "prophet transformer").
     Its MLPs are half as wide as the model's, because it runs once per drafted token."""
-    kind, draft = "prophet", drafting.ProphetDraft
+    kind = "prophet"
+    draft = drafting.ProphetDraft
 
     def __init__(self, model, blocks):
-        self.model, self.shape = model, {"blocks": blocks}
+        self.model = model
+        self.shape = {"blocks": blocks}
         self.own = graft(model, 0, blocks, max(1, model.c.hidden_dim // 2))
-        self.taps, self.weights = [2 * model.c.n_layers - 1], self.own.blocks
+        self.taps = [2 * model.c.n_layers - 1]
+        self.weights = self.own.blocks
         self.step = Step(count(self))
 
     def predict(self, tokens, trace, cache):
@@ -247,18 +299,21 @@ def pricing(head, costs=None):
     """n -> the cost of a drafted token after n others, relative to a target pass, by a Costs table or by
     weights. The head's own weights are not in the table: each costs as much as a weight of the model's
     blocks or of its output head, whichever costs more."""
-    step, by_count = head.step, weight_costs(head.model.c)
+    step = head.step
+    by_count = weight_costs(head.model.c)
     costs = costs or by_count
     rate = max(sum(costs.sublayers) / sum(by_count.sublayers), costs.head / by_count.head)
-    own, slot = rate * step.weights, costs.slot * step.reads
+    own = rate * step.weights
+    slot = costs.slot * step.reads
     part = costs.pricing(range(2 * step.trunk), step.output)
     whole = costs.pricing(range(len(costs.sublayers)))
-    return lambda n: (part(n) + own + slot * (n - costs.at)) / whole(n)
+    return lambda n: (part(n) + own + slot * (n - costs.context)) / whole(n)
 
 
 def shorter(head, ids):
     """The head with a draft vocabulary (`methods.standin.ShortHead`), unless it has one."""
-    twin, part = copy.copy(head), "own" if hasattr(head, "own") else "model"
+    twin = copy.copy(head)
+    part = "own" if hasattr(head, "own") else "model"
     if head.step.output == 1:
         short = ShortHead(getattr(head, part), ids)
         setattr(twin, part, short)
@@ -271,10 +326,14 @@ def shorter(head, ids):
 
 def save(head, folder):
     """Write a head in bfloat16."""
-    about = {"kind": head.kind, "shape": head.shape, "model": SHAPE(head.model.c), "ranks": list(head.ranks)}
+    about = {
+        "kind": head.kind,
+        "shape": head.shape,
+        "model": SHAPE(head.model.c),
+        "ranks": list(head.ranks)}
+    weights = {name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}
     with replacing(Path(folder) / FILE) as path:
-        save_file({name: p.detach().bfloat16() for name, p in head.weights.state_dict().items()}, path,
-                  metadata={"heads": json.dumps(about)})
+        save_file(weights, path, metadata={"heads": json.dumps(about)})
 
 
 def facts(folder):
@@ -289,7 +348,9 @@ def load(folder, model, kinds=KINDS):
     """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it learnt,
     if one lies beside it, and recorded if the model is. Raises ValueError, in one line, for a file that is
     missing or damaged or was made for a model of another shape or vocabulary."""
-    path, vocab, about = Path(folder) / FILE, Path(folder) / VOCAB, facts(folder)
+    path = Path(folder) / FILE
+    vocab = Path(folder) / VOCAB
+    about = facts(folder)
     with checkpoint.guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         if about["model"] != list(SHAPE(model.c)):
@@ -301,4 +362,6 @@ def load(folder, model, kinds=KINDS):
         head.ranks = [float(r) for r in about["ranks"]]
     if hasattr(model, "alongside") and hasattr(head, "own"):    # machine.recorded
         head.own = model.alongside(head.own)
-    return shorter(head, read_vocab(vocab, model.c.vocab_size)) if vocab.is_file() else head
+    if vocab.is_file():
+        head = shorter(head, read_vocab(vocab, model.c.vocab_size))
+    return head

@@ -27,9 +27,11 @@ class ShortHead(StandIn):
     """
 
     def __init__(self, model, ids):
-        self.model, self.share = model, len(ids) / model.c.vocab_size
+        head = model.tok if model.head is None else model.head
+        self.model = model
+        self.share = len(ids) / model.c.vocab_size
         self.ids = torch.tensor(ids, device=model.tok.device)                   # (N,)
-        self.rows = (model.tok if model.head is None else model.head)[self.ids].detach()  # (N, dim), copied
+        self.rows = head[self.ids].detach()                                     # (N, dim), a copy
 
     def unembed(self, x):
         short = self.model.unembed(x, self.rows)                                # (B, T, N)
@@ -42,6 +44,7 @@ def most_frequent(texts, count):
     "share": their share of the texts}. Raises ValueError if there are fewer different ids."""
     seen = Counter(token for ids in texts for token in ids)
     if len(seen) < count:
-        raise ValueError(f"a draft vocabulary of {count}: the text holds only {len(seen)} different tokens")
+        raise ValueError(f"a draft vocabulary of {count}: "
+                         f"the text holds only {len(seen)} different tokens")
     ids = sorted(seen, key=lambda i: (-seen[i], i))[:count]
     return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}

@@ -18,13 +18,14 @@ class Suffix(NGram):
     most `factor` * m tokens. Its score, the expected number of accepted tokens, is the sum of the
     chances of its prefixes; the best score wins.
 
-    least: a path ends before its chance falls below it. matched: the length of the suffix that the last
-    path of each row continues; 0: there is none. (The paper also keeps a tree of all earlier texts.)
+    least: a path ends before its chance falls below it. matched: the length of the suffix that the
+    last path of each row continues; 0: there is none. (The paper also keeps a tree of earlier texts.)
     """
 
     def __init__(self, rule, factor=2.0, least=0.3):
         super().__init__(rule, 1)
-        self.factor, self.least = factor, least
+        self.factor = factor
+        self.least = least
 
     def enter(self, state):
         """Count what follows each run of tokens: {the run: {the next token: how often}}."""
@@ -46,15 +47,26 @@ class Suffix(NGram):
         """(score, length of the suffix, path) of the best continuation of a text."""
         best = 0.0, 0, []
         for m in range(min(len(text), DEPTH), 0, -1):
-            if best[0] >= min(room, self.factor * m):
-                break       # no shorter one can promise more
-            run, path, chance, score = tuple(text[-m:]), [], 1.0, 0.0
-            while run in index and len(path) < min(room, int(self.factor * m)):
-                counts = index[run]
-                token = max(counts, key=counts.get)
-                chance *= counts[token] / sum(counts.values())
-                if chance < self.least:
-                    break
-                path, score, run = [*path, token], score + chance, (*run, token)[-DEPTH:]
-            best = (score, m, path) if score > best[0] else best
+            most = min(room, self.factor * m)
+            if best[0] >= most:
+                break       # no shorter suffix can promise more
+            score, path = self.follow(index, tuple(text[-m:]), int(most))
+            if score > best[0]:
+                best = score, m, path
         return best
+
+    def follow(self, index, run, most):
+        """(score, path) of at most `most` tokens after a run of tokens."""
+        path = []
+        chance = 1.0
+        score = 0.0
+        while run in index and len(path) < most:
+            counts = index[run]
+            token = max(counts, key=counts.get)
+            chance *= counts[token] / sum(counts.values())
+            if chance < self.least:
+                break
+            path.append(token)
+            score += chance
+            run = (*run, token)[-DEPTH:]
+        return score, path

@@ -3,11 +3,11 @@
 A sibling is tried only after those before it were rejected. So siblings gain where first choices
 are often wrong, and depth gains where they are often right.
 
-    chain           D - d1 - d2 - d3      1 + a + a^2 + a^3 tokens per round, if a first choice is
-                                          accepted with probability a
-    with siblings   D - d1 - d2 - d3      d4 may take the place of d1, and d5 that of d2: another b + a b
-                     \\    \\               tokens, if a second choice is accepted with probability b
-                      d4   d5             shape: [0, 1, 2, 0, 1]
+    chain           D - d1 - d2 - d3    1 + a + a^2 + a^3 tokens per round, if a first choice is
+                                        accepted with probability a
+    with siblings   D - d1 - d2 - d3    d4 may take the place of d1, and d5 that of d2: another
+                     \\    \\             b + a b tokens, if a second choice is accepted with
+                      d4   d5           probability b. Shape: [0, 1, 2, 0, 1]
 
 A shape is a list of parents. The loop knows nothing of trees: a `Tree` is a Draft that says where
 its tokens stand and how they are verified, and what is left of it then is a chain.
@@ -29,12 +29,13 @@ def ancestors(parents):
     """Which nodes of a tree each node sees: itself and its ancestors. Node 0 is the last known
     token, node k is tokens[:, k - 1] of the Draft. (B or 1, K) -> (B or 1, K+1, K+1) bool
 
-    >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2 is a child of 1, 3 a sibling of 1
+    >>> ancestors(torch.tensor([[0, 1, 0]])).int().tolist()     # 2: a child of 1, 3: a sibling of 1
     [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]]
     """
     B, K = parents.shape
     row = torch.arange(B, device=parents.device)
-    tree = torch.eye(K + 1, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)  # (B, K+1, K+1)
+    itself = torch.eye(K + 1, dtype=torch.bool, device=parents.device)
+    tree = itself.repeat(B, 1, 1)                                               # (B, K+1, K+1)
     for k in range(1, K + 1):
         tree[:, k] |= tree[row, parents[:, k - 1]]      # a parent comes before its children
     return tree
@@ -45,7 +46,7 @@ class Tree(Draft):
     """A Draft whose tokens may be siblings. What it holds after the path of accepted ones is
     rejected, so that `length` is how many of its nodes are alive, in their order."""
     parents: torch.Tensor = field(kw_only=True)     # (B or 1, K) the parent of each: 0 is the last
-    #                                   known token, k is tokens[:, k - 1], which must be an earlier one
+    #                                   known token, k is tokens[:, k - 1], which comes before it
 
     @cached_property
     def seen(self):
@@ -73,8 +74,7 @@ def straighten(state, tree, node, passed):
     the Pass in its order, and how many of its tokens were accepted (B,).
 
     After the path come the descendants of its last node, all rejected, and then dead tokens. The
-    length is that of the longest branch through that last node: the most that could have been
-    accepted.
+    length is that of the longest branch through that node: the most that could have been accepted.
     """
     B, K = tree.tokens.shape
     row = torch.arange(B, device=node.device)
@@ -82,7 +82,7 @@ def straighten(state, tree, node, passed):
     on_path = seen[row, node]                                                   # (B, K+1)
     below = seen[row, :, node]                                                  # (B, K+1)
     rank = torch.where(on_path, 0, 2 - below.long())
-    path = rank.argsort(dim=1, stable=True)                                     # (B, K+1) a permutation
+    path = rank.argsort(dim=1, stable=True)                                     # (B, K+1)
     slots = state.after(torch.arange(-1, K, device=node.device))                # (B, K+1)
     state.cache.move(slots.gather(1, path), slots)
 
@@ -118,7 +118,7 @@ def verify_tree(p, tokens, parents, coins, q=None, length=None):
     >>> from sampling import Coins
     >>> p = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]])
     >>> node, token = verify_tree(p, torch.tensor([[2, 0]]), torch.tensor([[0, 0]]), Coins(0))
-    >>> node.tolist(), token.tolist()               # 2 is rejected, its sibling 0 is accepted, 1 follows
+    >>> node.tolist(), token.tolist()       # 2 is rejected, its sibling 0 is accepted, 1 follows
     ([2], [1])
     """
     B, K = tokens.shape
@@ -130,7 +130,7 @@ def verify_tree(p, tokens, parents, coins, q=None, length=None):
         q = one_hot(tokens, p)
     live = place < length[:, None]                                              # (B, K)
     parents = parents.expand(B, K)
-    rest = p.clone()                        # what is left of p at each node, if its children so far fail
+    rest = p.clone()                        # what is left of p at each node if its children fail
     chance = torch.zeros_like(live, dtype=p.dtype)                              # (B, K)
     for k in range(K):
         token = tokens[:, k, None]                                              # (B, 1)

@@ -484,7 +484,7 @@ figure
 # tends to go on well, and the formula predicts too little. The circle above the curve, in the picture
 # of alpha and yield, is one text where more was written than predicted.
 #
-# `expected_tokens` can also follow a whole series of acceptances along a text; [the next
+# `expected_tokens_along` follows a whole series of acceptances along a text; [the next
 # notebook](05_layer_skipping.ipynb) uses that. What the clock says is another matter, because c depends
 # on the machine.
 #

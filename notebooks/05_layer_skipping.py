@@ -142,18 +142,20 @@ figure
 # ## Predicted and measured
 #
 # What does the formula predict for each exit, and what do we measure on this machine? The prediction
-# follows the whole series of acceptances along the text (`expected_tokens`). The measurement runs the
+# follows the acceptances along the text (`expected_tokens_along`). The measurement runs the
 # drafts and plain decoding in turn, and takes medians.
 
 # %%
+from control import best_along
 from layerskip import SelfDraft
 from speculative import rounds
 from support.stats import compare
 
 chosen = sorted({max(1, L // 12), max(1, L // 6), max(1, L // 4), max(1, L // 2)})
 series = {e: teacher.acceptance(early_exit(L, e)) for e in chosen}
-gammas = {e: max(1, best_gamma(series[e], c_exits[e - 1], most=6)) for e in chosen}
-predicted = {e: expected_speedup(series[e], gammas[e], c_exits[e - 1]) for e in chosen}
+found = {e: best_along([series[e]], c_exits[e - 1], most=6, least=1) for e in chosen}
+gammas = {e: gamma for e, (gamma, _) in found.items()}
+predicted = {e: gain for e, (_, gain) in found.items()}
 makers = {e: lambda e=e: SelfDraft(model, early_exit(L, e), gammas[e]) for e in chosen}
 prompt = story[:24]
 timed = compare(lambda d: rounds(model, [prompt], 24, d), {"plain": lambda: None, **makers}, 1, repeats=3)
@@ -205,7 +207,7 @@ figure
 # useless draft get to draft?
 
 # %%
-from control import DoNoHarm
+from lab.rules import DoNoHarm                                  # a rule of the lab
 from sampling import Coins, to_probs
 
 

@@ -220,7 +220,7 @@ for block in (1.0, 1.2, 1.6, 2.0):
         """A block of two or more tokens costs this much."""
         return block if T > 1 else 1.0
 
-    best = {kind: best_gamma(alpha, c, block=cost) for kind, alpha in found.items()}
+    best = {kind: best_gamma(alpha, c, pass_cost=cost) for kind, alpha in found.items()}
     print(f"block {block}:", ", ".join(
         f"{kind} {expected_speedup(found[kind], g, c, cost(g + 1)):.2f}" for kind, g in best.items()))
 

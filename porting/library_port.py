@@ -135,7 +135,7 @@ def weights(r, dtype, coins):
 
 def norm(r, dtype, coins):
     w = unpack(r["weight"], dtype)
-    layer = RMSNorm(Config(1, len(w), 1, 1, 1, 2, 1, norm_eps=r["eps"], norm_offset=r["offset"])).to(dtype)
+    layer = RMSNorm(Config(1, 1, 1, 1, 1, 2, 1, norm_eps=r["eps"], norm_offset=r["offset"]), len(w)).to(dtype)
     layer.weight.data.copy_(w)
     return {"y": pack(layer(unpack(r["x"], dtype)).detach())}
 

@@ -9,7 +9,7 @@ import json
 import math
 import statistics
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -43,40 +43,57 @@ def interleave(actions, repeats):
     return {name: statistics.median(s) for name, s in seconds.items()}
 
 
-def measure_costs(model, at=64, repeats=50):
-    """Costs in seconds, for one token after `at` others. It measures the head; a drafted step without
+def measure_costs(model, context=64, repeats=50):
+    """Costs in seconds, for one token after `context` others. It measures the head; a drafted step without
     sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17
     tokens, with their verification; and the extra cost of an attention after 16 times as many tokens.
     A recorded model replays its passes and its head; only the parts are measured eagerly."""
-    far, unbounded = 16 * at, 2 * (model.c.n_layers > 1)  # an attention without a window, if there is one
+    far = 16 * context
+    unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
     eager = getattr(model, "model", model)
-    cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), model.tok.device)
-    text = torch.arange(at + MOST + 1, device=model.tok.device)[None] % model.c.vocab_size
-    eager.run(eager.embed(text[:, :at]), Placement.span(0, at, text.device), cache)
-    tokens, (here, away) = text[:, at:], (Placement.span(i, i + 1, text.device) for i in (at, far))
-    x, coins = model.embed(tokens[:, :1]), Coins()
+    device = model.tok.device
+    cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), device)
+    text = torch.arange(context + MOST + 1, device=device)[None] % model.c.vocab_size
+    eager.run(eager.embed(text[:, :context]), Placement.span(0, context, device), cache)
+    tokens = text[:, context:]
+    here = Placement.span(context, context + 1, device)
+    away = Placement.span(far, far + 1, device)
+    x = model.embed(tokens[:, :1])
+    coins = Coins()
 
     def step():
         logits = model.unembed(model.run(model.embed(tokens[:, :1]), here, cache, []))
         return coins.choose(to_probs(logits, 1.0)), raw_probs(logits)
 
     def read(T):
-        block = Placement.span(at, at + T, x.device)
-        logits = model.unembed(model.run(model.embed(tokens[:, :T]), block, cache))
+        at = Placement.span(context, context + T, device)
+        logits = model.unembed(model.run(model.embed(tokens[:, :T]), at, cache))
         return verify(to_probs(logits, 1.0), None, tokens[:, 1:T], coins), raw_probs(logits)
 
     parts = {i: partial(eager.run, x, here, cache, [i]) for i in range(2 * model.c.n_layers)}
     # trap: a pass takes longer after other work. In plain decoding it follows a pass, so here, too
-    blocks = {(T, which): partial(read, width) for T in WIDTHS for which, width in (("before", 1), ("", T))}
-    times = interleave({**parts, "empty": partial(eager.run, x, here, cache, []), "step": step,
-                        "head": partial(model.unembed, x), **blocks,
-                        "far": partial(eager.run, x, away, cache, [unbounded])}, repeats)
-    plain, rest, head = times[1, ""], times["step"], times["head"]
+    passes = {}
+    for T in WIDTHS:
+        passes[T, "before"] = partial(read, 1)
+        passes[T, ""] = partial(read, T)
+    times = interleave({
+        **parts,
+        "empty": partial(eager.run, x, here, cache, []),
+        "step": step,
+        "head": partial(model.unembed, x),
+        **passes,
+        "far": partial(eager.run, x, away, cache, [unbounded])}, repeats)
+    plain = times[1, ""]
     alone = [max(0.0, times[i] - times["empty"]) for i in parts]
-    scale = max(0.0, plain - rest) / (sum(alone) or 1.0)
-    slot = scale * max(0.0, times["far"] - times[unbounded]) / (far - at)
-    return Costs(tuple(scale * s for s in alone), head, tuple((T, times[T, ""] / plain) for T in WIDTHS),
-                 slot, at, model.c.window, max(0.0, rest - head))
+    scale = max(0.0, plain - times["step"]) / (sum(alone) or 1.0)
+    return Costs(
+        sublayers=tuple(scale * s for s in alone),
+        head=times["head"],
+        passes=tuple((T, times[T, ""] / plain) for T in WIDTHS),
+        slot=scale * max(0.0, times["far"] - times[unbounded]) / (far - context),
+        context=context,
+        window=model.c.window,
+        call=max(0.0, times["step"] - times["head"]))
 
 
 # --- tables in files
@@ -87,12 +104,17 @@ def read_costs(path, c):
     "head" may be missing. Raises ValueError for any other file."""
     raw = read_json(Path(path))
     with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes it"):
-        costs = Costs(**{field.name: raw[field.name] for field in fields(Costs) if field.name in raw})
-        numbers = *costs.sublayers, costs.head, costs.slot, costs.call, *(ratio for _, ratio in costs.blocks)
+        raw.pop("unit", None)
+        costs = Costs(**raw)
+        ratios = [ratio for _, ratio in costs.passes]
+        numbers = [*costs.sublayers, costs.head, costs.slot, costs.call, *ratios]
         if len(costs.sublayers) != 2 * c.n_layers or not all(0 <= x < math.inf for x in numbers):
             raise ValueError(f"expected {2 * c.n_layers} sub-layers, and numbers from 0 up")
-    return replace(costs, sublayers=tuple(costs.sublayers), blocks=tuple(map(tuple, costs.blocks)),
-                   window=c.window if costs.slot else None)
+    return replace(
+        costs,
+        sublayers=tuple(costs.sublayers),
+        passes=tuple(map(tuple, costs.passes)),
+        window=c.window if costs.slot else None)
 
 
 def kept_costs(model):

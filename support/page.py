@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from sampling import Coins, raw_probs, to_probs
+from sampling import Coins, one_hot, raw_probs, to_probs
 from support.show import SIGNS, STYLES, Stream, origins
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -26,63 +26,102 @@ class Player:
     """Collects row 0 of a run. Give `coins` and `look` to `rounds`, and each of its rounds to `add`."""
 
     def __init__(self, tokenizer, prompt, seed=0):
-        self.decode, self.stream = tokenizer.decode, Stream(tokenizer, prompt)
-        self.coins, self.prompt = SeenCoins(seed), self.stream.text
-        self.tokens, self.rounds, self.seen = list(prompt), [], []
+        self.decode = tokenizer.decode
+        self.stream = Stream(tokenizer, prompt)
+        self.prompt = self.stream.text
+        self.coins = SeenCoins(seed)
+        self.tokens = list(prompt)
+        self.rounds = []
+        self.looked = []        # (p or q, row 0 as it was before temperature and cuts) of this round
 
     def look(self, logits, *settings):
         """`to_probs`; row 0 is also kept as it was before temperature and cuts."""
-        self.seen.append((to_probs(logits, *settings), raw_probs(logits[0])))
-        return self.seen[-1][0]
+        probs = to_probs(logits, *settings)
+        self.looked.append((probs, raw_probs(logits[0])))
+        return probs
 
     def text(self, token):
         """A token alone, with control characters as visible signs."""
         return self.decode([token], skip_special_tokens=False).translate(SIGNS)
 
     def add(self, state, r):
-        coins, self.coins.seen, seen, self.seen = self.coins.seen, (), self.seen, []
-        drafted, new = r.draft.tokens[0, : int(r.draft.length[0])].tolist(), r.new[0]
+        coins = self.coins.seen
+        looked = self.looked
+        self.coins.seen = ()
+        self.looked = []
+        new = r.new[0]
         if not new:     # row 0 has ended before the others
             return
-        accepted, proposed, start = int(r.accepted[0]), int(r.proposed[0]), len(self.tokens) - 1
-        block, self.tokens = [self.tokens[-1], *drafted], self.tokens + new
+        drafted = r.draft.tokens[0, : int(r.draft.length[0])].tolist()
+        accepted = int(r.accepted[0])
+        block = [self.tokens[-1], *drafted]
         # what the draft drew from: everything that was looked at before the target's own p
-        before = takewhile(lambda pair: pair[0] is not r.p, seen)
+        before = takewhile(lambda pair: pair[0] is not r.p, looked)
         drawn = (row for q, raw in before for row in zip(q[0], raw, strict=True))
         # the round's last coins: one per drafted token, row by row, then one per row for its next token
-        places = [self.place(r, k, t, coins[-2][k], drawn)
-                  for k, t in enumerate(drafted[:proposed][: accepted + 1])]
-        places += [self.place(r, accepted)] if accepted == len(drafted) else []
-        written = [[self.stream.push(t).translate(SIGNS), o] for t, o in zip(new, origins(r), strict=True)]
-        self.rounds.append({"start": start, "block": [self.text(t) for t in block], "accepted": accepted,
-                            "new": written, "places": places, "coin": short(coins[-1][0])})
+        places = []
+        for k, token in enumerate(drafted[: int(r.proposed[0])][: accepted + 1]):
+            places.append(self.tested(r, k, token, coins[-2][k], drawn))
+        if accepted == len(drafted):
+            p = r.p[0, accepted]
+            places.append(self.place(r, accepted, torch.zeros_like(p), torch.zeros_like(p)))
+        written = []
+        for token, origin in zip(new, origins(r), strict=True):
+            written.append([self.stream.push(token).translate(SIGNS), origin])
+        self.rounds.append({
+            "start": len(self.tokens) - 1,
+            "block": [self.text(t) for t in block],
+            "accepted": accepted,
+            "new": written,
+            "places": places,
+            "coin": short(coins[-1][0])})
+        self.tokens += new
 
-    def place(self, r, k, token=None, coin=0, drawn=()):
-        """A place that was tested, or that of a bonus token. Bars of a token: p, q, where its part ends if
-        the residual is laid out from 0 to 1, and, where p and q are one-hot, what they were before."""
-        p, own = r.p[0, k], [] if token is None else [token]
-        q = raw_q = torch.zeros_like(p)
-        if own:
-            q = q.index_fill(0, r.draft.tokens[0, k], 1.0) if r.draft.q is None else r.draft.q[0, k]
-            raw_q = next((raw for look, raw in drawn if torch.equal(look, q)), q)   # copied: no other
+    def tested(self, r, k, token, coin, drawn):
+        """The place of a drafted token, with its p, its q and its coin."""
+        p = r.p[0, k]
+        if r.draft.q is None:
+            q = one_hot(r.draft.tokens[0, k], p)
+        else:
+            q = r.draft.q[0, k]
+        raw_q = next((raw for look, raw in drawn if torch.equal(look, q)), q)   # copied: no other
+        return self.place(r, k, q, raw_q, token) | {
+            "text": self.text(token),
+            "p": short(p[token]),
+            "q": short(q[token]),
+            "coin": short(coin)}
+
+    def place(self, r, k, q, raw_q, *tested):
+        """A place with its bars. Bars of a token: p, q, where its part ends if the residual is laid out
+        from 0 to 1, and, where p and q are one-hot, what they were before."""
+        p = r.p[0, k]
         rest = (p - q).clamp(min=0)
         ends = (rest if rest.sum() > 0 else p).double().cumsum(0)
-        one_hot = bool(p.max() == 1 and q.max() in (0, 1))
-        columns = [p, q, ends / ends[-1], *[raw_probs(r.logits[0, k]), raw_q] * one_hot]
-        _, large = torch.maximum(*columns[-2:] if one_hot else (p, q)).topk(min(SHOWN, len(p)))
-        ids = dict.fromkeys([*large.tolist(), *own, *r.new[0][k : k + 1]])
-        bars = [[self.text(t), *(short(x[t]) for x in columns)] for t in ids if one_hot or p[t] + q[t] > 0]
-        found = {"text": None, "left": short(rest.sum()), "bars": bars}
-        return found | {"text": self.text(token), "p": short(p[token]), "q": short(q[token]),
-                        "coin": short(coin)} if own else found
+        columns = [p, q, ends / ends[-1]]
+        certain = bool(p.max() == 1 and q.max() in (0, 1))
+        if certain:
+            columns += [raw_probs(r.logits[0, k]), raw_q]
+        tallest = torch.maximum(*columns[-2:]) if certain else torch.maximum(p, q)
+        _, large = tallest.topk(min(SHOWN, len(p)))
+        ids = dict.fromkeys([*large.tolist(), *tested, *r.new[0][k : k + 1]])
+        bars = []
+        for t in ids:
+            if certain or p[t] + q[t] > 0:
+                bars.append([self.text(t), *(short(x[t]) for x in columns)])
+        return {"text": None, "left": short(rest.sum()), "bars": bars}
 
     def html(self, settings=None):
         """The page, which names the SETTINGS among those given."""
         if not self.rounds:
             raise ValueError("nothing was written, so there is no round to step through")
-        named = {key: settings[key] for key in SETTINGS if (settings or {}).get(key) is not None}
-        data = json.dumps({"prompt": self.prompt.translate(SIGNS), "settings": named, "styles": STYLES,
-                           "tokens": [self.text(t) for t in self.tokens], "rounds": self.rounds})
+        settings = settings or {}
+        named = {key: settings[key] for key in SETTINGS if settings.get(key) is not None}
+        data = json.dumps({
+            "prompt": self.prompt.translate(SIGNS),
+            "settings": named,
+            "styles": STYLES,
+            "tokens": [self.text(t) for t in self.tokens],
+            "rounds": self.rounds})
         # trap: "</script>" ends a script wherever it stands, also within a string
         return TEMPLATE.read_text(encoding="utf-8").replace("DATA", data.replace("<", "\\u003c"))
 

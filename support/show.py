@@ -27,8 +27,13 @@ SIGNS |= dict.fromkeys((*range(0xD800, 0xE000), 0xFFFE, 0xFFFF), "\ufffd")     #
 def origins(r, b=0):
     """Where each of r.new[b] came from, as keys of STYLES: accepted drafts, then the correction of a rejected
     one, the bonus after a draft that was accepted whole or, if nothing was drafted, a plain token."""
-    accepted, proposed = int(r.accepted[b]), int(r.proposed[b])
-    last = "plain" if proposed == 0 else "bonus" if accepted == proposed else "correction"
+    accepted = int(r.accepted[b])
+    proposed = int(r.proposed[b])
+    last = "correction"
+    if proposed == 0:
+        last = "plain"
+    elif accepted == proposed:
+        last = "bonus"
     # nothing follows an end-of-text id inside the accepted draft
     return ["accepted"] * accepted + [last] * (len(r.new[b]) - accepted)
 
@@ -40,13 +45,20 @@ def colours(stream):
 
 def paint(pieces, colour=True):
     """(text, origin) pairs as one string that is safe to print. Text of origin None has no colour."""
-    return "".join(f"\x1b[{STYLES[origin][1]}m{text}\x1b[0m" if colour and origin and text else text
-                   for raw, origin in pieces for text in [raw.translate(SIGNS)])
+    painted = []
+    for raw, origin in pieces:
+        text = raw.translate(SIGNS)
+        if colour and origin and text:
+            text = f"\x1b[{STYLES[origin][1]}m{text}\x1b[0m"
+        painted.append(text)
+    return "".join(painted)
 
 
 def legend(colour=True):
     """One line for the terminal, empty without colours: then there is nothing to explain."""
-    return "  ".join(paint([(name, origin)]) for origin, (*_, name) in STYLES.items()) if colour else ""
+    if not colour:
+        return ""
+    return "  ".join(paint([(name, origin)]) for origin, (*_, name) in STYLES.items())
 
 
 class Stream:
@@ -54,7 +66,8 @@ class Stream:
     decodes to U+FFFD, which is held back while it is at the end of the text."""
 
     def __init__(self, tokenizer, ids):
-        self.decode, self.ids = tokenizer.decode, list(ids)
+        self.decode = tokenizer.decode
+        self.ids = list(ids)
         self.text = self.decode(self.ids)
         if self.text.endswith("\ufffd") and not spelt_out(tokenizer, self.ids):
             self.text = self.text.rstrip("\ufffd")
@@ -71,7 +84,8 @@ class Stream:
         return self.read(self.decode(self.ids))
 
     def read(self, whole):
-        piece, self.shown = whole[self.shown :], max(self.shown, len(whole))
+        piece = whole[self.shown :]
+        self.shown = max(self.shown, len(whole))
         return piece
 
 
@@ -98,9 +112,11 @@ class Generation:
 
     def __init__(self, tokenizer, prompts, timed=None):
         self.streams = [Stream(tokenizer, prompt) for prompt in prompts]
-        self.prompts, self.rows = [s.text for s in self.streams], [[] for _ in prompts]
+        self.prompts = [stream.text for stream in self.streams]
+        self.rows = [[] for _ in prompts]
         self.unseen = [[] for _ in prompts]     # what `fresh` has not returned yet
-        self.counts, self.timed = Counts(), timed
+        self.counts = Counts()
+        self.timed = timed
 
     def watch(self, steps):
         """Add what `rounds` yields, and yield it again."""
@@ -120,61 +136,100 @@ class Generation:
     def close(self):
         """After the last round: an incomplete character is shown as U+FFFD."""
         for row, stream, unseen in zip(self.rows, self.streams, self.unseen, strict=True):
-            if row and (rest := stream.rest()):
+            rest = stream.rest()
+            if row and rest:
                 row[-1].text += rest
                 unseen.append((rest, row[-1].origin))
 
     def fresh(self, colour=True, b=0):
         """What row b has written since the last call, to print. Call it once more after the last round."""
-        pieces, self.unseen[b] = self.unseen[b], []
+        pieces = self.unseen[b]
+        self.unseen[b] = []
         return paint(pieces, colour)
 
     def summary(self):
         """Up to three lines: counts, and where the time went."""
-        n, rows = self.counts, len(self.rows)
-        lines = [f"{n.tokens} token{'s' * (n.tokens != 1)} in {n.passes} pass{'es' * (n.passes != 1)}"
-                 f"{f' over {rows} rows' * (rows > 1)}: {n.tau:.2f} per pass (tau)"]
+        n = self.counts
+        line = f"{n.tokens} token{'s' * (n.tokens != 1)} in {n.passes} pass{'es' * (n.passes != 1)}"
+        if len(self.rows) > 1:
+            line += f" over {len(self.rows)} rows"
+        lines = [f"{line}: {n.tau:.2f} per pass (tau)"]
         if n.proposed:
-            lines += [f"{n.accepted} of {n.proposed} drafted tokens accepted "
-                      f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones (alpha)"]
+            lines.append(f"{n.accepted} of {n.proposed} drafted tokens accepted "
+                         f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones (alpha)")
         if self.timed and n.proposed:
-            seconds = self.timed.seconds
-            parts = ", ".join(f"{part} {s / sum(seconds.values()):.0%}" for part, s in seconds.items())
-            lines += [f"time: {parts}"]
+            total = sum(self.timed.seconds.values())
+            parts = [f"{part} {s / total:.0%}" for part, s in self.timed.seconds.items()]
+            lines.append(f"time: {', '.join(parts)}")
         return "\n".join(lines)
 
 
 def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
     """Draw the first text as an SVG file: a box per token, in lines of at most `columns` characters."""
-    row, boxes, line, column = generation.rows[0], [], 2, 0     # boxes: [(line, column, text, origin)]
-    pieces = [(word, None) for word in re.findall(r"\s*\S+", generation.prompts[0])]
-    pieces += [(t.text, t.origin) for t in row]
-    rest = "".join(text for text, _ in pieces)
-    for token, origin in pieces:
-        word, rest = re.match(r"\s*\S*", rest)[0], rest[len(token) :]  # lines break between words
-        for i, text in enumerate(token.translate(SIGNS).split("\n")):
-            if i or column + max(len(text), len(word) * text.startswith(" ")) > columns:
-                line, column, text = line + 1, 0, text.lstrip()
-            bare = text.strip()
-            boxes += [(line, column + text.index(bare), bare, origin)] if bare else []
-            column += len(text)
-    width, height, column = columns * wide + 2 * margin, pitch * (line + 3) + 2 * margin, 0
-    boxes.append((line + 2, 0, generation.summary().split("\n")[0], None))
-    for origin, (*_, name) in STYLES.items():
-        if count := sum(t.origin == origin for t in row):
-            boxes += [(0, column, name, origin), (0, column + len(name) + 1, str(count), None)]
-            column += len(name) + len(str(count)) + 4
+    row = generation.rows[0]
+    words = re.findall(r"\s*\S+", generation.prompts[0])
+    pieces = [(word, None) for word in words] + [(t.text, t.origin) for t in row]
+    boxes, last = laid_out(pieces, columns)
+    boxes.append((last + 2, 0, generation.summary().split("\n")[0], None))
+    boxes += legend_boxes(row)
+    width = columns * wide + 2 * margin
+    height = pitch * (last + 3) + 2 * margin
     drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13" '
              'font-family="monospace"><rect width="100%" height="100%" fill="white"/>']
     for line, column, text, origin in boxes:
-        x, y, w = margin + wide * column, margin + pitch * line, wide * len(text)
+        x = margin + wide * column
+        y = margin + pitch * line
+        w = wide * len(text)
         if origin:
-            hue, _, style, _ = STYLES[origin]
-            drawn.append(f'<rect x="{x}" y="{y}" width="{w}" height="20" rx="3" fill="{hue}" opacity=".17"/>')
-            dashes = {"dashed": "5 3", "dotted": "2 3"}.get(style, "")
-            for up in (0, 3) if style == "double" else (0,):
-                drawn.append(f'<path d="M{x + 2} {y + 20 - up}h{w - 4}" stroke="{hue}" stroke-width="1.5" '
-                             f'stroke-dasharray="{dashes}"/>')
-        drawn.append(f'<text x="{x}" y="{y + 14}" textLength="{w}" fill="{"#1a1a1a" if origin else "#666"}">'
+            drawn += underlined(x, y, w, origin)
+        ink = "#1a1a1a" if origin else "#666"
+        drawn.append(f'<text x="{x}" y="{y + 14}" textLength="{w}" fill="{ink}">'
                      f'{html.escape(text)}</text>')
     write_file(path, "\n".join([*drawn, "</svg>\n"]))
+
+
+def laid_out(pieces, columns):
+    """[(line, column, text, origin)] of (text, origin) pairs, from line 2 on, and the last line. Lines
+    break between words."""
+    boxes = []
+    line = 2
+    column = 0
+    rest = "".join(text for text, _ in pieces)
+    for token, origin in pieces:
+        word = re.match(r"\s*\S*", rest)[0]
+        rest = rest[len(token) :]
+        for i, text in enumerate(token.translate(SIGNS).split("\n")):
+            needed = max(len(text), len(word)) if text.startswith(" ") else len(text)
+            if i or column + needed > columns:
+                line += 1
+                column = 0
+                text = text.lstrip()
+            bare = text.strip()
+            if bare:
+                boxes.append((line, column + text.index(bare), bare, origin))
+            column += len(text)
+    return boxes, line
+
+
+def legend_boxes(row):
+    """The boxes of line 0: each origin that occurs in the row, and how often."""
+    boxes = []
+    column = 0
+    for origin, (*_, name) in STYLES.items():
+        count = sum(t.origin == origin for t in row)
+        if count:
+            boxes.append((0, column, name, origin))
+            boxes.append((0, column + len(name) + 1, str(count), None))
+            column += len(name) + len(str(count)) + 4
+    return boxes
+
+
+def underlined(x, y, w, origin):
+    """The SVG of a token's box and of the line below it."""
+    hue, _, style, _ = STYLES[origin]
+    dashes = {"dashed": "5 3", "dotted": "2 3"}.get(style, "")
+    drawn = [f'<rect x="{x}" y="{y}" width="{w}" height="20" rx="3" fill="{hue}" opacity=".17"/>']
+    for up in (0, 3) if style == "double" else (0,):
+        drawn.append(f'<path d="M{x + 2} {y + 20 - up}h{w - 4}" stroke="{hue}" stroke-width="1.5" '
+                     f'stroke-dasharray="{dashes}"/>')
+    return drawn

@@ -27,10 +27,14 @@ class Counts:
 
     def add(self, r):
         self.passes += 1
-        for new, proposed, accepted in zip(r.new, r.proposed.tolist(), r.accepted.tolist(), strict=True):
-            self.turns, self.tokens = self.turns + bool(new), self.tokens + len(new)
-            self.drafted, self.hits = self.drafted + bool(proposed), self.hits + bool(accepted)
-            self.proposed, self.accepted = self.proposed + proposed, self.accepted + accepted
+        rows = zip(r.new, r.proposed.tolist(), r.accepted.tolist(), strict=True)
+        for new, proposed, accepted in rows:
+            self.turns += bool(new)
+            self.tokens += len(new)
+            self.drafted += bool(proposed)
+            self.hits += bool(accepted)
+            self.proposed += proposed
+            self.accepted += accepted
 
     @property
     def tau(self):
@@ -52,13 +56,15 @@ class Stopwatch(Wrapper):
 
     def __init__(self, drafter=None):
         super().__init__(drafter or Drafter())
-        self.reading, self.now = 0.0, time.perf_counter()
+        self.reading = 0.0
+        self.now = time.perf_counter()
 
     def lap(self, state):
         """The seconds since the last lap. On CUDA this waits for the device."""
         if state.n.is_cuda:
             torch.cuda.synchronize(state.n.device)
-        before, self.now = self.now, time.perf_counter()
+        before = self.now
+        self.now = time.perf_counter()
         return self.now - before
 
     def begin(self, state, trace):
@@ -132,7 +138,8 @@ def divergence(model, prompts, ours, plain):
     are the same. If several rows differ: the first that rounding does not explain, else the first."""
     rows = enumerate(zip(prompts, ours, plain, strict=True))
     found = [{"output": b} | parting(model, *row) for b, row in rows if row[1] != row[2]]
-    return next((d for d in found if not d["near_tie"]), found[0] if found else None)
+    found.sort(key=lambda d: d["near_tie"])
+    return next(iter(found), None)
 
 
 @torch.inference_mode()
@@ -144,16 +151,20 @@ def parting(model, prompt, ours, plain, dtype=None):
     the root of their number. Two logits in two runs have four errors, which gives the factor 2.
     dtype: in which the texts were written, by default the model's."""
     both = enumerate(zip(ours, plain, strict=False))
-    at = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
-    ids = [*ours[at : at + 1], *plain[at : at + 1]]     # only one if the other text has ended
-    tokens = torch.tensor([prompt + plain[:at]], device=model.tok.device)               # (1, T)
+    place = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
+    ids = [*ours[place : place + 1], *plain[place : place + 1]]     # only one if the other has ended
+    tokens = torch.tensor([prompt + plain[:place]], device=model.tok.device)            # (1, T)
     cache = KVCache(model.c, 1, tokens.shape[1], model.attention_dtype(), tokens.device)
     logits = model.unembed(prefill(model, tokens, cache)[:, -1:])[0, 0].double()        # (V,)
     gap = float(logits.max() - logits[ids].min())
     dtype = dtype or model.tok.dtype
-    dtypes = dtype, torch.promote_types(dtype, torch.float32)
-    result, product = (torch.finfo(dtype).eps / 2 for dtype in dtypes)
+    result = torch.finfo(dtype).eps / 2
+    product = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     error = math.sqrt(2 * model.c.n_layers) * (result + math.sqrt(model.c.dim) * product)
     rounding = 2 * error * float(logits.abs().max())
-    return {"position": at, "ids": ids, "gap": gap, "rounding": rounding,
-            "near_tie": len(ids) == 2 and gap <= rounding}
+    return {
+        "position": place,
+        "ids": ids,
+        "gap": gap,
+        "rounding": rounding,
+        "near_tie": len(ids) == 2 and gap <= rounding}

@@ -222,8 +222,8 @@ TABLE = {
          "checkpoint::saving_and_loading_loses_nothing[gemma2-dtype1]"),
         ("Transformer.embed", ") * self.scale", ")", "embed_scale missing",
          "checkpoint::saving_and_loading_loses_nothing[gemma2-dtype1]"),
-        ("Transformer.unembed", "softcap(F.linear(self.norm(x), head if rows is None else rows), "
-         "self.c.final_softcap", "F.linear(self.norm(x), head if rows is None else rows",
+        ("Transformer.unembed", "softcap(F.linear(self.norm(x), rows), self.c.final_softcap",
+         "F.linear(self.norm(x), rows",
          "no soft-cap on the logits", "checkpoint::saving_and_loading_loses_nothing[gemma2-dtype1]"),
         ("Transformer.unembed", "self.norm(x)", "x", "no norm before the head",
          "checkpoint::saving_and_loading_loses_nothing[llama-dtype0]"),
@@ -243,8 +243,8 @@ TABLE = {
         ("KVCache.move", "target, t.gather(3, source", "source, t.gather(3, target",
          "a move goes the other way", "trees::greedy_identity[exit-llama-cpu]")],
     "sampling.py": [
-        ("to_probs", "top_k].softmax(-1), order.indices[..., :top_k", "top_k and top_k + 1].softmax(-1), "
-         "order.indices[..., :top_k and top_k + 1", "top-k keeps one too many",
+        ("to_probs", "ids = order.indices[..., :top_k]", "top_k = top_k and top_k + 1\n"
+         "ids = order.indices[..., :top_k]", "top-k keeps one too many",
          "by_hand::probabilities[top-k]"),
         ("Coins.flip", "< prob", "<= prob", "what has probability 0 can happen",
          "sampling::flips_are_true_where_u_is_below_prob"),
@@ -370,21 +370,18 @@ TABLE = {
     "control.py": [
         ("expected_tokens", "(gamma + 1", "(gamma", "the token behind the draft is forgotten",
          "by_hand::expected_tokens_of_a_number"),
-        ("expected_tokens", "starts[i]", "1.0", "the mean run over all positions: the paradox of inspection",
+        ("expected_tokens_along", "starts[i]", "1.0",
+         "the mean run over all positions: the paradox of inspection",
          "control::expected_tokens_along_a_series_by_trying_every_outcome"),
-        ("expected_speedup", "gamma *", "(gamma + 1) *", "the token after the draft costs a drafted step",
+        ("round_cost", "gamma *", "(gamma + 1) *", "the token after the draft costs a drafted step",
          "control::best_gamma_by_brute_force"),
-        ("expected_speedup", "cost + block", "cost + 1", "a block costs as much as one token",
+        ("round_cost", "cost + verify_cost", "cost + 1", "a block costs as much as one token",
          "control::best_gamma_by_brute_force"),
         ("weight_costs", "head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)", "head_dim * 4 * c.n_heads",
          "each query head is taken to have its own key", "control::weight_costs_count_what_a_pass_reads"),
         ("Confidence.stop", "confidence(logits, token", "logits.softmax(-1).amax(-1",
          "the confidence in another token than the drawn one",
-         "control::confidence_is_that_in_the_drawn_token_in_float32"),
-        ("DoNoHarm.begin", "replace(self.past)", "self.past", "all rows share one estimate",
-         "control::do_no_harm_estimates_by_hand"),
-        ("DoNoHarm.gamma", "gamma, self.saved[b] = (1, self.saved[b] - self.cost)", "gamma = 1",
-         "a try is not paid for", "control::do_no_harm_tries_a_useless_draft_as_often_as_was_saved_for")],
+         "control::confidence_is_that_in_the_drawn_token_in_float32")],
     "search.py": [
         ("Teacher.draft", ", spare,", ", here,", "a scored draft takes the slots of the text",
          "layerskip::acceptance_is_that_of_the_loop[llama-whole]"),
@@ -398,7 +395,7 @@ TABLE = {
          "gaussian::the_kernel_by_hand"),
         ("GaussianProcess.__init__", "(y - self.mean) / self.std", "y - self.mean", "values are not scaled",
          "gaussian::predictions_by_the_dense_formula"),
-        ("speedup", ", block=costs.block", "", "the best gamma forgets the block",
+        ("speedup", ", pass_cost=costs.width", "", "the best gamma forgets the block",
          "search::speedup_by_hand[gemma2-probs1-9.0]"),
         ("speedup", ", calibration.share", "", "sets are scored with the cost of the whole head",
          "search::a_run_finds_the_best_set_at_the_costs_of_a_file"),
@@ -407,15 +404,18 @@ TABLE = {
         ("propose", "torch.cdist(z, zs, p=1).min(1).values > 0.5", "z[:, 0] >= 0", "a set is tried twice",
          "search::it_finds_the_optimum_within_sixty_trials")],
     "checkpoint.py": [
-        ("layout", "{'mlp_norm", "{'attn_norm", "Llama's post_attention_layernorm taken by its name",
+        ("layout", "'mlp_norm.weight': ['post_att", "'attn_norm.weight': ['post_att",
+         "Llama's post_attention_layernorm taken by its name",
          "checkpoint::saving_and_loading_loses_nothing[llama-dtype0]"),
         ("split", ":-2]", ":-2].transpose(0, 1)", "query heads dealt out in turn to the key heads",
          "checkpoint::saving_and_loading_loses_nothing[llama-dtype0]"),
         ("load", "c.embed_scale", "1.0", "the embeddings are not scaled",
          "checkpoint::saving_and_loading_loses_nothing[gemma2-dtype1]"),
         ("check_tensors", ") | have.keys()", ")", "left-over tensors are ignored",
-         "checkpoint::tensors_that_are_missing_left_over_or_misshapen_are_named"),
-        ("read_config", "raw['query_pre_attn_scalar", "raw['head_dim", "query_pre_attn_scalar is not read",
+         "checkpoint::tensors_that_are_missing_left_over_or_misshapen_are_named")],
+    "families.py": [
+        ("gemma2", "s.number('query_pre_attn_scalar'", "s.number('head_dim'",
+         "query_pre_attn_scalar is not read",
          "checkpoint::saving_and_loading_loses_nothing[gemma2-dtype1]"),
         ("read_eos", "'eos_token_id' not in settings", "given.get('eos_token_id') is not None",
          "end-of-text from config.json first", "checkpoint::end_of_text_ids_come_in_every_form"),
@@ -523,6 +523,11 @@ TABLE = {
          "exact::every_pass_has_one_shape"),
         ("equal_rows", "sum(map(torch.equal, got, want[:len(got)]))", "len(got)", "rows are not compared",
          "exact::rows_are_compared_before_passes_stay_whole[torch.float32]")],
+    "lab/rules.py": [
+        ("DoNoHarm.begin", "replace(self.past)", "self.past", "all rows share one estimate",
+         "control::do_no_harm_estimates_by_hand"),
+        ("DoNoHarm.how_far", "self.saved[b] -= self.cost", "pass",
+         "a try is not paid for", "control::do_no_harm_tries_a_useless_draft_as_often_as_was_saved_for")],
 }
 MISTAKES = [Mistake(file, *row[:-1], node_id(row[-1])) for file, rows in TABLE.items() for row in rows]
 

@@ -9,7 +9,7 @@ from teach import compare, fail, known, no_other_chance, short
 from test_sampling import ALMOST_ONE, from_p
 from tiny import GEMMA, LLAMA, Fixed, wide
 
-from control import best_gamma, expected_tokens
+from control import best_along, best_gamma, expected_tokens, expected_tokens_along
 from kvcache import KVCache
 from model import Attention, Placement, RMSNorm, frequencies, rope
 from sampling import to_probs
@@ -175,23 +175,23 @@ def test_expected_tokens_of_a_number():
         f"(alpha, gamma) = {cases}", rtol=1e-9)
 
 
-def test_expected_tokens_of_a_series():
+def test_expected_tokens_along_texts():
     series = wide([0.9, 0.2, 0.5])
     one, two = 1 + 0.9 + 0.9 * 0.2, 1 + 0.2 + 0.2 * 0.5
     starts = 0.1                # how likely the second round starts at position 1; only there it fits in
     mean = float(series.mean())
-    got = [expected_tokens(texts, 2) for texts in (series, [series], [series, wide([1, 1])])]
+    got = [expected_tokens_along(texts, 2) for texts in ([series], [series, wide([1, 1])])]
     want = (one + starts * two) / (1 + starts)
     more = (one + starts * two + 3) / (2 + starts)
-    compare(wide([float(x) for x in got]), [want, want, more], {
+    compare(wide([float(x) for x in got]), [want, more], {
         "the formula at the mean of the series; rounds must be followed along it": [
-            sum(mean**i for i in range(3))] * 2 + [sum(0.72**i for i in range(3))],
+            sum(mean**i for i in range(3)), sum(0.72**i for i in range(3))],
         "every position counts alike; a round starts only where the one before it ended": [
-            (one + two) / 2] * 2 + [(one + two + 3) / 3],
-        "a round too few: one that drafts to the very end of the series fits, too": [one] * 3},
+            (one + two) / 2, (one + two + 3) / 3],
+        "a round too few: one that drafts to the very end of the series fits, too": [one] * 2},
         "acceptances .9 .2 .5 along a text and gamma = 2: the first round starts at 0, the second at 1 (if "
-        "the first draft was rejected, probability 0.1) or not at all; first as a series, then as a list of "
-        "one series, then as a list with a second series 1 1", rtol=1e-9)
+        "the first draft was rejected, probability 0.1) or not at all; then with a second text, 1 1",
+        rtol=1e-9)
 
 
 def test_best_gamma_of_a_number():
@@ -205,22 +205,23 @@ def test_best_gamma_of_a_number():
 def test_best_gamma_within_its_bounds():
     dear = [1.0, 1.0, 2.0, 3.0, 4.0]
     got = [best_gamma(0.8, 0.05, most=3), best_gamma(0.3, 0.4, least=1),
-           best_gamma(0.8, 0.05, 4, block=lambda T: dear[T - 1])]
+           best_gamma(0.8, 0.05, 4, pass_cost=lambda T: dear[T - 1])]
     compare(torch.tensor(got), [3, 1, 1], {
-        "`block` is ignored: a pass over gamma + 1 tokens may take longer than one over one token": [3, 1, 4],
-        "block(T) is asked for T = gamma; the pass that verifies reads gamma + 1 tokens": [3, 1, 2]},
+        "`pass_cost` is ignored: a pass over gamma + 1 tokens may take longer than one over one token":
+            [3, 1, 4],
+        "pass_cost(T) is asked for T = gamma; the pass that verifies reads gamma + 1 tokens": [3, 1, 2]},
         "alpha = .8, c = .05, most = 3; alpha = .3, c = .4, least = 1; alpha = .8, c = .05, most = 4, and "
         "blocks of 1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
 
 
 def test_a_draft_must_fit_into_a_series():
-    for texts in (torch.ones(3), [torch.ones(2), torch.ones(3)], []):
+    for texts in ([torch.ones(2), torch.ones(3)], []):
         try:
-            got = expected_tokens(texts, 4)
+            got = expected_tokens_along(texts, 4)
         except ValueError:
             continue
         fail("gamma = 4 and series of at most 3 positions", "a ValueError", got, "no round fits into them")
-    got = best_gamma([torch.ones(2), torch.ones(5)], 0.1)
+    got, _ = best_along([torch.ones(2), torch.ones(5)], 0.1)
     compare(torch.tensor(got), 5, {}, "c = .1 and series of ones, 2 and 5 long")
 
 
@@ -244,7 +245,7 @@ def test_alpha_is_no_share_of_drafted_tokens():
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_norm_of_two_numbers(offset):
-    norm = RMSNorm(replace(LLAMA, dim=2, norm_eps=0.5, norm_offset=offset)).double().requires_grad_(False)
+    norm = RMSNorm(replace(LLAMA, norm_eps=0.5, norm_offset=offset), 2).double().requires_grad_(False)
     norm.weight.copy_(wide([1.0, 2.0]))
     x, w = wide([[3.0, 4.0]]), wide([1.0, 2.0])
     mean = 12.5                                                                # of the squares

@@ -7,12 +7,14 @@ import expected
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import FAMILIES, GEMMA, LLAMA, make, shard
+from tiny import FAMILIES, GEMMA, LLAMA, QWEN, make, shard
 
 import checkpoint
+import families
 
 LINEAR, LLAMA3 = {"rope_type": "linear", "factor": 2.0}, expected.SCALING
 CONFIGS = FAMILIES | {
+    **{name: replace(c, bos=3, eos=(5,)) for name, c in QWEN.items()},
     "wide-heads": replace(LLAMA, head_dim=12, bos=3, eos=(5, 6)),
     "llama3": replace(LLAMA, rope_theta=500.0, rope_scaling=LLAMA3), "silu": replace(GEMMA, act="silu"),
     "linear": replace(LLAMA, rope_scaling=LINEAR, tied=True, act="gelu"),
@@ -104,6 +106,7 @@ def test_end_of_text_ids_come_in_every_form(tmp_path):
 
 @pytest.mark.parametrize("kind, more", [
     ("Gemma2", {}), ("Gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=None)),
+    ("Qwen2", {}), ("Qwen3", {}),
     ("Llama", {}), ("Llama", dict(num_key_value_heads=None, head_dim=None, rope_scaling=None))], ids=str)
 def test_what_a_config_leaves_out_is_what_transformers_takes(kind, more, tmp_path):
     import transformers
@@ -111,7 +114,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind, more, tmp_pat
         vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, intermediate_size=96,
         model_type=kind.lower(), bos_token_id=None, eos_token_id=None)
     whole = getattr(transformers, f"{kind}Config")(**least).to_dict()
-    assert checkpoint.FAMILIES[kind.lower()].keys() < whole.keys() | {"rope_theta"}
+    assert families.DEFAULTS[kind.lower()].keys() < whole.keys() | {"rope_theta", "head_dim"}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     want = checkpoint.read_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(least))
@@ -129,9 +132,9 @@ FORMS = {     # what config.json says, and how the weights change, given the emb
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | QWEN)
 def test_every_form_is_understood_as_by_transformers(family, name, tmp_path):
-    m, folder = saved(replace(FAMILIES[family], tied=True), tmp_path, torch.float64)
+    m, folder = saved(replace(CONFIGS[family], tied=True), tmp_path, torch.float64)
     said, changes = FORMS[name]
     edit(folder / "config.json", drop=["rope_scaling", "rope_theta"], **said)
     edit(folder / "model.safetensors", drop=[EMBED] * ("matrix" in name), **changes(m.tok))
@@ -150,7 +153,10 @@ REFUSED = [
     (LLAMA, dict(rope_scaling=LLAMA3 | {"low_freq_factor": 4.0}), "low_freq_factor"),
     (LLAMA, dict(bos_token_id=-1), "-1"), (LLAMA, dict(num_hidden_layers=10**5), "100000 layers"),
     (LLAMA, dict(rope_scaling=LINEAR | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
-    (LLAMA, dict(hidden_size="32"), "'32'"),
+    (LLAMA, dict(hidden_size="32"), "'32'"), (LLAMA, dict(attention_bias=True), "attention_bias"),
+    (QWEN["qwen2"], dict(use_sliding_window=True), "use_sliding_window"),
+    (QWEN["qwen3"], dict(attention_bias=True), "attention_bias True"),
+    (QWEN["qwen3"], dict(layer_types=["sliding_attention"] * 6), "layer_types"),
     (GEMMA, dict(sliding_window=None), "window"), (LLAMA, dict(hidden_size=2**60), "shape")]
 
 

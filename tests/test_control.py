@@ -17,13 +17,13 @@ from control import (
     Beta,
     Confidence,
     Costs,
-    DoNoHarm,
     best_gamma,
     confidence,
     expected_speedup,
-    expected_tokens,
+    expected_tokens_along,
     weight_costs,
 )
+from lab.rules import DoNoHarm
 from layerskip import SelfDraft, early_exit, without
 from methods.then import Then
 from model import Config, Transformer
@@ -54,7 +54,8 @@ class Say(Drafter):
 DRAFTERS = {
     "exit": lambda m: SelfDraft(m, range(8), dice()),
     "skip set": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), dice()),
-    "n-gram": lambda m: NGram(dice(ends=False), 1), "n-gram, no harm": lambda m: NGram(DoNoHarm(0.1, 3), 1),
+    "n-gram": lambda m: NGram(dice(ends=False), 1),
+    "n-gram, no harm": lambda m: NGram(DoNoHarm(0.1, 3), 1),
     "model, model": lambda m: Then(ModelDraft(small(m), dice(3)), ModelDraft(m, dice(4))),
     "exit, model, n-gram": lambda m: Then(
         SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1)))}
@@ -228,10 +229,10 @@ def test_expected_tokens_along_a_series_by_trying_every_outcome():
     rng = random.Random(0)
     texts = [[rng.choice([0.0, 1.0, rng.random()]) for _ in range(n)] for n in (17, 9, 3)]
     series = [torch.tensor(text, dtype=torch.float64) for text in texts]
-    assert expected_tokens(series, 0) == 1
+    assert expected_tokens_along(series, 0) == 1
     for gamma in range(1, 17):
         tokens, rounds = (sum(column) for column in zip(*(walks(text, gamma) for text in texts), strict=True))
-        assert expected_tokens(series, gamma) == pytest.approx(tokens / rounds, rel=1e-12)
+        assert expected_tokens_along(series, gamma) == pytest.approx(tokens / rounds, rel=1e-12)
 
 
 def test_best_gamma_by_brute_force():
@@ -241,7 +242,7 @@ def test_best_gamma_by_brute_force():
         wider = rng.choice([0.0, 0.1, 1.0])
         block = lambda T, wider=wider: 1 + wider * (T - 1)  # noqa: E731
         speed = [(1 - alpha ** (g + 1)) / (1 - alpha) / (g * c + block(g + 1)) for g in range(most + 1)]
-        assert best_gamma(alpha, c, most, block=block) == speed.index(max(speed))
+        assert best_gamma(alpha, c, most, pass_cost=block) == speed.index(max(speed))
         assert expected_speedup(alpha, most, c, block(most + 1)) == pytest.approx(speed[-1], rel=1e-12)
     assert best_gamma(1.0, 0.5) == 16 and best_gamma(0.0, 0.1) == 0 and best_gamma(0.4, 0.4) == 0
 
@@ -265,15 +266,15 @@ def test_costs_by_hand():
     assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
     assert costs.step(without(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
     assert replace(costs, call=10.0).step([], share=0.25) == (1 + 10) / 40
-    assert costs.block(99) == 1.0, "by weights"
-    measured = replace(costs, blocks=((1, 1.0), (3, 1.5), (5, 3.5)))
-    assert [measured.block(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
-    odd = replace(costs, blocks=((1, 1.0), (3, 1.5), (5, 1.25)))
-    assert [odd.block(T) for T in (4, 9)] == [1.375, 1.25], "a wider block is never cheaper"
+    assert costs.width(99) == 1.0, "by weights"
+    measured = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 3.5)))
+    assert [measured.width(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
+    odd = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 1.25)))
+    assert [odd.width(T) for T in (4, 9)] == [1.375, 1.25], "a wider block is never cheaper"
 
 
 def test_costs_grow_with_what_attention_reads():
-    costs = Costs((2.0, 3.0) * 4, 4.0, slot=0.1, at=10, window=20)
+    costs = Costs((2.0, 3.0) * 4, 4.0, slot=0.1, context=10, window=20)
     assert costs.pricing(range(8))(10) == costs.whole == 24
     assert costs.pricing(range(8))(50) == pytest.approx(24 + 2 * 4 + 2 * 1)
     assert costs.pricing([1, 3])(50) == 10, "an MLP reads no text"

@@ -77,7 +77,7 @@ def test_the_specifications_are_true():
 REFUSED = [  # number of the exercise, what is changed, and the one line that says so
     (2, ("if scaling is None:", "if scaling is None"), "line 9: this is not Python yet"),
     (3, ("def forward", "def backward"), "`RMSNorm.forward` is not there any more"),
-    (5, ("        G = N - 2", "        from numpy import dot as G"), "line 6: it imports numpy"),
+    (5, ("        G = N - 2", "        from numpy import dot as G"), "line 7: it imports numpy"),
     (9, ("def verify", "from verification import verify\ndef verify"), "line 1: it imports veri"),
     (3, ("    def forward", "    def helper(self):\n        return 1\n\n    def forward"),
      "line 2: put `helper` outside of its class"),
@@ -185,7 +185,7 @@ def test_one_clear_line_for_each_kind_of_accident(out):
     assert found[6]["message"].startswith("the process ended before the tests did (status 0)")
     assert found[8]["message"].startswith("line 1: it cannot be imported: ImportError")
     assert "'nothing' is not defined\nraised at     line 21: token =" in found[10]["message"]
-    assert found[10]["line"] == 17 and "test_by_outcomes.py::test_chain_" in found[10]["test"]
+    assert found[10]["line"] == 21 and "test_by_outcomes.py::test_chain_" in found[10]["test"]
     assert found[9]["message"].startswith("there is no 09_verify.py")
 
 

@@ -17,7 +17,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
-from control import DoNoHarm  # noqa: E402
+from lab.rules import DoNoHarm  # noqa: E402
 from layerskip import SelfDraft, without  # noqa: E402
 from methods import heads  # noqa: E402
 from methods.then import Then  # noqa: E402

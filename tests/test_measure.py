@@ -44,7 +44,7 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
         costs = measure_costs(models["llama"], repeats=3)
     assert costs == Costs(tuple(0.5 * (1.5 + i) for i in range(12)), 2.0,
                           tuple((T, (43 + 2 * T) / 45) for T in WIDTHS),
-                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), at=64, call=1.0)
+                          slot=pytest.approx(0.5 * (13.6 - 4) / 960), context=64, call=1.0)
     assert costs.whole == 45 and costs.step(range(2)) == pytest.approx((0.5 * 4 + 3) / 45)
     assert [x.shape for _, x in called[15:33:2]] == [(1, 1, 17)] * 9, "one token before each block"
     assert [x.shape for _, x in called[16:33:2]] == [(1, T, 17) for T in WIDTHS]
@@ -66,9 +66,9 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [
-    {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"blocks": 1}], ids=str)
+    {"sublayers": [1.0]}, {"head": -1}, {"slot": "0"}, {"passes": 1}, {"blocks": [[1, 1.0]]}], ids=str)
 def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path, damage):
-    good = {"sublayers": [1.0] * 12, "head": 5, "blocks": [[1, 1.0]]}
+    good = {"sublayers": [1.0] * 12, "head": 5, "passes": [[1, 1.0]]}
     (tmp_path / "costs.json").write_text(json.dumps(good | damage))
     with pytest.raises(ValueError, match="costs.json: not a table of costs"):
         read_costs(tmp_path / "costs.json", LLAMA)

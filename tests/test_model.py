@@ -97,7 +97,7 @@ def test_the_trace_holds_the_state_after_each_sublayer(family):
 
 def test_the_norm_of_gemma2_works_in_float32():
     generator = torch.Generator().manual_seed(0)
-    norm = RMSNorm(replace(GEMMA, dim=512))
+    norm = RMSNorm(GEMMA, 512)
     norm.weight.data = (torch.randn(512, generator=generator) * 0.3).bfloat16()
     x = torch.randn(64, 512, generator=generator).bfloat16()
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + GEMMA.norm_eps).sqrt()

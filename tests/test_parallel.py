@@ -14,7 +14,7 @@ import expected
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import LIVELY, LLAMA, PROMPTS, make
+from tiny import LIVELY, LLAMA, PROMPTS, QWEN, make
 
 import checkpoint
 import generate as command
@@ -28,7 +28,7 @@ from sampling import Coins, to_probs
 from speculative import ModelDraft, generate
 
 ROOT = Path(__file__).parent.parent
-SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in LIVELY.items()}
+SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in (LIVELY | QWEN).items()}
 DRAFTERS = {  # (target, small model) -> drafter
     "plain": lambda m, small: None,
     "model": lambda m, small: ModelDraft(small, 3),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import LLAMA, make, wide
 
 import checkpoint
-from control import expected_tokens
+from control import expected_tokens, expected_tokens_along
 from kvcache import KVCache
 from layerskip import skipped, without
 from methods.trees import ancestors
@@ -58,7 +58,7 @@ def test_ancestors_are_found_by_walking_up(data, K):
 def test_expected_tokens_is_a_sum_over_outcomes(alpha, gamma):
     want = sum((k + 1) * alpha**k * (1 - alpha if k < gamma else 1) for k in range(gamma + 1))
     assert expected_tokens(alpha, gamma) == pytest.approx(want)
-    assert expected_tokens(torch.full((40,), alpha), gamma) == pytest.approx(want)
+    assert expected_tokens_along([torch.full((40,), alpha)], gamma) == pytest.approx(want)
 
 
 @given(st.data(), st.integers(1, 9))

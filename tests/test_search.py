@@ -16,7 +16,7 @@ import torch
 from tiny import FAMILIES, LLAMA, argv_of, command, make, wide
 
 import checkpoint
-from control import expected_tokens, weight_costs
+from control import expected_tokens_along, weight_costs
 from methods.standin import ShortHead
 from sampling import to_probs
 from search import Calibration, Space, Teacher, Trial, speedup
@@ -45,13 +45,13 @@ def test_a_calibration_takes_the_first_tokens_document_by_document():
 def test_speedup_by_hand(family, probs, last):
     """A block of 17 tokens costs `last`. Gamma is at least 1 even where nothing is gained."""
     model = make(replace(FAMILIES[family], **SMALL))
-    costs = replace(weight_costs(model.c), blocks=((1, 1.0), (17, last)))
+    costs = replace(weight_costs(model.c), passes=((1, 1.0), (17, last)))
     sizes = [sum(p.numel() for p in part.parameters()) for b in model.blocks for part in (b.attn, b.mlp)]
     head, calibration = model.c.vocab_size * model.c.dim, calibrate(model, probs=probs)
     for subs in (range(6), [0, 1, 3, 4, 5], [2, 5]):
         series = [Teacher(model, ids, probs).acceptance(subs) for ids in calibration.ids]
         c = (sum(sizes[i] for i in subs) + head) / (sum(sizes) + head)
-        gains = [expected_tokens(series, g) / (g * c + 1 + (last - 1) * g / 16) for g in range(1, 17)]
+        gains = [expected_tokens_along(series, g) / (g * c + 1 + (last - 1) * g / 16) for g in range(1, 17)]
         t = speedup(calibration, costs, subs)
         assert t.speedup == t.value == pytest.approx(max(gains)) == gains[t.gamma - 1]
         assert (t.cost, t.alpha) == pytest.approx((c, float(torch.cat(series).mean())))

@@ -21,6 +21,7 @@ LLAMA = Config(vocab_size=17, dim=32, n_layers=6, n_heads=4, n_kv_heads=2, head_
 GEMMA = replace(LLAMA, head_dim=16, tied=True, act="gelu", norm_offset=1.0, embed_scale=32**0.5,
                 post_norm=True, query_scale=24**-0.5, attn_softcap=50.0, final_softcap=30.0, window=5)
 FAMILIES = {"llama": LLAMA, "gemma2": GEMMA}
+QWEN = {"qwen2": replace(LLAMA, qkv_bias=True), "qwen3": replace(LLAMA, head_dim=12, qk_norm=True)}
 LIVELY = {"llama": LLAMA, "gemma2": replace(GEMMA, embed_scale=0.7)}  # else Gemma repeats itself
 TINY = Config(vocab_size=3, dim=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=24,
               max_len=32)

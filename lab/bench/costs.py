@@ -22,8 +22,8 @@ def run_costs(a):
             for name, seconds, count in parts]
     lines = [f"one token after 64 others, {a.model}, {a.dtype}; {a.machine}; medians", "",
              *table(["part", "microseconds", "share", "share by weights"], rows),
-             *table(["tokens in a block", *(str(T) for T, _ in costs.blocks)],
-                    [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.blocks)]]),
+             *table(["tokens in a block", *(str(T) for T, _ in costs.passes)],
+                    [["relative to one token", *(f"{cost:.2f}" for _, cost in costs.passes)]]),
              f"Every 1,000 tokens more before it add {1e9 * costs.slot:.0f} microseconds to an attention."]
     return page(lines), {**vars(costs), "unit": "seconds"}
 
@@ -66,7 +66,7 @@ def promises(a, model, tokenizer):
     texts, costs = teachers(model, tokenizer, a), measure_costs(model)
     for name, subs in tqdm(drafts.items(), disable=None, leave=False):
         series = [t.acceptance(subs)[unscored:] for t, unscored in texts]
-        alpha, gamma, gain = forecast(series, costs.step(subs), costs.block)
+        alpha, gamma, gain = forecast(series, costs.step(subs), costs.width)
         found[name] = {"sublayers": subs, "alpha": alpha, "c": costs.step(subs),
                        "c_weights": weight_costs(model.c).step(subs), "gamma": gamma, "speedup": gain}
     best = max(found, key=lambda name: (found[name]["speedup"], found[name]["alpha"] - found[name]["c"]))

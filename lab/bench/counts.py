@@ -3,8 +3,9 @@ not timed, and a GPU's on paper (see tests/paper_gpu.py), so that none is needed
 """
 import sys
 
-from control import Confidence, DoNoHarm
+from control import Confidence
 from lab.bench.shared import ROOT, page, random_model, table
+from lab.rules import DoNoHarm
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Config

@@ -10,10 +10,10 @@ import torch
 from tqdm import tqdm
 
 import control
-from control import expected_speedup, weight_costs
+from control import expected_tokens_along, round_cost, weight_costs
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
-from lab.rules import Gate
+from lab.rules import DoNoHarm, Gate
 from layerskip import SelfDraft, early_exit, without
 from machine.recorded import Recorded
 from methods.heads import count
@@ -214,7 +214,7 @@ def own_methods(L, exits, skip, cost, vocab=None):
     cost: {exit layer or "bad": of a drafted token}; vocab: the ids of a draft vocabulary."""
     (e, g), bad = exits[0], without(L, range(L), ())
     best, methods = early_exit(L, e), {"plain": Method(gamma=0)}
-    no_harm = partial(control.DoNoHarm, cost[e])
+    no_harm = partial(DoNoHarm, cost[e])
     for gamma in sorted({*GAMMAS, g}):
         methods |= fixed(f"exit {e}", best, gamma)
     for other, gamma in exits[1:]:
@@ -226,7 +226,7 @@ def own_methods(L, exits, skip, cost, vocab=None):
                 "n-gram tail": ruled(best, lambda: g, tail=True),
                 "do no harm": ruled(best, no_harm),
                 "do no harm, n-gram tail": ruled(best, no_harm, tail=True),
-                "do no harm, a bad skip set": ruled(bad, lambda: control.DoNoHarm(cost["bad"])),
+                "do no harm, a bad skip set": ruled(bad, lambda: DoNoHarm(cost["bad"])),
                 "confidence 0.4": ruled(best, lambda: control.Confidence(0.4)),
                 "target gate 0.5": ruled(best, lambda: Gate(g)),
                 "draft model, gamma 3": Method(lambda: lambda model, small: ModelDraft(small, 3))}
@@ -284,7 +284,7 @@ def pilot(bench, L):
     cost = {name: costs.step(subs) for name, subs in drafts.items()}
     for e in range(1, len(drafts)):
         series = [t.acceptance(drafts[e])[unscored:] for t, unscored in texts]
-        _, gamma, gain = forecast(series, cost[e], costs.block)
+        _, gamma, gain = forecast(series, cost[e], costs.width)
         found.append((gain, e, max(1, gamma)))
     return texts, cost, [(e, gamma) for _, e, gamma in sorted(found, reverse=True)]
 
@@ -331,7 +331,7 @@ def drafting(m, samples, plain, texts):
         series = [t.acceptance(m.sublayers, m.vocab and ShortHead(t.model, m.vocab))[unscored:]
                   for t, unscored in texts]
         r["alpha"] = float(torch.cat(series).mean())
-        promised = [expected_speedup(a, m.gamma, *taken(runs, plain.samples[i]))
+        promised = [expected_tokens_along([a], m.gamma) / round_cost(m.gamma, *taken(runs, plain.samples[i]))
                     for a, (i, runs) in zip(series, m.samples.items(), strict=True)
                     if m.gamma and len(a) >= m.gamma and runs[0].proposed]
         if promised:  # else nothing is predicted, but what was measured is not lost

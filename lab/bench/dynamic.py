@@ -4,11 +4,11 @@ import statistics
 from functools import cache, partial
 from itertools import product
 
-from control import Confidence, DoNoHarm, weight_costs
+from control import Confidence, weight_costs
 from lab.bench.drafters import COPY, Bench, Method, chosen, fixed, header, ruled
 from lab.bench.shared import SETS, beside, load_both, page, prompt_ids, tables
 from lab.clasp import CLaSp, KnapSpec
-from lab.rules import AdaptiveExit, AnnealedConfidence, Entropy, Schedule, Thompson
+from lab.rules import AdaptiveExit, AnnealedConfidence, DoNoHarm, Entropy, Schedule, Thompson
 from lab.swift import SWIFT
 from layerskip import early_exit
 from methods.arms import candidates

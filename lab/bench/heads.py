@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from control import DoNoHarm
 from lab.bench.drafters import COPY, Bench, Method, fixed, header, own_methods, pilot
 from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, tables
+from lab.rules import DoNoHarm
 from lab.train_heads import KINDS
 from layerskip import early_exit
 from methods import heads

@@ -51,7 +51,7 @@ def measure(a, model, tokenizer, drafts, owns):
     texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
     prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS]
     repeats, whole, rows = a.repeats or 3, byte_costs(model).whole, {}
-    block = measure_costs(model, repeats=10 * repeats).block(GAMMA + 1)
+    verify_cost = measure_costs(model, repeats=10 * repeats).width(GAMMA + 1)
     clock = interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
         {"target": (model, every)} | drafts).items()}, 10 * repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
@@ -61,11 +61,12 @@ def measure(a, model, tokenizer, drafts, owns):
         make = partial(ModelDraft, draft, GAMMA, subs) if name in owns else (
             partial(SelfDraft, model, subs, GAMMA))
         tau, speed = against_plain(model, prompts, make, a.new, repeats)
+        expected = control.expected_tokens_along(series, GAMMA)
         rows[name] = {"alpha": float(torch.cat(series).mean()), "megabytes": owns.get(name, 0) / MEGABYTE,
                       "c_bytes": by_bytes, "c_clock": by_clock, "tau": tau,
-                      "tau_predicted": control.expected_tokens(series, GAMMA), "speed": speed,
-                      "speed_bytes": control.expected_speedup(series, GAMMA, by_bytes),
-                      "speed_clock": control.expected_speedup(series, GAMMA, by_clock, block)}
+                      "tau_predicted": expected, "speed": speed,
+                      "speed_bytes": expected / control.round_cost(GAMMA, by_bytes),
+                      "speed_clock": expected / control.round_cost(GAMMA, by_clock, verify_cost)}
     return rows
 
 

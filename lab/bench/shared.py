@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from control import best_gamma, expected_speedup
+from control import best_along
 from machine.recorded import Recorded
 from model import Config, Transformer
 from support.cli import read_beside
@@ -65,12 +65,10 @@ def prompt_ids(name, tokenizer, c):
     return [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts(name)]
 
 
-def forecast(series, cost, block=lambda T: 1.0):
+def forecast(series, cost, pass_cost=lambda T: 1.0):
     """(alpha, best gamma, speed-up at it) of series of acceptances, one a text, where a drafted step costs
-    `cost` and a pass over T tokens block(T)."""
-    gamma = best_gamma(series, cost, block=block)
-    gain = expected_speedup(series, gamma, cost, block(gamma + 1))
-    return float(torch.cat(series).mean()), gamma, gain
+    `cost` and a pass over T tokens pass_cost(T)."""
+    return float(torch.cat(series).mean()), *best_along(series, cost, pass_cost=pass_cost)
 
 
 def beside(a, name, given, read, size):

@@ -36,7 +36,7 @@ def write(path, m, tokenizer, arch="llama", kind="gpt2", scaled=False):
     if scaled:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     for name, piece in checkpoint.parts(m):
-        w = piece.detach().float().reshape(checkpoint.stored_shape(piece))
+        w = piece.detach().float().reshape(checkpoint.stored_shape(name, piece))
         if "q_proj" in name or "k_proj" in name:
             # llama.cpp's order of the rows: the two numbers that rotate together side by side
             heads = c.n_heads if "q_proj" in name else c.n_kv_heads

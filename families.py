@@ -1,0 +1,219 @@
+"""From config.json to a Config, and back: one function for each family of models.
+
+The one thing to remember: a setting that this library would compute wrongly is refused by its name.
+"""
+from model import Config
+from support.files import guarded, read_json
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM"}
+DEFAULTS = {    # of keys that config.json leaves out; None: derived from other keys
+    "llama": dict(
+        num_key_value_heads=None, head_dim=None, rms_norm_eps=1e-6, rope_theta=1e4,
+        tie_word_embeddings=False, max_position_embeddings=2048, hidden_act="silu"),
+    "gemma2": dict(
+        num_key_value_heads=4, head_dim=256, rms_norm_eps=1e-6, rope_theta=1e4,
+        tie_word_embeddings=True, max_position_embeddings=8192,
+        hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096),
+    "qwen2": dict(
+        num_key_value_heads=32, head_dim=None, rms_norm_eps=1e-6, rope_theta=1e4,
+        tie_word_embeddings=False, max_position_embeddings=32768, hidden_act="silu"),
+    "qwen3": dict(
+        num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e4,
+        tie_word_embeddings=False, max_position_embeddings=32768, hidden_act="silu")}
+NUMBERS = {     # fields of Config that are positive numbers, and their keys
+    "vocab_size": "vocab_size", "dim": "hidden_size", "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "hidden_dim": "intermediate_size", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
+    "max_len": "max_position_embeddings"}
+GEMMA2 = {      # the same for those that only Gemma-2 has
+    "window": "sliding_window", "attn_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping"}
+SCALINGS = {    # of the rotation: what each kind needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+
+
+class Settings:
+    """What config.json says of a model of this family. Each method returns a value that is fine;
+    for another it raises ValueError, with the key in the message."""
+
+    def __init__(self, given, family):
+        rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+        self.raw = dict(DEFAULTS[family])
+        for key, value in (given | rope).items():
+            if value is not None or key in GEMMA2.values():     # no soft-cap is null
+                self.raw[key] = value
+
+    def __getitem__(self, key):
+        return self.raw.get(key)
+
+    def check(self, key, fine):
+        if not fine:
+            raise ValueError(f"{key} {self[key]!r} is not supported")
+
+    def number(self, key, null=False):
+        """A positive number; with `null` also None."""
+        value = self[key]
+        positive = isinstance(value, int | float) and value > 0
+        self.check(key, positive or null and value is None)
+        return value
+
+    def act(self, key):
+        self.check(key, self[key] in ACTS)
+        return ACTS[self[key]]
+
+    def without(self, *keys):
+        """These must be off."""
+        for key in keys:
+            self.check(key, not self[key])
+
+    def alternate(self, *kinds):
+        """Layer i must be of kinds[i], or counted on from the first kind again."""
+        named = self["layer_types"] or []
+        self.check("layer_types", all(
+            name == kinds[i % len(kinds)] for i, name in enumerate(named)))
+
+    def scaling(self):
+        """`Config.rope_scaling`."""
+        kind = self.raw.setdefault("rope_type", self["type"] or "default")
+        self.check("rope_type", kind in SCALINGS)
+        self.check("partial_rotary_factor", self["partial_rotary_factor"] in (None, 1))
+        if kind == "default":
+            return None
+        self.raw.setdefault("original_max_position_embeddings", self["max_position_embeddings"])
+        found = {"rope_type": kind} | {key: self.number(key) for key in SCALINGS[kind]}
+        if kind == "llama3":
+            self.check("low_freq_factor", found["low_freq_factor"] < found["high_freq_factor"])
+        return found
+
+    def bos(self):
+        """The begin-of-text id, or None."""
+        bos = self["bos_token_id"]
+        known = type(bos) is int and 0 <= bos < self["vocab_size"]
+        self.check("bos_token_id", bos is None or known)
+        return bos
+
+
+# --- one function per family: from Settings to fields of Config
+
+
+def llama(s):
+    s.alternate("full_attention")
+    s.without("attention_bias", "mlp_bias")
+    return {"act": s.act("hidden_act")}
+
+
+def gemma2(s):
+    s.alternate("sliding_attention", "full_attention")
+    s.without("attention_bias", "use_bidirectional_attention")
+    return {
+        "act": s.act("hidden_activation"),
+        "norm_offset": 1.0,
+        "embed_scale": s["hidden_size"] ** 0.5,
+        "post_norm": True,
+        "query_scale": s.number("query_pre_attn_scalar") ** -0.5,
+        "attn_softcap": s.number("attn_logit_softcapping", null=True),
+        "final_softcap": s.number("final_logit_softcapping", null=True),
+        "window": s.number("sliding_window")}
+
+
+def qwen2(s):
+    s.alternate("full_attention")
+    s.without("use_sliding_window", "use_mrope")
+    return {"act": s.act("hidden_act"), "qkv_bias": True}
+
+
+def qwen3(s):
+    s.alternate("full_attention")
+    s.without("use_sliding_window", "attention_bias")
+    return {"act": s.act("hidden_act"), "qk_norm": True}
+
+
+FAMILIES = {"llama": llama, "gemma2": gemma2, "qwen2": qwen2, "qwen3": qwen3}
+
+
+# --- files
+
+
+def read_config(folder):
+    """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises
+    ValueError for anything that this library would compute wrongly."""
+    path = folder / "config.json"
+    given = read_json(path)
+    eos = read_eos(folder, given)
+    with guarded(path):     # a value of an unexpected type fails somewhere below
+        family = given.get("model_type")
+        names = given.get("architectures")
+        if family is None:
+            raise ValueError("it has no model_type, which names the architecture, "
+                             "such as llama or gemma2")
+        if family not in FAMILIES or names not in (None, [ARCHITECTURES[family]]):
+            raise ValueError(f"architecture {names or family}: "
+                             f"need one of {[*ARCHITECTURES.values()]}")
+        s = Settings(given, family)
+        s.without("quantization_config")
+        s.raw["num_key_value_heads"] = s["num_key_value_heads"] or s["num_attention_heads"]
+        s.raw["head_dim"] = s["head_dim"] or s["hidden_size"] // s["num_attention_heads"]
+        fields = {field: s.number(key) for field, key in NUMBERS.items()}
+        s.check("head_dim", s["head_dim"] % 2 == 0)     # the rotation turns pairs
+        return Config(
+            **fields,
+            **FAMILIES[family](s),
+            rope_scaling=s.scaling(),
+            tied=bool(s["tie_word_embeddings"]),
+            bos=s.bos(),
+            eos=eos)
+
+
+def read_eos(folder, given):
+    """The end-of-text ids: those of generation_config.json if it names any, else those of
+    config.json, which is `given`."""
+    path = folder / "generation_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    if "eos_token_id" not in settings:
+        path = folder / "config.json"
+        settings = given
+    eos = settings.get("eos_token_id")
+    if eos is None:
+        return ()
+    eos = tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(t) is int for t in eos):
+        raise ValueError(f"{path}: eos_token_id must be a token id or a list of them, "
+                         f"got {list(eos)}")
+    return eos
+
+
+def family_of(c):
+    """The family of a Config, by the fields that only one has."""
+    if c.post_norm:
+        return "gemma2"
+    if c.qkv_bias:
+        return "qwen2"
+    return "qwen3" if c.qk_norm else "llama"
+
+
+def write_config(c, dtype):
+    """The inverse of `read_config`, without the special ids: the content of config.json."""
+    family = family_of(c)
+    act = next(name for name, act in ACTS.items() if act == c.act)
+    raw = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "hidden_act": act,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": c.tied,
+        "rope_scaling": c.rope_scaling}
+    raw |= {key: getattr(c, field) for field, key in NUMBERS.items()}
+    if family == "gemma2":
+        raw |= {key: getattr(c, field) for field, key in GEMMA2.items()}
+        raw["hidden_activation"] = act
+        scalar = round(c.query_scale ** -2, 6)
+        raw["query_pre_attn_scalar"] = int(scalar) if scalar % 1 == 0 else scalar
+    return raw

@@ -1,0 +1,52 @@
+"""Qwen2, with a bias on queries, keys and values, and Qwen3, with a norm of each query and key: every kind of
+draft writes the text of an oracle. (Their logits are those of `transformers`: test_checkpoint.py.)"""
+import pytest
+import torch
+from test_heads import wild
+from tiny import PROMPTS, QWEN, make, oracle, small
+
+from layerskip import SelfDraft, without
+from machine.exact import Exact
+from machine.quant import quantise
+from machine.recorded import Recorded
+from methods.heads import Eagle, Kangaroo, Medusa
+from methods.trees import Siblings
+from speculative import ModelDraft, NGram, generate
+
+DRAFTERS = {
+    "plain": lambda m: None,
+    "exit, siblings": lambda m: Siblings(SelfDraft(m, range(6), 3), [2, 1]),
+    "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 3),
+    "model": lambda m: ModelDraft(small(m), 3),
+    "n-gram": lambda m: NGram(4, 1),
+    "kangaroo": lambda m: wild(Kangaroo(m, 2)).drafter(3),
+    "eagle": lambda m: wild(Eagle(m, fused=True)).drafter(3),
+    "medusa, tree": lambda m: wild(Medusa(m, 3)).drafter(3, [0, 0, 1, 1, 2, 3])}
+WAYS = {
+    "eager": lambda m: m,
+    "exact": lambda m: Exact(m),
+    "int8": lambda m: quantise(m, "int8"),
+    "recorded": lambda m: Recorded(m, how="paper", widths=(1, 2, 4, 8), reach=16, say=pytest.fail)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", QWEN)
+def test_every_draft_writes_the_same_text(family, way):
+    m = WAYS[way](make(QWEN[family]))
+    want = [oracle(getattr(m, "model", m), prompt, 24) for prompt in PROMPTS]
+    for name, drafter in DRAFTERS.items():
+        if way != "exact" or name not in ("exit, siblings", "medusa, tree"):    # --exact refuses trees
+            assert generate(m, PROMPTS, 24, drafter(m))[0] == want, name
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_bias_and_norms_are_in_use(family):
+    """With others the logits are others."""
+    m = make(QWEN[family])
+    tokens = torch.tensor([PROMPTS[0]])
+    before = m(tokens)
+    vectors = [p for name, p in m.named_parameters() if "attn.bias" in name or "attn.k_norm" in name]
+    assert len(vectors) == m.c.n_layers
+    for p in vectors:
+        p.data[: len(p) // 2] += 1
+    assert (m(tokens) - before).abs().max() > 0.01
