@@ -44,8 +44,8 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
             c = replace(c, tied=False)
             files[HEAD] = head
     if c.n_layers > len(files):
-        raise ValueError(f"config.json says {c.n_layers} layers, "
-                         f"but there are {len(files)} tensors")
+        raise ValueError(f"config.json says {c.n_layers} layers, but there are {len(files)} "
+                         "tensors")
     with guarded(f"{folder}: no model has the shape that config.json says"), torch.device("meta"):
         model = Transformer(c)
     check_tensors(files, model)
@@ -202,6 +202,6 @@ def find_device(device=None):
     there = ["cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))]
     name = str(device or there[min(1, gpus)])
     if name not in there:
-        raise ValueError(f"device {name} is missing or unsupported: "
-                         f"available are {', '.join(there)}")
+        raise ValueError(f"device {name} is missing or unsupported: available are "
+                         f"{', '.join(there)}")
     return torch.device(name)

@@ -57,8 +57,9 @@ def expected_tokens_along(texts, gamma):
 
 
 def round_cost(gamma, cost, verify_cost=1.0):
-    """The cost of a round relative to a target pass over one token. cost: that of a drafted step, the
-    paper's c. verify_cost: that of the pass over gamma + 1 tokens, which the paper takes to be 1."""
+    """The cost of a round relative to a target pass over one token. cost: that of a drafted step,
+    the paper's c. verify_cost: that of the pass over gamma + 1 tokens, which the paper takes to be
+    1."""
     return gamma * cost + verify_cost
 
 

@@ -155,8 +155,8 @@ def read_config(folder):
             raise ValueError("it has no model_type, which names the architecture, "
                              "such as llama or gemma2")
         if family not in FAMILIES or names not in (None, [ARCHITECTURES[family]]):
-            raise ValueError(f"architecture {names or family}: "
-                             f"need one of {[*ARCHITECTURES.values()]}")
+            raise ValueError(f"architecture {names or family}: need one of "
+                             f"{[*ARCHITECTURES.values()]}")
         s = Settings(given, family)
         s.without("quantization_config")
         s.raw["num_key_value_heads"] = s["num_key_value_heads"] or s["num_attention_heads"]

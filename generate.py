@@ -1,4 +1,5 @@
-"""The command line: a prompt goes in, and its continuation comes out token by token, coloured by origin.
+"""The command line: a prompt goes in, and its continuation comes out token by token, coloured by
+origin.
 
     python generate.py "Once upon a time" --compare
     torchrun --nproc-per-node 2 generate.py "Once upon a time"      on two devices
@@ -30,32 +31,42 @@ REPEATS = 3  # interleaved runs in --compare, after a warm-up of each
 
 
 def flags():
-    p = cli.Parser(description="Self-speculative decoding of Llama and Gemma-2.", allow_abbrev=False)
+    p = cli.Parser(description="Self-speculative decoding of Llama, Gemma-2 and Qwen.",
+                   allow_abbrev=False)
     add = p.add_argument_group("text").add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
-    add("--prompt-file", metavar="FILE", help='a batch: one prompt per line, in .jsonl {"prompt": ...}')
-    add("--chat", action="store_true", help="the prompt is a message: use the model's chat template")
-    add("--max-new", type=int, default=200, metavar="N", help="how many tokens to write (default: 200)")
+    add("--prompt-file", metavar="FILE",
+        help='a batch: one prompt per line, in .jsonl {"prompt": ...}')
+    add("--chat", action="store_true",
+        help="the prompt is a message: use the model's chat template")
+    add("--max-new", type=int, default=200, metavar="N",
+        help="how many tokens to write (default: 200)")
     drafts.add_flags(p.add_argument_group("draft"))
     add = p.add_argument_group("sampling").add_argument
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="sample from the likeliest tokens that together reach P")
-    add("--min-p", type=float, metavar="P", help="and from those at least P times as likely as the likeliest")
+    add("--top-p", type=float, metavar="P",
+        help="sample from the likeliest tokens that together reach P")
+    add("--min-p", type=float, metavar="P",
+        help="and from those at least P times as likely as the likeliest")
     add("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     add = p.add_argument_group("model and machine").add_argument
     add("--model", metavar="DIR", default=WEIGHTS / "stories-llama", help="a Hugging Face folder")
     add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
-    add("--fast", action="store_true", help="replay recorded passes: CUDA graphs on a GPU, on a CPU compiled "
-        "programs (compiling takes some minutes, once per machine)")
-    add("--exact", action="store_true", help="the same text to the bit with every draft, at any temperature: "
-        "passes of one shape, and random numbers that belong to positions")
+    add("--fast", action="store_true",
+        help="replay recorded passes: CUDA graphs on a GPU, on a CPU compiled programs "
+             "(compiling takes some minutes, once per machine)")
+    add("--exact", action="store_true",
+        help="the same text to the bit with every draft, at any temperature: passes of one "
+             "shape, and random numbers that belong to positions")
     add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
-    add("--compare", action="store_true", help="time plain decoding, too, and compare the two texts")
+    add("--compare", action="store_true",
+        help="time plain decoding, too, and compare the two texts")
     add("--picture", metavar="FILE", help="write the coloured text as an SVG (first prompt)")
-    add("--page", metavar="FILE", help="write a page that steps through the run in a browser (first prompt)")
+    add("--page", metavar="FILE",
+        help="write a page that steps through the run in a browser (first prompt)")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     return p
 
@@ -75,14 +86,15 @@ def parse(argv):
             raise ValueError(f"--exact does not go with --{flag}")
     cut = next((name for name in ("top_k", "top_p", "min_p") if getattr(a, name) is not None), None)
     if cut and a.temperature == 0:
-        raise ValueError(f"--{cut.replace('_', '-')} does nothing at temperature 0, which is greedy: "
-                         "add --temperature T")
+        raise ValueError(f"--{cut.replace('_', '-')} does nothing at temperature 0, which is "
+                         "greedy: add --temperature T")
     drafts.check(a)
     return a
 
 
 def read_prompts(a):
-    """{what to call it in a message: text} of the texts to continue: one, or the batch of --prompt-file."""
+    """{what to call it in a message: text} of the texts to continue: one, or the batch of
+    --prompt-file."""
     if a.prompt_file is not None:
         file = Path(a.prompt_file)
         if file.exists() and not file.is_file():
@@ -97,8 +109,8 @@ def read_prompts(a):
 
 def check_alone():
     if parallel.place() != (0, 1):
-        raise ValueError("only one process can read standard input or a pipe: "
-                         "give a prompt or a file")
+        raise ValueError("only one process can read standard input or a pipe: give a prompt or a "
+                         "file")
 
 
 class Writer:
@@ -111,8 +123,10 @@ class Writer:
         self.eos = set(model.c.eos)
         self.prompts = []
         if a.chat:
+            texts = dict(texts)
             render = chat.read_template(a.model)
-            texts = {name: render([{"role": "user", "content": text}]) for name, text in texts.items()}
+            for name, text in texts.items():
+                texts[name] = render([{"role": "user", "content": text}])
         for name, text in texts.items():
             with guarded(name):
                 self.prompts.append(checkpoint.encode(tokenizer, text, model.c.bos, not a.chat))
@@ -132,7 +146,8 @@ class Writer:
         return model
 
     def rounds(self, drafter, player=None):
-        """What `speculative.rounds` yields. player: the page's, to record coins and distributions."""
+        """What `speculative.rounds` yields. player: the page's, to record coins and
+        distributions."""
         a = self.a
         look = to_probs
         coins = Race(a.seed) if a.exact else Coins(a.seed)
@@ -141,7 +156,7 @@ class Writer:
             look = player.look
         if parallel.place() != (0, 1):
             coins = parallel.Agreed(coins)
-        rule = verify if a.page or a.temperature == 0 else verify_block     # a page explains `verify`
+        rule = verify if a.page or a.temperature == 0 else verify_block  # a page explains `verify`
 
         def probs(logits):
             return look(logits, a.temperature, a.top_k, a.top_p, a.min_p)
@@ -215,7 +230,8 @@ def run(a):
         if a.picture and rank == 0:
             show.picture(seen, Path(a.picture))
         if player and rank == 0:
-            write_file(Path(a.page), player.html(vars(a) | {"model": Path(a.model).name, "draft": plan.note}))
+            settings = vars(a) | {"model": Path(a.model).name, "draft": plan.note}
+            write_file(Path(a.page), player.html(settings))
     finally:    # a full disk does not cost the answer
         if a.compare:
             r |= against_plain(writer, plan, r["outputs"])
@@ -289,7 +305,8 @@ def against_plain(writer, plan, printed):
 
 
 def summary(r, seen):
-    """The lines after the text: legend, counts, how it drafted, how fast it was, and the verdict."""
+    """The lines after the text: legend, counts, how it drafted, how fast it was, and the
+    verdict."""
     lines = [show.legend(show.colours(sys.stdout)), seen.summary(), r["how"], rates(r)]
     if r["own_settings"]:
         lines.append(f"this is greedy; the model's own settings: {r['own_settings']}")
@@ -324,8 +341,8 @@ def verdict(r):
     """Whether the text is that of plain decoding, in one line."""
     d = r["first_divergence"]
     if r["identical"] is None:
-        return ("sampled texts may differ: drafting spends more random numbers "
-                "(compare at temperature 0, or with --exact)")
+        return ("sampled texts may differ: drafting spends more random numbers (compare at "
+                "temperature 0, or with --exact)")
     if d is None:
         return f"identical to plain decoding in {r['dtype']}, token for token"
     equal = f"{d['position']} equal tokens"
@@ -338,8 +355,8 @@ def verdict(r):
     if d["near_tie"]:
         return (f"after {equal} a near-tie was decided differently from plain decoding: "
                 f"two logits are {gap}")
-    return (f"NOT identical to plain decoding, and not by a near-tie: "
-            f"after {equal} two logits are {gap}")
+    return (f"NOT identical to plain decoding, and not by a near-tie: after {equal} two logits "
+            f"are {gap}")
 
 
 def main(argv=None):

@@ -19,8 +19,8 @@ def without(n_layers, attn=(), mlp=()):
     for name, blocks in (("attention", attn), ("MLP", mlp)):
         bad = next((i for i in blocks if not 0 <= i < n_layers), None)
         if bad is not None:
-            raise ValueError(f"cannot skip the {name} of block {bad}: "
-                             f"blocks run from 0 to {n_layers - 1}")
+            raise ValueError(f"cannot skip the {name} of block {bad}: blocks run from 0 to "
+                             f"{n_layers - 1}")
     gone = [2 * i for i in attn] + [2 * i + 1 for i in mlp]
     return check_sublayers([i for i in range(2 * n_layers) if i not in gone], n_layers)
 
@@ -64,8 +64,8 @@ def shared_prefix(sublayers):
 def same_model(model, state):
     """Raise ValueError if a drafter's model is not the target, whose states and cache it uses."""
     if model.blocks is not state.model.blocks:
-        raise ValueError("this drafter reads the target's own states: "
-                         "give it the model that decodes")
+        raise ValueError("this drafter reads the target's own states: give it the model that "
+                         "decodes")
 
 
 class SelfDraft(Drafter):
@@ -94,7 +94,7 @@ class SelfDraft(Drafter):
         super().begin(state, trace)
 
     def logits(self, state, x, k):
-        """The draft's raw logits (B, 1, V) from its state x (B, 1, dim) of the token at offset k."""
+        """The draft's raw logits (B, 1, V). x (B, 1, dim): its state of the token at offset k."""
         return self.model.unembed(x)
 
     def propose(self, state):

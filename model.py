@@ -212,7 +212,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         Hkv, N, D = self.grouped
         G = N - 2
-        qkv = self.project(x).to(cos.dtype)                                     # (B, T, Hkv, G+2, D)
+        qkv = self.project(x).to(cos.dtype)                                 # (B, T, Hkv, G+2, D)
         qk = rotate(qkv[..., :-1, :], cos, sin)
         q = qk[..., :-1, :] * self.scale                                        # (B, T, Hkv, G, D)
         k = qk[..., -1, :]                                                      # (B, T, Hkv, D)

@@ -1,10 +1,11 @@
 """Which sub-layers to skip: what a skip set is worth on a text, and the search for a good one.
 
     python search.py --model weights/stories-llama --text stories.txt --trials 200 --out found
-    python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json --compare
+    python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json
+    --compare
 
-The one thing to remember: a trial is one pass over a text and needs no stopwatch. Trial i depends only
-on the seed and the trials before it, so a search that was killed can go on where it stopped.
+The one thing to remember: a trial is one pass over a text and needs no stopwatch. Trial i depends
+only on the seed and the trials before it, so a search that was killed can go on where it stopped.
 """
 import itertools
 import math
@@ -21,7 +22,8 @@ from layerskip import check_sublayers, shared_prefix
 from model import Placement
 from sampling import to_probs
 
-JITTER = 1e-10  # on the diagonal, relative to the signal, so that rounding makes no matrix indefinite
+# on the diagonal, relative to the signal, so that rounding makes no matrix indefinite
+JITTER = 1e-10
 FIRST, REFIT = 10, 5  # random trials at the start; trials between two fits of the process
 
 
@@ -31,7 +33,7 @@ class Teacher:
     All positions draft in one pass, each in its own spare slot. For a text of T = 4:
 
         slot      0 1 2 3 | 4 5 6 7
-        query 2   x x . . | . . x .     the target's keys before position 2, and the draft's key at it
+        query 2   x x . . | . . x .     the target's keys before position 2, and the draft's at it
     """
 
     @torch.inference_mode()
@@ -39,8 +41,8 @@ class Teacher:
         c = model.c
         T = len(ids)
         if not 0 < T <= c.max_len:
-            raise ValueError(f"a text of {T} tokens cannot be scored: "
-                             f"the context holds 1 to {c.max_len}")
+            raise ValueError(f"a text of {T} tokens cannot be scored: the context holds 1 to "
+                             f"{c.max_len}")
         self.model = model
         self.probs = probs
         self.cache = KVCache(c, 1, 2 * T, model.attention_dtype(), model.tok.device)
@@ -53,7 +55,8 @@ class Teacher:
 
     @torch.inference_mode()
     def draft(self, sublayers, drafting=None):
-        """q (1, T, V), from which the token after each position is drafted. drafting: a `ShortHead`."""
+        """q (1, T, V), from which the token after each position is drafted. drafting: a
+        `ShortHead`."""
         subs = check_sublayers(sublayers, self.model.c.n_layers)
         shared = shared_prefix(subs)
         T = self.p.shape[1]
@@ -72,7 +75,8 @@ class Teacher:
         """The same for tokens drawn from any q (1, T, V): the sum of q min(1, p / q), which equals
         the sum of min(p, q) (Leviathan et al. 2023, Corollary 3.6)."""
         both = torch.minimum(self.p, q).double().sum(-1)[0].cpu()
-        # trap: a float32 sum of probabilities can exceed 1. NaN: an overflow, which `verify` rejects
+        # trap: a float32 sum of probabilities can exceed 1. NaN: an overflow, which `verify`
+        # rejects
         return both.clamp(max=1).nan_to_num(0.0)
 
 
@@ -99,7 +103,8 @@ Trial = namedtuple("Trial", "value alpha cost gamma speedup")
 
 def speedup(calibration, costs, sublayers):
     """The expected speed-up with the best gamma (Leviathan et al. 2023, Theorem 3.8, on acceptances
-    along a text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse one."""
+    along a text). Gamma is at least 1, so that values below 1 still tell a bad set from a worse
+    one."""
     series = [t.acceptance(sublayers, calibration.drafting) for t in calibration.teachers]
     cost = costs.step(sublayers, calibration.share)
     gamma, gain = best_along(series, cost, least=1, pass_cost=costs.width)
@@ -107,13 +112,15 @@ def speedup(calibration, costs, sublayers):
 
 
 def distances(a, b, groups):
-    """How many bits differ per group: a (N, n), b (M, n) -> (G, N, M). groups: see the next class."""
+    """How many bits differ per group: a (N, n), b (M, n) -> (G, N, M). groups: see the next
+    class."""
     kinds = torch.nn.functional.one_hot(groups).T.to(a.dtype)[:, None]          # (G, 1, n)
     return torch.cdist(a * kinds, b * kinds, p=1)
 
 
 def kernel(d, theta):
-    """The covariance of two sets: exp(theta_s - sum over g of e^theta_g d_g). d (G, N, M) -> (N, M).
+    """The covariance of two sets: exp(theta_s - sum over g of e^theta_g d_g). d (G, N, M) ->
+    (N, M).
 
     theta (G + 2,) holds logarithms: of the weight of each group, of the signal's variance
     (theta_s), and of the noise's variance. Each bit that differs contributes a factor e^-weight, so
@@ -125,9 +132,10 @@ def kernel(d, theta):
 class GaussianProcess:
     """Regression on observed values (Rasmussen and Williams 2006, Algorithm 2.1), in float64.
 
-    z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted from
-    0; the bits of a group share one weight. theta: where the fit starts, or the value itself if `fit`
-    is false; None is the centre of the priors. Inside, y is scaled to mean 0 and standard deviation 1.
+    z (N, n): the observed sets, y (N,): their values. groups (n,): the group of each bit, counted
+    from 0; the bits of a group share one weight. theta: where the fit starts, or the value itself
+    if `fit` is false; None is the centre of the priors. Inside, y is scaled to mean 0 and standard
+    deviation 1.
     """
 
     def __init__(self, z, y, groups, theta=None, fit=True):
@@ -154,7 +162,8 @@ class GaussianProcess:
 
     def loss(self, theta):
         """Minus the log marginal likelihood (ibid., eq. 2.30), minus the log of a weak normal prior
-        with a standard deviation of 2. Without the prior, a few values could move theta anywhere."""
+        with a standard deviation of 2. Without the prior, a few values could move theta
+        anywhere."""
         L = torch.linalg.cholesky(self.covariance(theta))
         half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)   # (N, 1)
         likelihood = 0.5 * half.square().sum() + L.diagonal().log().sum()
@@ -175,7 +184,8 @@ class GaussianProcess:
             self.theta = theta.detach()
 
     def predict(self, z):
-        """Mean and standard deviation of the noiseless value at the sets z (M, n): two tensors (M,)."""
+        """Mean and standard deviation of the noiseless value at the sets z (M, n): two tensors
+        (M,)."""
         k = kernel(distances(self.z, z.double(), self.groups), self.theta)      # (N, M)
         half = torch.linalg.solve_triangular(self.L, k, upper=False)            # (N, M)
         mean = (k.T @ self.dual)[:, 0]                                          # (M,)
@@ -184,7 +194,8 @@ class GaussianProcess:
 
 
 def expected_improvement(mean, std, best):
-    """E[max(0, f - best)] for a normal f with this mean and deviation (Jones et al. 1998, eq. 15)."""
+    """E[max(0, f - best)] for a normal f with this mean and deviation
+    (Jones et al. 1998, eq. 15)."""
     gap = mean - best
     std = std.clamp(min=1e-12)
     u = gap / std
@@ -196,9 +207,11 @@ def expected_improvement(mean, std, best):
 
 
 def climb(score, starts, allowed):
-    """Local search: from each start (S, n), flip the bit that raises the score most, until none does.
+    """Local search: from each start (S, n), flip the bit that raises the score most, until none
+    does.
 
-    score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores (S,).
+    score: (M, n) -> (M,), allowed: (M, n) -> (M,) bool. Returns the ends (S, n) and their scores
+    (S,).
     """
     z = starts.double()
     n = z.shape[1]
@@ -236,7 +249,8 @@ class Space:
         return z.sum(-1) < 2 * self.n_layers
 
     def random(self, g):
-        """First draw the number of skips, each equally likely; then one of the sets of that size."""
+        """First draw the number of skips, each equally likely; then one of the sets of that
+        size."""
         most = min(len(self.skippable), 2 * self.n_layers - 1)
         count = int(torch.randint(most + 1, (), generator=g))
         z = torch.zeros(len(self.skippable), dtype=torch.float64)
@@ -250,7 +264,8 @@ class Space:
 
 def propose(space, entries, seed):
     """(z, theta) of the trial after those in `entries`. z (n,): the set to try, None if 1000 random
-    ones are all known. theta: the hyper-parameters of the process, None in the first, random trials."""
+    ones are all known. theta: the hyper-parameters of the process, None in the first, random
+    trials."""
     bits = [[float(b) for b in e["bits"]] for e in entries]
     zs = torch.tensor(bits, dtype=torch.float64)                                # (N, n)
     ys = torch.tensor([e["value"] for e in entries], dtype=torch.float64)       # (N,)

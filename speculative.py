@@ -298,15 +298,15 @@ def check_prompts(model, prompts, max_new, names=None):
         raise ValueError(f"max_new must be at least 0, got {max_new}")
     for name, prompt in zip(names, prompts, strict=True):
         if not len(prompt):
-            raise ValueError(f"{name} is empty: give it at least one token, "
-                             "such as the begin-of-text id")
+            raise ValueError(f"{name} is empty: give it at least one token, such as the "
+                             "begin-of-text id")
         if len(prompt) >= c.max_len:
-            raise ValueError(f"{name} has {len(prompt)} tokens "
-                             f"and fills the context of {c.max_len}")
+            raise ValueError(f"{name} has {len(prompt)} tokens and fills the context of "
+                             f"{c.max_len}")
         bad = next((t for t in prompt if not 0 <= t < c.vocab_size), None)
         if bad is not None:
-            raise ValueError(f"{name} holds token id {bad}, "
-                             f"but ids run from 0 to {c.vocab_size - 1}")
+            raise ValueError(f"{name} holds token id {bad}, but ids run from 0 to "
+                             f"{c.vocab_size - 1}")
 
 
 def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,
@@ -333,8 +333,8 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
         cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
     _, rows, _, slots, _ = cache.k.shape
     if rows != len(known) or slots < S:
-        raise ValueError(f"a cache of {rows} rows and {slots} slots, "
-                         f"but {len(known)} and {S} are needed")
+        raise ValueError(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} are "
+                         "needed")
     state = State(
         tokens=torch.tensor([text + [0] * (S - len(text)) for text in known], device=device),
         n=torch.tensor([len(text) for text in known], device=device),
@@ -476,8 +476,8 @@ class NGram(Drafter):
             raise ValueError(f"n, the number of tokens to look up, must be at least 1, got {n}")
         if self.rule.stop:
             raise ValueError("an n-gram is copied at once, with no logits for "
-                             f"{type(self.rule).__name__} to stop at: "
-                             "give it a rule without a stop, or a whole number")
+                             f"{type(self.rule).__name__} to stop at: give it a rule without a "
+                             "stop, or a whole number")
         self.n = n
 
     def begin(self, state, trace):
@@ -538,11 +538,11 @@ class ModelDraft(Drafter):
         vocab = state.model.c.vocab_size
         needed = state.tokens.shape[1] - SPARE
         if c.vocab_size != vocab:
-            raise ValueError(f"the draft model's vocabulary is {c.vocab_size}, "
-                             f"the target's {vocab}")
+            raise ValueError(f"the draft model's vocabulary is {c.vocab_size}, the target's "
+                             f"{vocab}")
         if c.max_len < needed:
-            raise ValueError(f"the draft model's context is {c.max_len}, "
-                             f"but prompt and answer need {needed}")
+            raise ValueError(f"the draft model's context is {c.max_len}, but prompt and answer "
+                             f"need {needed}")
         dtype = self.model.attention_dtype()
         self.cache = KVCache(c, *state.tokens.shape, dtype, state.tokens.device)
         prompts = state.tokens[:, : max(map(len, state.known))]

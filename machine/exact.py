@@ -1,9 +1,9 @@
 """The same text, to the bit: passes of one shape.
 
-Two runs differ where the same row of logits is rounded differently in a pass over one token than in a pass
-over four: another routine multiplies, or a sum over the slots is split differently. Here every pass has the
-same number of rows and reads all slots of its cache. So a row depends only on the text before it, and not
-on how the text was divided into passes.
+Two runs differ where the same row of logits is rounded differently in a pass over one token than in
+a pass over four: another routine multiplies, or a sum over the slots is split differently. Here
+every pass has the same number of rows and reads all slots of its cache. So a row depends only on
+the text before it, and not on how the text was divided into passes.
 """
 from collections import Counter
 
@@ -17,11 +17,13 @@ from speculative import prefill
 
 
 class Exact(StandIn):
-    """Stands in for a Transformer. Every pass with a cache has `rows` rows: a longer one is cut into pieces,
-    also a prompt, and a shorter one gets dead rows, which land after the block, where nothing is read.
+    """Stands in for a Transformer. Every pass with a cache has `rows` rows: a longer one is cut
+    into pieces, also a prompt, and a shorter one gets dead rows, which land after the block, where
+    nothing is read.
 
-    cut=False, where `few_suffice`: at least so many rows, and longer passes stay whole. Raises ValueError
-    for a tree: its keys stand in other slots until they are accepted, and sums over them round differently.
+    cut=False, where `few_suffice`: at least so many rows, and longer passes stay whole. Raises
+    ValueError for a tree: its keys stand in other slots until they are accepted, and sums over them
+    round differently.
     """
 
     def __init__(self, model, rows=8, cut=True):
@@ -30,41 +32,46 @@ class Exact(StandIn):
         self.cut = cut
 
     def pieces(self, x):
-        """x (B, T, dim) -> [(the first row, a piece with dead rows after it, how many rows of it count)]"""
-        parts = x.split(self.rows, 1) if self.cut else [x]
-        return [(self.rows * i, pad(part, max(part.shape[1], self.rows)), part.shape[1])
-                for i, part in enumerate(parts)]
+        """x (B, T, dim) -> [(the first row, a piece with dead rows after it, how many rows of it
+        count)]"""
+        pieces = []
+        for i, part in enumerate(x.split(self.rows, 1) if self.cut else [x]):
+            count = part.shape[1]
+            pieces.append((self.rows * i, pad(part, max(count, self.rows)), count))
+        return pieces
 
     def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
         if cache is None:
             return self.model.run(x, at, None, sublayers, trace)
         if at.tree is not None:
-            raise ValueError("a tree cannot be exact: its keys stand in other slots, and sums over them "
-                             "round differently")
+            raise ValueError("a tree cannot be exact: its keys stand in other slots, and sums "
+                             "over them round differently")
         slots = at.slots.expand(x.shape[0], -1)
-        whole, seen = [], []
+        xs = []
+        traces = []
         for first, part, count in self.pieces(x):
             here = place(part.shape[1], slots[:, first : first + 1], cache.k.shape[3])
-            seen.append(dict.fromkeys(trace or ()))
-            whole.append(self.model.run(part, here, cache, sublayers, seen[-1])[:, :count])
-            for tap, y in seen[-1].items():
-                seen[-1][tap] = None if y is None else y[:, :count]
-        for tap in trace or ():
-            if seen[0][tap] is not None:
-                trace[tap] = torch.cat([one[tap] for one in seen], 1)
-        return torch.cat(whole, 1)
+            seen = dict.fromkeys(trace or ())
+            xs.append(self.model.run(part, here, cache, sublayers, seen)[:, :count])
+            traces.append({tap: y[:, :count] for tap, y in seen.items() if y is not None})
+        for tap in traces[0]:
+            trace[tap] = torch.cat([part[tap] for part in traces], 1)
+        return torch.cat(xs, 1)
 
     def unembed(self, x, rows=None):
         """`Transformer.unembed`."""
-        return torch.cat([self.model.unembed(part, rows)[:, :count] for _, part, count in self.pieces(x)], 1)
+        logits = []
+        for _, part, count in self.pieces(x):
+            logits.append(self.model.unembed(part, rows)[:, :count])
+        return torch.cat(logits, 1)
 
 
 @torch.inference_mode()
 def equal_rows(model, ids, starts, widths, all_slots=True):
-    """{T: (equal, compared)} for T in widths: how many rows of logits are the same to the bit in a block of T
-    tokens and in one of 8. The blocks begin at `starts` in the text `ids`. trap: one product of random
-    numbers would not tell, since half types round away what differs."""
+    """{T: (equal, compared)} for T in widths: how many rows of logits are the same to the bit in a
+    block of T tokens and in one of 8. The blocks begin at `starts` in the text `ids`. trap: one
+    product of random numbers would not tell, since half types round away what differs."""
     tokens = torch.tensor([ids], device=model.tok.device)
     cache = KVCache(model.c, 1, len(ids) + SPARE, model.attention_dtype(), tokens.device)
     prefill(model, tokens, cache)
@@ -86,8 +93,8 @@ def equal_rows(model, ids, starts, widths, all_slots=True):
 
 
 def few_suffice(model, ids):
-    """Whether this machine gives rows in blocks of 2, 3 and 16 tokens the very bits that they have in blocks
-    of 8, so that passes need not be cut."""
+    """Whether this machine gives rows in blocks of 2, 3 and 16 tokens the very bits that they have
+    in blocks of 8, so that passes need not be cut."""
     text = (list(ids) * 64)[:64]
     found = equal_rows(model, text, starts=(5, 31, 48), widths=(2, 3, 16))
     return all(same == compared for same, compared in found.values())

@@ -1,10 +1,11 @@
 """Packed weights: matrices reordered once into the layout that this processor reads best.
 
-A product with one row of x waits for memory, and one with two to sixteen rows should take no longer:
-then a round of speculative decoding costs as much as a token. On many CPUs `F.linear` is far from
-that, because it reorders the matrix for every block of a few tokens. oneDNN, the library behind it,
-can do that beforehand; a packed matrix takes as much memory, with the same rounding. If single rows
-are faster unpacked, both forms are kept: the plain matrix for single rows, the packed one for blocks.
+A product with one row of x waits for memory, and one with two to sixteen rows should take no
+longer: then a round of speculative decoding costs as much as a token. On many CPUs `F.linear` is
+far from that, because it reorders the matrix for every block of a few tokens. oneDNN, the library
+behind it, can do that beforehand; a packed matrix takes as much memory, with the same rounding. If
+single rows are faster unpacked, both forms are kept: the plain matrix for single rows, the packed
+one for blocks.
 """
 import statistics
 import time
@@ -15,13 +16,15 @@ import torch.nn.functional as F
 from checkpoint import put
 from machine.quant import Matrix, size
 
-LARGE, HUGE = 64e6, 2e9     # bytes of a model's blocks: worth measuring; too much to keep twice
+LARGE = 64e6                # bytes of a model's blocks from which on it is worth measuring
+HUGE = 2e9                  # bytes that are too much to keep twice
 MEASURED = 2.5e8            # bytes to measure with: more than a processor's caches hold
 ROWS = 8                    # rows of x in a typical round of speculative decoding
 
 
 class Packed(Matrix):
-    """A matrix w (N, K), float32 or bfloat16, on a CPU with oneDNN. keep: w itself for single rows."""
+    """A matrix w (N, K), float32 or bfloat16, on a CPU with oneDNN. keep: w itself for single
+    rows."""
 
     def __init__(self, w, keep=False):
         super().__init__()
@@ -84,10 +87,12 @@ def gain(model, rows, repeats=7):
 
 def pack_where_it_pays(model):
     """The model, packed if it is large and on a CPU where that makes blocks of tokens faster."""
-    w, weight = model.blocks[0].mlp.down, size(model.blocks)    # in bytes
-    if (isinstance(w, torch.Tensor) and not w.is_cuda and packs(w.dtype) and weight >= LARGE
-            and gain(model, ROWS) > 1.05):
-        keep = gain(model, 1) < 0.95
-        if not keep or weight < HUGE:
-            return pack(model, keep)
-    return model
+    w = model.blocks[0].mlp.down
+    weight = size(model.blocks)     # in bytes
+    can = isinstance(w, torch.Tensor) and not w.is_cuda and packs(w.dtype)
+    if not can or weight < LARGE or gain(model, ROWS) <= 1.05:
+        return model
+    keep = gain(model, 1) < 0.95
+    if keep and weight >= HUGE:
+        return model
+    return pack(model, keep)

@@ -1,18 +1,20 @@
 """One model on several devices: tensor parallelism, for what no single one can hold.
 
-Every process runs the same loop on the same tokens, but keeps only some heads of each attention, some
-columns of each MLP and some rows of the output head. Two all-reduces per block restore the full state.
+Every process runs the same loop on the same tokens, but keeps only some heads of each attention,
+some columns of each MLP and some rows of the output head. Two all-reduces per block restore the
+full state.
 
     torchrun --nproc-per-node 2 generate.py "Once upon a time"
 
     each process keeps      of                          and then
-    some rows               wqkv, gate_up               goes on alone, with its own part of the cache
+    some rows               wqkv, gate_up               goes on alone, with its part of the cache
     some columns            wo, down                    an all-reduce adds up the results: `Added`
     some rows               the output head             an all-gather joins the results: `Joined`
     everything              embeddings, norms           has what the others have
 
-So the logits are the same bits everywhere, and so are the tokens drawn from them. If two GPUs differ after
-all, the draw of rank 0 counts (`Agreed`). (Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3.)
+So the logits are the same bits everywhere, and so are the tokens drawn from them. If two GPUs
+differ after all, the draw of rank 0 counts (`Agreed`). (Shoeybi et al. 2019, Megatron-LM, arXiv
+1909.08053, section 3.)
 """
 import os
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -41,13 +43,17 @@ class Part(NamedTuple):
     def of(self, model):
         """The same model, without memory, with only this process's attention heads, MLP columns and
         rows of the output head. Raises ValueError if heads or columns cannot be shared evenly."""
-        c, world = model.c, self.world
+        c = model.c
+        world = self.world
         for what, count in (("key-value heads", c.n_kv_heads), ("columns of an MLP", c.hidden_dim)):
             if count % world:
                 raise ValueError(f"{world} processes cannot share {count} {what} evenly")
         with torch.device("meta"):
-            own = Transformer(replace(c, n_heads=c.n_heads // world, n_kv_heads=c.n_kv_heads // world,
-                                      hidden_dim=c.hidden_dim // world))
+            own = Transformer(replace(
+                c,
+                n_heads=c.n_heads // world,
+                n_kv_heads=c.n_kv_heads // world,
+                hidden_dim=c.hidden_dim // world))
         if own.head is not None:
             own.head = nn.Parameter(own.head[: -(-c.vocab_size // world)].detach())
         return own
@@ -68,13 +74,14 @@ def place():
 
 
 def talk(collective, *args):
-    """All processes call this together. Raises ConnectionError, in one line, if one of them does not."""
+    """All processes call this together. Raises ConnectionError, in one line, if one of them does
+    not."""
     try:
         collective(*args)
     except RuntimeError as e:
         rank, world = place()
-        raise ConnectionError(f"process {rank} of {world} has lost the others: one of them has ended, or "
-                              f"does not answer ({str(e).splitlines()[0]})") from None
+        raise ConnectionError(f"process {rank} of {world} has lost the others: one of them has "
+                              f"ended, or does not answer ({str(e).splitlines()[0]})") from None
 
 
 class Added(Matrix):
@@ -96,7 +103,8 @@ class Joined(Matrix):
 
     def __init__(self, own, N):
         super().__init__()
-        self.own, self.twice = own, len(own) * place()[1] - N
+        self.own = own
+        self.twice = len(own) * place()[1] - N
 
     def product(self, x):
         return self.gather(F.linear(x, self.own))
@@ -113,8 +121,11 @@ class Joined(Matrix):
 
 
 def join(model):
-    """Join the parts that `checkpoint.load(..., part=place())` read in each process into one model."""
-    (rank, world), V, own = place(), model.c.vocab_size, model.head
+    """Join the parts that `checkpoint.load(..., part=place())` read in each process into one
+    model."""
+    rank, world = place()
+    V = model.c.vocab_size
+    own = model.head
     if own is None:     # tied: the head is a slice of the embeddings, which are here in full
         n = -(-V // world)
         own = nn.Parameter(model.tok[min(rank * n, V - n) :][:n], requires_grad=False)
@@ -160,8 +171,9 @@ def together():
         if rank == 0:
             yield
         else:
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-                yield
+            with open(os.devnull, "w") as nowhere:
+                with redirect_stdout(nowhere), redirect_stderr(nowhere):
+                    yield
         talk(dist.barrier)
         dist.destroy_process_group()
     except Exception:

@@ -1,12 +1,13 @@
 """Fewer bits: matrices in int8 or NF4, which replace the model's own.
 
 The model uses its matrices in `F.linear` only, and `F.linear` lets its arguments take over by
-`__torch_function__`. So an object that computes its own product can be a matrix, and model.py stays as it is.
+`__torch_function__`. So an object that computes its own product can be a matrix, and model.py stays
+as it is.
 
     kind    bits / weight   each row of a matrix is stored as
     int8    8 + 16 / K      K whole numbers from -127 to 127, times one scale in the model's dtype
-    nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of the block,
-                            which is itself stored in 8 bits
+    nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of
+                            the block, which is itself stored in 8 bits
 
 When a pass waits for memory, a product that reads fewer bits is faster. Torch has one for int8 with
 bfloat16 on a CPU, which is used here. In all other cases the full matrix is rebuilt for each
@@ -21,8 +22,9 @@ from torch import nn
 from checkpoint import put
 from control import Costs
 
-BLOCK, GROUP = 64, 256  # weights that share a magnitude, and magnitudes that share a scale
-ROWS = 64  # quantised at a time, so that temporary memory stays small
+BLOCK = 64      # weights that share a magnitude
+GROUP = 256     # magnitudes that share a scale
+ROWS = 64       # quantised at a time, so that temporary memory stays small
 
 
 def codebook():
@@ -37,8 +39,12 @@ def codebook():
     tensor([-1.0000, -0.6962, -0.5251, -0.3949])
     """
     last = 1 - (1 / 30 + 1 / 32) / 2
-    upper, lower = (torch.special.ndtri(torch.linspace(last, 0.5, n + 1, dtype=torch.float64)[:-1])
-                    for n in (8, 7))
+
+    def quantiles(n):
+        return torch.special.ndtri(torch.linspace(last, 0.5, n + 1, dtype=torch.float64)[:-1])
+
+    upper = quantiles(8)
+    lower = quantiles(7)
     return (torch.cat([-lower, torch.zeros(1), upper.flip(0)]) / upper[0]).float()
 
 
@@ -52,7 +58,9 @@ class Matrix(nn.Module):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return args[1].product(args[0]) if func is F.linear and len(args) == 2 else NotImplemented
+        if func is F.linear and len(args) == 2:
+            return args[1].product(args[0])
+        return NotImplemented
 
     def full(self, dtype):
         """The matrix that this replaces, (N, K); None if several processes share it."""
@@ -68,10 +76,13 @@ class Int8(Matrix):
     def __init__(self, w):
         super().__init__()
         low, high = w.aminmax(dim=1)
-        scale, wide = nonzero(torch.maximum(-low, high) / 127), torch.promote_types(w.dtype, torch.float32)
-        # trap: a tiny float16 scale is rounded a lot, and codes that do not fit would wrap
-        codes = [(rows.to(wide) / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
-                 for rows, scales in zip(w.split(ROWS), scale.split(ROWS), strict=True)]
+        scale = nonzero(torch.maximum(-low, high) / 127)
+        wide = torch.promote_types(w.dtype, torch.float32)
+        codes = []
+        for rows, scales in zip(w.split(ROWS), scale.split(ROWS), strict=True):
+            whole = (rows.to(wide) / scales[:, None]).round()
+            # trap: a tiny float16 scale is rounded a lot, and codes that do not fit would wrap
+            codes.append(whole.clamp(-127, 127).to(torch.int8))
         self.register_buffer("scale", scale)                                    # (N,)
         self.register_buffer("codes", torch.cat(codes))                         # (N, K)
 
@@ -80,7 +91,8 @@ class Int8(Matrix):
         if x.is_cuda or x.dtype != torch.bfloat16:
             return super().product(x)
         rows = x.reshape(-1, x.shape[-1]).contiguous()                          # (B*T, K)
-        return torch._weight_int8pack_mm(rows, self.codes, self.scale.to(x.dtype)).view(*x.shape[:-1], -1)
+        y = torch._weight_int8pack_mm(rows, self.codes, self.scale.to(x.dtype))
+        return y.view(*x.shape[:-1], -1)
 
     def full(self, dtype):
         return self.codes.to(dtype) * self.scale[:, None].to(dtype)
@@ -96,13 +108,18 @@ class NF4(Matrix):
 
     def __init__(self, w):
         super().__init__()
-        self.columns, levels = w.shape[1], codebook().to(w.device)
+        self.columns = w.shape[1]
+        levels = codebook().to(w.device)
         self.register_buffer("pairs", torch.cartesian_prod(levels, levels))  # (256, 2) of each byte
-        middle, most, codes = (levels[1:] + levels[:-1]) / 2, [], []
+        middle = (levels[1:] + levels[:-1]) / 2
+        most = []
+        codes = []
         for rows in w.split(ROWS):
-            b = F.pad(rows.float(), (0, -self.columns % BLOCK)).unflatten(1, (-1, BLOCK))  # (R, blocks, 64)
+            b = F.pad(rows.float(), (0, -self.columns % BLOCK))
+            b = b.unflatten(1, (-1, BLOCK))                                     # (R, blocks, 64)
             most.append(b.abs().amax(-1))
-            nearest = torch.bucketize(b / nonzero(most[-1])[..., None], middle, out_int32=True)  # 0 .. 15
+            relative = b / nonzero(most[-1])[..., None]
+            nearest = torch.bucketize(relative, middle, out_int32=True)         # 0 .. 15
             codes.append((16 * nearest[..., ::2] + nearest[..., 1::2]).flatten(1).to(torch.uint8))
         most = torch.cat(most)                                                  # (N, blocks)
         self.register_buffer("codes", torch.cat(codes))                         # (N, blocks * 32)
@@ -114,7 +131,8 @@ class NF4(Matrix):
         self.register_buffer("most", (groups / scale).round().to(torch.int8))   # (groups, 256)
 
     def full(self, dtype):
-        N, blocks = self.codes.shape[0], self.codes.shape[1] * 2 // BLOCK
+        N = self.codes.shape[0]
+        blocks = self.codes.shape[1] * 2 // BLOCK
         most = (self.most * self.scale + self.mean).flatten()[: N * blocks].view(N, blocks, 1)
         levels = F.embedding(self.codes.int(), self.pairs).view(N, blocks, BLOCK)
         return (levels * most).flatten(1)[:, : self.columns].to(dtype)          # (N, K)
@@ -140,13 +158,16 @@ def quantise(model, kind="int8"):
 
 def size(module):
     """How many bytes a module or a tensor takes."""
-    tensors = [module] if isinstance(module, torch.Tensor) else [*module.parameters(), *module.buffers()]
+    if isinstance(module, torch.Tensor):
+        return module.nbytes
+    tensors = [*module.parameters(), *module.buffers()]
     return sum(t.nbytes for t in tensors)
 
 
 def byte_costs(model):
     """Costs counted in the bytes that a pass reads, for passes that wait for memory."""
-    c, parts = model.c, (size(part) for b in model.blocks for part in (b.attn, b.mlp))
+    c = model.c
+    parts = tuple(size(part) for b in model.blocks for part in (b.attn, b.mlp))
+    head = size(model.tok if model.head is None else model.head)
     slot = 2 * c.n_kv_heads * c.head_dim * model.attention_dtype().itemsize     # a key and a value
-    return Costs(tuple(parts), size(model.tok if model.head is None else model.head), slot=slot,
-                 window=c.window)
+    return Costs(parts, head, slot=slot, window=c.window)

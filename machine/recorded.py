@@ -1,8 +1,9 @@
 """Recorded passes: a stand-in for the model that records a pass once and replays it from then on.
 
-A pass of a small model is hundreds of tiny operations, and most of its time goes into starting them.
-A recording starts all of them at once, but it freezes shapes, addresses and Python numbers: whatever
-differs between two rounds must be one of its inputs, or part of the key that it is stored under.
+A pass of a small model is hundreds of tiny operations, and most of its time goes into starting
+them. A recording starts all of them at once, but it freezes shapes, addresses and Python numbers:
+whatever differs between two rounds must be one of its inputs, or part of the key that it is stored
+under.
 
     how="compile"   on a CPU    a C++ program made by Inductor, kept in the user's cache folder
     how="graph"     on CUDA     the launches of all kernels, as one CUDA graph
@@ -32,27 +33,33 @@ from support.measure import identity
 
 TRIES = 3   # recordings of a pass that may fail their check before it stays eager
 FEW = 8     # rows of x up to which a product is faster as sums
-PIECE = 28e6    # bytes of weights that a program reads: a few large blocks, and others like them share it
-# trap: the pattern matcher takes masked grouped attention for another pattern, and the result is wrong
+# bytes of weights that a program reads: a few large blocks, and others like them share it
+PIECE = 28e6
+# trap: the pattern matcher takes masked grouped attention for another pattern, and the result is
+# wrong
 NO_PATTERNS = {"pattern_matcher": False}
-# how far, by `distance`, a recording may differ from the eager pass
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+WIDTHS = {"compile": (1, 2, 3, 4, 8)}   # of blocks
+TOLERANCE = {   # how far, by `distance`, a recording may differ from the eager pass
+    torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 # --- recordings
 
 
 class Tape:
-    """A recording on paper: each replay runs f again, but on its own buffers, which the inputs are copied
-    to, and into memory that the next replay of any tape overwrites, as with graphs that share memory."""
+    """A recording on paper: each replay runs f again, but on its own buffers, which the inputs are
+    copied to, and into memory that the next replay of any tape overwrites, as with graphs that
+    share memory."""
     made = WeakSet()
 
     def __init__(self, f, inputs, fixed):
-        self.inputs, self.fixed = [x.clone() for x in inputs], fixed  # trap: what it reads must outlive it
+        self.inputs = [x.clone() for x in inputs]
+        self.fixed = fixed              # trap: what it reads must outlive it
         self.record(f)
 
     def record(self, f):
-        self.f, self.output = f, f(*self.inputs, *self.fixed)
+        self.f = f
+        self.output = f(*self.inputs, *self.fixed)
         Tape.made.add(self)
 
     def replay(self):
@@ -89,17 +96,19 @@ class Program(nn.Module):
 
     def __init__(self, model, f):
         super().__init__()
-        self.model, self.f = model, f
+        self.model = model
+        self.f = f
 
     def forward(self, *inputs):
         return self.f(self.model, *inputs)
 
 
 class Compiled:
-    """A C++ program that reads the model's own weights, where they lie, `shift` blocks after its own."""
+    """A C++ program that reads the model's own weights, where they lie, `shift` blocks after its
+    own."""
 
     def __init__(self, path, model, shift):
-        # trap: `torch._inductor.aoti_load_package` does this, too, but loads the compiler first: two seconds
+        # trap: `torch._inductor.aoti_load_package` does this, too, but loads the compiler first
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         later = partial(re.sub, r"(?<=^model.blocks.)\d+", lambda i: str(int(i[0]) + shift))
         weights = model.state_dict(prefix="model.")
@@ -115,26 +124,32 @@ def product(x, w, bias=None):
     """`F.linear` for few rows x (..., dim), written as sums: Inductor turns them into loops that
     read each weight once, while the library's matrix product takes two to three times as long."""
     wide = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
-    wide = wide.as_strided(wide.shape, wide.stride())  # trap: else each row is recomputed per output
+    # trap: else each row is recomputed per output
+    wide = wide.as_strided(wide.shape, wide.stride())
     sums = torch.stack([(row * w.to(wide.dtype)).sum(-1) for row in wide])
     return sums.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def write_program(path, model, f, inputs, fixed):
-    """Compile f for inputs of these shapes, and for any number of slots, into the file `path`, *.pt2."""
-    shapes = [*([None] * len(inputs)), *({t.dim() - 2: torch.export.Dim.DYNAMIC} for t in fixed)]
-    settings = {**NO_PATTERNS,
-                "aot_inductor.package_constants_in_so": False,      # the weights stay with the model
-                "cpp.enable_floating_point_contract_flag": "fast"}  # one instruction multiplies and adds
+    """Compile f for inputs of these shapes, and for any number of slots, into the file `path`,
+    *.pt2."""
+    shapes = [None] * len(inputs)
+    shapes += [{t.dim() - 2: torch.export.Dim.DYNAMIC} for t in fixed]
+    settings = {
+        **NO_PATTERNS,
+        "aot_inductor.package_constants_in_so": False,      # the weights stay with the model
+        "cpp.enable_floating_point_contract_flag": "fast"}  # one instruction multiplies and adds
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        # trap: lengths that are equal here become one number in the program, so the caches are longer
-        caches = (F.pad(t, (0, 0, 0, 1)) for t in fixed[2:])
-        examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in (*inputs, *fixed[:2], *caches))
-        program = torch.export.export(Program(model, f), examples, strict=False,
-                                      dynamic_shapes={"inputs": tuple(shapes)})
+        # trap: lengths that are equal here become one number in the program: longer caches
+        caches = [F.pad(t, (0, 0, 0, 1)) for t in fixed[2:]]
+        tensors = [*inputs, *fixed[:2], *caches]
+        examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in tensors)
+        program = torch.export.export(
+            Program(model, f), examples, strict=False, dynamic_shapes={"inputs": tuple(shapes)})
         if inputs[0].shape[:-1].numel() <= FEW:
             program = program.run_decompositions({torch.ops.aten.linear.default: product})
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=settings)
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(path), inductor_configs=settings)
 
 
 # --- the stand-in
@@ -153,7 +168,8 @@ class Home:
         return mine.shape == cache.k.shape and mine.dtype == cache.k.dtype
 
     def move_in(self, cache):
-        """Give the cache this memory, and its own to the one that was here, if that is still in use."""
+        """Give the cache this memory, and its own to the one that was here, if that is still in
+        use."""
         theirs = cache.k, cache.v, cache.layers
         before = self.cache()
         for here, there in zip(self.memory[:2], theirs[:2], strict=True):
@@ -174,67 +190,89 @@ def distance(a, b):
 
 
 class Recorded(StandIn):
-    """Stands in for a Transformer that is not being trained: passes over blocks of at most widths[-1]
-    tokens are replayed from recordings; all others, and those with a tree, run eagerly. A pass is cut after
-    each state that it traces, and into pieces of a few blocks, so that most pieces share one program.
+    """Stands in for a Transformer that is not being trained: passes over blocks of at most
+    widths[-1] tokens are replayed from recordings; all others, and those with a tree, run eagerly.
+    A pass is cut after each state that it traces, and into pieces of a few blocks, so that most
+    pieces share one program.
 
-    how: see above; by default what suits the model's device. widths: a block is padded to the next of
-    these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish as few text
-    lengths as if these doubled from `reach` on. say: called with a line about what takes long or fails,
-    by default `print` to standard error. exact: a pass is the same to the bit however it is cut: each
-    sub-layer is a program of its own, and recorded when it is first seen. Do not move or cast the model
-    later; weights may change in place.
+    how: see above; by default what suits the model's device. widths: a block is padded to the next
+    of these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish
+    as few text lengths as if these doubled from `reach` on. say: called with a line about what
+    takes long or fails, by default `print` to standard error. exact: a pass is the same to the bit
+    however it is cut: each sub-layer is a program of its own, and recorded when it is first seen.
+    Do not move or cast the model later; weights may change in place.
     """
 
     def __init__(self, model, how=None, widths=None, reach=256, say=None, lead=None, exact=False):
-        self.model, self.how, self.reach = model, how or ("graph" if model.tok.is_cuda else "compile"), reach
-        self.widths = widths or ((1, 2, 3, 4, 8) if self.how == "compile" else (1, 8))
+        self.model = model
+        self.how = how or ("graph" if model.tok.is_cuda else "compile")
+        self.widths = widths or WIDTHS.get(self.how, (1, 8))
+        self.reach = reach
         self.say = say or partial(files.note, "recorded")
-        self.tapes = {}     # {key: tape} of all that reads no cache, and of programs, which read any
+        self.exact = exact
+        self.tapes = {}  # {key: tape} of all that reads no cache, and of programs, which read any
         self.homes = []     # of graphs, which read one cache
         blocks = round(PIECE / sum(w.nbytes for w in model.blocks[0].state_dict().values()))
-        self.piece = math.inf if self.how == "graph" else 2 * max(1, blocks)    # sub-layers
-        self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece: few programs
-        self.exact = exact
+        self.piece = 2 * max(1, blocks)     # sub-layers
+        if self.how == "graph":
+            self.piece = math.inf
+        self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece
         if exact:
             self.piece = 1
         self.refused = Counter()            # {key: recordings that failed their check}
-        self.frozen, self.lead = False, lead or self    # once the lead is frozen, nothing new is recorded
+        self.frozen = False
+        self.lead = lead or self            # once the lead is frozen, nothing new is recorded
         self.joins = True                   # in graphs, small kernels: see `joined`
         model.angles(1)                     # trap: the table may be that of another dtype
 
     def rehearse(self, write):
-        """Call write() twice, which records all that it needs. From then on nothing new is recorded."""
+        """Call write() twice, which records all that it needs. From then on nothing new is
+        recorded."""
         self.frozen = False
         write()
         write()
         self.frozen = True
 
     def alongside(self, model):
-        """Another model of the same run, such as a draft: recorded, too, and rehearsed with this one."""
+        """Another model of the same run, such as a draft: recorded, too, and rehearsed with this
+        one."""
         widths = None if self.exact else self.widths    # a draft need not be exact
         return Recorded(model, self.how, widths, self.reach, self.say, self.lead)
 
     @torch.inference_mode()
     def run(self, x, at, cache=None, sublayers=None, trace=None):
         """`Transformer.run`."""
-        subs = tuple(range(2 * self.c.n_layers) if sublayers is None else sublayers)
-        (B, T, _), trace, shared = x.shape, {} if trace is None else trace, self.place(x.shape, at, cache)
+        if sublayers is None:
+            sublayers = range(2 * self.c.n_layers)
+        trace = {} if trace is None else trace
+        shared = self.place(x.shape, at, cache)
         tapes = self.tapes
         if cache is not None and self.how != "compile":
             tapes = self.home(cache).tapes
-        while subs:
-            end = next((n for n, i in enumerate(subs, 1) if i in trace or n == self.piece), len(subs))
-            y, part, subs = None, subs[:end], subs[end:]
+        for part in self.pieces(sublayers, trace):
+            y = None
             if shared:
+                B, T, dim = x.shape
                 width, first, angles = shared
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
-                key = part, B, width, x.shape[2]
-                y = self.play(tapes, key, partial(block, part), (pad(x, width), first), fixed)
+                inputs = pad(x, width), first
+                y = self.play(tapes, (part, B, width, dim), partial(block, part), inputs, fixed)
             x = self.model.run(x, at, cache, part) if y is None else y[:, :T]
             if part[-1] in trace:
                 trace[part[-1]] = x
         return x
+
+    def pieces(self, sublayers, trace):
+        """The sub-layers in pieces: each ends where a state is traced, or when it is long
+        enough."""
+        part = []
+        for i in sublayers:
+            part.append(i)
+            if i in trace or len(part) == self.piece:
+                yield tuple(part)
+                part = []
+        if part:
+            yield tuple(part)
 
     def home(self, cache):
         """The Home of a cache: a new one moves into the memory of another of its size."""
@@ -254,23 +292,34 @@ class Recorded(StandIn):
     def place(self, shape, at, cache):
         """What all pieces of a pass over x of this shape share: the width of their block, its first
         positions (B, 1), and the angles to read; None if they run eagerly."""
-        (B, T, _), width = shape, self.width(shape[1])
-        S, end = cache.k.shape[3] if cache else 0, at.end + (width or 0) - T
-        if not width or not S or at.tree is not None or at.same and (at.first == 0 or end > S):
+        B, T, _ = shape
+        width = self.width(T)
+        if not width or cache is None or at.tree is not None:
+            return None
+        S = cache.k.shape[3]
+        end = at.end + width - T
+        if at.same and (at.first == 0 or end > S):
             return None     # first is 0 in a prompt, which is read once: recording would not pay
         # trap: a program relies on the strides of its inputs, too
-        return width, at.slots[:, :1].expand(B, 1).contiguous(), self.angles_read(min(end, S), S)
+        first = at.slots[:, :1].expand(B, 1).contiguous()
+        return width, first, self.angles_read(min(end, S), S)
 
     @torch.inference_mode()
     def unembed(self, x, rows=None):
-        """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a product."""
-        (B, T, _), width, y = x.shape, self.width(x.shape[1]), None
+        """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a
+        product."""
+        B, T, _ = x.shape
+        width = self.width(T)
+        y = None
         if rows is None and width is not None:
             y = self.play(self.tapes, (None, B, width), Transformer.unembed, (pad(x, width),), [])
-        return self.model.unembed(x, rows) if y is None else y[:, :T]
+        if y is None:
+            return self.model.unembed(x, rows)
+        return y[:, :T]
 
     def replays(self):
-        """Whether any pass is replayed: there may be no compiler, or no recording passed its check."""
+        """Whether any pass is replayed: there may be no compiler, or no recording passed its
+        check."""
         return any(tape for tapes in self.all_tapes() for tape in tapes.values())
 
     def all_tapes(self):
@@ -280,11 +329,14 @@ class Recorded(StandIn):
         return next((width for width in self.widths if width >= T), None)
 
     def angles_read(self, end, slots):
-        """[cos, sin] for `block`: the table of angles for all positions that are read, (reach, D) each. The
-        reach is a multiple of `step`: a compiled program takes any, graphs need one recording for each."""
-        count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
-        step = 16 if self.how == "compile" else -(-slots // (8 * count)) * 8
-        reach = min(slots, -(-end // step) * step)
+        """[cos, sin] for `block`: the table of angles for all positions that are read, (reach, D)
+        each. The reach is a multiple of `step`: a compiled program takes any, graphs need one
+        recording for each."""
+        step = 16
+        if self.how != "compile":
+            count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
+            step = 8 * math.ceil(slots / (8 * count))
+        reach = min(slots, step * math.ceil(end / step))
         return [t[:reach] for t in self.model.angles(reach)]
 
     def play(self, tapes, key, f, inputs, fixed):
@@ -299,23 +351,28 @@ class Recorded(StandIn):
         elif tapes.get(key) is None and not self.lead.frozen:
             tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
         tape = tapes.get(key)
-        return tape(inputs, fixed) if tape else None
+        if not tape:
+            return None
+        return tape(inputs, fixed)
 
     def record(self, key, f, inputs, fixed):
         """A recording of f that agrees with f on these inputs; False if there will be none."""
         sublayers, rows, width = key[:3]
         what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
         name = f"{what}, batch {rows}, blocks of {width}"
-        want, kept = f(self.model, *inputs, *fixed), [t.clone() for t in fixed]
+        want = f(self.model, *inputs, *fixed)
+        kept = [t.clone() for t in fixed]
         try:
-            got = (tape := self.make(name, key, f, inputs, fixed))(inputs, fixed)
+            tape = self.make(name, key, f, inputs, fixed)
+            got = tape(inputs, fixed)
         except Exception as e:  # whatever a compiler raises, the pass itself can run eagerly
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
             return False
-        off = [float(distance(a, b)) for a, b in zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)]
-        half, depth = want.dtype in (torch.float16, torch.bfloat16), len(sublayers or ()) / 16
-        # rounding errors of half types add up with depth like a random walk
-        most = TOLERANCE[want.dtype] * (max(1.0, depth) ** 0.5 if half else 1.0)
+        pairs = zip([got, *fixed[2:]], [want, *kept[2:]], strict=True)
+        off = [float(distance(a, b)) for a, b in pairs]
+        most = TOLERANCE[want.dtype]
+        if want.dtype in (torch.float16, torch.bfloat16):   # their errors add up like a random walk
+            most *= max(1.0, len(sublayers or ()) / 16) ** 0.5
         if all(d <= most for d in off):     # trap: of NaN and a number, `max` can take either
             return tape
         for t, before in zip(fixed, kept, strict=True):
@@ -323,7 +380,8 @@ class Recorded(StandIn):
         self.refused[key] += 1
         if self.refused[key] < TRIES:
             return None     # the next input will tell whether this one was odd
-        self.say(f"{name}: recording dropped, because it is off by {max(off):.2g} of the eager pass")
+        self.say(f"{name}: recording dropped, because it is off by {max(off):.2g} of the eager "
+                 "pass")
         return False
 
     def make(self, name, key, f, inputs, fixed):
@@ -331,11 +389,14 @@ class Recorded(StandIn):
             return Tape(partial(f, self.model), inputs, fixed)
         if self.how == "graph":
             return self.make_graph(key[0], f, inputs, fixed)
-        sources = [Path(sys.modules[name].__file__).read_bytes() for name in (
-            Transformer.__module__, type(self.model).__module__, block.__module__, __name__)]
-        shift, (sublayers, *rest) = 0, key
-        if sublayers:       # compiled as the first blocks; trap: with a window every second block differs
-            shift = sublayers[0] // 2 if self.c.window is None else sublayers[0] // 4 * 2
+        modules = Transformer.__module__, type(self.model).__module__, block.__module__, __name__
+        sources = [Path(sys.modules[name].__file__).read_bytes() for name in modules]
+        sublayers, *rest = key
+        shift = 0
+        if sublayers:       # compiled as the first blocks
+            shift = sublayers[0] // 2
+            if self.c.window is not None:   # trap: every second block has none
+                shift = shift // 2 * 2
             sublayers = tuple(i - 2 * shift for i in sublayers)
             f = partial(block, sublayers)
         path = files.cache_file(f"{identity(self.model, sublayers, rest, sources)}.pt2")
@@ -343,7 +404,8 @@ class Recorded(StandIn):
             try:
                 return Compiled(path, self.model, shift)
             except Exception:   # cut short, or damaged in another way
-                self.say(f"{name}: the program in the cache folder is damaged, and so it is made anew")
+                self.say(f"{name}: the program in the cache folder is damaged, and so it is made "
+                         "anew")
         usual = "clang++" if sys.platform == "darwin" else "g++"
         if not shutil.which(os.environ.get("CXX", usual)):
             self.lead.frozen = True     # what has no program yet runs eagerly
@@ -356,19 +418,21 @@ class Recorded(StandIn):
             files.keep(path, program.read_bytes())
         return Compiled(path, self.model, shift)
 
-
     def make_graph(self, sublayers, f, inputs, fixed):
         if sublayers and self.joins:
             try:
-                return Graph(partial(joined, compiled_piece(), sublayers, self.model), inputs, fixed)
+                pass_ = partial(joined, compiled_piece(), sublayers, self.model)
+                return Graph(pass_, inputs, fixed)
             except Exception as e:      # whatever a compiler raises
                 self.joins = False
-                self.say(f"kernels are not joined, because of {type(e).__name__}: {e}".split("\n")[0])
+                why = f"{type(e).__name__}: {e}".split("\n")[0]
+                self.say(f"kernels are not joined, because of {why}")
         return Graph(partial(f, self.model), inputs, fixed)
 
 
 @cache
 def compiled_piece():
     """One for all models, compiled anew for each shape."""
-    torch._dynamo.config.recompile_limit = 64   # trap: after eight, which is usual, it gives up silently
+    # trap: after eight, which is usual, it gives up silently
+    torch._dynamo.config.recompile_limit = 64
     return torch.compile(piece, options=NO_PATTERNS)

@@ -22,8 +22,9 @@ class Calibrated(Rule):
     """Stop drafting when the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in bins of a tenth, is calibrated by how often it was right in that
-    bin. `skill` is its acceptance rate, at first `prior`, as if known from so many `tests`. bars: the price
-    of each of the `gamma` tokens, in tokens: what one more costs, times the tokens per pass that are reached.
+    bin. `skill` is its acceptance rate, at first `prior`, as if known from so many `tests`. bars:
+    the price of each of the `gamma` tokens, in tokens: what one more costs, times the tokens per
+    pass that are reached.
     """
 
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
@@ -48,7 +49,8 @@ class Calibrated(Rule):
         return [reach < self.bars[k] for reach in self.reach]
 
     def learn(self, state, r):
-        self.skill.fade(FADE)   # also where another arm drafts: what was learnt long ago is tried again
+        # also where another arm drafts: what was learnt long ago is tried again
+        self.skill.fade(FADE)
         for b, (drafted, kept) in enumerate(outcomes(r)):
             for k, tenths in enumerate(self.sure[: min(drafted, kept + 1)]):
                 self.count(k < kept, tenths[b])
@@ -63,8 +65,8 @@ class Calibrated(Rule):
 
 @dataclass(eq=False)
 class Arm:
-    """A way to draft at most `most` tokens. The costs are in target passes over one token; width(T) is
-    that of a pass over T tokens."""
+    """A way to draft at most `most` tokens. The costs are in target passes over one token; width(T)
+    is that of a pass over T tokens."""
     name: str
     drafter: Drafter
     price: Callable     # n -> of a drafted token after n others
@@ -81,7 +83,8 @@ def self_draft(name, model, sublayers, costs):
 
 
 def head_draft(head, costs, vocab=None):
-    """The Arm of a trained head (methods/heads.py). vocab: a draft vocabulary (its ids) if it has none."""
+    """The Arm of a trained head (methods/heads.py). vocab: a draft vocabulary (its ids) if it has
+    none."""
     if vocab:
         head = shorter(head, vocab)
     rule = Calibrated(gamma=head.step.most)
@@ -93,15 +96,16 @@ def head_draft(head, costs, vocab=None):
         trunk = head.step.trunk
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
         if trunk:
-            arm.once = own              # EAGLE's block, which has no trunk, reads it together with D
+            arm.once = own  # EAGLE's block, which has no trunk, reads it together with D
         arm.late = lambda width: own * (width(max(1, drafter.unread)) - 1)
     return arm
 
 
 def candidates(model, costs, skip=None, vocab=None, heads=()):
-    """The usual arms: of trained heads the one that promises most; without any, exits after some parts of the
-    blocks, and a skip set (its sub-layers) if there is one. They draft with the draft vocabulary `vocab` (its
-    ids), if there is one and the shorter head saves more than any step costs."""
+    """The usual arms: of trained heads the one that promises most; without any, exits after some
+    parts of the blocks, and a skip set (its sub-layers) if there is one. They draft with the draft
+    vocabulary `vocab` (its ids), if there is one and the shorter head saves more than any step
+    costs."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None

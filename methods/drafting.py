@@ -17,7 +17,8 @@ from speculative import Drafter, chain, pick
 
 
 def unit(x):
-    """x (..., dim), each vector scaled to a root mean square of 1, as the final norm does anyway."""
+    """x (..., dim), each vector scaled to a root mean square of 1, as the final norm does
+    anyway."""
     return F.rms_norm(x, x.shape[-1:])
 
 
@@ -25,17 +26,18 @@ class Reader(Drafter):
     """A drafter with its own block, whose cache holds the text and, while it drafts, its draft.
 
     It keeps the target's states of all written tokens, also from rounds in which another drafter
-    drafts, and its block reads them before its own next draft. Say that two such rounds wrote d to g:
+    drafts, and its block reads them before its own next draft. After two such rounds:
 
         slot      0  1  2  3  4  5  6
         token     a  b  c  d  e  f  g       g is the last known token: the target has not run it yet
-        noted     a  b  c  d  e  f  .       the target's state of each; with `late` = 1 one slot later
+        noted     a  b  c  d  e  f  .       the target's state of each; if `late` is 1 a slot later
         cache     a  b  c  .  .  .  .       held: 3 slots agree with the text; unread: d, e, f
 
     Reading a token again is harmless: in a batch each row reads as many tokens as the row that
     misses the most. What a rejected draft left in the cache is overwritten before it is read.
     """
-    late = 0  # the block reads the state of a token together with the token that many places after it
+    # the block reads the state of a token together with the token that many places after it
+    late = 0
 
     def __init__(self, head, *args):
         super().__init__(*args)
@@ -43,7 +45,7 @@ class Reader(Drafter):
         self.own = head.own
         self.taps = head.taps
         self.unread = 0
-        self.most = getattr(self.own, "widths", (256,))[-1]     # tokens that one recorded pass takes
+        self.most = getattr(self.own, "widths", (256,))[-1]  # tokens that one recorded pass takes
 
     def begin(self, state, trace):
         same_model(self.head.model, state)
@@ -63,7 +65,7 @@ class Reader(Drafter):
 
     def observe(self, state, r):
         super().observe(state, r)
-        x = self.head.state(r.trace)                                            # (B, K+1, taps * dim)
+        x = self.head.state(r.trace)  # (B, K+1, taps * dim)
         T = x.shape[1]
         lengths = [len(row) for row in r.new]
         if len(lengths) == 1:   # the round of one row is a slice, which is faster
@@ -107,8 +109,8 @@ class ExitDraft(Reader, SelfDraft):
 
 
 class EagleDraft(Reader):
-    """A block that reads a token and the final state of the token before it; for a drafted token, its
-    own output instead of that state (EAGLE, arXiv 2401.15077). It reads D last, with all unread
+    """A block that reads a token and the final state of the token before it; for a drafted token,
+    its own output instead of that state (EAGLE, arXiv 2401.15077). It reads D last, with all unread
     tokens."""
     late = 1
 
@@ -157,9 +159,9 @@ class LastState(Drafter):
 class MedusaDraft(LastState):
     """All tokens at once: none depends on the others (Medusa, arXiv 2401.10774).
 
-    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them. All
-    rows draft as many of its levels as the rule says for any row. Raises ValueError for more levels
-    than heads.
+    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them.
+    All rows draft as many of its levels as the rule says for any row. Raises ValueError for more
+    levels than heads.
     """
 
     def __init__(self, head, rule, shape=None):

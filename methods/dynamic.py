@@ -1,8 +1,9 @@
 """A draft that changes while it runs, as published: DEL chooses the block to exit after.
 
-The target verifies every round, however it was drafted, so a drafter may change its sub-layers between
-any two rounds. Learning is nearly free: it uses states that drafting and verifying compute anyway. In
-a batch the rows share one choice, since they share each pass. The constants are the published ones.
+The target verifies every round, however it was drafted, so a drafter may change its sub-layers
+between any two rounds. Learning is nearly free: it uses states that drafting and verifying compute
+anyway. In a batch the rows share one choice, since they share each pass. The constants are the
+published ones.
 """
 import torch
 
@@ -23,16 +24,18 @@ class DEL(SelfDraft):
     """Exit after the block that promises the most tokens for the layers that run, and stop when the
     draft is unsure (DEL, arXiv 2504.05598).
 
-    What exit l would have drafted at each place of the last round is known without drafting: its *shadow
-    token*, from the states of drafting and verifying. DEL counts how many shadow tokens would have been
-    accepted and rejected, with the exit's confidence; old counts fade by `omega` per round. The exit
-    with the best expected speed drafts up to `gamma` tokens. It stops after a token whose confidence is
-    below a threshold, midway between its mean confidence in accepted and in rejected shadows.
+    What exit l would have drafted at each place of the last round is known without drafting: its
+    *shadow token*, from the states of drafting and verifying. DEL counts how many shadow tokens
+    would have been accepted and rejected, with the exit's confidence; old counts fade by `omega`
+    per round. The exit with the best expected speed drafts up to `gamma` tokens. It stops after a
+    token whose confidence is below a threshold, midway between its mean confidence in accepted and
+    in rejected shadows.
 
-    Differences from the paper: `costs` include the head, where the paper counts layers; nothing is drafted
-    if nothing gains. Counts start from a hit at confidence 1 and a miss at 0, as the paper's threshold is
-    NaN until both occur. When sampling, a shadow counts as the sum of min(p, q), not as a match of the
-    likeliest tokens. Each shadow costs a product with the head: score few `exits`, or every n-th round.
+    Differences from the paper: `costs` include the head, where the paper counts layers; nothing is
+    drafted if nothing gains. Counts start from a hit at confidence 1 and a miss at 0, as the
+    paper's threshold is NaN until both occur. When sampling, a shadow counts as the sum of
+    min(p, q), not as a match of the likeliest tokens. Each shadow costs a product with the head:
+    score few `exits`, or every n-th round.
     """
 
     def __init__(self, model, gamma=18, exits=None, costs=None, omega=0.95, every=1, window=32):
@@ -66,7 +69,8 @@ class DEL(SelfDraft):
 
     def score(self, state, trace, p, true):
         """Count what every exit would have drafted where `true` (B, T) says that all tokens before
-        were accepted, and choose the exit. p (B, T, V): the target's distribution after each place."""
+        were accepted, and choose the exit. p (B, T, V): the target's distribution after each
+        place."""
         states = torch.stack([trace[tap] for tap in self.taps[:-1]])            # (E, B, T, dim)
         logits = self.model.unembed(states.flatten(0, 1)).unflatten(0, states.shape[:2])
         hit, sure = overlaps(state.probs, p, logits)                            # (E, B, T) both

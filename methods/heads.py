@@ -3,20 +3,21 @@
 A head learns to predict the model's next tokens from states that the model computes anyway. The
 model does not change, and neither does its text.
 
-    kind         reads                              predicts                           its own weights
-    Kangaroo     the state after block E            the next token                     an attention
-    ExitBlock    the state after block E            the next token                     a block
-    Eagle        the token, the final state         the next token                     a block, a matrix
-                 before it
-    Medusa       the final state                    head k = 1, 2, ...: the token      a matrix per head
-                                                    k places after the next
-    Prophet      the final state, the next token    the tokens after that, one by      one block or two
-                 and its own drafts                 one
+    kind        reads                            predicts                       its own weights
+    Kangaroo    the state after block E          the next token                 an attention
+    ExitBlock   the state after block E          the next token                 a block
+    Eagle       the token, the final state       the next token                 a block, a matrix
+                before it
+    Medusa      the final state                  head k = 1, 2, ...: the        a matrix per head
+                                                 token k places after the next
+    Prophet     the final state, the next        the tokens after that, one     one block or two
+                token and its own drafts         by one
 
-All of them use the model's embedding, final norm and output head. `own` is a Transformer of a block or two
-that shares these with the model. Its blocks start as copies of the model's: an ExitBlock starts as the exit
-one block later. Each kind has `weights` (all that is trained), `shape` (arguments of its constructor), `taps`
-(the states it reads), `predict` (logits for a whole text, for training) and `drafter`.
+All of them use the model's embedding, final norm and output head. `own` is a Transformer of a block
+or two that shares these with the model. Its blocks start as copies of the model's: an ExitBlock
+starts as the exit one block later. Each kind has `weights` (all that is trained), `shape`
+(arguments of its constructor), `taps` (the states it reads), `predict` (logits for a whole text,
+for training) and `drafter`.
 """
 import copy
 import json
@@ -44,14 +45,15 @@ from support.files import VOCAB, replacing
 
 FILE = "heads.safetensors"
 AHEAD = 4   # tokens that a prophet learns to predict from one state
-SHAPE = attrgetter("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim",
-                   "post_norm")     # of a model: its heads fit every other model of this shape
+SHAPE = attrgetter(     # of a model: its heads fit every other model of this shape
+    "vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "hidden_dim", "post_norm")
 
 
 def graft(model, first, count, hidden_dim=None, kind=Transformer):
-    """A Transformer, of this kind, that shares embedding, final norm and head with the model, and has `count`
-    blocks of its own. They start as copies of the model's from block `first` on, with the first
-    hidden_dim units of their MLPs. They attend to the whole text, without a sliding window."""
+    """A Transformer, of this kind, that shares embedding, final norm and head with the model, and
+    has `count` blocks of its own. They start as copies of the model's from block `first` on, with
+    the first hidden_dim units of their MLPs. They attend to the whole text, without a sliding
+    window."""
     last = model.c.n_layers - 1
     units = hidden_dim or model.c.hidden_dim
     c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
@@ -75,8 +77,9 @@ def graft(model, first, count, hidden_dim=None, kind=Transformer):
 
 @dataclass(frozen=True)
 class Step:
-    """What one drafted token costs: `trunk` blocks of the model, `weights` of its own, a share of the
-    `output` head. reads: whether its attention reads the whole text. most: the longest draft."""
+    """What one drafted token costs: `trunk` blocks of the model, `weights` of its own, a share of
+    the `output` head. reads: whether its attention reads the whole text. most: the longest
+    draft."""
     weights: float
     trunk: int = 0
     output: float = 1.0
@@ -85,9 +88,10 @@ class Step:
 
 
 class Head:
-    """What all kinds share. draft: the class of its drafter, in methods/drafting.py; step: what a drafted
-    token costs; branches: whether any node of its trees may have children, or only first children. ranks:
-    the chance that the model's greedy token is the head's first, second, ... choice, if measured."""
+    """What all kinds share. draft: the class of its drafter, in methods/drafting.py; step: what a
+    drafted token costs; branches: whether any node of its trees may have children, or only first
+    children. ranks: the chance that the model's greedy token is the head's first, second, ...
+    choice, if measured."""
     branches = False
     ranks = ()
 
@@ -96,9 +100,9 @@ class Head:
         return torch.cat([trace[tap] for tap in self.taps], -1)
 
     def predict(self, tokens, trace, cache):
-        """Yields (k, logits (B, N, V)) for each k that it is trained on: row n is what it says of the
-        token k places after the next one, of the text tokens (B, T). trace: the target's states at `taps`;
-        cache: the target's, with the keys and values of the text."""
+        """Yields (k, logits (B, N, V)) for each k that it is trained on: row n is what it says of
+        the token k places after the next one, of the text tokens (B, T). trace: the target's states
+        at `taps`; cache: the target's, with the keys and values of the text."""
         raise NotImplementedError
 
     def drafter(self, rule, shape=None):
@@ -162,15 +166,16 @@ class EagleBlock(Transformer):
 
 
 class Eagle(Head):
-    """EAGLE (arXiv 2401.15077): a block that reads each token's embedding and the final state of the token
-    before it, from which the target chose it. After a drafted token it reads its own output instead. The
-    paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the state and starts at zero.
+    """EAGLE (arXiv 2401.15077): a block that reads each token's embedding and the final state of
+    the token before it, from which the target chose it. After a drafted token it reads its own
+    output instead. The paper maps both with one matrix (dim, 2 dim); ours, (dim, dim), maps the
+    state and starts at zero.
 
     It is trained on the first token of a draft, and on the second, which reads the block's output
     (HASS, arXiv 2408.15766); later tokens are drafted like the second.
 
-    fused: it reads a mix of the final state and of the states after a quarter and half of the blocks
-    (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final state alone.
+    fused: it reads a mix of the final state and of the states after a quarter and half of the
+    blocks (EAGLE-3, arXiv 2503.01840, section 3.1), at first the final state alone.
     """
     kind = "eagle"
     draft = drafting.EagleDraft
@@ -220,12 +225,13 @@ class Eagle(Head):
 
 
 class Medusa(Head):
-    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k computes
-    W (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head. In the
-    paper each head trains a W of its own, which with a large vocabulary is much larger than W_k.
+    """Residual blocks on the final state (Medusa, arXiv 2401.10774, section 2.1): head k computes W
+    (x + silu(W_k x)), where W_k starts at zero, and W is the model's final norm and output head. In
+    the paper each head trains a W of its own, which with a large vocabulary is much larger than
+    W_k.
 
-    markov: the rank of a bias from the token before, W_2 W_1[token] (DeepSpec's DSpark), shared by all heads;
-    0: none. With it a head knows what the head before it drafted.
+    markov: the rank of a bias from the token before, W_2 W_1[token] (DeepSpec's DSpark), shared by
+    all heads; 0: none. With it a head knows what the head before it drafted.
     """
     kind = "medusa"
     draft = drafting.MedusaDraft
@@ -296,9 +302,9 @@ def count(head):
 
 
 def pricing(head, costs=None):
-    """n -> the cost of a drafted token after n others, relative to a target pass, by a Costs table or by
-    weights. The head's own weights are not in the table: each costs as much as a weight of the model's
-    blocks or of its output head, whichever costs more."""
+    """n -> the cost of a drafted token after n others, relative to a target pass, by a Costs table
+    or by weights. The head's own weights are not in the table: each costs as much as a weight of
+    the model's blocks or of its output head, whichever costs more."""
     step = head.step
     by_count = weight_costs(head.model.c)
     costs = costs or by_count
@@ -337,7 +343,8 @@ def save(head, folder):
 
 
 def facts(folder):
-    """What `save` noted of a head: its "kind" and "shape", the shape of its "model", and "ranks"."""
+    """What `save` noted of a head: its "kind" and "shape", the shape of its "model", and
+    "ranks"."""
     path = Path(folder) / FILE
     with checkpoint.guarded(f"{path}: no trained heads for this model"):
         noted = json.loads(safe_open(path, framework="pt").metadata()["heads"])
@@ -345,16 +352,17 @@ def facts(folder):
 
 
 def load(folder, model, kinds=KINDS):
-    """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it learnt,
-    if one lies beside it, and recorded if the model is. Raises ValueError, in one line, for a file that is
-    missing or damaged or was made for a model of another shape or vocabulary."""
+    """The head that `save` wrote, on this model and in its dtype, with the draft vocabulary that it
+    learnt, if one lies beside it, and recorded if the model is. Raises ValueError, in one line, for
+    a file that is missing or damaged or was made for a model of another shape or vocabulary."""
     path = Path(folder) / FILE
     vocab = Path(folder) / VOCAB
     about = facts(folder)
     with checkpoint.guarded(f"{path}: no trained heads for this model"):
         file = safe_open(path, framework="pt")
         if about["model"] != list(SHAPE(model.c)):
-            raise ValueError("their model has another shape or vocabulary: train heads for this one")
+            raise ValueError("their model has another shape or vocabulary: train heads for this "
+                             "one")
         if about["kind"] not in kinds:
             raise ValueError(f"their kind is {about['kind']!r}, and known are {', '.join(kinds)}")
         head = kinds[about["kind"]](model, **about["shape"])

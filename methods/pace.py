@@ -1,8 +1,8 @@
 """Pace: before every draft, choose how to draft and how far, for the most tokens per second.
 
-Prices are known before a round begins, in target passes over one token. Acceptance rates are learnt:
-those of copies from the text, which shows what they would have been worth, all others from their own
-drafts.
+Prices are known before a round begins, in target passes over one token. Acceptance rates are
+learnt: those of copies from the text, which shows what they would have been worth, all others from
+their own drafts.
 
 Guarantee: a round begins only if the balance covers its cost with nothing accepted, so the balance
 never falls below 0. Hence cost <= STAKE + (1 + risk) x tokens, however bad the drafts are.
@@ -19,7 +19,7 @@ from speculative import Drafter, Wrapper
 STAKE = 2.0     # passes that may be lost before anything is won
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
 REST = 0.02     # of the time: choosing takes no more of it while nothing gains
-COPY = 7        # tokens that may be copied: with the last one a block of eight, as recorded ones are
+COPY = 7  # tokens that may be copied: with the last one a block of eight, as recorded ones are
 
 
 class Choice(NamedTuple):
@@ -33,12 +33,12 @@ class Pace(Wrapper):
     """Draft with the arm and the length that promise the most tokens per pass; the outermost
     drafter. arms: by default `candidates(model, costs)`; their drafters have a Calibrated rule.
     Suffix lookup drafts, too. costs: a Costs table, by default counted in weights. risk: what
-    exploring may cost, as a share of plain decoding. most: the longest draft. What is learnt outlives
-    the run. chosen: {name: rounds}.
+    exploring may cost, as a share of plain decoding. most: the longest draft. What is learnt
+    outlives the run. chosen: {name: rounds}.
 
     In a batch the rows share each pass, and so the arm; the guarantee counts the tokens of the row
-    with the fewest, and leaves out the prompt and the time that choosing takes. Choosing is taken to
-    cost what any step costs (`Costs.call`): where nothing gains, it sleeps for some rounds.
+    with the fewest, and leaves out the prompt and the time that choosing takes. Choosing is taken
+    to cost what any step costs (`Costs.call`): where nothing gains, it sleeps for some rounds.
     """
 
     def __init__(self, model, arms=None, costs=None, risk=0.01, most=MOST):
@@ -134,7 +134,7 @@ class Pace(Wrapper):
         rule = arm.drafter.rule
         price = arm.price(self.n)
         most = min(self.room, arm.most)
-        rate, _ = self.promise(arm, rule.skill.mean())      # what it brings, not what it might bring
+        rate, _ = self.promise(arm, rule.skill.mean())  # what it brings, not what it might bring
         rule.bars = [rate * (price + self.width(k + 3) - self.width(k + 2)) for k in range(most)]
         while length < most and self.covered(late + self.cost(arm, length + 1)):
             length += 1
@@ -184,6 +184,7 @@ class Pace(Wrapper):
         why = {}
         for arm in self.arms:
             alpha = arm.drafter.rule.skill.mean()
-            why[arm.name] = f" ({alpha:.0%} accepted, each token costs {arm.price(self.n):.0%} of a pass)"
+            price = arm.price(self.n)
+            why[arm.name] = f" ({alpha:.0%} accepted, each token costs {price:.0%} of a pass)"
         often = sorted(self.chosen.items(), key=lambda item: -item[1])
         return ", ".join(f"{name} in {count} rounds{why.get(name, '')}" for name, count in often)

@@ -1,7 +1,7 @@
 """Objects that stand in for a model, and the simplest of them: a model with a short vocabulary.
 
-A loop or a drafter calls `embed`, `run` and `unembed` of its model. So a wrapper that answers these calls
-can take its place anywhere, and change one of them.
+A loop or a drafter calls `embed`, `run` and `unembed` of its model. So a wrapper that answers these
+calls can take its place anywhere, and change one of them.
 """
 import math
 from collections import Counter
@@ -20,10 +20,12 @@ class StandIn:
 
 class ShortHead(StandIn):
     """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model with only those rows of its output
-    head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes one.
+    head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes
+    one.
 
-    All other tokens have the logit -inf, so q = 0: they are never drafted. The target keeps its whole
-    head, so the text stays exact. In a model of few blocks the head costs as much as several blocks.
+    All other tokens have the logit -inf, so q = 0: they are never drafted. The target keeps its
+    whole head, so the text stays exact. In a model of few blocks the head costs as much as several
+    blocks.
     """
 
     def __init__(self, model, ids):
@@ -40,11 +42,12 @@ class ShortHead(StandIn):
 
 
 def most_frequent(texts, count):
-    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent, in falling order,
-    "share": their share of the texts}. Raises ValueError if there are fewer different ids."""
+    """A draft vocabulary for texts of token ids: {"ids": the `count` most frequent, in falling
+    order, "share": their share of the texts}. Raises ValueError if there are fewer different
+    ids."""
     seen = Counter(token for ids in texts for token in ids)
     if len(seen) < count:
-        raise ValueError(f"a draft vocabulary of {count}: "
-                         f"the text holds only {len(seen)} different tokens")
+        raise ValueError(f"a draft vocabulary of {count}: the text holds only {len(seen)} "
+                         "different tokens")
     ids = sorted(seen, key=lambda i: (-seen[i], i))[:count]
     return {"ids": ids, "share": sum(seen[i] for i in ids) / seen.total()}

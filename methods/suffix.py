@@ -19,7 +19,8 @@ class Suffix(NGram):
     chances of its prefixes; the best score wins.
 
     least: a path ends before its chance falls below it. matched: the length of the suffix that the
-    last path of each row continues; 0: there is none. (The paper also keeps a tree of earlier texts.)
+    last path of each row continues; 0: there is none. (The paper also keeps a tree of earlier
+    texts.)
     """
 
     def __init__(self, rule, factor=2.0, least=0.3):

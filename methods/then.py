@@ -11,8 +11,9 @@ from speculative import Draft, NGram, Wrapper
 
 
 class Then(Wrapper):
-    """b continues where a ends: `Then(SelfDraft(...), NGram(...))` looks up what followed the draft's last
-    tokens earlier in the text (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades them like this).
+    """b continues where a ends: `Then(SelfDraft(...), NGram(...))` looks up what followed the
+    draft's last tokens earlier in the text (the "n-gram tail"; CAS-Spec, arXiv 2510.26843, cascades
+    them like this).
 
     b must read neither the target's cache, which has no entries for a's tokens yet, nor its states,
     because b observes only its own part of what was drafted and written: so b is an `NGram`, or a
@@ -41,7 +42,8 @@ class Then(Wrapper):
         return join(head, b.propose(longer))
 
     def observe(self, state, r):
-        """Each learns from its own part. Unless all of a's part was accepted, b's was never tested."""
+        """Each learns from its own part. Unless all of a's part was accepted, b's was never
+        tested."""
         a, b = self.drafters
         drafted = torch.tensor(self.drafted)
         first = r.accepted.minimum(drafted)

@@ -29,18 +29,21 @@ def refuse(message):
 
 
 def read_template(folder):
-    """The chat template in `folder` as a function render(messages, add_generation_prompt=True). Raises
-    ValueError if there is none; `render` raises it if the template fails or refuses the messages."""
+    """The chat template in `folder` as a function render(messages, add_generation_prompt=True).
+    Raises ValueError if there is none; `render` raises it if the template fails or refuses the
+    messages."""
     file, settings = Path(folder) / "chat_template.jinja", Path(folder) / "tokenizer_config.json"
     config = read_json(settings) if settings.is_file() else {}
-    older = Path(folder) / "special_tokens_map.json"    # as in transformers, it counts only where the
-    if older.is_file() and "added_tokens_decoder" not in config:    # newer file does not list its tokens
+    older = Path(folder) / "special_tokens_map.json"  # as in transformers, it counts only where the
+    # newer file does not list its tokens
+    if older.is_file() and "added_tokens_decoder" not in config:
         config |= read_json(older)
     source = read_text(file) if file.is_file() else config.get("chat_template")
     if isinstance(source, list):    # some models have one for tools, too
         source = {t.get("name"): t.get("template") for t in source}.get("default")
     if not isinstance(source, str):
-        raise ValueError(f"{folder}: no chat template, so this is a base model: prompt it without --chat")
+        raise ValueError(f"{folder}: no chat template, so this is a base model: prompt it without "
+                         "--chat")
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     # Jinja's own escapes for HTML
@@ -65,8 +68,8 @@ def read_template(folder):
 
 
 def own_settings(folder):
-    """The flags of generate.py for the sampling settings in a folder's generation_config.json; "" if it
-    names none, says not to sample, or cannot be used."""
+    """The flags of generate.py for the sampling settings in a folder's generation_config.json; ""
+    if it names none, says not to sample, or cannot be used."""
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
         return ""
@@ -74,7 +77,8 @@ def own_settings(folder):
         named = read_json(path)
         if named.get("do_sample") is False:
             return ""
-        settings = {key: named[key] for key in ("temperature", "top_k", "top_p", "min_p") if named.get(key)}
+        keys = "temperature", "top_k", "top_p", "min_p"
+        settings = {key: named[key] for key in keys if named.get(key)}
         if settings.get("top_p") == 1:      # no cut
             del settings["top_p"]
         if settings:

@@ -27,8 +27,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def skip_set(text):
-    """(attn, mlp, gamma): the blocks whose attention or MLP is skipped, and how far to draft, None if
-    that is left open. text: "a3,m4", which skips attention 3 and MLP 4, or a file of search.py."""
+    """(attn, mlp, gamma): the blocks whose attention or MLP is skipped, and how far to draft, None
+    if that is left open. text: "a3,m4", which skips attention 3 and MLP 4, or a file of
+    search.py."""
     names = [name.strip() for name in str(text).split(",")]
     if all(re.fullmatch(r"[am][0-9]{1,6}", name) for name in names):
         attn, mlp = ([int(name[1:]) for name in names if name[0] == kind] for kind in "am")
@@ -37,8 +38,8 @@ def skip_set(text):
     attn, mlp, gamma = sets.get("attn", []), sets.get("mlp", []), sets.get("gamma")
     fine = {"attn", "mlp"} & sets.keys() and isinstance(attn, list) and isinstance(mlp, list)
     if not fine or not all(type(i) is int and i >= 0 for i in (*attn, *mlp, gamma or 0)):
-        raise ValueError(f'{text}: expected lists of block numbers under "attn" and "mlp", and maybe a '
-                         '"gamma", as search.py writes them')
+        raise ValueError(f'{text}: expected lists of block numbers under "attn" and "mlp", and '
+                         'maybe a "gamma", as search.py writes them')
     return attn, mlp, gamma
 
 
@@ -53,8 +54,8 @@ def read_vocab(path, vocab_size):
     ids = read_json(Path(path)).get("ids")
     fine = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab_size for i in ids)
     if not fine or not 0 < len(set(ids)) == len(ids):
-        raise ValueError(f'{path}: expected different token ids from 0 to {vocab_size - 1} under "ids", as '
-                         "search.py --draft-vocab writes them")
+        raise ValueError(f"{path}: expected different token ids from 0 to {vocab_size - 1} under "
+                         '"ids", as search.py --draft-vocab writes them')
     return ids
 
 
@@ -72,7 +73,8 @@ def read_beside(path, read, *args):
 
 
 def machine(device):
-    """What the model runs on: the name of the GPU, or of the processor with the number of threads."""
+    """What the model runs on: the name of the GPU, or of the processor with the number of
+    threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -105,11 +107,14 @@ def main(run, argv):
     except (ValueError, OSError) as e:
         message = str(e)
     except (RuntimeError, MemoryError) as e:
-        # torch has no class for these. trap: CUDA's "illegal memory access" mentions memory, and is a bug
+        # torch has no class for these. trap: CUDA's "illegal memory access" mentions memory, and is
+        # a bug
         words = "DefaultCPUAllocator", "CUDA error: out of memory"
-        if not (isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(w in str(e) for w in words)):
+        memory = isinstance(e, (MemoryError, torch.OutOfMemoryError))
+        if not memory and not any(word in str(e) for word in words):
             raise
-        message = "not enough memory for this model, batch and context: try smaller ones, or a half dtype"
+        message = ("not enough memory for this model, batch and context: "
+                   "try smaller ones, or a half dtype")
     except KeyboardInterrupt:
         return 130
     line = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(message.split()))

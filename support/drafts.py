@@ -1,4 +1,5 @@
-"""Where drafts come from: one table of the drafters that generate.py offers, and the flags for them.
+"""Where drafts come from: one table of the drafters that generate.py offers, and the flags for
+them.
 
 No drafter is implemented here. Each row of SOURCES reads flags and files and calls one class.
 """
@@ -26,7 +27,8 @@ from support import cli, own
 from support.measure import kept_costs
 
 ROOT = Path(__file__).resolve().parent.parent
-OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"}  # other kinds of heads
+# other kinds of heads
+OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"}
 
 
 class Plan(NamedTuple):
@@ -51,7 +53,8 @@ class Ask(NamedTuple):
         return self.gamma if self.a.rule is None else own.rule(self.a.rule, self.gamma)
 
     def plan(self, make, where="", draft=None):
-        """The Plan of a drafter. make(limit) -> Drafter; draft: its name, if that is not the kind."""
+        """The Plan of a drafter. make(limit) -> Drafter; draft: its name, if that is not the
+        kind."""
         draft = draft or self.kind
         note = f"draft: {draft}{where}, gamma {self.gamma}"
         if self.a.rule is not None:
@@ -96,7 +99,8 @@ def skip(ask):
         ask = ask._replace(gamma=found)
     plan = ask.plan(partial(SelfDraft, ask.short(ask.model), sublayers), f" {ask.a.skip}")
     if not chosen and found == 0:
-        plan = plan._replace(note=f"{plan.note} because its search found no gain; --gamma G drafts anyway")
+        plan = plan._replace(note=f"{plan.note} because its search found no gain; --gamma G "
+                                  "drafts anyway")
     return plan
 
 
@@ -104,7 +108,8 @@ def small_model(ask):
     folder, model = ask.a.draft, ask.model
     other, tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
     if tokenizer.get_vocab() != ask.tokenizer.get_vocab():
-        raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other words")
+        raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
+                         "words")
     return beside(ask, other)
 
 
@@ -121,14 +126,18 @@ def beside(ask, other):
 
 def trained(ask):
     """Trained heads draft a chain or a tree."""
-    a, kind, model = ask.a, ask.kind, ask.model
+    a = ask.a
+    kind = ask.kind
+    model = ask.model
     folder = Path(a.draft) if kind == "heads" else Path(a.model) / "heads" / kind
     if not (folder / heads.FILE).is_file():
         raise FileNotFoundError(
-            f"{folder}: no heads. Seconds make a first version, and more tokens a better one: python -m "
-            f"lab.train_heads {kind} --model {a.model} --text 3e3 --tokens 6e3 --out {folder}")
+            f"{folder}: no heads. Seconds make a first version, and more tokens a better one: "
+            f"python -m lab.train_heads {kind} --model {a.model} --text 3e3 --tokens 6e3 --out "
+            f"{folder}")
     head = heads.load(folder, model, kinds_of(folder))
-    most, where = head.step.most, f" after block {head.step.trunk}" if head.step.trunk else ""
+    most = head.step.most
+    where = f" after block {head.step.trunk}" if head.step.trunk else ""
     gamma = a.gamma
     if gamma is None:
         gamma = min(most, MOST if a.tree or a.rule else 3)
@@ -136,7 +145,8 @@ def trained(ask):
     if a.tree and gamma > 0:
         head.drafter(gamma)     # refuses what a chain of this length is refused for
         levels = min(most, gamma)
-        shape = best_tree(head.ranks, a.tree, heads.pricing(head)(0), 0.0, head.branches, levels) or [0]
+        price = heads.pricing(head)(0)
+        shape = best_tree(head.ranks, a.tree, price, 0.0, head.branches, levels) or [0]
         gamma = max(ancestors(torch.tensor([shape]))[0].sum(-1).tolist()) - 1
         where += f", trees of {len(shape)} tokens"
     ask = ask._replace(gamma=gamma)
@@ -153,20 +163,35 @@ def kinds_of(folder):
 
 def auto(ask):
     """A Pace with the usual candidates, and with what is named or lies beside the weights."""
-    a, model, folder = ask.a, ask.model, Path(ask.a.model)
-    c, alone = model.c, parallel.place()[1] == 1
-    skip = (cli.read_skip(a.skip, c.n_layers) if a.skip is not None else
-            cli.read_beside(folder / "skip.json", cli.read_skip, c.n_layers))
-    vocab = (cli.read_vocab(a.draft_vocab, c.vocab_size) if a.draft_vocab is not None else
-             cli.read_beside(folder / "draft_vocab.json", cli.read_vocab, c.vocab_size))
-    # heads fit only the weights that they lie beside; a skip set that is named is weighed in their place
-    found = trained_beside(a.model, model) if alone and not a.quant and a.skip is None else []
-    # trap: measured costs differ between machines and processes, and so would the uniforms a draft spends
+    a = ask.a
+    model = ask.model
+    folder = Path(a.model)
+    alone = parallel.place()[1] == 1
+    skip = named_or_beside(a.skip, folder / "skip.json", cli.read_skip, model.c.n_layers)
+    vocab = named_or_beside(
+        a.draft_vocab, folder / "draft_vocab.json", cli.read_vocab, model.c.vocab_size)
+    found = []
+    # heads fit only the weights that they lie beside; a skip set that is named takes their place
+    if alone and not a.quant and a.skip is None:
+        found = trained_beside(a.model, model)
+    # trap: measured costs differ between machines and processes, and so would the uniforms a draft
+    # spends
     measured = alone and (a.fast or a.temperature == 0) and size(model.blocks) >= LARGE
     costs = kept_costs(model) if measured else byte_costs(model)
     said = "as measured here" if measured else "by weights"
-    return Plan("auto", lambda: Pace(model, candidates(model, costs, skip, vocab, found), costs,
-                                     most=ask.gamma), ask.gamma, f"draft: auto, with costs {said}")
+
+    def make():
+        arms = candidates(model, costs, skip, vocab, found)
+        return Pace(model, arms, costs, most=ask.gamma)
+
+    return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}")
+
+
+def named_or_beside(path, beside, read, size):
+    """read(path, size); without a path, of the file beside the weights; None if there is none."""
+    if path is not None:
+        return read(path, size)
+    return cli.read_beside(beside, read, size)
 
 
 def trained_beside(folder, model):
@@ -210,27 +235,35 @@ FLAGS = "exit_layer", "skip", "tree", "draft_vocab", "rule"     # which go with 
 
 def add_flags(group):
     add = group.add_argument
-    add("--draft", metavar="HOW", help=f"{', '.join(NAMED)}; or a folder with a small model of the same "
-        "tokenizer, or with trained heads; or your own, FILE.py:NAME, where NAME is (model, gamma) -> "
-        "Drafter. auto (the default) chooses before every draft what promises most; "
-        f"{' and '.join(KINDS)} draft with the model itself in few bits; from {next(iter(heads.KINDS))} on "
-        "the names are trained heads, read from heads/HOW in the model's folder")
-    add("--exit-layer", type=int, metavar="E", help="draft with the first E blocks (default: a sixth)")
-    add("--skip", metavar="SET", help="skip, auto: draft without some sub-layers: a3,m4 skips "
-        'attention 3 and MLP 4; or a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
+    add("--draft", metavar="HOW",
+        help=f"{', '.join(NAMED)}; or a folder with a small model of the same tokenizer, or "
+             "with trained heads; or your own, FILE.py:NAME, where NAME is (model, gamma) -> "
+             "Drafter. auto (the default) chooses before every draft what promises most; "
+             f"{' and '.join(KINDS)} draft with the model itself in few bits; from "
+             f"{next(iter(heads.KINDS))} on the names are trained heads, read from heads/HOW "
+             "in the model's folder")
+    add("--exit-layer", type=int, metavar="E",
+        help="draft with the first E blocks (default: a sixth)")
+    add("--skip", metavar="SET",
+        help="skip, auto: draft without some sub-layers: a3,m4 skips attention 3 and MLP 4; or "
+             'a file with {"attn": [3], "mlp": [4], "gamma": 2}, as search.py writes it')
     add("--gamma", type=int, metavar="G",
         help="how many tokens to draft per round (auto, --rule: at most); levels of a tree")
-    add("--rule", metavar="FILE.py:NAME", help="your own rule for how far to draft, NAME: (gamma) -> Rule; "
-        "lab/rules.py has the published ones")
+    add("--rule", metavar="FILE.py:NAME",
+        help="your own rule for how far to draft, NAME: (gamma) -> Rule; lab/rules.py has the "
+             "published ones")
     add("--tree", type=int, metavar="N", help="trained heads: draft a tree of N tokens")
-    add("--draft-vocab", metavar="FILE", help="draft with few tokens and a shorter output head (not for "
-        "lookup and trained heads), as search.py --draft-vocab writes it")
+    add("--draft-vocab", metavar="FILE",
+        help="draft with few tokens and a shorter output head (not for lookup and trained "
+             "heads), as search.py --draft-vocab writes it")
 
 
 def kind_of(a):
     """The source that the flags choose, a key of SOURCES."""
     if a.draft is None:
-        return "exit" if a.exit_layer is not None else "auto" if a.skip is None else "skip"
+        if a.exit_layer is not None:
+            return "exit"
+        return "auto" if a.skip is None else "skip"
     if a.draft in NAMED:
         return a.draft
     if own.names_a_file(a.draft):
@@ -238,8 +271,8 @@ def kind_of(a):
     for kind, file in (("heads", heads.FILE), ("model", "config.json")):
         if (Path(a.draft) / file).is_file():
             return kind
-    raise ValueError(f"--draft {a.draft}: neither a folder with a small model or with trained heads, nor "
-                     f"FILE.py:NAME, nor one of {', '.join(NAMED)}")
+    raise ValueError(f"--draft {a.draft}: neither a folder with a small model or with trained "
+                     f"heads, nor FILE.py:NAME, nor one of {', '.join(NAMED)}")
 
 
 def check(a):
@@ -247,7 +280,8 @@ def check(a):
     kind = kind_of(a)
     for flag in FLAGS:
         if getattr(a, flag) is not None and flag not in SOURCES[kind].flags:
-            raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see --help")
+            raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see "
+                             "--help")
     if SOURCES[kind].make is trained and parallel.place()[1] > 1:
         raise ValueError("trained heads work in one process, not in several")
     if kind == "skip" and a.skip is None:

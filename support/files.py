@@ -1,4 +1,5 @@
-"""Reading and writing files: bad input gives one clear line, and a kill at any moment loses nothing.
+"""Reading and writing files: bad input gives one clear line, and a kill at any moment loses
+nothing.
 
 A new file replaces the old one only once all of it is on the disk.
 """
@@ -14,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 VOCAB = "draft_vocab.json"  # the name of a file with a draft vocabulary
-BOUNDARY = "<|endoftext|>"  # separates the documents of a file; its id begins a document and ends an answer
+# separates the documents of a file; its id begins a document and ends an answer
+BOUNDARY = "<|endoftext|>"
 PROMPTS = Path(__file__).resolve().parent / "prompts"
 
 
@@ -24,8 +26,8 @@ def note(topic, line):
 
 
 def begin(path, writer=""):
-    """(the file that a link at `path` leads to, an empty temporary file beside it, and the permissions
-    of the new file: those of the old one, or what the umask leaves)."""
+    """(the file that a link at `path` leads to, an empty temporary file beside it, and the
+    permissions of the new file: those of the old one, or what the umask leaves)."""
     target = Path(os.path.realpath(path))
     if target.exists() and not (target.is_file() and os.access(target, os.W_OK)):
         raise OSError("not a file that may be written")
@@ -58,7 +60,8 @@ def replacing(path, writer=""):
         os.replace(temporary, target)
     except (OSError, SafetensorError) as e:
         why = getattr(e, "strerror", None) or e
-        raise OSError(f"{path}: cannot be written ({why}); what was there before is untouched") from None
+        raise OSError(f"{path}: cannot be written ({why}); what was there before is "
+                      "untouched") from None
     finally:
         if temporary:
             temporary.unlink(missing_ok=True)
@@ -73,16 +76,18 @@ def write_file(path, text):
 def check_there(path):
     """Raise FileNotFoundError, in one line, where there is no file. A pipe is one."""
     if path.is_symlink() and not path.exists():
-        raise FileNotFoundError(f"{path}: a link to nothing, as a download leaves it that broke off: "
-                                "download it again")
+        raise FileNotFoundError(f"{path}: a link to nothing, as a download leaves it that broke "
+                                "off: download it again")
     if not path.exists() or path.is_dir():
         raise FileNotFoundError(f"{path}: no such file")
 
 
 def check_fetched(path, start):
-    """Raise ValueError for the pointer that Git leaves in place of a file that LFS has not fetched."""
+    """Raise ValueError for the pointer that Git leaves in place of a file that LFS has not
+    fetched."""
     if start.startswith(b"version https://git-lfs"):
-        raise ValueError(f"{path}: a Git LFS pointer instead of the file: run git lfs pull in its folder")
+        raise ValueError(f"{path}: a Git LFS pointer instead of the file: run git lfs pull in its "
+                         "folder")
 
 
 def read_text(path):
@@ -103,10 +108,14 @@ def read_texts(path, key, separator):
 
 
 def numbered_texts(path, key, separator):
-    """{number: text}, as `read_texts`. Numbers count lines, or what lies between the separators, from 1."""
-    jsonl, texts = path.suffix.lower() == ".jsonl", {}
+    """{number: text}, as `read_texts`. Numbers count lines, or what lies between the separators,
+    from 1."""
+    jsonl = path.suffix.lower() == ".jsonl"
+    if jsonl:
+        separator = "\n"
+    texts = {}
     # trap: `splitlines` also splits at U+2028 and others, which a text may hold
-    for i, part in enumerate(read_text(path).split("\n" if jsonl else separator), 1):
+    for i, part in enumerate(read_text(path).split(separator), 1):
         if not part.strip():
             continue
         entry = parse(part) if jsonl else {key: part.strip("\n")}
@@ -135,12 +144,15 @@ def resume(path, header):
     """Prepare a log of JSON lines for appending. Returns the lines below its `header` that an
     earlier run wrote, up to one that a kill cut off; none if the old header differs. Raises
     ValueError for a folder that holds something else."""
-    found, *lines = map(parse, (read_text(path) if path.is_file() else "").split("\n"))
+    text = read_text(path) if path.is_file() else ""
+    found, *lines = map(parse, text.split("\n"))
     if isinstance(found, dict) and found.keys() == header.keys() and found != header:
         note(path, "it has another model, text or flags; the search starts anew")
     elif found != header and path.parent.exists() and any(path.parent.iterdir()):
         raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
-    lines = list(itertools.takewhile(bool, lines)) if found == header else []
+    if found != header:
+        lines = []
+    lines = list(itertools.takewhile(bool, lines))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
     return lines
@@ -170,7 +182,8 @@ def guarded(what):
 
 
 def open_with(reader, path, what):
-    """reader(path). Raises FileNotFoundError or ValueError. what: the message if the reader fails."""
+    """reader(path). Raises FileNotFoundError or ValueError. what: the message if the reader
+    fails."""
     check_there(path)
     with open(path, "rb") as file:
         check_fetched(path, file.read(64))
@@ -180,7 +193,8 @@ def open_with(reader, path, what):
 
 def read_tokenizer(folder):
     """The tokenizer of a Hugging Face folder."""
-    tokenizer = open_with(Tokenizer.from_file, folder / "tokenizer.json", "not a readable tokenizer")
+    tokenizer = open_with(Tokenizer.from_file, folder / "tokenizer.json", "not a readable "
+                                                                          "tokenizer")
     tokenizer.no_padding()  # trap: the file may ask for a length, but a prompt must stay as it is
     tokenizer.no_truncation()
     return tokenizer
@@ -189,8 +203,10 @@ def read_tokenizer(folder):
 def find_weights(folder):
     """{tensor name: safetensors' lazy slice of it}, from the single file of a Hugging Face folder
     or from all files that its index names."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    paths, found = [single], {}
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    paths = [single]
+    found = {}
     if not single.is_file() and index.is_file():
         listed = read_json(index)
         with guarded(f"{index}: weight_map must name a file for each tensor"):
@@ -198,10 +214,12 @@ def find_weights(folder):
             if any(path.parent != folder or path.name == ".." for path in paths):
                 raise ValueError("a file outside this folder")
     elif not single.is_file() and any(folder.glob("*.bin")):
-        raise ValueError(f"{folder}: only pickles, which can run code and are never opened; convert them by "
-                         "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+        raise ValueError(f"{folder}: only pickles, which can run code and are never opened; "
+                         "convert them by transformers: "
+                         "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)")
+    reader = partial(safe_open, framework="pt")
     for path in paths:
-        file = open_with(partial(safe_open, framework="pt"), path, "truncated or damaged safetensors file")
+        file = open_with(reader, path, "truncated or damaged safetensors file")
         found |= {name: file.get_slice(name) for name in file.keys()}
     return found
 

@@ -1,8 +1,8 @@
 """What the parts of a pass cost on this machine: a stopwatch, and tables of costs in files.
 
-A table of costs decides how a text is drafted, never what it says. No two measurements are the same, and a
-run repeats round by round only with the same table. So a table is measured once per machine, model and dtype,
-and then kept in the user's cache folder.
+A table of costs decides how a text is drafted, never what it says. No two measurements are the
+same, and a run repeats round by round only with the same table. So a table is measured once per
+machine, model and dtype, and then kept in the user's cache folder.
 """
 import hashlib
 import json
@@ -44,10 +44,11 @@ def interleave(actions, repeats):
 
 
 def measure_costs(model, context=64, repeats=50):
-    """Costs in seconds, for one token after `context` others. It measures the head; a drafted step without
-    sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of 1 to 17
-    tokens, with their verification; and the extra cost of an attention after 16 times as many tokens.
-    A recorded model replays its passes and its head; only the parts are measured eagerly."""
+    """Costs in seconds, for one token after `context` others. It measures the head; a drafted step
+    without sub-layers; each sub-layer, scaled so that the parts add up to a plain round; blocks of
+    1 to 17 tokens, with their verification; and the extra cost of an attention after 16 times as
+    many tokens. A recorded model replays its passes and its head; only the parts are measured
+    eagerly."""
     far = 16 * context
     unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
     eager = getattr(model, "model", model)
@@ -103,7 +104,8 @@ def read_costs(path, c):
     """The Costs in a file with their fields, for a model of this Config; all but "sublayers" and
     "head" may be missing. Raises ValueError for any other file."""
     raw = read_json(Path(path))
-    with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes it"):
+    with guarded(f"{path}: not a table of costs for this model, as lab.bench costs --out writes "
+                 "it"):
         raw.pop("unit", None)
         costs = Costs(**raw)
         ratios = [ratio for _, ratio in costs.passes]
@@ -126,7 +128,8 @@ def kept_costs(model):
     costs = quick(model)
     try:
         keep(path, json.dumps(vars(costs)).encode())
-        note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure anew")
+        note("costs", f"kept for later runs; if the machine was busy, delete {path} to measure "
+                      "anew")
     except OSError as e:
         note("costs", f"not kept, so the next run measures anew: {e}")
     return costs
@@ -143,5 +146,6 @@ def identity(model, *facts):
     """A name for everything that costs and recordings depend on: torch, the machine with its number
     of threads, the shapes and dtypes of the weights, but not their values, and these facts."""
     weights = [(name, tuple(w.shape), w.dtype) for name, w in model.state_dict().items()]
-    facts = torch.__version__, machine(model.tok.device), model.tok.device.type, model.c, weights, facts
+    device = model.tok.device
+    facts = torch.__version__, machine(device), device.type, model.c, weights, facts
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

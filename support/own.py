@@ -69,7 +69,8 @@ def blamed(*texts):
     try:
         yield
     except (Exception, SystemExit) as e:
-        places = [(frame.filename, frame.lineno) for frame in inspect.getinnerframes(e.__traceback__)]
+        frames = inspect.getinnerframes(e.__traceback__)
+        places = [(frame.filename, frame.lineno) for frame in frames]
         if isinstance(e, SyntaxError):      # the parser's line, where nothing ran
             places.append((str(e.filename), e.lineno))
         own = [(file, line) for file, line in places if file in files]
@@ -81,7 +82,8 @@ def blamed(*texts):
 
 class Checked(Wrapper):
     """Around a reader's drafter: it says in one line what is wrong with a draft, where the loop
-    would fail later, far from the cause. It cannot see whether q is what the tokens were drawn from."""
+    would fail later, far from the cause. It cannot see whether q is what the tokens were drawn
+    from."""
 
     def propose(self, state):
         draft = super().propose(state)

@@ -1,4 +1,5 @@
-"""A run as one page to step through: `page.html` with the run in it, as data. It needs no network."""
+"""A run as one page to step through: `page.html` with the run in it, as data. It needs no
+network."""
 import json
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +24,8 @@ class SeenCoins(Coins):
 
 
 class Player:
-    """Collects row 0 of a run. Give `coins` and `look` to `rounds`, and each of its rounds to `add`."""
+    """Collects row 0 of a run. Give `coins` and `look` to `rounds`, and each of its rounds to
+    `add`."""
 
     def __init__(self, tokenizer, prompt, seed=0):
         self.decode = tokenizer.decode
@@ -32,7 +34,7 @@ class Player:
         self.coins = SeenCoins(seed)
         self.tokens = list(prompt)
         self.rounds = []
-        self.looked = []        # (p or q, row 0 as it was before temperature and cuts) of this round
+        self.looked = []  # (p or q, row 0 as it was before temperature and cuts) of this round
 
     def look(self, logits, *settings):
         """`to_probs`; row 0 is also kept as it was before temperature and cuts."""
@@ -58,7 +60,8 @@ class Player:
         # what the draft drew from: everything that was looked at before the target's own p
         before = takewhile(lambda pair: pair[0] is not r.p, looked)
         drawn = (row for q, raw in before for row in zip(q[0], raw, strict=True))
-        # the round's last coins: one per drafted token, row by row, then one per row for its next token
+        # the round's last coins: one per drafted token, row by row, then one per row for its next
+        # token
         places = []
         for k, token in enumerate(drafted[: int(r.proposed[0])][: accepted + 1]):
             places.append(self.tested(r, k, token, coins[-2][k], drawn))
@@ -92,8 +95,8 @@ class Player:
             "coin": short(coin)}
 
     def place(self, r, k, q, raw_q, *tested):
-        """A place with its bars. Bars of a token: p, q, where its part ends if the residual is laid out
-        from 0 to 1, and, where p and q are one-hot, what they were before."""
+        """A place with its bars. Bars of a token: p, q, where its part ends if the residual is laid
+        out from 0 to 1, and, where p and q are one-hot, what they were before."""
         p = r.p[0, k]
         rest = (p - q).clamp(min=0)
         ends = (rest if rest.sum() > 0 else p).double().cumsum(0)

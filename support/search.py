@@ -1,4 +1,5 @@
-"""The command line of search.py: flags, the log from which a stopped search goes on, and what it writes."""
+"""The command line of search.py: flags, the log from which a stopped search goes on, and what it
+writes."""
 import hashlib
 import json
 from functools import partial
@@ -22,20 +23,27 @@ FOUND = "skip.json"
 
 
 def parse(argv):
-    p = cli.Parser(description="Search for the sub-layers to skip while drafting.", allow_abbrev=False)
+    p = cli.Parser(description="Search for the sub-layers to skip while drafting.",
+                   allow_abbrev=False)
     add = p.add_argument
     add("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     add("--text", required=True, metavar="FILE",
         help=f'documents, separated by {files.BOUNDARY} or in lines of JSON under "text"')
-    add("--out", required=True, metavar="DIR", help="for the results; a stopped search goes on there")
+    add("--out", required=True, metavar="DIR",
+        help="for the results; a stopped search goes on there")
     add("--trials", type=int, default=100, metavar="N", help="in all, including earlier runs")
-    add("--tokens", type=int, default=512, metavar="N", help="how much of the text to score drafts on")
-    add("--temperature", type=float, default=0.0, metavar="T", help="at which the drafts will be used")
+    add("--tokens", type=int, default=512, metavar="N",
+        help="how much of the text to score drafts on")
+    add("--temperature", type=float, default=0.0, metavar="T",
+        help="at which the drafts will be used")
     add("--top-p", type=float, metavar="P", help="with which the drafts will be used")
-    add("--costs", metavar="FILE", help="from lab.bench costs --out (default: costs counted in weights)")
-    add("--protect", type=int, nargs="*", default=[0, 1], metavar="I", help="sub-layers that always stay")
+    add("--costs", metavar="FILE",
+        help="from lab.bench costs --out (default: costs counted in weights)")
+    add("--protect", type=int, nargs="*", default=[0, 1], metavar="I",
+        help="sub-layers that always stay")
     add("--draft-vocab", type=int, metavar="N",
-        help=f"draft with only the N most frequent tokens of the text, written to {VOCAB} (FR-Spec)")
+        help=f"draft with only the N most frequent tokens of the text, written to {VOCAB} "
+             "(FR-Spec)")
     add("--seed", type=int, default=0)
     add("--device", help="cpu or cuda (default: cuda if there is one)")
     add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="float32")
@@ -46,9 +54,10 @@ def parse(argv):
 
 
 def header(a, model, tokenizer, documents, costs, space):
-    """The first line of the log: a hash of all that trials depend on, and the sub-layer of each bit."""
-    facts = (a.tokens, a.temperature, a.top_p, a.draft_vocab, a.seed, a.dtype, model.c, tokenizer.to_str(),
-             documents, costs, space)
+    """The first line of the log: a hash of all that trials depend on, and the sub-layer of each
+    bit."""
+    flags = a.tokens, a.temperature, a.top_p, a.draft_vocab, a.seed, a.dtype
+    facts = *flags, model.c, tokenizer.to_str(), documents, costs, space
     h = hashlib.sha256(repr(facts).encode())
     for p in model.parameters():
         h.update(p.detach().cpu().contiguous().view(torch.uint8).numpy())
@@ -69,7 +78,8 @@ def run(argv):
     documents, c, out = files.read_texts(Path(a.text), "text", files.BOUNDARY), model.c, Path(a.out)
     space = Space(c.n_layers, tuple(i for i in range(2 * c.n_layers) if i not in a.protect))
     if not set(a.protect) < set(range(2 * c.n_layers)):
-        raise ValueError(f"--protect: name some of the sub-layers 0 to {2 * c.n_layers - 1}, but not all")
+        raise ValueError(f"--protect: name some of the sub-layers 0 to {2 * c.n_layers - 1}, but "
+                         "not all")
     costs = read_costs(a.costs, c) if a.costs else weight_costs(c)
     probs, short = partial(to_probs, temperature=a.temperature, top_p=a.top_p), None
     if a.draft_vocab:  # count each document's end of text, too: drafts should know it
@@ -86,8 +96,8 @@ def run(argv):
             entries.append(entry)
     best = max(entries, key=lambda e: e["value"])
     files.write_file(out / FOUND, json.dumps(describe(space, best)) + "\n")
-    print(f"{out / FOUND}: alpha {best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} promises "
-          f"{best['speedup']:.2f} times plain decoding")
+    print(f"{out / FOUND}: alpha {best['alpha']:.3f}, c {best['c']:.3f}; gamma {best['gamma']} "
+          f"promises {best['speedup']:.2f} times plain decoding")
     if short:
         files.write_file(out / VOCAB, json.dumps(vocab) + "\n")
         print(f"{out / VOCAB}: {a.draft_vocab} tokens, which are {vocab['share']:.1%} of the text")

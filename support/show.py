@@ -10,23 +10,26 @@ from dataclasses import dataclass
 from support.files import write_file
 from support.stats import Counts
 
-# Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the codes for a
-# terminal (underline, bold or dim, too, not only a hue), the line below it elsewhere, the name in the legend.
+# Where a token came from: a hue that colour-blind readers can tell apart (Okabe & Ito 2008), the
+# codes for a terminal (underline, bold or dim, too, not only a hue), the line below it elsewhere,
+# the name in the legend.
 STYLES = {
     "accepted": ("#0072b2", "38;5;32", "solid", "accepted draft"),
     "correction": ("#d55e00", "4;38;5;166", "dashed", "correction"),
     "bonus": ("#009e73", "1;38;5;29", "double", "bonus token"),
     "plain": ("#808080", "2", "dotted", "plain"),
 }
-# trap: a model can write escape sequences that take over a terminal: control characters become visible signs
+# trap: a model can write escape sequences that take over a terminal: control characters become
+# visible signs
 SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 SIGNS |= dict.fromkeys(range(128, 160), "\ufffd")
-SIGNS |= dict.fromkeys((*range(0xD800, 0xE000), 0xFFFE, 0xFFFF), "\ufffd")     # no characters of XML
+SIGNS |= dict.fromkeys((*range(0xD800, 0xE000), 0xFFFE, 0xFFFF), "\ufffd")  # no characters of XML
 
 
 def origins(r, b=0):
-    """Where each of r.new[b] came from, as keys of STYLES: accepted drafts, then the correction of a rejected
-    one, the bonus after a draft that was accepted whole or, if nothing was drafted, a plain token."""
+    """Where each of r.new[b] came from, as keys of STYLES: accepted drafts, then the correction of
+    a rejected one, the bonus after a draft that was accepted whole or, if nothing was drafted, a
+    plain token."""
     accepted = int(r.accepted[b])
     proposed = int(r.proposed[b])
     last = "correction"
@@ -44,7 +47,8 @@ def colours(stream):
 
 
 def paint(pieces, colour=True):
-    """(text, origin) pairs as one string that is safe to print. Text of origin None has no colour."""
+    """(text, origin) pairs as one string that is safe to print. Text of origin None has no
+    colour."""
     painted = []
     for raw, origin in pieces:
         text = raw.translate(SIGNS)
@@ -62,8 +66,8 @@ def legend(colour=True):
 
 
 class Stream:
-    """Token ids in, text out: each piece of text as soon as its characters are complete. Part of a character
-    decodes to U+FFFD, which is held back while it is at the end of the text."""
+    """Token ids in, text out: each piece of text as soon as its characters are complete. Part of a
+    character decodes to U+FFFD, which is held back while it is at the end of the text."""
 
     def __init__(self, tokenizer, ids):
         self.decode = tokenizer.decode
@@ -74,7 +78,8 @@ class Stream:
         self.shown = len(self.text)
 
     def push(self, token):
-        """The text that this token completes: its own, with bytes of earlier tokens, or nothing yet."""
+        """The text that this token completes: its own, with bytes of earlier tokens, or nothing
+        yet."""
         self.ids.append(token)
         # trap: decoded alone, a token can lose its leading space
         return self.read(self.decode(self.ids).rstrip("\ufffd"))
@@ -100,14 +105,16 @@ def spelt_out(tokenizer, ids):
 class Token:
     id: int
     origin: str  # a key of STYLES
-    p: float     # the target's own raw probability of it: softmax of the logits, before temperature and cuts
+    # the target's own raw probability of it: softmax of the logits, before temperature and cuts
+    p: float
     text: str    # what it completed: nothing if it is special, or if its character needs more bytes
 
 
 class Generation:
     """A run as text: `prompts` (texts), `rows` (the `Token`s after each of them) and `counts`.
 
-    prompts: lists of ids, as for `rounds`. timed: the run's `Timed` drafter, which knows where the time went.
+    prompts: lists of ids, as for `rounds`. timed: the run's `Timed` drafter, which knows where the
+    time went.
     """
 
     def __init__(self, tokenizer, prompts, timed=None):
@@ -142,7 +149,8 @@ class Generation:
                 unseen.append((rest, row[-1].origin))
 
     def fresh(self, colour=True, b=0):
-        """What row b has written since the last call, to print. Call it once more after the last round."""
+        """What row b has written since the last call, to print. Call it once more after the last
+        round."""
         pieces = self.unseen[b]
         self.unseen[b] = []
         return paint(pieces, colour)
@@ -156,7 +164,8 @@ class Generation:
         lines = [f"{line}: {n.tau:.2f} per pass (tau)"]
         if n.proposed:
             lines.append(f"{n.accepted} of {n.proposed} drafted tokens accepted "
-                         f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones (alpha)")
+                         f"({n.accepted / n.proposed:.0%}), {n.alpha:.0%} of the first ones "
+                         "(alpha)")
         if self.timed and n.proposed:
             total = sum(self.timed.seconds.values())
             parts = [f"{part} {s / total:.0%}" for part, s in self.timed.seconds.items()]
@@ -165,7 +174,8 @@ class Generation:
 
 
 def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
-    """Draw the first text as an SVG file: a box per token, in lines of at most `columns` characters."""
+    """Draw the first text as an SVG file: a box per token, in lines of at most `columns`
+    characters."""
     row = generation.rows[0]
     words = re.findall(r"\s*\S+", generation.prompts[0])
     pieces = [(word, None) for word in words] + [(t.text, t.origin) for t in row]
@@ -174,8 +184,9 @@ def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
     boxes += legend_boxes(row)
     width = columns * wide + 2 * margin
     height = pitch * (last + 3) + 2 * margin
-    drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-size="13" '
-             'font-family="monospace"><rect width="100%" height="100%" fill="white"/>']
+    drawn = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+             'font-size="13" font-family="monospace"><rect width="100%" height="100%" '
+             'fill="white"/>']
     for line, column, text, origin in boxes:
         x = margin + wide * column
         y = margin + pitch * line
@@ -184,13 +195,13 @@ def picture(generation, path, columns=72, wide=8, pitch=27, margin=20):
             drawn += underlined(x, y, w, origin)
         ink = "#1a1a1a" if origin else "#666"
         drawn.append(f'<text x="{x}" y="{y + 14}" textLength="{w}" fill="{ink}">'
-                     f'{html.escape(text)}</text>')
+                     f"{html.escape(text)}</text>")
     write_file(path, "\n".join([*drawn, "</svg>\n"]))
 
 
 def laid_out(pieces, columns):
-    """[(line, column, text, origin)] of (text, origin) pairs, from line 2 on, and the last line. Lines
-    break between words."""
+    """[(line, column, text, origin)] of (text, origin) pairs, from line 2 on, and the last line.
+    Lines break between words."""
     boxes = []
     line = 2
     column = 0

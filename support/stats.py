@@ -73,9 +73,10 @@ class Stopwatch(Wrapper):
 
 
 class Timed(Stopwatch):
-    """A stopwatch for the parts of a round, too. `seconds`: what drafting (with `observe`), verifying and
-    the rest of the loop took after the prompts were read; the rest includes the code that consumes the
-    rounds. On CUDA it synchronises four times per round, which costs a little of what it measures."""
+    """A stopwatch for the parts of a round, too. `seconds`: what drafting (with `observe`),
+    verifying and the rest of the loop took after the prompts were read; the rest includes the code
+    that consumes the rounds. On CUDA it synchronises four times per round, which costs a little of
+    what it measures."""
 
     def __init__(self, drafter=None):
         super().__init__(drafter)
@@ -135,7 +136,8 @@ def compare(start, makers, rows, repeats):
 
 def divergence(model, prompts, ours, plain):
     """Where greedy texts differ from plain decoding, and whether rounding explains it; None if they
-    are the same. If several rows differ: the first that rounding does not explain, else the first."""
+    are the same. If several rows differ: the first that rounding does not explain, else the
+    first."""
     rows = enumerate(zip(prompts, ours, plain, strict=True))
     found = [{"output": b} | parting(model, *row) for b, row in rows if row[1] != row[2]]
     found.sort(key=lambda d: d["near_tie"])
@@ -146,13 +148,13 @@ def divergence(model, prompts, ours, plain):
 def parting(model, prompt, ours, plain, dtype=None):
     """The first position where two answers differ, the ids there, and their `gap`: how far the less
     likely one's logit lies below the best. `rounding` is the largest gap that rounding explains: a
-    block of tokens is rounded differently from a single one, each sub-layer rounds its result to the
-    model's dtype and its sums of `dim` products to float32 or wider, and independent errors add up like
-    the root of their number. Two logits in two runs have four errors, which gives the factor 2.
-    dtype: in which the texts were written, by default the model's."""
+    block of tokens is rounded differently from a single one, each sub-layer rounds its result to
+    the model's dtype and its sums of `dim` products to float32 or wider, and independent errors add
+    up like the root of their number. Two logits in two runs have four errors, which gives the
+    factor 2. dtype: in which the texts were written, by default the model's."""
     both = enumerate(zip(ours, plain, strict=False))
     place = next((i for i, (x, y) in both if x != y), min(len(ours), len(plain)))
-    ids = [*ours[place : place + 1], *plain[place : place + 1]]     # only one if the other has ended
+    ids = [*ours[place : place + 1], *plain[place : place + 1]]  # only one if the other has ended
     tokens = torch.tensor([prompt + plain[:place]], device=model.tok.device)            # (1, T)
     cache = KVCache(model.c, 1, tokens.shape[1], model.attention_dtype(), tokens.device)
     logits = model.unembed(prefill(model, tokens, cache)[:, -1:])[0, 0].double()        # (V,)
