@@ -24,7 +24,7 @@ BESIDE = (      # files that `save` writes as they were loaded
 
 
 def load(folder, device=None, dtype=None, quant=None, part=None):
-    """(model, tokenizer) from a Llama or Gemma-2 folder in the Hugging Face layout.
+    """(model, tokenizer) from a folder in the Hugging Face layout, of one of `families.FAMILIES`.
 
     device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a
     function of a matrix, such as machine.quant.NF4, whose result replaces each matrix of the

@@ -31,7 +31,7 @@ print(f"{EXIT} of {c.n_layers} blocks draft; the whole model checks")
 # %% [markdown]
 # ## The mechanism: `minimal.py`, line by line
 #
-# `minimal.py` has the whole idea on one page, without a cache and without batches. We read it along
+# `minimal.py` has the whole idea on one page: first without a cache, then with one. We read it along
 # with a real text. First: what does a part of the model say about the next token?
 
 # %%
@@ -71,33 +71,29 @@ figure
 # %% [markdown]
 # The two have much in common, but they are not equal. If we drew from q and kept every token, we would
 # write the draft's text, not the target's. So each drafted token must pass a test. Here is all of it.
-# One call of `speculate` is a *round*.
+# One turn of this loop is a *round*.
 
 # %%
-source = inspect.getsource(minimal.speculate)
-draft, verify = source.index("    # Draft"), source.index("    # Verify")
-print(source[draft:verify])
+loop = inspect.getsource(minimal.rounds)
+print(loop[loop.index("    while left"):])
 
 # %% [markdown]
 # **Draft.** The number of tokens drafted per round is called `gamma`. Each is drawn from q and
 # appended, and the next one is drawn after it. We keep the distributions, because the test needs
 # exactly the q that each token was drawn from.
-
-# %%
-correct = source.index("    # Correct")
-print(source[verify:correct])
-
-# %% [markdown]
+#
 # **Verify.** The whole model gives p at the same places. All drafted tokens are known before it runs,
-# so with a cache this is *one* pass over gamma + 1 tokens. If p(t) ≥ q(t), the token is always
-# accepted. Otherwise a coin accepts it with probability p(t) / q(t). The first rejection ends the
-# round, because the later tokens were drafted after a token that is not in the text.
+# so with a cache this is *one* pass over gamma + 1 tokens. What does `verify` do with them?
 
 # %%
-print(source[correct:])
+print(inspect.getsource(minimal.verify))
 
 # %% [markdown]
-# **Correct.** After a rejection, the next token, the *correction*, is drawn from the *residual* max(p -
+# If p(t) ≥ q(t), the token is always accepted. Otherwise a coin accepts it with probability p(t) /
+# q(t). The first rejection ends the round, because the later tokens were drafted after a token that is
+# not in the text.
+#
+# After a rejection, the next token, the *correction*, is drawn from the *residual* max(p -
 # q, 0): from where p has more than q. If all drafted tokens were accepted, the p after the last of them
 # gives one more token for free, the *bonus*. So each round writes at least one token and at most gamma
 # + 1.
@@ -118,6 +114,44 @@ with torch.device(device):
 # **Try it:** set `gamma = 6`. What do you expect for the number of rounds, and for the number of dead
 # tokens? (Fewer rounds, because easy stretches need fewer. More dead tokens, because each rejection
 # wastes a longer rest.)
+#
+# ## With a cache
+#
+# Without a cache, every token of the text is read again for each distribution. With the cache of
+# [notebook 2](02_kv_cache.ipynb), each token is read once. This is the same loop again. **Find the
+# lines that differ,** before you read on.
+
+# %%
+cached = inspect.getsource(minimal.rounds_with_cache)
+print(cached[cached.index("    cache = "):])
+
+# %% [markdown]
+# - The first blocks read D, the last known token, and each drafted token as it comes. What they make of
+#   it (`xs`) is kept: the whole model would compute the same.
+# - The other blocks read all of them in one pass. So a round reads the weights of the first blocks gamma
+#   + 1 times, and those of the others once.
+# - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites it.
+#
+# The two write the same text, with the same random numbers.
+
+# %%
+import time
+
+texts, seconds = [], []
+for way in (minimal.rounds, minimal.rounds_with_cache):
+    with torch.device(device):
+        start = time.perf_counter()
+        texts.append([new for *_, new in way(model, prompt, 48, EXIT, gamma, probs, Coins(1))])
+        seconds.append(time.perf_counter() - start)
+assert texts[0] == texts[1]
+print(f"the same text in {seconds[0]:.1f} s without a cache, and in {seconds[1]:.1f} s with one")
+
+# %% [markdown]
+# From here to the library it is not far. `speculative.rounds` is this loop for many texts at once, and
+# for any kind of draft. Here is one round of it, the files that it passes through, and the shapes of
+# what flows between them:
+#
+# ![One round of the loop](../docs/loop.svg)
 #
 # ## The proof, as a picture
 #

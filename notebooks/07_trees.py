@@ -232,13 +232,13 @@ figure
 # After the last sibling, the token is drawn from what is left, so it has this distribution. Then what
 # follows the sibling before it has the right distribution, too, and so on, back to the first sibling,
 # where R is p. Q may depend on all earlier siblings, and that is what allows drawing without
-# replacement. In the library, R is `left` and Q is `drawn`:
+# replacement. In the library, R is `left` and Q is `q[:, k]`:
 
 # %%
 import inspect
 
 source = inspect.getsource(verify_tree)
-print(source[source.index("    for k in range(K):") : source.index("    passed, node")])
+print(source[source.index("    for k in range(K):") : source.index("    passed = ")])
 
 # %% [markdown]
 # We can check it without a proof. Cut p and q to six tokens and go through *every* way to draw two

@@ -207,6 +207,10 @@ TABLE = {
          "-1))", "soft-cap behind the mask: -inf becomes -50", "by_hand::an_attention_after_a_filled_cache"),
         ("Attention.forward", ", 1, 2", ", 2, 1", "heads leave attention in another order",
          "checkpoint::saving_and_loading_loses_nothing[llama-dtype0]"),
+        ("Attention.project", "qkv + self.bias", "qkv", "the bias of Qwen2 is left out",
+         "checkpoint::saving_and_loading_loses_nothing[qwen2-dtype2]"),
+        ("Attention.project", "self.k_norm(k)", "k", "the keys of Qwen3 are not normed",
+         "checkpoint::saving_and_loading_loses_nothing[qwen3-dtype3]"),
         ("RMSNorm.forward", "offset + self.", "", "w instead of 1 + w",
          "checkpoint::saving_and_loading_loses_nothing[gemma2-dtype1]"),
         ("MLP.__init__", "tanh", "none", "the exact gelu instead of the tanh one",
@@ -233,6 +237,11 @@ TABLE = {
          "model::embeddings_are_scaled_by_the_rounded_scale"),
         ("Transformer.angles", "with torch.inference_mode(False)", "if True", "a table made while generating "
          "cannot be trained with", "speculative::a_model_that_has_generated_can_still_be_trained")],
+    "minimal.py": [
+        ("rounds_with_cache", "before += len(new)", "before += len(drafted) + 1",
+         "the text goes on after the rejected tokens", "minimal::it_is_the_loop_at_batch_1"),
+        ("rounds_with_cache", "span(before, before + len", "span(before + 1, before + 1 + len",
+         "the other blocks read one position too late", "minimal::it_is_the_loop_at_batch_1")],
     "kvcache.py": [
         ("KVCache.write", "keys[:, :, start", "keys[:, :, max(0, start - 1)", "a single token reads W + 1 "
          "slots", "by_hand::a_write[start]"),
@@ -422,7 +431,7 @@ TABLE = {
         ("read_eos", "eos is None", "not eos", "end-of-text id 0 counts as none",
          "checkpoint::end_of_text_ids_come_in_every_form")],
     "methods/suffix.py": [
-        ("Suffix.best", "chance *= ", "chance = ", "a path is as likely as its last token",
+        ("Suffix.follow", "chance *= ", "chance = ", "a path is as likely as its last token",
          "suffix::the_most_promising_continuation[drafter9-text9-want9]"),
         ("Suffix.best", "score > best[0]", "not best[0]", "the longest ending wins, whatever followed it",
          "suffix::the_most_promising_continuation[drafter2-text2-want2]")],
@@ -471,7 +480,8 @@ TABLE = {
         ("Added.product", "talk(dist.all_reduce, y)", "pass", "nothing is added up",
          "parallel::several_processes_write_the_text_of_one")],
     "methods/drafting.py": [
-        ("Reader.observe", "]) - new[0][0]", "])", "states are noted where the next round begins",
+        ("Reader.observe", "len(state.known[0]) - lengths[0]", "len(state.known[0])",
+         "states are noted where the next round begins",
          "heads::drafts_are_what_training_sees[kangaroo-alone-llama]"),
         ("Reader.begin", "0, T, 256)", "1)", "only the beginning of a long prompt is read",
          "heads::a_long_prompt_is_read_in_parts"),
@@ -489,12 +499,12 @@ TABLE = {
          "dynamic::counts_fade_by_hand")],
     "methods/pace.py": [
         ("Pace.covered", "cost - 1", "cost - 99", "overdrawn balance", "pace::it_costs_no_more_than_it_may"),
-        ("Pace.observe", "self.late + self", "self", "what an arm reads first costs nothing",
+        ("Pace.observe", "self.choice.late + ", "", "what an arm reads first costs nothing",
          "pace::it_costs_no_more_than_it_may"),
         ("Pace.observe", "min(", "max(", "one row pays for another", "pace::it_costs_no_more_than_it_may"),
         ("Pace.promise", "best * (cost + self.thinking)", "best * cost", "to choose costs nothing",
          "pace::promises_of_blocks_by_hand"),
-        ("Pace.choose", "self.thinking / REST", "0", "it never sleeps", "pace::it_sleeps_if_nothing_gains")],
+        ("Pace.propose", "self.thinking / REST", "0", "it never sleeps", "pace::it_sleeps_if_nothing_gains")],
     "methods/arms.py": [
         ("Calibrated.stop", "bars[k", "bars[0", "a wider block is taken to cost nothing",
          "pace::one_more_is_drafted_while_its_chance_exceeds_its_price"),
@@ -517,7 +527,7 @@ TABLE = {
         ("shell", "layer % 2", "0", "every attention is compiled as one with a window",
          "recorded::joined_blocks_are_the_blocks[gemma2]")],
     "machine/exact.py": [
-        ("Exact.pieces", "pad(part, max(part.shape[1], self.rows))", "part", "a single row is not padded",
+        ("Exact.pieces", "pad(part, max(count, self.rows))", "part", "a single row is not padded",
          "exact::drafted_is_plain_to_the_bit[torch.float32-exit-llama]"),
         ("Exact.run", "cache.k.shape[3]", "at.end + self.rows - 1", "the slots that are read vary",
          "exact::every_pass_has_one_shape"),

@@ -104,7 +104,7 @@ def alone(m, head, far):
 def in_turns(m, head, far):
     """Thrice in turn, and of what is unread it reads two tokens at once."""
     drafter = alone(m, head, far)
-    drafter.drafters[0].span = 2
+    drafter.drafters[0].most = 2
     others = Siblings(SelfDraft(m, range(8), 3), [3, 2]), NGram(2, 1)
     return Turns(drafter, Siblings(drafter, [3, 2]), drafter, *others)
 

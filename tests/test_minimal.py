@@ -22,12 +22,13 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize("gamma, exit_layer, settings", [
     (0, 2, dict(temperature=1.4)), (1, 4, {}), (3, 4, dict(temperature=1.1, top_p=0.8)),
     (3, 6, dict(temperature=1.4))])
-def test_it_is_the_loop_at_batch_1(family, gamma, exit_layer, settings):
+@pytest.mark.parametrize("write", [minimal.rounds, minimal.rounds_with_cache])
+def test_it_is_the_loop_at_batch_1(family, gamma, exit_layer, settings, write):
     probs = lambda logits: to_probs(logits, **settings)  # noqa: E731
     m = make(replace(FAMILIES[family], eos=(4, 9), max_len=20))
     for prompt in PROMPTS:
         page, loop = Ledger(3), Ledger(3)
-        ours = list(minimal.rounds(m, prompt, 16, exit_layer, gamma, probs, page))
+        ours = list(write(m, prompt, 16, exit_layer, gamma, probs, page))
         drafter = SelfDraft(m, early_exit(6, exit_layer), gamma)
         theirs = [(r.draft.tokens[0].tolist(), int(r.accepted), r.new[0]) for _, r in rounds(
             m, [prompt], 16, drafter, probs, loop, m.c.eos)]
