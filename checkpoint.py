@@ -28,8 +28,8 @@ def load(folder, device=None, dtype=None, quant=None, part=None):
 
     device: None is CUDA if there is one, else the CPU. dtype: None keeps the stored one. quant: a
     function of a matrix, such as machine.quant.NF4, whose result replaces each matrix of the
-    blocks. part: this process's part of the model, a machine.parallel.Part. Needs memory for the
-    model and one more matrix. Raises FileNotFoundError or ValueError (one line) for what is
+    blocks. part: this process's part of the model, a machine.parallel.Part. Loading needs memory
+    for the model and one more matrix. Raises FileNotFoundError or ValueError (one line) for what is
     missing, damaged or unsupported.
     """
     folder = Path(folder)
@@ -179,8 +179,8 @@ def stored_shape(name, piece):
 def check_tensors(files, model):
     """Raise ValueError unless the files hold the model's tensors, no others, in its shapes."""
     want = {name: stored_shape(name, piece) for name, piece in parts(model)}
-    angles = "rotary_emb.inv_freq"      # in files of Llama 1 and 2; here they are computed
-    have = {name: stored for name, stored in files.items() if not name.endswith(angles)}
+    computed = "rotary_emb.inv_freq"    # in files of Llama 1 and 2
+    have = {name: stored for name, stored in files.items() if not name.endswith(computed)}
     for name in sorted(want.keys() | have.keys()):
         if name not in have:
             raise ValueError(f"tensor {name} is missing: is one of the files missing, too?")
@@ -191,7 +191,7 @@ def check_tensors(files, model):
                              f"{', '.join(DTYPES)}: take the checkpoint that was not quantised")
         if name not in want:
             raise ValueError(f"tensor {name}: this architecture has no use for it, so the logits "
-                             "would be others: a variant of it, or a quantised checkpoint?")
+                             "would be wrong: a variant of it, or a quantised checkpoint?")
         if want[name] != shape:
             raise ValueError(f"tensor {name}: config.json needs {want[name]}, found {shape}")
 
@@ -199,8 +199,10 @@ def check_tensors(files, model):
 def find_device(device=None):
     """The device of that name, by default CUDA if there is one. Raises ValueError if missing."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    there = ["cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))]
-    name = str(device or there[min(1, gpus)])
+    there = ["cpu"]
+    if gpus:
+        there += ["cuda", *(f"cuda:{i}" for i in range(gpus))]
+    name = str(device or ("cuda" if gpus else "cpu"))
     if name not in there:
         raise ValueError(f"device {name} is missing or unsupported: available are "
                          f"{', '.join(there)}")

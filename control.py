@@ -25,9 +25,9 @@ def expected_tokens(alpha, gamma):
     return sum(alpha ** i for i in range(gamma + 1))
 
 
-def expected_tokens_along(texts, gamma):
-    """The same along texts whose acceptance rates are known: texts[j][i] is the probability that a
-    token drafted after position i of text j is accepted. texts: a list of tensors (T,).
+def expected_tokens_along(series, gamma):
+    """The same along texts whose acceptance rates are known: series[j][i] is the probability
+    that a token drafted after position i of text j is accepted. series: a list of tensors (T,).
 
     Rounds follow one another along a text. The formula at the mean would be too high or too low,
     because accepted tokens come in groups, and a round starts where the one before it ended in a
@@ -39,8 +39,8 @@ def expected_tokens_along(texts, gamma):
     """
     tokens = 0.0
     rounds = 0.0
-    for text in texts:
-        alpha = text.tolist()
+    for rates in series:
+        alpha = rates.tolist()
         starts = [1.0] + [0.0] * (len(alpha) + 1)   # the chance that a round starts at each
         for i in range(len(alpha) - gamma + 1):
             reach = starts[i]
@@ -82,13 +82,13 @@ def best_gamma(alpha, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
     return max(range(least, most + 1), key=speed)
 
 
-def best_along(texts, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
+def best_along(series, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
     """(gamma, speed-up): the same along texts whose acceptance rates are known. No gamma beyond the
-    longest text is tried. texts: see `expected_tokens_along`; the rest: see `best_gamma`."""
+    longest text is tried. series: see `expected_tokens_along`; the rest: see `best_gamma`."""
     def speed(gamma):
-        return expected_tokens_along(texts, gamma) / round_cost(gamma, cost, pass_cost(gamma + 1))
+        return expected_tokens_along(series, gamma) / round_cost(gamma, cost, pass_cost(gamma + 1))
 
-    most = min(most, max(len(text) for text in texts))
+    most = min(most, max(map(len, series)))
     gamma = max(range(least, most + 1), key=speed)
     return gamma, speed(gamma)
 
@@ -116,13 +116,13 @@ class Costs:
         (6.0, 8.0)
         """
         fixed = sum(self.sublayers[i] for i in sublayers) + share * self.head + self.call
-        near = sum(i % 4 == 0 for i in sublayers)       # attentions of even blocks
-        far = sum(i % 4 == 2 for i in sublayers)        # and of odd ones, which have no window
+        sliding = sum(i % 4 == 0 for i in sublayers)    # attentions of even blocks
+        full = sum(i % 4 == 2 for i in sublayers)       # and of odd ones, which have no window
         window = self.window or float("inf")
 
         def price(n):
-            more = far * (n - self.context)
-            more += near * (min(n, window) - min(self.context, window))
+            more = full * (n - self.context)
+            more += sliding * (min(n, window) - min(self.context, window))
             return fixed + self.slot * more
 
         return price
@@ -133,13 +133,13 @@ class Costs:
         head smaller (`share`)."""
         return self.pricing(sublayers, share)(self.context) / self.whole
 
-    def width(self, T):
+    def pass_cost(self, T):
         """The cost of a pass over T tokens relative to one token: linear between the measured
         widths and beyond the last one. Counted in weights it is 1 for every T, since a pass reads
         them once.
 
         >>> costs = Costs((2.0, 2.0), 1.0, ((1, 1.0), (2, 1.25), (4, 1.5)))
-        >>> costs.width(3), costs.width(6)
+        >>> costs.pass_cost(3), costs.pass_cost(6)
         (1.375, 1.75)
         """
         slope = 0.0

@@ -1,6 +1,7 @@
 """From config.json to a Config, and back: one function for each family of models.
 
-The one thing to remember: a setting that this library would compute wrongly is refused by its name.
+The one thing to remember: a setting that this library would compute wrongly is refused, and the
+error names it.
 """
 from model import Config
 from support.files import guarded, read_json
@@ -41,14 +42,14 @@ ACTS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
 class Settings:
-    """What config.json says of a model of this family. Each method returns a value that is fine;
-    for another it raises ValueError, with the key in the message."""
+    """What config.json says of a model of this family. Each method raises ValueError, which names
+    the key, for a setting that is not supported."""
 
     def __init__(self, given, family):
         rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
         self.raw = dict(DEFAULTS[family])
         for key, value in (given | rope).items():
-            if value is not None or key in GEMMA2.values():     # no soft-cap is null
+            if value is not None or key in GEMMA2.values():     # null: no soft-cap
                 self.raw[key] = value
 
     def __getitem__(self, key):
@@ -75,7 +76,7 @@ class Settings:
             self.check(key, not self[key])
 
     def alternate(self, *kinds):
-        """Layer i must be of kinds[i], or counted on from the first kind again."""
+        """Layer i must be of the kind kinds[i % len(kinds)]."""
         named = self["layer_types"] or []
         self.check("layer_types", all(
             name == kinds[i % len(kinds)] for i, name in enumerate(named)))
@@ -173,8 +174,8 @@ def read_config(folder):
 
 
 def read_eos(folder, given):
-    """The end-of-text ids: those of generation_config.json if it names any, else those of
-    config.json, which is `given`."""
+    """The end-of-text ids: those of generation_config.json if it has the key, even null, else those
+    of config.json, which is `given`."""
     path = folder / "generation_config.json"
     settings = read_json(path) if path.is_file() else {}
     if "eos_token_id" not in settings:

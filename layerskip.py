@@ -69,8 +69,8 @@ def same_model(model, state):
 
 
 class SelfDraft(Drafter):
-    """Draft with a subset of the target's sub-layers: range(2E) is early exit after block E
-    (Elhoushi et al. 2024, section 4), any other subset is layer skipping
+    """Draft with a subset of the target's sub-layers: range(2E) is early exit after the first E
+    blocks (Elhoushi et al. 2024, section 4), any other subset is layer skipping
     (Zhang et al. 2023, section 3).
 
     For two drafts d1, d2 after the last known token D:

@@ -23,8 +23,7 @@ from sampling import Coins, to_probs
 def verify(p, q, drafted, coins):
     """How many drafted tokens are accepted, and the token after them. p: gamma + 1 distributions of
     the whole model, q: the gamma from which the tokens were drafted, (V,) each."""
-    # Drafted token k is accepted with probability min(1, p / q). The first rejection ends the
-    # round.
+    # Token k is accepted with probability min(1, p / q). The first rejection ends the draft.
     passed = [bool(coins.flip(p[k][token] / q[k][token])) for k, token in enumerate(drafted)]
     accepted = 0
     while accepted < len(drafted) and passed[accepted]:
@@ -90,8 +89,8 @@ def rounds(model, tokens, max_new, exit_layer, gamma, probs=to_probs, coins=None
 
 @torch.inference_mode()
 def rounds_with_cache(model, tokens, max_new, exit_layer, gamma, probs=to_probs, coins=None):
-    """The same, but a cache keeps the keys and values of all tokens before the last known one, D.
-    The first blocks read D and the drafted tokens one by one, the others all of them at once."""
+    """Like `rounds`, but a cache keeps the keys and values of all tokens before the last known one,
+    D. The first blocks read D and the drafted tokens one by one, the others all of them at once."""
     tokens = list(tokens)
     coins = coins or Coins()
     left = min(max_new, model.c.max_len - len(tokens))

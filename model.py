@@ -46,7 +46,7 @@ class Config:
     query_scale: float | None = None   # query_pre_attn_scalar ** -0.5 instead of head_dim ** -0.5
     attn_softcap: float | None = None  # 50: scores stay within (-50, 50)
     final_softcap: float | None = None  # 30: the same for logits
-    window: int | None = None          # even layers see only keys with i - j < window
+    window: int | None = None          # blocks 0, 2, ... see the last `window` positions only
     # --- Qwen
     qkv_bias: bool = False             # Qwen2: a bias on queries, keys and values
     qk_norm: bool = False              # Qwen3: an RMSNorm of each query and key
@@ -99,10 +99,10 @@ def visible(positions, slots, end, tree=None, window=None):
     """Which slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
 
     The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes
-    have read the others. A token sees every slot before the first slot of the M tokens and before
-    its own position. Of the M tokens it sees those that `tree` (B or 1, T, M) or (T, M) marks.
-    Without a tree it sees itself and those before it. `window` hides the keys that are `window` or
-    more positions back.
+    have read the others. Of the slots before the first of the M, a token sees those below its own
+    position, since there slot = position. Of the M tokens it sees those that `tree` (B or 1, T, M)
+    or (T, M) marks; without a tree, itself and those before it. `window` hides the keys that are
+    `window` or more positions back.
 
     >>> at = torch.tensor([[2, 3]])         # a block of two tokens, after two filled slots
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet: no token sees it
@@ -127,10 +127,10 @@ def visible(positions, slots, end, tree=None, window=None):
 class Placement(NamedTuple):
     """Where the T tokens of a block stand.
 
-    The position sets the rotation; the slot is the place in the cache. They differ only in a tree,
-    where siblings share a position, and without a cache, where slots count from 0. M > T only while
-    a tree grows: then the block is the last T of the M tokens. `first` and `end` are numbers on the
-    host, so that a pass never waits for a GPU.
+    The position sets the rotation; the slot is the place in the cache. They differ where several
+    tokens share a position: siblings in a tree, or the drafts that `search.Teacher` scores. M > T
+    only while a tree grows: then the block is the last T of the M tokens. `first` and `end` are
+    numbers on the host, so that a pass never waits for a GPU.
     """
     positions: torch.Tensor             # (B or 1, M)
     slots: torch.Tensor                 # (B or 1, M)
@@ -265,7 +265,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(c) for _ in range(c.n_layers))
         self.norm = RMSNorm(c, c.dim)
         self.head = None if c.tied else weight(c.vocab_size, c.dim)
-        # trap: round the scale to the weights' dtype, as the original does (59.75, not 59.87)
+        # trap: a buffer, so that `.to(dtype)` rounds it, as the original does (59.75, not 59.87)
         scale = torch.tensor(c.embed_scale, dtype=torch.float64)
         self.register_buffer("scale", scale, persistent=False)
         self.table = None
@@ -282,8 +282,8 @@ class Transformer(nn.Module):
 
     def angles(self, end):
         """The table of cos and sin for at least the positions before `end`: (rows, D) each. It has
-        the dtype and device of the weights, and doubles when `end` outgrows it, so that a short
-        prompt does not pay for a long context."""
+        attention's dtype and the weights' device, and doubles when `end` outgrows it, so that a
+        short prompt does not pay for a long context."""
         c = self.c
         t = self.table
         dtype = self.attention_dtype()
@@ -300,16 +300,18 @@ class Transformer(nn.Module):
             masks=None):
         """Apply `sublayers` (2i: attention of block i, 2i+1: its MLP; all by default) to x
         (B, T, dim). at: the Placement of its tokens. trace: a dict whose keys are sub-layers; each
-        value is set to x (B, T, dim) after that sub-layer. table, masks: what `angles` and `masks`
-        return, if the caller has them."""
+        value is set to x (B, T, dim) after that sub-layer. table, masks: what `angles` and
+        `build_masks` return, if the caller has them."""
         c = self.c
         T = x.shape[1]
         start = 0                           # the first slot that sliding layers read
         if c.window is not None:
             start = max(0, at.first + 1 - c.window)
-        masks = masks or self.masks(at, T, start)
+        masks = masks or self.build_masks(at, T, start)
         here = slice(at.first, at.first + T) if at.same else at.positions[:, -T:]
-        cos, sin = (t[here].unflatten(-2, (-1, 1, 1)) for t in table or self.angles(at.end))
+        cos, sin = table or self.angles(at.end)
+        cos = cos[here].unflatten(-2, (-1, 1, 1))               # (T, 1, 1, D) or (B, T, 1, 1, D)
+        sin = sin[here].unflatten(-2, (-1, 1, 1))
         store = block_only
         blocks = tuple(self.blocks)         # indexing a ModuleList is slower than a norm
         if sublayers is None:
@@ -328,9 +330,10 @@ class Transformer(nn.Module):
                 trace[i] = x
         return x
 
-    def masks(self, at, T, start):
-        """{window: mask}, (B or 1, 1, 1, T, S): 0 where visible, -inf elsewhere; None hides
-        nothing. Layers without a window (None) read all slots, the others those from `start` on."""
+    def build_masks(self, at, T, start):
+        """{window: mask}, (B or 1, 1, 1, T, S): 0 where visible, -inf elsewhere; a mask of None
+        hides nothing. The key None is for layers without a window: they read all slots, the others
+        those from `start` on."""
         reads = {None: 0, self.c.window: start}
         if T == 1 and at.same:
             return dict.fromkeys(reads)

@@ -27,7 +27,7 @@ def to_probs(logits, temperature=0.0, top_k=None, top_p=None, min_p=None):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature == 0:
         return one_hot(logits.max(-1).indices, logits)
-    # trap: subtract the maximum first, or a small temperature overflows; float32 ends at 1e-38
+    # trap: subtract the maximum first, or a small temperature overflows; below 1e-38 it would be 0
     logits = (logits - logits.amax(-1, keepdim=True)) / max(temperature, 1e-30)
     if top_k is None and top_p in (None, 1) and min_p is None:
         return logits.softmax(-1)
@@ -130,9 +130,9 @@ class Coins:
         """True with probability min(1, prob), for prob of any shape; never for NaN."""
         return self.take(prob.numel(), prob.device).view(prob.shape) < prob
 
-    def settle(self, p, read, later=0):
-        """What becomes of p (B, T, V) before anything is drawn: here nothing, see `Race`. read +
-        later (B or 1, T): the position of the token that each row of p comes after."""
+    def settle(self, p, position, offset=0):
+        """p (B, T, V) as tokens are drawn from it: here as it is, see `Race`. position + offset
+        (B or 1, T): that of the token which each row of p comes after."""
         return p
 
     def choose(self, weights):
@@ -159,9 +159,9 @@ class Race(Coins):
 
         sum over v of 1 / sum over w of max(p_w / p_v, q_w / q_v)
 
-    which is at most 1 - TV, `verify`'s for one token, and at least (1 - TV) / (1 + TV), where TV is
-    half the sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978, drafter-invariant
-    decoding).
+    which is at most 1 - TV, what `verify` reaches for one token, and at least (1 - TV) / (1 + TV),
+    where TV is half the sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978,
+    drafter-invariant decoding).
 
     seed: a number, or a list of one for each row of a batch.
 
@@ -175,9 +175,9 @@ class Race(Coins):
         super().__init__(seeds[0])
         self.seeds = torch.tensor([signed(one) for one in seeds])
 
-    def settle(self, p, read, later=0):
+    def settle(self, p, position, offset=0):
         V = p.shape[-1]
-        first = (read[..., None] + later + 1) * V
+        first = (position[..., None] + offset + 1) * V
         place = first + torch.arange(V, device=p.device)                        # (B or 1, T, V)
         u = uniform(self.seeds.to(p.device)[:, None, None], place)
         arrives = u.neg_().log1p_().neg_() / p                                  # (B, T, V)

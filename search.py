@@ -2,7 +2,6 @@
 
     python search.py --model weights/stories-llama --text stories.txt --trials 200 --out found
     python generate.py "Once upon a time" --model weights/stories-llama --skip found/skip.json
-    --compare
 
 The one thing to remember: a trial is one pass over a text and needs no stopwatch. Trial i depends
 only on the seed and the trials before it, so a search that was killed can go on where it stopped.
@@ -24,7 +23,8 @@ from sampling import to_probs
 
 # on the diagonal, relative to the signal, so that rounding makes no matrix indefinite
 JITTER = 1e-10
-FIRST, REFIT = 10, 5  # random trials at the start; trials between two fits of the process
+FIRST = 10      # random trials at the start
+REFIT = 5       # trials between two fits of the process
 
 
 class Teacher:
@@ -107,13 +107,13 @@ def speedup(calibration, costs, sublayers):
     one."""
     series = [t.acceptance(sublayers, calibration.drafting) for t in calibration.teachers]
     cost = costs.step(sublayers, calibration.share)
-    gamma, gain = best_along(series, cost, least=1, pass_cost=costs.width)
+    gamma, gain = best_along(series, cost, least=1, pass_cost=costs.pass_cost)
     return Trial(gain, float(torch.cat(series).mean()), cost, gamma, gain)
 
 
 def distances(a, b, groups):
-    """How many bits differ per group: a (N, n), b (M, n) -> (G, N, M). groups: see the next
-    class."""
+    """How many bits differ per group: a (N, n), b (M, n) -> (G, N, M). groups: see
+    `GaussianProcess`."""
     kinds = torch.nn.functional.one_hot(groups).T.to(a.dtype)[:, None]          # (G, 1, n)
     return torch.cdist(a * kinds, b * kinds, p=1)
 
@@ -166,9 +166,9 @@ class GaussianProcess:
         anywhere."""
         L = torch.linalg.cholesky(self.covariance(theta))
         half = torch.linalg.solve_triangular(L, self.y[:, None], upper=False)   # (N, 1)
-        likelihood = 0.5 * half.square().sum() + L.diagonal().log().sum()
-        likelihood = likelihood + 0.5 * len(self.y) * math.log(2 * math.pi)
-        return likelihood + 0.125 * (theta - self.prior).square().sum()
+        loss = 0.5 * half.square().sum() + L.diagonal().log().sum()
+        loss = loss + 0.5 * len(self.y) * math.log(2 * math.pi)
+        return loss + 0.125 * (theta - self.prior).square().sum()
 
     def fit(self):
         """Minimise the loss over theta; keep the old theta if the new one is not finite."""

@@ -6,9 +6,9 @@ One round, with K = 3 tokens drafted after D, the last known token (in the first
 last). Every round reads D itself, too, because it needs the distribution of the token after D.
 
     slot      7   8   9   10
-    block     D   d1  d2  d3     one target pass reads the block and gives a row of p at each slot:
-    row of p  0   1   2   3      the distribution of the token after it,
-    judges    d1  d2  d3  -      so row 0 judges d1, and so on; q has a row for each drafted token
+    block     D   d1  d2  d3     one pass of the target reads it
+    row of p  0   1   2   3      each is the distribution of the token after that slot
+    judges    d1  d2  d3  -      row 0 judges d1, and so on; q has a row for each drafted token
     verdict   ok  no  dead       each passes with probability min(1, p/q); here d2 is rejected
     text      D   d1  t          t is drawn from max(p - q, 0) in row 1; had all been accepted, a
                                  bonus token would have been drawn from row 3
@@ -121,8 +121,9 @@ class Draft:
         if self.tokens.shape[1] <= K:
             return self
         q = None if self.q is None else self.q[:, :K]
+        length = None if self.length is None else self.length.clamp(max=K)
         reuse = self.reuse and self.reuse.cut(K + 1)
-        return replace(self, tokens=self.tokens[:, :K], q=q, reuse=reuse)
+        return replace(self, tokens=self.tokens[:, :K], q=q, length=length, reuse=reuse)
 
     def fit(self, state):
         """The draft as it is verified: `length` leaves room in each row for the token after it."""
@@ -138,8 +139,8 @@ class Draft:
         return state.span(0, self.tokens.shape[1] + 1)
 
     def judge(self, state, passed, verify):
-        """How many tokens are accepted (B,) and the token after them (B,), by the Pass over its
-        block. Returns them after the draft and the Pass, which a tree straightens into a chain."""
+        """By the Pass over its block. Returns (draft, Pass, how many tokens are accepted (B,), the
+        token after them (B,)). A tree first turns the draft and the Pass into a chain."""
         accepted, next_token = verify(passed.p, self.q, self.tokens, state.coins, self.length)
         return self, passed, accepted, next_token
 
@@ -187,7 +188,7 @@ class Drafter:
     """Where drafts come from. This one drafts nothing: plain decoding.
 
     rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose
-    outputs it reads: those of the prompt in `begin`, those of every round in `Round.trace`.
+    outputs it reads. `begin` gets those of the prompt, `Round.trace` holds those of the round.
     """
     taps = ()
 
@@ -374,7 +375,7 @@ def loop(state, drafter, eos, verify):
         p = state.coins.settle(state.probs(logits), at.positions)
         # 4. Verify: how many drafted tokens are accepted, and which token follows them?
         verdict = draft.judge(state, Pass(logits, p, trace), verify)
-        # 5. Append them: n grows, and the next block starts at the new n. Nothing is rolled back.
+        # 5. Append them: n grows, and the next block starts at the new last token. No rollback.
         r = commit(state, *verdict, eos)
         # 6. Let the drafter learn from it.
         drafter.observe(state, r)
@@ -407,8 +408,8 @@ def until(eos, tokens):
 
 
 def commit(state, draft, passed, accepted, next_token, eos):
-    """Append the accepted tokens and the next one. Returns the Round. Only here does the loop wait
-    for the device."""
+    """Append the accepted tokens and the next one. Returns the Round. It is the only wait for the
+    device in a round without a stop rule."""
     K = draft.tokens.shape[1]
     out = F.pad(draft.tokens, (0, 1))
     out = out.scatter_(1, accepted[:, None], next_token[:, None])               # (B, K+1)

@@ -10,6 +10,13 @@ import torch.nn.functional as F
 from sampling import one_hot
 
 
+def check_vocabulary(p, q):
+    """Raise ValueError if a draft's q has not as many tokens as the target's p."""
+    if q is not None and q.shape[-1] != p.shape[-1]:
+        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]}, "
+                         f"the target of {p.shape[-1]}")
+
+
 def verify(p, q, tokens, coins, length=None):
     """Speculative sampling (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023, Theorem 1).
 
@@ -31,9 +38,7 @@ def verify(p, q, tokens, coins, length=None):
     B, K = tokens.shape
     row = torch.arange(B, device=p.device)
     place = torch.arange(K, device=p.device)
-    if q is not None and q.shape[-1] != p.shape[-1]:
-        raise ValueError(f"the draft has a vocabulary of {q.shape[-1]}, "
-                         f"the target of {p.shape[-1]}")
+    check_vocabulary(p, q)
     if K == 0:  # nothing was drafted: q = 0
         return torch.zeros_like(row), coins.choose(p[:, 0])
     if length is None:
@@ -62,13 +67,17 @@ def verify_block(p, q, tokens, coins, length=None):
     draft as a whole. The text has the same distribution; from two drafted tokens on, more are
     accepted on average.
 
-    Arguments, results and coins spent are those of `verify`. A prefix of i tokens weighs w_i: w_0 =
-    1, w_i = min(1, w_{i-1} p/q): a token with p > q makes up for an earlier one with p < q. Every
-    prefix flips a coin, and the longest that passes is accepted, even if a shorter one failed.
-    Prefix i passes with probability Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over
-    the next token; the whole draft passes with probability w_K. So at least i tokens are accepted
-    with probability w_i. By induction from the end: (w_i - Z) + (1 - w_i + Z) Z / (Z + 1 - w_i) =
-    w_i, as the sum of min(w_i p, q) is w_i - Z.
+    Arguments, results and coins spent are those of `verify`. A token with p > q makes up for an
+    earlier one with p < q:
+
+        w_0 = 1, w_i = min(1, w_{i-1} p/q)      the weight of the first i tokens
+        Z = sum of max(w_i p - q, 0)            over the token after them
+        Z / (Z + 1 - w_i)                       the chance that they pass; of the whole draft: w_K
+
+    Every prefix flips a coin, and the longest that passes is accepted, even if a shorter one
+    failed. Claim: at least i tokens are accepted with probability w_i. Proof, from the end: more than i
+    are with probability w_i - Z, the sum of min(w_i p, q), and exactly i with
+    (1 - w_i + Z) Z / (Z + 1 - w_i) = Z. Together that is w_i.
 
     >>> from sampling import Coins
     >>> p = torch.tensor([[[1/3, 2/3]] * 3])                # the example of the paper, section 3
@@ -80,6 +89,7 @@ def verify_block(p, q, tokens, coins, length=None):
     B, K = tokens.shape
     row = torch.arange(B, device=p.device)
     place = torch.arange(K, device=p.device)
+    check_vocabulary(p, q)
     if K == 0:
         return verify(p, q, tokens, coins)
     if length is None:

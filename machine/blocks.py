@@ -100,7 +100,7 @@ def joined(compiled, sublayers, model, x, first, cos, sin, *caches):
     any_length(0, cos, sin)
     any_length(2, *caches)
     at = place(x.shape[1], first, cos.shape[0])
-    masks = model.masks(at, x.shape[1], 0)
+    masks = model.build_masks(at, x.shape[1], 0)
     any_length(4, *masks.values())
     pairs_left = iter(zip(caches[::2], caches[1::2], strict=True))
     for i in sublayers:

@@ -22,9 +22,9 @@ class Calibrated(Rule):
     """Stop drafting when the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in bins of a tenth, is calibrated by how often it was right in that
-    bin. `skill` is its acceptance rate, at first `prior`, as if known from so many `tests`. bars:
-    the price of each of the `gamma` tokens, in tokens: what one more costs, times the tokens per
-    pass that are reached.
+    bin. `skill` is its acceptance rate, at first `prior`, as if known from so many `tests`.
+    bars[k]: token k is the last if the chance of the next one is below it: what one more costs in
+    passes, times the tokens per pass.
     """
 
     def __init__(self, bars=None, gamma=MOST, prior=0.5, tests=0):
@@ -49,7 +49,7 @@ class Calibrated(Rule):
         return [reach < self.bars[k] for reach in self.reach]
 
     def learn(self, state, r):
-        # also where another arm drafts: what was learnt long ago is tried again
+        # also while others draft, so that an old bad estimate fades
         self.skill.fade(FADE)
         for b, (drafted, kept) in enumerate(outcomes(r)):
             for k, tenths in enumerate(self.sure[: min(drafted, kept + 1)]):
@@ -71,7 +71,7 @@ class Arm:
     drafter: Drafter
     price: Callable     # n -> of a drafted token after n others
     once: float = 0.0   # of each round
-    late: Callable = lambda width: 0.0      # width -> of reading first what others wrote
+    late: Callable = lambda pass_cost: 0.0      # pass_cost -> of reading first what others wrote
     most: int = MOST
 
 
@@ -97,7 +97,7 @@ def head_draft(head, costs, vocab=None):
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
         if trunk:
             arm.once = own  # EAGLE's block, which has no trunk, reads it together with D
-        arm.late = lambda width: own * (width(max(1, drafter.unread)) - 1)
+        arm.late = lambda pass_cost: own * (pass_cost(max(1, drafter.unread)) - 1)
     return arm
 
 
@@ -124,6 +124,8 @@ def candidates(model, costs, skip=None, vocab=None, heads=()):
 def promised(costs, arm):
     """The highest expected speed-up of an arm, by what its rule knows so far."""
     alpha = arm.drafter.rule.skill.mean()
-    lengths = range(1, 1 + arm.most)
-    return max(
-        expected_speedup(alpha, g, arm.price(0), arm.once + costs.width(1 + g)) for g in lengths)
+    gains = []
+    for g in range(1, 1 + arm.most):
+        verify_cost = arm.once + costs.pass_cost(1 + g)
+        gains.append(expected_speedup(alpha, g, arm.price(0), verify_cost))
+    return max(gains)

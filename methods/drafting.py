@@ -30,7 +30,7 @@ class Reader(Drafter):
 
         slot      0  1  2  3  4  5  6
         token     a  b  c  d  e  f  g       g is the last known token: the target has not run it yet
-        noted     a  b  c  d  e  f  .       the target's state of each; if `late` is 1 a slot later
+        noted     a  b  c  d  e  f  .       the target's state of each (if late = 1: a slot later)
         cache     a  b  c  .  .  .  .       held: 3 slots agree with the text; unread: d, e, f
 
     Reading a token again is harmless: in a batch each row reads as many tokens as the row that
@@ -83,7 +83,8 @@ class Reader(Drafter):
         return self.noted[self.rows, slots]
 
     def catch_up(self, state, sublayers=None):
-        """Read what is unread. Returns the block's output at each row's last token. (B, 1, dim)"""
+        """Read what is unread, at least one token. Returns the block's output at each row's last
+        token. (B, 1, dim)"""
         for start in range(self.late - self.unread, self.late, self.most):
             stop = min(start + self.most, self.late)
             at, last = state.back(stop - start, stop)

@@ -8,6 +8,7 @@ Guarantee: a round begins only if the balance covers its cost with nothing accep
 never falls below 0. Hence cost <= STAKE + (1 + risk) x tokens, however bad the drafts are.
 """
 from functools import cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from control import MOST, Beta, weight_costs
@@ -53,7 +54,7 @@ class Pace(Wrapper):
         super().__init__(*(arm.drafter for arm in self.arms), self.lookup)
         self.whole = self.costs.pricing(range(2 * model.c.n_layers))
         self.thinking = self.costs.call / self.costs.whole
-        # of copied tokens, by the number of bits of the length that matched
+        # acceptance rates of copied tokens, by `matched.bit_length()`
         self.copied = [Beta(prior=1 - 0.5**k) for k in range(1 + DEPTH.bit_length())]
         self.balance = STAKE
         self.chosen = {}
@@ -66,7 +67,8 @@ class Pace(Wrapper):
         self.written = [0] * rows
         self.least = 0
         self.asleep = 0
-        self.width = cache(lambda T: self.costs.width(rows * T) / self.costs.width(rows))
+        one = self.costs.pass_cost(rows)
+        self.pass_cost = cache(lambda T: self.costs.pass_cost(rows * T) / one)
         for arm in self.arms:
             skill = arm.drafter.rule.skill
             skill.fade(KNOWN / max(KNOWN, skill.hits + skill.misses))   # another text
@@ -81,7 +83,7 @@ class Pace(Wrapper):
 
     def cost(self, arm, g):
         """The cost, in passes, of a round: g tokens of an arm, and their verification."""
-        return arm.once + g * arm.price(self.n) + self.width(1 + g)
+        return arm.once + g * arm.price(self.n) + self.pass_cost(1 + g)
 
     def covered(self, cost):
         """Whether the balance covers a round of this cost if nothing is accepted."""
@@ -89,14 +91,14 @@ class Pace(Wrapper):
 
     def promise(self, arm, alpha):
         """(tokens per pass, g) at the best length whose cost the balance covers; (1, 0) if none
-        gains. To choose lowers the promise. What the arm must read first it reads once: only the
-        balance covers it."""
+        gains. The cost of choosing is counted. That of reading what others wrote
+        counts only against the balance, as it occurs once."""
         best = 1.0
         length = 0
         tokens = 1.0
         reach = 1.0
         price = arm.price(self.n)
-        late = arm.late(self.width)
+        late = arm.late(self.pass_cost)
         for g in range(1, min(arm.most, self.room) + 1):
             reach *= alpha
             tokens += reach
@@ -123,7 +125,7 @@ class Pace(Wrapper):
             rate, length = self.promise(arm, alpha)
             if rate > best:
                 best = rate
-                choice = Choice(arm, length, arm.late(self.width))
+                choice = Choice(arm, length, arm.late(self.pass_cost))
         if choice.arm in self.arms:
             return self.open_end(choice)
         return choice
@@ -135,7 +137,8 @@ class Pace(Wrapper):
         price = arm.price(self.n)
         most = min(self.room, arm.most)
         rate, _ = self.promise(arm, rule.skill.mean())  # what it brings, not what it might bring
-        rule.bars = [rate * (price + self.width(k + 3) - self.width(k + 2)) for k in range(most)]
+        verify_costs = [self.pass_cost(k + 2) for k in range(most + 1)]
+        rule.bars = [rate * (price + more - less) for less, more in pairwise(verify_costs)]
         while length < most and self.covered(late + self.cost(arm, length + 1)):
             length += 1
         rule.most = length

@@ -7,7 +7,7 @@ each of them, and the draft that promises the most accepted tokens is taken.
 """
 from speculative import NGram, wanted
 
-DEPTH = 16      # tokens of a suffix and its continuation together
+DEPTH = 16      # tokens of the longest suffix whose continuations are counted
 
 
 class Suffix(NGram):

@@ -23,23 +23,24 @@ class Then(Wrapper):
 
     def propose(self, state):
         a, b = self.drafters
-        head = a.propose(state).fit(state)
-        if isinstance(head, Tree):
+        first = a.propose(state).fit(state)
+        if isinstance(first, Tree):
             raise ValueError("a tree has several ends: put it around both drafters, "
                              "Siblings(Then(a, b))")
         # the tail needs the first draft's tokens on the host: one wait for all of them
-        *columns, self.drafted = torch.cat([head.tokens, head.length[:, None]], 1).T.tolist()
-        head = head.cut(max(self.drafted))
+        rows = torch.cat([first.length[:, None], first.tokens], 1).tolist()
+        self.drafted = [m for m, *_ in rows]
+        first = first.cut(max(self.drafted))
         known = []
         left = []
-        for row, m in enumerate(self.drafted):
-            known.append(state.known[row] + [column[row] for column in columns[:m]])
-            left.append(max(0, state.left[row] - m))
+        for text, more, (m, *tokens) in zip(state.known, state.left, rows, strict=True):
+            known.append(text + tokens[:m])
+            left.append(max(0, more - m))
         n = state.send([len(text) for text in known])
         longer = replace(state, tokens=state.tokens.clone(), n=n, known=known, left=left)
-        slots = state.span(1, 1 + head.tokens.shape[1]).slots
-        longer.tokens.scatter_(1, slots, head.tokens)
-        return join(head, b.propose(longer))
+        slots = state.span(1, 1 + first.tokens.shape[1]).slots
+        longer.tokens.scatter_(1, slots, first.tokens)
+        return join(first, b.propose(longer))
 
     def observe(self, state, r):
         """Each learns from its own part. Unless all of a's part was accepted, b's was never
@@ -54,23 +55,21 @@ class Then(Wrapper):
         b.observe(state, replace(r, accepted=r.accepted - first, proposed=proposed, new=new))
 
 
-def join(head, tail):
-    """One Draft: in each row the tokens of head, and the tail's right after them."""
-    B, T = tail.tokens.shape
+def join(first, second):
+    """One Draft: in each row the tokens of the first, and right after them those of the second."""
+    T = second.tokens.shape[1]
     if T == 0:
-        return head
-    length = tail.length
-    if length is None:
-        length = T
-    spot = head.length[:, None] + torch.arange(T, device=head.tokens.device)    # (B, T)
-    tokens = F.pad(head.tokens, (0, T)).scatter(1, spot, tail.tokens)
-    q = head.q if tail.q is None else tail.q
-    if q is not None:       # that of copied tokens is one-hot
-        first = one_hot(head.tokens, q) if head.q is None else head.q
-        second = one_hot(tail.tokens, q) if tail.q is None else tail.q
-        spot = spot[..., None].expand_as(second)                                # (B, T, V)
-        q = F.pad(first, (0, 0, 0, T)).scatter(1, spot, second)
-    return Draft(tokens, q, head.length + length)
+        return first
+    length = first.length + (T if second.length is None else second.length)
+    spot = first.length[:, None] + torch.arange(T, device=first.tokens.device)  # (B, T)
+    tokens = F.pad(first.tokens, (0, T)).scatter(1, spot, second.tokens)
+    like = first.q if second.q is None else second.q
+    if like is None:        # both were copied
+        return Draft(tokens, None, length)
+    q = one_hot(first.tokens, like) if first.q is None else first.q
+    more = one_hot(second.tokens, like) if second.q is None else second.q       # (B, T, V)
+    q = F.pad(q, (0, 0, 0, T)).scatter(1, spot[..., None].expand_as(more), more)
+    return Draft(tokens, q, length)
 
 
 def cascade(model, gamma):

@@ -1,4 +1,4 @@
-"""Trees of drafts: several tokens for the same place, and which shape of tree is worth its cost.
+r"""Trees of drafts: several tokens for the same place, and which shape of tree is worth its cost.
 
 A sibling is tried only after those before it were rejected. So siblings gain where first choices
 are often wrong, and depth gains where they are often right.
@@ -6,7 +6,7 @@ are often wrong, and depth gains where they are often right.
     chain           D - d1 - d2 - d3    1 + a + a^2 + a^3 tokens per round, if a first choice is
                                         accepted with probability a
     with siblings   D - d1 - d2 - d3    d4 may take the place of d1, and d5 that of d2: another
-                     \\    \\             b + a b tokens, if a second choice is accepted with
+                     \    \             b + a b tokens, if a second choice is accepted with
                       d4   d5           probability b. Shape: [0, 1, 2, 0, 1]
 
 A shape is a list of parents. The loop knows nothing of trees: a `Tree` is a Draft that says where
@@ -43,8 +43,8 @@ def ancestors(parents):
 
 @dataclass
 class Tree(Draft):
-    """A Draft whose tokens may be siblings. What it holds after the path of accepted ones is
-    rejected, so that `length` is how many of its nodes are alive, in their order."""
+    """A Draft whose tokens may be siblings.
+    length: how many nodes of each row count, in their order; those after them are padding."""
     parents: torch.Tensor = field(kw_only=True)     # (B or 1, K) the parent of each: 0 is the last
     #                                   known token, k is tokens[:, k - 1], which comes before it
 
@@ -62,7 +62,7 @@ class Tree(Draft):
             positions=state.after(depth - 1), tree=self.seen, same=False)
 
     def judge(self, state, passed, verify):
-        """By `verify_tree`, whatever rule chains are verified by."""
+        """By `verify_tree`; the argument `verify` is for chains."""
         node, next_token = verify_tree(
             passed.p, self.tokens, self.parents, state.coins, self.q, self.length)
         return *straighten(state, self, node, passed), next_token
@@ -81,8 +81,8 @@ def straighten(state, tree, node, passed):
     seen = tree.seen.expand(B, -1, -1)
     on_path = seen[row, node]                                                   # (B, K+1)
     below = seen[row, :, node]                                                  # (B, K+1)
-    rank = torch.where(on_path, 0, 2 - below.long())
-    path = rank.argsort(dim=1, stable=True)                                     # (B, K+1)
+    key = torch.where(on_path, 0, 2 - below.long())
+    path = key.argsort(dim=1, stable=True)                                     # (B, K+1)
     slots = state.after(torch.arange(-1, K, device=node.device))                # (B, K+1)
     state.cache.move(slots.gather(1, path), slots)
 
@@ -282,17 +282,21 @@ def branch(state, draft, logits, parents):
     `best_tree` or `chain_with_siblings` makes them; levels deeper than the chain are left out."""
     K = draft.tokens.shape[1]
     depths = [0]
+    numbers = {0: 0}                        # of the nodes that are kept, the root included
+    kept = []                               # the parents of these
     nodes = []                              # (depth, rank among its siblings)
     for k, parent in enumerate(parents):
         depths.append(depths[parent] + 1)
         if depths[-1] <= K:
+            numbers[k + 1] = len(numbers)
+            kept.append(numbers[parent])
             nodes.append((depths[-1], parents[:k].count(parent)))
     ranks = range(1, 1 + max(rank for _, rank in nodes))
     widths = [max(depth for depth, rank in nodes if rank == r) for r in ranks]
     tokens, q = siblings(draft, logits, widths, state.coins)                # (B, K+S), (B, K+S, V)
     starts = [0, *accumulate(widths, initial=K)]        # the first column of each rank
     columns = [starts[rank] + depth - 1 for depth, rank in nodes]
-    columns, parents = state.send([columns, parents[: len(nodes)]]).unbind()
+    columns, parents = state.send([columns, kept]).unbind()
     return Tree(tokens[:, columns], q[:, columns], parents=parents[None])
 
 

@@ -404,7 +404,7 @@ TABLE = {
          "gaussian::the_kernel_by_hand"),
         ("GaussianProcess.__init__", "(y - self.mean) / self.std", "y - self.mean", "values are not scaled",
          "gaussian::predictions_by_the_dense_formula"),
-        ("speedup", ", pass_cost=costs.width", "", "the best gamma forgets the block",
+        ("speedup", ", pass_cost=costs.pass_cost", "", "the best gamma forgets the block",
          "search::speedup_by_hand[gemma2-probs1-9.0]"),
         ("speedup", ", calibration.share", "", "sets are scored with the cost of the whole head",
          "search::a_run_finds_the_best_set_at_the_costs_of_a_file"),

@@ -266,11 +266,11 @@ def test_costs_by_hand():
     assert costs.step(early_exit(2, 1), share=0.25) == 9 / 30, "a quarter of the head's rows"
     assert costs.step(without(2, attn=[0], mlp=[1])) == (5 + 7 + 4) / 30
     assert replace(costs, call=10.0).step([], share=0.25) == (1 + 10) / 40
-    assert costs.width(99) == 1.0, "by weights"
+    assert costs.pass_cost(99) == 1.0, "by weights"
     measured = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 3.5)))
-    assert [measured.width(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
+    assert [measured.pass_cost(T) for T in range(1, 8)] == [1.0, 1.25, 1.5, 2.5, 3.5, 4.5, 5.5]
     odd = replace(costs, passes=((1, 1.0), (3, 1.5), (5, 1.25)))
-    assert [odd.width(T) for T in (4, 9)] == [1.375, 1.25], "a wider block is never cheaper"
+    assert [odd.pass_cost(T) for T in (4, 9)] == [1.375, 1.25], "a wider block is never cheaper"
 
 
 def test_costs_grow_with_what_attention_reads():

@@ -81,12 +81,12 @@ def test_it_costs_no_more_than_it_may(price, slope, risk, B, seed):
         rule.trust = [Beta(1e9)] * 11 if seed % 3 else rule.trust       # it never stops by itself
     drafters = (ModelDraft(Half(m), rules[0]), ModelDraft(make(m.c, 1), rules[1]),
                 SelfDraft(m, [0, 1], rules[2]))
-    arms = [Arm("", drafter, lambda n: price, late=lambda width: slope) for drafter in drafters]
+    arms = [Arm("", drafter, lambda n: price, late=lambda pass_cost: slope) for drafter in drafters]
     drafter = Pace(m, arms[seed % 3 :] + arms[: seed % 3], costs, risk)
     prompts = [PROMPTS[(seed + b) % 4] for b in range(B)]
     for state, r in rounds(m, prompts, 40, drafter, warm if seed % 2 else to_probs, Coins(seed)):
         T, arm = r.p.shape[1], drafter.choice.arm
-        taken += (price * (T - 1) + slope) * (arm in arms) + costs.width(B * T) / costs.width(B)
+        taken += (price * (T - 1) + slope) * (arm in arms) + costs.pass_cost(B * T) / costs.pass_cost(B)
         rows = zip(state.known, prompts, r.new, strict=True)
         least = min(len(text) - len(ids) for text, ids, new in rows if new)
         assert taken <= STAKE + (1 + risk) * least + 1e-9 and drafter.balance > -1e-9
@@ -197,7 +197,8 @@ def test_outcomes_are_counted_by_hand():
 def test_promises_are_the_formula(alpha, price):
     """With blocks for free."""
     drafter = Pace(TARGET, [])
-    drafter.width, drafter.n, drafter.grown, drafter.room, drafter.balance = lambda T: 1.0, 9, 1.0, 16, 99.0
+    drafter.pass_cost = lambda T: 1.0
+    drafter.n, drafter.grown, drafter.room, drafter.balance = 9, 1.0, 16, 99.0
     rate, g = drafter.promise(Arm("", None, lambda n: price), alpha)
     speeds = [expected_tokens(alpha, k) / (1 + k * price) for k in range(17)]
     assert rate == pytest.approx(max(speeds)) == pytest.approx(speeds[g])
@@ -206,7 +207,8 @@ def test_promises_are_the_formula(alpha, price):
 def test_promises_of_blocks_by_hand(models):
     costs = Costs((1.0,) * 12, 2.0, ((1, 1.0), (2, 1.5), (17, 9.0)))
     drafter, arm = Pace(models["llama"], [], costs), Arm("", None, lambda n: 0.1, 0.05, lambda _: 0.2)
-    drafter.width, drafter.n, drafter.grown, drafter.room, drafter.balance = costs.width, 9, 1.0, 2, 9.0
+    drafter.pass_cost = costs.pass_cost
+    drafter.n, drafter.grown, drafter.room, drafter.balance = 9, 1.0, 2, 9.0
     assert drafter.promise(arm, 1.0) == (pytest.approx(max(2 / 1.65, 3 / 2.25)), 2), "room for two"
     for drafter.balance, g in (0.9, 1), (0.7, 0):      # of 1.25 for two and .65 for one, and .2 for reading
         assert drafter.promise(arm, 1.0)[1] == g
@@ -249,11 +251,12 @@ def test_trained_heads_and_their_prices(models, family):
         trunk = costs.pricing(range(2 * E), 3 / 17)(50)
         assert arm.price(50) == pytest.approx((trunk + 2 * count(head) + slots) / whole)
         arm.drafter.unread = 5
-        assert (arm.once, arm.late(costs.width)) == pytest.approx((once / costs.whole, own / costs.whole / 4))
+        found = arm.once, arm.late(costs.pass_cost)
+        assert found == pytest.approx((once / costs.whole, own / costs.whole / 4))
     for head, steps in ((Medusa(m, 3), 3), (Prophet(m, 1), MOST)):
         arm, own = head_draft(head, costs), 2 * count(head) / (steps if steps == 3 else 1)
         assert arm.price(50) == pytest.approx((costs.head + own) / whole)
-        assert (arm.most, arm.once, arm.late(costs.width)) == (steps, 0.0, 0.0)
+        assert (arm.most, arm.once, arm.late(costs.pass_cost)) == (steps, 0.0, 0.0)
         assert arm.drafter.rule.skill.mean() == 0.5
     head = Medusa(m, 2)
     head.ranks = [0.75, 0.125]

@@ -66,7 +66,7 @@ def promises(a, model, tokenizer):
     texts, costs = teachers(model, tokenizer, a), measure_costs(model)
     for name, subs in tqdm(drafts.items(), disable=None, leave=False):
         series = [t.acceptance(subs)[unscored:] for t, unscored in texts]
-        alpha, gamma, gain = forecast(series, costs.step(subs), costs.width)
+        alpha, gamma, gain = forecast(series, costs.step(subs), costs.pass_cost)
         found[name] = {"sublayers": subs, "alpha": alpha, "c": costs.step(subs),
                        "c_weights": weight_costs(model.c).step(subs), "gamma": gamma, "speedup": gain}
     best = max(found, key=lambda name: (found[name]["speedup"], found[name]["alpha"] - found[name]["c"]))

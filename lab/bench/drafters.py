@@ -284,7 +284,7 @@ def pilot(bench, L):
     cost = {name: costs.step(subs) for name, subs in drafts.items()}
     for e in range(1, len(drafts)):
         series = [t.acceptance(drafts[e])[unscored:] for t, unscored in texts]
-        _, gamma, gain = forecast(series, cost[e], costs.width)
+        _, gamma, gain = forecast(series, cost[e], costs.pass_cost)
         found.append((gain, e, max(1, gamma)))
     return texts, cost, [(e, gamma) for _, e, gamma in sorted(found, reverse=True)]
 

@@ -51,7 +51,7 @@ def measure(a, model, tokenizer, drafts, owns):
     texts, every = teachers(model, tokenizer, a), range(2 * model.c.n_layers)
     prompts = [prompt_ids(name, tokenizer, model.c)[0] for name in SETS]
     repeats, whole, rows = a.repeats or 3, byte_costs(model).whole, {}
-    verify_cost = measure_costs(model, repeats=10 * repeats).width(GAMMA + 1)
+    verify_cost = measure_costs(model, repeats=10 * repeats).pass_cost(GAMMA + 1)
     clock = interleave({name: step(m, 1, 64, subs) for name, (m, subs) in (
         {"target": (model, every)} | drafts).items()}, 10 * repeats)
     for name, (draft, subs) in tqdm(drafts.items(), disable=None, leave=False):
