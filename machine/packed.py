@@ -57,6 +57,13 @@ def packs(dtype):
     return dtype == torch.float32
 
 
+def multiplies(dtype):
+    """Whether this processor has units that multiply packed matrices of this type at full speed."""
+    if dtype == torch.bfloat16:
+        return packs(dtype) and torch.cpu._is_avx512_bf16_supported()
+    return packs(dtype)
+
+
 def pack(model, keep=False):
     """Pack the matrices of a model's blocks, and its output head, in place. A tied head becomes a
     matrix of its own, as the embedding stays unpacked. Cast a model before this, not after it."""

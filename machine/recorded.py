@@ -24,15 +24,19 @@ from weakref import WeakSet, ref
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from machine.blocks import block, joined, pad, piece
+from machine.packed import HUGE, LARGE, Packed, multiplies
+from machine.quant import size
 from methods.standin import StandIn
 from model import Transformer
 from support import files
 from support.measure import identity
 
 TRIES = 3   # recordings of a pass that may fail their check before it stays eager
-FEW = 8     # rows of x up to which a product is faster as sums
+FEW = 8     # rows of x up to which a product is faster as sums than as the library's own
+FEWER = 3   # and up to which it is faster than with a packed matrix, where that is fast at all
 # bytes of weights that a program reads: a few large blocks, and others like them share it
 PIECE = 28e6
 # trap: the pattern matcher takes masked grouped attention for another pattern, and the result is
@@ -103,16 +107,45 @@ class Program(nn.Module):
         return self.f(self.model, *inputs)
 
 
+class Weights(TorchFunctionMode):
+    """Collects what a pass reads, in the order of use: its `matrices`, and the `vectors` of its norms that
+    are computed from weights, such as 1 + w."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = []
+        self.vectors = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.linear:
+            self.matrices.append(args[1])
+        if func is F.rms_norm:
+            w = kwargs.get("weight")
+            if w is not None and not isinstance(w, nn.Parameter):
+                self.vectors.append(w)
+        return func(*args, **kwargs)
+
+
 class Compiled:
     """A C++ program that reads the model's own weights, where they lie, `shift` blocks after its
-    own."""
+    own. used: the Weights of the pass; pack: a function that returns a matrix in packed form."""
 
-    def __init__(self, path, model, shift):
+    def __init__(self, path, model, shift, used, pack):
         # trap: `torch._inductor.aoti_load_package` does this, too, but loads the compiler first
         loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
         later = partial(re.sub, r"(?<=^model.blocks.)\d+", lambda i: str(int(i[0]) + shift))
-        weights = model.state_dict(prefix="model.")
-        self.weights = {name: weights[later(name)] for name in loader.get_constant_fqns()}
+        names = loader.get_constant_fqns()
+        # constants that the compiler made: vectors, and then packed matrices, in the order of use
+        made = [name for name in names if name.startswith("_frozen_param")]
+        made.sort(key=lambda name: int(name.removeprefix("_frozen_param")))
+        values = []
+        if made:
+            values = [*used.vectors, *map(pack, used.matrices)]
+        stored = model.state_dict(prefix="model.")
+        self.weights = dict(zip(made, values, strict=True))
+        for name in set(names) - set(made):
+            self.weights[name] = stored[later(name)]
         loader.load_constants(self.weights, False, check_full_update=True, user_managed=True)
         self.run = loader.boxed_run
 
@@ -130,7 +163,7 @@ def product(x, w, bias=None):
     return sums.to(x.dtype).view(*x.shape[:-1], -1)
 
 
-def write_program(path, model, f, inputs, fixed):
+def write_program(path, model, f, inputs, fixed, packed):
     """Compile f for inputs of these shapes, and for any number of slots, into the file `path`,
     *.pt2."""
     shapes = [None] * len(inputs)
@@ -138,6 +171,7 @@ def write_program(path, model, f, inputs, fixed):
     settings = {
         **NO_PATTERNS,
         "aot_inductor.package_constants_in_so": False,      # the weights stay with the model
+        "freezing": packed,     # products take packed matrices, which the program gets as constants
         "cpp.enable_floating_point_contract_flag": "fast"}  # one instruction multiplies and adds
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         # trap: lengths that are equal here become one number in the program: longer caches
@@ -146,7 +180,7 @@ def write_program(path, model, f, inputs, fixed):
         examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in tensors)
         program = torch.export.export(
             Program(model, f), examples, strict=False, dynamic_shapes={"inputs": tuple(shapes)})
-        if inputs[0].shape[:-1].numel() <= FEW:
+        if not packed and inputs[0].shape[:-1].numel() <= FEW:
             program = program.run_decompositions({torch.ops.aten.linear.default: product})
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=settings)
@@ -200,7 +234,7 @@ class Recorded(StandIn):
     as few text lengths as if these doubled from `reach` on. say: called with a line about what
     takes long or fails, by default `print` to standard error. exact: a pass is the same to the bit
     however it is cut: each sub-layer is a program of its own, and recorded when it is first seen.
-    Do not move or cast the model later; weights may change in place.
+    Do not move, cast or train the model later: packed matrices are copies.
     """
 
     def __init__(self, model, how=None, widths=None, reach=256, say=None, lead=None, exact=False):
@@ -219,6 +253,7 @@ class Recorded(StandIn):
         self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece
         if exact:
             self.piece = 1
+        self.packed = {}                    # {address of a matrix: its packed form}
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen = False
         self.lead = lead or self            # once the lead is frozen, nothing new is recorded
@@ -360,10 +395,11 @@ class Recorded(StandIn):
         sublayers, rows, width = key[:3]
         what = f"{len(sublayers)} sub-layers" if sublayers else "the head"
         name = f"{what}, batch {rows}, blocks of {width}"
-        want = f(self.model, *inputs, *fixed)
+        with Weights() as used:
+            want = f(self.model, *inputs, *fixed)
         kept = [t.clone() for t in fixed]
         try:
-            tape = self.make(name, key, f, inputs, fixed)
+            tape = self.make(name, key, f, inputs, fixed, used)
             got = tape(inputs, fixed)
         except Exception as e:  # whatever a compiler raises, the pass itself can run eagerly
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
@@ -384,7 +420,21 @@ class Recorded(StandIn):
                  "pass")
         return False
 
-    def make(self, name, key, f, inputs, fixed):
+    def pack(self, w):
+        """A matrix of the model in packed form, made once."""
+        address = w.data_ptr()
+        if address not in self.packed:
+            self.packed[address] = Packed(w).packed
+        return self.packed[address]
+
+    def takes_packed(self, rows, used):
+        """Whether a pass over this many rows is faster with packed matrices: large ones, and where the
+        processor has units for them."""
+        if not LARGE <= size(self.model.blocks) < HUGE or rows <= FEWER:
+            return False
+        return all(isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in used.matrices)
+
+    def make(self, name, key, f, inputs, fixed, used):
         if self.how == "paper":
             return Tape(partial(f, self.model), inputs, fixed)
         if self.how == "graph":
@@ -399,10 +449,12 @@ class Recorded(StandIn):
                 shift = shift // 2 * 2
             sublayers = tuple(i - 2 * shift for i in sublayers)
             f = partial(block, sublayers)
-        path = files.cache_file(f"{identity(self.model, sublayers, rest, sources)}.pt2")
+        packed = self.takes_packed(inputs[0].shape[:-1].numel(), used)
+        path = files.cache_file(f"{identity(self.model, sublayers, rest, packed, sources)}.pt2")
+        load = partial(Compiled, path, self.model, shift, used, self.lead.pack)
         if path.is_file():
             try:
-                return Compiled(path, self.model, shift)
+                return load()
             except Exception:   # cut short, or damaged in another way
                 self.say(f"{name}: the program in the cache folder is damaged, and so it is made "
                          "anew")
@@ -414,9 +466,9 @@ class Recorded(StandIn):
         self.say(f"{name}: compiling, which takes a minute or less, once per machine")
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder) / path.name
-            write_program(program, self.model, f, inputs, fixed)
+            write_program(program, self.model, f, inputs, fixed, packed)
             files.keep(path, program.read_bytes())
-        return Compiled(path, self.model, shift)
+        return load()
 
     def make_graph(self, sublayers, f, inputs, fixed):
         if sublayers and self.joins:

@@ -513,6 +513,12 @@ TABLE = {
     "machine/recorded.py": [
         ("Tape.__call__", ".clone()", "", "the output is overwritten by the next replay",
          "recorded::texts_of_batches_of_several_sizes"),
+        ("Weights.__torch_function__", "self.vectors.append(w)", "pass",
+         "what is folded from the norms is left out",
+         "recorded::programs_with_packed_matrices_serve_other_blocks_too[gemma2]"),
+        ("Compiled.__init__", "int(name.removeprefix('_frozen_param'))", "name",
+         "matrices are dealt out in the order of their names",
+         "recorded::programs_with_packed_matrices_serve_other_blocks_too[qwen2]"),
         ("Home.move_in", "there.copy_(kept)", "kept.copy_(kept)", "a cache in use loses its keys",
          "recorded::new_caches_replay_what_was_recorded_with_others[skip-llama]"),
         ("Recorded.make", "shift // 2 * 2", "shift", "a window is taken for none",

@@ -10,7 +10,7 @@ import promises
 import pytest
 import torch
 from paper_gpu import PaperGPU
-from tiny import FAMILIES, GEMMA, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_family, make, small
+from tiny import FAMILIES, GEMMA, LIVELY, LLAMA, PROMPTS, QWEN, Says, Unsure, each_family, make, small
 
 from kvcache import KVCache
 from layerskip import SelfDraft, without
@@ -356,6 +356,28 @@ def test_one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its
                      for m, cache in zip((fast, model), caches, strict=True))
         assert (got - want).abs().max() < 1e-9, at
     assert len(said) == 2 and "compiling" in said[1] and sum(map(bool, fast.tapes.values())) == 4
+
+
+@pytest.mark.parametrize("c", [GEMMA, QWEN["qwen2"]], ids=["gemma2", "qwen2"])
+@torch.inference_mode()
+def test_programs_with_packed_matrices_serve_other_blocks_too(folder, monkeypatch, c):
+    """A compiler folds 1 + w into constants: a program of Gemma-2 gets those of the blocks that it runs."""
+    monkeypatch.setattr(recorded, "LARGE", 0)
+    model, said = make(replace(c, n_layers=4, window=None)).float(), []
+    fast = Recorded(model, widths=(4,), say=said.append)
+    fast.piece = 4
+    caches = [KVCache(c, 1, 24, torch.float32) for _ in range(2)]
+    for start in (4, 7, 10):
+        x, at = torch.randn(1, 3, 32), Placement.span(start, start + 3)
+        got, want = (m.unembed(m.run(x, at, cache)) for m, cache in zip((fast, model), caches, strict=True))
+        assert (got - want).abs().max() < 1e-4 * want.abs().max()
+    assert ["compiling" in line for line in said] == [True] * 2, "one for two pieces, and the head"
+    assert len(fast.packed) == 4 * 4 + 1 and all(fast.tapes.values())
+    monkeypatch.setattr(recorded, "multiplies", lambda dtype: False)
+    plain = Recorded(model, widths=(4,), say=said.append)
+    plain.unembed(x)
+    plain.unembed(x)
+    assert len(said) == 3 and not plain.packed, "a processor without units gets other programs"
 
 
 def test_without_a_compiler_one_line_says_so(folder, monkeypatch):
