@@ -75,8 +75,8 @@ def verify_block(p, q, tokens, coins, length=None):
         Z / (Z + 1 - w_i)                       the chance that they pass; of the whole draft: w_K
 
     Every prefix flips a coin, and the longest that passes is accepted, even if a shorter one
-    failed. Claim: at least i tokens are accepted with probability w_i. Proof, from the end: more than i
-    are with probability w_i - Z, the sum of min(w_i p, q), and exactly i with
+    failed. Claim: at least i tokens are accepted with probability w_i. Proof, from the end: more
+    than i are with probability w_i - Z, the sum of min(w_i p, q), and exactly i with
     (1 - w_i + Z) Z / (Z + 1 - w_i) = Z. Together that is w_i.
 
     >>> from sampling import Coins

@@ -48,7 +48,7 @@ def pairs(c, sublayers, caches, slots):
     return Slots(c, dict(zip(layers, keys_and_values, strict=True)), slots)
 
 
-def block(sublayers, model, x, first, cos, sin, *caches):
+def run_piece(sublayers, model, x, first, cos, sin, *caches):
     """`sublayers` of the model for x (B, W, dim) from the positions first (B, 1) on. cos, sin
     (reach, D): the table of angles, whose length is the number of slots that all layers read,
     sliding ones, too; caches: keys and values of each attention."""
@@ -95,7 +95,7 @@ def any_length(dim, *tensors):
 
 
 def joined(compiled, sublayers, model, x, first, cos, sin, *caches):
-    """`block`, with each sub-layer by `compiled`, a compiled `piece`: Inductor joins the small
+    """`run_piece`, with each sub-layer by `compiled`, a compiled `piece`: Inductor joins the small
     kernels."""
     any_length(0, cos, sin)
     any_length(2, *caches)

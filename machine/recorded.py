@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from machine.blocks import block, joined, pad, piece
+from machine.blocks import joined, pad, piece, run_piece
 from machine.packed import HUGE, LARGE, Packed, multiplies
 from machine.quant import size
 from methods.standin import StandIn
@@ -108,8 +108,8 @@ class Program(nn.Module):
 
 
 class Weights(TorchFunctionMode):
-    """Collects what a pass reads, in the order of use: its `matrices`, and the `vectors` of its norms that
-    are computed from weights, such as 1 + w."""
+    """Collects what a pass reads, in the order of use: its `matrices`, and the `vectors` of its
+    norms that are computed from weights, such as 1 + w."""
 
     def __init__(self):
         super().__init__()
@@ -291,7 +291,7 @@ class Recorded(StandIn):
                 width, first, angles = shared
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
                 inputs = pad(x, width), first
-                y = self.play(tapes, (part, B, width, dim), partial(block, part), inputs, fixed)
+                y = self.play(tapes, (part, B, width, dim), partial(run_piece, part), inputs, fixed)
             x = self.model.run(x, at, cache, part) if y is None else y[:, :T]
             if part[-1] in trace:
                 trace[part[-1]] = x
@@ -364,7 +364,7 @@ class Recorded(StandIn):
         return next((width for width in self.widths if width >= T), None)
 
     def angles_read(self, end, slots):
-        """[cos, sin] for `block`: the table of angles for all positions that are read, (reach, D)
+        """[cos, sin] for `run_piece`: the table of angles for all positions that are read, (reach, D)
         each. The reach is a multiple of `step`: a compiled program takes any, graphs need one
         recording for each."""
         step = 16
@@ -428,8 +428,8 @@ class Recorded(StandIn):
         return self.packed[address]
 
     def takes_packed(self, rows, used):
-        """Whether a pass over this many rows is faster with packed matrices: large ones, and where the
-        processor has units for them."""
+        """Whether a pass over this many rows is faster with packed matrices: large ones, and where
+        the processor has units for them."""
         if not LARGE <= size(self.model.blocks) < HUGE or rows <= FEWER:
             return False
         return all(isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in used.matrices)
@@ -439,7 +439,7 @@ class Recorded(StandIn):
             return Tape(partial(f, self.model), inputs, fixed)
         if self.how == "graph":
             return self.make_graph(key[0], f, inputs, fixed)
-        modules = Transformer.__module__, type(self.model).__module__, block.__module__, __name__
+        modules = Transformer.__module__, type(self.model).__module__, run_piece.__module__, __name__
         sources = [Path(sys.modules[name].__file__).read_bytes() for name in modules]
         sublayers, *rest = key
         shift = 0
@@ -448,7 +448,7 @@ class Recorded(StandIn):
             if self.c.window is not None:   # trap: every second block has none
                 shift = shift // 2 * 2
             sublayers = tuple(i - 2 * shift for i in sublayers)
-            f = partial(block, sublayers)
+            f = partial(run_piece, sublayers)
         packed = self.takes_packed(inputs[0].shape[:-1].numel(), used)
         path = files.cache_file(f"{identity(self.model, sublayers, rest, packed, sources)}.pt2")
         load = partial(Compiled, path, self.model, shift, used, self.lead.pack)

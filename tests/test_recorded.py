@@ -15,7 +15,7 @@ from tiny import FAMILIES, GEMMA, LIVELY, LLAMA, PROMPTS, QWEN, Says, Unsure, ea
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine import recorded
-from machine.blocks import block, joined, piece
+from machine.blocks import joined, piece, run_piece
 from machine.recorded import Recorded
 from model import Placement
 from sampling import Coins, to_probs
@@ -273,7 +273,7 @@ def test_joined_blocks_are_the_blocks(family):
         x = torch.randn(2, width, m.c.dim).double()
         for sublayers in range(12), [0, 1, 2, 3, 5, 6, 8, 9, 10, 11]:
             texts = []
-            for run in block, partial(joined, compiled):
+            for run in run_piece, partial(joined, compiled):
                 torch.manual_seed(width)
                 cache = KVCache(m.c, 2, 32, torch.float64)
                 cache.k.normal_(), cache.v.normal_()
