@@ -213,6 +213,20 @@ WRONG = {
         "rest[row, node]": {
             "p[row, node]": "replaced by a token from p", "rest[row, 0 * node]": "drawn at the root"},
         "parents[:, k] == node": {"parents[:, k] <= node": "a node is accepted whose parent was not"}},
+    "Race.settle": {
+        "(position[..., None] + offset + 1) * V": {
+            "position[..., None] * 0": "every place has the same noise",
+            "(position[..., None] + offset) * V": "is that of the token before",
+            "(position[..., None] + 1) * V": "`offset` is left out"},
+        "self.seeds.to(p.device)[:, None, None]": {
+            "self.seeds.to(p.device)[:1, None, None]": "each row of a batch has its own seed"},
+        "uniform(self.seeds.to(p.device)[:, None, None], place)": {
+            "self.take(p.numel(), p.device).view(p.shape)": "noise by the number of draws"},
+        "u.neg_().log1p_().neg_() / p": {
+            "u / p": "is no race of the right law", "u.neg_().log1p_().neg_() * p": "divide by p"},
+        ".argmin(-1)": {".argmax(-1)": "not the last"},
+        "arrives.nan_to_num_(nan=torch.inf).argmin(-1)": {"p.argmax(-1)": "where is the noise"},
+        ".nan_to_num_(nan=torch.inf)": {"": "it must never win"}},
     "alpha": {
         "self.hits / max(1, self.drafted)": {
             "self.accepted / max(1, self.proposed)": "is no alpha",
@@ -363,6 +377,18 @@ def chain(state, step, rule):
     if not tokens:
         return Draft(state.tokens[:, :0])
     return Draft(torch.cat(tokens, 1), torch.cat(qs, 1), torch.tensor(count))
+"""],
+    "Race.settle": ["""
+class Race(Coins):
+    def settle(self, p, position, offset=0):
+        # the same race by logarithms, row by row: the largest log p - log e wins
+        B, T, V = p.shape
+        winners = torch.zeros_like(p)
+        for b, row in enumerate(position.expand(B, T) + offset + 1):
+            u = uniform(self.seeds[b % len(self.seeds)], row[:, None] * V + torch.arange(V))
+            e = (-torch.log1p(-u)).clamp(min=1e-300)
+            winners[b].scatter_(1, (p[b].double().log() - e.log()).argmax(-1, keepdim=True), 1.0)
+        return winners
 """],
     "SelfDraft.propose": ["""
 class SelfDraft(Drafter):

@@ -25,8 +25,8 @@ class Task(NamedTuple):
 
     @property
     def sitting(self):
-        """Five of three exercises; three small ones belong to the fourth and the fifth."""
-        return {16: 4, 17: 5, 18: 4}.get(self.number, 1 + (self.number - 1) // 3)
+        """Five of three exercises; four small ones belong to the fourth and the fifth."""
+        return {16: 4, 17: 5, 18: 4, 19: 5}.get(self.number, 1 + (self.number - 1) // 3)
 
 
 SITTINGS = (  # what each is about, and what to read before it
@@ -98,6 +98,10 @@ TASKS = [
          ("../exercises/published.py::test_a_counterexample_to_the_first_failure",)),
     Task(18, "draft_cost, speed, break_even", "exercises/published.py", ("draft_cost", "speed", "break_even"),
          20, 2, ("../exercises/published.py::test_a_published_run",)),
+    Task(19, "Race.settle", "sampling.py", ("Race.settle",), 25, 2, tests(
+        by_hand="winners_of_a_race what_has_no_chance_never_wins",
+        exact="a_race_is_of_the_seed_the_place_and_the_token the_law_of_a_race "
+        "a_draft_by_the_model_itself_wins_every_race")),
 ]
 
 

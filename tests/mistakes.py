@@ -266,14 +266,7 @@ TABLE = {
         ("to_probs", "(logits - logits.amax(-1, keepdim=True)) /", "logits /", "the maximum is not taken off "
          "first", "sampling::a_tiny_temperature_is_no_nan[{}-1e-30]"),
         ("Coins.take", "= count", "= max(4096, count)", "the numbers computed ahead are skipped",
-         "properties::coins_are_splitmix64_in_purchases_of_any_size"),
-        ("Race.settle", "uniform(self.seeds.to(p.device)[:, None, None], place)",
-         "self.take(p.numel(), p.device).view(p.shape)", "noise by the number of draws",
-         "exact::drafted_is_plain_to_the_bit[torch.float32-exit-llama]"),
-        ("Race.settle", "(read[..., None] + later + 1) * V", "0", "every place has the same noise",
-         "exact::the_law_of_a_race"),
-        ("Race.settle", ".nan_to_num_(nan=torch.inf)", "", "0 / 0 arrives first",
-         "exact::no_chance_never_wins")],
+         "properties::coins_are_splitmix64_in_purchases_of_any_size")],
     "verification.py": [
         ("verify", "cumprod(1).", "", "count acceptances after a rejection",
          "by_outcomes::verify_drawn_drafts[2-None]"),

@@ -12,7 +12,7 @@ from tiny import GEMMA, LLAMA, Fixed, wide
 from control import best_along, best_gamma, expected_tokens, expected_tokens_along
 from kvcache import KVCache
 from model import Attention, Placement, RMSNorm, frequencies, rope
-from sampling import to_probs
+from sampling import Race, signed, to_probs, uniform
 from support.stats import Counts
 
 # --- from logits to probabilities
@@ -157,6 +157,60 @@ def test_a_write(name):
     keys, values = (t[:, 0, :, 0] for t in found)
     compare(keys, want, mistakes, "; then ".join(given))
     compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
+
+
+# --- a race for each place
+
+
+RACES = {
+    "place": "every place has the same noise: number each by its position times V, plus the token",
+    "before": "the noise is that of the token before: a token's own position is position + offset + 1",
+    "offset": "`offset` is left out: the place is position + offset + 1",
+    "rows": "each row of a batch has its own seed: self.seeds (B,)",
+    "draws": "noise by the number of draws: it must depend on the seed, the position and the token alone",
+    "uniform": "u / p is no race of the right law: arrival times are exponential, -log(1 - u) / p",
+    "times": "a likelier token arrives earlier: divide by p, do not multiply",
+    "last": "the first to arrive is written, not the last",
+    "greedy": "the likeliest token wins every time: where is the noise?"}
+
+
+def slow_race(p, position, offset, seeds, mistake=None):
+    """`Race.settle` number by number, by its definition; with a mistake that a student might make."""
+    B, T, V = p.shape
+    wins = torch.zeros_like(p)
+    for b, t in [(b, t) for b in range(B) for t in range(T)]:
+        place = int(position[b % len(position), t]) + (0 if mistake == "offset" else offset)
+        place += mistake != "before"
+        times = []
+        for v in range(V):
+            number = {"place": v, "draws": (b * T + t) * V + v}.get(mistake, place * V + v)
+            seed = seeds[0 if mistake in ("rows", "draws") else b]
+            u = float(uniform(signed(seed), torch.tensor(number)))
+            arrives = u if mistake == "uniform" else -math.log1p(-u)
+            arrives = arrives * float(p[b, t, v]) if mistake == "times" else arrives / float(p[b, t, v])
+            times.append(-arrives if mistake == "last" else arrives)
+        winner = int(p[b, t].argmax()) if mistake == "greedy" else times.index(min(times))
+        wins[b, t, winner] = 1
+    return wins
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_winners_of_a_race(offset):
+    p = wide([0.4, 0.3, 0.2, 0.1]).repeat(2, 80, 1)
+    position, seeds = torch.arange(160).view(2, 80) + 5, [3, -8]
+    got = Race(seeds).settle(p.clone(), position, offset)
+    compare(got, slow_race(p, position, offset, seeds), {
+        why: slow_race(p, position, offset, seeds, name) for name, why in RACES.items()},
+        f"two rows of seeds 3 and -8, p = .4 .3 .2 .1 everywhere, positions 5 to 84 and 85 to 164, offset "
+        f"{offset}")
+
+
+def test_what_has_no_chance_never_wins(monkeypatch):
+    monkeypatch.setattr("sampling.uniform", lambda seed, i: torch.zeros(i.shape, dtype=torch.float64))
+    got = Race(0).settle(wide([[[0.0, 0.0, 1.0, 0.0]]]), torch.tensor([[3]]))
+    compare(got, [[[0, 0, 1, 0]]], {
+        "u = 0 beside p = 0 is 0 / 0, which argmin takes for the least: it must never win": [[[1, 0, 0, 0]]]},
+        "p = 0 0 1 0, and every u is 0")
 
 
 # --- what drafting is worth
