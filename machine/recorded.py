@@ -364,8 +364,8 @@ class Recorded(StandIn):
         return next((width for width in self.widths if width >= T), None)
 
     def angles_read(self, end, slots):
-        """[cos, sin] for `run_piece`: the table of angles for all positions that are read, (reach, D)
-        each. The reach is a multiple of `step`: a compiled program takes any, graphs need one
+        """[cos, sin] for `run_piece`: the table of angles for all positions that are read,
+        (reach, D) each. The reach is a multiple of `step`: a compiled program takes any, graphs need one
         recording for each."""
         step = 16
         if self.how != "compile":
@@ -439,8 +439,9 @@ class Recorded(StandIn):
             return Tape(partial(f, self.model), inputs, fixed)
         if self.how == "graph":
             return self.make_graph(key[0], f, inputs, fixed)
-        modules = Transformer.__module__, type(self.model).__module__, run_piece.__module__, __name__
-        sources = [Path(sys.modules[name].__file__).read_bytes() for name in modules]
+        makers = Transformer, type(self.model), run_piece, Recorded
+        files_of = [Path(sys.modules[maker.__module__].__file__) for maker in makers]
+        sources = [file.read_bytes() for file in files_of]
         sublayers, *rest = key
         shift = 0
         if sublayers:       # compiled as the first blocks
