@@ -101,7 +101,7 @@ WRONG = {
             "torch.rand(total.numel(), dtype=torch.float64)": "random numbers of your own"},
         "self.take(total.numel(), cdf.device).view(total.shape)": {
             "self.take(cdf.numel(), cdf.device).view(cdf.shape)": "Gumbel-max"},
-        "torch.searchsorted(cdf, u * cdf[..., -1:], right=True)": {
+        "torch.searchsorted(cdf, u * total, right=True)": {
             "weights.argmax(-1, keepdim=True)": "the most likely id, whatever u is"},
         "weights.cumsum(-1, dtype=torch.float64)": {"weights.cumsum(-1)": "small weights need float64"}},
     "verify": {

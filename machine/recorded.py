@@ -365,8 +365,8 @@ class Recorded(StandIn):
 
     def angles_read(self, end, slots):
         """[cos, sin] for `run_piece`: the table of angles for all positions that are read,
-        (reach, D) each. The reach is a multiple of `step`: a compiled program takes any, graphs need one
-        recording for each."""
+        (reach, D) each. The reach is a multiple of `step`: a compiled program takes any, graphs
+        need one recording for each."""
         step = 16
         if self.how != "compile":
             count = 1 + math.ceil(math.log2(max(1, slots / self.reach)))
