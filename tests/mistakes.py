@@ -534,9 +534,9 @@ TABLE = {
          "exact::rows_are_compared_before_passes_stay_whole[torch.float32]")],
     "lab/rules.py": [
         ("DoNoHarm.begin", "replace(self.past)", "self.past", "all rows share one estimate",
-         "control::do_no_harm_estimates_by_hand"),
+         "no_harm::do_no_harm_estimates_by_hand"),
         ("DoNoHarm.how_far", "self.saved[b] -= self.cost", "pass",
-         "a try is not paid for", "control::do_no_harm_tries_a_useless_draft_as_often_as_was_saved_for")],
+         "a try is not paid for", "no_harm::do_no_harm_tries_a_useless_draft_as_often_as_was_saved_for")],
 }
 MISTAKES = [Mistake(file, *row[:-1], node_id(row[-1])) for file, rows in TABLE.items() for row in rows]
 

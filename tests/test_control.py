@@ -23,7 +23,6 @@ from control import (
     expected_tokens_along,
     weight_costs,
 )
-from lab.rules import DoNoHarm
 from layerskip import SelfDraft, early_exit, without
 from methods.then import Then
 from model import Config, Transformer
@@ -55,7 +54,6 @@ DRAFTERS = {
     "exit": lambda m: SelfDraft(m, range(8), dice()),
     "skip set": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), dice()),
     "n-gram": lambda m: NGram(dice(ends=False), 1),
-    "n-gram, no harm": lambda m: NGram(DoNoHarm(0.1, 3), 1),
     "model, model": lambda m: Then(ModelDraft(small(m), dice(3)), ModelDraft(m, dice(4))),
     "exit, model, n-gram": lambda m: Then(
         SelfDraft(m, range(8), 2), Then(ModelDraft(small(m), dice(3, False)), NGram(3, 1)))}
@@ -71,7 +69,6 @@ test_drafts_are_right = promises.right_drafts({"model, model": lambda m, far: Th
     reader(small(m), dice(ends=False), far), ModelDraft(m, dice(ends=False)))})
 
 LAWS = {
-    "do no harm": (TINY, lambda m: SelfDraft(m, range(4), DoNoHarm(0.1, 2))),
     "sure exit, n-gram": (TINY, lambda m: Then(SelfDraft(m, range(4), Confidence(0.6, 2)), NGram(2, 1))),
     "exit, model": (TINY, lambda m: Then(SelfDraft(m, range(4), 1), ModelDraft(small(m), 1)))}
 test_exact_law = promises.exact_law(LAWS)
@@ -120,50 +117,12 @@ def outcome(*pairs):
     return make_round([[0] * (pair[1] + 1) if pair else [] for pair in pairs], kept, drafted)
 
 
-def play(rule, good, count):
-    """How many tokens each row drafts in each of `count` rounds, (count, B). good: are all of a row's drafts
-    accepted, or none?"""
-    state, asked = state_of(len(good)), []
-    rule.begin(state)
-    for _ in range(count):
-        asked.append(wanted(state, rule))
-        drafts = zip(asked[-1], good, strict=True)
-        rule.learn(state, outcome(*((gamma, gamma * right) for gamma, right in drafts)))
-    return torch.tensor(asked)
-
-
 def test_confidence_is_that_in_the_drawn_token_in_float32():
     logits, drawn = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log(), torch.tensor([1, 1])
     assert confidence(logits, drawn).tolist() == pytest.approx([0.75, 0.1])
     assert Confidence(0.5).stop(0, logits, drawn) == [False, True]
     half = confidence(torch.tensor([[100.0, 99.0]], dtype=torch.bfloat16), torch.tensor([0]))
     assert float(half) == pytest.approx(1 / (1 + math.exp(-1)), rel=1e-5)
-
-
-def test_do_no_harm_tries_a_useless_draft_as_often_as_was_saved_for():
-    found = play(DoNoHarm(0.25), [True, False], 120)
-    assert found[:, 0].max() == 16 and found[:10, 0].min() > 0, "it does not wait for the bad one"
-    assert found[:, 1].max() == 1 and found[:, 1].sum() * 0.25 <= 0.01 * 120 + 1
-    free = play(DoNoHarm(0.0), [False], 200)[100:].sum()     # its estimate only falls to .045
-    assert free <= 100 * 0.01 / DoNoHarm.FLOOR + 1
-    rule = DoNoHarm(0.6)
-    found = sum(int(play(rule, [False], 9).sum()) for _ in range(20))
-    assert 2 <= found <= 1 + 180 * 0.01 / 0.6, "a new text brings no free try"
-
-
-def test_do_no_harm_estimates_by_hand():
-    rule = DoNoHarm(0.2)
-    rule.begin(state_of(2))
-    rule.learn(None, outcome((3, 1), (0, 0)))
-    rule.learn(None, outcome((3, 3), (5, 0)))
-    assert rule.seen[0].mean() == pytest.approx((3.95 + 1) / (3.95 + 0.95 + 2))
-    assert (rule.seen[1].hits, rule.seen[1].misses) == (0, 1)
-    assert (rule.past.hits, rule.past.misses) == pytest.approx(((0.95 + 3) * 0.95, 0.95 * 0.95 + 1))
-    rule.begin(state_of(3))
-    rule.seen[0].add(5, 5)
-    assert rule.seen[1] == rule.past != rule.seen[0], "rows start alike and then learn apart"
-    rule.seen, rule.saved = [Beta(hits, 10.0 - hits) for hits in range(11)], [0.0] * 11
-    assert rule.how_far(None) == [best_gamma((hits + 1) / 12, 0.2) for hits in range(11)]
 
 
 def test_what_is_known_beforehand_counts_as_two_drafts():
