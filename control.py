@@ -30,8 +30,8 @@ def expected_tokens_along(series, gamma):
     that a token drafted after position i of text j is accepted. series: a list of tensors (T,).
 
     Rounds follow one another along a text. The formula at the mean would be too high or too low,
-    because accepted tokens come in groups, and a round starts where the one before it ended in a
-    rejection. Raises ValueError if no text is as long as a draft.
+    because accepted tokens come in groups, and a round starts after the token that ended the one
+    before. Raises ValueError if no text is as long as a draft.
 
     >>> import torch
     >>> round(expected_tokens_along([torch.tensor([0.9, 0.2])], 2), 2)      # 1 + 0.9 + 0.9 * 0.2
@@ -41,7 +41,7 @@ def expected_tokens_along(series, gamma):
     rounds = 0.0
     for rates in series:
         alpha = rates.tolist()
-        starts = [1.0] + [0.0] * (len(alpha) + 1)   # the chance that a round starts at each
+        starts = [1.0] + [0.0] * (len(alpha) + 1)   # the chances that a round starts here
         for i in range(len(alpha) - gamma + 1):
             reach = starts[i]
             rounds += reach
@@ -57,9 +57,8 @@ def expected_tokens_along(series, gamma):
 
 
 def round_cost(gamma, cost, verify_cost=1.0):
-    """The cost of a round relative to a target pass over one token. cost: that of a drafted step,
-    the paper's c. verify_cost: that of the pass over gamma + 1 tokens, which the paper takes to be
-    1."""
+    """The cost of a round, in target passes over one token. cost: that of a drafted step, the
+    paper's c. verify_cost: that of the pass over gamma + 1 tokens; in the paper it is 1."""
     return gamma * cost + verify_cost
 
 

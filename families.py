@@ -107,13 +107,13 @@ class Settings:
 
 def llama(s):
     s.alternate("full_attention")
-    s.without("attention_bias", "mlp_bias")
+    s.without("attention_bias")
     return {"act": s.act("hidden_act")}
 
 
 def gemma2(s):
     s.alternate("sliding_attention", "full_attention")
-    s.without("attention_bias", "use_bidirectional_attention")
+    s.without("attention_bias")
     return {
         "act": s.act("hidden_activation"),
         "norm_offset": 1.0,
@@ -159,7 +159,7 @@ def read_config(folder):
             raise ValueError(f"architecture {names or family}: need one of "
                              f"{[*ARCHITECTURES.values()]}")
         s = Settings(given, family)
-        s.without("quantization_config")
+        s.without("quantization_config", "mlp_bias", "use_bidirectional_attention")
         s.raw["num_key_value_heads"] = s["num_key_value_heads"] or s["num_attention_heads"]
         s.raw["head_dim"] = s["head_dim"] or s["hidden_size"] // s["num_attention_heads"]
         fields = {field: s.number(key) for field, key in NUMBERS.items()}

@@ -30,7 +30,7 @@ from verification import verify
 
 @dataclass
 class State:
-    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds all of it but the last."""
+    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds all but its last token."""
     tokens: torch.Tensor       # (B, S) slot = position; entries from n on are dead
     n: torch.Tensor            # (B,) how many tokens of each row are known
     known: list[list[int]]     # the known tokens on the host: reading them does not wait for a GPU
@@ -64,8 +64,7 @@ class State:
 
     def after(self, steps):
         """The positions of `steps` (B or 1, T), counted from the first unknown token. (B, T)"""
-        # a row near its limit overshoots if another drafts more: clamp to a slot that is always
-        # dead
+        # a row near its limit overshoots if another drafts more: clamp to a dead slot
         return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
 
     def last(self):
@@ -363,8 +362,7 @@ def loop(state, drafter, eos, verify):
     while max(state.left, default=0) > 0:
         # 1. Draft, but leave room for the token after the draft.
         draft = drafter.propose(state).fit(state)
-        # 2. The block: the last known token and the draft. Sub-layers that already ran do not run
-        # again.
+        # 2. The block: the last known token and the draft. Some sub-layers may have run already.
         block = torch.cat([state.last(), draft.tokens], 1)                      # (B, K+1)
         ran = draft.reuse or Reuse(0, model.embed(block), {})
         # 3. One pass of the target over the block gives the distribution after each of its tokens.

@@ -21,7 +21,7 @@ class Exact(StandIn):
     into pieces, also a prompt, and a shorter one gets dead rows, which land after the block, where
     nothing is read.
 
-    cut=False, where `few_suffice`: at least so many rows, and longer passes stay whole. Raises
+    cut=False, where `few_suffice`: `rows` is the least, and longer passes stay whole. Raises
     ValueError for a tree: its keys stand in other slots until they are accepted, and sums over them
     round differently.
     """

@@ -452,7 +452,7 @@ class Recorded(StandIn):
             f = partial(run_piece, sublayers)
         packed = self.takes_packed(inputs[0].shape[:-1].numel(), used)
         path = files.cache_file(f"{identity(self.model, sublayers, rest, packed, sources)}.pt2")
-        load = partial(Compiled, path, self.model, shift, used, self.lead.pack)
+        load = partial(Compiled, path, self.model, shift, used, self.pack)
         if path.is_file():
             try:
                 return load()

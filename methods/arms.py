@@ -22,7 +22,7 @@ class Calibrated(Rule):
     """Stop drafting when the next token's chance of being accepted falls below its price.
 
     The draft's own confidence, in bins of a tenth, is calibrated by how often it was right in that
-    bin. `skill` is its acceptance rate, at first `prior`, as if known from so many `tests`.
+    bin. `skill` is its acceptance rate, at first `prior`, which counts for `tests` tests.
     bars[k]: token k is the last if the chance of the next one is below it: what one more costs in
     passes, times the tokens per pass.
     """
@@ -65,8 +65,8 @@ class Calibrated(Rule):
 
 @dataclass(eq=False)
 class Arm:
-    """A way to draft at most `most` tokens. The costs are in target passes over one token; width(T)
-    is that of a pass over T tokens."""
+    """A way to draft at most `most` tokens. The costs are in target passes over one token;
+    pass_cost(T) is that of a pass over T tokens."""
     name: str
     drafter: Drafter
     price: Callable     # n -> of a drafted token after n others
@@ -95,8 +95,8 @@ def head_draft(head, costs, vocab=None):
     if isinstance(drafter, Reader):     # it first reads what was written
         trunk = head.step.trunk
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
-        if trunk:
-            arm.once = own  # EAGLE's block, which has no trunk, reads it together with D
+        if trunk:   # without a trunk it is EAGLE's block, which reads that together with D
+            arm.once = own
         arm.late = lambda pass_cost: own * (pass_cost(max(1, drafter.unread)) - 1)
     return arm
 

@@ -91,19 +91,18 @@ class Head:
     """What all kinds share. draft: the class of its drafter, in methods/drafting.py; step: what a
     drafted token costs; branches: whether any node of its trees may have children, or only first
     children. ranks: the chance that the model's greedy token is the head's first, second, ...
-    choice, if measured."""
+    choice, if measured.
+
+    Each kind has predict(tokens (B, T), trace, cache), for training. It yields (k, logits
+    (B, N, V)): row n is what the head says of the token k places after the next one. trace: the
+    target's states at `taps`; cache: the target's keys and values of the text.
+    """
     branches = False
     ranks = ()
 
     def state(self, trace):
         """What it reads of a trace. (B, T, taps * dim)"""
         return torch.cat([trace[tap] for tap in self.taps], -1)
-
-    def predict(self, tokens, trace, cache):
-        """Yields (k, logits (B, N, V)) for each k that it is trained on: row n is what it says of
-        the token k places after the next one, of the text tokens (B, T). trace: the target's states
-        at `taps`; cache: the target's, with the keys and values of the text."""
-        raise NotImplementedError
 
     def drafter(self, rule, shape=None):
         """A drafter of chains, or of trees of this shape, a list of parents."""

@@ -26,7 +26,7 @@ COPY = 7  # tokens that may be copied: with the last one a block of eight, as re
 class Choice(NamedTuple):
     """How a round drafts."""
     arm: Arm
-    length: int = 0     # at most so many tokens
+    length: int = 0     # the most tokens it drafts
     late: float = 0.0   # the cost, in passes, of what the arm reads first
 
 

@@ -146,6 +146,8 @@ REFUSED = [
     (LLAMA, dict(model_type=None), "no model_type"), (LLAMA, dict(head_dim=7), "head_dim 7"),
     (LLAMA, dict(quantization_config={"quant_method": "gptq"}), "gptq"), (LLAMA, dict(mlp_bias=True), "bias"),
     (GEMMA, dict(use_bidirectional_attention=True), "bidirectional"),
+    (GEMMA, dict(mlp_bias=True), "mlp_bias"),
+    (LLAMA, dict(use_bidirectional_attention=True), "use_bidirectional_attention"),
     (LLAMA, dict(hidden_act="relu"), "relu"), (GEMMA, dict(hidden_activation="gelu"), "gelu"),
     (GEMMA, dict(layer_types=["full_attention", "sliding_attention"] * 3), "layer_types"),
     (LLAMA, dict(rope_scaling={"type": "yarn", "factor": 4}), "yarn"), (LLAMA, dict(rope_theta=-1), "theta"),
