@@ -32,13 +32,32 @@ class Slots(KVCache):
         return keys[:, :, start : at.end], values[:, :, start : at.end]
 
 
-def place(width, first, end):
-    """The Placement of a block of `width` tokens from the positions first (B, 1) on, in a cache of
-    which `end` slots are read. Beyond the last slot there is nothing to write to."""
-    steps = torch.arange(width, device=first.device)
-    last = torch.arange(end, device=first.device)[-1]
-    slots = torch.minimum(first + steps, last)
-    return Placement(slots, slots, 0, end)
+def widen(at, dead, end):
+    """The Placement with as many dead tokens after the block, in a cache of which `end` slots are
+    read. Beyond the last slot there is nothing to write to."""
+    if dead == 0:
+        return at._replace(first=0, end=end, same=False)
+    steps = torch.arange(1, dead + 1, device=at.slots.device)
+
+    def follow(t):
+        return torch.cat([t, (t[:, -1:] + steps).clamp(max=end - 1)], 1)
+
+    slots = follow(at.slots)
+    positions = slots if at.positions is at.slots else follow(at.positions)
+    tree = at.tree
+    if tree is not None:
+        # trap: a token that saw nothing would become NaN, which spreads through the cache
+        itself = torch.eye(dead, dtype=torch.bool, device=tree.device).expand(len(tree), -1, -1)
+        tree = F.pad(tree, (0, dead, 0, dead))
+        tree[:, -dead:, -dead:] = itself
+    return Placement(positions, slots, 0, end, tree)
+
+
+def stack_masks(model, at, T):
+    """What `Transformer.build_masks` returns for a block of T tokens, as one tensor: a mask for
+    layers without a window, and one for those with a window if there are any. (1 or 2, B or 1, 1,
+    1, T, S)"""
+    return torch.stack([*model.build_masks(at, T, 0).values()])
 
 
 def pairs(c, sublayers, caches, slots):
@@ -48,13 +67,14 @@ def pairs(c, sublayers, caches, slots):
     return Slots(c, dict(zip(layers, keys_and_values, strict=True)), slots)
 
 
-def run_piece(sublayers, model, x, first, cos, sin, *caches):
-    """`sublayers` of the model for x (B, W, dim) from the positions first (B, 1) on. cos, sin
-    (reach, D): the table of angles, whose length is the number of slots that all layers read,
-    sliding ones, too; caches: keys and values of each attention."""
-    at = place(x.shape[1], first, cos.shape[0])
-    cache = pairs(model.c, sublayers, caches, at.slots)
-    return model.run(x, at, cache, sublayers, table=(cos, sin))
+def run_piece(sublayers, model, x, positions, slots, masks, cos, sin, *caches):
+    """`sublayers` of the model for x (B, W, dim), whose tokens stand at positions and slots (B, W).
+    masks: see `stack_masks`; all layers read as many slots as they are long, sliding ones, too.
+    cos, sin (S, D): the table of angles. caches: keys and values of each attention."""
+    at = Placement(positions, slots, 0, masks.shape[-1])
+    cache = pairs(model.c, sublayers, caches, slots)
+    masks = dict(zip((None, model.c.window), masks, strict=False))
+    return model.run(x, at, cache, sublayers, table=(cos, sin), masks=masks)
 
 
 def pad(x, width):
@@ -67,12 +87,9 @@ def pad(x, width):
 # --- for CUDA graphs: fewer kernels
 
 
-def piece(model, x, slots, cos, sin, masks, *caches):
-    """Sub-layer `model.only`. slots (B, W); masks: of the pass; caches: keys and values of an
-    attention."""
-    at = Placement(slots, slots, 0, cos.shape[0])
-    cache = pairs(model.c, [model.only], caches, slots)
-    return model.run(x, at, cache, [model.only], table=(cos, sin), masks=masks)
+def piece(model, *tensors):
+    """`run_piece` for sub-layer `model.only`."""
+    return run_piece([model.only], model, *tensors)
 
 
 def shell(model, i):
@@ -94,16 +111,14 @@ def any_length(dim, *tensors):
         torch._dynamo.maybe_mark_dynamic(t, dim)
 
 
-def joined(compiled, sublayers, model, x, first, cos, sin, *caches):
+def joined(compiled, sublayers, model, x, positions, slots, masks, cos, sin, *caches):
     """`run_piece`, with each sub-layer by `compiled`, a compiled `piece`: Inductor joins the small
     kernels."""
     any_length(0, cos, sin)
     any_length(2, *caches)
-    at = place(x.shape[1], first, cos.shape[0])
-    masks = model.build_masks(at, x.shape[1], 0)
-    any_length(4, *masks.values())
+    any_length(5, masks)
     pairs_left = iter(zip(caches[::2], caches[1::2], strict=True))
     for i in sublayers:
         mine = () if i % 2 else next(pairs_left)
-        x = compiled(shell(model, i), x, at.slots, cos, sin, masks, *mine)
+        x = compiled(shell(model, i), x, positions, slots, masks, cos, sin, *mine)
     return x

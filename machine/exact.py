@@ -10,7 +10,7 @@ from collections import Counter
 import torch
 
 from kvcache import KVCache
-from machine.blocks import pad, place
+from machine.blocks import pad, widen
 from methods.standin import StandIn
 from model import SPARE, Placement
 from speculative import prefill
@@ -51,7 +51,9 @@ class Exact(StandIn):
         xs = []
         traces = []
         for first, part, count in self.pieces(x):
-            here = place(part.shape[1], slots[:, first : first + 1], cache.k.shape[3])
+            own = slots[:, first : first + count]
+            here = Placement(own, own, 0, cache.k.shape[3])
+            here = widen(here, part.shape[1] - count, here.end)
             seen = dict.fromkeys(trace or ())
             xs.append(self.model.run(part, here, cache, sublayers, seen)[:, :count])
             traces.append({tap: y[:, :count] for tap, y in seen.items() if y is not None})

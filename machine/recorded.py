@@ -10,24 +10,19 @@ under.
     how="paper"     anywhere    for tests: records nothing, but fails wherever a graph would
 """
 import math
-import os
-import re
-import shutil
 import sys
-import tempfile
-import warnings
 from collections import Counter
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from weakref import WeakSet, ref
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from machine.blocks import joined, pad, piece, run_piece
+from machine import program
+from machine.blocks import joined, pad, piece, run_piece, stack_masks, widen
 from machine.packed import HUGE, LARGE, Packed, multiplies
+from machine.program import NO_PATTERNS, Compiled, Compilers, Weights
 from machine.quant import size
 from methods.standin import StandIn
 from model import Transformer
@@ -35,14 +30,9 @@ from support import files
 from support.measure import identity
 
 TRIES = 3   # recordings of a pass that may fail their check before it stays eager
-FEW = 8     # rows of x up to which a product is faster as sums than as the library's own
-FEWER = 3   # and up to which it is faster than with a packed matrix, where that is fast at all
-# bytes of weights that a program reads: a few large blocks, and others like them share it
-PIECE = 28e6
-# trap: the pattern matcher takes masked grouped attention for another pattern, and the result is
-# wrong
-NO_PATTERNS = {"pattern_matcher": False}
-WIDTHS = {"compile": (1, 2, 3, 4, 8)}   # of blocks
+FEWER = 3   # rows of x up to which sums are faster than a packed matrix, of a large model
+PIECE = 5   # blocks that a program has at most: it takes a second more to compile for each
+WIDTHS = {"compile": (1, 2, 4, 8, 16)}  # of a block of tokens
 TOLERANCE = {   # how far, by `distance`, a recording may differ from the eager pass
     torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -95,96 +85,6 @@ class Graph(Tape):
         self.graph.replay()
 
 
-class Program(nn.Module):
-    """f(model, *inputs) as torch.export takes it: with the weights in a module."""
-
-    def __init__(self, model, f):
-        super().__init__()
-        self.model = model
-        self.f = f
-
-    def forward(self, *inputs):
-        return self.f(self.model, *inputs)
-
-
-class Weights(TorchFunctionMode):
-    """Collects what a pass reads, in the order of use: its `matrices`, and the `vectors` of its
-    norms that are computed from weights, such as 1 + w."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrices = []
-        self.vectors = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is F.linear:
-            self.matrices.append(args[1])
-        if func is F.rms_norm:
-            w = kwargs.get("weight")
-            if w is not None and not isinstance(w, nn.Parameter):
-                self.vectors.append(w)
-        return func(*args, **kwargs)
-
-
-class Compiled:
-    """A C++ program that reads the model's own weights, where they lie, `shift` blocks after its
-    own. used: the Weights of the pass; pack: a function that returns a matrix in packed form."""
-
-    def __init__(self, path, model, shift, used, pack):
-        # trap: `torch._inductor.aoti_load_package` does this, too, but loads the compiler first
-        loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
-        later = partial(re.sub, r"(?<=^model.blocks.)\d+", lambda i: str(int(i[0]) + shift))
-        names = loader.get_constant_fqns()
-        # constants that the compiler made: vectors, and then packed matrices, in the order of use
-        made = [name for name in names if name.startswith("_frozen_param")]
-        made.sort(key=lambda name: int(name.removeprefix("_frozen_param")))
-        values = []
-        if made:
-            values = [*used.vectors, *map(pack, used.matrices)]
-        stored = model.state_dict(prefix="model.")
-        self.weights = dict(zip(made, values, strict=True))
-        for name in set(names) - set(made):
-            self.weights[name] = stored[later(name)]
-        loader.load_constants(self.weights, False, check_full_update=True, user_managed=True)
-        self.run = loader.boxed_run
-
-    def __call__(self, inputs, fixed):
-        return self.run([*inputs, *fixed])[0]
-
-
-def product(x, w, bias=None):
-    """`F.linear` for few rows x (..., dim), written as sums: Inductor turns them into loops that
-    read each weight once, while the library's matrix product takes two to three times as long."""
-    wide = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
-    # trap: else each row is recomputed per output
-    wide = wide.as_strided(wide.shape, wide.stride())
-    sums = torch.stack([(row * w.to(wide.dtype)).sum(-1) for row in wide])
-    return sums.to(x.dtype).view(*x.shape[:-1], -1)
-
-
-def write_program(path, model, f, inputs, fixed, packed):
-    """Compile f for inputs of these shapes, and for any number of slots, into the file `path`,
-    *.pt2."""
-    shapes = [None] * len(inputs)
-    shapes += [{t.dim() - 2: torch.export.Dim.DYNAMIC} for t in fixed]
-    settings = {
-        **NO_PATTERNS,
-        "aot_inductor.package_constants_in_so": False,      # the weights stay with the model
-        "freezing": packed,     # products take packed matrices, which the program gets as constants
-        "cpp.enable_floating_point_contract_flag": "fast"}  # one instruction multiplies and adds
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        # trap: lengths that are equal here become one number in the program: longer caches
-        caches = [F.pad(t, (0, 0, 0, 1)) for t in fixed[2:]]
-        tensors = [*inputs, *fixed[:2], *caches]
-        examples = tuple(torch.zeros(t.shape, dtype=t.dtype) for t in tensors)
-        program = torch.export.export(
-            Program(model, f), examples, strict=False, dynamic_shapes={"inputs": tuple(shapes)})
-        if not packed and inputs[0].shape[:-1].numel() <= FEW:
-            program = program.run_decompositions({torch.ops.aten.linear.default: product})
-        torch._inductor.aoti_compile_and_package(
-            program, package_path=str(path), inductor_configs=settings)
-
 
 # --- the stand-in
 
@@ -225,9 +125,13 @@ def distance(a, b):
 
 class Recorded(StandIn):
     """Stands in for a Transformer that is not being trained: passes over blocks of at most
-    widths[-1] tokens are replayed from recordings; all others, and those with a tree, run eagerly.
-    A pass is cut after each state that it traces, and into pieces of a few blocks, so that most
-    pieces share one program.
+    widths[-1] tokens, also of a tree, are replayed from recordings; all others run eagerly.
+    A pass is cut after each state that it traces, and into pieces of a few blocks. Programs are
+    shared: by all pieces of as many blocks, by all single blocks, all attentions, all MLPs.
+
+        blocks          0 1 2 3 4   5 6 7 8 9   10 11 12 13 14  15 ...
+        a pass          [ program ] [the same ] [  the same   ] ...
+        traced after 6  [ program ] [5][6] [ the same ] ...      [i]: the program of a block
 
     how: see above; by default what suits the model's device. widths: a block is padded to the next
     of these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish
@@ -246,26 +150,32 @@ class Recorded(StandIn):
         self.exact = exact
         self.tapes = {}  # {key: tape} of all that reads no cache, and of programs, which read any
         self.homes = []     # of graphs, which read one cache
-        blocks = round(PIECE / sum(w.nbytes for w in model.blocks[0].state_dict().values()))
-        self.piece = 2 * max(1, blocks)     # sub-layers
-        if self.how == "graph":
-            self.piece = math.inf
-        self.exits = (min(1 / 6, self.piece / 2 / model.c.n_layers),)   # as deep as a piece
+        L = model.c.n_layers
+        self.piece = math.inf               # sub-layers
+        if self.how == "compile":
+            sizes = [n for n in range(1, PIECE + 1) if L % n == 0]
+            if model.c.window is not None:      # every second block has one
+                sizes = [n for n in sizes if n % 2 == 0] or sizes
+            self.piece = 2 * max(sizes)
+        self.exits = (min(1 / 6, self.piece / 2 / L),)      # as deep as a piece
         if exact:
             self.piece = 1
         self.packed = {}                    # {address of a matrix: its packed form}
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen = False
         self.lead = lead or self            # once the lead is frozen, nothing new is recorded
+        self.compilers = lead.compilers if lead else Compilers(self.say)
         self.joins = True                   # in graphs, small kernels: see `joined`
         model.angles(1)                     # trap: the table may be that of another dtype
 
     def rehearse(self, write):
-        """Call write() twice, which records all that it needs. From then on nothing new is
-        recorded."""
+        """Call write() twice, which records all that it needs, and again once the programs are
+        compiled. From then on nothing new is recorded."""
         self.frozen = False
         write()
         write()
+        while self.compilers.wait():
+            write()
         self.frozen = True
 
     def alongside(self, model):
@@ -280,7 +190,7 @@ class Recorded(StandIn):
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
         trace = {} if trace is None else trace
-        shared = self.place(x.shape, at, cache)
+        shared = self.share(x.shape, at, cache)
         tapes = self.tapes
         if cache is not None and self.how != "compile":
             tapes = self.home(cache).tapes
@@ -288,9 +198,9 @@ class Recorded(StandIn):
             y = None
             if shared:
                 B, T, dim = x.shape
-                width, first, angles = shared
+                width, placed, angles = shared
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
-                inputs = pad(x, width), first
+                inputs = pad(x, width), *placed
                 y = self.play(tapes, (part, B, width, dim), partial(run_piece, part), inputs, fixed)
             x = self.model.run(x, at, cache, part) if y is None else y[:, :T]
             if part[-1] in trace:
@@ -304,9 +214,19 @@ class Recorded(StandIn):
         for i in sublayers:
             part.append(i)
             if i in trace or len(part) == self.piece:
-                yield tuple(part)
+                yield from self.shared(part)
                 part = []
-        if part:
+        yield from self.shared(part)
+
+    def shared(self, part):
+        """These sub-layers as pieces that have a program in common with others: as they are if
+        they fill a piece, or else block by block."""
+        if len(part) == self.piece and part[0] % 2 == 0 and part[-1] - part[0] == self.piece - 1:
+            yield tuple(part)
+        elif self.how == "compile":
+            for _, block in groupby(part, key=lambda i: i // 2):
+                yield tuple(block)
+        elif part:
             yield tuple(part)
 
     def home(self, cache):
@@ -324,20 +244,25 @@ class Recorded(StandIn):
         home.move_in(cache)
         return home
 
-    def place(self, shape, at, cache):
-        """What all pieces of a pass over x of this shape share: the width of their block, its first
-        positions (B, 1), and the angles to read; None if they run eagerly."""
+    def share(self, shape, at, cache):
+        """What all pieces of a pass over x of this shape share: the width of their block; its
+        positions, slots and masks; and the angles to read. None if they run eagerly."""
         B, T, _ = shape
         width = self.width(T)
-        if not width or cache is None or at.tree is not None:
+        if not width or cache is None:
             return None
         S = cache.k.shape[3]
         end = at.end + width - T
         if at.same and (at.first == 0 or end > S):
             return None     # first is 0 in a prompt, which is read once: recording would not pay
+        angles = self.angles_read(min(end, S), S)
+        at = widen(at, width - T, len(angles[0]))
+        masks = stack_masks(self.model, at, width)
         # trap: a program relies on the strides of its inputs, too
-        first = at.slots[:, :1].expand(B, 1).contiguous()
-        return width, first, self.angles_read(min(end, S), S)
+        positions = at.positions[:, -width:].expand(B, width).contiguous()
+        slots = at.slots[:, -width:].expand(B, width).contiguous()
+        masks = masks.expand(-1, B, *masks.shape[2:]).contiguous()
+        return width, (positions, slots, masks), angles
 
     @torch.inference_mode()
     def unembed(self, x, rows=None):
@@ -399,7 +324,9 @@ class Recorded(StandIn):
             want = f(self.model, *inputs, *fixed)
         kept = [t.clone() for t in fixed]
         try:
-            tape = self.make(name, key, f, inputs, fixed, used)
+            tape = self.make(key, f, inputs, fixed, used)
+            if tape is None:
+                return None
             got = tape(inputs, fixed)
         except Exception as e:  # whatever a compiler raises, the pass itself can run eagerly
             self.say(f"{name}: not recorded, because of {type(e).__name__}: {e}".split("\n")[0])
@@ -434,14 +361,15 @@ class Recorded(StandIn):
             return False
         return all(isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in used.matrices)
 
-    def make(self, name, key, f, inputs, fixed, used):
+    def make(self, key, f, inputs, fixed, used):
+        """A recording; None if its program is still being compiled."""
         if self.how == "paper":
             return Tape(partial(f, self.model), inputs, fixed)
         if self.how == "graph":
             return self.make_graph(key[0], f, inputs, fixed)
-        makers = Transformer, type(self.model), run_piece, Recorded
-        files_of = [Path(sys.modules[maker.__module__].__file__) for maker in makers]
-        sources = [file.read_bytes() for file in files_of]
+        return self.make_program(key, f, inputs, fixed, used)
+
+    def make_program(self, key, f, inputs, fixed, used):
         sublayers, *rest = key
         shift = 0
         if sublayers:       # compiled as the first blocks
@@ -451,25 +379,30 @@ class Recorded(StandIn):
             sublayers = tuple(i - 2 * shift for i in sublayers)
             f = partial(run_piece, sublayers)
         packed = self.takes_packed(inputs[0].shape[:-1].numel(), used)
-        path = files.cache_file(f"{identity(self.model, sublayers, rest, packed, sources)}.pt2")
+        makers = Transformer, type(self.model), run_piece, program.write
+        sources = [Path(sys.modules[m.__module__].__file__).read_bytes() for m in makers]
+        facts = sublayers, rest, packed, sources
+        path = files.cache_file(f"{identity(self.model, *facts)}.pt2")
         load = partial(Compiled, path, self.model, shift, used, self.pack)
         if path.is_file():
             try:
                 return load()
             except Exception:   # cut short, or damaged in another way
-                self.say(f"{name}: the program in the cache folder is damaged, and so it is made "
-                         "anew")
-        usual = "clang++" if sys.platform == "darwin" else "g++"
-        if not shutil.which(os.environ.get("CXX", usual)):
-            self.lead.frozen = True     # what has no program yet runs eagerly
-            raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
-        path.parent.mkdir(parents=True, exist_ok=True)      # fails now, not after a minute
-        self.say(f"{name}: compiling, which takes a minute or less, once per machine")
-        with tempfile.TemporaryDirectory() as folder:
-            program = Path(folder) / path.name
-            write_program(program, self.model, f, inputs, fixed, packed)
-            files.keep(path, program.read_bytes())
-        return load()
+                self.say("a program in the cache folder is damaged, and so it is made anew")
+                path.unlink()
+        compilers = self.compilers
+        if path not in compilers.asked:
+            shapes = [[(t.shape, t.dtype) for t in tensors] for tensors in (inputs, fixed)]
+            try:
+                compilers.ask(path, self.model, f, *shapes, packed)
+            except OSError:
+                self.lead.frozen = True     # what has no program yet runs eagerly
+                raise
+        if self.exact:
+            compilers.wait()
+        if why := compilers.failure(path):
+            raise RuntimeError(why)
+        return load() if path.is_file() else None
 
     def make_graph(self, sublayers, f, inputs, fixed):
         if sublayers and self.joins:

@@ -77,6 +77,8 @@ def measure_costs(model, context=64, repeats=50):
     for T in WIDTHS:
         passes[T, "before"] = partial(read, 1)
         passes[T, ""] = partial(read, T)
+    if hasattr(model, "rehearse"):      # machine.recorded
+        model.rehearse(lambda: [passes[T, ""]() for T in WIDTHS])
     times = interleave({
         **parts,
         "empty": partial(eager.run, x, here, cache, []),
