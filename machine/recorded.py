@@ -163,6 +163,7 @@ class Recorded(StandIn):
         self.packed = {}                    # {address of a matrix: its packed form}
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen = False
+        self.patient = True     # it waits for a program that must be compiled
         self.lead = lead or self            # once the lead is frozen, nothing new is recorded
         self.compilers = lead.compilers if lead else Compilers(self.say)
         self.joins = True                   # in graphs, small kernels: see `joined`
@@ -172,10 +173,12 @@ class Recorded(StandIn):
         """Call write() twice, which records all that it needs, and again once the programs are
         compiled. From then on nothing new is recorded."""
         self.frozen = False
+        self.patient = False
         write()
         write()
         while self.compilers.wait():
             write()
+        self.patient = True
         self.frozen = True
 
     def alongside(self, model):
@@ -190,17 +193,17 @@ class Recorded(StandIn):
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
         trace = {} if trace is None else trace
-        shared = self.share(x.shape, at, cache)
+        placed = self.place(x.shape, at, cache)
         tapes = self.tapes
         if cache is not None and self.how != "compile":
             tapes = self.home(cache).tapes
         for part in self.pieces(sublayers, trace):
             y = None
-            if shared:
+            if placed:
                 B, T, dim = x.shape
-                width, placed, angles = shared
+                width, tensors, angles = placed
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
-                inputs = pad(x, width), *placed
+                inputs = pad(x, width), *tensors
                 y = self.play(tapes, (part, B, width, dim), partial(run_piece, part), inputs, fixed)
             x = self.model.run(x, at, cache, part) if y is None else y[:, :T]
             if part[-1] in trace:
@@ -214,11 +217,11 @@ class Recorded(StandIn):
         for i in sublayers:
             part.append(i)
             if i in trace or len(part) == self.piece:
-                yield from self.shared(part)
+                yield from self.common(part)
                 part = []
-        yield from self.shared(part)
+        yield from self.common(part)
 
-    def shared(self, part):
+    def common(self, part):
         """These sub-layers as pieces that have a program in common with others: as they are if
         they fill a piece, or else block by block."""
         if len(part) == self.piece and part[0] % 2 == 0 and part[-1] - part[0] == self.piece - 1:
@@ -244,7 +247,7 @@ class Recorded(StandIn):
         home.move_in(cache)
         return home
 
-    def share(self, shape, at, cache):
+    def place(self, shape, at, cache):
         """What all pieces of a pass over x of this shape share: the width of their block; its
         positions, slots and masks; and the angles to read. None if they run eagerly."""
         B, T, _ = shape
@@ -306,8 +309,9 @@ class Recorded(StandIn):
             key = *key, *(t.dtype for t in (*inputs, *fixed[2:3]))
         elif fixed:
             key = *key, len(fixed[0])
-        if self.exact and key not in tapes:
-            tapes[key] = self.record(key, f, inputs, fixed) or False
+        if self.exact and tapes.get(key) is None:       # it is never eager first, and replayed later
+            tape = self.record(key, f, inputs, fixed)
+            tapes[key] = tape or (False if self.lead.patient else None)
         elif tapes.get(key) is None and not self.lead.frozen:
             tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
         tape = tapes.get(key)
@@ -398,7 +402,7 @@ class Recorded(StandIn):
             except OSError:
                 self.lead.frozen = True     # what has no program yet runs eagerly
                 raise
-        if self.exact:
+        if self.lead.patient:
             compilers.wait()
         if why := compilers.failure(path):
             raise RuntimeError(why)

@@ -80,13 +80,13 @@ def test_a_replayed_block_is_the_eager_one(models, family, as_slice):
 @torch.inference_mode()
 def test_a_tree_is_replayed_also_while_it_grows(models, family):
     """A root, two children and a grandchild; the last two are also read in a pass of their own. Dead tokens
-    fill the block to 4 and 8, and the slots after it are finite."""
+    fill the block to 4 and 8, and the slots after it are finite. The second text is a single token."""
     eager, nodes = models[family].model, torch.tensor([[3, 7, 1, 9], [5, 2, 2, 8]])
     tree = ancestors(torch.tensor([[0, 0, 1]]))
-    places = torch.tensor([[6, 7, 7, 8], [4, 5, 5, 6]])
+    places = torch.tensor([[6, 7, 7, 8], [0, 1, 1, 2]])
     slots = places[:, :1] + torch.arange(4)
-    whole = Placement(places, slots, 4, 10, tree)
-    first = Placement(places[:, :2], slots[:, :2], 4, 8, tree[:, :2, :2])
+    whole = Placement(places, slots, 0, 10, tree)
+    first = Placement(places[:, :2], slots[:, :2], 0, 8, tree[:, :2, :2])
     rest = whole._replace(tree=tree[:, 2:])
     for widths in (1, 2, 4), (8,):
         m, x = on_paper(eager, widths=widths), eager.embed(nodes)
