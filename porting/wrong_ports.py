@@ -94,6 +94,36 @@ MISTAKES = [  # function of numpy_port.py, what stands there once, what instead,
     ("rounds", "m.max_len - len(text)", "m.max_len - len(text) - 1",
      "the last place of the context stays empty"),
     ("propose", "more - 1", "more", "a round drafts one token more than has room"),
+    ("attention", "keys[:, first:end], values[:, first:end] = k.swapaxes(0, 1), v.swapaxes(0, 1)",
+     "start = min(first, m.max_len - 8)\nkeys[:, start:start + len(x)], values[:, start:start + len(x)] = "
+     "(k.swapaxes(0, 1), v.swapaxes(0, 1))",
+     "blocks are padded to 8 tokens, and at the end of the context their write is clamped: it moves back"),
+    ("race", "(position + 1) * len(p)", "position * len(p)", "a token's noise is that of the place before"),
+    ("race", "(position + 1) * len(p) + v", "((position + 1) * len(p) + v) % 2**32",
+     "the number of a uniform is cut off at 32 bits"),
+    ("race", "-math.log1p(-u) / chance", "u / chance", "the arrival is u / p, without the logarithm"),
+    ("race", "-math.log1p(-u) / chance", "-math.log1p(-u) * chance", "the arrival is e * p, not e / p"),
+    ("race", "-math.log1p(-u) / chance", "-math.log(max(u, 1e-30)) / chance",
+     "e is -log(u), not -log(1 - u)"),
+    ("race", "-math.log1p(-u) / chance if chance > 0 else math.inf", "-math.log1p(-u) / max(chance, 1e-30)",
+     "u = 0 lets a token win that has no chance"),
+    ("race_text", "seed, at)", "seed + 1, at)", "the draft has noise of its own"),
+    ("race_text", "seed, at)", "seed, at + 1)", "the draft runs the race of the next place"),
+    ("race_text", 'd, text, lines = (r["drafter"], list(prompt), [])', """
+d, text, lines = (r["drafter"], list(prompt), [])
+draws = itertools.count(len(prompt) - 1)
+race = lambda p, seed, position: globals()["race"](p, seed, next(draws))""",
+     "the noise goes by the number of draws, not by the position"),
+    ("race_text", "winners = [race(row, seed, first + k) for k, row in enumerate(p)]", """
+q = [to_probs(run(m, [token], first + k, cache, d["sublayers"])[0][0], **r["sampling"])
+     for k, token in enumerate([text[-1], *draft][:-1])]
+flips = [bits(seed + 1, first + k) * 2.0**-53 for k in range(len(draft))]
+passed = [flips[k] < p[k][t] / q[k][t] for k, t in enumerate(draft)]
+rest = [np.maximum(row - other, 0) for row, other in zip(p, q)] + [p[-1]]
+winners = [draft[k] if k < len(draft) and passed[k] else race(row, seed, first + k)
+           for k, row in enumerate(rest)]""",
+     "p / q decides, and the replacement is drawn with the noise of the draft"),
+    ("race_rounds", "prompt, seed)", 'prompt, r["seeds"][0])', "all texts race with the seed of the first"),
 ]
 
 
