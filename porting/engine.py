@@ -22,7 +22,7 @@ from porting import check  # noqa: E402
 
 CASES = Path(__file__).with_name("engine.json")
 RULES = ["token", "block", "tree", "race"]      # in which order they are reported
-HERE = {"answer", "margin", "wrong", "law"}     # what the engine does not get
+KEPT_HERE = {"answer", "margin", "wrong", "law"}    # what the engine does not get
 EXACT = 1e-6                                    # how far the numbers of a law may be off
 
 # --- what is sent
@@ -47,7 +47,7 @@ def draws(case):
 
 def requests_of(case):
     """What the engine gets of a case: one request, or one for each draw of a law."""
-    request = {key: value for key, value in case.items() if key not in HERE}
+    request = {key: value for key, value in case.items() if key not in KEPT_HERE}
     if "law" not in case:
         return [request]
     return [request | {"case": 100_000 * case["case"] + i, "tokens": tokens, "uniforms": uniforms}
@@ -148,12 +148,12 @@ def judge(cases, answers):
 def explain(cases, mistakes, found):
     """The mistakes that give all answers of a rule; else those that give the first wrong one."""
     def names(chosen):
-        said_wrong = []
+        fitting = []
         for i, mistake in enumerate(mistakes):
             rows = [(case["wrong"].get(str(i), case["answer"]), found[case["case"]][0]) for case in chosen]
             if all(got and alike(want, got) for want, got in rows):
-                said_wrong.append(mistake)
-        return said_wrong
+                fitting.append(mistake)
+        return fitting
 
     if all_of_them := names(cases):
         return [f"All answers are those of an engine in which {name}." for name in all_of_them]
