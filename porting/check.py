@@ -19,12 +19,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-VERSION, DIGEST = 2, "bd670e56f964"  # of the traces: if new ones differ, change both
+VERSION, DIGEST = 3, "c6c5a9827c7b"  # of the traces: if new ones differ, change both
 ROOT = Path(__file__).resolve().parent.parent
 TRACES = ROOT / "porting" / "traces"
 STORIES = TRACES / "stories"
 STEPS = ["safetensors", "norm", "rope", "mask and attention", "sub-layer", "forward", "cache",
-         "coins and sampling", "round"]
+         "coins and sampling", "round", "race"]
 ROLLED = 999  # the number of the case that is made anew each time: see `rolled`
 
 # --- what is compared
@@ -323,7 +323,7 @@ def first_difference(cases, verdicts, answers):
 def parse(argv):
     a = argparse.ArgumentParser(description="Compare a port with the traces.")
     a.add_argument("--case", type=int, action="append", metavar="N", help="only this case; may be repeated")
-    a.add_argument("--to", type=int, default=9, metavar="STEP", help="only the cases of steps 1 to STEP")
+    a.add_argument("--to", type=int, default=10, metavar="STEP", help="only the cases of steps 1 to STEP")
     a.add_argument("--core", action="store_true", help="no cases of trees, and none on weights/stories-llama")
     a.add_argument("--stories", action="store_true", help="only the cases on weights/stories-llama")
     a.add_argument("--seconds", type=float, default=300, help="stop the port after this time (default 300)")
@@ -336,11 +336,11 @@ def parse(argv):
 
 
 def choose(args, folder):
-    """The chosen cases; with step 9 also a case with other weights."""
+    """The chosen cases; with steps 9 and 10 also a case with other weights."""
     cases = ({} if args.stories else read_cases(TRACES)) | ({} if args.core else read_cases(STORIES))
     cases = {n: case for n, case in sorted(cases.items()) if case[0]["step"] <= args.to
              and not (args.core and case[0]["trees"]) and (not args.case or n in args.case)}
-    if not args.stories and args.to == 9 and (not args.case or ROLLED in args.case):
+    if not args.stories and args.to >= 9 and (not args.case or ROLLED in args.case):
         request, expect = read_cases(TRACES)[903]
         cases[ROLLED] = rolled(request, expect, folder)
     if args.tolerance is not None:

@@ -24,7 +24,7 @@ from layerskip import SelfDraft  # noqa: E402
 from methods.trees import Siblings, Tree, ancestors, verify_tree  # noqa: E402
 from model import Attention, Config, RMSNorm, Transformer  # noqa: E402
 from porting.check import fingerprint  # noqa: E402
-from sampling import Coins, to_probs  # noqa: E402
+from sampling import Coins, Race, to_probs  # noqa: E402
 from speculative import Drafter, NGram, State, Wrapper  # noqa: E402
 
 RANKS = 4  # top tokens that must be clearly apart: siblings take the second and the third
@@ -314,6 +314,58 @@ def row_of(notes, outcome, p, coins, b, flips, last):
             "accepted": int(outcome.accepted[b]), "token": int(last[2][b]), "new": outcome.new[b]}
 
 
+# --- races
+
+
+class Close(Race):
+    """A Race that notes how much less likely its winners could have become without losing, as a
+    share of their probability: 1 - (arrival of the first) / (arrival of the second)."""
+
+    def __init__(self, seeds, note):
+        super().__init__(seeds)
+        self.note = note
+
+    def settle(self, p, position, offset=0):
+        won = super().settle(p, position, offset)
+        safe = 0.0
+        lost = 1.0
+        while lost - safe > 1e-7:
+            less = (safe + lost) / 2
+            if torch.equal(super().settle(p * (1 - less * won), position, offset), won):
+                safe = less
+            else:
+                lost = less
+        self.note(safe)
+        return won
+
+
+def race(r, dtype, coins):
+    p = unpack(r["p"], dtype)
+    position = torch.tensor([[r["position"]]])
+    won = Close(r["seed"], coins.note).settle(p[None, None], position)
+    return {"token": int(won.argmax())}
+
+
+def race_rounds(r, dtype, coins):
+    """All texts as one batch: a port may write them one after the other."""
+    m = load(ROOT / r["model"], dtype)
+
+    def probs(logits):
+        coins.note(cut_margin(logits, **r["sampling"]))
+        return to_probs(logits, **r["sampling"])
+
+    texts = [[] for _ in r["prompts"]]
+    noise = Close(r["seeds"], coins.note)
+    drafter = drafter_of(r, m)
+    for _, o in speculative.rounds(m, r["prompts"], r["max_new"], drafter, probs, noise, r["eos"]):
+        lengths = o.draft.length.tolist()
+        for b, new in enumerate(o.new):
+            draft = o.draft.tokens[b, : lengths[b]].tolist()
+            if new:
+                texts[b].append({"draft": draft, "accepted": int(o.accepted[b]), "new": new})
+    return {"texts": texts}
+
+
 # --- a port
 
 
@@ -322,7 +374,7 @@ OPS = dict(
     softcap=lambda r, dtype, _: {"y": pack(model.softcap(unpack(r["x"], dtype), r["cap"]))},
     weights=weights, norm=norm, rotate=turn, visible=visible, attend=attend, sublayer=sublayer,
     forward=forward, blocks=blocks, uniforms=uniforms, probs=probs, choose=choose, verify=verify, ngram=ngram,
-    rounds=rounds)
+    rounds=rounds, race=race, race_rounds=race_rounds)
 
 
 @torch.inference_mode()

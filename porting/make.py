@@ -2,6 +2,7 @@
 
     python porting/make.py core        traces/, without the next ones
     python porting/make.py stories     traces/stories/: the cases on weights/stories-llama
+    python porting/make.py engine      engine.json
 
 The cases themselves, cases.jsonl, are data, and so are the two small models that they run on: all
 were drawn at random once. A case whose closest decision is within MARGIN of going the other way is
@@ -18,17 +19,22 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from checkpoint import read_tokenizer  # noqa: E402
-from porting import check  # noqa: E402
-from porting.library_port import answer  # noqa: E402
-from porting.wrong_ports import MISTAKES, answers, wrong_port  # noqa: E402
+from porting import check, engine, library_engine  # noqa: E402
+from porting.library_port import Close, Watch, answer, tree_margin  # noqa: E402
+from porting.wrong_ports import ENGINES, MISTAKES, answers, wrong_engine, wrong_port  # noqa: E402
 
 MARGIN = 1e-4
-TOLERANCE = [1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-5, 1e-3]  # of a new case, by its step
+ENGINE_MARGIN = 1e-3
+MAY_FAIL = {"verification.py": ["token", "block"], "methods/trees.py": ["tree"]}  # others: "race"
+TOLERANCE = [1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3]  # of a new case, by its step
 
 
 def is_exact(request):
     """Whether all numbers of a choice are multiples of 1/8, or all logits are equal: then nothing
     is rounded, and even a decision exactly on the edge is safe."""
+    if "rule" in request:
+        chances = [request["p"], request["q"], request["uniforms"]]
+        return all(x * 8 % 1 == 0 for x in check.numbers(chances))
     return (request["op"] in ("choose", "verify") and all(x * 8 % 1 == 0 for x in check.numbers(request))
             or request["op"] == "probs" and len(set(request["logits"]["data"])) == 1)
 
@@ -88,6 +94,47 @@ def write_mistakes(out):
     write_lines(out / "mistakes.jsonl", lines)
 
 
+def engine_answer(case, reply=library_engine.answer):
+    """What an engine, given as a function, says to a case; None where it fails."""
+    try:
+        replies = {request["case"]: reply(request) for request in engine.requests_of(case)}
+    except (ArithmeticError, LookupError, RuntimeError):
+        return None
+    return engine.said(case, replies)[0]
+
+
+def engine_margin(case):
+    """How far the closest decision of a case is from going the other way."""
+    coins = Watch()
+    rules = library_engine.RULES | {"race": lambda seed: Close(seed, coins.note)}
+    for request in engine.requests_of(case):
+        library_engine.answer(request, rules, coins)
+        if case["rule"] == "tree":
+            q = None if case["q"] is None else torch.tensor(case["q"])
+            coins.note(tree_margin(torch.tensor(case["p"]), request["tokens"], case["parents"], q))
+    return coins.margin
+
+
+def write_engine(cases):
+    """Answer the cases of engines, with the right engine and with the wrong ones."""
+    for case in cases:
+        case["margin"] = round(engine_margin(case), 6)
+        if case["margin"] < ENGINE_MARGIN and not is_exact(case):
+            raise SystemExit(f"case {case['case']}: its closest decision is within {case['margin']}")
+        case["answer"] = engine_answer(case)
+        case["wrong"] = {}
+    for i, (file, *change, mistake) in enumerate(ENGINES):
+        reply = wrong_engine(file, *change)
+        for case in (case for case in cases if case["rule"] in MAY_FAIL.get(file, ["race"])):
+            got = engine_answer(case, reply)
+            if got and not engine.alike(case["answer"], got):
+                case["wrong"][str(i)] = got
+        print(f"{sum(str(i) in case['wrong'] for case in cases):3} cases name it: {mistake}", flush=True)
+    mistakes = json.dumps([mistake for *_, mistake in ENGINES])
+    rows = ",\n".join(map(json.dumps, cases))
+    engine.CASES.write_text(f'{{"mistakes": {mistakes},\n"cases": [\n{rows}\n]}}\n', encoding="utf-8")
+
+
 def digest():
     """A digest of all files of the core traces, for check.py, beside the version."""
     files = sorted(p for p in check.TRACES.rglob("*") if p.is_file() and check.STORIES not in p.parents)
@@ -105,8 +152,10 @@ def main(argv):
                   f"in porting/check.py. In any case write there: DIGEST = {digest()!r}")
     elif argv == ["stories"]:
         write(check.STORIES, check.STORIES, brief=True)
+    elif argv == ["engine"]:
+        write_engine(json.loads(engine.CASES.read_text(encoding="utf-8"))["cases"])
     else:
-        raise SystemExit("say core or stories: which traces?")
+        raise SystemExit("say core, stories or engine: which cases?")
 
 
 if __name__ == "__main__":

@@ -252,6 +252,50 @@ def rounds(r, propose=propose, check=check_chain):
     return {"rounds": lines}
 
 
+def race(p, seed, position):
+    """The token after `position`: the first to arrive, where token v takes e / p_v, and e = -log(1 - u)
+    with a number u of its own for each token of each place."""
+    arrives = []
+    for v, chance in enumerate(p):
+        u = bits(seed, (position + 1) * len(p) + v) * 2.0**-53
+        arrives.append(-math.log1p(-u) / chance if chance > 0 else math.inf)
+    return arrives.index(min(arrives))
+
+
+def race_text(m, r, prompt, seed):
+    """All rounds of one text. What is drafted changes how many passes it takes, never a token of it."""
+    d, text, lines = r["drafter"], list(prompt), []
+    left = min(r["max_new"], m.max_len - len(text))
+    cache = np.zeros(m.shape, "f4")
+    run(m, text, 0, cache)
+    while left > 0:
+        first = len(text) - 1
+        most = min(d.get("gamma", 0), left - 1)
+        draft = lookup(text, d["n"], most) if d["kind"] == "ngram" else []
+        while d["kind"] == "sublayers" and len(draft) < most:
+            at = first + len(draft)
+            logits = run(m, (text + draft)[-1:], at, cache, d["sublayers"])[0]
+            draft.append(race(to_probs(logits[0], **r["sampling"]), seed, at))
+        logits = run(m, [text[-1], *draft], first, cache)[0]
+        p = [to_probs(row, **r["sampling"]) for row in logits]
+        winners = [race(row, seed, first + k) for k, row in enumerate(p)]
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == winners[accepted]:
+            accepted += 1
+        new = winners[: accepted + 1]
+        end = next((i + 1 for i, t in enumerate(new) if t in r["eos"]), len(new))
+        text += new[:end]
+        left = 0 if text[-1] in r["eos"] else left - end
+        lines.append({"draft": draft, "accepted": min(accepted, end), "new": new[:end]})
+    return lines
+
+
+def race_rounds(r):
+    m = Model(r["model"])
+    pairs = zip(r["prompts"], r["seeds"], strict=True)
+    return {"texts": [race_text(m, r, prompt, seed) for prompt, seed in pairs]}
+
+
 def tensor(x):
     return np.array(x["data"], "f4").reshape(x["shape"])
 
@@ -300,7 +344,8 @@ OPS = {
     "uniforms": lambda r: {"bits": [bits(r["seed"], r["first"] + i) for i in range(r["count"])]},
     "probs": lambda r: {"p": pack(to_probs(tensor(r["logits"]), **r["sampling"]))},
     "choose": lambda r: {"token": choose(tensor(r["weights"]), r["u"])},
-    "verify": judge, "rounds": rounds,
+    "verify": judge, "rounds": rounds, "race_rounds": race_rounds,
+    "race": lambda r: {"token": race(tensor(r["p"]), r["seed"], r["position"])},
     "ngram": lambda r: {"draft": lookup(r["text"], r["n"], r["gamma"])}}
 
 if __name__ == "__main__":

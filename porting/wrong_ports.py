@@ -1,13 +1,16 @@
-"""Wrong ports, each made from numpy_port.py by one change: mistakes that check.py must name.
+"""Wrong ports, each made from numpy_port.py by one change: mistakes that check.py must name. And wrong
+engines, each made from the library by one change: mistakes that engine.py must name.
 
 make.py runs them all and stores a fingerprint of each wrong answer. A port in any language that
 makes one of these mistakes gives one of these answers, so the checker can name the mistake.
 """
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tests.mistakes import change
+from porting.library_engine import RULES, answer
+from tests.mistakes import ROOT, change
 
 SOURCE = Path(__file__).with_name("numpy_port.py").read_text(encoding="utf-8")
 
@@ -94,7 +97,148 @@ MISTAKES = [  # function of numpy_port.py, what stands there once, what instead,
     ("rounds", "m.max_len - len(text)", "m.max_len - len(text) - 1",
      "the last place of the context stays empty"),
     ("propose", "more - 1", "more", "a round drafts one token more than has room"),
+    ("attention", "keys[:, first:end], values[:, first:end] = k.swapaxes(0, 1), v.swapaxes(0, 1)",
+     "start = min(first, m.max_len - 8)\nkeys[:, start:start + len(x)], values[:, start:start + len(x)] = "
+     "(k.swapaxes(0, 1), v.swapaxes(0, 1))",
+     "blocks are padded to 8 tokens, and at the end of the context their write is clamped: it moves back"),
+    ("race", "(position + 1) * len(p)", "position * len(p)", "a token's noise is that of the place before"),
+    ("race", "(position + 1) * len(p) + v", "((position + 1) * len(p) + v) % 2**32",
+     "the number of a uniform is cut off at 32 bits"),
+    ("race", "-math.log1p(-u) / chance", "u / chance", "the arrival is u / p, without the logarithm"),
+    ("race", "-math.log1p(-u) / chance", "-math.log1p(-u) * chance", "the arrival is e * p, not e / p"),
+    ("race", "-math.log1p(-u) / chance", "-math.log(max(u, 1e-30)) / chance",
+     "e is -log(u), not -log(1 - u)"),
+    ("race", "-math.log1p(-u) / chance if chance > 0 else math.inf", "-math.log1p(-u) / max(chance, 1e-30)",
+     "u = 0 lets a token win that has no chance"),
+    ("race_text", "seed, at)", "seed + 1, at)", "the draft has noise of its own"),
+    ("race_text", "seed, at)", "seed, at + 1)", "the draft runs the race of the next place"),
+    ("race_text", 'd, text, lines = (r["drafter"], list(prompt), [])', """
+d, text, lines = (r["drafter"], list(prompt), [])
+draws = itertools.count(len(prompt) - 1)
+race = lambda p, seed, position: globals()["race"](p, seed, next(draws))""",
+     "the noise goes by the number of draws, not by the position"),
+    ("race_text", "winners = [race(row, seed, first + k) for k, row in enumerate(p)]", """
+q = [to_probs(run(m, [token], first + k, cache, d["sublayers"])[0][0], **r["sampling"])
+     for k, token in enumerate([text[-1], *draft][:-1])]
+flips = [bits(seed + 1, first + k) * 2.0**-53 for k in range(len(draft))]
+passed = [flips[k] < p[k][t] / q[k][t] for k, t in enumerate(draft)]
+rest = [np.maximum(row - other, 0) for row, other in zip(p, q)] + [p[-1]]
+winners = [draft[k] if k < len(draft) and passed[k] else race(row, seed, first + k)
+           for k, row in enumerate(rest)]""",
+     "p / q decides, and the replacement is drawn with the noise of the draft"),
+    ("race_rounds", "prompt, seed)", 'prompt, r["seeds"][0])', "all texts race with the seed of the first"),
 ]
+
+RESIDUAL = "residual = (p - q).clamp_(min=0)"
+REPLACED = "torch.where(rejected[:, None], {}, p)"
+CHANCE = "mass / (mass + 1 - weight[:, 1:])"
+ROWS = {        # file: [(function, what stands there once, what instead, "an engine in which ...")]
+    "verification.py": [
+        ("verify", "coins.flip(ratio[..., 0])", "(coins.flip(ratio[..., 0]) | True)",
+         "every draft is accepted"),
+        ("verify", "coins.flip(ratio[..., 0])",
+         "(coins.flip(ratio[..., 0]) | True) & (p[:, :K].argmax(-1) == tokens)",
+         "a draft passes if it is the likeliest token"),
+        ("verify", " / q.gather(2, drafted)", "", "a draft is tested by p alone, not by p / q"),
+        ("verify", "p[:, :K].gather", "p[:, 1:].gather", "a draft is tested by the row of p after its own"),
+        ("verify", "ratio[..., 0])", "ratio[..., 0].clamp(min=1e-9))",
+         "u = 0 accepts a token that p never writes"),
+        ("verify", "passed.cumprod(1).sum(1)", "passed.sum(1)", "flips after a rejection count"),
+        ("verify", "passed = coins.flip", "coins.pool = coins.pool.roll(-1)\npassed = coins.flip",
+         "the uniform of the choice is spent before the flips"),
+        ("verify", " & (place < length[:, None])", "", "dead drafts after the length are tested"),
+        ("verify", "accepted < length", "accepted < K", "a short draft counts as rejected at its end"),
+        ("verify", RESIDUAL, "residual = p", "the replacement is drawn from p"),
+        ("verify", RESIDUAL, "residual = " + REPLACED.format("(p - q).clamp(min=0).softmax(-1)"),
+         "the replacement is drawn from the softmax of max(p - q, 0)"),
+        ("verify", "(p - q)", "(q - p)", "the replacement is drawn from max(q - p, 0)"),
+        ("verify", "(p - q)", "(p - q * (q.amax() < 1))", "a copied token stays in the residual"),
+        ("verify", "q[row, accepted.clamp(max=K - 1)]", "q[row, 0]",
+         "the residual has the q of the first draft"),
+        ("verify", RESIDUAL, RESIDUAL + "\nresidual[:, -1] += 1 - residual.sum(-1)",
+         "the residual is not scaled to sum to 1: the last token gets the rest"),
+        ("verify", "torch.where(some, residual, p)", "torch.where(some, residual, p)[:, :1024]",
+         "only the first 1,024 tokens can be chosen"),
+        ("verify", "torch.where(some, residual, p)", "torch.where(some, residual, torch.ones_like(p))",
+         "an empty residual becomes uniform"),
+        ("verify", "max=K - 1)] * rejected[:, None]", "max=K - 1)]",
+         "the token after a whole draft is drawn from max(p - q, 0), too"),
+        ("verify", "p = p[row, accepted]", "p = p[row, accepted.clamp(max=K - 1)]",
+         "the bonus token is drawn from the last draft's row"),
+        ("verify", "p = p[row, accepted]",
+         "p = torch.where(rejected[:, None], p[row, accepted], q[row, (length - 1).clamp(min=0)])",
+         "the bonus token is drawn from q"),
+        ("verify", RESIDUAL, "residual = torch.where(rejected[:, None], (p - q).clamp(min=0), "
+         "one_hot(p.argmax(-1), p))", "the bonus token is the likeliest one"),
+        ("verify_block", "B, K = tokens.shape", "return verify(p, q, tokens, coins, length)",
+         "drafts are tested token by token"),
+        ("verify_block", "(passed * (place + 1)).amax(1)", "passed.cumprod(1).sum(1)",
+         "the first flip that fails ends the draft"),
+        ("verify_block", "(passed * (place + 1)).amax(1)", "passed.sum(1)",
+         "the flips that pass are counted: it is the longest prefix that counts"),
+        ("verify_block", "(weights[-1] * r).clamp(max=1)", "weights[-1] * r", "weights are not cut off at 1"),
+        ("verify_block", f"torch.where(whole, weight[:, 1:], {CHANCE})", "weight[:, 1:]",
+         "each prefix passes with w, not with Z / (Z + 1 - w)"),
+        ("verify_block", f"torch.where(whole, weight[:, 1:], {CHANCE})", CHANCE,
+         "the whole draft passes with Z / (Z + 1 - w), not with w"),
+        ("verify_block", "place + 1 == length[:, None]", "place + 1 == K",
+         "the last draft is that before padding"),
+        ("verify_block", " & (place < length[:, None])", "", "dead drafts after the length are tested"),
+        ("verify_block", "residual = residual[row, accepted.clamp(max=K - 1)]",
+         "residual = (p - q[row, accepted.clamp(max=K - 1)]).clamp(min=0)",
+         "the replacement is drawn from max(p - q, 0), not from max(w p - q, 0)"),
+        ("verify_block", "F.pad(residual.sum(-1)[:, 1:], (0, 1))", "residual.sum(-1)",
+         "Z is that of the place before")],
+    "methods/trees.py": [
+        ("verify_tree", "ratio = left.gather", "ratio = p[row, parents[:, k]].gather",
+         "siblings are tested against p, not against what is left of it"),
+        ("verify_tree", "less / mass", "less", "what is left of p is not scaled to sum to 1"),
+        ("verify_tree", "torch.where(falls, less / mass, left)", "left",
+         "a rejected sibling takes nothing from p"),
+        ("verify_tree", "rest[row, node]", "p[row, node]", "the token after the path is drawn from p"),
+        ("verify_tree", "parents = parents.expand(B, K)", "parents = place.expand(B, K)",
+         "each token's parent is the one before it"),
+        ("verify_tree", "& (parents[:, k] == node)", "& (parents[:, k] <= node)",
+         "the child of a rejected node is accepted"),
+        ("verify_tree", "& (parents[:, k] == node)", "& (parents[:, k] == node) & "
+         "(parents[0, k] not in parents[0, :k])", "only a first sibling is accepted"),
+        ("verify_tree", "live[:, k, None] & (mass > 0)", "mass > 0", "dead nodes take their part of p"),
+        ("verify_tree", "coins.flip(chance) & live", "coins.flip(chance)", "dead nodes are tested"),
+        ("verify_tree", "coins.flip(chance)", "coins.flip(chance.clamp(min=1e-9))",
+         "u = 0 accepts a token that p never writes")],
+    "sampling.py": [
+        ("Race.settle", "u.neg_().log1p_().neg_() / p", "u / p",
+         "the arrival is u / p, without the logarithm"),
+        ("Race.settle", "u.neg_().log1p_().neg_() / p", "u.neg_().log1p_().neg_() * p",
+         "the arrival is e * p"),
+        ("Race.settle", "u.neg_().log1p_().neg_()", "u.log_().neg_()", "e is -log(u), not -log(1 - u)"),
+        ("Race.settle", "(nan=torch.inf)", "(nan=0.0)", "u = 0 beside p = 0 wins: 0 / 0")],
+    "porting/library_engine.py": [
+        ("answer", 'q = race.settle(q, place[:, :-1])',
+         'q = rules["race"](r["seed"] + 1).settle(q, place[:, :-1])', "the draft has noise of its own"),
+        ("answer", "race.settle(q, place[:, :-1])", "race.settle(q, place[:, 1:])",
+         "the draft runs the race of the next place"),
+        ("answer", "p = race.settle(p, place)", "p = race.settle(p, place + q.shape[1])",
+         "the noise goes by the number of draws, not by the position"),
+        ("answer", "p = race.settle(p, place)\nq = race.settle(q, place[:, :-1])\ntokens = q.argmax(-1)", """
+tokens = race.settle(q, place[:, :-1]).argmax(-1)
+drawn_from = q
+passed = race.flip((p[:, :-1] / q).gather(2, tokens[..., None]))
+q = torch.nn.functional.one_hot(tokens, q.shape[-1]).to(p)
+p[:, :-1] = torch.where(passed, q, (p[:, :-1] - drawn_from).clamp(min=0))
+p = race.settle(p, place)""",
+         "p / q decides, and the replacement is drawn with the noise of the draft")],
+}
+ENGINES = [(file, *row) for file, rows in ROWS.items() for row in rows]
+
+
+def wrong_engine(file, scope, old, new):
+    """`library_engine.answer` with a mistake in one function of the library or of itself."""
+    space = {"__name__": "engine", "__file__": str(ROOT / "porting" / "library_engine.py")}
+    exec(compile(change((ROOT / file).read_text(encoding="utf-8"), scope, old, new), file, "exec"), space)
+    if "answer" in space:
+        return space["answer"]
+    return partial(answer, rules={rule: space.get(f.__name__, f) for rule, f in RULES.items()})
 
 
 def wrong_port(scope, old, new):
