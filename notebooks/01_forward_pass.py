@@ -10,7 +10,7 @@
 # you have a cheaper model made of the same weights. In *self-speculative* decoding the model uses such
 # a shorter list to draft its own next tokens, and then checks them with the whole list.
 #
-# You need Python, and to know what a matrix product and a softmax are. About 40 minutes. The notebook
+# You need Python, and to know what a matrix product and a softmax are. About 45 minutes. The notebook
 # also runs on a model of your own: change `MODEL` in the first cell. (`start.py` finds the repository
 # and imports `torch`, `checkpoint` and `plots`. JupyterLab folds the cells that only draw.)
 #
@@ -434,10 +434,10 @@ plots.draw_losses(means, uniform=math.log(gemma.c.vocab_size))
 # %% [markdown]
 # Three mistakes ruin the text, so you find them at once. Norms that multiply by w instead of 1 + w do
 # the most damage: the loss is larger than if all tokens were equally likely. The other mistakes hardly
-# change the loss, and the text still looks right. Without `final_softcap` the loss is even a little
-# *lower*: the cap costs a confident model a trace of its confidence. So a loss does not say which
-# variant is the right one. Those are the dangerous mistakes when you port a model, and the reason why the
-# library's tests compare logits. (`query_scale` changes nothing, since here it equals 1 / √D.)
+# change the loss, by no more than about its own error (±), and the text still looks right. Without
+# `final_softcap` it even falls, by a trace that means nothing. So a loss does not say which variant is
+# the right one. Those are the dangerous mistakes when you port a model, and the reason why the library's
+# tests compare logits. (`query_scale` changes nothing, since here it equals 1 / √D.)
 #
 # ## Questions
 #

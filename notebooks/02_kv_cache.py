@@ -9,7 +9,7 @@
 # The library's cache rests on one decision: slot = position, and the cache does not store how full it
 # is. To roll back, start the next block of tokens earlier.
 #
-# You need [1, the forward pass](01_forward_pass.ipynb). About 35 minutes.
+# You need [1, the forward pass](01_forward_pass.ipynb). About 40 minutes.
 
 # %%
 # %run start.py

@@ -8,10 +8,6 @@
 # *proof*: three lines, and an enumeration of everything that can happen. Then the *economics*: when to
 # turn it off.
 #
-# The rule, in advance: a drafted token t, drawn from q, is accepted with probability min(1, p(t) /
-# q(t)). A rejected one is replaced by a token drawn from max(p - q, 0), scaled to sum to 1. The tokens
-# that come out have exactly the distribution p.
-#
 # You need [3, sampling](03_sampling.ipynb), and the cache of [2](02_kv_cache.ipynb). About 45 minutes.
 
 # %%
@@ -75,13 +71,11 @@ print(loop[loop.index("    while left"):])
 print(inspect.getsource(minimal.verify))
 
 # %% [markdown]
-# The first rejection ends the round, because the later tokens were drafted after a token that is not in
-# the text.
-#
-# After a rejection, the next token, the *correction*, is drawn from the *residual* max(p -
-# q, 0): from where p has more than q. If all drafted tokens were accepted, the p after the last of them
-# gives one more token for free, the *bonus*. So each round writes at least one token and at most gamma
-# + 1.
+# A drafted token t, drawn from q, is accepted with probability min(1, p(t) / q(t)). The first rejection
+# ends the round, because the later tokens were drafted after a token that is not in the text. In its
+# place comes the *correction*, drawn from the *residual* max(p - q, 0). If all are accepted, the p after
+# the last of them gives one more token for free, the *bonus*. So each round writes at least one token and
+# at most gamma + 1.
 #
 # Now watch a few rounds. Tokens drafted after a rejected one are never tested. We call them *dead*.
 
@@ -318,7 +312,8 @@ figure
 
 # %% [markdown]
 # Only AB: its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the whole draft always
-# passes. Is the text still exact? We ask the enumeration, with the model again.
+# passes. AA pays a part of that back, and on average more is accepted. Is the text still exact? We ask
+# the enumeration, with the model again.
 
 # %%
 speculative = total(every_path(lambda coins: write(coins, 3, 2, verify=verify_block)))
@@ -493,8 +488,6 @@ figure
 # The stars mark the best gamma. For the last pair it is 0: turn drafting off. The dots in the right
 # picture are the same four pairs, among lines of equal best speed-up. Below the diagonal there is
 # nothing to gain.
-#
-# **Try it:** add the pair (0.9, 0.2) to `pairs`. Which gamma do you expect to be best?
 #
 # What the clock says is another matter, because c depends on the machine:
 # [notebook 5](05_layer_skipping.ipynb).

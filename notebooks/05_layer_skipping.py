@@ -150,7 +150,7 @@ figure
 
 # %% [markdown]
 # The best exit is neither the most accurate nor the cheapest. The orange squares are two skip sets that
-# were chosen blindly, and are no better than the exits of the same cost. How to choose better is the
+# were chosen blindly, and are no better than exits of about the same cost. How to choose better is the
 # subject of [the next notebook](06_search.ipynb).
 #
 # ## Predicted and measured
@@ -397,9 +397,8 @@ for side, title in ((left, "alpha of each exit"), (right, "the twins (band: all 
 figure
 
 # %% [markdown]
-# On the left, at the same share of the blocks, most exits of the Gemma-2 have a higher alpha. On the
-# right, every exit of the twin with the recipe agrees with its whole model more often. That is what the
-# recipe is for.
+# On the left, both models were trained to be left early, and their curves are alike. On the right, every
+# exit of the twin with the recipe agrees with its whole model more often. That is what the recipe is for.
 #
 # ## Questions
 #
