@@ -2,25 +2,19 @@
 # # 1. The forward pass: from a prompt to logits
 #
 # A language model is a function. Token ids go in. For every position a score comes out for each
-# possible next token. This notebook computes that function twice: first in a few lines per part,
-# straight from the equations in the papers, and then with the library's `model.py`. The two must agree.
-# By the end you will know what each part of that file does.
+# possible next token. This notebook computes that function twice: in a few lines per part, straight from
+# the equations in the papers, and with the library's `model.py`. The two must agree.
 #
 # One observation carries the rest of the course. A transformer of L blocks is a sum: it starts from the
 # embedding and adds 2L updates, x ← x + f(x), one after the other. Leave some of the updates out, and
 # you have a cheaper model made of the same weights. In *self-speculative* decoding the model uses such
 # a shorter list to draft its own next tokens, and then checks them with the whole list.
 #
-# You need Python, and you should know what a matrix product and a softmax are. The notebooks build on
-# each other: 1, the forward pass; [2, the cache](02_kv_cache.ipynb); [3, sampling](03_sampling.ipynb);
-# [4, speculative decoding](04_speculative_decoding.ipynb); [5, layer
-# skipping](05_layer_skipping.ipynb); [6, search](06_search.ipynb); [7, trees](07_trees.ipynb); [8,
-# trained heads](08_trained_heads.ipynb); [9, adapting](09_adapting.ipynb); [10, close to the
-# machine](10_close_to_the_machine.ipynb); [11, a real model](11_a_real_model.ipynb).
+# You need Python, and to know what a matrix product and a softmax are. About 45 minutes. The notebook
+# also runs on a model of your own: change `MODEL` in the first cell. (`start.py` finds the repository
+# and imports `torch`, `checkpoint` and `plots`. JupyterLab folds the cells that only draw.)
 #
-# Every figure is computed here, so the notebook also runs on a model of your own: change `MODEL` in the
-# first cell. (`start.py` finds the repository and imports `torch`, the library's `checkpoint`, and our
-# `plots`. JupyterLab folds the cells that only draw.)
+# Where it says *Predict*, write down your answer before you run the next cell.
 
 # %%
 # %run start.py
@@ -56,13 +50,8 @@ for start in range(0, len(ids), 8):
     print("  ".join(f"{t} {piece!r}" for t, piece in list(zip(ids, pieces, strict=True))[start : start + 8]))
 
 # %% [markdown]
-# There are more tokens than words, because punctuation has tokens of its own. A space belongs to the
-# *beginning* of the piece that follows it. So `' ball'` and `'ball'` are two different tokens, and a
-# model that has only seen the first one knows little about the second.
-#
-# **Try it:** put a rare word into the text, such as "Maximilian" for the first "Max". How many pieces
-# do you expect? Run the cell, look, and change it back. (This tokenizer cuts it into four: " Max",
-# "im", "il", "ian".)
+# Punctuation has tokens of its own. A space belongs to the *beginning* of the piece that follows it. So
+# `' ball'` and `'ball'` are two different tokens.
 #
 # ## Tokens become vectors
 #
@@ -111,13 +100,16 @@ print(len(states), "states of shape", tuple(states[0].shape), "-> logits", tuple
 lengths = torch.stack([s[0, 1:].norm(dim=-1).mean() for s in states])    # 1: without the start token
 updates = torch.stack([((b - a)[0, 1:].norm(dim=-1) / a[0, 1:].norm(dim=-1)).mean()
                        for a, b in zip(states, states[1:], strict=False)])
+for first, end in ((0, 2), (2, 6), (6, len(updates))):
+    low, high = updates[first:end].aminmax()
+    print(f"updates {first} to {end - 1}: {float(low):.2f} to {float(high):.2f} of the stream")
 plots.draw_updates(lengths.cpu(), updates.cpu())
 
 # %% [markdown]
-# The first two updates are larger than the stream they are added to (above the dotted line). The later
-# ones are small corrections. That is a hint: if the late updates are small, the model might often
-# choose the same token *without* them. Self-speculative decoding lives on that, and we test it at the
-# end of this notebook.
+# The first two updates are larger than the stream they are added to (above the dotted line). The next
+# four, of blocks 1 and 2, are still a third of it. Only then do they become small corrections of about a
+# tenth. That is a hint: the model might often choose the same token *without* the late ones. We test that
+# at the end of this notebook.
 #
 # Now we open the sub-layers. Each one is a norm, followed by an attention or an MLP.
 #
@@ -152,8 +144,7 @@ print("after: ", normed[0, 5, :5])
 #
 # $$m\,\theta_i, \qquad \theta_i = \theta^{-2i/D} \qquad\text{(RoFormer, eq. 15)}$$
 #
-# Pair 0 turns by one radian per token; the last pair hardly turns at all. Think of a clock with many
-# hands.
+# Pair 0 turns by one radian per token; the last pair hardly turns at all.
 
 # %%
 from model import frequencies, rope, rotate
@@ -165,9 +156,9 @@ plots.draw_rotation(freqs.cpu())
 # A rotation in the plane is a multiplication by a complex number of length 1. That gives RoPE in two
 # lines. The library does the same with real numbers.
 #
-# Look at which coordinates form a pair: i and i + D/2. Hugging Face's files use this convention. Meta's
-# original files pair 2i with 2i + 1. Mixing the two up is a classic porting mistake, and a test with
-# one token does not find it, because nothing is rotated at position 0.
+# The coordinates i and i + D/2 form a pair, as in Hugging Face's files. Meta's original files pair 2i with
+# 2i + 1. Mixing the two up is a classic porting mistake, and a test with one token does not find it,
+# because nothing is rotated at position 0.
 
 # %%
 def turn(x, m):
@@ -196,7 +187,6 @@ assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 # can be rotated once, stored, and used by every later query.
 #
 # **Try it:** set `at_k` to 500, and then `at_q` to 502. Which of the two products equals the one above?
-# (The second: the distance is 2 again. In the first it is 12.)
 #
 # ## Attention: look back, and copy what fits
 #
@@ -210,8 +200,7 @@ assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 #
 # In *grouped-query attention* (Ainslie et al. 2023), G query heads share one key-value head. The matrix
 # `wqkv` stacks, for each key-value head, its G query matrices, its key matrix and its value matrix.
-# Here is one head written out. (`window` and `softcap` belong to Gemma-2 and do nothing for Llama. More
-# on them below.)
+# Here is one head written out. (`window` and `softcap` belong to Gemma-2 and do nothing for Llama.)
 
 # %%
 from model import block_only, softcap, visible
@@ -236,8 +225,7 @@ print("each row sums to 1:", weights.sum(-1)[:4], " output", tuple(out.shape))
 
 # %% [markdown]
 # Put the outputs of all heads side by side, multiply by one more matrix, and the sub-layer is complete.
-# The library computes all heads in one product, with the same result. (`block_only` means that there is
-# no cache yet. That is the next notebook.)
+# The library computes all heads in one product. (`block_only`: there is no cache yet.)
 
 # %%
 layer, G = c.n_layers // 2, c.n_heads // c.n_kv_heads
@@ -259,7 +247,7 @@ print("naive", naive[4, :4], "library", library[4, :4])
 #   *induction head* (Olsson et al. 2022). At `' Max'` it looks for the token that came after an earlier
 #   `' Max'`.
 
-# %%
+# %% jupyter={"source_hidden": true}
 maps = {(layer, kv * G + g): head(layer, kv, g)[0].cpu() for layer in range(c.n_layers)
         for kv in range(c.n_kv_heads) for g in range(G)}
 T = len(ids)
@@ -273,7 +261,7 @@ for name, wanted in (("the token before", previous), ("the first token", first),
 print("(block, head):", found)
 
 # %% [markdown]
-# To keep the labels readable, the picture shows the first token and the last twenty.
+# The first token and the last twenty:
 
 # %% jupyter={"source_hidden": true}
 shown = [0, *range(max(1, T - 20), T)]
@@ -282,12 +270,11 @@ cut = {f"{name}\nblock {at[0]}, head {at[1]}": maps[at][shown][:, shown] for nam
 plots.draw_maps(cut, [labels[t] for t in shown], after[shown][:, shown])
 
 # %% [markdown]
-# The circles mark where an induction head should look. Even the best head of this model looks at only
-# some of them.
+# The circles mark where an induction head should look. Even the best head looks at only some of them.
 #
-# The upper right triangle is empty in every map: no token sees a later one. This is why one pass over T
-# tokens gives the right distribution after *each* of them. It is also what lets one pass check several
-# drafted tokens.
+# The upper right triangle is empty in every map: no token sees a later one. So one pass over T tokens
+# gives the right distribution after *each* of them. That is what lets one pass check several drafted
+# tokens.
 #
 # ## The MLP: each position by itself
 #
@@ -309,8 +296,8 @@ print(f"{c.dim} -> {up.shape[-1]} -> {c.dim} numbers; "
 # %% [markdown]
 # ## The whole model
 #
-# The whole model now fits in one cell. It is made of norms, attentions, MLPs and sums. (`attn_post` and
-# `mlp_post` are second norms that only Gemma-2 has. For Llama they do nothing.)
+# The whole model now fits in one cell. (`attn_post` and `mlp_post` are second norms that only Gemma-2
+# has.)
 
 # %%
 x = model.tok[tokens] * c.embed_scale
@@ -345,13 +332,12 @@ plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 
 # %% [markdown]
 # A word in bold is the choice of the whole model. Easy words appear early and stay. Hard ones appear
-# late, or change on the way. Go down the last column from the top for as long as the words are bold: at
-# the last bold one the answer was settled. With the shipped model that is after two blocks. In the
-# lowest row no block has run yet. Where the output head is the embedding table itself (`tied`), the
-# model mostly repeats the token it has just read.
+# late, or change on the way. Go down the last column for as long as the words are bold: there the answer
+# was settled. In the lowest row no block has run yet. Where the output head is the embedding table itself
+# (`tied`), the model mostly repeats the token it has just read.
 #
-# Now the same over a longer text, as a curve. After how many sub-layers does the most likely token
-# equal that of the whole model, and how often? We read a story that the model did not write.
+# Now the same over a longer text, a story that the model did not write. After how many sub-layers does
+# the most likely token equal that of the whole model, and how often?
 
 # %%
 from support.files import read_prompts
@@ -373,10 +359,10 @@ figure
 # %% [markdown]
 # Where the curve is above the dotted diagonal, the share of right answers is larger than the share of
 # the work. There a draft by the first sub-layers can pay off. (The shipped models were trained to be
-# left early. On other models the curve stays low for longer. Try your own.)
+# left early. On other models the curve stays low for longer.)
 #
-# In the library, "early exit" means just this: a shorter list. The exit after block E runs the first E
-# blocks, which are numbered 0 to E - 1.
+# "Early exit" means just this: a shorter list. The exit after block E runs the first E blocks, 0 to
+# E - 1.
 
 # %%
 E = max(1, c.n_layers // 4)
@@ -386,8 +372,8 @@ print(f"range({2 * E}) is the exit after block {E}: it says",
       repr(tokenizer.decode([int(model.unembed(draft)[0, -1].argmax())])))
 
 # %% [markdown]
-# **Try it:** what will the exit after block 2 say? And after block 0, that is, with the empty list?
-# Read your prediction off the last column of the logit lens, then set `E` and run the cell.
+# **Try it:** what will the exit after block 2 say? And after block 0, with the empty list? Read it off
+# the last column of the logit lens, then set `E` and run the cell.
 #
 # ## What Gemma-2 does differently
 #
@@ -427,8 +413,8 @@ for name in differs:
 # **Predict:** which field does the most damage when it is wrong? Which one would you not notice?
 
 # %%
-def loss(m):
-    return float(torch.nn.functional.cross_entropy(m(line)[0, :-1], line[0, 1:]))
+def losses(m):
+    return torch.nn.functional.cross_entropy(m(line)[0, :-1], line[0, 1:], reduction="none").cpu()
 
 
 def with_field(name):
@@ -437,15 +423,21 @@ def with_field(name):
     return other.eval()
 
 
-losses = {"as trained": loss(gemma)} | {name: loss(with_field(name)) for name in differs}
-plots.draw_losses(losses, uniform=math.log(gemma.c.vocab_size))
+models = {"as trained": gemma} | {name: with_field(name) for name in differs}
+each = {name: losses(m) for name, m in models.items()}                  # (T - 1,) of each
+for name in differs:
+    gap = each[name] - each["as trained"]
+    print(f"{name:14} {float(gap.mean()):+.3f} ± {float(gap.std() / len(gap) ** 0.5):.3f}")
+means = {name: float(part.mean()) for name, part in each.items()}
+plots.draw_losses(means, uniform=math.log(gemma.c.vocab_size))
 
 # %% [markdown]
 # Three mistakes ruin the text, so you find them at once. Norms that multiply by w instead of 1 + w do
 # the most damage: the loss is larger than if all tokens were equally likely. The other mistakes hardly
-# change the loss, and the text still looks right. Those are the dangerous ones when you port a model,
-# and they are the reason why the library's tests compare logits instead of texts. (`query_scale`
-# changes nothing here, because in our small model it equals 1 / √D.)
+# change the loss, by no more than about its own error (±), and the text still looks right. Without
+# `final_softcap` it even falls, by a trace that means nothing. So a loss does not say which variant is
+# the right one. Those are the dangerous mistakes when you port a model, and the reason why the library's
+# tests compare logits. (`query_scale` changes nothing, since here it equals 1 / √D.)
 #
 # ## Questions
 #

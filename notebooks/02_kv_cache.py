@@ -9,8 +9,7 @@
 # The library's cache rests on one decision: slot = position, and the cache does not store how full it
 # is. To roll back, start the next block of tokens earlier.
 #
-# Before this one: [1, the forward pass](01_forward_pass.ipynb). After it: [3,
-# sampling](03_sampling.ipynb).
+# You need [1, the forward pass](01_forward_pass.ipynb). About 40 minutes.
 
 # %%
 # %run start.py

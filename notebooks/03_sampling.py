@@ -6,9 +6,7 @@
 # testable: **randomness is an argument.** A distribution and one uniform number, a *coin*, determine
 # the token. The same coin gives the same token on every machine and in every language.
 #
-# Before this one: [2, the cache](02_kv_cache.ipynb). After it: [4, speculative
-# decoding](04_speculative_decoding.ipynb), where the draft and the model that checks it must be treated
-# in exactly the same way.
+# You need [1, the forward pass](01_forward_pass.ipynb). About 35 minutes.
 
 # %%
 # %run start.py
@@ -122,33 +120,35 @@ figure
 
 # %% [markdown]
 # The outlines show the distribution before the cut. Removing more of the tail raises what is left by
-# more. The number of tokens that stay differs from one position to the next, because the three settings
-# react differently to how sure the model is. Let us read a story and count, at each position, how many
-# tokens could follow.
+# more. How many tokens stay depends on how sure the model is. Let us read a story and count, at each
+# position, how many tokens could follow.
 #
 # **Predict:** which of the three curves is flat? Which of the other two jumps higher?
 
 # %%
 from support.files import read_prompts
 
-story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:45]
+story = checkpoint.encode(tokenizer, read_prompts("stories")[1]["text"], c.bos)[:44]
 along = model(torch.tensor([story], device=device))[0].cpu()            # (T, V)
 settings = {"top-k 5": dict(top_k=5), "top-p 0.8": dict(top_p=0.8), "min-p 0.1": dict(min_p=0.1)}
 stay = {name: (to_probs(along, 1.0, **cut) > 0).sum(-1) for name, cut in settings.items()}
+for name, counts in stay.items():
+    print(f"{name}: {int(counts.min())} to {int(counts.max())} tokens stay")
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=10, height=3.6)
 for (name, counts), hue, line in zip(stay.items(), plots.HUES, ("-", "--", ":"), strict=False):
     side.step(range(len(story)), counts, where="mid", color=hue, ls=line, lw=1.8, label=name)
-side.set_xticks(range(len(story)), [plots.word(tokenizer, t)[:9] for t in story], rotation=90, fontsize=9)
+words = ["start", *(plots.word(tokenizer, t)[:9] for t in story[1:])]
+side.set_xticks(range(len(story)), words, rotation=90, fontsize=9)
 side.set(xlabel="after this token", ylabel="tokens that may follow", yscale="log", xlim=(-1, len(story)))
 side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Top-k allows the same number everywhere: too many where only one word fits, and too few where hundreds
-# do. Top-p and min-p follow the model. Where the model is unsure, top-p jumps higher, because it must
-# add up many small probabilities to reach its sum.
+# Top-k allows the same number everywhere: too many where only one word fits, and too few where a hundred
+# do. Top-p and min-p follow the model: where it is sure, both leave one token. Where it is unsure, top-p
+# jumps higher, because it must add up many small probabilities to reach its sum.
 #
 # **Try it:** set top-p to 0.95. Which parts of its curve will move, the peaks or the valleys?
 #
@@ -182,8 +182,11 @@ sides[0].set_ylabel("probability")
 figure
 
 # %% [markdown]
-# **Try it:** set `hot = 0.5`. Which of the two orders keeps more tokens now? (Temperature last. It cuts
-# before the distribution becomes sharper.)
+# **Try it:** set `hot = 0.5`. Which of the two orders keeps more tokens now?
+#
+# <details><summary>Answer</summary>
+# Temperature last. It cuts before the distribution becomes sharper.
+# </details>
 #
 # The library has one order (temperature, top-k, top-p, min-p) in one function, `to_probs`. Plain
 # decoding uses it, and so do both sides of speculative decoding: the draft, and the model that checks
@@ -284,7 +287,8 @@ for T in (0, 0.5, 1.0, 1.5):
 # $$\chi^2 = \sum_t \frac{(\text{count}_t - n\,p_t)^2}{n\,p_t}$$
 #
 # For a correct sampler and m tokens, its distribution is known, with mean m - 1. We compare two
-# samplers: ours, and a "simplified" one that draws from rounded probabilities.
+# samplers: ours, and a "simplified" one that draws from probabilities rounded to multiples of 1/20. (A
+# thousandth is added to each, so that a token that was rounded down to 0 can still be drawn.)
 
 # %%
 def chi_square(p, drawn):
@@ -299,15 +303,18 @@ def chi_square(p, drawn):
 draws = 20_000
 some = to_probs(logits, temperature=1.0, top_k=10)
 some = some[some > 0]                                           # the ten pieces, without thousands of zeros
-rounded = (some * 20).round() / 20 + 1e-3
+rounded = (some * 20).round() / 20 + 0.001
 for name, weights in (("the library", some), ("rounded to 1/20", rounded)):
     x, chance = chi_square(some, Coins(0).choose(weights.expand(draws, -1)))
     print(f"{name:16} chi-square {x:7.1f}; a correct sampler reaches it with probability {chance:.3f}")
 
 # %% [markdown]
 # **Try it:** with 20,000 draws the mistake is obvious. Set `draws` to 200, then to 20. What do you
-# expect? (The excess over 9 falls in proportion to the draws. With 20 draws it is lost in the chance
-# variation.)
+# expect?
+#
+# <details><summary>Answer</summary>
+# The excess over 9 falls in proportion to the draws. With 20 draws it is lost in the chance variation.
+# </details>
 #
 # **Predict:** repeat the test of the correct sampler 200 times. How often will its probability be below
 # 5 %?
@@ -320,7 +327,8 @@ bad = torch.tensor([chi_square(some, row)[0] for row in many])
 assert abs(good.mean() - 9) < 1.2 and bad.mean() > good.mean()
 limit = 16.92                                                   # 5 % of a correct sampler's tests lie beyond
 assert abs(torch.special.gammaincc(torch.tensor(4.5), torch.tensor(limit / 2)) - 0.05) < 1e-4
-print(f"beyond the limit: {(good > limit).float().mean():.1%} of the correct sampler's tests")
+print(f"beyond the limit: {(good > limit).float().mean():.1%} of the correct sampler's tests "
+      f"(of 200: ± {(0.05 * 0.95 / 200) ** 0.5:.1%})")
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)

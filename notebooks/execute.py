@@ -8,6 +8,7 @@ it, and never edited.
 """
 import base64
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -50,13 +51,31 @@ def execute(path, where):
     return notebook
 
 
+def minutes(notebook):
+    """How long a reader needs, who reads what is not folded, predicts, tries and answers: 200 words and 10
+    lines of code a minute, half a minute for a picture, 1.5 for a prediction or a trial, 1 for a question."""
+    words = " ".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    pictures = sum("image/png" in o.get("data", {}) for cell in code for o in cell.outputs)
+    lines = 0
+    for cell in code:
+        if not cell.metadata.get("jupyter", {}).get("source_hidden"):
+            lines += sum(map(bool, cell.source.split("\n")))
+            if "getsource" in cell.source:      # it prints code
+                lines += sum(o.get("text", "").count("\n") for o in cell.outputs)
+    tasks = len(re.findall(r"\*\*(?:Predict|Try it)", words))
+    questions = len(re.findall(r"\*\*\d\.\*\* ", words))
+    return len(words.split()) / 200 + lines / 10 + pictures / 2 + 1.5 * tasks + questions
+
+
 def main(names):
     for path in sources(*names):
         notebook = execute(path, path.parent)
         nbformat.write(notebook, path.with_suffix(".ipynb"))
         (best,) = (cell for cell in notebook.cells if "gallery" in cell.metadata.get("tags", ()))
         path.with_suffix(".png").write_bytes(base64.b64decode(best.outputs[-1].data["image/png"]))
-        print(f"{path.with_suffix('.ipynb').name}: {path.with_suffix('.ipynb').stat().st_size / 1e3:.0f} KB")
+        size = path.with_suffix(".ipynb").stat().st_size / 1e3
+        print(f"{path.with_suffix('.ipynb').name}: {size:.0f} KB, {minutes(notebook):.0f} minutes")
 
 
 if __name__ == "__main__":

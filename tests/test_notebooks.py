@@ -53,6 +53,14 @@ def test_pictures_have_few_colours_and_keep_their_hues():
     assert len(colours) <= 128 and min(255 - r + g + b for r, g, b in colours) < 40
 
 
+def test_minutes_by_hand():
+    """200 words, 2 lines of code that are not folded, one prediction: 1 + 0.2 + 1.5 minutes."""
+    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    folded = {"jupyter": {"source_hidden": True}}
+    cells = [text("word " * 198 + "**Predict:** it"), code("a\n\nb"), code("c", metadata=folded)]
+    assert execute["minutes"](nbformat.v4.new_notebook(cells=cells)) == pytest.approx(2.7)
+
+
 def test_html_of_a_generation_is_escaped():
     ids = STORIES.encode(' <b>&"</b>\x1b').ids
     seen = Generation(STORIES, [[0]])
