@@ -2,17 +2,27 @@
 import importlib
 import inspect
 import json
+import os
 import re
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from tiny import law as enumerated
+from tiny import wide
 
+import control
 import sampling
-from exercises import museum
+from exercises import autograder, museum
+from exercises.check import answer
 from exercises.museum import EXHIBITS, OURS, RIGHT, changed, five, laws, off, show
-from exercises.tasks import TASKS
+from exercises.tasks import TASKS, choose, file_name
+from model import visible
 from porting import check, library_port
+from verification import verify, verify_block
 
 each_exhibit = pytest.mark.parametrize("e", EXHIBITS, ids=[e.name for e in EXHIBITS])
 CASES = {n: case for n, case in check.read_cases(check.TRACES).items() if case[0]["step"] >= 8}
@@ -148,3 +158,68 @@ def test_a_bad_answer_gets_one_line(words, says, capsys):
     with pytest.raises(SystemExit) as stop:
         museum.main(["--five", "1", *words.split()])
     assert stop.value.code == 2 and says in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- the exam, and the zip for a server
+
+
+def test_the_numbers_of_the_exam():
+    exam = Path(museum.__file__).with_name("exam.md").read_text(encoding="utf-8").replace("\n", " ")
+    p, q = [0.6, 0.3, 0.1], [0.3, 0.3, 0.4]
+    assert sum(map(min, p, q)) == pytest.approx(0.7)
+    from_p = (("residual = (p - q).clamp_(min=0)", "residual = p"),)
+    wrong = museum.of_verify("", "", from_p, [p, [1, 0, 0]], [q])
+    law = [laws(wrong)[0][t, 0] for t in range(3)]
+    assert law == pytest.approx([0.48, 0.39, 0.13]) and off(wrong) == pytest.approx(0.12)
+
+    p, q = wide([[0.25, 0.75]] * 3)[None], wide([[0.75, 0.25]] * 2)[None]
+    for rule, whole, mean in ((verify, 1 / 3, 0.75), (verify_block, 1.0, 0.875)):
+        draft = torch.tensor([[0, 1]])
+        found = enumerated(lambda coins, rule=rule, draft=draft: int(rule(p, q, draft, coins)[0]))
+        assert found.get(2, 0.0) == pytest.approx(whole) and (rule is verify or found.get(1, 0.0) == 0)
+        found = enumerated(lambda coins, rule=rule: int(rule(p, q, coins.choose(q), coins)[0]))
+        assert sum(n * chance for n, chance in found.items()) == pytest.approx(mean)
+
+    speeds = [control.expected_speedup(0.6, gamma, 0.25) for gamma in (1, 2, 3)]
+    assert [f"{speed:.3f}" for speed in speeds] == ["1.280", "1.307", "1.243"]
+    assert control.expected_tokens(0.6, 2) / (2 * 0.25 + 1.5) == pytest.approx(0.98)
+    assert (control.expected_tokens(0.6, 2) - 1) / 2 == pytest.approx(0.48)
+    for words in ("(0.48, 0.39, 0.13)", "0.12", "0.875", "= 1.28; 1.96 / 1.5 = 1.307; 2.176 / 1.75 = 1.243",
+                  "= 0.98"):
+        assert words in exam
+
+    known, drafted, kept = 5, 3, 1
+    block = torch.arange(known - 1, known + drafted)[None]
+    after = known + kept                                    # where the replacement stands
+    assert block.tolist() == [[4, 5, 6, 7]] and [s for s in block[0].tolist() if s >= after] == [6, 7]
+    at = torch.tensor([[after]])
+    assert visible(at, at, 8)[0, 0].nonzero()[:, 0].tolist() == list(range(7))
+
+
+def test_the_zip_grades_an_answer_as_the_server_would(tmp_path):
+    source, submission = tmp_path / "source", tmp_path / "submission"
+    autograder.write(tmp_path / "a.zip")
+    with zipfile.ZipFile(tmp_path / "a.zip") as archive:
+        archive.extractall(source)
+        assert archive.getinfo("run_autograder").external_attr >> 16 & 0o111
+    submission.mkdir()
+    (tmp_path / "results").mkdir()
+    task = choose("8")
+    (submission / file_name(task)).write_text(answer(task), encoding="utf-8")
+    done = subprocess.run(["sh", source / "run_autograder"], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"AT": str(tmp_path), "PY": sys.executable})
+    assert not done.returncode, done.stderr
+    found = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert {test["name"]: test["score"] for test in found["tests"] if test["score"]} == {"Coins.choose": 4}
+    with pytest.raises(SystemExit) as stop:
+        autograder.main([str(tmp_path / "a.zip")])
+    assert stop.value.code == 2, "nothing is written over"
+
+
+def test_the_container_makes_what_make_test_needs():
+    """Its command is a target of the Makefile, of which `make test` is made."""
+    text = (museum.ROOT / ".devcontainer" / "devcontainer.json").read_text(encoding="utf-8")
+    made = json.loads("\n".join(line for line in text.splitlines() if not line.startswith("//")))
+    target = made["postCreateCommand"].removeprefix("make .venv/")
+    rules = (museum.ROOT / "Makefile").read_text(encoding="utf-8")
+    assert f"\n$(VENV)/{target}:" in rules and f"\ntest: $(VENV)/{target}" in rules
