@@ -1,0 +1,303 @@
+"""A museum of bugs that real projects shipped: each verifier as a change of ours, the smallest input that
+shows it, and how far its law is from the target's, computed here. The tour is museum.md.
+
+    python exercises/museum.py                          all exhibits
+    python exercises/museum.py --five 7                 five verifiers, of which one is wrong: which?
+    python exercises/museum.py --five 7 --answer 3 --p .6 .3 .1 --q .2 .3 .5     and for which p and q?
+"""
+import argparse
+import ast
+import difflib
+import random
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from tiny import TINY, Fixed, Says, law, make, wide  # noqa: E402
+
+import minimal  # noqa: E402
+from methods.trees import verify_tree  # noqa: E402
+from sampling import Coins, to_probs  # noqa: E402
+from speculative import State, chain, until  # noqa: E402
+from tests.mistakes import bare, change, find  # noqa: E402
+from verification import verify  # noqa: E402
+
+OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until, "to_probs": to_probs,
+        "Coins": Coins, "rounds_with_cache": minimal.rounds_with_cache}
+WARM = {"temperature": 1.0}
+
+
+class Exhibit(NamedTuple):
+    """A bug. p, q: a distribution for each place, the same whatever came before."""
+    name: str
+    link: str               # where it is described
+    file: str               # of ours,
+    scope: str              # the function that is changed,
+    changes: tuple          # and how: (what stands there, what instead), ...
+    p: list = ()            # (K+1, V)
+    q: list | None = None   # (K, V), or None: the draft is copied
+    case: dict = {}         # what else is given: copied, eos, sampling, points
+
+
+# --- the law of a verifier
+
+
+def changed(e):
+    """(the name of what is changed, it with the bug, its source, our source)"""
+    ours = (ROOT / e.file).read_text(encoding="utf-8")
+    source = ours
+    for old, new in e.changes:
+        source = change(source, e.scope, old, new)
+    name = e.scope.split(".")[0]
+    space = {"__name__": e.file.removesuffix(".py").replace("/", "."), "__file__": str(ROOT / e.file)}
+    exec(compile(source, e.file, "exec"), space)    # our own source, with these lines changed
+    return name, space[name], source, ours
+
+
+def diff(e):
+    """The changed lines, as `-` and `+`."""
+    *_, source, ours = changed(e)
+    old, new = (bare(find(ast.parse(text), e.scope)).splitlines() for text in (ours, source))
+    return [line.rstrip() for line in difflib.ndiff(old, new) if line[0] in "+-"]
+
+
+def round_of(e, tools):
+    """run(coins) -> the text that one round writes, completed with draws from p to as many tokens as p has
+    rows, or to an end of text."""
+    sampling, eos = (e.case.get(key, default) for key, default in (("sampling", WARM), ("eos", ())))
+    right = to_probs(wide(e.p).log(), **sampling)                               # (K+1, V)
+    K = len(right) - 1
+
+    def once(coins):
+        state = State(torch.zeros(1, 9).long(), torch.tensor([1]), [[0]], [9], None, None,
+                      lambda x: to_probs(x, **sampling), coins, (), torch.arange(9)[None])
+        if e.q is None:
+            tokens, q = torch.tensor([e.case["copied"]]), None
+        else:
+            draft = tools["chain"](state, lambda token, k: wide(e.q)[k].log()[None, None], Says(K))
+            tokens, q = draft.tokens, draft.q
+        p = tools["to_probs"](wide(e.p).log(), **sampling)[None]
+        if e.scope == "verify_tree":        # a chain is a tree, too
+            accepted, token = tools["verify_tree"](p, tokens, torch.arange(K)[None], coins, q)
+        else:
+            accepted, token = tools["verify"](p, q, tokens, coins)
+        text = tools["until"](eos, [*tokens[0, : int(accepted)].tolist(), int(token)])
+        while len(text) < len(right) and not set(eos) & set(text):
+            text = [*text, int(coins.choose(right[len(text)]))]
+        return tuple(text)
+    return once
+
+
+def law_by_points(run, coins, points):
+    """For a bug that uses a uniform twice: {text: share of the points (N, uniforms) at which it comes}."""
+    kind = type("", (coins,), {"__init__": Fixed.__init__, "take": Fixed.take})
+    found = {}
+    for row in points:
+        one = kind(*row)
+        one.noise = -(-row[-3:]).log1p()        # of a race of three tokens: see `sampling.Race`
+        text = run(one)
+        found[text] = found.get(text, 0.0) + 1 / len(points)
+    return found
+
+
+def laws(e, tools=None):
+    """(the law of the exhibit's verifier, the right one): {text: probability}. tools: ours instead of it."""
+    if tools is None:
+        name, function, *_ = changed(e)
+        tools = OURS | {name: function}
+    if e.scope == "rounds_with_cache":      # a model of three tokens that drafts with its first block
+        model = make(TINY, 1)
+        return tuple(law(lambda coins, rounds=rounds: tuple(t for *_, new in rounds(
+            model, [1], 3, 1, 1, lambda x: to_probs(x, 1.0), coins) for t in new))
+            for rounds in (tools[e.scope], minimal.rounds))
+    right = {(): 1.0}
+    for row in to_probs(wide(e.p).log(), **e.case.get("sampling", WARM)).tolist():
+        right = {(*text, *more): weight * chance for text, weight in right.items()
+                 for more, chance in ([((), 1.0)] if set(e.case.get("eos", ())) & set(text) else
+                                      [((t,), x) for t, x in enumerate(row)])}
+    run = round_of(e, tools)
+    if "points" in e.case:
+        return law_by_points(run, tools["Coins"], e.case["points"]()), right
+    return law(run), right
+
+
+def off(e, tools=None):
+    """How far the law of an exhibit's verifier is from the target's: half the sum of the differences. 0: the
+    same law, 1: nothing in common."""
+    one, two = laws(e, tools)
+    return sum(abs(one.get(key, 0.0) - two.get(key, 0.0)) for key in one.keys() | two.keys()) / 2
+
+
+def sobol():
+    """Points that fill a cube evenly: what is computed with them is right to 0.002."""
+    return torch.quasirandom.SobolEngine(9).draw(2**13, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+
+
+# --- the exhibits
+
+HUB = "https://github.com"
+VLLM = f"{HUB}/vllm-project/vllm"
+ASCEND = f"{HUB}/vllm-project/vllm-ascend"
+HF = f"{HUB}/huggingface/transformers"
+RESIDUAL = "residual = (p - q).clamp_(min=0)"
+LAST = "return accepted, coins.choose(torch.where(some, residual, p))"
+PASSED = "passed = coins.flip(ratio[..., 0]) & (place < length[:, None])"
+HALF, FIFTH = [0.5, 0.5], [0.2, 0.8]
+
+
+def of_verify(name, link, changes, *rest, **more):
+    return Exhibit(name, link, "verification.py", "verify", changes, *rest, **more)
+
+
+EXHIBITS = [
+    of_verify("every draft is accepted", f"{ASCEND}/issues/13730",
+              ((PASSED, "passed = (ratio[..., 0] > 0.0) & (place < length[:, None])"),),
+              [HALF, HALF], [FIFTH]),
+    of_verify("the residual through a softmax", f"{HF}/pull/28508",
+              ((RESIDUAL, "residual = torch.where(rejected[:, None], (p - q).clamp(min=0).softmax(-1), p)"),),
+              [HALF, HALF], [FIFTH]),
+    Exhibit("only the rejected token is set to zero", f"{HUB}/SafeAILab/EAGLE/issues/20",
+            "methods/trees.py", "verify_tree",
+            (("less = (left - q[:, k]).clamp_(min=0)", "less = left.scatter(1, token, 0.0)"),),
+            [[0.2, 0.4, 0.4], [0.2, 0.4, 0.4]], [[0.6, 0.4, 0.0]]),
+    of_verify("the replacement comes from the next row", f"{HUB}/openvinotoolkit/openvino.genai/issues/4190",
+              (("p = p[row, accepted]", "p = p[row, accepted + rejected.long()]"),
+               ("q[row, accepted.clamp(max=K - 1)] * rejected[:, None]",
+                "q[row, accepted.clamp(max=K - 1)] * 0")),
+              [[1.0, 0.0], [0.0, 1.0]], [HALF]),
+    of_verify("the bonus token is the likeliest one",
+              f"{HUB}/shreyansh26/Speculative-Decoding/blob/"
+              "ef1e5bc2acf949b771d87482f06a133ad95848dd/common/verification.py",
+              ((LAST, "return accepted, torch.where(rejected, coins.choose(torch.where(some, residual, p)), "
+                "p.argmax(-1))"),), [HALF, [0.6, 0.4]], [HALF]),
+    of_verify("the bonus token forgets the temperature, here 0.5",
+              f"{HUB}/hemingkx/SWIFT/blob/0501393971727ec77481f9d638a6d60d7ec55b20/model/swift/utils.py",
+              ((LAST, "return accepted, coins.choose(torch.where(rejected[:, None], "
+                "torch.where(some, residual, p), p ** 0.5))"),), [HALF, FIFTH], [HALF]),
+    of_verify("one uniform decides twice", f"{ASCEND}/pull/16370",
+              ((PASSED, "u = coins.take(B * K, p.device).view(B, K)\n"
+                "passed = (u < ratio[..., 0]) & (place < length[:, None])"),
+               (LAST, "fresh = coins.choose(torch.where(some, residual, p))\n"
+                "cdf = residual.cumsum(-1)\n"
+                "again = u.gather(1, accepted.clamp(max=K - 1)[:, None]) * cdf[:, -1:]\n"
+                "again = torch.searchsorted(cdf, again, right=True)[:, 0]\n"
+                "return accepted, torch.where(rejected, again, fresh)")),
+              [[0.4, 0.4, 0.2]] * 2, [[0.2, 0.2, 0.6]], {"points": sobol}),
+    Exhibit("draft and residual race by the same noise", f"{VLLM}/pull/54282", "sampling.py", "Coins.choose",
+            (("u = self.take(total.numel(), cdf.device).view(total.shape)",
+              "arrives = self.noise.reshape(weights.shape) / weights"),
+             ("ids = torch.searchsorted(cdf, u * total, right=True)",
+              "ids = arrives.argmin(-1, keepdim=True)")),
+            [[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], [[0.6, 0.3, 0.1]], {"points": sobol}),
+    Exhibit("the draft is argmax, q is soft", f"{HF}/issues/32867", "speculative.py", "chain",
+            (("token = state.coins.choose(q)", "token = q.argmax(-1)"),), [HALF, HALF], [[0.8, 0.2]]),
+    Exhibit("drawn from the cut q, judged by the whole one", f"{HF}/issues/47932", "speculative.py", "chain",
+            (("qs.append(q)", "qs.append(logits.softmax(-1))"),),
+            [[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
+    Exhibit("block verification by products of uniforms", f"{ASCEND}/issues/7807",
+            "verification.py", "verify",
+            ((PASSED, "u = coins.take(B * K, p.device).view(B, K).cumprod(1)\n"
+              "passed = (u <= ratio[..., 0].clamp(max=1).cumprod(1)) & (place < length[:, None])"),
+             ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * (place + 1)).amax(1)")),
+            [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
+    of_verify("the first draft is never tested", f"{HUB}/ohdearquant/lattice/issues/243",
+              ((PASSED, "passed = (coins.flip(ratio[..., 0]) | (place == 0)) & (place < length[:, None])"),),
+              [[1.0, 0.0]] * 2, None, {"copied": [1]}),
+    Exhibit("of equal logits the last one wins", f"{HUB}/ohdearquant/lattice/issues/280",
+            "sampling.py", "to_probs",
+            (("one_hot(logits.max(-1).indices, logits)",
+              "one_hot(logits.shape[-1] - 1 - logits.flip(-1).max(-1).indices, logits)"),),
+            [HALF, HALF], None, {"copied": [0], "sampling": {"temperature": 0.0}}),
+    Exhibit("a coin of 0 accepts what has no chance", f"{HUB}/sgl-project/sglang/issues/35771",
+            "sampling.py", "Coins.flip", (("self.take(prob.numel(), prob.device).view(prob.shape) < prob",
+                                           "self.take(prob.numel(), prob.device).view(prob.shape) <= prob"),),
+            [[1.0, 0.0]] * 2, [[0.0, 1.0]], {"points": lambda: wide([[0.0] * 9])}),
+    Exhibit("an end of text inside the draft is passed over", f"{HF}/issues/47912", "speculative.py", "until",
+            (("for i, token in enumerate(tokens)", "for i, token in list(enumerate(tokens))[-1:]"),),
+            [HALF, HALF], [HALF], {"eos": [0]}),
+    Exhibit("rejected drafts stay in the cache", f"{HUB}/ml-explore/mlx-lm/pull/1109",
+            "minimal.py", "rounds_with_cache",
+            (("len(tokens) + left", "4 * (len(tokens) + left)"),
+             ("before += len(new)", "before += len(xs)")))]
+
+
+# --- which of these five is wrong?
+
+RIGHT = [   # other ways to write `verify`, all right
+    ((PASSED, PASSED.replace("ratio[..., 0]", "ratio[..., 0].clamp(max=1)")),),
+    ((RESIDUAL, "residual = p - torch.minimum(p, q)"),),
+    ((RESIDUAL, "residual = torch.maximum(p, q) - q"),),
+    (("accepted = passed.cumprod(1).sum(1)", "accepted = (passed.cumsum(1) == place + 1).sum(1)"),),
+    ((PASSED, "drawn = coins.choose(p)\npassed = (drawn[:, :K] == tokens) & (place < length[:, None])"),
+     (LAST, "return accepted, drawn[row, accepted]"))]
+
+
+def five(seed):
+    """Five exhibits, of which one is wrong, and its number from 1."""
+    rng = random.Random(seed)
+    wrong = rng.choice([e for e in EXHIBITS if e.scope == "verify" and e.q and not e.case])
+    rows = [wrong, *(of_verify("right", "", changes) for changes in rng.sample(RIGHT, 4))]
+    rng.shuffle(rows)
+    return rows, rows.index(wrong) + 1
+
+
+def rows(table):
+    return "; ".join(", ".join(f"{x:.3g}" for x in row) for row in table)
+
+
+def show(e):
+    """The lines of an exhibit."""
+    yield from diff(e)
+    if e.p:
+        drawn = f"q {rows(e.q)}" if e.q else f"the draft {e.case['copied']}, copied"
+        extra = [f", {key} {e.case[key]}" for key in ("eos", "sampling") if key in e.case]
+        yield f"p {rows(e.p)}   {drawn}{''.join(extra)}"
+    yield f"off by {off(e):.3f}"
+
+
+def judge(seed, number, p, q):
+    """What there is to say about an answer to `five`: (is it right?, a sentence)."""
+    shown, wrong = five(seed)
+    if not 1 <= number <= len(shown):
+        raise ValueError(f"--answer must be a number from 1 to {len(shown)}, got {number}")
+    for name, row in (("p", p), ("q", q)):
+        if len(row) != len(p) or len(row) < 2 or min(row) < 0 or abs(sum(row) - 1) > 1e-6:
+            raise ValueError(f"--{name} must be a distribution, both of as many tokens, got {row}")
+    far = off(shown[number - 1]._replace(p=[p, p, p], q=[q, q]))
+    if far > 1e-9:
+        return True, f"right: with these p and q, number {number} is off by {far:.3f}"
+    if number == wrong:
+        return False, f"number {number} is wrong, but with these p and q its law is right"
+    return False, f"the law of number {number} is right for these p and q, and for all others"
+
+
+def main(argv=None):
+    p = argparse.ArgumentParser(description="Bugs that real projects shipped, and how far off they are.")
+    p.add_argument("--five", type=int, metavar="SEED", help="which of these five verifiers is wrong?")
+    p.add_argument("--answer", type=int, metavar="N", help="the number of the wrong one")
+    p.add_argument("--p", type=float, nargs="+", metavar="X", help="and p, the same at each place,")
+    p.add_argument("--q", type=float, nargs="+", metavar="X", help="and q, for which it is off")
+    a = p.parse_args(argv)
+    if a.five is None:
+        for i, e in enumerate(EXHIBITS, 1):
+            print(f"{i}. {e.name}", *show(e), "", sep="\n")
+        return 0
+    if a.answer is None:
+        for i, e in enumerate(five(a.five)[0], 1):
+            print(f"{i}.", *diff(e), "", sep="\n")
+        return 0
+    try:
+        right, text = judge(a.five, a.answer, a.p or [], a.q or [])
+    except ValueError as e:
+        p.error(str(e))
+    print(text)
+    return int(not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

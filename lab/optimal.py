@@ -1,0 +1,236 @@
+"""How many drafted tokens can be accepted at all? What each rule accepts, every outcome enumerated, beside
+the optimum, which is the value of a linear program. docs/optimal.md says what comes out.
+
+    python -m lab.optimal                                       the tables
+    python -m lab.optimal --picture docs/optimal.png            and the picture
+    python -m lab.optimal --p .25 .75 --q .75 .25               what block verification gains for these
+"""
+import statistics
+from itertools import product
+
+import torch
+
+from lab.spectr import chances
+from lab.traversal import verify_traversal
+from methods.trees import verify_tree
+from notebooks.outcomes import every_path, probability, total
+from notebooks.plots import HUES, axes
+from support import cli
+from support.files import replacing
+from verification import verify_block
+
+V = 3
+TREES = {"chain of 2": [0, 1], "chain of 3": [0, 1, 2], "2 siblings": [0, 0],
+         "2 siblings, 1 child": [0, 0, 1], "2 siblings, a child each": [0, 0, 1, 2]}
+
+
+LOOKS = {"token by token": (0, "o"), "in turn": (0, "o"), "block": (1, "s"), "traversal": (1, "s"),
+         "k-SEQ": (4, "D"), "optimum": (2, "^"), "agreement": (3, "v")}     # (hue, mark) in the picture
+
+
+# --- what a rule accepts
+
+
+def chain_rule(judge):
+    """A judge of chains as one of trees."""
+    return lambda p, tokens, parents, coins, q: judge(p, q, tokens, coins)
+
+
+def drawn(q, parents, coins):
+    """(tokens, what each was drawn from, the path to each node) of a tree whose siblings are drawn without
+    replacement. q: {path: distribution}, for all paths."""
+    tokens = []
+    laws = []
+    paths = [()]
+    for k, parent in enumerate(parents):
+        left = q[paths[parent]].clone()
+        left[[tokens[j] for j in range(k) if parents[j] == parent]] = 0.0
+        laws.append(left / left.sum())
+        tokens.append(int(coins.choose(laws[-1])))
+        paths.append((*paths[parent], tokens[-1]))
+    return tokens, laws, paths
+
+
+def accepted(judge, p, q, parents):
+    """How many tokens of a drawn tree `judge` accepts on average. p, q: {path: distribution}."""
+    def depth(coins):
+        tokens, laws, paths = drawn(q, parents, coins)
+        rows = torch.stack([p[path] for path in paths])
+        node, _ = judge(rows[None], torch.tensor([tokens]), torch.tensor([parents]), coins,
+                        torch.stack(laws)[None])
+        return len(paths[int(node)])
+    return sum(depth * chance for depth, chance in total(every_path(depth)).items())
+
+
+# --- the optimum
+
+
+def largest(c, A, b):
+    """The largest c x with A x <= b and x >= 0, for b >= 0: the simplex method. Of all columns that gain, and
+    of all rows that bound them, the first is taken (Bland 1977): so it ends."""
+    m, n = A.shape
+    table = torch.cat([A, torch.eye(m).to(A), b[:, None]], 1)
+    value = torch.cat([-c, torch.zeros(m + 1).to(c)])
+    base = list(range(n, n + m))
+    while (value[:-1] < -1e-10).any():
+        column = int((value[:-1] < -1e-10).nonzero()[0])
+        bounds = torch.where(table[:, column] > 1e-10, table[:, -1] / table[:, column], torch.inf)
+        tied = (bounds <= bounds.min() + 1e-12).nonzero()[:, 0].tolist()
+        row = min(tied, key=lambda i: base[i])
+        table[row] /= table[row, column].clone()
+        others = torch.arange(m) != row
+        table[others] -= table[others, column, None] * table[row]
+        value -= value[column].clone() * table[row]
+        base[row] = column
+    return float(value[-1])
+
+
+def optimum(p, q, parents):
+    """The most that any rule can accept on average, if one more token follows the accepted path, and then p.
+
+    x[D, v]: how often tree D is drawn and node v is the last accepted one. A(s): how often the accepted path
+    begins with s. The text s t was accepted, or t follows the accepted path s, or s came about otherwise and
+    p wrote t: p(s t) = A(s t) + (how often t follows s) + (p(s) - A(s)) p(t | s). What follows must not be
+    negative: A(s t) <= A(s) p(t | s). Besides, the sum of x[D, v] over v is at most the chance of D.
+    """
+    every = every_path(lambda coins: drawn(q, parents, coins)[2])
+    trees = [(probability(steps), paths) for steps, paths in every]
+    texts = sorted({path for _, paths in trees for path in paths[1:]})
+    nodes = [(d, path) for d, (_, paths) in enumerate(trees) for path in paths[1:]]
+    c = torch.tensor([float(len(path)) for _, path in nodes]).double()
+    A = torch.zeros(len(trees) + len(texts), len(nodes)).double()
+    b = torch.zeros(len(A)).double()
+    for d, (chance, _) in enumerate(trees):
+        b[d] = chance
+    for i, (d, path) in enumerate(nodes):
+        A[d, i] = 1.0
+        for row, text in enumerate(texts, len(trees)):
+            before, last = text[:-1], text[-1]
+            if path[: len(text)] == text:
+                A[row, i] += 1.0
+            if before and path[: len(before)] == before:
+                A[row, i] -= float(p[before][last])
+    for row, text in enumerate(texts, len(trees)):
+        if len(text) == 1:
+            b[row] = p[()][text[0]]         # A(()) = 1
+    return largest(c, A, b)
+
+
+def agreement(p, q, length):
+    """What no rule can exceed, even one that may change every later token: two texts of laws p and q begin
+    with the same i tokens at most 1 - TV of the time, where TV is that of their first i tokens."""
+    law = {(): (1.0, 1.0)}
+    most = 0.0
+    for _ in range(length):
+        law = {(*s, t): (one * float(p[s][t]), two * float(q[s][t])) for s, (one, two) in law.items()
+               for t in range(len(p[s]))}
+        most += sum(map(min, law.values()))
+    return most
+
+
+# --- random pairs
+
+
+def pair(seed, depth=4):
+    """p and q at each path of fewer than `depth` tokens: the softmax of normal logits, and of these with
+    normal noise of the same size."""
+    generator = torch.Generator().manual_seed(seed)
+    p = {}
+    q = {}
+    for length in range(depth):
+        for path in product(range(V), repeat=length):
+            logits, noise = torch.randn(2, V, generator=generator, dtype=torch.float64)
+            p[path] = logits.softmax(0)
+            q[path] = (logits + noise).softmax(0)
+    return p, q
+
+
+def rules(parents, p, q):
+    """{rule: accepted tokens}"""
+    chain = parents == list(range(len(parents)))
+    found = {"token by token": accepted(verify_tree, p, q, parents)}
+    if chain:
+        found["block"] = accepted(chain_rule(verify_block), p, q, parents)
+    found["traversal"] = accepted(verify_traversal, p, q, parents)
+    found["optimum"] = optimum(p, q, parents)
+    if chain:
+        found["agreement"] = agreement(p, q, len(parents))
+    return found
+
+
+def tables(pairs):
+    """{shape: [rules of each pair]} and {k: [(in turn, k-SEQ, optimum) of each pair]}"""
+    laws = [pair(seed) for seed in range(pairs)]
+    shapes = {name: [rules(parents, p, q) for p, q in laws] for name, parents in TREES.items()}
+    one_place = {k: [chances(p[()], q[()], k) for p, q in laws] for k in range(1, 6)}
+    return shapes, one_place
+
+
+def draw(shapes, one_place, path):
+    """Two trees, pair by pair, and the k drafts of one place."""
+    figure, (sides,) = axes(1, 3, 4.4, 3.8)
+    for side, name in zip(sides, ("chain of 3", "2 siblings, a child each"), strict=False):
+        found = sorted(shapes[name], key=lambda row: row["optimum"])
+        for rule in found[0]:
+            hue, mark = LOOKS[rule]
+            if rule == "traversal" and "block" in found[0]:     # the same numbers
+                continue
+            size, fill = (8, "none") if rule == "optimum" else (4, HUES[hue])
+            side.plot([row[rule] for row in found], ls="", marker=mark, ms=size, color=HUES[hue], mfc=fill,
+                      label=rule)
+        side.set(xlabel="random pairs, by their optimum", ylabel="accepted tokens", title=name)
+        side.legend(frameon=False, fontsize=8)
+    for i, rule in enumerate(("in turn", "k-SEQ", "optimum")):
+        means = [statistics.fmean(row[i] for row in rows) for rows in one_place.values()]
+        hue, mark = LOOKS[rule]
+        sides[2].plot(list(one_place), means, marker=mark, color=HUES[hue], label=rule)
+    sides[2].set(xlabel="k drafts for one place, drawn from q", ylabel="one of them is kept",
+                 title="one place")
+    sides[2].set_xticks(list(one_place))
+    sides[2].legend(frameon=False, fontsize=8)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+
+
+def gain(p, q, length=2):
+    """(accepted token by token, by blocks) where p and q are the same at every place."""
+    paths = [path for k in range(length + 1) for path in product(range(len(p)), repeat=k)]
+    p = dict.fromkeys(paths, torch.tensor(p).double())
+    q = dict.fromkeys(paths, torch.tensor(q).double())
+    parents = list(range(length))
+    return accepted(verify_tree, p, q, parents), accepted(chain_rule(verify_block), p, q, parents)
+
+
+def main(argv=None):
+    p = cli.Parser(description="What each rule of verification accepts, beside the optimum.")
+    p.add_argument("--pairs", type=int, default=40, help="random pairs of p and q")
+    p.add_argument("--picture", metavar="FILE", help="also draw it")
+    p.add_argument("--p", type=float, nargs="+", help="the gain of block verification for this p, and")
+    p.add_argument("--q", type=float, nargs="+", help="this q, the same at both places of a draft")
+    a = p.parse_args(argv)
+    if a.p or a.q:
+        for row in (a.p or [], a.q or []):
+            if len(row) != len(a.p or []) or len(row) < 2 or min(row) < 0 or abs(sum(row) - 1) > 1e-6:
+                raise ValueError(f"--p and --q must be distributions of as many tokens, got {a.p} and {a.q}")
+        one, two = gain(a.p, a.q)
+        print(f"token by token {one:.4f}, by blocks {two:.4f}: {two - one:.4f} more accepted")
+        return
+    if a.pairs < 1:
+        raise ValueError(f"--pairs must be at least 1, got {a.pairs}")
+    shapes, one_place = tables(a.pairs)
+    names = ["token by token", "block", "traversal", "optimum", "agreement"]
+    print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 6 + "|", sep="\n")
+    for name, rows in shapes.items():
+        cells = [f"{statistics.fmean(row[rule] for row in rows):.3f}" if rule in rows[0] else ""
+                 for rule in names]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print("", "| k drafts for one place | in turn | k-SEQ | optimum |", "|---" * 4 + "|", sep="\n")
+    for k, rows in one_place.items():
+        cells = [f"{statistics.fmean(row[i] for row in rows):.3f}" for i in range(3)]
+        print(f"| {k} | {' | '.join(cells)} |")
+    if a.picture:
+        draw(shapes, one_place, a.picture)
+
+
+if __name__ == "__main__":
+    raise SystemExit(cli.main(main, None))
