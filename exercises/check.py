@@ -3,8 +3,10 @@ the message for each wrong answer must name the mistake. Each case of "Diagnose"
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 """
+import ast
 import os
 import sys
+import textwrap
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -32,6 +34,71 @@ def wrong_answers(task):
             yield change(answer(task), "", old, new), says
 
 
+TRAPS = """
+FIRST, LAST = {}, {}
+
+def spoil(x):
+    if isinstance(x, torch.Tensor):
+        x.logical_not_() if x.dtype == torch.bool else x.add_(1)
+    if isinstance(x, (list, dict)):
+        x.append(0) if isinstance(x, list) else x.clear()
+    for part in vars(x).values() if hasattr(x, "known") else x if isinstance(x, (list, tuple)) else ():
+        spoil(part)
+
+def every(change, x):
+    if isinstance(x, tuple):
+        return tuple(every(change, part) for part in x)
+    if hasattr(x, "tokens"):
+        for name, part in vars(x).items():
+            setattr(x, name, every(change, part))
+    return change(x)
+
+def half(x):
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x
+
+def again(x):
+    if not isinstance(x, torch.Tensor):
+        return x
+    old = LAST.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    return old.copy_(x)
+"""
+KINDS = {   # what an answer does beside its work: {kind: (code, what the message must say)}
+    "random": ("torch.rand(1)\nreturn right(*given)", "random numbers of your own"),
+    "constant": ("return FIRST.setdefault(0, right(*given))", ""),
+    "again": ("return every(again, right(*given))", "hand out the same"),
+    "float32": ("return every(half, right(*given))", None)}
+OBJECTS = {"self", "coins", "step", "store", "score", "allowed", "pass_cost", "rule", "layer"}
+
+
+def traps(task):
+    """(what, text, words of the message): the original of each function behind code that spoils an argument,
+    takes it for what it was in the first call, ... Words are None where the answer may pass."""
+    for name in task.functions:
+        node = splice.find(ast.parse(splice.source(task.module)), name)
+        arguments = [arg.arg for arg in node.args.args]
+        kinds = {kind: row for kind, row in KINDS.items()
+                 if (kind, name) not in {("again", "KVCache.write"), ("again", "softcap")}}
+        for i, argument in enumerate(arguments):
+            if argument not in OBJECTS:
+                kinds[f"`{argument}` ignored"] = (
+                    f"given[{i}] = FIRST.setdefault({i}, given[{i}])\nreturn right(*given)", "")
+                kinds[f"`{argument}` changed"] = (
+                    f"result = right(*given)\nspoil(given[{i}])\nreturn result", None)
+        for kind, (body, says) in kinds.items():
+            yield f"{name}, {kind}", behind(task, name, node, f"given = [{', '.join(arguments)}]\n{body}"), says
+
+
+def behind(task, name, node, body):
+    """The answer of a task, whose function `name` has this body; it calls the original, `right`."""
+    outer = "." in name
+    lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
+    right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)
+    head = splice.stub(task.module, name).rsplit("\n", 2)[0]
+    others = [line for other in task.functions if other != name
+              for line in splice.original(task.module, other)]
+    return "\n".join([TRAPS, right, head, textwrap.indent(body, " " * (4 + 4 * outer)), *others, ""])
+
+
 def cases(task):
     """(task, what, text, what the verdict must be, words of its message)"""
     yield task, "the stub", "\n".join(splice.stub(task.module, name) for name in task.functions), "to do", ""
@@ -40,6 +107,8 @@ def cases(task):
         yield task, "another shape", text, "passed", ""
     for text, says in wrong_answers(task):
         yield task, f"wrong: {says}", text, "failed", says
+    for what, text, says in traps(task):
+        yield task, f"trap: {what}", text, "failed", says
 
 
 def problem(job):
