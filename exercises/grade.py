@@ -1,5 +1,5 @@
 """Grade the answers in a student's folder: each takes the original's place in a temporary copy of the
-library, and the library's tests of that function are run there. See guard.py for what is checked in every call.
+library, and the library's tests of that function are run there. guard.py says what is checked in every call.
 
     python exercises/grade.py OUT              all exercises
     python exercises/grade.py OUT verify       one of them, by its name or number
@@ -71,8 +71,8 @@ class Watch:
         kind, message = type(value).__name__, str(value) or repr(value)
         if kind != "Failed":
             message = f"{kind}: {message}"
-            if line:
-                message += f"\nraised at     line {line}: {statement}"
+            message += (f"\nraised at     line {line}: {statement}" if line else "\nraised by     the test, which "
+                        "cannot use what came back: is it of another shape or type?")
         about = (getattr(getattr(node, "function", None), "__doc__", "") or
                  node.name.removeprefix("test_").partition("[")[0].replace("_", " "))
         if "given" not in message:

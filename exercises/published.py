@@ -1,5 +1,5 @@
-"""Two published results to explain: exercises 17 and 18, graded by tests/test_published.py. The run of 18 is in
-github.com/shreyansh26/Speculative-Decoding: README.md, runs/draft_model_ultrachat3000_len2_nonvllm.jsonl."""
+"""Two published results to explain: exercises 17 and 18, graded by tests/test_published.py. The run of 18:
+github.com/shreyansh26/Speculative-Decoding, README.md, runs/draft_model_ultrachat3000_len2_nonvllm.jsonl."""
 import torch
 
 

@@ -1,5 +1,4 @@
-"""Cuts functions out of the library with `ast`: a stub is what remains. And of an answer it takes the part that
-is run.
+"""Cuts functions out of the library with `ast`: a stub is what remains. Of an answer it takes what is run.
 
 The library is the solution. Nothing here is a copy of it, so the two cannot differ.
 """
@@ -60,8 +59,8 @@ def hollow(module, names):
     for node in sorted(nodes, key=lambda node: -node.lineno):
         first, last = span(node)
         pad = " " * (node.col_offset + 4)
-        lines[first + head(node) : last] = [
-            f"{pad}raise NotImplementedError('the {node.name} of the library is out of reach: write your own')"]
+        says = f"the {node.name} of the library is out of reach: write your own"
+        lines[first + head(node) : last] = [f"{pad}raise NotImplementedError({says!r})"]
     return "\n".join(lines) + "\n"
 
 

@@ -96,8 +96,8 @@ def look(got, want, mistakes, given="the worked example of this test"):
 
 def same_law(run, want, mistakes, given, otherwise=None, finish=dict):
     """run(coins) -> outcome must have the distribution `want`, {outcome: probability}, once `finish` has made
-    whole outcomes of those that it got. mistakes: {why: a run that makes it}; the one that gives the very same
-    distribution is named, or else `otherwise`."""
+    whole outcomes of those that it got. mistakes: {why: a run that makes it}; the one that gives the very
+    same distribution is named, or else `otherwise`."""
     with no_other_chance(given):
         got = finish(law(run))
     if not equal(got, want):

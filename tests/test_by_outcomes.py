@@ -1,6 +1,6 @@
 """`verify`, `verify_tree` and `chain` by their outcomes, all enumerated: what counts is the distribution
-of the text. A verifier that keeps few drafts may be right all the same, so each text is completed by p before it
-is compared, and what is kept is only remarked on."""
+of the text. A verifier that keeps few drafts may be right all the same, so each text is completed by p before
+it is compared, and what is kept is only remarked on."""
 import math
 from functools import partial
 from typing import NamedTuple
@@ -84,7 +84,8 @@ def after(way, p):
 
 
 def written(verifier, parents, count, copied=None, tables=SMALL, length=None):
-    """A run of one round: plant drafts and verify them. A text of at most `count` tokens, alone in a tuple."""
+    """A run of one round: plant drafts and verify them. A text of at most `count` tokens, alone in a
+    tuple."""
     def once(coins):
         tokens, q, way = planted(coins, parents, tables, copied)
         node, token = verifier(after(way, tables.p), q, tokens, parents, coins, length)
@@ -164,8 +165,9 @@ def writes_the_law(verifier, given, parents, count, copied=None, tables=SMALL, l
     wrong = {} if otherwise else {
         why: written(partial(by_the_walk, mistake=name), *case) for name, why in MISTAKES.items()}
     want = {(text,): weight for text, weight in target_law(tables.p, count).items()}
-    same_law(written(verifier, *case), want, wrong, f"{given}, in a vocabulary of {tables.p.shape[1]} tokens; "
-             "the text must have the distribution of plain decoding, {text: probability}", otherwise,
+    V = tables.p.shape[1]
+    same_law(written(verifier, *case), want, wrong, f"{given}, in a vocabulary of {V} tokens; the text must"
+             " have the distribution of plain decoding, {text: probability}", otherwise,
              lambda found: completed(found, tables.p, count=count))
 
 
@@ -212,15 +214,15 @@ def test_verify_drawn_drafts(K, length, record_property):
                                   f"drafts, where min(1, p/q) accepts {most:.0%}, the sum of min(p, q)")
 
 
-LATER = ("one draft and two come out right; from the third draft on, is each judged and replaced by its own rows "
-         "of p and q, and only if all before it were accepted?")
-SLIGHT = ("p and q differ by 2e-8 here, and what a rejection leaves is as small: it must be drawn from all the "
-          "same, so ask whether it is > 0, not > 1e-6")
+LATER = ("one draft and two come out right; from the third draft on, is each judged and replaced by its own "
+         "rows of p and q, and only if all before it were accepted?")
+SLIGHT = ("p and q differ by 2e-8 here, and what a rejection leaves is as small: it must be drawn from all "
+          "the same, so ask whether it is > 0, not > 1e-6")
 
 
 @pytest.mark.parametrize("length", [None, 9])
 def test_verify_long_drafts_of_a_large_vocabulary(length):
-    writes_the_law(one_row, f"12 drafts from q, {length or 12} proposed, of which few are in doubt", range(12), 13,
+    writes_the_law(one_row, f"12 drafts from q, {length or 12} proposed, few of them in doubt", range(12), 13,
                    tables=LONG, length=length, otherwise=LATER)
 
 
@@ -258,8 +260,8 @@ def rows_stand_for_themselves(verifier, parents, lengths, drawn, dead):
         return tuple((*way[n], t)[:3] for way, n, t in zip(ways, node.tolist(), token.tolist(), strict=True))
 
     tables = [GREEDY.p if b == 1 - drawn else P for b in range(2)]
-    same_law(once, completed({((), ()): 1.0}, *tables, count=3), {}, f"two rows that propose {lengths} tokens, "
-             f"and q of the dead ones is {dead}; {{texts: probability}}",
+    same_law(once, completed({((), ()): 1.0}, *tables, count=3), {}, f"two rows that propose {lengths} "
+             f"tokens, and q of the dead ones is {dead}; {{texts: probability}}",
              "each row has its own rows of p and q, its own parents, and its own length; where NaN came, "
              "what is dead is computed with: 0 * NaN is NaN, so choose with torch.where or by an index",
              lambda found: completed(found, *tables, count=3))
@@ -378,10 +380,11 @@ def test_chain_keeps_the_token_that_stops_it():
         (tokens,), _, _ = draft(Says(5, stop), coins)
         late = len(tokens) - 1 - tokens.index(2) if 2 in tokens else 0
         if late or (len(tokens) < 5 and tokens[-1:] != [2]):
-            why = ("the drawn token that stops the draft is dropped; to drop a token for what it is changes the "
-                   "distribution of the text")
+            why = ("the drawn token that stops the draft is dropped; to drop a token for what it is changes "
+                   "the distribution of the text")
             if late:
-                why = "it does not stop" if len(tokens) == 5 and late > 1 else f"it stops {late} token(s) too late"
+                why = f"it stops {late} token(s) too late"
+                why = "it does not stop" if len(tokens) == 5 and late > 1 else why
             fail("a rule that stops after token 2, and at most 5 tokens",
                  "the draft ends with its first 2, or has 5 tokens", f"the live tokens {tokens}", why)
 
@@ -428,8 +431,8 @@ def test_chain_lengths(want, left, lengths, stop):
 
 @pytest.mark.parametrize("parents, tables, length", [
     ([0], "small", None), ([0, 0], "small", None), ([0, 1, 0], "small", None), ([0, 0, 2], "small", None),
-    ([0, 0, 1, 1], "small", None), ([0, 1, 2], "small", None), ([0, 0, 0], "four", None), ([0, 1, 0], "small", 2),
-    ([0, 0, 1], "small", 1), ([0, 1, 1, 2, *range(4, 9)], "long", None)], ids=str)
+    ([0, 0, 1, 1], "small", None), ([0, 1, 2], "small", None), ([0, 0, 0], "four", None),
+    ([0, 1, 0], "small", 2), ([0, 0, 1], "small", 1), ([0, 1, 1, 2, *range(4, 9)], "long", None)], ids=str)
 def test_verify_tree_drawn_siblings(parents, tables, length):
     writes_the_law(one_walk, f"a tree of siblings drawn without replacement, which hang on the nodes "
                    f"{parents}, {len(parents) if length is None else length} of them proposed", parents,
@@ -437,7 +440,8 @@ def test_verify_tree_drawn_siblings(parents, tables, length):
 
 
 @pytest.mark.parametrize("parents, tokens, tables", [
-    ([], [], "small"), ([0, 0, 2], [1, 2, 0], "small"), ([0, 0], [1, 1], "small"), ([0, 0, 1, 1], [0, 2, 1, 2], "small"),
+    ([], [], "small"), ([0, 0, 2], [1, 2, 0], "small"), ([0, 0], [1, 1], "small"),
+    ([0, 0, 1, 1], [0, 2, 1, 2], "small"),
     ([0, 1, 1, 1], [2, 3, 0, 1], "four"), ([0, 1, 2, 2, 2], [1, 0, 0, 3, 2], "four")], ids=str)
 def test_verify_tree_copied_siblings(parents, tokens, tables):
     writes_the_law(one_walk, f"the copied tokens {tokens}, which hang on the nodes {parents}, q = None",

@@ -36,6 +36,15 @@ def test_a_task_names_tests_that_exist(task):
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
 
 
+@each_task
+def test_no_bare_assert_reaches_a_student(task):
+    """It would say what was false, but neither what was given nor what is wrong: `teach.promise` does."""
+    for test in task.tests:
+        file, name = test.partition("[")[0].split("::")
+        node = find(ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")), name)
+        assert not [n.lineno for n in ast.walk(node) if isinstance(n, ast.Assert)], test
+
+
 # --- the folder
 
 

@@ -1,6 +1,6 @@
 """Two published results: exercises 17 and 18, exercises/published.py."""
 import torch
-from teach import compare, fail, short
+from teach import compare, fail, promise, short
 from tiny import law, wide
 
 from exercises.published import break_even, counterexample, draft_cost, first_failure, speed
@@ -8,11 +8,15 @@ from exercises.published import break_even, counterexample, draft_cost, first_fa
 
 def test_a_counterexample_to_the_first_failure():
     """The published mistake must show in the distribution of the first two tokens."""
-    p, q = counterexample()
+    p, q = (torch.as_tensor(t).double() for t in counterexample())
     for name, t, rows in (("p", p, 3), ("q", q, 2)):
-        if t.shape != (rows, p.shape[-1]) or not torch.allclose(t.sum(-1), torch.ones(rows).double()):
-            fail("counterexample()", f"{name} of shape ({rows}, V), whose rows are distributions",
-                 f"{short(t)}", "the target judges two drafts and gives a bonus token: three rows")
+        given, want = "counterexample()", f"{name} of shape ({rows}, V), whose rows are distributions"
+        promise(t.shape == (rows, p.shape[-1]), given, want, t, "the target judges two drafts and gives a "
+            "bonus "
+                "token: three rows")
+        promise((t >= 0).all() and ((t.sum(-1) - 1).abs() < 1e-6).all(), given, want, t,
+                "probabilities lie from 0 to 1, and those of a row sum to 1")
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
 
     def text(coins):
         tokens = coins.choose(q)
@@ -30,6 +34,12 @@ def test_a_counterexample_to_the_first_failure():
 
 
 def test_a_published_run():
+    for run, want in (((0.5, 12.0, 40, 10), 0.35), ((2.0, 100.0, 25, 30), 0.8), ((0.01, 1.0, 100, 50), 0.5)):
+        compare(wide([draft_cost(*run)]), [want], {}, f"(plain, seconds, drafted, verified) = {run}", 1e-9)
+    rows = [(0.5, 4, 0.1, 4, 1), (0.25, 8, 0.02, 9, 1.5), (0.75, 1, 0.3, 1, 1)]
+    given = f"(share, gamma, cost, drafted, verified) = {rows}"
+    compare(wide([speed(*row) for row in rows]), [3 / 1.4, 3 / 1.68, 1.75 / 1.3], {}, given, 1e-9)
+    compare(wide([break_even(s, g, d, v) for s, g, _, d, v in rows]), [0.5, 1.5 / 9, 0.75], {}, given, 1e-9)
     plain, seconds, rows = 2.0873 / 128, 3.4368, [
         (0.818, 2, 0.967, 3, 1.873), (1, 2, 0.967, 3, 2), (0.818, 2, 0.967, 2, 1), (0.818, 2, 0.07, 2, 1)]
     compare(wide([draft_cost(plain, seconds, 129, 86)]), [0.967098], {
