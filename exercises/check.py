@@ -137,7 +137,8 @@ def diagnosed(number):
     """What is wrong with a case of "Diagnose": one line must be wrong, and its test must fail."""
     case = diagnose.CASES[number - 1]
     where, text = diagnose.mutated(case)[1], "\n".join(diagnose.failure(case))
-    return "" if len(where) == 1 and "\nE  " in text else f"case {number}: lines {where}\n{text}"
+    found = "\nE  " in text or "\nexpected  " in text
+    return "" if len(where) == 1 and found else f"case {number}: lines {where}\n{text}"
 
 
 def main(words):

@@ -71,8 +71,8 @@ class Watch:
         kind, message = type(value).__name__, str(value) or repr(value)
         if kind != "Failed":
             message = f"{kind}: {message}"
-            message += (f"\nraised at     line {line}: {statement}" if line else "\nraised by     the test, which "
-                        "cannot use what came back: is it of another shape or type?")
+            message += (f"\nraised at     line {line}: {statement}" if line else
+                        "\nraised by     the test, which cannot use what came back: another shape or type?")
         about = (getattr(getattr(node, "function", None), "__doc__", "") or
                  node.name.removeprefix("test_").partition("[")[0].replace("_", " "))
         if "given" not in message:

@@ -11,7 +11,8 @@ from itertools import combinations
 
 import torch
 
-ITSELF = {"softcap", "KVCache.write", "climb"}      # what these return may be an argument, or a part of one
+# what these return may be an argument, or a part of one
+ITSELF = {"softcap", "KVCache.write", "climb", "counterexample"}
 KEPT = 2                                # so many results of earlier calls are watched, too
 
 

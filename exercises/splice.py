@@ -167,12 +167,13 @@ def sets(node):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in inner.names}
         if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
             found.add(inner.name)
-        changes = inner.func if isinstance(inner, ast.Call) and isinstance(node, ast.Expr) else inner
-        while isinstance(changes, (ast.Subscript, ast.Attribute)):      # TABLE[0] = 1, TABLE.append(1)
-            changes = changes.value
-        store = isinstance(getattr(inner, "ctx", None), (ast.Store, ast.Del))
-        if isinstance(changes, ast.Name) and (store or changes is not inner and isinstance(inner, ast.Call)):
-            found.add(changes.id)
+        method = isinstance(inner, ast.Call) and inner is getattr(node, "value", None)
+        place = inner.func if method and isinstance(node, ast.Expr) else inner
+        store = place is not inner or isinstance(getattr(inner, "ctx", None), (ast.Store, ast.Del))
+        while isinstance(place, (ast.Subscript, ast.Attribute)):        # TABLE[0] = 1, TABLE.append(1)
+            place = place.value
+        if isinstance(place, ast.Name) and store and place.id not in HARMLESS:
+            found.add(place.id)
     return found
 
 

@@ -160,7 +160,9 @@ def test_a_token_of_weight_zero_is_never_chosen():
         for some in some_logits(20, 2, 30).abs() * 1e-3:
             weights = torch.nn.functional.pad(some.float(), (tail, tail))
             picks = Fixed(0.0, ALMOST_ONE).choose(weights)
-            compare(picks, [tail, tail + 29], {}, f"30 weights between {tail} zeros on each side, u = 0 "
+            compare(picks, [tail, tail + 29], {
+                "the running sum and the total need float64, both": [tail, tail + 30]}, f"30 weights "
+                    f"between {tail} zeros on each side, u = 0 "
                                                   f"and u -> 1: "
                     "the first with weight, and the last")
     compare(Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]), [1, 1, 1], {}, "the weights 0 1 0")
