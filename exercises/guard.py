@@ -4,7 +4,6 @@ memory that somebody else holds, and no chance may come from elsewhere. So no te
 import functools
 import importlib
 import inspect
-import random
 import sys
 import types
 from itertools import combinations
@@ -75,20 +74,25 @@ def watched(name, original):
 
     @functools.wraps(original)
     def call(*args, **kwargs):
+        from teach import (
+            no_other_chance,  # trap: above, it would load the library before the answer is put in
+        )
+
         given = dict(arguments.bind(*args, **kwargs).arguments)
-        before, chance = frozen([given, kept]), (torch.get_rng_state(), random.getstate())
-        result = call.answer(*args, **kwargs)
-        check(name, given, kept, before, chance, result)
+        called, before = f"a call of {name}({', '.join(given)})", frozen([given, kept])
+        with no_other_chance(called):
+            result = call.answer(*args, **kwargs)
+        check(called, given, kept, before, result, name in ITSELF)
         kept[:] = [*kept, result][-KEPT:] if name != "KVCache.write" else []
         return result
     return call
 
 
-def check(name, given, kept, before, chance, result):
-    """Fail, as a test does, if the call that gave this result did what no answer may do."""
-    from teach import fail, short  # trap: at the top it would load the library before the answer is in it
+def check(called, given, kept, before, result, itself):
+    """Fail, as a test does, if the call that gave this result did what no answer may do. itself: it may
+    return an argument."""
+    from teach import fail, short
 
-    called = f"a call of {name}({', '.join(given)})"
     for now, old, why in (
             (given, before[0], "something is done in place, as by `x[...] =`, `+=`, or a method that ends in "
              "_; work on a clone, because the caller goes on with what it gave you"),
@@ -98,11 +102,7 @@ def check(name, given, kept, before, chance, result):
             where, was, came = found
             what = f"`{where}`" if now is given else "the result of an earlier call"
             fail(called, f"{what} stays as it is: {short(was):.200}", f"{short(came):.200}", why)
-    if not torch.equal(chance[0], torch.get_rng_state()) or chance[1] != random.getstate():
-        fail(called, "all chance comes from the coins", "random numbers of your own", "with torch.rand, "
-             "multinomial and the like no run can be repeated, and no test can try every outcome; use only "
-             "the coins that the text of the exercise names")
-    if name in ITSELF:
+    if itself:
         return
     results = tensors(result)
     for at, out in results:
