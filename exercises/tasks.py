@@ -72,7 +72,8 @@ TASKS = [
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
         by_outcomes="verify_drawn_drafts verify_copied_drafts where_nothing_is_left[one_row] "
         "verify_rows_stand_for_themselves where_p_is_almost_q[verify] verify_refuses_another_vocabulary "
-        "verify_long_drafts_of_a_large_vocabulary", layerskip="the_text_of_a_self_draft_is_the_targets")),
+        "long_drafts_of_a_large_vocabulary[verify-None] "
+        "long_drafts_of_a_large_vocabulary[verify-9]", layerskip="the_text_of_a_self_draft_is_the_targets")),
     Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
@@ -96,7 +97,8 @@ TASKS = [
     Task(15, "verify_tree", "methods/trees.py", ("verify_tree",), 60, 3, tests(
         by_outcomes="verify_tree_drawn_siblings verify_tree_copied_siblings "
         "where_nothing_is_left[one_walk] verify_tree_rows_stand_for_themselves "
-        "where_p_is_almost_q[verify_tree] where_p_is_almost_q[siblings]")),
+        "where_p_is_almost_q[verify_tree] where_p_is_almost_q[siblings] "
+        "long_drafts_of_a_large_vocabulary[verify_tree-None]")),
     Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1, tests(
         by_hand="alpha_is_no_share_of_drafted_tokens")),
     Task(17, "counterexample", "exercises/published.py", ("counterexample",), 25, 2,
