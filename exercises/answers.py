@@ -83,6 +83,7 @@ WRONG = {
         "if temperature == 0:": {"if False:": "it is not shared"},
         "one_hot(logits.max(-1).indices, logits)": {
             "logits.softmax(-1)": "is the exact one-hot"},
+        "logits.amax(-1, keepdim=True)": {"logits.max()": "the largest of each row"},
         "max(temperature, 1e-30)": {"temperature": "NaN", "max(temperature, 0.001)": ""},
         "/ max(temperature, 1e-30)": {"* temperature": "not multiplied"},
         "p.cumsum(-1) - p >= top_p": {
