@@ -64,7 +64,7 @@ TASKS = [
         sampling="top_p_1_does_nothing_even_to_a_long_tail of_thousands_of_ties_the_lower_ids_stay "
                  "a_tiny_temperature_is_no_nan "
         "top_k_beyond_the_vocabulary_keeps_all half_types_are_raised_and_float64_stays "
-        "each_row_stands_for_itself_and_the_logits_stay a_setting_out_of_range_is_named")),
+        "each_row_stands_for_itself a_setting_out_of_range_is_named")),
     Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1, tests(
         by_hand="choices a_choice_costs_one_uniform",
         sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "

@@ -93,7 +93,7 @@ def test_half_types_are_raised_and_float64_stays(dtype):
                 "as of these in float32, so raise them first", 1e-6)
 
 
-def test_each_row_stands_for_itself_and_the_logits_stay():
+def test_each_row_stands_for_itself():
     logits = some_logits(3, 2, 20)
     for s in (dict(temperature=0.0), *SETTINGS):
         p, given = to_probs(logits, **s), f"logits (3, 2, 20), {s}"
@@ -103,7 +103,8 @@ def test_each_row_stands_for_itself_and_the_logits_stay():
             compare(to_probs(logits[at], **s), p[at], {}, f"{given}: the part {at} alone")
     apart = torch.tensor([[0.1, 0.2, 0.4], [3e6, 0.0, 1.0]])
     compare(to_probs(apart, 1.0), torch.stack([to_probs(row, 1.0) for row in apart]), {},
-            f"logits {apart.tolist()} in float32, as rows and each alone: subtract the largest of each row", 1e-5)
+            f"logits {apart.tolist()} in float32, as rows and each alone: subtract the largest of each "
+            f"row", 1e-5)
 
 
 @pytest.mark.parametrize("name, values", {
