@@ -255,7 +255,8 @@ WRONG = {
         "return z, value": {"return z, score(starts.double())": "the scores are those of the starts"}},
     "verify_tree": {
         'torch.where(falls, less / mass, left)': {
-            'torch.where(falls, torch.where(parents[:, k, None] == 0, less / mass, less), left)': 'must be scaled to sum to 1'},
+            'torch.where(falls, torch.where(parents[:, k, None] == 0, less / mass, less), left)': 'must be '
+                'scaled to sum to 1'},
         'child = passed[:, k] & (parents[:, k] == node)': {
             'child = passed[:, k] & (parents[:, k] == node) & ((node == 0) | (parents[row, node - 1] == '
             '0))': 'the walk ends at',
