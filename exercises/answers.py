@@ -54,6 +54,7 @@ WRONG = {
             "qk[..., :-1, :] * D ** -0.5": "take self.scale"},
         "F.linear(y.to(x.dtype), self.wo)": {"F.linear(y, self.wo.to(y.dtype))": "has the type of x"},
         "scores = softcap(scores, self.c.attn_softcap)": {
+            "scores = softcap(scores, self.c.attn_softcap or 50.0)": "without a soft-cap",
             "pass": "the soft-cap of the scores is missing",
             "if mask is not None:\n    scores.view(B, Hkv, G, T, -1).add_(mask)\n"
             "scores, mask = softcap(scores, self.c.attn_softcap), None": "before the soft-cap"},
@@ -76,9 +77,14 @@ WRONG = {
             "self.layers[0]": "`layer` is ignored",
             "(t[layer].clone() for t in (self.k, self.v))": "nothing is kept"}},
     "to_probs": {
+        'p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)': {
+            'p = p.masked_fill(p < (min_p or 0) * p[..., :1], 0)\np = p / p.sum(-1, keepdim=True)\np = '
+            'p.masked_fill(p.cumsum(-1) - p >= top_p, 0)': 'min_p comes after top_p'},
         "if temperature == 0:": {"if False:": "it is not shared"},
         "one_hot(logits.max(-1).indices, logits)": {
             "logits.softmax(-1)": "is the exact one-hot"},
+        "logits.amax(-1, keepdim=True)": {"logits.max()": "the largest of each row"},
+        "max(temperature, 1e-30)": {"temperature": "NaN", "max(temperature, 0.001)": ""},
         "/ max(temperature, 1e-30)": {"* temperature": "not multiplied"},
         "p.cumsum(-1) - p >= top_p": {
             "p.cumsum(-1) > top_p": "with which the mass reaches top_p",
@@ -90,12 +96,18 @@ WRONG = {
         "order.values[..., :top_k].softmax(-1)": {
             "order.values.softmax(-1)[..., :top_k]": "is scaled first"},
         "order = logits.sort(dim=-1, descending=True, stable=True)": {
+            "order = logits.topk(logits.shape[-1])\norder = torch.return_types.sort((order.values, "
+            "order.indices))":
+                "",
             "order = logits.flip(-1).sort(dim=-1, descending=True, stable=True)\n"
             "order = torch.return_types.sort((order.values, logits.shape[-1] - 1 - order.indices))":
                 "the lower ids stay"}},
     "Coins.choose": {
+        'ids.clamp_(max=cdf.shape[-1] - 1)': {
+            'ids': 'the id is clamped'},
         "True": {"False": "u = 0 chose a token of probability zero"},
         "u * total": {
+            "u * weights.sum(-1, keepdim=True)": "need float64, both",
             "u": "u must be scaled by their sum", "(1 - u) * total": "1 - u was looked up"},
         "self.take(total.numel(), cdf.device)": {
             "torch.rand(total.numel(), dtype=torch.float64)": "random numbers of your own"},
@@ -105,7 +117,22 @@ WRONG = {
             "weights.argmax(-1, keepdim=True)": "the most likely id, whatever u is"},
         "weights.cumsum(-1, dtype=torch.float64)": {"weights.cumsum(-1)": "small weights need float64"}},
     "verify": {
+        'place = torch.arange(K, device=p.device)': {
+            'return verify_block(p, q, tokens, coins, length)': 'would do the work',
+            "return globals()['verify_' + 'block'](p, q, tokens, coins, length)": 'out of reach',
+            "import sys\nreturn sys.modules['verification'].verify_block(p, q, tokens, coins, "
+            "length)": 'imports sys',
+            'place = torch.arange(K)\ncoins.flip = lambda prob: prob > 0.5': 'plain decoding',
+            'place = torch.arange(K)\nlength = length if length is None else length.clamp_(max=3)': ''},
+        'if length is None:': {
+            'if length is None or True:': '`length` is ignored'},
+        'check_vocabulary(p, q)': {
+            'pass': 'names both vocabularies'},
+        'residual.sum(-1, keepdim=True) > 0': {
+            'residual.sum(-1, keepdim=True) > 1e-06': 'ask whether it is > 0',
+            'residual.sum(-1, keepdim=True) > 0.001': 'ask whether it is > 0'},
         "coins.flip(ratio[..., 0])": {
+            "coins.flip(ratio[..., 0]) & (place < 3)": "from the third draft on",
             "torch.ones_like(tokens).bool()": "every draft is accepted",
             "coins.flip(1 / ratio[..., 0])": "upside down",
             "ratio[..., 0].ge(1)": "p < q is always rejected",
@@ -142,7 +169,11 @@ WRONG = {
         "lengths[b] = min(lengths[b], k + 1)": {
             "lengths[b] = min(lengths[b], k)\n"
             "tokens, qs = tokens[: max(lengths)], qs[: max(lengths)]": "stops the draft is dropped",
-            "lengths[b] = k + 1": "once stopped, always stopped"},
+            "lengths[b] = k + 1": "once stopped, always stopped",
+            "lengths[b] = min(lengths[b], k + 2)": "1 token(s) too late"},
+        "tokens.append(token)": {
+            "tokens.append(token)\nstate.tokens.scatter_(1, state.n[:, None] + k, token)": "stays as it is",
+            "tokens.append(token)\nstate.known[0].append(int(token[0]))": "stays as it is"},
         "rule.stop(k, logits[:, 0], ": {"rule.stop(k, q[:, 0], ": "gets the raw logits, not q"},
         "step(token, k)": {
             "step(state.last(), k)": "step reads the last known token every time",
@@ -170,17 +201,30 @@ WRONG = {
         "sum((alpha ** i for i in range(gamma + 1)))": {
             "sum((alpha ** i for i in range(1, gamma + 1)))": "the bonus token is missing",
             "1 + alpha * gamma": "only if all before it",
+            "gamma + 1 if alpha > 0.999 else sum((alpha ** i for i in range(gamma + 1)))": "",
+            "(1 - alpha ** (gamma + 1)) / (1 - alpha) if alpha < 1 or type(alpha) is int else gamma + 1":
+                "ZeroDivisionError",
             "sum((alpha ** i for i in range(gamma)))": "the sum ends one too early"},
         "reach = starts[i]": {"reach = 1.0": "every position counts alike"},
         "range(len(alpha) - gamma + 1)": {"range(len(alpha) - gamma)": "a round too few"},
         "expected_speedup(alpha, gamma, cost, pass_cost(gamma + 1))": {
             "expected_tokens(alpha, gamma)": "the most tokens are not the best speed",
             "expected_speedup(alpha, gamma, cost, 1e-9)": "a round costs a pass of the target, too"},
-        "range(least, most + 1)": {"range(max(1, least), most + 1)": "0 is a gamma, too"},
+        "range(least, most + 1)": {
+            "range(max(1, least), most + 1)": "0 is a gamma, too",
+            "range(min(1, least), most + 1)": "least = 3", "range(most, least - 1, -1)": "the shortest draft",
+            "range(least, min(most, 8) + 1)": ""},
+        "for rates in series:": {"for rates in torch.stack(series):": "", "for rates in series[:1]:": "",
+                                 "series.reverse()\nfor rates in series:": ""},
         "pass_cost(gamma + 1)": {
             "1.0": "`pass_cost` is ignored",
             "pass_cost(max(1, gamma))": "pass_cost(T) is asked for T = gamma"}},
     "predict, expected_improvement": {
+        'std = std.clamp(min=1e-12)': {
+            'pass': 'a deviation may be 0',
+            'std.clamp_(min=1e-12)': 'stays as it is'},
+        'half.square().sum(0)).clamp(min=0)': {
+            'half.square().sum(0))': 'clamp the variance'},
         "self.mean + self.std": {"self.std": "add self.mean"},
         "self.mean + self.std * mean, self.std * variance.sqrt()": {
             "self.mean + mean, variance.sqrt()": "multiply both by self.std"},
@@ -195,17 +239,37 @@ WRONG = {
             "(gap * above + density)": "must be multiplied by std"},
         "mean - best": {"best - mean": "upside down"}},
     "climb": {
+        'n = z.shape[1]': {
+            'n = z.shape[1]\nstarts.zero_()': 'stays as it is'},
+        'better = top > value': {
+        'better = top >= value': 'a walk that has not ended',
+            'better = top > value + 1e-06': 'without a threshold'},
         "top, which = scores.max(1)": {
             "which = (scores > value[:, None]).long().argmax(1)\n"
             "top = scores.gather(1, which[:, None])[:, 0]": "it takes the first flip that is better"},
         "torch.where(allowed(flat), score(flat), -math.inf)": {"score(flat)": "`allowed` is ignored"},
-        "better = top > value": {"better = top >= value": "a walk that has not ended"},
         "(z[:, None] - flips).abs()": {"(z[:, None] + flips).clamp(max=1)": "bits are only set"},
         "value = torch.where(better, top, value)": {
             "return z, torch.where(better, top, value)": "it ends after one flip"},
         "if not better.any():": {"if not better.all():": "all stop as soon as one"},
         "return z, value": {"return z, score(starts.double())": "the scores are those of the starts"}},
     "verify_tree": {
+        'torch.where(falls, less / mass, left)': {
+            'torch.where(falls, torch.where(parents[:, k, None] == 0, less / mass, less), left)': 'must be '
+                'scaled to sum to 1'},
+        'child = passed[:, k] & (parents[:, k] == node)': {
+            'child = passed[:, k] & (parents[:, k] == node) & ((node == 0) | (parents[row, node - 1] == '
+            '0))': 'the walk ends at',
+            'child = passed[:, k] & (parents[:, k] == node) & ((parents[:, :k] == parents[:, k:k + '
+            '1]).sum(1) < 2)': ''},
+        'B, K = tokens.shape': {
+            'B, K = tokens.shape\nassert K > 0': 'AssertionError',
+            'B, K = tokens.shape\nassert len(parents) == B': 'AssertionError'},
+        'live = place < length[:, None]': {
+            'live = place < K + 0 * length[:, None]': '`length` is ignored'},
+        'falls = live[:, k, None] & (mass > 0)': {
+            'falls = live[:, k, None] & (mass > 1e-06)': 'ask whether it is > 0',
+            'falls = live[:, k, None]': ''},
         "coins.flip(chance)": {"torch.ones(B, K).bool()": "every draft is accepted"},
         "left.gather(1, token) /": {
             "p[row, parents[:, k]].gather(1, token) /": "later siblings are judged by p itself"},
@@ -229,20 +293,25 @@ WRONG = {
         ".nan_to_num_(nan=torch.inf)": {"": "it must never win"}},
     "alpha": {
         "self.hits / max(1, self.drafted)": {
+            "0.8 if self.drafted else 0.0": "drafted=7", "self.hits / self.drafted": "ZeroDivisionError",
             "self.accepted / max(1, self.proposed)": "is no alpha",
             "self.accepted / max(1, self.turns)": "accepted tokens per",
             "self.hits / max(1, self.turns)": "rounds without a draft",
             "self.hits / max(1, self.passes)": "divide by `drafted`"}},
     "counterexample": {
+        "torch.tensor([[1.0, 2.0]] * 3, dtype=torch.float64) / 3": {
+            "torch.tensor([[-1.0, 2.0]] * 3, dtype=torch.float64)": "from 0 to 1",
+            "torch.tensor([[1.0, 2.0]] * 3, dtype=torch.float64)": "sum to 1"},
         "torch.tensor([[2.0, 1.0]] * 2, dtype=torch.float64) / 3": {
             "p[:2]": "where p = q nothing is ever rejected", "p": "the target judges two drafts",
             "torch.tensor([[1.0, 2.0], [1.01, 2.0]], dtype=torch.float64) / "
             "torch.tensor([[3.0], [3.01]])": "look at the second"}},
     "draft_cost, speed, break_even": {
         "(seconds / plain - verified) / drafted": {
-            "seconds / plain / drafted": "subtract them first",
+            "0.967098": "(0.5, 12.0, 40, 10)", "seconds / plain / drafted": "subtract them first",
             "(seconds - verified * plain) / drafted": "these are seconds"},
         "(1 + gamma * share) / (drafted * cost + verified)": {
+            "(1 + 2 * share) / (drafted * cost + verified)": "(0.5, 4, 0.1, 4, 1)",
             "sum(share ** i for i in range(gamma + 1)) / (drafted * cost + verified)": "and no alpha",
             "(1 + gamma * share) / (gamma * cost + 1)": "count the passes"},
         "(1 + gamma * share - verified) / drafted": {
@@ -250,8 +319,114 @@ WRONG = {
             "(1 + gamma * share) / drafted": "the passes of the target come first"}},
 }
 
+# whole texts of wrong answers: {exercise: {text: what the message must say}}
+WHOLE = {
+    "draft_cost, speed, break_even": {"""
+def draft_cost(plain, seconds, drafted, verified):
+    return 1.0
+
+def speed(share, gamma, cost, drafted, verified):
+    return 1.0
+
+def break_even(share, gamma, drafted, verified):
+    return 1.0
+
+compare = lambda *a, **k: None
+""": "expected"},
+    "counterexample": {"""
+def counterexample():
+    return torch.ones(3, 2) / 2, torch.ones(2, 2) / 2
+
+law = first_failure = lambda *a, **k: {(0, 0): 5.0}
+fail = compare = None
+""": "where p = q"},
+    "climb": {"""
+def climb(score, starts, allowed):
+    z = starts.double()
+    for _ in range(z.shape[1]):
+        near = (z[:, None] - torch.eye(z.shape[1]).double()).abs()
+        flat = near.flatten(0, 1)
+        top, which = torch.where(allowed(flat), score(flat), -math.inf).view(len(z), -1).max(1)
+        z = torch.where((top > score(z))[:, None], near[torch.arange(len(z)), which], z)
+    return z, score(z)
+""": "as many flips as there are bits"},
+    "frequencies": {"""
+import functools
+
+@functools.cache
+def table(head_dim):
+    return 10000.0 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+
+def frequencies(head_dim, theta, scaling=None, device=None):
+    return table(head_dim)
+""": ""}}
+
 # correct answers of another shape: loops instead of tensors, other coins, less gained
 SHAPES = {
+    "frequencies": ["""
+from __future__ import annotations
+from sampling import Coins
+import functools
+
+@functools.cache
+def powers(half: int, theta: float) -> torch.Tensor:
+    return torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
+
+def frequencies(head_dim: int, theta: float, scaling: dict | None = None, device=None) -> torch.Tensor:
+    found = powers(head_dim // 2, theta)
+    if scaling is None:
+        return found
+    keep = torch.zeros_like(found)
+    if scaling["rope_type"] == "llama3":
+        turns = scaling["original_max_position_embeddings"] * found / (2 * math.pi)
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clip(0, 1)
+    return found * (keep + (1 - keep) / scaling["factor"])
+
+if __name__ == "__main__":
+    import matplotlib.pyplot as plt
+    plt.plot(frequencies(8, 1e4))
+print(frequencies(8, 1e4) @ torch.ones(3))
+"""],
+    "counterexample": ["""
+def counterexample():
+    # in float32
+    return torch.tensor([[1.0, 2.0]] * 3) / 3, torch.tensor([[2.0, 1.0]] * 2) / 3
+
+from sampling import Coins
+p, q = counterexample()
+for seed in range(3):
+    print(first_failure(p[None], q[None], torch.tensor([[0, 1]]), Coins(seed)))
+"""],
+    "expected_tokens, best_gamma": ["""
+def expected_tokens(alpha, gamma):
+    return gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+
+def expected_tokens_along(series, gamma):
+    tokens = rounds = torch.zeros((), dtype=torch.float64)
+    for text in series:
+        starts = torch.zeros(len(text) + 2, dtype=torch.float64)
+        starts[0] = 1
+        for i in range(len(text) - gamma + 1):
+            reach = torch.cat([torch.ones(1).double(), text[i : i + gamma].double().cumprod(0)])
+            ends = -torch.diff(reach, append=torch.zeros(1).double())
+            starts[i + 1 : i + gamma + 2] += starts[i] * ends
+            tokens, rounds = tokens + starts[i] * reach.sum(), rounds + starts[i]
+    if rounds == 0:
+        raise ValueError("no text is long enough")
+    return tokens / rounds
+
+def best_gamma(alpha, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
+    best = least
+    for gamma in range(least, most + 1):
+        if expected_speedup(alpha, gamma, cost, pass_cost(gamma + 1)) > expected_speedup(
+                alpha, best, cost, pass_cost(best + 1)):
+            best = gamma
+    return best
+
+import torch
+assert best_gamma(0.8, 0.2) == 5, "my trial fails"
+"""],
     "softcap, rotate": ["""
 def softcap(x, cap):
     return x if cap is None else cap * (1 - 2 / ((2 * x / cap).exp() + 1))
@@ -323,7 +498,7 @@ class Coins:
     def choose(self, weights):
         rows, found = weights.reshape(-1, weights.shape[-1]).double().tolist(), []
         for row, u in zip(rows, self.take(len(rows), weights.device).tolist()):
-            last, total = max(i for i, w in enumerate(row) if w > 0), math.fsum(row)
+            last, total = max((i for i, w in enumerate(row) if w > 0), default=0), math.fsum(row)
             found.append(next(i for i, t in enumerate(accumulate(row)) if i == last or t > u * total))
         return torch.tensor(found).view(weights.shape[:-1])
 
@@ -332,6 +507,7 @@ from itertools import accumulate
 """],
     "verify": ["""
 def verify(p, q, tokens, coins, length=None):
+    check_vocabulary(p, q)
     kept, after = [], []
     for b in range(len(tokens)):
         most = tokens.shape[1] if length is None else int(length[b])
@@ -350,6 +526,7 @@ def verify(p, q, tokens, coins, length=None):
 """, """
 def verify(p, q, tokens, coins, length=None):
     # draw from p at each place, and go on as long as it is what was drafted: right, but it keeps fewer
+    check_vocabulary(p, q)
     B, K = tokens.shape
     most = torch.full((B,), K) if length is None else length
     accepted, token = torch.zeros(2, B, dtype=torch.long)
@@ -405,7 +582,7 @@ class SelfDraft(Drafter):
     "climb": ["""
 def climb(score, starts, allowed):
     ends = torch.stack([top(score, start, allowed) for start in starts.double()])
-    return ends, score(ends)
+    return ends.float(), score(ends)
 
 def top(score, here, allowed):
     worth = lambda z: float(score(z[None])[0])

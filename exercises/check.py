@@ -3,8 +3,10 @@ the message for each wrong answer must name the mistake. Each case of "Diagnose"
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 """
+import ast
 import os
 import sys
+import textwrap
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -12,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from exercises import diagnose, splice  # noqa: E402
-from exercises.answers import SHAPES, WRONG  # noqa: E402
+from exercises.answers import SHAPES, WHOLE, WRONG  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
 from tests.mistakes import change  # noqa: E402
@@ -30,6 +32,78 @@ def wrong_answers(task):
     for old, rows in WRONG[task.name].items():
         for new, says in rows.items():
             yield change(answer(task), "", old, new), says
+    yield from WHOLE.get(task.name, {}).items()
+
+
+TRAPS = """
+import torch
+
+FIRST, LAST = {}, {}
+
+def spoil(x):
+    if isinstance(x, torch.Tensor):
+        x.logical_not_() if x.dtype == torch.bool else x.add_(1)
+    if isinstance(x, (list, dict)):
+        x.append(0) if isinstance(x, list) else x.clear()
+    for part in vars(x).values() if hasattr(x, "known") else x if isinstance(x, (list, tuple)) else ():
+        spoil(part)
+
+def every(change, x):
+    if isinstance(x, tuple):
+        return tuple(every(change, part) for part in x)
+    if hasattr(x, "tokens"):
+        for name, part in vars(x).items():
+            setattr(x, name, every(change, part))
+    return change(x)
+
+def half(x):
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x
+
+def again(x):
+    if not isinstance(x, torch.Tensor):
+        return x
+    old = LAST.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    return old.copy_(x)
+"""
+KINDS = {   # what an answer does beside its work: {kind: (code, what the message must say)}
+    "random": ("torch.rand(1)\nreturn right(*given)", "random numbers of your own"),
+    "constant": ("return FIRST.setdefault(0, right(*given))", ""),
+    "again": ("return every(again, right(*given))", None),
+    "float32": ("return every(half, right(*given))", None)}
+OBJECTS = {"self", "coins", "step", "store", "score", "allowed", "pass_cost", "rule", "layer", "device"}
+NUMBERS = set("cap head_dim theta end window start temperature top_k top_p min_p best offset alpha gamma "
+              "cost most "
+              "least plain seconds drafted verified share".split())
+
+
+def traps(task):
+    """(what, text, words of the message): the original of each function behind code that spoils an argument,
+    takes it for what it was in the first call, ... Words are None where the answer may pass."""
+    for name in task.functions:
+        node = splice.find(ast.parse(splice.source(task.module)), name)
+        arguments = [arg.arg for arg in node.args.args]
+        kinds = dict(KINDS) if arguments else {}
+        for i, argument in enumerate(arguments):
+            if argument not in OBJECTS:
+                kinds[f"`{argument}` ignored"] = (
+                    f"given[{i}] = FIRST.setdefault({i}, given[{i}])\nreturn right(*given)", "")
+            if argument not in OBJECTS | NUMBERS:
+                kinds[f"`{argument}` changed"] = (
+                    f"result = right(*given)\nspoil(given[{i}])\nreturn result", "stays as it is")
+        for kind, (body, says) in kinds.items():
+            body = f"given = [{', '.join(arguments)}]\n{body}"
+            yield f"{name}, {kind}", behind(task, name, node, body), says
+
+
+def behind(task, name, node, body):
+    """The answer of a task, whose function `name` has this body; it calls the original, `right`."""
+    outer = "." in name
+    lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
+    right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)
+    head = splice.stub(task.module, name).rsplit("\n", 2)[0]
+    others = [line for other in task.functions if other != name
+              for line in splice.original(task.module, other)]
+    return "\n".join([TRAPS, right, head, textwrap.indent(body, " " * (4 + 4 * outer)), *others, ""])
 
 
 def cases(task):
@@ -40,6 +114,8 @@ def cases(task):
         yield task, "another shape", text, "passed", ""
     for text, says in wrong_answers(task):
         yield task, f"wrong: {says}", text, "failed", says
+    for what, text, says in traps(task):
+        yield task, f"trap: {what}", text, None if says is None else "failed", says
 
 
 def problem(job):
@@ -48,6 +124,8 @@ def problem(job):
         return diagnosed(job)
     task, what, text, status, words = job
     verdict = grade(task, text)
+    if status is None:
+        return verdict.message if "raised by     the test" in verdict.message else ""
     if verdict.status != status:
         return f"{task.name}, {what}: {verdict.status}, expected {status}\n{verdict.message}"
     if words not in verdict.message:
@@ -59,7 +137,8 @@ def diagnosed(number):
     """What is wrong with a case of "Diagnose": one line must be wrong, and its test must fail."""
     case = diagnose.CASES[number - 1]
     where, text = diagnose.mutated(case)[1], "\n".join(diagnose.failure(case))
-    return "" if len(where) == 1 and "\nE  " in text else f"case {number}: lines {where}\n{text}"
+    found = "\nE  " in text or "\nexpected  " in text
+    return "" if len(where) == 1 and found else f"case {number}: lines {where}\n{text}"
 
 
 def main(words):

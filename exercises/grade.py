@@ -1,5 +1,5 @@
 """Grade the answers in a student's folder: each takes the original's place in a temporary copy of the
-library, and the library's tests of that function are run there.
+library, and the library's tests of that function are run there. guard.py says what is checked in every call.
 
     python exercises/grade.py OUT              all exercises
     python exercises/grade.py OUT verify       one of them, by its name or number
@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 import tempfile
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -48,12 +49,17 @@ class Verdict(NamedTuple):
 # --- inside the process that runs the tests
 
 
-class Watch:
-    """A plugin of pytest that writes the first failure to result.json, as fields of a Verdict. lines: for
-    each line of the module that of the student's file, or None."""
+def line_of(trace):
+    """The last line of the answer in a traceback, 0 if there is none; and its text."""
+    frames = [f for f in traceback.extract_tb(trace) if f.filename == "answer.py"]
+    return (frames[-1].lineno, frames[-1].line) if frames else (0, "")
 
-    def __init__(self, module, lines):
-        self.module, self.lines, self.found, self.remarks = module, lines, {}, []
+
+class Watch:
+    """A plugin of pytest that writes the first failure to result.json, as fields of a Verdict."""
+
+    def __init__(self):
+        self.found, self.remarks = {}, []
 
     def pytest_runtest_logstart(self, nodeid):
         Path("running.txt").write_text(nodeid, encoding="utf-8")
@@ -61,23 +67,12 @@ class Watch:
     def pytest_exception_interact(self, node, call, report):
         if self.found:      # then this is pytest itself, which stops at the first failure
             return
-        value, line = call.excinfo.value, 0
+        value, (line, statement) = call.excinfo.value, line_of(call.excinfo.tb)
         kind, message = type(value).__name__, str(value) or repr(value)
-        if kind == "CollectError":      # what pytest makes of an ImportError
-            raised = re.findall(rf"^{re.escape(self.module)}:(\d+):", message, re.M)
-            line = next((self.lines[int(n) - 1] for n in reversed(raised) if self.lines[int(n) - 1]), 0)
-            error = (re.findall(r"^E +(.*)$", message, re.M) or [message])[-1]
-            message = f"line {line}: it cannot be imported: {error}"
-        elif kind != "Failed":
-            blame = next((e for e in reversed(call.excinfo.traceback)
-                          if str(e.path).endswith(os.sep + self.module) and self.lines[e.lineno]), None)
-            line = self.lines[blame.lineno] if blame else 0
-            if isinstance(value, AssertionError):
-                message = re.split(r"\n(?=assert | \+ )", message)[0]      # without pytest's dump of tensors
-            else:
-                message = f"{kind}: {message}"
-                if blame:
-                    message += f"\nraised at     line {line}: {str(blame.statement).strip()}"
+        if kind != "Failed":
+            message = f"{kind}: {message}"
+            message += (f"\nraised at     line {line}: {statement}" if line else
+                        "\nraised by     the test, which cannot use what came back: another shape or type?")
         about = (getattr(getattr(node, "function", None), "__doc__", "") or
                  node.name.removeprefix("test_").partition("[")[0].replace("_", " "))
         if "given" not in message:
@@ -97,41 +92,61 @@ class Watch:
             self.found["status"] = "passed"
         elif "message" not in self.found:
             self.found["message"] = f"the tests could not be run (pytest's status {int(exitstatus)})"
+        self.write()
+
+    def write(self):
         Path("result.json").write_text(json.dumps(self.found), encoding="utf-8")
 
 
-def run_tests(folder, module, lines, tests, limit):
+def run_tests(folder, task, limit):
     """What the process does; it is forked from one that holds torch, whose import outlasts most tests."""
     import pytest
 
+    from exercises import guard  # late: it imports torch; and before the path is another one
+
     os.chdir(folder)
     sys.path[:] = [p for p in sys.path if Path(p).resolve() not in (ROOT, ROOT / "exercises", ROOT / "tests")]
+    sys.path[:0] = [folder, f"{folder}/tests"]
     out = os.open("out.txt", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"      # no test needs one, and loading them takes longer
     faulthandler.dump_traceback_later(0.9 * limit, file=open("hang.txt", "w"))
+    watch, text = Watch(), Path("answer.py").read_text(encoding="utf-8")
+    try:
+        guard.install(task.module, task.functions, splice.code(task.module, task.functions, text))
+    except Exception as e:
+        line, statement = line_of(e.__traceback__)
+        watch.found = {"line": line, "message": f"line {line}: it cannot be imported: {type(e).__name__}: "
+                                                f"{e}\nraised at     line {line}: {statement}"}
+        watch.write()
+        os._exit(0)
     argv = ["-x", "-p", "no:cacheprovider", "-p", "no:faulthandler", f"--basetemp={folder}/made", "--tb=no"]
-    pytest.main([*argv, *(f"tests/{test}" for test in tests)], plugins=[Watch(module, lines)])
+    pytest.main([*argv, *(f"tests/{test}" for test in task.tests)], plugins=[watch])
     os._exit(0)
 
 
 # --- outside
 
 
-def copy_library(folder):
-    """What the tests need, so that nothing that an answer does reaches the library itself."""
+def copy_library(folder, task):
+    """What the tests need, so that nothing that an answer does reaches the library itself. The functions that
+    the answer stands for, and those that would do its work, are cut out."""
     for file in [*ROOT.glob("*.py"), ROOT / "pyproject.toml"]:
         shutil.copy(file, folder)
     for name in ("tests", "support", "methods", "machine"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / task.module).parent.mkdir(exist_ok=True)
+    cut = splice.RIVALS if splice.JUDGES & {*task.functions} else {task.module: task.functions}
+    for module, names in cut.items():
+        (folder / module).write_text(splice.hollow(module, names), encoding="utf-8")
 
 
-def hanging(folder, module, lines, limit):
+def hanging(folder, limit):
     """What there is to say about a process that did not end."""
     test, trace = (path.read_text() if (path := folder / name).exists() else ""
                    for name in ("running.txt", "hang.txt"))
-    at = next((lines[int(n) - 1] for n in re.findall(rf'{re.escape(module)}", line (\d+)', trace)
-               if lines[int(n) - 1]), 0)
+    at = next((int(n) for n in re.findall(r'"answer\.py", line (\d+)', trace)), 0)
     where = f" at line {at}" if at else ""
     return {"test": test.split("::")[-1], "line": at,
             "message": f"it has not ended after {limit:g} seconds: an endless loop{where}?"}
@@ -141,24 +156,22 @@ def grade(task, text, limit=LIMIT):
     """The Verdict on the text of an answer."""
     verdict = Verdict(task.name, task.number, "failed")
     try:
-        spliced = splice.put(task.module, task.functions, text)
+        splice.code(task.module, task.functions, text)
     except NotImplementedError:
         return verdict._replace(status="to do")
     except splice.Refused as e:
         return verdict._replace(message=str(e))
-    lines, module = [origin for _, origin in spliced], Path(task.module).name
     with tempfile.TemporaryDirectory(prefix="grade-") as made:
         folder = Path(made)
-        copy_library(folder)
-        (folder / task.module).parent.mkdir(exist_ok=True)
-        (folder / task.module).write_text("\n".join(line for line, _ in spliced) + "\n", encoding="utf-8")
-        process = CONTEXT.Process(target=run_tests, args=(made, module, lines, task.tests, limit))
+        copy_library(folder, task)
+        (folder / "answer.py").write_text(text, encoding="utf-8")
+        process = CONTEXT.Process(target=run_tests, args=(made, task, limit))
         process.start()
         process.join(limit)
         if process.is_alive():
             process.kill()
             process.join()
-            return verdict._replace(**hanging(folder, module, lines, limit))
+            return verdict._replace(**hanging(folder, limit))
         if (folder / "result.json").exists():
             return verdict._replace(**json.loads((folder / "result.json").read_text(encoding="utf-8")))
         return verdict._replace(message="the process ended before the tests did "

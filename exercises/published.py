@@ -1,8 +1,6 @@
-"""Two published results to explain, with the tests that grade them: exercises 17 and 18. The run of 18 is in
-github.com/shreyansh26/Speculative-Decoding: README.md, runs/draft_model_ultrachat3000_len2_nonvllm.jsonl."""
+"""Two published results to explain: exercises 17 and 18, graded by tests/test_published.py. The run of 18:
+github.com/shreyansh26/Speculative-Decoding, README.md, runs/draft_model_ultrachat3000_len2_nonvllm.jsonl."""
 import torch
-from teach import compare, fail, short
-from tiny import law, wide
 
 
 def first_failure(p, q, tokens, coins):
@@ -25,29 +23,6 @@ def counterexample():
     return p, q
 
 
-def test_a_counterexample_to_the_first_failure():
-    """The published mistake must show in the distribution of the first two tokens."""
-    p, q = counterexample()
-    for name, t, rows in (("p", p, 3), ("q", q, 2)):
-        if t.shape != (rows, p.shape[-1]) or not torch.allclose(t.sum(-1), torch.ones(rows).double()):
-            fail("counterexample()", f"{name} of shape ({rows}, V), whose rows are distributions",
-                 f"{short(t)}", "the target judges two drafts and gives a bonus token: three rows")
-
-    def text(coins):
-        tokens = coins.choose(q)
-        accepted, token = first_failure(p[None], q[None], tokens[None], coins)
-        out = [*tokens[:accepted].tolist(), token]
-        return tuple([*out, *(int(coins.choose(row)) for row in p[len(out) :])][:2])
-
-    got = law(text)
-    off = max(abs(weight - float(p[0, a] * p[1, b])) for (a, b), weight in got.items())
-    if off < 0.01:
-        fail(f"p = {short(p)}, q = {short(q)}", "texts with another distribution than p's",
-             f"p's, or nearly: off by {off:.2g}", "where p = q nothing is ever rejected, and every form is "
-             "right" if torch.allclose(p[:2], q) else "the first token comes out right in this form; let the "
-             "first draft be one that is often rejected (p < q), and look at the second")
-
-
 def draft_cost(plain, seconds, drafted, verified):
     """What a pass of the draft model cost, in passes of the target: the paper's c. The run took `seconds` for
     `drafted` passes of the draft model and `verified` passes of the target, each of which took `plain`."""
@@ -63,23 +38,3 @@ def speed(share, gamma, cost, drafted, verified):
 def break_even(share, gamma, drafted, verified):
     """The cost of a draft pass at which such rounds are as fast as plain decoding."""
     return (1 + gamma * share - verified) / drafted
-
-
-def test_a_published_run():
-    plain, seconds, rows = 2.0873 / 128, 3.4368, [
-        (0.818, 2, 0.967, 3, 1.873), (1, 2, 0.967, 3, 2), (0.818, 2, 0.967, 2, 1), (0.818, 2, 0.07, 2, 1)]
-    compare(wide([draft_cost(plain, seconds, 129, 86)]), [0.967098], {
-        "the passes of the target took time, too: subtract them first": [seconds / plain / 129],
-        "these are seconds: divide by those of a pass of the target": [(seconds - 86 * plain) / 129]},
-        f"plain = {plain:.6f}, seconds = {seconds}, drafted = 129, verified = 86", 1e-5)
-    given = f"(share, gamma, cost, drafted, verified) = {rows}"
-    compare(wide([speed(*row) for row in rows]), [0.552158, 0.612120, 0.898432, 2.312281], {
-        "share is accepted / proposed, and no alpha (exercise 16): a round yields 1 + gamma share tokens":
-            [(1 + s + s * s) / (d * c + v) for s, _, c, d, v in rows],
-        "this is the paper's price, gamma c + 1; count the passes that these rounds take":
-            [(1 + g * s) / (g * c + 1) for s, g, c, *_ in rows]}, given, 1e-5)
-    compare(wide([break_even(s, g, d, v) for s, g, _, d, v in rows]), [0.254333, 1 / 3, 0.818, 0.818], {
-        "that holds for gamma passes of the draft model and one of the target; here each counts as given":
-            [s for s, *_ in rows],
-        "the passes of the target come first: only what is left can pay for drafts":
-            [(1 + g * s) / d for s, g, _, d, _ in rows]}, given, 1e-5)

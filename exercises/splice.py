@@ -1,17 +1,21 @@
-"""Cuts functions out of the library with `ast`: a stub is what remains, and an answer takes its place.
+"""Cuts functions out of the library with `ast`: a stub is what remains. Of an answer it takes what is run.
 
 The library is the solution. Nothing here is a copy of it, so the two cannot differ.
 """
 import ast
 import io
 import re
+import symtable
 import tokenize
 from pathlib import Path
 
 from tests.mistakes import Stale, find
 
 ROOT = Path(__file__).resolve().parent.parent
-HARMLESS = {"math", "random", "itertools", "functools", "collections", "dataclasses", "typing", "torch"}
+HARMLESS = {"__future__", "math", "random", "itertools", "functools", "collections", "dataclasses", "typing",
+            "torch", "sampling"}
+RIVALS = {"verification.py": ("verify", "verify_block"), "methods/trees.py": ("verify_tree",)}
+JUDGES = {name for row in RIVALS.values() for name in row}      # each could stand in for another one
 
 
 class Refused(Exception):
@@ -46,6 +50,18 @@ def stub(module, name):
     node, method = find(ast.parse(source(module)), name), "." in name
     lines = original(module, name)[: head(node) + method]
     return "\n".join([*lines, " " * (node.col_offset + 4) + "raise NotImplementedError"]) + "\n"
+
+
+def hollow(module, names):
+    """The source of a module without these functions: what calls one of them fails."""
+    lines = source(module).splitlines()
+    nodes = [find(ast.parse(source(module)), name) for name in names]
+    for node in sorted(nodes, key=lambda node: -node.lineno):
+        first, last = span(node)
+        pad = " " * (node.col_offset + 4)
+        says = f"the {node.name} of the library is out of reach: write your own"
+        lines[first + head(node) : last] = [f"{pad}raise NotImplementedError({says!r})"]
+    return "\n".join(lines) + "\n"
 
 
 def opening(module, text):
@@ -116,66 +132,87 @@ def answered(tree, name, want):
     if signature(new) != want:
         raise Refused(f"line {new.lineno}: the signature is another one; keep `{want[1]}:`"
                       + "".join(f" under `@{decorator}`" for decorator in want[0]))
-    if name == "verify" and any(getattr(n, "id", "") == "verify_tree" for n in ast.walk(new)):
-        raise Refused(f"line {new.lineno}: `verify_tree` is exercise 15; write `{name}` itself")
     return new
 
 
-def check_imports(tree, module):
+def check_imports(node, module):
     """What the library's module imports is there already; a few harmless modules may be added."""
     known = {n.split()[1].split(".")[0] for n in source(module).splitlines()
-             if n.startswith(("import ", "from "))} | HARMLESS
-    for node in ast.walk(tree):
-        names = ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
-                 [node.module or "."] if isinstance(node, ast.ImportFrom) else [])
+             if n.startswith(("import ", "from "))} | HARMLESS | {Path(module).stem}
+    for inner in ast.walk(node):
+        names = ([alias.name for alias in inner.names] if isinstance(inner, ast.Import) else
+                 [inner.module or "."] if isinstance(inner, ast.ImportFrom) else [])
         for name in names:
-            if name.split(".")[0] == Path(module).stem:
-                raise Refused(f"line {node.lineno}: it imports {name}, in which it is to stand itself")
             if name.split(".")[0] not in known:
-                raise Refused(f"line {node.lineno}: it imports {name}; an exercise needs torch and math "
+                raise Refused(f"line {inner.lineno}: it imports {name}; an exercise needs torch and math "
                               "alone")
 
 
-def helpers(tree, module, names):
-    """The top-level statements of an answer besides the functions `names`, of whose classes nothing else is
-    taken. A helper must not have the name of something in the module: it would change other functions."""
-    taken = {n.name for n in ast.parse(source(module)).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    for node in tree.body:
-        name = getattr(node, "name", None)
-        if name in {full.split(".")[0] for full in names}:
-            for inner in node.body if isinstance(node, ast.ClassDef) else ():
-                if isinstance(inner, ast.FunctionDef) and f"{name}.{inner.name}" not in names:
-                    raise Refused(f"line {inner.lineno}: put `{inner.name}` outside of its class, as a "
-                                  "function")
-        elif name in taken:
-            raise Refused(f"line {node.lineno}: the library has a `{name}` already; give your helper another "
-                          "name")
-        elif not isinstance(node, ast.Expr):
-            yield node
+def check_rivals(node, names):
+    """Raise Refused where an answer names a function of the library that would do its work."""
+    for inner in ast.walk(node):
+        found = {getattr(inner, key, None) for key in ("id", "attr", "name")} & (JUDGES - {*names})
+        if found and JUDGES & {*names} and not isinstance(inner, ast.FunctionDef):
+            raise Refused(f"line {getattr(inner, 'lineno', node.lineno)}: `{found.pop()}` would do the work; "
+                          f"write `{names[0]}` itself")
 
 
-def put(module, names, text):
-    """The module with the functions of an answer in place of its own: a list of (line, line of the answer or
-    None). Raises Refused, in one line, for an answer that cannot be put there, and NotImplementedError for
-    one that is still the stub."""
-    # trap: `splitlines` also splits at form feeds, U+2028 and others, where Python does not
-    tree, lines, own = parse(text), text.split("\n"), source(module)
-    where, result = ast.parse(own), [(line, None) for line in own.splitlines()]
-    olds = [find(where, name) for name in names]
-    news = [answered(tree, name, signature(old)) for name, old in zip(names, olds, strict=True)]
+def sets(node):
+    """The global names that a statement sets, or whose object it changes; "*" where it does not say."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return {node.name}
+    found = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in inner.names}
+        if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
+            found.add(inner.name)
+        method = isinstance(inner, ast.Call) and inner is getattr(node, "value", None)
+        place = inner.func if method and isinstance(node, ast.Expr) else inner
+        store = place is not inner or isinstance(getattr(inner, "ctx", None), (ast.Store, ast.Del))
+        while isinstance(place, (ast.Subscript, ast.Attribute)):        # TABLE[0] = 1, TABLE.append(1)
+            place = place.value
+        if isinstance(place, ast.Name) and store and place.id not in HARMLESS:
+            found.add(place.id)
+    return found
+
+
+def uses(node):
+    """The global names that a statement reads, or that its functions will read when they are called."""
+    found, tables = set(), [symtable.symtable(ast.unparse(node), "answer", "exec")]
+    for table in tables:
+        found |= {s.get_name() for s in table.get_symbols() if s.is_global() or table is tables[0]}
+        tables += table.get_children()
+    return found
+
+
+def code(module, names, text, file="answer.py"):
+    """What is run of an answer: the functions `names`, and of the rest what they need, in its order. A trial
+    below them is not run. Raises Refused, in one line, for an answer that cannot be run, and
+    NotImplementedError for one that is still the stub."""
+    tree, own = parse(text), ast.parse(source(module))
+    news = [answered(tree, name, signature(find(own, name))) for name in names]
     if all(map(is_stub, news)):
         raise NotImplementedError
-    others = list(helpers(tree, module, names))
-    for node in (*news, *others):
+    kept = {}       # {place in the file: statement}
+    for full in names:
+        outer = find(tree, full.split(".")[0])
+        for inner in outer.body if "." in full else ():
+            if isinstance(inner, ast.FunctionDef) and f"{outer.name}.{inner.name}" not in names:
+                raise Refused(f"line {inner.lineno}: put `{inner.name}` outside of its class, as a function")
+        if "." in full:
+            outer.body, outer.bases, outer.decorator_list = [n for n in news if n in outer.body], [], []
+        kept[outer.lineno] = outer
+    tops = {full.split(".")[0] for full in names}
+    rest = [n for n in tree.body if getattr(n, "name", None) not in tops]
+    asked = set().union(*map(uses, kept.values()))
+    while more := [n for n in rest if sets(n) & (asked | {"*"})]:
+        rest = [n for n in rest if n not in more]
+        kept |= {n.lineno: n for n in more}
+        asked |= set().union(*map(uses, more))
+    body = [kept[line] for line in sorted(kept)]
+    for node in body:
         check_debugger(node)
-    check_imports(tree, module)
-    added = [(lines[i], i + 1) for node in others for i in range(*span(node))]
-    pairs = sorted(zip(olds, news, strict=True), key=lambda pair: -pair[0].lineno)
-    for old, new in pairs:      # from the end, so that line numbers stay
-        pad, cut = " " * old.col_offset, new.col_offset
-        result[slice(*span(old))] = [
-            (pad + lines[i][cut:] if not cut or lines[i][:cut].isspace() else lines[i], i + 1)
-            for i in range(*span(new))]
-    tops = {name.split(".")[0] for name in names}
-    first = min(span(n)[0] for n in where.body if getattr(n, "name", None) in tops)
-    return result[:first] + added + result[first:]
+        check_imports(node, module)
+        check_rivals(node, names)
+    return compile(ast.Module(body, []), file, "exec", dont_inherit=True)

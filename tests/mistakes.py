@@ -275,7 +275,7 @@ TABLE = {
         ("verify", "q[row, accepted.clamp(max=K - 1)]", "q[:, 0]",
          "the residual of every place takes the first q", "speculative::exact_law[exit]"),
         ("verify", "torch.where(some, residual, p)", "residual",
-         "no fallback to p where nothing is left", "by_outcomes::verify_where_nothing_is_left"),
+         "no fallback to p where nothing is left", "by_outcomes::where_nothing_is_left"),
         ("verify_block", "(passed * (place + 1)).amax(1)", "passed.cumprod(1).sum(1)",
          "blocks end at the first failure, not after the last success", "verify_block::drawn_drafts[2-None]"),
         ("verify_block", "weight[:, :K, None] * p[:, :K]", "p[:, :K]",

@@ -8,11 +8,18 @@ import torch
 from tiny import law
 
 NEAR = "right but for rounding: is something computed in float32? What comes in float64 must stay so"
+CLOSE = "right but for something small: is an epsilon added, or a constant rounded?"
 
 
 def fail(given, want, got, why=None, off=None):
     rows = {"given": given, "expected": want, "got": got, "difference": off, "likely": why}
     pytest.fail("\n".join(f"{name:14}{row}" for name, row in rows.items() if row is not None), pytrace=False)
+
+
+def promise(kept, given, want, got, why=None):
+    """Fail unless it is kept."""
+    if not kept:
+        fail(given, want, got if isinstance(got, str) else short(got), why)
 
 
 @contextmanager
@@ -57,9 +64,10 @@ def compare(got, want, mistakes, given="the worked example of this test", rtol=1
         fail(given, f"shape {tuple(want.shape)}", f"shape {tuple(got.shape)}", known(got, mistakes))
     if not torch.allclose(got, want, rtol=rtol, atol=1e-12):
         expected, came, off = where(got, want)
-        near = torch.allclose(got, want, rtol=1e-5, atol=1e-7)
-        fail(given, expected, came, known(got, mistakes) or (NEAR if near else None),
-             off if got.is_floating_point() else None)
+        near = NEAR if torch.allclose(got, want, rtol=1e-5, atol=1e-7) else None
+        if near and got.dtype == torch.float64 and torch.allclose(got, want, rtol=1e-8, atol=0):
+            near = CLOSE
+        fail(given, expected, came, known(got, mistakes) or near, off if got.is_floating_point() else None)
 
 
 def known(got, mistakes):
@@ -86,19 +94,22 @@ def look(got, want, mistakes, given="the worked example of this test"):
 # --- distributions
 
 
-def same_law(run, want, mistakes, given, otherwise=None):
-    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}. mistakes: {why: a run
-    that makes it}; the one that gives the very same distribution is named, or else `otherwise`."""
+def same_law(run, want, mistakes, given, otherwise=None, finish=dict):
+    """run(coins) -> outcome must have the distribution `want`, {outcome: probability}, once `finish` has made
+    whole outcomes of those that it got. mistakes: {why: a run that makes it}; the one that gives the very
+    same distribution is named, or else `otherwise`."""
     with no_other_chance(given):
-        got = law(run)
+        got = finish(law(run))
     if not equal(got, want):
         off = {key: got.get(key, 0.0) - want.get(key, 0.0) for key in got | want}
         worst = sorted(off, key=lambda key: -abs(off[key]))[:4]
         expected, came, far = (", ".join(f"{key}: {table.get(key, 0.0):{digits}}" for key in worst)
                                for table, digits in ((want, ".4g"), (got, ".4g"), (off, "+.2g")))
-        why = next((why for why, wrong in mistakes.items() if equal(got, law(wrong))), otherwise)
+        why = next((why for why, wrong in mistakes.items() if equal(got, finish(law(wrong)))), otherwise)
         if all(abs(x) < 1e-4 for x in off.values()):
-            why = f"{NEAR}; or is an epsilon added? q of a token that was drawn from q is never 0"
+            why = ("right but for something small: is it computed in float32, is an epsilon added, or a "
+                   "threshold? "
+                   "q of a token that was drawn from q is never 0, and of what is left ask whether it is > 0")
         fail(given, expected, came, why, far)
 
 

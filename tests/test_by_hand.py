@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from teach import compare, fail, known, no_other_chance, short
+from teach import compare, fail, known, no_other_chance, promise, short
 from test_sampling import ALMOST_ONE, from_p
 from tiny import GEMMA, LLAMA, Fixed, wide
 
@@ -50,7 +50,12 @@ PROBS = {
         "a token with exactly min_p times the largest stays: drop only those below": [math.nan] * 3,
         "of tied tokens all stay: drop only those below the bound": [0, 1, 0]}),
     "top-k, then top-p": (dict(temperature=1.0, top_k=2, top_p=0.5), [0.4, 0.3, 0.2, 0.1], [1, 0, 0, 0], {
-        "top_k comes before top_p, and what it leaves is scaled first": [4 / 7, 3 / 7, 0, 0]})}
+        "top_k comes before top_p, and what it leaves is scaled first": [4 / 7, 3 / 7, 0, 0]}),
+    "top-p, then min-p": (dict(temperature=1.0, top_p=0.75, min_p=0.5), [0.4, 0.25, 0.2, 0.15],
+                          [0.4 / 0.85, 0.25 / 0.85, 0.2 / 0.85, 0], {
+        "min_p comes after top_p, and loses what it leaves out": [0.4 / 0.65, 0.25 / 0.65, 0, 0]}),
+    "all four": (dict(temperature=0.5, top_k=3, top_p=0.75, min_p=0.7), roots([0.4, 0.3, 0.2, 0.1], 0.5),
+                 [4 / 7, 3 / 7, 0, 0], {})}
 
 
 @pytest.mark.parametrize("name", PROBS)
@@ -154,6 +159,8 @@ def test_a_write(name):
         found = cache.write(layer, k, 10 * k, at, *start)
         if not (isinstance(found, tuple) and len(found) == 2 and found[0].dim() == found[1].dim() == 4):
             fail("; then ".join(given), "a pair (keys, values), both (B, Hkv, S, D)", f"{found!r:.100}")
+        promise(found[0].dtype == found[1].dtype == torch.float64, "a cache in float64", "float64",
+                str(found[0].dtype), "what is read has the type of the cache")
     keys, values = (t[:, 0, :, 0] for t in found)
     compare(keys, want, mistakes, "; then ".join(given))
     compare(values, 10 * keys, {"keys are stored where values belong": keys}, "the same, values")
@@ -205,19 +212,20 @@ def test_winners_of_a_race(offset):
         f"{offset}")
 
 
-def test_what_has_no_chance_never_wins(monkeypatch):
-    monkeypatch.setattr("sampling.uniform", lambda seed, i: torch.zeros(i.shape, dtype=torch.float64))
-    got = Race(0).settle(wide([[[0.0, 0.0, 1.0, 0.0]]]), torch.tensor([[3]]))
+def test_what_has_no_chance_never_wins():
+    """Of one seed number 16 of the stream is 0: that of token 0 at position 4."""
+    seed = signed(-17 * 0x9E3779B97F4A7C15 % 2**64)
+    got = Race(seed).settle(wide([[[0.0, 0.0, 1.0, 0.0]]]), torch.tensor([[3]]))
     compare(got, [[[0, 0, 1, 0]]], {
         "u = 0 beside p = 0 is 0 / 0, which argmin takes for the least: it must never win": [[[1, 0, 0, 0]]]},
-        "p = 0 0 1 0, and every u is 0")
+        "p = 0 0 1 0, and u of token 0 is 0")
 
 
 # --- what drafting is worth
 
 
 def test_expected_tokens_of_a_number():
-    cases = [(0.8, 5), (0.5, 2), (1.0, 3), (0.0, 4), (0.7, 0)]
+    cases = [(0.8, 5), (0.5, 2), (1.0, 3), (0.0, 4), (0.7, 0), (1, 4), (0, 2), (0.9995, 9), (0.9999999, 3)]
     got = [expected_tokens(alpha, gamma) for alpha, gamma in cases]
     compare(wide(got), [sum(alpha**i for i in range(gamma + 1)) for alpha, gamma in cases], {
         "the bonus token is missing: one token comes even if no draft is accepted":
@@ -230,6 +238,8 @@ def test_expected_tokens_of_a_number():
 
 
 def test_expected_tokens_along_texts():
+    sure = expected_tokens_along(wide([[1, 1, 1, 1], [1, 1, 1, 1]]), 3)     # texts of one length, in a tensor
+    compare(wide(float(sure)), 4.0, {}, "two texts of four acceptances of 1, as one tensor (2, 4), gamma = 3")
     series = wide([0.9, 0.2, 0.5])
     one, two = 1 + 0.9 + 0.9 * 0.2, 1 + 0.2 + 0.2 * 0.5
     starts = 0.1                # how likely the second round starts at position 1; only there it fits in
@@ -253,6 +263,7 @@ def test_best_gamma_of_a_number():
     compare(torch.tensor([best_gamma(alpha, c) for alpha, c in cases]), [4, 8, 0, 0], {
         "the most tokens are not the best speed: divide by what a round costs": [16, 16, 16, 16],
         "a round costs a pass of the target, too: gamma * c + 1": [0, 0, 0, 0],
+        "of equal speeds the shortest draft is best": [4, 8, 0, 1],
         "0 is a gamma, too: do not draft where nothing is gained": [4, 8, 1, 1]}, f"(alpha, c) = {cases}")
 
 
@@ -266,6 +277,11 @@ def test_best_gamma_within_its_bounds():
         "pass_cost(T) is asked for T = gamma; the pass that verifies reads gamma + 1 tokens": [3, 1, 2]},
         "alpha = .8, c = .05, most = 3; alpha = .3, c = .4, least = 1; alpha = .8, c = .05, most = 4, and "
         "blocks of 1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
+    got = [best_gamma(0.3, 0.4, least=3), best_gamma(0.8, 0.2, least=3, most=6),
+           best_gamma(0.8, 0.05, 4, 2, lambda T: dear[T - 1])]
+    compare(torch.tensor(got), [3, 4, 2], {}, "alpha = .3, c = .4, least = 3; alpha = .8, c = .2, least = "
+                                              "3, most = 6; "
+            "alpha = .8, c = .05, most = 4, least = 2, and blocks of 1 to 5 tokens that take 1, 1, 2, 3, 4")
 
 
 def test_a_draft_must_fit_into_a_series():
@@ -277,6 +293,8 @@ def test_a_draft_must_fit_into_a_series():
         fail("gamma = 4 and series of at most 3 positions", "a ValueError", got, "no round fits into them")
     got, _ = best_along([torch.ones(2), torch.ones(5)], 0.1)
     compare(torch.tensor(got), 5, {}, "c = .1 and series of ones, 2 and 5 long")
+    got, _ = best_along([torch.ones(2), torch.ones(5)], 0.1, most=3)
+    compare(torch.tensor(got), 3, {}, "the same, and most = 3")
 
 
 def test_alpha_is_no_share_of_drafted_tokens():
@@ -291,6 +309,9 @@ def test_alpha_is_no_share_of_drafted_tokens():
         "rounds without a draft count as rejections: divide by the rounds that tested a draft": [0.4],
         "a pass of a batch tests a draft in many rows: divide by `drafted`": [40.0]},
         f"{some}, half of whose turns had no draft")
+    for hits, drafted in ((3, 7), (0, 5), (11, 11)):
+        counts = Counts(20, 25, 40, drafted, hits, 4 * drafted, hits + 2)
+        compare(wide([counts.alpha]), [hits / drafted], {}, str(counts), rtol=1e-9)
     compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")
 
 
@@ -353,7 +374,7 @@ def slow_attention(a, x, cos, sin, mask, past, mistake=None):
         own = h % Hkv if mistake == "tile" else h // G
         scores = torch.einsum("btd,bsd->bts", q[:, :, h // G, h % G], keys[:, :, own]) * scale
         scores = scores + mask[:, 0, 0] if mistake == "late" else scores
-        scores = scores if mistake == "no cap" else torch.tanh(scores / cap) * cap
+        scores = scores if mistake == "no cap" or cap is None else torch.tanh(scores / cap) * cap
         scores = scores if mistake in ("late", "mask") else scores + mask[:, 0, 0]
         heads.append(torch.einsum("bts,bsd->btd", scores.softmax(-1), values[:, :, own]))
     return torch.cat(heads, -1) @ a.wo.T
@@ -391,6 +412,9 @@ def test_an_attention_after_a_filled_cache():
             {why: slow_attention(a, x, cos, sin, mask, past, name) for name, why in ATTENTION.items()},
             "two rows of three tokens after two kept ones, four heads in two groups, scale .7, soft-cap 1.5",
             rtol=1e-8)
+    a.c = replace(a.c, attn_softcap=None)
+    compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past), {},
+            "the same, without a soft-cap (Llama)", rtol=1e-8)
     free = a(x, cos, sin, None, store)      # as for one token: nothing is hidden
     compare(free, slow_attention(a, x, cos, sin, 0 * mask.clamp(min=0), past), {}, "the same, no mask", 1e-8)
 

@@ -1,12 +1,13 @@
 """`verify`, `verify_tree` and `chain` by their outcomes, all enumerated: what counts is the distribution
-of the text. A verifier that keeps few drafts may be right all the same, so each text is completed with draws
-from p before it is compared, and what is kept is only remarked on."""
+of the text. A verifier that keeps few drafts may be right all the same, so each text is completed by p before
+it is compared, and what is kept is only remarked on."""
 import math
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
-from teach import compare, fail, same_law, short
+from teach import compare, fail, promise, same_law, short
 from tiny import Says, law, plant, wide
 
 from methods.trees import verify_tree
@@ -14,55 +15,85 @@ from sampling import Coins
 from speculative import State, chain
 from verification import verify
 
-V = 3   # tokens; the tables have a row for each last token, and one more for the start
-# the distribution after each token, and at last the one of the first token
+
+class Tables(NamedTuple):
+    """The distributions of target and draft after each token, and at last that of the first token."""
+    p: torch.Tensor     # (V + 1, V)
+    q: torch.Tensor     # (V + 1, V)
+
+
+def mixed(V, seed):
+    p, q = torch.rand(2, V + 1, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 0.1
+    return Tables(p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True))
+
+
+def mostly_sure(V=300, unsure=(0, 3, 8)):
+    """Tables of a long text 0, 1, 2, ... of a large vocabulary, of which few tokens are in doubt."""
+    p = torch.eye(V, dtype=torch.float64)[[*range(1, V), 0, 0]]
+    q = p.clone()
+    for t in unsure:        # -1: the first token
+        p[t], q[t] = 0, 0
+        p[t, [t + 1, t + 50, 299]], q[t, [t + 1, t + 50]] = wide([0.5, 0.3, 0.2]), wide([0.8, 0.2])
+    return Tables(p, q)
+
+
 P = wide([[0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.25, 0.25, 0.5], [0.45, 0.2, 0.35]])
 Q = wide([[0.1, 0.201, 0.699], [0.2, 0.2, 0.6], [0.5, 0.35, 0.15], [0.2, 0.75, 0.05]])
-GREEDY = torch.eye(V, dtype=torch.float64)[[1, 2, 0, 2]]      # a target that is sure of each token
+SMALL, FOUR, LONG = Tables(P, Q), mixed(4, 1), mostly_sure()
+CLOSE = Tables(P, P + wide([1e-8, -2e-8, 1e-8]))        # what a rejection leaves is next to nothing
+GREEDY = Tables(torch.eye(3, dtype=torch.float64)[[1, 2, 0, 2]], Q)     # a target that is sure of each token
+NAMED = {"small": SMALL, "four": FOUR, "long": LONG, "greedy": GREEDY}
 
 
-def target_law(p, count):
-    """{text: probability} of drawing `count` tokens from p, one after the other."""
-    found = {(): 1.0}
-    for _ in range(count):
-        found = {(*text, t): weight * float(p[text[-1] if text else V, t]) for text, weight in found.items()
-                 for t in range(V) if p[text[-1] if text else V, t] > 0}
+def target_law(p, count, start=()):
+    """{text: probability} of drawing tokens from p after the text `start`, until it has `count`."""
+    found = {tuple(start): 1.0}
+    for _ in range(count - len(start)):
+        found = {(*text, t): weight * float(p[text[-1] if text else -1, t]) for text, weight in found.items()
+                 for t in p[text[-1] if text else -1].nonzero()[:, 0].tolist()}
     return found
 
 
-def planted(coins, parents, copied=None):
-    """Drafts drawn from Q, or `copied` ones: their tokens, what each was drawn from, and the way to each.
+def completed(found, *tables, count):
+    """{text or texts: probability}, each completed to `count` tokens by its p."""
+    whole = {}
+    for texts, weight in found.items():
+        laws = [target_law(p, count, text) for p, text in zip(tables, texts, strict=True)]
+        outcomes = {(): weight}
+        for one in laws:
+            outcomes = {(*done, text): w * x for done, w in outcomes.items() for text, x in one.items()}
+        for outcome, w in outcomes.items():
+            whole[outcome] = whole.get(outcome, 0.0) + w
+    return whole
+
+
+def planted(coins, parents, tables, copied=None):
+    """Drafts drawn from q, or `copied` ones: their tokens, what each was drawn from, and the way to each.
     parents: range(K) for a chain."""
     if copied is None:
-        return plant(parents, lambda way: Q[way[-1] if way else V], coins)
+        return plant(parents, lambda way: tables.q[way[-1] if way else -1], coins)
     way = [()]
     for token, parent in zip(copied, parents, strict=True):
         way.append((*way[parent], token))
     return copied, None, way
 
 
-def after(way, p=P):
+def after(way, p):
     """The target's distributions at the start and after each draft: rows of p."""
-    return torch.stack([p[path[-1] if path else V] for path in way])
+    return torch.stack([p[path[-1] if path else -1] for path in way])
 
 
-def completed(text, p, count, coins):
-    """The text with more tokens drawn from p, until it has `count`."""
-    while len(text) < count:
-        text = [*text, int(coins.choose(p[text[-1] if text else V]))]
-    return tuple(text[:count])
-
-
-def written(verifier, parents, count, copied=None, p=P, length=None):
-    """A run of one round: plant drafts, verify them, and complete the text to `count` tokens."""
+def written(verifier, parents, count, copied=None, tables=SMALL, length=None):
+    """A run of one round: plant drafts and verify them. A text of at most `count` tokens, alone in a
+    tuple."""
     def once(coins):
-        tokens, q, way = planted(coins, parents, copied)
-        node, token = verifier(after(way, p), q, tokens, parents, coins, length)
+        tokens, q, way = planted(coins, parents, tables, copied)
+        node, token = verifier(after(way, tables.p), q, tokens, parents, coins, length)
         most = len(tokens) if length is None else length
         if not 0 <= node <= most:
             fail(f"{most} proposed tokens", f"the last accepted one, 0 (none) to {most}", node,
                  "the bonus token is counted as accepted; it is not a draft" if length is None else DEAD)
-        return completed([*way[node], token], p, count, coins)
+        return (*way[node], token)[:count],
     return once
 
 
@@ -86,13 +117,15 @@ MISTAKES = {    # of `verify` and `verify_tree`
     "not scaled": "max(p - q, 0) must be scaled to sum to 1 before the next sibling is judged by it",
     "root": "the token after the path is drawn at the root, from what its children left; it must come from "
             "the row of the last accepted node",
-    "uncle": "a node is accepted whose parent was not; the walk goes from node to child"}
+    "uncle": "a node is accepted whose parent was not; the walk goes from node to child",
+    "first two": "only the first two of the siblings are tried; each is, until one is accepted",
+    "two levels": "the walk ends at the children's children; it goes on as long as a node has children"}
 
 
 def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
     """`verify` and `verify_tree` for one row: what each node leaves for its later children, then the walk. A
     chain is a tree whose nodes have one child each. With a mistake that a student might make."""
-    q = torch.eye(V, dtype=torch.float64)[tokens] if q is None else q
+    q = torch.eye(p.shape[-1], dtype=torch.float64)[tokens] if q is None else q
     live, rest, chance = len(tokens) if length is None else length, list(p), []
     for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         left = p[parent] if mistake == "same p" else rest[parent]
@@ -106,8 +139,12 @@ def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
         less = rest[parent].index_fill(0, torch.tensor(token), 0.0) if mistake == "zero" else less
         if less.sum() > 0 and (k < live or mistake == "subtract"):
             rest[parent] = less if mistake == "not scaled" else less / less.sum()
-    node = 0
+    node, depth = 0, [0]
     for k in range(live):
+        depth.append(depth[parents[k]] + 1)
+        if (mistake == "first two" and [*parents[:k]].count(parents[k]) > 1 or
+                mistake == "two levels" and depth[-1] > 2):
+            continue
         if mistake == "all passed":
             node += bool(coins.flip(chance[k]))
         elif parents[k] == node or mistake == "uncle" and parents[k] < node:
@@ -119,14 +156,17 @@ def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
     return node, int(left.argmax() if mistake == "sure" else coins.choose(left))
 
 
-def writes_the_law(verifier, given, parents, count, copied=None, p=P, length=None, otherwise=None):
+def writes_the_law(verifier, given, parents, count, copied=None, tables=SMALL, length=None, otherwise=None):
     """The texts of a round have the distribution of plain decoding; if not, the likely mistake is named, or
     `otherwise`: where it is given, easier cases would have shown each of MISTAKES."""
-    case = parents, count, copied, p, length
+    case = parents, count, copied, tables, length
     wrong = {} if otherwise else {
         why: written(partial(by_the_walk, mistake=name), *case) for name, why in MISTAKES.items()}
-    same_law(written(verifier, *case), target_law(p, count), wrong, f"{given}, in a vocabulary of 3 tokens; "
-             "the text must have the distribution of plain decoding, {text: probability}", otherwise)
+    want = {(text,): weight for text, weight in target_law(tables.p, count).items()}
+    V = tables.p.shape[1]
+    same_law(written(verifier, *case), want, wrong, f"{given}, in a vocabulary of {V} tokens; the text must"
+             " have the distribution of plain decoding, {text: probability}", otherwise,
+             lambda found: completed(found, tables.p, count=count))
 
 
 def one_row(p, q, tokens, parents, coins, length):
@@ -139,8 +179,10 @@ def one_row(p, q, tokens, parents, coins, length):
 
 def one_walk(p, q, tokens, parents, coins, length):
     """`verify_tree`, called for one row."""
-    found = verify_tree(p[None], torch.tensor([tokens]), torch.tensor([parents]), coins,
-                        None if q is None else torch.stack(q)[None])
+    found = verify_tree(p[None], torch.tensor([tokens], dtype=torch.long),
+                        torch.tensor([parents], dtype=torch.long), coins,
+                        None if q is None else torch.stack(q)[None],
+                        None if length is None else torch.tensor([length]))
     return numbers(found, "node", "token")
 
 
@@ -158,70 +200,104 @@ def numbers(found, *names):
 @pytest.mark.parametrize("K, length", [(1, None), (2, None), (2, 1), (3, None)])
 def test_verify_drawn_drafts(K, length, record_property):
     writes_the_law(one_row, f"{K} draft{'s' * (K > 1)} from q, {length or K} proposed",
-                   range(K), K + 1, length=length, otherwise=None if K < 3 else
-                   "one draft and two come out right; from the third draft on, is each judged and replaced "
-                   "by its own rows of p and q, and only if all before it were accepted?")
+                   range(K), K + 1, length=length, otherwise=None if K < 3 else LATER)
 
     def keeps(coins):
-        (token,), q, way = planted(coins, [0])
-        return one_row(after(way), q, [token], [0], coins, None)[0] > 0
+        (token,), q, way = planted(coins, [0], SMALL)
+        return one_row(after(way, P), q, [token], [0], coins, None)[0] > 0
 
-    kept, most = law(keeps).get(True, 0.0), float(torch.minimum(P[V], Q[V]).sum())
+    kept, most = law(keeps).get(True, 0.0), float(torch.minimum(P[-1], Q[-1]).sum())
     if kept < most - 1e-9:
         record_property("remark", f"right, but it gains less than it could: it accepts {kept:.0%} of single "
                                   f"drafts, where min(1, p/q) accepts {most:.0%}, the sum of min(p, q)")
 
 
-@pytest.mark.parametrize("tokens, p", [([], P), ([1], P), ([2, 0, 1], P), ([2, 0], GREEDY),
-                                       ([2, 1], GREEDY)])
-def test_verify_copied_drafts(tokens, p):
+LATER = ("one draft and two come out right; from the third draft on, is each judged and replaced by its own "
+         "rows of p and q, and only if all before it were accepted?")
+
+
+@pytest.mark.parametrize("length", [None, 9])
+@pytest.mark.parametrize("verifier", [one_row, one_walk], ids=["verify", "verify_tree"])
+def test_long_drafts_of_a_large_vocabulary(verifier, length):
+    """Where p and q are sure of a token its rejection does not show: each of 12 is in doubt in turn."""
+    for place in range(12):
+        writes_the_law(verifier, f"12 drafts from q, {length or 12} proposed, of which number {place + 1} "
+                                 f"is in "
+                       "doubt", range(12), 13, tables=mostly_sure(unsure=[place - 1]), length=length,
+                       otherwise=LATER)
+
+
+@pytest.mark.parametrize("tokens, tables", [([], "small"), ([1], "small"), ([2, 0, 1], "small"),
+                                            ([2, 0], "greedy"), ([2, 1], "greedy")])
+def test_verify_copied_drafts(tokens, tables):
     """Copied proposals have no q: it is a one-hot. So is the p of a greedy target."""
     writes_the_law(one_row, f"the copied proposals {tokens}, q = None" + ", p greedy: 2, 0, 1, ..." * (
-        p is GREEDY), range(len(tokens)), len(tokens) + 1, tokens, p)
+        tables == "greedy"), range(len(tokens)), len(tokens) + 1, tokens,
+                   NAMED[tables])
 
 
-def rows_stand_for_themselves(verifier, parents, lengths, drawn):
-    """Two texts in one batch: number `drawn` has drafts from Q, the other one a greedy target. What a row
-    does not propose may hold anything, even NaN."""
+@pytest.mark.parametrize("verifier, parents", [(one_row, [0, 1]), (one_walk, [0, 1]), (one_walk, [0, 0])],
+                         ids=["verify", "verify_tree", "siblings"])
+def test_where_p_is_almost_q(verifier, parents):
+    writes_the_law(verifier, f"drafts that hang on the nodes "
+                             f"{parents}", parents, 3, tables=CLOSE, otherwise=LATER)
+
+
+def rows_stand_for_themselves(verifier, parents, lengths, drawn, dead):
+    """Two texts in one batch: number `drawn` has drafts from q, the other one a greedy target. What a row
+    does not propose may hold anything, even NaN: `dead`."""
     def once(coins):
-        tokens, q, way = planted(coins, parents[drawn])
-        certain, hot = [2, 0], torch.eye(V, dtype=torch.float64)[[2, 0]]
+        tokens, q, way = planted(coins, parents[drawn], SMALL)
+        certain, hot = [2, 0], torch.eye(3, dtype=torch.float64)[[2, 0]]
         rows = [(tokens, torch.stack(q), way, P),
-                (certain, hot, planted(coins, parents[1 - drawn], certain)[2], GREEDY)]
+                (certain, hot, planted(coins, parents[1 - drawn], GREEDY, certain)[2], GREEDY.p)]
         ids, qs, ways, tables = zip(*(reversed(rows) if drawn else rows), strict=True)
         p = torch.stack([after(way, table) for way, table in zip(ways, tables, strict=True)])
         qs = torch.stack(qs)
-        qs[torch.arange(2) >= torch.tensor(lengths)[:, None]] = math.nan
+        qs[torch.arange(2) >= torch.tensor(lengths)[:, None]] = dead
         node, token = verifier(p, torch.tensor(ids), qs, coins, torch.tensor(lengths))
         if not all(0 <= n <= most for n, most in zip(node, lengths, strict=True)):
             fail(f"rows of {lengths} proposals", "no more accepted than proposed", node.tolist(), DEAD)
-        return tuple(completed([*way[n], t], table, 3, coins) for way, n, t, table in
-                     zip(ways, node.tolist(), token.tolist(), tables, strict=True))
+        return tuple((*way[n], t)[:3] for way, n, t in zip(ways, node.tolist(), token.tolist(), strict=True))
 
-    laws = [target_law(GREEDY if b == 1 - drawn else P, 3) for b in range(2)]
-    want = {(one, two): laws[0][one] * laws[1][two] for one in laws[0] for two in laws[1]}
-    same_law(once, want, {}, f"two rows that propose {lengths} tokens; {{texts: probability}}",
+    tables = [GREEDY.p if b == 1 - drawn else P for b in range(2)]
+    same_law(once, completed({((), ()): 1.0}, *tables, count=3), {}, f"two rows that propose {lengths} "
+             f"tokens, and q of the dead ones is {dead}; {{texts: probability}}",
              "each row has its own rows of p and q, its own parents, and its own length; where NaN came, "
-             "what is dead is computed with: 0 * NaN is NaN, so choose with torch.where or by an index")
+             "what is dead is computed with: 0 * NaN is NaN, so choose with torch.where or by an index",
+             lambda found: completed(found, *tables, count=3))
 
 
-@pytest.mark.parametrize("drawn, lengths", [(0, [2, 1]), (1, [0, 2])])
-def test_verify_rows_stand_for_themselves(drawn, lengths):
+@pytest.mark.parametrize("drawn, lengths, dead", [(0, [2, 1], math.nan), (1, [0, 2], 0.2)])
+def test_verify_rows_stand_for_themselves(drawn, lengths, dead):
     rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify(p, q, tokens, coins, length),
-                              [range(2)] * 2, lengths, drawn)
+                              [range(2)] * 2, lengths, drawn, dead)
 
 
-def test_verify_where_nothing_is_left():
+@pytest.mark.parametrize("verifier", [one_row, one_walk])
+def test_where_nothing_is_left(verifier):
     """p is q up to rounding, and gives token 2 nothing; the chance of a rejection is one in a billion."""
     q = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
     p = torch.tensor([0.5, 0.5 - 1e-9, 0.0], dtype=torch.float64)
-    outcomes = law(lambda coins: one_row(torch.stack([p, p]), [q], [1], [0], coins, None))
+    outcomes = law(lambda coins: verifier(torch.stack([p, p]), [q], [1], [0], coins, None))
     never = [weight for (_, token), weight in outcomes.items() if token == 2]
     if never:
         fail("p = [.5, .5 - 1e-9, 0], q = [.5, .5, 0], and token 1 rejected", "token 0 or 1", "token 2",
              ("rounding can reject a draft where p = q, and then nothing is left to draw from" if math.isnan(
                  never[0]) else "an empty residual is made uniform, and so tokens come that the target never "
               "writes") + "; where nothing is left of max(p - q, 0), p itself is right")
+
+
+def test_verify_refuses_another_vocabulary():
+    given = "p of 3 tokens, q of 4, and the draft 1"
+    try:
+        got = verify(wide([[[0.2, 0.3, 0.5]] * 2]), wide([[[0.25] * 4]]), torch.tensor([[1]]), Coins(0))
+    except ValueError as e:
+        got = str(e)
+    except RuntimeError as e:
+        got = f"RuntimeError: {e}"
+    promise("vocabulary" in str(got), given, "a ValueError that names both vocabularies", str(got),
+            "call check_vocabulary(p, q), which is in scope, before anything else")
 
 
 # --- chain
@@ -295,19 +371,23 @@ def test_chain_returns_the_q_that_it_drew_from():
 def test_chain_keeps_the_token_that_stops_it():
     """The rule stops after token 2, and that token is still proposed."""
     def stop(k, logits, token):
-        if logits.shape != (1, V) or token.shape != (1,) or not (logits == LOGITS).all(1).any():
+        if logits.shape != (1, 3) or token.shape != (1,) or not (logits == LOGITS).all(1).any():
             fail("what a rule's `stop` gets", "the raw logits (B, V) = (1, 3) and the token (B,) = (1,)",
                  f"{short(logits)} and {short(token)}",
                  "stop(k, logits, token) gets the raw logits, not q, and neither has a place T")
         return (token == 2).tolist()
 
     def once(coins):
-        (tokens,), _, _ = draft(Says(3, stop), coins)
-        if 2 in tokens[:-1] or (len(tokens) < 3 and tokens[-1:] != [2]):
-            fail("a rule that stops after token 2, and at most 3 tokens",
-                 "the draft ends with its first 2, or has 3 tokens", f"the live tokens {tokens}",
-                 "it does not stop" if 2 in tokens[:-1] else "the drawn token that stops the draft is "
-                 "dropped; to drop a token for what it is changes the distribution of the text")
+        (tokens,), _, _ = draft(Says(5, stop), coins)
+        late = len(tokens) - 1 - tokens.index(2) if 2 in tokens else 0
+        if late or (len(tokens) < 5 and tokens[-1:] != [2]):
+            why = ("the drawn token that stops the draft is dropped; to drop a token for what it is changes "
+                   "the distribution of the text")
+            if late:
+                why = f"it stops {late} token(s) too late"
+                why = "it does not stop" if len(tokens) == 5 and late > 1 else why
+            fail("a rule that stops after token 2, and at most 5 tokens",
+                 "the draft ends with its first 2, or has 5 tokens", f"the live tokens {tokens}", why)
 
     law(once)
 
@@ -350,22 +430,29 @@ def test_chain_lengths(want, left, lengths, stop):
 # --- verify_tree
 
 
-@pytest.mark.parametrize("parents", [[0], [0, 0], [0, 1, 0], [0, 0, 2], [0, 0, 1, 1]], ids=str)
-def test_verify_tree_drawn_siblings(parents):
+@pytest.mark.parametrize("parents, tables, length", [
+    ([0], "small", None), ([0, 0], "small", None), ([0, 1, 0], "small", None), ([0, 0, 2], "small", None),
+    ([0, 0, 1, 1], "small", None), ([0, 1, 2], "small", None), ([0, 0, 0], "four", None),
+    ([0, 1, 0], "small", 2), ([0, 0, 1], "small", 1), ([0, 1, 1, 2, *range(4, 9)], "long", None)], ids=str)
+def test_verify_tree_drawn_siblings(parents, tables, length):
     writes_the_law(one_walk, f"a tree of siblings drawn without replacement, which hang on the nodes "
-                   f"{parents}", parents, 3)
+                   f"{parents}, {len(parents) if length is None else length} of them proposed", parents,
+                   min(len(parents), 4 if tables == "small" else 10), tables=NAMED[tables], length=length)
 
 
-@pytest.mark.parametrize("parents, tokens", [([0, 0, 2], [1, 2, 0]), ([0, 0], [1, 1]),
-                                             ([0, 0, 1, 1], [0, 2, 1, 2])], ids=str)
-def test_verify_tree_copied_siblings(parents, tokens):
+@pytest.mark.parametrize("parents, tokens, tables", [
+    ([], [], "small"), ([0, 0, 2], [1, 2, 0], "small"), ([0, 0], [1, 1], "small"),
+    ([0, 0, 1, 1], [0, 2, 1, 2], "small"),
+    ([0, 1, 1, 1], [2, 3, 0, 1], "four"), ([0, 1, 2, 2, 2], [1, 0, 0, 3, 2], "four")], ids=str)
+def test_verify_tree_copied_siblings(parents, tokens, tables):
     writes_the_law(one_walk, f"the copied tokens {tokens}, which hang on the nodes {parents}, q = None",
-                   parents, 3, tokens)
+                   parents, max(1, min(len(parents), 4)), tokens, NAMED[tables])
 
 
-def test_verify_tree_rows_stand_for_themselves():
-    """Of the first only one node is proposed."""
-    parents = [[0, 0], [0, 1]]
+@pytest.mark.parametrize("parents, lengths, dead", [([[0, 0], [0, 1]], [1, 2], math.nan),
+                                                    ([[0, 0]], [2, 1], 0.2)], ids=str)
+def test_verify_tree_rows_stand_for_themselves(parents, lengths, dead):
+    """Each row has its parents, or one row of them stands for all; of one row only one node is proposed."""
     rows_stand_for_themselves(
         lambda p, tokens, q, coins, length: verify_tree(p, tokens, torch.tensor(parents), coins, q, length),
-        parents, [1, 2], 0)
+        parents * (3 - len(parents)), lengths, 0, dead)

@@ -10,7 +10,8 @@ import promises
 import pytest
 import torch
 from promises import reader
-from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small
+from teach import compare
+from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small, wide
 
 import speculative
 from control import (
@@ -188,10 +189,12 @@ def test_expected_tokens_along_a_series_by_trying_every_outcome():
     rng = random.Random(0)
     texts = [[rng.choice([0.0, 1.0, rng.random()]) for _ in range(n)] for n in (17, 9, 3)]
     series = [torch.tensor(text, dtype=torch.float64) for text in texts]
-    assert expected_tokens_along(series, 0) == 1
+    want = [1.0]
     for gamma in range(1, 17):
         tokens, rounds = (sum(column) for column in zip(*(walks(text, gamma) for text in texts), strict=True))
-        assert expected_tokens_along(series, gamma) == pytest.approx(tokens / rounds, rel=1e-12)
+        want.append(tokens / rounds)
+    got = [float(expected_tokens_along(series, gamma)) for gamma in range(17)]
+    compare(wide(got), want, {}, "texts of 17, 9 and 3 acceptances, some 0 and some 1; gamma = 0 to 16", 1e-9)
 
 
 def test_best_gamma_by_brute_force():
@@ -201,9 +204,18 @@ def test_best_gamma_by_brute_force():
         wider = rng.choice([0.0, 0.1, 1.0])
         block = lambda T, wider=wider: 1 + wider * (T - 1)  # noqa: E731
         speed = [(1 - alpha ** (g + 1)) / (1 - alpha) / (g * c + block(g + 1)) for g in range(most + 1)]
-        assert best_gamma(alpha, c, most, pass_cost=block) == speed.index(max(speed))
-        assert expected_speedup(alpha, most, c, block(most + 1)) == pytest.approx(speed[-1], rel=1e-12)
-    assert best_gamma(1.0, 0.5) == 16 and best_gamma(0.0, 0.1) == 0 and best_gamma(0.4, 0.4) == 0
+        least = rng.randint(0, most)
+        compare(torch.tensor(best_gamma(alpha, c, most, least, block)), speed.index(max(speed[least:])), {
+            "`least` is ignored": speed.index(max(speed))},
+            f"alpha = {alpha:.3f}, c = {c:.3f}, most = {most}, least = {least}, a pass over T tokens costs "
+            f"1 + "
+            f"{wider} (T - 1)")
+        compare(wide(expected_speedup(alpha, most, c, block(most + 1))), speed[-1], {},
+                f"alpha = {alpha:.3f}, gamma = {most}, c = {c:.3f}: the speed-up, by `expected_tokens`", 1e-9)
+    for alpha, c, want in ((1.0, 0.5, 16), (1, 0.5, 16), (0.0, 0.1, 0), (0.4, 0.4, 0), (0, 0, 0)):
+        compare(torch.tensor(best_gamma(alpha, c)), want, {}, f"alpha = {alpha}, c = {c} (of equal speeds "
+            f"the "
+                "shortest draft)")
 
 
 @pytest.mark.parametrize("family", LIVELY)

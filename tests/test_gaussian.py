@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from teach import compare, fail
+from teach import compare, fail, promise
 from tiny import wide
 
 from search import GaussianProcess, climb, distances, expected_improvement, kernel
@@ -90,33 +90,54 @@ def test_equal_values_and_sets_that_come_twice_break_nothing(y):
 
 def test_a_single_observation_is_enough():
     mean, std = GaussianProcess(vectors(1, 3), wide([2.5]), torch.tensor([1, 1, 1])).predict(EVERY[3])
-    assert mean.tolist() == [2.5] * 8 and std.isfinite().all()
+    compare(mean, [2.5] * 8, {}, "one observed set of value 2.5: the means of all eight sets")
+    promise(std.isfinite().all(), "one observed set: the deviations", "finite numbers", std)
+
+
+def test_a_variance_that_rounding_made_negative(some):
+    z, y, _ = some
+    process = GaussianProcess(z, y, GROUPS, [*THETA[:3], -40.0], fit=False)     # almost no noise
+    process.L = process.L * (1 - 1e-8)
+    _, std = process.predict(z)
+    promise(std.isfinite().all() and float(std.min()) >= 0, "sets that were observed, whose variance "
+                                                            "rounding has "
+            "made negative", "deviations from 0 up", std, "the root of a negative number is NaN: clamp the "
+                                                          "variance")
 
 
 def test_improvements_by_hand():
     """As an integral over all that the value may be."""
-    mean, std, best = wide([0, 1, -1, 1, 1, 0]), wide([1, 2, 0.5, 0.01, 0, 0]), 0.5
+    mean, std, best = wide([0, 1, -1, 1, 1, 0, 0.5, 0.5]), wide([1, 2, 0.5, 0.01, 0, 0, 0, 3]), 0.5
     u = torch.linspace(-12, 12, 200_001, dtype=torch.float64)[:, None]
     density = torch.exp(-0.5 * u**2) / math.sqrt(2 * math.pi)
     integral = torch.trapezoid((mean + std * u - best).clamp(min=0) * density, u, dim=0)
     gap = mean - best
-    above = 0.5 * torch.erfc(-gap / std / math.sqrt(2))
-    there = torch.exp(-0.5 * (gap / std) ** 2) / math.sqrt(2 * math.pi)
-    compare(expected_improvement(mean, std, best), integral, {
+    u = gap / std.clamp(min=1e-12)
+    above = 0.5 * torch.erfc(-u / math.sqrt(2))
+    there = torch.exp(-0.5 * u**2) / math.sqrt(2 * math.pi)
+    got = expected_improvement(mean, std, best)
+    promise(not got.isnan().any(), "a mean that is the best so far, 0.5, and a deviation of "
+                                   "0", "an improvement of 0",
+            got, "0 / 0 is NaN: a deviation may be 0")
+    compare(got, integral, {
         "this is how likely it improves; the question is by how much on average": above,
         "the second term, std * density, is missing": (gap * above).clamp(min=0),
         "the density must be multiplied by std": gap * above + there,
         "the gap is upside down: mean - best": std * there - gap * (1 - above)},
-        "means 0 1 -1 1 1 0, deviations 1 2 0.5 0.01 0 0, the best so far 0.5", rtol=1e-6)
+        "means 0 1 -1 1 1 0 .5 .5, deviations 1 2 0.5 0.01 0 0 0 3, the best so far 0.5", rtol=1e-6)
 
 
 def test_expected_improvement_is_exact_far_below_the_best_and_never_negative():
     below = [-4.0 - i / 2 for i in range(16)]  # torch's ndtr of a few is exact, that of many is not
     want = [u * math.erfc(-u / 2**0.5) / 2 + math.exp(-u * u / 2) / (2 * math.pi)**0.5 for u in below]
     got = expected_improvement(wide(below), torch.ones(16).double(), 0.0)
-    assert got.tolist() == pytest.approx(want, rel=1e-8, abs=0)
+    compare(got / wide(want), torch.ones(16), {}, "means of -4, -4.5 to -11.5, deviations of 1, the best "
+                                                  "0: what came "
+            "divided by the exact value. Far below, ndtr is not exact enough", 1e-8)
     many = torch.linspace(-60, 60, 100_001, dtype=torch.float64)
-    assert float(expected_improvement(many, torch.ones_like(many), 0.0).min()) >= 0
+    least = float(expected_improvement(many, torch.ones_like(many), 0.0).min())
+    promise(least >= 0, "100,001 means from -60 to 60, deviations of 1, the best 0", "none below 0", least,
+            "two terms cancel, and rounding leaves less than nothing: clamp")
 
 
 def check_climb(weights, starts, want, mistakes, most=3):
@@ -130,7 +151,7 @@ def check_climb(weights, starts, want, mistakes, most=3):
                  "where the score *rises*, or it walks to and fro where two sets are worth the same")
         return z @ weights
 
-    ends, values = climb(score, starts, lambda z: z.sum(-1) <= most)
+    ends, values = (t.double() for t in climb(score, starts, lambda z: z.sum(-1) <= most))
     compare(values, ends @ weights, {
         "the scores are those of the starts; return those of the ends": starts @ weights},
         f"{given}: the scores of the ends {ends.tolist()}")
@@ -149,6 +170,22 @@ def test_a_climb_by_hand():
     check_climb([0, 0], [[0, 1]], [[0, 1]], {"it moves where nothing is gained": [[1, 1]]})
     check_climb([1, 1, 1], [[1, 1, 1], [0, 0, 0], [1, 0, 1]], [[1, 1, 1]] * 3, {
         "all stop as soon as one of them stands at its top": [[1, 1, 1], [0, 0, 0], [1, 0, 1]]})
+    check_climb([1e-9, 2e-9], [[0, 0]], [[1, 1]], {
+        "a gain of 1e-9 is one, too: ask whether a score is larger, without a threshold": [[0, 0]]})
+
+
+def test_a_climb_that_takes_back_what_it_did():
+    """A way of seven flips through sets of four bits, of which each is next to no other of the way."""
+    way, worth = [wide([0, 0, 0, 0])], {(0, 0, 0, 0): 1.0}
+    for bit in (0, 1, 2, 0, 3, 1, 0):
+        way.append((way[-1] - torch.eye(4).double()[bit]).abs())
+        worth[tuple(way[-1].int().tolist())] = 1.0 + len(worth)
+    score = lambda z: wide([worth.get(tuple(row), 0.0) for row in z.int().tolist()])    # noqa: E731
+    ends, _ = climb(score, torch.stack([way[0], way[4]]), lambda z: z[:, 0] < 2)
+    compare(ends.double(), torch.stack([way[-1]] * 2), {"it ends after as many flips as there are bits":
+            torch.stack([way[4], way[-1]])}, "scores that rise along 0000 1000 1100 1110 0110 0111 0011 "
+                                             "1011 and are "
+            "0 elsewhere, from the first and from the fifth of these")
 
 
 def test_a_climb_ends_where_no_allowed_flip_is_better():
@@ -157,7 +194,13 @@ def test_a_climb_ends_where_no_allowed_flip_is_better():
     table[8:24] = -math.inf
     score = lambda z: table[(z @ 2 ** torch.arange(6).double()).long()]         # noqa: E731
     allowed = lambda z: (z.sum(-1) >= 2) & (z.sum(-1) <= 4)                     # noqa: E731
-    ends, values = climb(score, EVERY[6][allowed(EVERY[6])], allowed)
-    assert allowed(ends).all() and torch.equal(values, score(ends)) and len(ends.unique(dim=0)) > 1
+    ends, values = (t.double() for t in climb(score, EVERY[6][allowed(EVERY[6])], allowed))
+    given = "64 sets of 6 bits of any scores, some of them -inf; 2 to 4 bits may be set; from every such set"
+    promise(allowed(ends).all(), given, "ends of 2 to 4 bits", ends[~allowed(ends)], "never enter what is "
+        "not allowed")
+    compare(values.nan_to_num(neginf=-9), score(ends).nan_to_num(neginf=-9), {}, f"{given}: the scores of "
+        f"the ends")
     near = (ends[:, None] - torch.eye(6).double()).abs()
-    assert not (allowed(near) & (score(near) > values[:, None])).any()
+    higher = (allowed(near) & (score(near) > values[:, None])).any(1)
+    promise(not higher.any() and len(ends.unique(dim=0)) > 1, given, "ends that no allowed flip makes better",
+            ends[higher][:2], "go on as long as an allowed flip raises the score, also from -inf")

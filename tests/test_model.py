@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from teach import compare, look
+from teach import compare, look, promise
 from tiny import FAMILIES, GEMMA, LLAMA, each_family, make
 
 from kvcache import KVCache
@@ -33,7 +33,10 @@ def test_cached_blocks_equal_the_full_pass(family, block):
     """Also where the window, 5, is shorter than the block, and where the last block is short."""
     m, tokens = make(FAMILIES[family]), torch.arange(40).view(2, 20) * 7 % 17
     got = prefill(m, tokens, KVCache(m.c, 2, 24, torch.float64), block)
-    assert error(got, m.run(m.embed(tokens), Placement.span(0, 20))) < 1e-12
+    off = error(got, m.run(m.embed(tokens), Placement.span(0, 20)))
+    promise(off < 1e-12, f"a tiny {family} that reads two texts of 20 tokens in blocks of {block}",
+            "the states of one pass over the whole text", f"states that are off by {off:.2g}",
+            "a key or value lies in another slot, or of another block is read what `end` or `start` excludes")
 
 
 BRANCHES = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()    # a root and two children
@@ -103,9 +106,11 @@ def test_the_norm_of_gemma2_works_in_float32():
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + GEMMA.norm_eps).sqrt()
     exact *= GEMMA.norm_offset + norm.weight.double()
     got = norm(x)
+    given = "64 rows of 512 numbers and a weight, all in bfloat16, offset = 1"
+    promise(got.dtype == torch.bfloat16, given, "bfloat16", str(got.dtype), "the result has the type of x")
     right = float((got == exact.bfloat16()).double().mean())
-    assert got.dtype == torch.bfloat16
-    assert right > 0.999, f"only {right:.0%} are rounded once: was 1 + w rounded to bfloat16?"
+    promise(right > 0.999, given, "the exact norm, rounded once", f"{right:.0%} of the numbers are this",
+            "was 1 + w rounded to bfloat16? Compute in float32 or wider, and round at the end")
 
 
 def test_embeddings_are_scaled_by_the_rounded_scale():
@@ -130,17 +135,26 @@ def test_softcap_by_hand():
 
 def test_softcap_leaves_its_input_and_type_alone():
     x = torch.tensor([2.0]).double()
-    assert softcap(x.float(), 1.0).dtype == torch.float32 and softcap(x, 1.0).dtype == x.dtype
-    assert float(x) == 2, "softcap must not change its argument in place"
-    assert softcap(x, None) is x, "no cap: x itself"
+    for t in (x.float(), x):
+        got = softcap(t, 1.0)
+        promise(got.dtype == t.dtype, f"x in {t.dtype}, cap = 1", str(t.dtype), str(got.dtype),
+                "the type of x stays")
+    compare(softcap(x, None), x, {}, "softcap([2.0], None): no cap, x as it is")
+    compare(softcap(torch.tensor([1e-12, 3e-7]).double(), 30.0), [1e-12, 3e-7], {}, "softcap([1e-12, "
+        "3e-7], 30)")
 
 
 def test_frequencies_by_hand():
-    compare(frequencies(8, 10000.0), [1.0, 0.1, 0.01, 0.001], {
+    got = frequencies(8, 10000.0)
+    promise(got.dtype == torch.float64, "frequencies(8, 10000.0)", "float64", str(got.dtype),
+            "float32 is off by 0.01 at position 100,000")
+    compare(got, [1.0, 0.1, 0.01, 0.001], {
         "the exponent is 2i / D: count in steps of 2": [10000 ** (-i / 8) for i in range(4)],
         "the exponent is negative: frequencies fall from 1": [1.0, 10.0, 100.0, 1000.0]},
         "frequencies(head_dim=8, theta=10000.0)")
-    assert frequencies(8, 1e4).dtype == torch.float64, "float32 is off by 0.01 at position 100,000"
+    for D, theta in ((4, 100.0), (6, 1e6), (2, 5e5)):
+        compare(frequencies(D, theta), [theta ** (-2 * i / D) for i in range(D // 2)], {},
+                f"frequencies({D}, {theta})")
 
 
 def test_frequencies_of_linear_scaling_by_hand():
@@ -181,9 +195,11 @@ def test_rotate_by_hand():
 def test_rotate_serves_every_shape():
     x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)).double()
     cos, sin = rope(torch.tensor([[0, 1, 2], [7, 8, 9]]), frequencies(8, 100.0))
-    kept, got = x.clone(), rotate(x, cos[:, :, None], sin[:, :, None])
-    assert torch.equal(x, kept), "rotate must not change its argument in place"
-    assert torch.equal(got[1, 2, 3], rotate(x[1, 2, 3], cos[1, 2], sin[1, 2]))
+    got = rotate(x, cos[:, :, None], sin[:, :, None])
+    promise(got.shape == x.shape, f"x {tuple(x.shape)}, cos and sin (2, 3, 1, 8)", tuple(x.shape),
+            tuple(got.shape), "the last dimension holds the pairs, whatever stands before it")
+    compare(got[1, 2, 3], rotate(x[1, 2, 3], cos[1, 2], sin[1, 2]), {}, "one vector of (2, 3, 4, 8), and "
+        "alone")
 
 
 def test_visible_in_the_first_block():
@@ -209,7 +225,8 @@ def test_visible_behind_a_filled_cache():
 def test_visible_for_rows_at_different_places():
     at = torch.tensor([[3, 4], [1, 2]])
     mask, given = visible(at, at, 5), "rows with blocks in slots 3 4 and 1 2, end = 5"
-    assert mask.shape == (2, 2, 5), "one mask per row: (B, T, end)"
+    promise(mask.shape == (2, 2, 5), given, "(2, 2, 5)", str(tuple(mask.shape)), "one mask per row: (B, T, "
+        "end)")
     look(mask[0], ["xxxx.", "xxxxx"], {}, f"{given}; row 1")
     look(mask[1], ["xx...", "xxx.."], {
         "the second row was given the first row's mask": ["xxxx.", "xxxxx"]}, f"{given}; row 2")

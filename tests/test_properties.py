@@ -1,5 +1,6 @@
 """Properties of the pure functions, on inputs that hypothesis makes up and shrinks: each compares with a
 slow definition that shares no code with ours. Damaged files are refused in one line, whatever the damage."""
+import itertools
 import json
 import math
 import struct
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from teach import compare, promise
 from tiny import LLAMA, make, wide
 
 import checkpoint
@@ -89,20 +91,26 @@ def test_coins_are_splitmix64_in_purchases_of_any_size(seed, counts):
 # --- the model
 
 
-@given(st.data(), st.integers(1, 4), st.integers(0, 6), st.none() | st.integers(1, 5))
-def test_visible_is_its_definition(data, M, first, window):
-    T, end = data.draw(st.integers(1, M)), first + M + data.draw(st.integers(0, 2))
-    tree = torch.tensor([[[data.draw(st.booleans()) for _ in range(M)] for _ in range(T)]])
-    depth = sorted(data.draw(st.lists(st.integers(0, 3), min_size=M, max_size=M)))
-    slots, positions = torch.arange(first, first + M)[None], first + torch.tensor([depth])
-    got = visible(positions, slots, end, tree, window)
-    for t in range(T):
-        own = int(positions[0, M - T + t])
-        for s in range(end):
-            inside = first <= s < first + M
-            at = int(positions[0, s - first]) if inside else s
-            sees = bool(tree[0, t, s - first]) if inside else s < first and s < own
-            assert bool(got[0, t, s]) == (sees and (window is None or own - at < window))
+@given(st.data(), st.integers(1, 7), st.integers(0, 30), st.none() | st.integers(1, 24), st.integers(1, 3))
+def test_visible_is_its_definition(data, M, first, window, rows):
+    """One tree or a tree for each row, of a block that may be the last part of what the tree knows."""
+    T, g = data.draw(st.integers(1, M)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    tree = torch.rand(rows, T, M, generator=g) < 0.5
+    firsts = [first + 2 * b for b in range(rows)]
+    slots = torch.tensor(firsts)[:, None] + torch.arange(M)
+    positions = slots[:, :1] + torch.randint(4, (rows, M), generator=g).sort(-1).values
+    end, asked = first + 2 * rows + M, data.draw(st.sampled_from([tree, tree[:1], tree[0], None]))
+    T = M if asked is None else T
+    seen = torch.ones(M, M).bool().tril() if asked is None else asked
+    want = torch.zeros(rows, T, end, dtype=torch.bool)
+    for b, t, s in itertools.product(range(rows), range(T), range(end)):
+        own, inside = int(positions[b, M - T + t]), firsts[b] <= s < firsts[b] + M
+        at = int(positions[b, s - firsts[b]]) if inside else s
+        sees = bool(seen.expand(rows, T, M)[b, t, s - firsts[b]]) if inside else s < firsts[b] and s < own
+        want[b, t, s] = sees and (window is None or own - at < window)
+    compare(visible(positions, slots, end, asked, window), want, {},
+            f"visible({positions.tolist()}, {slots.tolist()}, {end}, tree = "
+            f"{None if asked is None else asked.int().tolist()}, window = {window})")
 
 
 @given(st.integers(1, 8), st.integers(0, 400), st.integers(0, 400), st.integers(0, 99))
@@ -110,12 +118,16 @@ def test_rotation_keeps_lengths_and_knows_distances_only(half, i, j, shift):
     freqs, g = frequencies(2 * half, 500.0), torch.Generator().manual_seed(half)
     x, y = torch.randn(2, 2 * half, generator=g, dtype=torch.float64)
     turn = lambda v, at: rotate(v, *rope(torch.tensor(at), freqs))  # noqa: E731
-    assert torch.allclose(turn(x, i).norm(), x.norm(), rtol=1e-12)
-    assert torch.allclose(turn(x, i) @ turn(y, j), turn(x, i + shift) @ turn(y, j + shift), atol=1e-10)
+    promise(turn(x, i).dtype == x.dtype, "x in float64", "float64", str(turn(x, i).dtype))
+    compare(turn(x, i).norm(), x.norm(), {}, f"the length of a vector of {2 * half} numbers, turned to "
+                                             f"{i}", 1e-11)
+    off = float((turn(x, i) @ turn(y, j) - turn(x, i + shift) @ turn(y, j + shift)).abs())
+    promise(off < 1e-10, f"two vectors at {i} and {j}, and both {shift} further", "the same product",
+            f"it differs by {off:.2g}", "a product of rotated vectors knows their distance only")
     by_pairs = [complex(x[k], x[k + half]) * complex(math.cos(i * f), math.sin(i * f))
                 for k, f in enumerate(freqs.tolist())]
     want = wide([z.real for z in by_pairs] + [z.imag for z in by_pairs])
-    assert torch.allclose(turn(x, i), want, atol=1e-10)
+    compare(turn(x, i) + 9, want + 9, {}, f"pairs as complex numbers, turned to position {i}", 1e-11)
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
@@ -129,7 +141,9 @@ def test_a_cache_is_a_table_of_slots(data, B, T):
         end, start = data.draw(st.integers(1, S)), data.draw(st.integers(0, S))
         keys, values = cache.write(step % 2, value, -value, Placement(at, at[:, :T], 0, end), start)
         table |= {(step % 2, b, int(at[b, t])): step + 1 + t / 8 for b in range(B) for t in range(T)}
-        assert keys.shape[2] == values.shape[2] == max(0, end - start)
+        want = max(0, end - start)
+        promise(keys.shape[2] == values.shape[2] == want, f"6 slots, start = {start}, at.end = {end}",
+                f"{want} slots come back", f"{keys.shape[2]} of the keys, {values.shape[2]} of the values")
         src = torch.tensor([data.draw(st.permutations(range(S))) for _ in range(B)])[:, :T]
         cache.move(src, at[:, :T])
         old = dict(table)
@@ -138,7 +152,8 @@ def test_a_cache_is_a_table_of_slots(data, B, T):
     for layer in (0, 1):
         want = wide([[table.get((layer, b, s), 0.0) for s in range(S)] for b in range(B)])
         for t, sign in ((cache.k, 1), (cache.v, -1)):
-            assert torch.equal(t[layer], sign * want[:, None, :, None].expand_as(t[layer]))
+            compare(t[layer], sign * want[:, None, :, None].expand_as(t[layer]), {},
+                    f"four writes of {T} tokens in {B} rows to slots in any order; layer {layer}")
 
 
 # --- damaged files: loaded, or refused in one line

@@ -2,9 +2,11 @@
 uniforms are spent on what. What each setting does: test_by_hand.py::test_probabilities."""
 import hashlib
 import math
+import re
 
 import pytest
 import torch
+from teach import compare, promise, short
 from tiny import GEMMA, LLAMA, PROMPTS, Fixed, make, warm
 
 from layerskip import SelfDraft
@@ -33,20 +35,25 @@ def some_logits(*shape):
 @pytest.mark.parametrize("temperature", [1e-30, 5e-324])
 @pytest.mark.parametrize("settings", [{}, dict(top_k=3, top_p=0.9, min_p=0.1)], ids=str)
 def test_a_tiny_temperature_is_no_nan(temperature, settings):
-    logits = torch.tensor([60000.0, -60000.0, 59999.0, 60000.01])
-    assert to_probs(logits, temperature, **settings).tolist() == [0, 0, 0, 1]
-    assert to_probs(torch.tensor([1.0, 3.0, 3.0]), temperature, **settings).sum() == 1
-    assert to_probs(torch.tensor([1e9, 2e9]), temperature, **settings).tolist() == [0, 1]
+    for logits, want in (([60000.0, -60000.0, 59999.0, 60000.01], [0, 0, 0, 1]), ([1e9, 2e9], [0, 1]),
+                         ([1.0, 3.0, 3.0], [0, 0.5, 0.5])):
+        got = to_probs(torch.tensor(logits), temperature, **settings)
+        compare(got, want, {"NaN: subtract the largest logit first, and divide by at least 1e-30":
+                            [math.nan] * len(want)},
+                f"the logits {logits}, temperature = {temperature}, {settings}")
 
 
 @pytest.mark.parametrize("k", [1, 7, 4999])
 def test_of_thousands_of_ties_the_lower_ids_stay(k):
-    assert to_probs(torch.zeros(5000), 1.0, top_k=k).nonzero()[:, 0].tolist() == list(range(k))
+    got = to_probs(torch.zeros(5000), 1.0, top_k=k).nonzero()[:, 0]
+    compare(got, list(range(k)), {}, f"5,000 equal logits, top_k = {k}: the ids that stay are the lowest "
+                                     f"ones "
+            "(a sort keeps the order of ties only with stable=True)")
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all():
     for k in (2, 3, 10**6):
-        assert to_probs(from_p(0.75, 0.25), 1.0, top_k=k).tolist() == pytest.approx([0.75, 0.25])
+        compare(to_probs(from_p(0.75, 0.25), 1.0, top_k=k), [0.75, 0.25], {}, f"two tokens, top_k = {k}")
 
 
 @halves
@@ -54,7 +61,12 @@ def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
     """The running sum of 50,000 rounded numbers reaches 1 before its end."""
     logits = (some_logits(2, 50_000) * 4).to(dtype)
     for top_k in (None, 49_999):
-        assert torch.equal(to_probs(logits, 1.0, top_k, top_p=1.0), to_probs(logits, 1.0, top_k))
+        off = to_probs(logits, 1.0, top_k, top_p=1.0) != to_probs(logits, 1.0, top_k)
+        promise(not off.any(), f"50,000 logits in {dtype}, top_k = {top_k}, top_p = 1", "the same as "
+            "without top_p",
+                f"{int(off.sum())} other numbers", "a rounded running sum reaches 1 before its end: leave "
+                                                   "top_p out "
+                "where it is 1")
 
 
 def test_random_logits_give_what_transformers_gives():
@@ -72,20 +84,27 @@ def test_random_logits_give_what_transformers_gives():
 def test_half_types_are_raised_and_float64_stays(dtype):
     logits = some_logits(50)
     for settings in (dict(temperature=0.0), dict(temperature=1.0), SETTINGS[-1]):
-        got = to_probs(logits.to(dtype), **settings)
-        assert got.dtype == torch.float32
-        assert torch.equal(got, to_probs(logits.to(dtype).float(), **settings)), "raised first"
-        assert to_probs(logits, **settings).dtype == torch.float64
+        got, wide = to_probs(logits.to(dtype), **settings), to_probs(logits, **settings)
+        promise(got.dtype == torch.float32 and wide.dtype == torch.float64, f"logits in {dtype}, then in "
+            f"float64, "
+                f"{settings}", "float32, then float64", f"{got.dtype}, then {wide.dtype}")
+        compare(got, to_probs(logits.to(dtype).float(), **settings), {}, f"logits in {dtype}, {settings}: "
+            f"the same "
+                "as of these in float32, so raise them first", 1e-6)
 
 
-def test_each_row_stands_for_itself_and_the_logits_stay():
+def test_each_row_stands_for_itself():
     logits = some_logits(3, 2, 20)
-    kept = logits.clone()
     for s in (dict(temperature=0.0), *SETTINGS):
-        p = to_probs(logits, **s)
-        assert p.shape == logits.shape and (p.sum(-1) - 1).abs().max() < 1e-14
-        assert all(torch.equal(p[at], to_probs(logits[at], **s)) for at in (1, (2, 1)))
-    assert torch.equal(logits, kept)
+        p, given = to_probs(logits, **s), f"logits (3, 2, 20), {s}"
+        promise(p.shape == logits.shape, given, "(3, 2, 20)", str(tuple(p.shape)))
+        compare(p.sum(-1), torch.ones(3, 2), {}, f"{given}: the sums")
+        for at in (1, (2, 1)):
+            compare(to_probs(logits[at], **s), p[at], {}, f"{given}: the part {at} alone")
+    apart = torch.tensor([[0.1, 0.2, 0.4], [3e6, 0.0, 1.0]])
+    compare(to_probs(apart, 1.0), torch.stack([to_probs(row, 1.0) for row in apart]), {},
+            f"logits {apart.tolist()} in float32, as rows and each alone: subtract the largest of each "
+            f"row", 1e-5)
 
 
 @pytest.mark.parametrize("name, values", {
@@ -93,8 +112,13 @@ def test_each_row_stands_for_itself_and_the_logits_stay():
     "top_p": [0.0, 1.0001, math.nan], "min_p": [0.0, 1.0001, math.nan]}.items(), ids=str)
 def test_a_setting_out_of_range_is_named(name, values):
     for value in values:
-        with pytest.raises(ValueError, match=rf"^{name} must .*{value}$"):
-            to_probs(torch.zeros(3), **{"temperature": 1.0, name: value})
+        try:
+            said = str(to_probs(torch.zeros(3), **{"temperature": 1.0, name: value}))
+        except ValueError as e:
+            said = str(e)
+        promise(re.match(rf"^{name} must .*{value}$", said), f"{name} = {value}", f"ValueError: {name} "
+            f"must ...",
+                said, "call check(temperature, top_k, top_p, min_p) before anything else")
 
 
 # --- coins; that purchases of any size give one stream: test_properties.py
@@ -114,25 +138,47 @@ def test_flips_are_true_where_u_is_below_prob():
 
 def test_a_long_tail_of_small_weights_is_not_lost():
     """A running sum in float32 moves in steps of 1e-7 there: twelve tokens at a time, or never."""
-    weights = torch.tensor([1.0] + [1e-8] * 50_000)
+    weights, given = torch.tensor([1.0] + [1e-8] * 50_000), "the weights 1 and 50,000 times 1e-8, in float32"
     got = Fixed(1.00025 / 1.0005).choose(weights).item()
-    assert got == pytest.approx(25_000, abs=2), "the sum is rounded: small weights need float64"
+    promise(abs(got - 25_000) <= 2, f"{given}, u = 1.00025 / 1.0005", "about 25,000", got,
+            "the sum is rounded: small weights need float64")
+    # in the middle of what belongs to each of some ids, by float64
+    weights = some_logits(50_000).abs().float()
+    ends, ids = weights.double().cumsum(0), torch.arange(100, 50_000, 4_990)
+    got = Fixed(*((ends[ids] - weights[ids].double() / 2) / ends[-1]).tolist()).choose(weights.expand(10, -1))
+    compare(got, ids, {}, "50,000 weights in float32, ten rows alike; each u is in the middle of an id's "
+                          "part. Sum "
+            "and total need float64")
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0, 0.0], [math.nan] * 3], ids=str)
+def test_weights_of_which_none_counts_give_an_id_all_the_same(weights):
+    """Callers report them, so a choice must not fail before."""
+    got = Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.tensor([weights] * 3))
+    promise(got.shape == (3,) and bool(((got >= 0) & (got < 3)).all()), f"three rows of weights {weights}",
+            "any ids from 0 to 2", short(got), "the id is clamped: the caller reports such weights")
 
 
 def test_a_token_of_weight_zero_is_never_chosen():
     for tail in (0, 1, 50):
         for some in some_logits(20, 2, 30).abs() * 1e-3:
             weights = torch.nn.functional.pad(some.float(), (tail, tail))
-            picks = Fixed(0.0, ALMOST_ONE).choose(weights).tolist()
-            assert picks == [tail, tail + 29], "u = 0 takes the first with weight, u -> 1 the last"
-    assert Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]).tolist() == [1, 1, 1]
+            picks = Fixed(0.0, ALMOST_ONE).choose(weights)
+            compare(picks, [tail, tail + 29], {
+                "the running sum and the total need float64, both": [tail, tail + 30]}, f"30 weights "
+                    f"between {tail} zeros on each side, u = 0 "
+                                                  f"and u -> 1: "
+                    "the first with weight, and the last")
+    compare(Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]), [1, 1, 1], {}, "the weights 0 1 0")
 
 
 def test_choices_have_any_shape_of_rows():
     weights = some_logits(2, 3, 5).abs()
     flat = Coins(3).choose(weights.view(6, 5))
-    assert torch.equal(Coins(3).choose(weights), flat.view(2, 3)) and flat.dtype == torch.long
-    assert Coins(3).choose(weights[0, 0]).shape == ()
+    promise(flat.dtype == torch.long, "weights (6, 5)", "ids in int64", str(flat.dtype))
+    compare(Coins(3).choose(weights), flat.view(2, 3), {}, "the same weights as (2, 3, 5)")
+    one = Coins(3).choose(weights[0, 0])
+    promise(one.shape == (), "weights (5,)", "an id of shape ()", str(tuple(one.shape)))
 
 
 # --- in which order the library spends them
