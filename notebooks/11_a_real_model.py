@@ -316,8 +316,8 @@ for block in (1.0, 1.2, 1.6, 2.0):
 # **1.** Would an exit of SmolLM2 gain if the output head cost a drafted token nothing?
 #
 # <details><summary>Answer</summary>
-# Only just, and only the first: without the head, an exit after one block costs 0.03 passes, and its
-# alpha is a little above that. It would gain some two percent, less than the loop takes.
+# Only just, and only the first one or two: without the head, an exit after one block costs 0.03 passes, and
+# its alpha is a little above that. It would gain some two percent, less than the loop takes.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
