@@ -9,23 +9,21 @@
 # > takes something away from p, and the next sibling is tried against what is left. So a tree changes
 # > how many tokens a pass writes, but not their distribution.**
 #
-# Before it: [4, speculative decoding](04_speculative_decoding.ipynb), and [5, layer
-# skipping](05_layer_skipping.ipynb) for the early exit that drafts here. About 30 minutes.
+# You need [4, speculative decoding](04_speculative_decoding.ipynb), and [5, layer
+# skipping](05_layer_skipping.ipynb) for the early exit that drafts here. About 45 minutes.
 
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
+SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
 
 # %%
-import torch
-
-import checkpoint
+from control import weight_costs
 from model import Placement
 from layerskip import SelfDraft
 from sampling import Coins, to_probs
 from search import Teacher
 from support.files import read_prompts
-from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -41,9 +39,8 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 # gets two siblings and the second token gets one. Siblings are drawn from the same q, but without
 # replacement: never the same token twice.
 #
-# The loop below runs twelve rounds. It keeps each tree as it was before verification, and picks the
-# tree whose first two siblings are the most uncertain: neither sure to be accepted nor sure to be
-# rejected.
+# The loop below runs twelve rounds, and keeps the tree whose first two siblings are the most uncertain:
+# neither sure to be accepted nor sure to be rejected.
 
 # %%
 from itertools import islice
@@ -77,8 +74,8 @@ print("after: ...", tokenizer.decode(known[-12:]))
 print("drafted:", [tokenizer.decode([t]) for t in tokens], "parents:", parents)
 
 # %% [markdown]
-# `parents` is the whole shape. 0 stands for the last known token, and k for drafted token number k. So
-# a chain is `[0, 1, 2, ...]`, and here the last three tokens branch off the chain.
+# `parents` is the whole shape: entry number k is the parent of drafted token number k, and 0 is the last
+# known token. So a chain is `[0, 1, 2, ...]`, and here the last three tokens branch off the chain.
 #
 # **Predict:** the target reads all of these tokens in one pass. Number 4 is the second child of the
 # last known token. Which tokens must it see? Which ones must it not see?
@@ -91,17 +88,19 @@ plots.tree_and_mask(parents, tree, names)
 
 # %% [markdown]
 # Number 4 sees the known tokens and itself. It does not see 1, 2 and 3, which belong to another branch.
-# In general a node sees itself and its ancestors.
+# In general a node sees itself and its ancestors. The colour of a node is its *rank*: blue for the first
+# child of its parent, orange for the second, green for the third. Siblings are tried in this order.
 #
-# Change `SHAPE` and run again. **Predict** first: which row of the mask has the most blue, and how many
-# different texts does the tree hold?
+# **Try it:** in the next cell, draw a `SHAPE` that holds four different texts, in five nodes.
 
 # %%
-SHAPE = [0, 0, 1, 1, 3]
+SHAPE = [0, 0, 1, 3]
 plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in range(len(SHAPE) + 1)])
 
 # %% [markdown]
-# The deepest node has the most blue in its row. Each leaf ends one text: `[0, 0, 1, 1, 3]` holds three.
+# <details><summary>Answer</summary>
+# Each leaf ends one text, so any shape with four leaves does, such as `[0, 0, 0, 0, 1]`.
+# </details>
 #
 # Two siblings have the same *position* in the text, which is their depth, but two *slots* in the cache.
 # So one pass reads several texts at once. Does each path really get the same logits as if it were
@@ -125,7 +124,7 @@ together = model.unembed(x)[0]                                  # (K+1, V): one 
 for k in range(K + 1):
     path = [int(t) for t, on in zip(block[0], tree[k], strict=True) if on]
     alone = model(torch.tensor([known[:-1] + path], device=device))[0, -1]
-    assert torch.allclose(alone, together[k], atol=1e-3)
+    assert torch.allclose(alone, together[k], atol=1e-3)        # sums in another order round otherwise
 print(f"one pass over {K + 1} tokens gives the logits of {K + 1} passes over one text each")
 
 # %% [markdown]
@@ -167,8 +166,9 @@ print("200 walks end at the same node as the library's `verify_tree`; these node
 
 # %% [markdown]
 # Let us follow one walk. `left` and `q` are the two probabilities of the token, `chance` is min(1, left
-# / q), and the token is accepted if `u` is below it. Change `SEED` and run again; **predict** the
-# verdicts from `chance` and `u`.
+# / q), and the token is accepted if `u` is below it.
+#
+# **Try it:** set `SEED = 3`. Cover the last column, and tell the verdicts from `chance` and `u`.
 
 # %% jupyter={"source_hidden": true}
 def narrate(seed):
@@ -191,8 +191,8 @@ narrate(SEED)
 # %% [markdown]
 # ## What a rejection leaves
 #
-# The last known token has three children. The pictures show what each of them is tried against if those
-# before it are rejected: blue is what is left of p, orange is what the token was drawn from.
+# The last known token has three children. The pictures show, for eight tokens, what each child is tried
+# against if those before it are rejected: blue is what is left of p, orange is what it was drawn from.
 #
 # **Predict:** what happens to the orange bar of a token after it has been rejected? And to its blue
 # bar?
@@ -213,11 +213,10 @@ sides[0].legend(frameon=False)
 figure
 
 # %% [markdown]
-# The orange bar disappears: the next sibling is drawn from q without that token, rescaled, since
-# drawing the same token again would be a waste. q is subtracted from the blue bars, because what p and
-# q share has had its chance. Where p exceeds q, something is left, and a later sibling can hit it. In
-# the picture, the third child has no chance: at its token q was larger than p, so the first rejection
-# left nothing there.
+# The orange bar disappears: the next sibling is drawn from q without that token, rescaled, since drawing
+# the same token again would be a waste. q is subtracted from the blue bars, because what p and q share
+# has had its chance. Where p exceeds q, something is left, and a later sibling can hit it. Where q
+# exceeds p, as at the third child here, nothing is left: its chance is 0.
 #
 # ## Why the text is exact: one line
 #
@@ -280,10 +279,14 @@ print("p:      ", [round(v, 4) for v in p6.tolist()])
 print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 
 # %% [markdown]
-# The rule above is called *recursive rejection*. It is not the only rule for siblings. *SpecTr* (Sun et
-# al. 2023) draws k tokens independently and accepts the first that passes a stricter test; it is exact,
-# too. *Typical acceptance* (Medusa, arXiv 2401.10774) accepts any token that p considers likely enough,
-# without a coin. Question 3 asks whether that is exact. How much *any* exact rule can accept is a
+# The rule is called *recursive rejection*. SpecInfer (arXiv 2305.09781, May 2023) verifies trees with it,
+# and draws every sibling from the whole q, or from another draft model. Multi-candidate verification
+# (2401.06706, January 2024) draws without replacement, and so do the trees of Sequoia (2402.12374) and of
+# recursive speculative decoding (2402.14160), both of February 2024.
+#
+# It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first that
+# passes a stricter test; it is exact, too. *Typical acceptance* (Medusa, 2401.10774) accepts any token
+# that p considers likely enough, without a coin (question 3). How much *any* exact rule can accept is a
 # problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py)
 # computes it.
 #
@@ -291,16 +294,19 @@ print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 #
 # A sibling helps where the first drafted token is often rejected; depth helps where it is often
 # accepted. So measure the *rank acceptance*: how often the target's own token is the draft's likeliest
-# token, its second likeliest, and so on. We call them its candidates. Here it is for greedy decoding on
-# a story.
+# token, its second likeliest, and so on. Here it is for greedy decoding, on four stories.
 
 # %%
 from methods.trees import best_tree, rank_acceptance, tree_tokens
 
-story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:120]
-teacher = Teacher(model, story, lambda z: z)
-ranks = rank_acceptance(to_probs(teacher.p), teacher.draft(range(2 * EXIT)), 4)
-print("the target's token is candidate 1, 2, ... of the exit:", [round(rank, 2) for rank in ranks])
+stories = [checkpoint.encode(tokenizer, line["text"], c.bos)[:120] for line in read_prompts("stories")[:4]]
+teachers = [Teacher(model, ids, lambda z: z) for ids in stories]
+both = [(to_probs(teacher.p), teacher.draft(range(2 * EXIT))) for teacher in teachers]
+p_all, q_all = (torch.cat(part, 1) for part in zip(*both, strict=True))
+ranks = rank_acceptance(p_all, q_all, 4)
+level = weight_costs(c).step(range(2 * EXIT))
+print("the target's token is the exit's first, second, ... choice:", [round(rank, 2) for rank in ranks])
+print(f"drafting one level costs {level:.2f} passes by weights")
 
 # %% [markdown]
 # From these numbers a dynamic programme finds the best tree of a given size (Sequoia, section 3.1).
@@ -311,10 +317,10 @@ print("the target's token is candidate 1, 2, ... of the exit:", [round(rank, 2) 
 # $$\frac{\text{tokens per pass}}{1 + \text{levels} \cdot \text{depth\_cost}
 # + \text{nodes} \cdot \text{node\_cost}}$$
 #
-# We take a level that costs 0.05 passes, and nodes that cost nothing.
+# We take cheap levels of 0.05 passes, such as a small head would have, and nodes that cost nothing.
 #
-# **Predict:** is the best tree of four nodes a chain of four? Then set `DEPTH_COST` to 0, and to 0.22,
-# and run again: when do the trees get deeper, when wider?
+# **Predict:** is the best tree of four nodes a chain? And that of eight? Would free levels make trees
+# deeper, or wider?
 
 # %%
 DEPTH_COST = 0.05
@@ -332,18 +338,26 @@ for nodes, shape in best.items():
     for name, one in ((f"best tree of {nodes}", shape), (f"chain of {nodes}", list(range(nodes)))):
         levels, per_pass, gain = speed(one)
         print(f"{name:16} levels {levels:2}, tokens per pass {per_pass:.2f}, speed {gain:.2f}")
+print("the best tree of 8:", best[8])
+assert not SHIPPED or DEPTH_COST != 0.05 or best[4] == [0, 1, 2, 3] and best[8] != list(range(8))
 
 # %% jupyter={"source_hidden": true}
 figure, (sides,) = plots.axes(1, 3, width=3.6, height=3.0)
 for side, (nodes, shape) in zip(sides, best.items(), strict=True):
-    plots.draw_tree(side, shape)
+    plots.draw_tree(side, shape, range(len(shape) + 1))
     side.set_title(f"{nodes} nodes, speed {speed(shape)[2]:.2f}")
 figure
 
 # %% [markdown]
-# With a level at 0.05, the best tree of four has only three levels. A chain of four writes slightly
-# more tokens per pass, but its fourth level costs more time than it saves. Free levels make deep trees,
-# and expensive levels make wide ones. For this exit one level costs 0.22.
+# Four nodes make a chain. Of eight, some are better spent on siblings: further levels would cost more
+# time than they save. Compare the list of parents with the picture in the middle: the tokens are
+# numbered level by level, and within a level by their parents.
+#
+# **Try it:** set `DEPTH_COST = 0`, and then to what a level of this exit really costs (printed above).
+#
+# <details><summary>Answer</summary>
+# Free levels make deep trees, and expensive levels make shallow and wide ones.
+# </details>
 #
 # Free nodes are an assumption, too. On a GPU that waits for memory, a pass over 16 tokens costs about
 # as much as a pass over one. On a CPU it does not, and a large tree can lose. `python -m lab.bench
@@ -352,30 +366,42 @@ figure
 # ## In the loop
 #
 # A tree is a drafter like any other. Here are a chain of three and the same chain with siblings,
-# greedy, on four stories.
+# greedy, on eight stories.
 #
-# **Predict:** how many more tokens per pass will eight siblings bring, and will the text change?
+# **Predict:** how many more tokens per pass will three siblings bring, and how many eight? Will the text
+# change?
 
 # %%
 from speculative import generate
 
-prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")[:4]]
+prompts = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts("stories")]
 chain = SelfDraft(model, range(2 * EXIT), 3)
 drafters = {"plain": None, "chain of 3": chain, "with 3 siblings": Siblings(chain, [3]),
             "with 8 siblings": Siblings(chain, [3, 3, 2])}
-texts = {}
+texts, per_text = {}, {}
 for name, drafter in drafters.items():
     done = [generate(model, [ids], 48, drafter) for ids in prompts]
     texts[name] = [row for (row,), _ in done]
+    per_text[name] = torch.tensor([len(row) / passes for (row,), passes in done])
     tau = sum(map(len, texts[name])) / sum(passes for _, passes in done)
     same = sum(a == b for a, b in zip(texts[name], texts["plain"], strict=True))
     print(f"{name:16} {tau:.2f} tokens per pass (tau), {same} of {len(prompts)} texts as in plain decoding")
 
+
+def more(name, than):
+    """How many more tokens per pass, text by text: the mean, and its standard error."""
+    difference = per_text[name] - per_text[than]
+    return float(difference.mean()), float(difference.std() / len(prompts) ** 0.5)
+
+
+three, five = more("with 3 siblings", "chain of 3"), more("with 8 siblings", "with 3 siblings")
+print("three siblings bring {:.2f} ± {:.2f}".format(*three), "and five more {:.2f} ± {:.2f}".format(*five))
+assert not SHIPPED or three[0] > max(2 * three[1], five[0])
+
 # %% [markdown]
-# The text stays the same. Three siblings bring 0.20 tokens per pass, and five more only 0.05. Drafting
-# the siblings costs nothing here, because they come from the same logits as the chain. But the target's
-# block is longer. Whether the tree is also *faster* depends on the cost of a wider pass on your
-# machine.
+# The text stays the same. The first siblings bring most, and the later ones little. Drafting them costs
+# nothing here, because they come from the same logits as the chain. But the target's block is longer.
+# Whether the tree is also *faster* depends on the cost of a wider pass on your machine.
 #
 # ## Questions
 #
@@ -446,7 +472,35 @@ assert (greedy.draft.q.amax(-1) == 1).all()
 print("siblings:", [tokenizer.decode([t]) for t in greedy.draft.tokens[0]], "accepted:", int(r.accepted[0]))
 
 # %% [markdown]
-# **5.** A tree has a single branch. Which function of notebook 4 does the same as `verify_tree` then?
+# **5.** Suppose each sibling is drawn from the whole q, as in SpecInfer. Is the text still exact? Which
+# way accepts more?
+#
+# <details><summary>Answer</summary>
+# It is exact: Q is q each time. It accepts less, since a sibling that repeats a rejected token has no
+# chance.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+def accepted(p, tries):
+    """How likely one of two siblings is accepted. tries: as `families`."""
+    total = 0.0
+    for chance, siblings in tries:
+        left = p
+        for token, drawn in siblings:
+            one = (left[token] / drawn[token]).clamp(max=1)
+            total += chance * one
+            chance = chance * (1 - one)
+            left = (left - drawn).clamp(min=0)
+            left = left / left.sum().clamp(min=1e-300)
+    return float(total)
+
+
+again = [(q6[a] * q6[b], [(a, q6), (b, q6)]) for a in range(6) for b in range(6)]
+assert accepted(p6, again) < accepted(p6, families(q6))
+print(f"with replacement {accepted(p6, again):.3f}, without {accepted(p6, families(q6)):.3f}")
+
+# %% [markdown]
+# **6.** A tree has a single branch. Which function of notebook 4 does the same as `verify_tree` then?
 #
 # <details><summary>Answer</summary>
 # `verify`, with the same coins: a chain is a tree without siblings.

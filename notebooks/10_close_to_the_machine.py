@@ -1,32 +1,28 @@
 # %% [markdown]
 # # 10. Close to the machine: what a token waits for
 #
-# The library says *what* is computed. This notebook looks at what the machine does with it: how many
-# operations are launched for one token, and how many bytes are read. Then it shows how the folder
-# `machine/` reduces both: passes that are recorded once and replayed, weights of few bits, and one
-# model on two processes. Recording and splitting do not change the text, up to rounding; the last part
-# takes away the rounding, too.
+# This notebook looks at what the machine does with a pass: how many operations are launched for one
+# token, and how many bytes are read. Then it shows how the folder `machine/` reduces both: passes that
+# are recorded once and replayed, weights of few bits, and one model on two processes. Recording and
+# splitting do not change the text, up to rounding; the last part takes away the rounding, too.
 #
 # > **A pass of a small model waits for operations to be launched, a pass of
 # > a large model for bytes to be read. A recording removes the first wait. Fewer bits shorten the
 # > second, and several devices share it.**
 #
-# Before it: notebooks 1 to 6, above all [2, the cache](02_kv_cache.ipynb) and [4, speculative
-# decoding](04_speculative_decoding.ipynb). About 30 minutes.
+# You need [2, the cache](02_kv_cache.ipynb), [4, speculative decoding](04_speculative_decoding.ipynb)
+# and [5, layer skipping](05_layer_skipping.ipynb). About 40 minutes.
 
 # %%
 # %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
+SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
 
 # %%
-import torch
-
-import checkpoint
 from model import Placement
 from support.files import read_prompts
 from kvcache import KVCache
 from speculative import generate, prefill, rounds
-from notebooks import plots
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
@@ -39,11 +35,11 @@ print(f"{L} blocks of {c.dim} numbers; the prompt has {n} tokens")
 # %% [markdown]
 # ## Count the launches
 #
-# PyTorch can report each operation just before it runs, so we can count them. An operation that only
-# looks at the same memory in another shape is a *view*. It computes nothing, so we leave it out. On a
-# GPU, each of the others would *launch* one or more *kernels* (programs that run on the GPU).
+# PyTorch can report each operation just before it runs, so we can count them. A *view* only looks at the
+# same memory in another shape. It computes nothing, so we leave it out. On a GPU, each of the others
+# would *launch* one or more *kernels* (programs that run on the GPU).
 
-# %%
+# %% jupyter={"source_hidden": true}
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -59,7 +55,7 @@ class Launches(TorchDispatchMode):
         self.names[name] += not (func.is_view or name == "_unsafe_view")
         return func(*args, **(kwargs or {}))
 
-# %%
+# %% jupyter={"source_hidden": true}
 from collections import Counter
 
 
@@ -84,10 +80,6 @@ print(f"{launches['all']} launches for one token: {a} an attention, {m} an MLP, 
       f"{launches['no sub-layer']} for embedding and head")
 assert launches["all"] == launches["no sub-layer"] + L * (a + m)
 
-# %% [markdown]
-# **Predict:** the model is made of products with weight matrices. How many of these launches are such
-# products?
-
 # %% jupyter={"source_hidden": true}
 names = count(lambda: one_pass(model))
 products = sum(k for name, k in names.items() if name in ("mm", "addmm", "linear"))
@@ -98,20 +90,19 @@ side.bar([name for name, _ in top], [k for _, k in top],
          color=[plots.HUES[1 if name in heavy else 0] for name, _ in top])
 side.tick_params(axis="x", rotation=60)
 side.set(ylabel="launches for one token", title="orange: a product with a weight matrix")
-print(f"{products} of {names.total()}: four per block, and the output head")
+print(f"{products} of {names.total()} launches: four per block, and the output head")
 assert products == 4 * L + 1
 figure
 
 # %% [markdown]
-# Few. Most launches add, multiply or copy a few hundred numbers. *Launching* such an operation takes
-# longer than running it: Python calls torch, torch looks up types and devices, allocates memory for the
-# result, and calls the kernel.
+# Few are products with a weight matrix. Most launches add, multiply or copy a few hundred numbers.
+# *Launching* such an operation takes longer than running it: Python calls torch, torch looks up types
+# and devices, allocates memory for the result, and calls the kernel.
 #
 # ## Count the bytes
 #
-# A pass over one token reads every matrix once. (It reads only one row of the embeddings; but where the
-# output head is the same matrix, it reads all of it.) It also reads the keys and values of all tokens
-# before it. `byte_costs` adds that up.
+# A pass over one token reads every matrix of the blocks and of the output head once, and the keys and
+# values of all tokens before it. `byte_costs` adds that up, here in float32.
 
 # %%
 from machine.quant import byte_costs
@@ -124,13 +115,13 @@ for name, number in table.items():
 print(f"{'together':30} {sum(table.values()) / 1e6:7.2f} MB for one token")
 
 # %% [markdown]
-# Which of the two counts matters? Three timings can show it. They run in turn: the whole pass; the
-# matrix products of the model alone; and a pass of a model that has as many blocks but is so narrow
-# that there is almost nothing to read. The narrow one has only launches.
+# Which of the two counts matters? We time three things in turn: the whole pass; its matrix products
+# alone; and a pass of a model that has as many blocks but is so narrow that there is almost nothing to
+# read. The narrow one has only launches.
 #
 # **Predict:** which of the two takes longer, the products or the launches?
 
-# %%
+# %% jupyter={"source_hidden": true}
 from dataclasses import replace
 
 import torch.nn.functional as F
@@ -161,15 +152,14 @@ figure
 
 # %% [markdown]
 # On a small model the launches cost about as much as the products, or more. (The two do not add up to
-# the pass. Each product is launched, too, so that part is in both. And the other operations of the real
-# pass work on more numbers than those of the narrow model.)
+# the pass: each product is launched, too, and the other operations of the real pass work on more
+# numbers.)
 #
 # For larger models this turns around: bytes grow with the square of the width, launches only with the
 # depth. Here are shapes of known models on paper, in bfloat16, on a device that reads 3.35 TB/s (an
 # H100, by its data sheet). We assume that a launch takes 5 microseconds.
 #
-# **Predict:** how large must a model be before it waits longer for bytes than for launches? Change
-# `LAUNCH` to 1e-6 and run again.
+# **Predict:** how large must a model be before it waits longer for bytes than for launches?
 
 # %%
 from control import weight_costs
@@ -185,19 +175,29 @@ def reading(shape, bits=16):
     return (sum(by_weights.sublayers) * bits / 8 + 2 * by_weights.head) / READS
 
 
+def launching(shape, seconds=LAUNCH):
+    return seconds * (launches["no sub-layer"] + shape.n_layers * (a + m))
+
+
+for seconds in (LAUNCH, 1e-6):
+    waits = (name for name, shape in shapes.items() if reading(shape) > launching(shape, seconds))
+    first = next(waits, "none")
+    print(f"with {1e6 * seconds:.0f} us per launch, the smallest shape that waits longer for bytes: {first}")
+
+# %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
-for k, name in enumerate(shapes):
-    started = 1e3 * LAUNCH * (launches["no sub-layer"] + shapes[name].n_layers * (a + m))
-    read = 1e3 * reading(shapes[name])
-    side.bar([k - 0.2, k + 0.2], [started, read], 0.4, color=[plots.HUES[0], plots.HUES[1]])
-    print(f"{name:15} launching {started:5.2f} ms, reading {read:6.3f} ms")
+for k, shape in enumerate(shapes.values()):
+    both = 1e3 * launching(shape), 1e3 * reading(shape)
+    side.bar([k - 0.2, k + 0.2], both, 0.4, color=[plots.HUES[0], plots.HUES[1]])
 side.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
 side.set(yscale="log", ylabel="ms per token, on paper", title="blue: launching, orange: reading")
+large = shapes["Llama 3.1 8B"]
+assert not SHIPPED or LAUNCH != 5e-6 or 0.9 < launching(large) / reading(large) < 1.1
 figure
 
 # %% [markdown]
-# With 5 microseconds, the two are equal near 8 billion parameters, and only the largest model here
-# clearly waits for bytes. With 1 microsecond the point moves to about 1 billion.
+# Near 8 billion parameters the two are equal. A launch of 1 microsecond moves the point to a model an
+# eighth as large.
 #
 # ## Record once, replay
 #
@@ -235,8 +235,8 @@ for (subs, rows, width, *reads), tape in fast.home(state.cache).tapes.items():
 # How many operations does the host launch now? Inside a replay it launches none, so we count each
 # replay as one.
 #
-# **Predict:** an *eager* pass, which is not recorded, and the loop around it launch over 700 operations
-# for one token. How many are left?
+# **Predict:** of the hundreds of operations that an *eager* pass, which is not recorded, and the loop
+# around it launch, how many are left?
 
 # %% jupyter={"source_hidden": true}
 from torch.utils._python_dispatch import _disable_current_modes
@@ -250,13 +250,13 @@ class OneLaunch(recorded.Tape):
             super().replay()
         self.output.add_(0)             # counts as the one launch, and changes nothing
 
-# %%
+# %% jupyter={"source_hidden": true}
 honest, recorded.Tape = recorded.Tape, OneLaunch
 replayed = Recorded(model, "paper", widths=(1, 2, 4))
 replayed.rehearse(lambda: generate(replayed, [prompt], 4, cache=cache))
 recorded.Tape = honest
 
-# %%
+# %% jupyter={"source_hidden": true}
 def a_round(one):
     """What the second round of plain decoding launches: {operation: how often}"""
     steps = rounds(one, [prompt], 4, cache=cache)
@@ -288,8 +288,10 @@ figure
 # [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the machine:
 
 # %% jupyter={"source_hidden": true}
+from IPython.display import Markdown
+
 paragraphs = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8").split("\n\n")
-print(next(text for text in paragraphs if text.startswith("|") and "ours, recorded" in text))
+Markdown(next(text for text in paragraphs if text.startswith("|") and "ours, recorded" in text))
 
 # %% [markdown]
 # ## A wrong program, and how it is caught
@@ -326,7 +328,7 @@ class Miscompiled(recorded.Tape):
 # %% [markdown]
 # **Predict:** can this mistake change a pass over a single token? And over two?
 
-# %%
+# %% jupyter={"source_hidden": true}
 def off(T):
     """The largest error of the logits of a block of T tokens, and the largest logit."""
     right = one_pass(model, T)
@@ -352,9 +354,9 @@ figure
 # compares *each* new recording with the eager pass on its first real input, both its output and what it
 # writes into the cache. A recording that differs is not used, and that pass stays eager.
 #
-# **Predict:** `Recorded` without this check writes 32 tokens. Is the text obviously broken?
+# What would `Recorded` write without this check?
 
-# %%
+# %% jupyter={"source_hidden": true}
 messages = []
 recorded.Tape = Miscompiled
 guarded = Recorded(model, "paper", widths=(4,), say=messages.append)
@@ -370,8 +372,8 @@ print("unchecked:", repr(tokenizer.decode(wrong)))
 assert safe == right and (G == 1 or messages and wrong != right)
 
 # %% [markdown]
-# No, and that makes the mistake dangerous. The text reads well, but after a while it is not the text
-# that the model would write.
+# The unchecked text reads well, but after a while it is not the text that the model would write. That
+# makes the mistake dangerous.
 #
 # ## What four bits keep
 #
@@ -380,7 +382,7 @@ assert safe == right and (G == 1 or messages and wrong != right)
 # distributed much like a bell curve, so the levels divide a bell curve into equal shares, and lie close
 # together in the middle. They come from a formula, not from data.
 
-# %%
+# %% jupyter={"source_hidden": true}
 from machine.quant import BLOCK, KINDS, codebook, quantise, size
 
 levels = codebook()
@@ -397,8 +399,10 @@ figure
 # %% [markdown]
 # The peaks at both ends are the largest weight of each group. How much of a matrix is lost?
 
-# %%
+# %% jupyter={"source_hidden": true}
+half, _ = checkpoint.load(MODEL, "cpu", torch.bfloat16)
 twins = {kind: quantise(model, kind) for kind in KINDS}
+packed = {kind: quantise(half, kind) for kind in KINDS}
 paths = {"wqkv": "attn", "wo": "attn", "gate_up": "mlp", "down": "mlp"}
 lost = {kind: {} for kind in KINDS}
 for kind, twin in twins.items():
@@ -406,17 +410,19 @@ for kind, twin in twins.items():
         both = ([getattr(getattr(b, part), name) for b in one.blocks] for one in (model, twin))
         lost[kind][name] = sum(float((w - q.full(w.dtype)).norm() / w.norm())
                                for w, q in zip(*both, strict=True)) / L
-    print(f"{kind}: {size(twin.blocks) / 1e6:5.1f} MB of blocks instead of {size(model.blocks) / 1e6:.1f};",
+    before, after = (size(one.blocks) / 1e6 for one in (half, packed[kind]))
+    print(f"{kind}: {after:4.1f} MB of blocks instead of {before:.1f};",
           "  ".join(f"{name} off by {error:.2%}" for name, error in lost[kind].items()))
+assert all(0.08 < error < 0.1 for error in lost["nf4"].values()) or not SHIPPED
 
 # %% [markdown]
 # An error of nine percent sounds large. But in a sum over many weights the errors partly cancel, and
 # what counts is what the model *predicts*. A copy in few bits can even draft for the model, without
 # training. So we measure how often its greedy token is the model's own (alpha), on three stories, and
-# what it costs in bytes (c).
+# what it costs (c): the bytes that it reads, relative to a pass in bfloat16.
 #
-# **Predict:** for the same bytes, what is the better draft: the first blocks in full precision, or all
-# blocks in four bits?
+# **Predict:** which drafts best for the fewest bytes: the first blocks as they are, all blocks in four
+# bits, or the first blocks in four bits?
 
 # %%
 from search import Teacher
@@ -433,34 +439,53 @@ def acceptance(teacher, one, subs):
     return teacher.overlap(teacher.probs(one.unembed(x)))
 
 
-for kind, one in {"float32": model, **twins}.items():
-    bytes_of = byte_costs(one)
+for kind, one in {"as it is": model, **twins}.items():
+    bytes_of = byte_costs(packed.get(kind, half))
     points[kind] = []
     for E in steps:
         subs = early_exit(L, E)
         alpha = float(torch.cat([acceptance(t, one, subs) for t in teachers]).mean())
-        points[kind].append((bytes_of.step(subs) * bytes_of.whole / costs.whole, alpha))
+        points[kind].append((bytes_of.step(subs) * bytes_of.whole / byte_costs(half).whole, alpha))
+
+# %%
+from control import best_gamma, expected_speedup
+
+speeds = {}
+for kind, row in points.items():
+    for E, (c_bytes, alpha) in zip(steps, row, strict=True):
+        speeds[kind, E] = expected_speedup(alpha, best_gamma(alpha, c_bytes), c_bytes)
+    E = max(steps, key=lambda E: speeds[kind, E])
+    (c_bytes, alpha), (c_all, alpha_all) = row[steps.index(E)], row[-1]
+    print(f"{kind:8} all blocks: alpha {alpha_all:.3f} at c {c_all:.2f}, speed {speeds[kind, L]:.2f}; "
+          f"best: {E:2} blocks, alpha {alpha:.2f} at c {c_bytes:.2f}, speed {speeds[kind, E]:.2f}")
+if SHIPPED:
+    exits = max(speeds["as it is", E] for E in steps)
+    best = max(speeds, key=speeds.get)
+    assert best[0] != "as it is" and best[1] < L
+    assert exits < speeds["nf4", L] < speeds[best] < exits + 0.3
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=4)
 for (kind, row), hue in zip(points.items(), plots.HUES, strict=False):
     side.plot(*zip(*row, strict=True), color=hue, marker="o", label=kind)
 side.plot([0, 1], [0, 1], color="#808080", ls="--", lw=1, label="alpha = c: no gain")
-side.set(xlabel="c: bytes per drafted token, relative to a pass of the model",
-         ylabel="alpha", xlim=(0, 1.05), ylim=(0, 1.05),
-         title=f"drafting with the first {', '.join(map(str, steps))} blocks")
+side.set(xlabel="c: bytes per drafted token, relative to a bfloat16 pass", ylabel="alpha",
+         xlim=(0, 1.05), ylim=(0, 1.05), title=f"drafting with the first {', '.join(map(str, steps))} blocks")
 side.legend(frameon=False, loc="lower right")
-for kind in KINDS:
-    print(f"{kind}, all blocks: alpha {points[kind][-1][1]:.3f} at c {points[kind][-1][0]:.2f}")
-assert points["float32"][-1][1] == 1 and points["int8"][-1][1] > 0.9
+assert points["as it is"][-1][1] == 1 and points["int8"][-1][1] > 0.9
 figure
 
 # %% [markdown]
-# All blocks in four bits. At the same c, their alpha is far higher than that of an early exit in full
-# precision. The two methods combine, as each curve shows: a copy can leave early, too. But the picture
-# counts bytes. By the *clock*, such a draft gains only where a product reads the four bits directly.
-# Torch has no such product for NF4 on a CPU, so the whole matrix is rebuilt each time. Then four bits
-# save memory and no time. (And the copy needs memory of its own, while an early exit needs none.)
+# Both at once, the first blocks in few bits, but by little. At the same c, all blocks in four bits are
+# right far more often than an exit of the model as it is. But the first blocks are cheaper still, so that
+# the best gains hardly differ. The output head, which stays in 16 bits, is most of what the cheapest
+# drafts read. (Say which pass you mean: against one in float32, the copies' c would be little more than
+# half as large, and they would seem to win clearly.)
+#
+# The picture counts bytes. By the *clock*, such a draft gains only where a product reads the four bits
+# directly. Torch has no such product for NF4 on a CPU, so the whole matrix is rebuilt each time. Then
+# four bits save memory and no time. (And the copy needs memory of its own, while an early exit needs
+# none.)
 #
 # ## Two processes, one text
 #
@@ -476,7 +501,7 @@ for rank, half in enumerate(share):
     print(f"process {rank}: {size(half.blocks) / 1e6:5.1f} of {size(model.blocks) / 1e6:.1f} MB of blocks,",
           f"wqkv {tuple(half.blocks[0].attn.wqkv.shape)} of {tuple(model.blocks[0].attn.wqkv.shape)}")
 
-# %%
+# %% jupyter={"source_hidden": true}
 import os
 import subprocess
 
@@ -491,14 +516,11 @@ assert " ".join(alone.split()) in " ".join(out.stdout.split()), "the text of one
 
 # %% [markdown]
 # The text is the same as that of one process (the cell checks it). Do not read its tokens/s as a gain:
-# the two processes share one memory, so nothing is read faster. On several GPUs each reads from its own
-# memory.
+# the two processes share one memory. On several GPUs each reads from its own.
 #
 # Here is a model of 70 billion parameters in bfloat16, on paper. Each device reads its share of the
 # weights. Then all of them wait for one another, 2 L + 2 times per token. How long one all-reduce takes
 # is assumed: 10 to 50 microseconds.
-#
-# **Predict:** will eight devices be eight times as fast as one? Change `SUMS` and run again.
 
 # %%
 SUMS = 10e-6, 50e-6                                             # seconds per all-reduce
@@ -512,31 +534,30 @@ for world, share, *waits in list(zip(worlds, shares, *waiting, strict=True))[1:]
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3)
-side.bar(range(4), shares, color=plots.HUES[1], label="reading")
-for wait, each, hue in reversed(list(zip(waiting, SUMS, (plots.HUES[0], "#c8d8e8"), strict=True))):
-    side.bar(range(4), wait, bottom=shares, color=hue, label=f"all-reduces of {1e6 * each:.0f} us")
+for k, (each, waits) in enumerate(zip(SUMS, waiting, strict=True)):
+    at = [i + 0.4 * k - 0.2 for i in range(4)]
+    shown = side.bar(at, shares, 0.36, color=plots.HUES[1], label="reading" if k == 0 else None)
+    side.bar(at, waits, 0.36, bottom=shares, color=(plots.HUES[0], plots.HUES[5])[k],
+             label=f"waiting, {1e6 * each:.0f} us per all-reduce")
 side.set_xticks(range(4), [f"{world} device{'s' * (world > 1)}" for world in worlds])
 side.set(ylabel="ms per token, on paper")
 side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# No: the reading shrinks with each device, the waiting does not.
+# The reading shrinks with each device, the waiting does not.
+#
+# **Try it:** set `SUMS = 1e-6, 10e-6`. How near to eight do you get?
 #
 # ## The same text, to the bit
 #
 # The proof of [notebook 4](04_speculative_decoding.ipynb) is about distributions. A machine rounds, and
 # how it rounds depends on the shape of a pass. In float32 it hardly ever matters. In bfloat16, two
-# tokens are often so close that one bit decides between them, and from there on the texts differ.
-#
-# We read the same text in blocks of 1, 2, 4 and 8 tokens, and compare rows of logits: bit by bit with
-# those of a block of 8.
-#
-# **Predict:** does a row know how many others are in its block? And does it know how many empty slots
-# of the cache the pass reads?
+# tokens are often so close that one bit decides between them, and from there on the texts differ. We read
+# the same text in blocks of 1, 2, 4 and 8 tokens, and compare rows of logits, bit by bit, with those of a
+# block of 8.
 
-# %%
-half, _ = checkpoint.load(MODEL, "cpu", torch.bfloat16)
+# %% jupyter={"source_hidden": true}
 tokens = torch.tensor([prompt + generate(model, [prompt], 48)[0][0]])[:, :48]
 thick = KVCache(half.c, 1, 64, half.attention_dtype())
 prefill(half, tokens, thick)
@@ -557,13 +578,15 @@ for reads in "up to the block", "all slots":
     print(f"{reads:15}", *(f"{T} of 8: {n} of 30 rows equal" for T, n in equal.items()), sep="   ")
 
 # %% [markdown]
-# A row alone takes another routine. How many others there are makes no difference, and here the number of
-# slots makes none either; on a GPU it does ([figures](../lab/BENCHMARKS.md#on-a-gpu)), since a longer sum
-# may be cut elsewhere. So `machine/exact.py` gives every pass the same number of rows, by adding dead
-# ones, and lets it read all slots. That settles greedy texts. When we sample, drafting also spends other
-# random numbers than plain decoding does. In a `Race` they belong to places instead: every token v
-# arrives after e_v / p_v, with e_v drawn by seed, position and v, and the first one is written. It is v
-# with probability p_v. The draft runs the same race with its q, and a drafted token stays if it won both.
+# How many rows are equal differs from machine to machine: a block of another size may take another routine,
+# and where a longer sum is cut, the number of slots makes a difference, too
+# ([figures of a GPU](../lab/BENCHMARKS.md#on-a-gpu)). So `machine/exact.py` gives every pass the same number
+# of rows, by adding dead ones, and lets it read all slots. That settles greedy texts.
+#
+# When we sample, drafting also spends other random numbers than plain decoding does. In a `Race` they
+# belong to places instead: every token v arrives after e_v / p_v, with e_v exponential and drawn by
+# seed, position and v, and the first to arrive is written. It is v with probability p_v. The draft runs
+# the same race with its q, and a drafted token stays if it won both.
 #
 # **Predict:** of eight texts, how many does a draft leave as they were: as usual, and made exact?
 
@@ -594,8 +617,8 @@ for temperature in 0, 0.8:
 
 # %% [markdown]
 # So no drafter can change a token any more, not even a wrong one: it only costs time. The price is a
-# second row in passes of one token, and a few drafts more that are rejected, since two runs of a race agree
-# less often than `verify` accepts. `generate.py --exact` does both.
+# few dead rows in short passes, and a few drafts more that are rejected, since two runs of a race
+# agree less often than `verify` accepts. `generate.py --exact` does both.
 #
 # ## Questions
 #
@@ -615,8 +638,8 @@ assert more[4] < 1.4 * more[1]
 print(f"{more[4]} for four tokens, {more[1]} for one")
 
 # %% [markdown]
-# **2.** NF4 takes 4.127 bits per weight (four, and its part of the scales) instead of 32. Is the whole
-# model 7.75 times smaller?
+# **2.** NF4 takes 4.127 bits per weight (four, and its part of the scales) instead of the 16 of
+# bfloat16. Is the whole model 3.88 times smaller?
 #
 # <details><summary>Answer</summary>
 # No. Embeddings, output head and norms stay as they are, and in a small model with a large vocabulary
@@ -624,9 +647,9 @@ print(f"{more[4]} for four tokens, {more[1]} for one")
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-smaller = size(model) / size(twins["nf4"])
-assert smaller < size(model.blocks) / size(twins["nf4"].blocks) <= 32 / 4.1
-blocks = size(model.blocks) / size(twins["nf4"].blocks)
+smaller = size(half) / size(packed["nf4"])
+blocks = size(half.blocks) / size(packed["nf4"].blocks)
+assert smaller < blocks <= 16 / 4.1
 print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} times")
 
 # %% [markdown]
@@ -639,8 +662,6 @@ print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} 
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-from control import best_gamma, expected_speedup
-
 for alpha, cost in ((0.95, 0.3), (0.8, 0.15)):
     gamma = best_gamma(alpha, cost)
     print(f"alpha {alpha}, c {cost}: {expected_speedup(alpha, gamma, cost):.2f} times with gamma {gamma}")

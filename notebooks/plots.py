@@ -4,6 +4,7 @@ import math
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from control import best_gamma, expected_speedup
@@ -345,16 +346,16 @@ def place(parents):
     return depth, row
 
 
-def draw_tree(side, parents, words=()):
-    """A tree from left to right, with a label for each node if there are any; node 0 is black."""
+def draw_tree(side, parents, words):
+    """A tree from left to right, with a label for each node; its hue is its rank among its siblings: blue,
+    orange, green, pink. Node 0 is black."""
     depth, row = place(parents)
+    hues = ["#404040", *(HUES[parents[:k].count(parent)] for k, parent in enumerate(parents))]
     for k, parent in enumerate(parents, 1):
-        side.plot([depth[parent], depth[k]], [-row[parent], -row[k]], color="#808080", lw=1, zorder=0)
-    for k in row:
-        side.plot(depth[k], -row[k], "o", color=HUES[0] if k else "#404040", ms=6)
+        side.plot([depth[parent], depth[k]], [-row[parent], -row[k]], color=hues[k], lw=1.2, zorder=0)
     for k, word in enumerate(words):
-        side.text(depth[k], -row[k], word, ha="center", va="center", fontsize=9,
-                  bbox=dict(boxstyle="round", fc="white", ec=HUES[0] if k else "#404040"))
+        side.text(depth[k], -row[k], word, ha="center", va="center", fontsize=9, parse_math=False,
+                  bbox=dict(boxstyle="round", fc="white", ec=hues[k], lw=1.4))
     side.set(xlim=(-0.5, max(depth.values()) + 0.5), ylim=(-max(row.values()) - 0.6, 0.6))
     side.axis("off")
 
@@ -363,28 +364,55 @@ def tree_and_mask(parents, mask, names):
     """A drafted tree, and the mask (K+1, K+1) of its block. names: of node 0 and of each drafted token."""
     figure, ((left, right),) = axes(1, 2, width=5.4)
     draw_tree(left, parents, names)
-    left.set_title("the draft")
+    left.set_title("the draft; blue, orange, green: first, second, third child", fontsize=10)
     right.imshow(mask, cmap="Blues", vmax=1.5)
     right.set_xticks(range(len(names)), names, rotation=90)
     right.set_yticks(range(len(names)), names)
-    right.set_title("its mask: a row sees what is blue")
+    right.set_title("its mask: a row sees what is blue", fontsize=10)
     return figure
 
 
 def draw_reading(side, head, L):
-    """What a trained head reads (squares) and runs (orange), and what predicts which token (arrows). A column
-    is a token, a row a height in the model; D, the last known token, is column 1."""
+    """Notebook 8. What a trained head reads (squares), what of the model it runs (orange) and what of its own
+    (green), and which token it predicts (arrows). A column is a token, a row a height in the model; D, the
+    last known token, is column 1. `explain_reading` has the legend."""
     exits = "exit_layer" in head.shape
-    top, low = head.taps[0] // 2 + 1, head.shape.get("exit_layer", 1)       # top: how high it reads
+    top = head.taps[-1] // 2 + 1                                # how high it reads
+    ground = top if exits else 0                                # where its own module stands
+    tall = {"kangaroo": L / 12, "medusa": L / 12}.get(head.kind, L / 6)     # an attention, a matrix, a block
     side.bar([-2, -1, 0], L, 0.7, color="#dce9f2")
-    if head.kind != "medusa":
-        side.bar([1, 2, 3], low, 0.7, color="#f2d0b8")
-    for column in range(-2, 4) if exits else range(-2, 1) if head.kind == "eagle" else [0]:
-        side.plot(column, top, "s", color=HUES[0], ms=8)
-    if head.kind in ("eagle", "prophet"):
-        side.plot([0, 1], [top, low], color="#808080", ls=":", lw=2)
-    for k in range(3):
-        start = (0, L) if head.kind == "medusa" else (1 + k, top if exits else 1)
-        side.annotate("", (2 + k, L * 1.12), start, arrowprops=dict(arrowstyle="->", color=HUES[1]))
+    if exits:
+        side.bar([1, 2, 3], top, 0.7, color="#f2d0b8")
+    reads = {"eagle": range(-2, 1), "medusa": [0], "prophet": [0]}.get(head.kind, range(-2, 4))
+    side.plot(list(reads), [top] * len(reads), "s", color=HUES[0], ms=7, zorder=3)
     side.set_xticks(range(-2, 5), ["", "", "read", "D", "+1", "+2", "+3"])
-    side.set(title=head.kind, ylim=(0, L * 1.15), yticks=[0, *([low] if exits else []), L])
+    side.set(title=head.kind.replace("_", " "), xlim=(-2.6, 4.4), ylim=(0, L * 1.45),
+             yticks=[0, *([top] if exits else []), L])
+    if head.kind == "medusa":
+        for k in range(3):
+            side.bar(0.4 * k - 0.4, tall, 0.3, bottom=L * 1.08, color=HUES[2])
+            side.annotate("", (2 + k, L * (1.3 - 0.1 * k)), (0.4 * k - 0.25, L * 1.12),
+                          arrowprops=dict(arrowstyle="->", color=HUES[1]))
+        return
+    side.bar([1, 2, 3], tall, 0.7, bottom=ground + L / 24, color=HUES[2])
+    for k in range(3):
+        side.annotate("", (2 + k, L * 1.38), (1 + k, ground + tall + L / 24),
+                      arrowprops=dict(arrowstyle="->", color=HUES[1]))
+    if not exits:                                               # states that enter its module
+        passed = dict(arrowstyle="->", color="#606060", ls=":", lw=1.5)
+        side.annotate("", (0.75, L / 8), (0, top), arrowprops=passed)
+        for k in (1, 2) if head.kind == "eagle" else ():        # its own output
+            side.plot([k + 0.36, k + 0.66], [L / 8, L / 8], color="#606060", ls=":", lw=2)
+
+
+def explain_reading(side):
+    """Notebook 8. The legend of `draw_reading`, on axes of its own."""
+    side.axis("off")
+    marks = ((Rectangle((0, 0), 1, 1, color="#dce9f2"), "computed by the target already"),
+             (Line2D([], [], marker="s", color=HUES[0], ls=""), "a state that the head reads"),
+             (Rectangle((0, 0), 1, 1, color="#f2d0b8"), "blocks of the model that drafting runs"),
+             (Rectangle((0, 0), 1, 1, color=HUES[2]),
+              "the head's own: an attention or\na matrix (low), a block (high)"),
+             (Line2D([], [], color="#606060", ls=":"), "a state passed on"),
+             (Line2D([], [], color=HUES[1]), "predicts this token"))
+    side.legend(*zip(*marks, strict=True), loc="center", frameon=False, fontsize=9)

@@ -4,12 +4,12 @@
 # Four more ways to draft, or to need fewer passes. M2R2 has no public code. ProphetNet and HAMburger need a
 # training that few people can repeat. The last idea is a draft that reads only a part of the text. Here
 # each of them is a **reconstruction**: our reading of the paper, at a scale where one can look at it. None of
-# the figures below speaks for the original. But to each we can put one question that its paper leaves open.
+# the figures below speaks for the original. But each paper leaves a question open that we can try to answer.
 #
 # | system | the question |
 # |---|---|
 # | M2R2 (arXiv 2502.02040) | is an accelerated row better than an adapter with as many weights? |
-# | ProphetNet (arXiv 2001.04063) | does it help a model itself to foresee more than the next token? |
+# | ProphetNet (arXiv 2001.04063) | does it help a model itself to predict more than the next token? |
 # | HAMburger (arXiv 2505.20438) | what is left of its speed where its guesses are checked? |
 # | a sparse self-draft (MagicDec, arXiv 2408.11049) | how much of the text must a draft see? |
 #
@@ -17,8 +17,10 @@
 # > checked is another model.**
 #
 # The trainings in this notebook take seconds, and only show that something is learnt. The answers are those
-# of `python -m lab.bench beyond`, which trains for half an hour; where it was run, they are quoted at each
-# section's end.
+# of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
+#
+# You need notebooks [5](../../notebooks/05_layer_skipping.ipynb) and
+# [8](../../notebooks/08_trained_heads.ipynb). About 35 minutes.
 
 # %%
 # %run ../../notebooks/start.py
@@ -47,7 +49,7 @@ later = Markdown("*The long run has not been made yet.*")
 # ## The text to learn from
 #
 # Three of the four learn, and they learn from text that the model writes itself, drawn from its own
-# distribution. So nobody needs its training data, and what is learnt is what the model says where a draft
+# distribution. So its training data is not needed, and what is learnt is what the model says where a draft
 # will meet it.
 
 # %%
@@ -160,16 +162,16 @@ for name, head in heads.items():
 Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 
 # %% [markdown]
-# ## ProphetNet: to foresee more than one token
+# ## ProphetNet: to predict more than one token
 #
 # A language model learns to say the next token. ProphetNet trains it in several *streams*. The first is the
 # model as it is. For each of the others a row beside each token starts from an embedding of its own, and
-# foresees the second next token, the third next, and so on. It sees what its token sees, and nobody sees it.
-# It was published as a way to write better texts, not to write faster. But a row that foresees is just what
-# drafts in `Transfer` with t = 0 (lab/transfer.py).
+# predicts the token after the next, the one after that, and so on. It sees what its token sees, and no other
+# row sees it. It was published as a way to write better texts, not to write faster. But a row that looks
+# ahead is just what drafts in `Transfer` with t = 0 (lab/transfer.py).
 #
 # In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a relative
-# of this is open: does the loss of the streams help the model's own? Nothing but a comparison can say so: the
+# of this is open: does the loss of the streams help the model's own? Only a comparison can tell: the
 # same tiny model, from the same seed, on the same batches, with one stream (plain training) and with three.
 # Two seeds, because a seed alone moves the loss, too.
 #
@@ -181,7 +183,7 @@ small = {"layers": 2, "dim": 64, "heads": 2, "kv-heads": 1, "hidden": 176, "batc
 runs = {(n, seed): beyond.prophet(text, device, n, seed, 8192, small) for seed in range(2) for n in (1, 3)}
 losses = {key: train.evaluate(run.model, held_out, 64, 1024)["loss"][-1] for key, run in runs.items()}
 for (n, seed), loss in losses.items():
-    print(f"{n} stream{'s' * (n > 1)}, seed {seed}: {loss:.3f} nats a token of held-out text")
+    print(f"{n} stream{'s' * (n > 1)}, seed {seed}: {loss:.3f} nats per token of held-out text")
 
 # %%
 figure, ((side,),) = plots.axes(1, 1, width=8, height=3)
@@ -189,7 +191,7 @@ for (n, seed), run in runs.items():
     smooth = running_mean([loss for loss, _, _ in run.losses], 4)
     label = f"{n} stream{'s' * (n > 1)}, seed {seed}"
     side.plot(smooth, color=plots.HUES[n // 2], ls=("-", "--")[seed], label=label)
-side.set(xlabel="step", ylabel="own loss, nats a token")
+side.set(xlabel="step", ylabel="own loss, nats per token")
 side.legend(frameon=False)
 figure
 
@@ -206,7 +208,7 @@ Markdown("\n".join(beyond.prophet_lines(long["prophet"]))) if long else later
 # merges tokens: an *entry* of up to four tokens has one key and one value in each block, and one step says
 # all tokens of the next entry. Which tokens belong together? Those that follow almost surely: "upon a time"
 # after "Once". The paper cuts by the entropy of the trunk: an entry ends before a token that is hard to
-# foresee. This needs no training, and we can look at it.
+# predict. This needs no training, and we can look at it.
 #
 # A small model is hardly ever sure at temperature 1. So we imitate it at temperature 0.5 (`cooled`).
 
@@ -231,7 +233,7 @@ for t, e in enumerate(entry.tolist()):
 labels = [tokenizer.decode([t]).strip() for t in story.tolist()]
 side.set_xticks(range(len(story)), labels, rotation=90, fontsize=8)
 side.set(ylabel="entropy, nats", xlim=(-0.6, len(story) - 0.4),
-         title="hard to foresee: a new entry (the hue changes); easy: it joins the entry before it")
+         title="hard to predict: a new entry (the hue changes); easy: it joins the entry before it")
 figure
 
 # %% [markdown]
@@ -244,7 +246,7 @@ figure
 burger = Hamburger(cold, blocks=1)
 batches = [words.batch(0, step, 2, 47).long().to(device) for step in range(30)]
 learnt = tune(burger, cold, batches, (3e-4, 4e-3))
-print(f"KL from the model: {learnt[0][0]:.2f} nats a token, after {len(learnt)} steps {learnt[-1][0]:.2f}")
+print(f"KL from the model: {learnt[0][0]:.2f} nats per token, after {len(learnt)} steps {learnt[-1][0]:.2f}")
 scores = {}
 for confidence in (0.1, 0.3, 0.5, 2.0):                          # how sure it must be to go on
     scores[confidence] = score(burger, cold, story[None], confidence)
@@ -258,7 +260,7 @@ if long:
 for (name, points), hue, mark in zip(found, plots.HUES, "os", strict=False):
     kls, tokens = zip(*points, strict=True)
     side.plot(tokens, kls, color=hue, marker=mark, label=name)
-side.set(xlabel="tokens for each step, key and value", ylabel="KL from the model, nats a token",
+side.set(xlabel="tokens for each step, key and value", ylabel="KL from the model, nats per token",
          ylim=(0, None), title="each point a confidence; lossless would be 0")
 side.legend(frameon=False)
 figure
@@ -328,13 +330,15 @@ Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else late
 # %% [markdown]
 # ## Questions
 #
+# Each answer is folded, and so is the cell below it that checks the answer.
+#
 # **1.** What does M2R2 draft without its adapters?
 #
 # <details><summary>Answer</summary>
 # What the plain early exit drafts: the fast row is then the ordinary one.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 from layerskip import SelfDraft, early_exit
 from speculative import rounds
 
@@ -352,7 +356,7 @@ print("the same drafts, round by round")
 # step.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 run, batch = runs[3, 0], text.batch(0, 0, 2, 32).long().to(device)
 with torch.no_grad():
     alone = train.losses(run.model, batch, range(2 * run.model.c.n_layers))[0]
@@ -369,7 +373,7 @@ print(f"loss {float(alone):.4f} alone, {float(beside):.4f} beside two more strea
 # entry comes straight from the trunk.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 fresh = Hamburger(model, blocks=1)
 assert sum(write(fresh, prompt, 12, confidence=2.0), []) == plain[0][:12]
 print("the same twelve tokens")
@@ -381,7 +385,7 @@ print("the same twelve tokens")
 # While sinks and window together hold the whole text: then nothing is hidden, and the draft is the model.
 # </details>
 
-# %%
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
 short = Teacher(model, held_out[:20].tolist())
 assert float(beyond.sparse_acceptance(short, 4, 16).min()) > 1 - 1e-6
 print("4 sinks and a window of 16 see all of 20 tokens")
