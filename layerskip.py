@@ -1,8 +1,9 @@
-"""Drafting with the target's own sub-layers: early exit (LayerSkip) and skip sets (Draft & Verify),
-one drafter for both.
+"""Drafting with the target's own sub-layers: early exit (LayerSkip), skip sets (Draft & Verify), and
+the model itself in few bits, one drafter for all.
 
 The one thing to remember: the sub-layers before the first gap (the first that is skipped) compute
 exactly what the target would. Its pass reuses their keys, values and hidden states (`Draft.reuse`).
+In few bits the first gap is at once: everything is a little rough.
 """
 import torch
 
@@ -81,8 +82,11 @@ class SelfDraft(Drafter):
 
     Drafts write into the target's cache. Before the first gap they write what the target would.
     After it a draft reads exact old keys and its own rough new ones. The target's pass in this
-    round overwrites the latter before anything else reads them. (For the sub-layers of another
-    model: `ModelDraft`.)
+    round overwrites the latter before anything else reads them. So a draft needs no cache of its
+    own, and never has to read what the target wrote.
+
+    model: the target, or a copy of it in few bits (`machine.quant.quantise`), which is so near to
+    it that the target's keys are as good as its own. (Another model needs its own: `ModelDraft`.)
     """
 
     def __init__(self, model, sublayers, rule):
@@ -90,7 +94,11 @@ class SelfDraft(Drafter):
         self.model, self.sublayers = model, check_sublayers(sublayers, model.c.n_layers)
 
     def begin(self, state, trace):
-        same_model(self.model, state)
+        own = self.model.blocks is state.model.blocks
+        if not own and self.model.c != state.model.c:
+            raise ValueError("this drafter uses the target's cache: give it the model that decodes, "
+                             "or a copy of it in few bits")
+        self.shared = shared_prefix(self.sublayers) if own else 0
         super().begin(state, trace)
 
     def logits(self, state, x, k):
@@ -100,7 +108,7 @@ class SelfDraft(Drafter):
     def propose(self, state):
         m = self.model
         subs = self.sublayers
-        shared = shared_prefix(subs)
+        shared = self.shared
         xs = []
         traces = []
 

@@ -27,7 +27,7 @@ class Packed(Matrix):
     rows."""
 
     def __init__(self, w, keep=False):
-        super().__init__()
+        super().__init__(w.dtype)
         w = w.detach().contiguous()
         self.plain = w if keep else None        # no buffer, so that `size` does not count it
         self.register_buffer("packed", torch.ops.mkldnn._reorder_linear_weight(w, ROWS))

@@ -88,7 +88,7 @@ class Added(Matrix):
     """A matrix split by columns. Each process has some, and the same columns of x."""
 
     def __init__(self, own):
-        super().__init__()
+        super().__init__(own.dtype)
         self.own = own
 
     def product(self, x):
@@ -102,7 +102,7 @@ class Joined(Matrix):
     evenly, the last process repeats some rows of the one before it."""
 
     def __init__(self, own, N):
-        super().__init__()
+        super().__init__(own.dtype)
         self.own = own
         self.twice = len(own) * place()[1] - N
 

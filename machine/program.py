@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from machine.quant import SHARE
 from support import files
 
 FEW = 8     # rows of x up to which a product is faster as sums than as the library's own
@@ -54,11 +55,21 @@ class Program(nn.Module):
 def product(x, w, bias=None):
     """`F.linear` for few rows x (..., dim), written as sums: Inductor turns them into loops that
     read each weight once, while the library's matrix product takes two to three times as long."""
-    wide = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
+    return sums(x.flatten(0, -2), w).to(x.dtype).view(*x.shape[:-1], -1)
+
+
+def int8_product(x, codes, scale):
+    """`torch._weight_int8pack_mm` for few rows x (R, dim): the codes are summed, and the sum is
+    scaled."""
+    return (sums(x, codes) * scale).to(x.dtype)
+
+
+def sums(x, w):
+    """x (R, K) times w (N, K), one sum for each number, in float32 or wider. (R, N)"""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     # trap: else each row is recomputed per output
     wide = wide.as_strided(wide.shape, wide.stride())
-    sums = torch.stack([(row * w.to(wide.dtype)).sum(-1) for row in wide])
-    return sums.to(x.dtype).view(*x.shape[:-1], -1)
+    return torch.stack([(row * w.to(wide.dtype)).sum(-1) for row in wide])
 
 
 def write(path, model, f, inputs, fixed, packed):
@@ -83,7 +94,9 @@ def write(path, model, f, inputs, fixed, packed):
             Program(model, f), tuple(examples), strict=False,
             dynamic_shapes={"inputs": tuple(lengths)})
         if not packed and examples[0].shape[:-1].numel() <= FEW:
-            program = program.run_decompositions({torch.ops.aten.linear.default: product})
+            program = program.run_decompositions({
+                torch.ops.aten.linear.default: product,
+                torch.ops.aten._weight_int8pack_mm.default: int8_product})
         torch._inductor.aoti_compile_and_package(
             program, package_path=str(path), inductor_configs=settings)
 
@@ -234,7 +247,9 @@ class Compiled:
         stored = model.state_dict(prefix="model.")
         self.weights = dict(zip(made, values, strict=True))
         for name in set(names) - set(made):
-            self.weights[name] = stored[later(name)]
+            self.weights[name] = stored.get(later(name))
+            if name.startswith("constant"):     # the one number that torch's int4 product takes
+                self.weights[name] = torch.tensor(SHARE)
         loader.load_constants(self.weights, False, check_full_update=True, user_managed=True)
         self.run = loader.boxed_run
 

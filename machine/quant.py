@@ -1,4 +1,4 @@
-"""Fewer bits: matrices in int8 or NF4, which replace the model's own.
+"""Fewer bits: matrices in int8, int4 or NF4, which replace the model's own.
 
 The model uses its matrices in `F.linear` only, and `F.linear` lets its arguments take over by
 `__torch_function__`. So an object that computes its own product can be a matrix, and model.py stays
@@ -6,12 +6,17 @@ as it is.
 
     kind    bits / weight   each row of a matrix is stored as
     int8    8 + 16 / K      K whole numbers from -127 to 127, times one scale in the model's dtype
+    int4    5               groups of 32 whole numbers from 0 to 15, with a step and a middle each
     nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of
                             the block, which is itself stored in 8 bits
 
-When a pass waits for memory, a product that reads fewer bits is faster. Torch has one for int8 with
-bfloat16 on a CPU, which is used here. In all other cases the full matrix is rebuilt for each
-product, which takes longer than reading it would: there the gain is memory, not time.
+When a pass waits for memory, a product that reads fewer bits is faster. Torch has one for int8 and
+one for int4, for bfloat16 on a CPU, which are used here. In all other cases the full matrix is
+rebuilt for each product, which takes longer than reading it would: there the gain is memory, not
+time.
+
+The model in few bits is the best draft that needs no training: it is nearly always right, and it
+costs what its bytes cost. `layerskip.SelfDraft` drafts with it.
 """
 import copy
 
@@ -22,6 +27,7 @@ from torch import nn
 from checkpoint import put
 from control import Costs
 
+SHARE = 32      # weights of int4 that share a step and a middle
 BLOCK = 64      # weights that share a magnitude
 GROUP = 256     # magnitudes that share a scale
 ROWS = 64       # quantised at a time, so that temporary memory stays small
@@ -54,7 +60,11 @@ def nonzero(scale):
 
 
 class Matrix(nn.Module):
-    """What `F.linear` may get in place of a matrix (N, K)."""
+    """What `F.linear` may get in place of a matrix (N, K) of this dtype."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -69,12 +79,16 @@ class Matrix(nn.Module):
         """x (..., K) -> (..., N)"""
         return F.linear(x, self.full(x.dtype))
 
+    def __getitem__(self, rows):
+        """Some rows of a head, for a draft vocabulary: the plain matrix."""
+        return self.full(self.dtype)[rows]
+
 
 class Int8(Matrix):
     """Row n is codes[n] * scale[n]: the largest magnitude of a row becomes 127."""
 
     def __init__(self, w):
-        super().__init__()
+        super().__init__(w.dtype)
         low, high = w.aminmax(dim=1)
         scale = nonzero(torch.maximum(-low, high) / 127)
         wide = torch.promote_types(w.dtype, torch.float32)
@@ -98,6 +112,58 @@ class Int8(Matrix):
         return self.codes.to(dtype) * self.scale[:, None].to(dtype)
 
 
+def pack_nibbles(codes):
+    """Numbers from 0 to 15 (N, K), K even, as bytes (N, K / 2): the first of two in the low bits.
+
+    >>> pack_nibbles(torch.tensor([[1, 2, 15, 0]])).tolist()
+    [[33, 15]]
+    """
+    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+
+
+def unpack_nibbles(packed):
+    """The inverse of `pack_nibbles`."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+
+
+class Int4(Matrix):
+    """Weight k of a group is middle + (code - 8) * step: its least becomes 0, its largest 15. A
+    shorter last group of a row is padded with zeros."""
+
+    def __init__(self, w):
+        super().__init__(w.dtype)
+        N, self.columns = w.shape
+        groups = F.pad(w.float(), (0, -self.columns % SHARE)).unflatten(1, (-1, SHARE))
+        low, high = groups.aminmax(dim=2)                                       # (N, groups)
+        step = nonzero((high - low) / 15).to(w.dtype)
+        middle = (low + 8 * step.float()).to(w.dtype)
+        codes = (groups - middle.float()[..., None]) / step.float()[..., None] + 8
+        codes = codes.round().clamp(0, 15).to(torch.int32).flatten(1)           # (N, groups * 32)
+        # torch's product: a group after the other, (groups, N, 2), and codes in an order of its own
+        self.register_buffer("scales", torch.stack([step, middle], -1).transpose(0, 1).contiguous())
+        whole = self.columns % SHARE == 0 and N % 16 == 0
+        self.fused = whole and w.dtype == torch.bfloat16 and not w.is_cuda
+        if self.fused:
+            codes = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
+        else:
+            codes = pack_nibbles(codes)
+        self.register_buffer("codes", codes)                                    # (N, groups * 16)
+
+    def product(self, x):
+        if not self.fused:
+            return super().product(x)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()                          # (B*T, K)
+        y = torch._weight_int4pack_mm_for_cpu(rows, self.codes, SHARE, self.scales)
+        return y.view(*x.shape[:-1], -1)
+
+    def full(self, dtype):
+        if self.fused:      # what its product makes of the unit vectors
+            return self.product(torch.eye(self.columns, dtype=torch.bfloat16)).T.to(dtype)
+        codes = unpack_nibbles(self.codes).unflatten(1, (-1, SHARE)).to(dtype)
+        step, middle = self.scales.transpose(0, 1).to(dtype)[..., None].unbind(2)
+        return (middle + (codes - 8) * step).flatten(1)[:, : self.columns]
+
+
 class NF4(Matrix):
     """Two levels per byte; each block of 64 along a row is multiplied by its largest magnitude.
 
@@ -107,7 +173,7 @@ class NF4(Matrix):
     """
 
     def __init__(self, w):
-        super().__init__()
+        super().__init__(w.dtype)
         self.columns = w.shape[1]
         levels = codebook().to(w.device)
         self.register_buffer("pairs", torch.cartesian_prod(levels, levels))  # (256, 2) of each byte
@@ -138,14 +204,16 @@ class NF4(Matrix):
         return (levels * most).flatten(1)[:, : self.columns].to(dtype)          # (N, K)
 
 
-KINDS = {"int8": Int8, "nf4": NF4}
+KINDS = {"int8": Int8, "int4": Int4, "nf4": NF4}
 
 
-def quantise(model, kind="int8"):
+def quantise(model, kind="int8", head=None):
     """A copy of a model with the matrices of its blocks in few bits. Embeddings, norms and head are
-    shared with the model, not copied. The blocks are new, so a drafter with the copy shares neither
-    cache nor states with the model. A quantised model is quantised again from its present values.
-    Cast a model before this, not after it, or the scales are cast, too."""
+    shared with the model, not copied. head: the kind of the output head, if it shall be in few
+    bits, too. A quantised model is quantised again from its present values. Cast a model before
+    this, not after it, or the scales are cast, too."""
+    while hasattr(model, "model"):      # what stands in for it
+        model = model.model
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(twin.blocks.modules()):
         for name, w in [*module.named_parameters(recurse=False), *module.named_children()]:
@@ -153,6 +221,11 @@ def quantise(model, kind="int8"):
                 w = w.full(model.tok.dtype)
             if isinstance(w, torch.Tensor) and w.dim() == 2:
                 put(module, name, KINDS[kind](w.detach()))
+    if head:
+        w = twin.tok if twin.head is None else twin.head
+        if isinstance(w, Matrix):
+            w = w.full(model.tok.dtype)
+        put(twin, "head", KINDS[head](w.detach()))
     return twin
 
 

@@ -110,18 +110,23 @@ def small_model(ask):
     if tokenizer.get_vocab() != ask.tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
-    return beside(ask, other)
+    return ask.plan(partial(ModelDraft, ask.short(recorded_with(ask.model, other))))
 
 
 def few_bits(ask):
-    model = ask.model.model if ask.a.fast else ask.model
-    return beside(ask, quantise(model, ask.kind))
+    """The model itself in few bits, all of it or without some sub-layers."""
+    model = ask.model
+    L = model.c.n_layers
+    sublayers = range(2 * L)
+    if ask.a.skip is not None:
+        sublayers = cli.read_skip(ask.a.skip, L)
+    twin = quantise(model, ask.kind, head=ask.kind)
+    return ask.plan(partial(SelfDraft, ask.short(recorded_with(model, twin)), sublayers))
 
 
-def beside(ask, other):
-    """Draft with another model, which is recorded if the target is."""
-    drafting = ask.short(ask.model.alongside(other) if ask.a.fast else other)
-    return ask.plan(partial(ModelDraft, drafting))
+def recorded_with(model, other):
+    """Another model of the same run: recorded if the target is."""
+    return model.alongside(other) if hasattr(model, "alongside") else other
 
 
 def trained(ask):
@@ -223,7 +228,7 @@ NAMED = {
     "exit": Source(leave_early, 2, ("exit_layer", "draft_vocab", "rule")),
     "skip": Source(skip, 3, ("skip", "draft_vocab", "rule")),
 }
-NAMED |= dict.fromkeys(KINDS, Source(few_bits, 3, ("draft_vocab", "rule")))
+NAMED |= dict.fromkeys(KINDS, Source(few_bits, 3, ("skip", "draft_vocab", "rule")))
 NAMED |= dict.fromkeys(heads.KINDS, Source(trained, 3, ("tree", "rule")))
 SOURCES = NAMED | {     # what a path can name
     "model": Source(small_model, 3, ("draft_vocab", "rule")),

@@ -9,16 +9,18 @@ import promises
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import FAMILIES, PROMPTS, each_family, make, oracle, warm
+from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, oracle, small, warm
 from torch import nn
 
 import checkpoint
 from control import weight_costs
+from kvcache import KVCache
 from layerskip import SelfDraft, without
-from machine.quant import KINDS, NF4, Int8, byte_costs, codebook, quantise
+from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, unpack_nibbles
 from methods.standin import ShortHead
+from model import Placement
 from search import Teacher
-from speculative import ModelDraft, generate
+from speculative import generate, prefill, rounds
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -65,6 +67,33 @@ def test_int8_in_half_types():
     w = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = Int8(w)
     assert torch.equal(q.codes[0], (w[0].double() / q.scale.double()).round().to(torch.int8))
+
+
+def test_int4_by_hand():
+    """A group of 32 from -8 to 7, where steps are 1, and a short one of equal weights."""
+    row = torch.cat([torch.arange(-8.0, 8).repeat(2), torch.full((3,), 0.25)])[None]
+    q = Int4(row)
+    assert unpack_nibbles(q.codes)[0, :16].tolist() == [*range(16)]
+    assert q.scales[0, 0].tolist() == [1, 0], "a step and a middle"
+    assert torch.equal(q.full(torch.float32)[:, :32], row[:, :32])
+    assert (q.full(torch.float32)[:, 32:] - row[:, 32:]).abs().max() <= 0.25 / 15 / 2
+
+
+@pytest.mark.parametrize("shape", [(32, 96), (40, 96), (32, 70)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int4_is_off_by_half_a_step(dtype, shape):
+    """In torch's order and in ours: plain loops over rows, groups and weights, rounded as the dtype is."""
+    w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    q = Int4(w)
+    full = q.full(torch.float32)
+    assert full.shape == shape
+    assert q.fused == (dtype == torch.bfloat16 and shape[0] % 16 == 0 and shape[1] % 32 == 0)
+    for got, row in zip(full.tolist(), w.float().tolist(), strict=True):
+        for g in range(0, shape[1], 32):
+            group = row[g : g + 32] + [0.0] * (32 - len(row[g : g + 32]))
+            step = (max(group) - min(group)) / 15
+            off = max(abs(a - b) for a, b in zip(got[g : g + 32], group, strict=False))
+            assert off <= (0.5 + 0.1 * (dtype == torch.bfloat16)) * step + 1e-6
 
 
 def test_nf4_by_hand():
@@ -141,7 +170,7 @@ def test_costs_by_bytes():
     m = make(replace(FAMILIES["llama"], n_layers=2, dim=256, hidden_dim=512))
     c, weights = byte_costs(m), weight_costs(m.c)
     assert c.step(range(4), 0.5) == pytest.approx(weights.step(range(4), 0.5))
-    for kind, bits in (("int8", 8), ("nf4", 4.13)):
+    for kind, bits in (("int8", 8), ("int4", 4 + 4), ("nf4", 4.13)):  # of int4's, two float64 for 32
         own = byte_costs(quantise(m, kind))
         assert own.head == c.head == 17 * 256 * 8
         assert sum(own.sublayers) / sum(c.sublayers) == pytest.approx(bits / 64, rel=0.1)
@@ -150,11 +179,39 @@ def test_costs_by_bytes():
 # --- drafting
 
 
-test_greedy_identity_with_a_copy = promises.greedy_identity({
-    "exit": lambda m: ModelDraft(quantise(m, "nf4"), 3, range(8)),
-    "short head": lambda m: ModelDraft(ShortHead(quantise(m), [4, 9, 0, 2, 16, 3]), 3)}, on=["cpu"])
+ROUGH = {
+    "int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(12), Says(lambda s: 1 + sum(s.left) % 3)),
+    "nf4, exit": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
+    "skip, short head": lambda m: SelfDraft(
+        ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), Unsure(4))}
+
+test_greedy_identity = promises.greedy_identity(ROUGH, on=["cpu"])
+test_rows_equal_solo_runs = promises.rows_equal_solo_runs(ROUGH)
+test_end_of_text = promises.end_of_text(ROUGH)
+test_context_limit = promises.context_limit(ROUGH)
+test_poison = promises.poison(ROUGH)
+test_exact_law = promises.exact_law({
+    "int4": (TINY, lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(4), Unsure(2))),
+    "gemma2, int8, skip": (TINY_GEMMA, lambda m: SelfDraft(quantise(m), [0, 1, 3], 2))})
 test_one_wait_a_round = promises.one_wait_a_round({
-    "int8": lambda m: ModelDraft(quantise(m), 2), "nf4": lambda m: ModelDraft(quantise(m, "nf4"), 2)})
+    "int8": lambda m: SelfDraft(quantise(m), range(12), 2),
+    "nf4": lambda m: SelfDraft(quantise(m, "nf4"), range(12), 2)})
+
+
+@each_family
+def test_a_rough_draft_reads_exact_keys(family):
+    """The q of each drafted token is what the copy says after the target's keys and its own rough ones."""
+    m = make(FAMILIES[family])
+    t, cache, ids = quantise(m, "int4", head="int4"), KVCache(m.c, 1, 40, torch.float64), PROMPTS[0]
+    state, r = next(rounds(m, [ids], 9, SelfDraft(t, range(12), 3), probs=warm))
+    prefill(m, torch.tensor([ids]), cache)
+    block = torch.tensor([[ids[-1], *r.draft.tokens[0, :-1].tolist()]])
+    for k in range(block.shape[1]):
+        at = Placement.span(len(ids) - 1 + k, len(ids) + k)
+        q = warm(t.unembed(t.run(t.embed(block[:, k : k + 1]), at, cache)))
+        assert torch.allclose(q[0, 0], r.draft.q[0, k], atol=1e-9)
+    with pytest.raises(ValueError, match="a copy of it in few bits"):
+        generate(m, [ids], 3, SelfDraft(small(m), range(4), 2))
 
 
 # --- loading
