@@ -96,8 +96,8 @@ class SelfDraft(Drafter):
     def begin(self, state, trace):
         own = self.model.blocks is state.model.blocks
         if not own and self.model.c != state.model.c:
-            raise ValueError("this drafter uses the target's cache: give it the model that decodes, "
-                             "or a copy of it in few bits")
+            raise ValueError("this drafter uses the target's cache: give it the model that "
+                             "decodes, or a copy of it in few bits")
         self.shared = shared_prefix(self.sublayers) if own else 0
         super().begin(state, trace)
 

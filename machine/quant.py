@@ -141,13 +141,18 @@ class Int4(Matrix):
         codes = codes.round().clamp(0, 15).to(torch.int32).flatten(1)           # (N, groups * 32)
         # torch's product: a group after the other, (groups, N, 2), and codes in an order of its own
         self.register_buffer("scales", torch.stack([step, middle], -1).transpose(0, 1).contiguous())
-        whole = self.columns % SHARE == 0 and N % 16 == 0
-        self.fused = whole and w.dtype == torch.bfloat16 and not w.is_cuda
+        self.fused = self.fits(w)
         if self.fused:
             codes = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
         else:
             codes = pack_nibbles(codes)
         self.register_buffer("codes", codes)                                    # (N, groups * 16)
+
+    @staticmethod
+    def fits(w):
+        """Whether torch has a product for it."""
+        N, K = w.shape
+        return w.dtype == torch.bfloat16 and not w.is_cuda and N % 16 == 0 and K % SHARE == 0
 
     def product(self, x):
         if not self.fused:
@@ -227,6 +232,13 @@ def quantise(model, kind="int8", head=None):
             w = w.full(model.tok.dtype)
         put(twin, "head", KINDS[head](w.detach()))
     return twin
+
+
+def reads_int4(model):
+    """Whether torch has a product of int4 for all matrices of the model's blocks, so that a step in
+    int4 takes less than half of the model's time."""
+    matrices = [w for w in model.blocks.parameters() if w.dim() == 2]
+    return bool(matrices) and all(map(Int4.fits, matrices))
 
 
 def size(module):

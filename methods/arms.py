@@ -101,11 +101,23 @@ def head_draft(head, costs, vocab=None):
     return arm
 
 
-def candidates(model, costs, skip=None, vocab=None, heads=()):
+def few_bits(twin, c, costs):
+    """The Arm of the model itself in few bits, whose step takes c of the model's own."""
+    every = range(2 * twin.c.n_layers)
+    whole = costs.pricing(every)
+
+    def price(n):       # what a longer text adds costs both the same
+        return (c * costs.whole + whole(n) - whole(costs.context)) / whole(n)
+
+    rule = Calibrated(prior=0.9, tests=KNOWN)
+    return Arm("few bits", SelfDraft(twin, every, rule), price)
+
+
+def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None):
     """The usual arms: of trained heads the one that promises most; without any, exits after some
-    parts of the blocks, and a skip set (its sub-layers) if there is one. They draft with the draft
-    vocabulary `vocab` (its ids), if there is one and the shorter head saves more than any step
-    costs."""
+    parts of the blocks, a skip set (its sub-layers) if there is one, and the model in few bits:
+    rough, a copy and what its step costs. Exits and skip sets draft with the draft vocabulary
+    `vocab` (its ids), if there is one and the shorter head saves more than any step costs."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None
@@ -118,7 +130,10 @@ def candidates(model, costs, skip=None, vocab=None, heads=()):
     drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip
-    return [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()]
+    arms = [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()]
+    if rough:
+        arms.append(few_bits(*rough, costs))
+    return arms
 
 
 def promised(costs, arm):

@@ -15,7 +15,7 @@ from control import MOST
 from layerskip import SelfDraft, early_exit, without
 from machine import parallel
 from machine.packed import LARGE
-from machine.quant import KINDS, byte_costs, quantise, size
+from machine.quant import KINDS, byte_costs, quantise, reads_int4, size
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
@@ -24,7 +24,7 @@ from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
 from speculative import ModelDraft, NGram
 from support import cli, own
-from support.measure import kept_costs
+from support.measure import kept_costs, measure_step
 
 ROOT = Path(__file__).resolve().parent.parent
 # other kinds of heads
@@ -185,8 +185,13 @@ def auto(ask):
     costs = kept_costs(model) if measured else byte_costs(model)
     said = "as measured here" if measured else "by weights"
 
+    rough = None
+    if measured and not found and reads_int4(model):
+        twin = recorded_with(model, quantise(model, "int4", head="int4"))
+        rough = twin, measure_step(model, twin)
+
     def make():
-        arms = candidates(model, costs, skip, vocab, found)
+        arms = candidates(model, costs, skip, vocab, found, rough)
         return Pace(model, arms, costs, most=ask.gamma)
 
     return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}")

@@ -11,7 +11,7 @@ import checkpoint
 import generate
 from control import MOST, Costs
 from lab.m2r2 import M2R2
-from machine.quant import byte_costs
+from machine.quant import Int4, byte_costs
 from machine.recorded import Recorded
 from methods import heads
 from support import drafts, measure
@@ -56,6 +56,28 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
         monkeypatch.setattr("machine.recorded.PIECE", blocks)
         arms = drafts.candidates(Recorded(stories[0], "compile"), byte_costs(stories[0]))
         assert [arm.name for arm in arms] == [f"exit {e}"]
+
+
+def test_where_nothing_is_trained_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
+    """In bfloat16, for which there is a product of int4, and if bytes count. Its price is the measured one, and
+    grows with what both read."""
+    monkeypatch.setattr(drafts, "LARGE", 0)
+    monkeypatch.setattr(drafts, "kept_costs", byte_costs)
+    monkeypatch.setattr(drafts, "measure_step", lambda model, twin: 0.4)
+    (tmp_path / "tokenizer.json").write_bytes((STORIES / "tokenizer.json").read_bytes())
+    half, _ = checkpoint.load(STORIES, "cpu", torch.bfloat16)
+
+    def arms(model, folder, *flags):
+        a = generate.parse(["x", "--draft", "auto", "--model", str(folder), *flags])
+        return {arm.name: arm for arm in drafts.plan(a, model, stories[1]).make().arms}
+
+    arm = arms(half, tmp_path)["few bits"]
+    assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
+    assert arm.price(0) == pytest.approx(0.4) and 0.4 < arm.price(1000) < 1
+    assert "few bits" not in arms(stories[0].float(), tmp_path), "no product"
+    assert "few bits" not in arms(half, STORIES), "there are trained heads"
+    monkeypatch.setattr(drafts, "LARGE", 64e6)
+    assert "few bits" not in arms(half, tmp_path), "a small model lies in the processor's caches"
 
 
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):

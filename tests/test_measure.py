@@ -10,7 +10,7 @@ from control import Costs
 from machine.quant import quantise
 from machine.recorded import Recorded
 from support import measure
-from support.measure import WIDTHS, identity, kept_costs, measure_costs, read_costs
+from support.measure import WIDTHS, identity, kept_costs, measure_costs, measure_step, read_costs
 
 
 @pytest.fixture
@@ -48,6 +48,23 @@ def test_costs_leave_out_the_call_itself(models, monkeypatch):
     assert costs.whole == 45 and costs.step(range(2)) == pytest.approx((0.5 * 4 + 3) / 45)
     assert [x.shape for _, x in called[15:33:2]] == [(1, 1, 17)] * 9, "one token before each block"
     assert [x.shape for _, x in called[16:33:2]] == [(1, T, 17) for T in WIDTHS]
+
+
+def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
+    """Both read a token after 64 others, and both are recorded if the model is."""
+    seen = []
+
+    def fake(actions, repeats):
+        for act in actions.values():
+            act()
+        return {"model": 4.0, "twin": 1.0}
+
+    monkeypatch.setattr(measure, "interleave", fake)
+    fast = Recorded(models["llama"], "paper")
+    twin = fast.alongside(quantise(models["llama"], "int4"))
+    monkeypatch.setattr(twin, "run", lambda x, at, cache: seen.append((at.first, at.end)) or x)
+    assert measure_step(fast, twin) == 0.25
+    assert seen == [(64, 65)] * 3 and fast.replays(), "rehearsed twice, and measured"
 
 
 def test_a_real_measurement_is_a_table(models):

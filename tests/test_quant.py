@@ -180,7 +180,8 @@ def test_costs_by_bytes():
 
 
 ROUGH = {
-    "int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(12), Says(lambda s: 1 + sum(s.left) % 3)),
+    "int4": lambda m: SelfDraft(
+        quantise(m, "int4", head="int4"), range(12), Says(lambda s: 1 + sum(s.left) % 3)),
     "nf4, exit": lambda m: SelfDraft(quantise(m, "nf4"), range(8), 3),
     "skip, short head": lambda m: SelfDraft(
         ShortHead(quantise(m, head="int8"), [4, 9, 0, 2, 16, 3]), without(6, attn=[2]), Unsure(4))}

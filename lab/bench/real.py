@@ -3,6 +3,9 @@ kinds of chat."""
 from itertools import product
 from pathlib import Path
 
+from torch import nn
+
+from checkpoint import put
 from control import expected_speedup, weight_costs
 from lab.bench import llamacpp
 from lab.bench.drafters import Bench, Method, chosen, fixed, header, their_methods
@@ -10,23 +13,25 @@ from lab.bench.dynamic import living
 from lab.bench.heads import shapes
 from lab.bench.shared import forecast, load, page, tables
 from lab.train_heads import ask
-from layerskip import early_exit, without
+from layerskip import SelfDraft, early_exit, without
 from machine.packed import pack_where_it_pays
-from machine.quant import quantise
+from machine.quant import Matrix, quantise
 from machine.recorded import Recorded
 from methods import heads
 from methods.arms import candidates
 from methods.pace import COPY, Pace
 from methods.suffix import Suffix
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram
+from speculative import Drafter, NGram
+from support.drafts import recorded_with
 from support.files import read_texts
-from support.measure import kept_costs
+from support.measure import kept_costs, measure_step
 from verification import verify_block
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts"
 KINDS = "chat", "summaries", "code_edits", "maths", "translation"
 CHAINS, NODES = (1, 2, 3), 8    # lengths of a head's drafts, tokens of its tree
+FEW_BITS = 3, 5                 # lengths of drafts in few bits
 COLUMNS = {"tokens/s": "{tokens_per_second:.1f}", "ratio to plain": "{ratio:.2f}",
            "by the formula": "{predicted:.2f}", "tau": "{tau:.2f}", "alpha": "{tested:.2f}",
            "alpha by place": "{places}", "c": "{c:.3f}", "block": "{block:.2f}"}
@@ -55,13 +60,16 @@ def untrained(bench):
     return found
 
 
-def ways(a, model, trained):
-    """{name: Method}. trained: {folder: {dtype: head}}."""
+def ways(a, model, trained, twins):
+    """{name: Method}. trained: {folder: {dtype: head}}; twins: {kind: {dtype: the model in few bits}}."""
     L, e, costs = model.c.n_layers, max(1, model.c.n_layers // 6), kept_costs(model)
     methods = {"plain": Method(gamma=0)} | fixed(f"exit {e}", early_exit(L, e), 1)
     methods |= {"n-gram": Method(lambda: lambda model, small: NGram(COPY, 3)),
-                "suffix": Method(lambda: lambda model, small: Suffix(COPY)),
-                "int8 draft, gamma 2": Method(lambda: lambda model, small: ModelDraft(small, 2))}
+                "suffix": Method(lambda: lambda model, small: Suffix(COPY))}
+    for kind, made in twins.items():
+        for g in FEW_BITS:
+            methods[f"{kind}, gamma {g}"] = Method(lambda made=made, g=g: (
+                lambda model, small: SelfDraft(made[model.tok.dtype], range(2 * L), g)), gamma=g)
     for name, loaded in trained.items():
         head = next(iter(loaded.values()))
         drafts = {f"gamma {g}": (g, None) for g in CHAINS if g <= head.step.most}
@@ -71,9 +79,19 @@ def ways(a, model, trained):
             methods[f"{name}, {shape}"] = Method(lambda loaded=loaded, levels=levels, parents=parents: (
                 lambda model, small: loaded[model.tok.dtype].drafter(levels, parents)),
                 gamma=None if parents else levels)
+    c = None if trained else measure_step(model, twins["int4"][model.tok.dtype])
     methods["auto"] = living(lambda model: Pace(model, candidates(
-        model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()]), costs))
+        model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()],
+        rough=None if trained else (twins["int4"][model.tok.dtype], c)), costs))
     return methods
+
+
+def rebuild(twin):
+    """Put plain matrices in place of those in few bits: no product has to rebuild its own."""
+    for module in list(twin.modules()):
+        for name, w in list(module.named_children()):
+            if isinstance(w, Matrix):
+                put(module, name, nn.Parameter(w.full(w.dtype), requires_grad=False))
 
 
 def promise(m, r):
@@ -86,15 +104,22 @@ def promise(m, r):
 def run_real(a):
     llamas = llamacpp.opened(2048) if any("llama.cpp" in word for word in a.only or ()) else {}
     models, results, promised, (_, tokenizer) = {}, {}, {}, load(a)
+    twins = {kind: {} for kind in ("int8", "int4")}
     for dtype in (a.dtype, "float64"):
         m = load(a, dtype)[0]
-        small = quantise(m)     # of the weights as they are
-        models[dtype] = (m if dtype == "float64" else Recorded(m) if a.fast else pack_where_it_pays(m)), small
+        made = {kind: quantise(m, kind, head=kind) for kind in twins}   # of the weights as they are
+        if dtype != "float64":
+            m = Recorded(m) if a.fast else pack_where_it_pays(m)
+        models[dtype] = m, None
+        for kind, twin in made.items():
+            if dtype == "float64":
+                rebuild(twin)
+            twins[kind][m.tok.dtype] = recorded_with(m, twin)
     model, where = models[a.dtype][0], Path(a.heads or f"{a.model}/heads")
     trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
                for file in sorted(where.glob(f"*/{heads.FILE}"))}
     for T, kind in product((0.0, 0.8), a.prompts or KINDS):
-        methods = chosen(ways(a, model, trained), a.only)
+        methods = chosen(ways(a, model, trained, twins), a.only)
         bench = Bench(models, chat_ids(a, kind, tokenizer), {"temperature": T} if T else {}, a.new,
                       a.repeats or 1, judge=verify_block)
         if not T:
