@@ -59,8 +59,8 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
 
 
 def test_where_nothing_is_trained_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
-    """In bfloat16, for which there is a product of int4, and if bytes count. Its price is the measured one, and
-    grows with what both read."""
+    """In bfloat16, for which there is a product of int4, and if bytes count. Its price is the measured one,
+    and grows with what both read."""
     monkeypatch.setattr(drafts, "LARGE", 0)
     monkeypatch.setattr(drafts, "kept_costs", byte_costs)
     monkeypatch.setattr(drafts, "measure_step", lambda model, twin: 0.4)

@@ -23,12 +23,13 @@ def test_the_whole_benchmark(call, tmp_path):
     heads.save(head, folder / "heads" / "eagle")
     (folder / "heads" / "eagle" / "draft_vocab.json").write_text(json.dumps({"ids": [*range(1000)]}))
     status, out, err = call("real", "--model", folder, "--quick", "--new", "8", "--prompts", "maths",
-                            "--only", "eagle", "exit", "auto", "former", "--out", tmp_path / "made")
+                            "--only", "eagle", "exit", "int4", "auto", "former", "--out", tmp_path / "made")
     assert status == 0 and "| eagle, tree of 8 | " in out, err
     data = json.loads((tmp_path / "made.json").read_text())
     assert {*data["results"]} == {"maths, T 0", "maths, T 0.8"} and "exit 1" in data["promised"]["maths"]
     for rows in data["results"].values():
         assert "predicted" in rows["eagle, gamma 2"] and rows["auto"]["tau"] >= 1
+        assert rows["int4, gamma 3"]["tau"] > 2, "it is nearly the model"
     assert "transformers, plain" in data["results"]["maths, T 0"]
     status, out, _ = call("block", "--model", folder, "--heads", folder / "heads/eagle", "--quick", "--new",
                           "8", "--prompts", "maths")
