@@ -34,10 +34,11 @@ def test_copied_drafts():
     writes_the_law(one_row(verify_block), "copied proposals", range(2), 3, [2, 0])
 
 
+@pytest.mark.parametrize("dead", [0.0, torch.nan])
 @pytest.mark.parametrize("drawn, lengths", [(0, [2, 1]), (1, [0, 2])])
-def test_rows_stand_for_themselves(drawn, lengths):
+def test_rows_stand_for_themselves(drawn, lengths, dead):
     rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify_block(p, q, tokens, coins, length),
-                              [range(2)] * 2, lengths, drawn)
+                              [range(2)] * 2, lengths, drawn, dead)
 
 
 @pytest.mark.parametrize("name", ["exit", "exit, stopped", "ngram", "gemma2 skip"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_by_outcomes import after, planted, rows_stand_for_themselves, writes_the_law
+from test_by_outcomes import SMALL, after, planted, rows_stand_for_themselves, writes_the_law
 from test_verify_block import laws
 from tiny import law, plant
 
@@ -32,11 +32,12 @@ def test_copied_siblings(parents, tokens):
     writes_the_law(one_row, "copied tokens", parents, 3, tokens)
 
 
-def test_rows_stand_for_themselves():
+@pytest.mark.parametrize("dead", [0.0, torch.nan])
+def test_rows_stand_for_themselves(dead):
     parents = [[0, 0], [0, 1]]
     rows_stand_for_themselves(
         lambda p, tokens, q, coins, length: verify_traversal(p, tokens, torch.tensor(parents), coins, q,
-                                                             length), parents, [1, 2], 0)
+                                                             length), parents, [1, 2], 0, dead)
 
 
 def depth(judge, p, q, parents):
@@ -73,8 +74,9 @@ def test_of_two_siblings_no_exact_rule_accepts_more_than_the_optimum(data):
 def test_of_a_chain_it_is_block_verification():
     def kept(judge):
         def run(coins):
-            tokens, q, way = planted(coins, range(3))
-            return int(judge(after(way)[None], torch.stack(q)[None], torch.tensor([tokens]), coins)[0])
+            tokens, q, way = planted(coins, range(3), SMALL)
+            p = after(way, SMALL.p)[None]
+            return int(judge(p, torch.stack(q)[None], torch.tensor([tokens]), coins)[0])
         return law(run)
     chain = torch.arange(3)[None]
     want = kept(verify_block)
