@@ -352,7 +352,6 @@ def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Draft
 @torch.inference_mode()  # faster than no_grad; clone a Round's tensors to train on them
 def loop(state, drafter, eos, verify):
     model = state.model
-    sublayers = range(2 * model.c.n_layers)
     if max(state.left, default=0) > 0:      # read the prompts; padding falls into dead slots
         trace = dict.fromkeys(state.taps)
         x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
@@ -360,24 +359,31 @@ def loop(state, drafter, eos, verify):
         check_finite(largest(model.unembed(last)).tolist(), x.dtype)
         drafter.begin(state, trace)
     while max(state.left, default=0) > 0:
-        # 1. Draft, but leave room for the token after the draft.
-        draft = drafter.propose(state).fit(state)
-        # 2. The block: the last known token and the draft. Some sub-layers may have run already.
-        block = torch.cat([state.last(), draft.tokens], 1)                      # (B, K+1)
-        ran = draft.reuse or Reuse(0, model.embed(block), {})
-        # 3. One pass of the target over the block gives the distribution after each of its tokens.
-        at = draft.place(state)
-        trace = dict.fromkeys(state.taps) | ran.trace
-        x = model.run(ran.x, at, state.cache, sublayers[ran.first :], trace)    # (B, K+1, dim)
-        logits = model.unembed(x)                                               # (B, K+1, V)
-        p = state.coins.settle(state.probs(logits), at.positions)
-        # 4. Verify: how many drafted tokens are accepted, and which token follows them?
-        verdict = draft.judge(state, Pass(logits, p, trace), verify)
-        # 5. Append them: n grows, and the next block starts at the new last token. No rollback.
-        r = commit(state, *verdict, eos)
+        r = one_round(state, drafter, verify, eos)
         # 6. Let the drafter learn from it.
         drafter.observe(state, r)
         yield state, r
+
+
+def one_round(state, drafter, verify, eos=frozenset()):
+    """Draft, verify and append. Returns the Round."""
+    model = state.model
+    sublayers = range(2 * model.c.n_layers)
+    # 1. Draft, but leave room for the token after the draft.
+    draft = drafter.propose(state).fit(state)
+    # 2. The block: the last known token and the draft. Some sub-layers may have run already.
+    block = torch.cat([state.last(), draft.tokens], 1)                          # (B, K+1)
+    ran = draft.reuse or Reuse(0, model.embed(block), {})
+    # 3. One pass of the target over the block gives the distribution after each of its tokens.
+    at = draft.place(state)
+    trace = dict.fromkeys(state.taps) | ran.trace
+    x = model.run(ran.x, at, state.cache, sublayers[ran.first :], trace)        # (B, K+1, dim)
+    logits = model.unembed(x)                                                   # (B, K+1, V)
+    p = state.coins.settle(state.probs(logits), at.positions)
+    # 4. Verify: how many drafted tokens are accepted, and which token follows them?
+    verdict = draft.judge(state, Pass(logits, p, trace), verify)
+    # 5. Append them: n grows, and the next block starts at the new last token. No rollback.
+    return commit(state, *verdict, eos)
 
 
 def largest(logits):

@@ -482,10 +482,16 @@ figure
 # drafts read. (Say which pass you mean: against one in float32, the copies' c would be little more than
 # half as large, and they would seem to win clearly.)
 #
-# The picture counts bytes. By the *clock*, such a draft gains only where a product reads the four bits
-# directly. Torch has no such product for NF4 on a CPU, so the whole matrix is rebuilt each time. Then
-# four bits save memory and no time. (And the copy needs memory of its own, while an early exit needs
-# none.)
+# The picture counts bytes. By the *clock*, such a draft gains only where a product reads the few bits
+# directly. On a CPU torch has one for int8 and one for int4, in bfloat16. For NF4 the whole matrix is
+# rebuilt each time: there four bits save memory and no time. (And a copy needs memory of its own, while
+# an early exit needs none.)
+#
+# So `--draft int4` keeps all blocks, and puts the output head in four bits, too. It is so near to the
+# model that it needs no cache: it reads the model's keys, writes rough ones for its own tokens, and the
+# pass that verifies them overwrites these. If nearly all is accepted, a round of $\gamma$ tokens brings
+# $\gamma + 1$ for $\gamma c + 1$ passes, which is at most $1 / c$. So what counts is c, and three to five
+# tokens are enough. It is what `auto` takes for a large model without trained heads.
 #
 # ## Two processes, one text
 #

@@ -328,7 +328,7 @@ TABLE = {
          "speculative::context_limit[llama-none]"),
         ("Draft.fit", "torch.minimum(length, draft.length)", "length",
          "the drafter's length is ignored", "golden::golden_counts[stories-llama]"),
-        ("loop", "Pass(logits,", "Pass(logits if logits.isfinite().all() else None,",
+        ("one_round", "Pass(logits,", "Pass(logits if logits.isfinite().all() else None,",
          "a check that waits for the device each round", "paper_gpu::one_wait_a_round[llama-1-plain]"),
         ("NGram.enter", "[tuple(text[i:i + self.n])] = i + self.n", ".setdefault(tuple(text[i:i + self.n]), "
          "i + self.n)", "copies what followed the first time, not the last",
@@ -349,7 +349,7 @@ TABLE = {
          "speculative::drafts_never_overrun_even_if_they_ignore_what_is_left[4]"),
         ("commit", " if len(new) > yes else kept[b]", "", "what an end of text cut off counts as refused",
          "speculative::what_an_end_of_text_cuts_off_was_never_tested[0-llama]"),
-        ("loop", " | ran.trace", "", "a trace begins where the verifier does",
+        ("one_round", " | ran.trace", "", "a trace begins where the verifier does",
          "heads::drafts_are_what_training_sees[kangaroo-in_turns-llama]"),
         ("wanted", "left - 1", "left", "gamma clipped one too late",
          "sampling::a_round_spends_drafts_then_flips_then_one_choice"),
@@ -365,10 +365,12 @@ TABLE = {
          "too many", "speculative::greedy_identity"),
         ("SelfDraft.propose", "[shared:]", "", "the shared sub-layers run twice",
          "speculative::greedy_identity"),
-        ("SelfDraft.propose", "shared_prefix(subs", "max(0, shared_prefix(subs) - 1",
+        ("SelfDraft.begin", " if own else 0", "", "what rough weights computed is reused",
+         "quant::greedy_identity[int4-llama-cpu]"),
+        ("SelfDraft.begin", "shared_prefix(self.sublayers", "max(0, shared_prefix(self.sublayers) - 1",
          "hands over one sub-layer too few", "speculative::what_is_shared_is_handed_over_and_not_run_again"),
         ("same_model", "model.blocks is not state.model.blocks", "False", "what a stranger computes is "
-         "trusted", "speculative::a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not")],
+         "trusted", "pace::what_makes_no_sense")],
     "control.py": [
         ("expected_tokens", "(gamma + 1", "(gamma", "the token behind the draft is forgotten",
          "by_hand::expected_tokens_of_a_number"),
@@ -468,7 +470,18 @@ TABLE = {
          "heads::a_tree_has_as_many_levels_as_the_rule_says")],
     "machine/quant.py": [
         ("Int8.__init__", "torch.maximum(-low, high)", "high", "the largest weight, not the largest "
-         "magnitude", "quant::int8_by_hand")],
+         "magnitude", "quant::int8_by_hand"),
+        ("Int4.__init__", "low + 8 * step.float()", "low", "codes are taken from the least weight, where "
+         "torch takes them from the middle", "quant::int4_by_hand"),
+        ("unpack_nibbles", "[packed & 15, packed >> 4]", "[packed >> 4, packed & 15]", "the first of two "
+         "stands in the high bits", "quant::int4_by_hand")],
+    "methods/within.py": [
+        ("Within.propose", "tokens=state.tokens.clone()", "tokens=state.tokens", "a draft is written into "
+         "the text", "within::rows_equal_solo_runs[lookup-llama]"),
+        ("Within.propose", "r.p[b, :len(r.new[b])]", "r.p[b, 1:1 + len(r.new[b])]", "each q is that of the "
+         "next token", "within::exact_law[lookup]"),
+        ("Within.propose", "model=self.model, tokens", "tokens", "the target drafts for itself",
+         "within::q_is_the_copys_and_drafted_tokens_have_its_law[llama]")],
     "machine/parallel.py": [
         ("Added.product", "talk(dist.all_reduce, y)", "pass", "nothing is added up",
          "parallel::several_processes_write_the_text_of_one")],

@@ -104,15 +104,20 @@ test_drafts_are_right = promises.right_drafts({     # of SelfDraft: test_layersk
     "model": lambda m, far: reader(small(m), on_and_off(), far)})
 
 
-def test_a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not(models):
-    """Sharing is right for whatever wraps the target, and wrong for a model of other weights."""
+def test_a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not(models, truth):
+    """Sharing is right for whatever wraps the target, and wrong for a model of other weights, which only
+    drafts on the target's cache. One of another shape cannot."""
     m, wrapped = models["llama"], StandIn()
     wrapped.model = m
     for target, drafted in ((wrapped, m), (m, copy(wrapped))):
         _, r = next(rounds(target, PROMPTS, 9, SelfDraft(drafted, range(8), 2)))
         assert r.draft.reuse is not None
-    with pytest.raises(ValueError, match="give it the model that decodes"):
-        next(rounds(m, PROMPTS, 9, SelfDraft(make(m.c), range(8), 2)))
+    stranger = make(m.c, 3)
+    steps = [*rounds(m, PROMPTS, 9, SelfDraft(stranger, range(8), 2))]
+    assert {r.draft.reuse.first for _, r in steps if r.draft.reuse} == {0}
+    assert [text[-9:] for text in steps[-1][0].known] == [row[:9] for row in truth["llama"]]
+    with pytest.raises(ValueError, match="or a copy of it in few bits"):
+        next(rounds(m, PROMPTS, 9, SelfDraft(small(m), range(4), 2)))
 
 
 # --- what a round tells

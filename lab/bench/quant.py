@@ -18,7 +18,8 @@ from speculative import ModelDraft
 from support.measure import interleave, measure_costs
 
 GAMMA, MEGABYTE = 3, 1e6
-BITS = {"bfloat16": 16, "int8": 8, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}  # a weight; int8 without its scales
+# of a weight; int8 without its scales
+BITS = {"bfloat16": 16, "int8": 8, "int4": 4 + 2 * 16 / 32, "nf4": 4 + 8 / 64 + 32 / (64 * 256)}
 LARGE = replace(LLAMA, dim=8192, n_layers=80, n_heads=64, head_dim=128, hidden_dim=28672, tied=False)   # 70B
 READS = 3.35e12  # bytes a second: an H100's memory, by NVIDIA's data sheet
 SUMS = 1e-5, 5e-5  # seconds for all devices to add up a few kilobytes: assumed, a good case and a usual one
@@ -32,7 +33,7 @@ def copies(model):
     half, every = early_exit(model.c.n_layers, model.c.n_layers // 2), range(2 * model.c.n_layers)
     found = {f"exit {model.c.n_layers // 2}": (model, half)}
     for kind in KINDS:
-        twin = quantise(model, kind)
+        twin = quantise(model, kind, head=kind)
         found |= {kind: (twin, every), f"{kind}, exit {model.c.n_layers // 2}": (twin, half)}
     return found
 
@@ -58,8 +59,9 @@ def measure(a, model, tokenizer, drafts, owns):
         series = [acceptance(t, draft, subs)[unscored:] for t, unscored in texts]
         own = byte_costs(draft)
         by_bytes, by_clock = own.step(subs) * own.whole / whole, clock[name] / clock["target"]
-        make = partial(ModelDraft, draft, GAMMA, subs) if name in owns else (
-            partial(SelfDraft, model, subs, GAMMA))
+        make = partial(SelfDraft, draft, subs, GAMMA)
+        if draft.c != model.c:
+            make = partial(ModelDraft, draft, GAMMA, subs)
         tau, speed = against_plain(model, prompts, make, a.new, repeats)
         expected = control.expected_tokens_along(series, GAMMA)
         rows[name] = {"alpha": float(torch.cat(series).mean()), "megabytes": owns.get(name, 0) / MEGABYTE,
@@ -84,7 +86,8 @@ def measured(a):
     for folder in folders:
         model, tokenizer = load(a, folder=folder)
         drafts = copies(model)
-        owns = {name: size(draft.blocks) for name, (draft, _) in drafts.items() if draft is not model}
+        owns = {name: size(draft.blocks) + size(draft.head)
+                for name, (draft, _) in drafts.items() if draft is not model}
         found[folder.name] = size(model), measure(a, model, tokenizer, drafts, owns)
         small, other = load(a, folder=WEIGHTS / "stories-draft")
         for kind in KINDS if other.get_vocab() == tokenizer.get_vocab() else ():
@@ -126,6 +129,7 @@ def run(a):
     rows = [(f"{target}, {weight / MEGABYTE:.1f} MB; {name}", row)
             for target, (weight, drafts) in found.items() for name, row in drafts.items()]
     lines = [f"{a.dtype}; gamma {GAMMA}; {a.machine}", "", *figures(rows, COLUMNS, "target; draft"),
-             "On paper, by bytes alone, with products that read few bits as they are (here only int8 in "
-             "bfloat16 on a CPU has one); a pass reads all blocks and the head once:", "", *paper_table()]
+             "On paper, by bytes alone, with products that read few bits as they are (here int8 and "
+             "int4 in bfloat16 on a CPU have one); a pass reads all blocks and the head once:", "",
+             *paper_table()]
     return page(lines), {"models": {target: drafts for target, (_, drafts) in found.items()}}
