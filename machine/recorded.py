@@ -22,7 +22,7 @@ import torch
 from machine import program
 from machine.blocks import joined, pad, piece, run_piece, stack_masks, widen
 from machine.packed import HUGE, LARGE, Packed, multiplies
-from machine.program import NO_PATTERNS, Compiled, Compilers, Weights
+from machine.program import FEW, NO_PATTERNS, Compiled, Compilers, Weights
 from machine.quant import size
 from methods.standin import StandIn
 from model import Transformer
@@ -359,9 +359,11 @@ class Recorded(StandIn):
         return self.packed[address]
 
     def takes_packed(self, rows, used):
-        """Whether a pass over this many rows is faster with packed matrices: large ones, and where
-        the processor has units for them."""
-        if not LARGE <= size(self.model.blocks) < HUGE or rows <= FEWER:
+        """Whether a pass over this many rows is faster with packed matrices: where the processor
+        has units for them. Those of a small model lie in its caches: there sums win longer."""
+        weight = size(self.model.blocks)
+        few = FEWER if weight >= LARGE else FEW
+        if rows <= few or weight >= HUGE:
             return False
         return all(isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in used.matrices)
 
