@@ -94,11 +94,10 @@ class SelfDraft(Drafter):
         self.model, self.sublayers = model, check_sublayers(sublayers, model.c.n_layers)
 
     def begin(self, state, trace):
-        own = self.model.blocks is state.model.blocks
-        if not own and self.model.c != state.model.c:
+        self.is_target = self.model.blocks is state.model.blocks
+        if not self.is_target and self.model.c != state.model.c:
             raise ValueError("this drafter uses the target's cache: give it the model that "
                              "decodes, or a copy of it in few bits")
-        self.shared = shared_prefix(self.sublayers) if own else 0
         super().begin(state, trace)
 
     def logits(self, state, x, k):
@@ -108,7 +107,7 @@ class SelfDraft(Drafter):
     def propose(self, state):
         m = self.model
         subs = self.sublayers
-        shared = self.shared
+        shared = shared_prefix(subs) if self.is_target else 0
         xs = []
         traces = []
 
@@ -125,7 +124,7 @@ class SelfDraft(Drafter):
             return self.logits(state, x, k)
 
         draft = chain(state, step, self.rule)
-        if xs:
+        if self.is_target and xs:
             run_shared(draft.tokens[:, -1:], len(xs))   # the last drafted token is only verified
             trace = {tap: torch.cat([part[tap] for part in traces], 1) for tap in traces[0]}
             draft.reuse = Reuse(shared, torch.cat(xs, 1), trace)

@@ -5,7 +5,7 @@ import torch
 
 from control import Confidence, best_gamma, expected_speedup, weight_costs
 from lab.aside import aside
-from layerskip import SelfDraft
+from layerskip import SelfDraft, same_model
 from speculative import pick
 
 
@@ -50,6 +50,10 @@ class Nearest(SelfDraft):
     def __init__(self, model, units, rule, every):
         super().__init__(model, range(2 * model.c.n_layers), rule)
         self.units, self.every, self.taps = units, every, tuple(unit[-1] for unit in units)
+
+    def begin(self, state, trace):
+        same_model(self.model, state)
+        super().begin(state, trace)
 
     def observe(self, state, r):
         super().observe(state, r)

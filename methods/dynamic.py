@@ -8,7 +8,7 @@ published ones.
 import torch
 
 from control import Confidence, best_gamma, expected_speedup, weight_costs
-from layerskip import SelfDraft, early_exit
+from layerskip import SelfDraft, early_exit, same_model
 from sampling import raw_probs
 from speculative import pick
 
@@ -53,6 +53,7 @@ class DEL(SelfDraft):
         self.round = 0
 
     def begin(self, state, trace):
+        same_model(self.model, state)
         super().begin(state, trace)
         last = torch.arange(-self.window, 0, device=state.n.device)
         slots = state.n[:, None] + last                                         # (B, window)

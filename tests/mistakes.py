@@ -365,9 +365,11 @@ TABLE = {
          "too many", "speculative::greedy_identity"),
         ("SelfDraft.propose", "[shared:]", "", "the shared sub-layers run twice",
          "speculative::greedy_identity"),
-        ("SelfDraft.begin", " if own else 0", "", "what rough weights computed is reused",
+        ("SelfDraft.propose", "if self.is_target and xs:", "if xs:", "what other weights computed is reused",
+         "speculative::a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not"),
+        ("SelfDraft.propose", " if self.is_target else 0", "", "the copy's sub-layers are taken for the target's",
          "quant::greedy_identity[int4-llama-cpu]"),
-        ("SelfDraft.begin", "shared_prefix(self.sublayers", "max(0, shared_prefix(self.sublayers) - 1",
+        ("SelfDraft.propose", "shared_prefix(subs", "max(0, shared_prefix(subs) - 1",
          "hands over one sub-layer too few", "speculative::what_is_shared_is_handed_over_and_not_run_again"),
         ("same_model", "model.blocks is not state.model.blocks", "False", "what a stranger computes is "
          "trusted", "pace::what_makes_no_sense")],
