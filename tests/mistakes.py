@@ -367,7 +367,7 @@ TABLE = {
          "speculative::greedy_identity"),
         ("SelfDraft.propose", "if self.is_target and xs:", "if xs:", "what other weights computed is reused",
          "speculative::a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not"),
-        ("SelfDraft.propose", " if self.is_target else 0", "", "the copy's sub-layers are taken for the target's",
+        ("SelfDraft.propose", " if self.is_target else 0", "", "the copy's sub-layers are not run at the end",
          "quant::greedy_identity[int4-llama-cpu]"),
         ("SelfDraft.propose", "shared_prefix(subs", "max(0, shared_prefix(subs) - 1",
          "hands over one sub-layer too few", "speculative::what_is_shared_is_handed_over_and_not_run_again"),
