@@ -107,7 +107,7 @@ class SelfDraft(Drafter):
     def propose(self, state):
         m = self.model
         subs = self.sublayers
-        shared = shared_prefix(subs) if self.is_target else 0
+        shared = shared_prefix(subs)
         xs = []
         traces = []
 

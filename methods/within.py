@@ -42,10 +42,9 @@ class Within(Drafter):
         self.inner.begin(replace(state, model=self.model), trace)
 
     def propose(self, state):
-        rough = replace(
+        rough = replace(    # it writes its tokens where the text's are still unknown
             state,
             model=self.model,
-            tokens=state.tokens.clone(),
             known=[list(text) for text in state.known],
             left=wanted(state, self.rule),
             taps=())

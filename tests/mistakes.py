@@ -367,8 +367,6 @@ TABLE = {
          "speculative::greedy_identity"),
         ("SelfDraft.propose", "if self.is_target and xs:", "if xs:", "what other weights computed is reused",
          "speculative::a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not"),
-        ("SelfDraft.propose", " if self.is_target else 0", "", "the copy's sub-layers are not run at the end",
-         "quant::greedy_identity[int4-llama-cpu]"),
         ("SelfDraft.propose", "shared_prefix(subs", "max(0, shared_prefix(subs) - 1",
          "hands over one sub-layer too few", "speculative::what_is_shared_is_handed_over_and_not_run_again"),
         ("same_model", "model.blocks is not state.model.blocks", "False", "what a stranger computes is "
@@ -478,11 +476,9 @@ TABLE = {
         ("unpack_nibbles", "[packed & 15, packed >> 4]", "[packed >> 4, packed & 15]", "the first of two "
          "stands in the high bits", "quant::int4_by_hand")],
     "methods/within.py": [
-        ("Within.propose", "tokens=state.tokens.clone()", "tokens=state.tokens", "a draft is written into "
-         "the text", "within::rows_equal_solo_runs[lookup-llama]"),
         ("Within.propose", "r.p[b, :len(r.new[b])]", "r.p[b, 1:1 + len(r.new[b])]", "each q is that of the "
          "next token", "within::exact_law[lookup]"),
-        ("Within.propose", "model=self.model, tokens", "tokens", "the target drafts for itself",
+        ("Within.propose", "(state, model=self.model", "(state, model=state.model", "the target drafts",
          "within::q_is_the_copys_and_drafted_tokens_have_its_law[llama]")],
     "machine/parallel.py": [
         ("Added.product", "talk(dist.all_reduce, y)", "pass", "nothing is added up",
