@@ -1,9 +1,9 @@
-"""Drafting with the target's own sub-layers: early exit (LayerSkip), skip sets (Draft & Verify), and
-the model itself in few bits, one drafter for all.
+"""Drafting with the target's own sub-layers: early exit (LayerSkip), skip sets (Draft & Verify),
+and the model itself in few bits, one drafter for all.
 
 The one thing to remember: the sub-layers before the first gap (the first that is skipped) compute
 exactly what the target would. Its pass reuses their keys, values and hidden states (`Draft.reuse`).
-In few bits the first gap is at once: everything is a little rough.
+A copy in few bits hands nothing over: all that it computes is a little rough.
 """
 import torch
 

@@ -247,9 +247,10 @@ class Compiled:
         stored = model.state_dict(prefix="model.")
         self.weights = dict(zip(made, values, strict=True))
         for name in set(names) - set(made):
-            self.weights[name] = stored.get(later(name))
             if name.startswith("constant"):     # the one number that torch's int4 product takes
                 self.weights[name] = torch.tensor(SHARE)
+            else:
+                self.weights[name] = stored[later(name)]
         loader.load_constants(self.weights, False, check_full_update=True, user_managed=True)
         self.run = loader.boxed_run
 

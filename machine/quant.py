@@ -234,6 +234,15 @@ def quantise(model, kind="int8", head=None):
     return twin
 
 
+def rebuild(twin):
+    """Put the full matrices in place of those in few bits: no product has to rebuild its own."""
+    for module in list(twin.modules()):
+        for name, w in list(module.named_children()):
+            if isinstance(w, Matrix):
+                put(module, name, nn.Parameter(w.full(w.dtype), requires_grad=False))
+    return twin
+
+
 def reads_int4(model):
     """Whether torch has a product of int4 for all matrices of the model's blocks, so that a step in
     int4 takes less than half of the model's time."""

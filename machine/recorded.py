@@ -85,7 +85,6 @@ class Graph(Tape):
         self.graph.replay()
 
 
-
 # --- the stand-in
 
 
@@ -174,11 +173,13 @@ class Recorded(StandIn):
         compiled. From then on nothing new is recorded."""
         self.frozen = False
         self.patient = False
-        write()
-        write()
-        while self.compilers.wait():
+        try:
             write()
-        self.patient = True
+            write()
+            while self.compilers.wait():
+                write()
+        finally:
+            self.patient = True
         self.frozen = True
 
     def alongside(self, model):
@@ -309,7 +310,7 @@ class Recorded(StandIn):
             key = *key, *(t.dtype for t in (*inputs, *fixed[2:3]))
         elif fixed:
             key = *key, len(fixed[0])
-        if self.exact and tapes.get(key) is None:       # it is never eager first, and replayed later
+        if self.exact and tapes.get(key) is None:   # never eager first, and replayed later
             tape = self.record(key, f, inputs, fixed)
             tapes[key] = tape or (False if self.lead.patient else None)
         elif tapes.get(key) is None and not self.lead.frozen:

@@ -8,8 +8,8 @@ distributed as if each token had been drawn from its q: that is what the theorem
 is a draft, and the rows of its q are what the target's rule needs.
 
 TriForce (arXiv 2404.11912) has two levels for long texts: its middle one is the target with a part
-of its cache. The vertical cascade of CS Drafting (arXiv 2312.11462) goes on with smaller and smaller
-models, down to one that is no network.
+of its cache. The vertical cascade of CS Drafting (arXiv 2312.11462) goes on with smaller and
+smaller models, down to one that is no network.
 """
 from dataclasses import replace
 

@@ -141,7 +141,8 @@ def read_costs(path, c):
 
 def kept_costs(model):
     """The Costs of this model on this machine, in seconds, measured if no valid table is kept."""
-    path = cache_file(f"costs-{identity(model, getattr(model, 'how', 'eager'))}.json")
+    how = getattr(model, "how", "eager"), getattr(model, "widths", None)
+    path = cache_file(f"costs-{identity(model, how)}.json")
     if costs := read_beside(path, read_costs, model.c):
         return costs
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")

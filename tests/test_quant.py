@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, oracle, small, warm
-from torch import nn
 
 import checkpoint
 from control import weight_costs
 from kvcache import KVCache
 from layerskip import SelfDraft, without
-from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, unpack_nibbles
+from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, rebuild, unpack_nibbles
 from methods.standin import ShortHead
 from model import Placement
 from search import Teacher
@@ -37,13 +36,7 @@ def matrices(model):
 
 def dense(model):
     """A quantised model with ordinary matrices instead: those that its own stand for."""
-    model = copy.deepcopy(model)
-    for module in list(model.blocks.modules()):
-        for name, w in list(module.named_children()):
-            if isinstance(w, (Int8, NF4)):
-                delattr(module, name)
-                setattr(module, name, nn.Parameter(w.full(model.tok.dtype), requires_grad=False))
-    return model
+    return rebuild(copy.deepcopy(model))
 
 
 # --- the codes

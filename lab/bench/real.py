@@ -3,9 +3,6 @@ kinds of chat."""
 from itertools import product
 from pathlib import Path
 
-from torch import nn
-
-from checkpoint import put
 from control import expected_speedup, weight_costs
 from lab.bench import llamacpp
 from lab.bench.drafters import Bench, Method, chosen, fixed, header, their_methods
@@ -15,7 +12,7 @@ from lab.bench.shared import forecast, load, page, tables
 from lab.train_heads import ask
 from layerskip import SelfDraft, early_exit, without
 from machine.packed import pack_where_it_pays
-from machine.quant import Matrix, quantise
+from machine.quant import quantise, rebuild
 from machine.recorded import Recorded
 from methods import heads
 from methods.arms import candidates
@@ -84,14 +81,6 @@ def ways(a, model, trained, twins):
         model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()],
         rough=(twins["int4"][model.tok.dtype], c)), costs))
     return methods
-
-
-def rebuild(twin):
-    """Put plain matrices in place of those in few bits: no product has to rebuild its own."""
-    for module in list(twin.modules()):
-        for name, w in list(module.named_children()):
-            if isinstance(w, Matrix):
-                put(module, name, nn.Parameter(w.full(w.dtype), requires_grad=False))
 
 
 def promise(m, r):
