@@ -115,23 +115,25 @@ def few_bits(twin, c, costs):
 
 def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None):
     """The usual arms: of trained heads the one that promises most; without any, exits after some
-    parts of the blocks, and a skip set (its sub-layers) if there is one. They draft with the draft
-    vocabulary `vocab` (its ids), if there is one and the shorter head saves more than any step
-    costs. rough: a copy of the model in few bits, and what its step costs: it drafts, too."""
+    parts of the blocks, a skip set (its sub-layers) if there is one, and the model in few bits:
+    rough, a copy and what its step costs. Exits and skip sets draft with the draft vocabulary
+    `vocab` (its ids), if there is one and the shorter head saves more than any step costs."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None
-    few = [few_bits(*rough, costs)] if rough else []
     if heads:
         arms = [head_draft(head, costs, vocab) for head in heads]
-        return [max(arms, key=partial(promised, costs)), *few]
+        return [max(arms, key=partial(promised, costs))]
     drafting = ShortHead(model, vocab) if vocab else model
     parts = getattr(model, "exits", EXITS)
     layers = sorted({max(1, round(L * part)) for part in parts} - {L})
     drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip
-    return [*(self_draft(name, drafting, subs, costs) for name, subs in drafts.items()), *few]
+    arms = [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()]
+    if rough:
+        arms.append(few_bits(*rough, costs))
+    return arms
 
 
 def promised(costs, arm):

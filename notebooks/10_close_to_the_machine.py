@@ -491,7 +491,7 @@ figure
 # model that it needs no cache: it reads the model's keys, writes rough ones for its own tokens, and the
 # pass that verifies them overwrites these. If nearly all is accepted, a round of $\gamma$ tokens brings
 # $\gamma + 1$ for $\gamma c + 1$ passes, which is at most $1 / c$. So what counts is c, and three to five
-# tokens are enough. For a large model, `auto` has it among its candidates.
+# tokens are enough. For a large model without trained heads, `auto` has it among its candidates.
 #
 # ## Two processes, one text
 #

@@ -186,7 +186,7 @@ def auto(ask):
     said = "as measured here" if measured else "by weights"
 
     rough = None
-    if measured and reads_int4(model):
+    if measured and not found and reads_int4(model):
         twin = recorded_with(model, quantise(model, "int4", head="int4"))
         rough = twin, measure_step(model, twin)
 

@@ -75,7 +75,7 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
     assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
     assert arm.price(0) == pytest.approx(0.4) and 0.4 < arm.price(1000) < 1
     assert "few bits" not in arms(stories[0].float(), tmp_path), "no product"
-    assert [*arms(half, STORIES)][1:] == ["few bits"], "beside the best head"
+    assert "few bits" not in arms(half, STORIES), "there are trained heads"
     monkeypatch.setattr(drafts, "LARGE", 64e6)
     assert "few bits" not in arms(half, tmp_path), "a small model lies in the processor's caches"
 

@@ -76,7 +76,7 @@ def ways(a, model, trained, twins):
             methods[f"{name}, {shape}"] = Method(lambda loaded=loaded, levels=levels, parents=parents: (
                 lambda model, small: loaded[model.tok.dtype].drafter(levels, parents)),
                 gamma=None if parents else levels)
-    c = measure_step(model, twins["int4"][model.tok.dtype])
+    c = None if trained else measure_step(model, twins["int4"][model.tok.dtype])
     methods["auto"] = living(lambda model: Pace(model, candidates(
         model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()],
         rough=(twins["int4"][model.tok.dtype], c)), costs))
