@@ -442,7 +442,7 @@ TABLE = {
          "in a tree the q of another node",
          "trees::on_chains_it_is_verify_coin_for_coin[False]"),
         ("verify_tree", "less / mass", "left", "later siblings of a tree are tried against p itself",
-         "by_outcomes::verify_tree_drawn_siblings[[0]]"),
+         "by_outcomes::verify_tree_drawn_siblings[[0]-small-None]"),
         ("verify_tree", " & (parents[:, k] == node)", "", "in a tree a cousin is accepted",
          "trees::on_chains_it_is_verify_coin_for_coin[False]"),
         ("verify_tree", "live[:, k, None] & (mass > 0)", "mass > 0", "dead siblings of a tree take their "
