@@ -8,6 +8,7 @@ The one thing to remember: this file only consumes what `speculative.rounds` yie
 """
 import json
 import sys
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -135,15 +136,22 @@ class Writer:
 
     def passes(self, model):
         """What stands in for the model, as the flags say."""
-        if self.a.exact and self.a.fast:
-            return Exact(Recorded(model, widths=(8,), exact=True))
+        self.rows = None        # the least that a pass has with --exact
         if self.a.fast:
-            return Recorded(model)
-        if self.a.exact and few_suffice(model, self.prompts[0]):
-            return Exact(model, 2, cut=False)
-        if self.a.exact:
+            model = Recorded(model, exact=self.a.exact)
+        if not self.a.exact:
+            return model
+        check = partial(few_suffice, model, self.prompts[0])
+        if self.a.fast:
+            model.rehearse(check)
+        if not check():
+            self.rows = 8
             return Exact(model)
-        return model
+        if self.a.fast:         # which pads passes itself, and runs eagerly those that are too long
+            self.rows = model.widths[0]
+            return Exact(model, 1, model.widths[-1])
+        self.rows = 2
+        return Exact(model, 2, model.c.max_len)
 
     def rounds(self, drafter, player=None):
         """What `speculative.rounds` yields. player: the page's, to record coins and
@@ -264,7 +272,7 @@ def report(writer, plan, seen):
         "gamma": plan.gamma,
         "how": how,
         "fast": a.fast and model.replays(),
-        "exact": model.rows if a.exact else None,
+        "exact": writer.rows,
         "quant": a.quant,
         "processes": parallel.place()[1],
         "packed": isinstance(model.blocks[0].mlp.down, Packed),

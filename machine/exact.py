@@ -2,8 +2,9 @@
 
 Two runs differ where the same row of logits is rounded differently in a pass over one token than in
 a pass over four: another routine multiplies, or a sum over the slots is split differently. Here
-every pass has the same number of rows and reads all slots of its cache. So a row depends only on
-the text before it, and not on how the text was divided into passes.
+every pass reads all slots of its cache, and none has a single row. Where that is not enough, all
+have the same number of rows. So a row depends only on the text before it, and not on how the text
+was divided into passes.
 """
 from collections import Counter
 
@@ -17,27 +18,26 @@ from speculative import prefill
 
 
 class Exact(StandIn):
-    """Stands in for a Transformer. Every pass with a cache has `rows` rows: a longer one is cut
-    into pieces, also a prompt, and a shorter one gets dead rows, which land after the block, where
-    nothing is read.
+    """Stands in for a Transformer. Every pass with a cache has at least `rows` rows, and at most
+    `most`, by default as many: a longer one is cut into pieces, also a prompt, and a shorter one
+    gets dead rows, which land after the block, where nothing is read.
 
-    cut=False, where `few_suffice`: `rows` is the least, and longer passes stay whole. Raises
-    ValueError for a tree: its keys stand in other slots until they are accepted, and sums over them
-    round differently.
+    Raises ValueError for a tree: its keys stand in other slots until they are accepted, and sums
+    over them round differently.
     """
 
-    def __init__(self, model, rows=8, cut=True):
+    def __init__(self, model, rows=8, most=None):
         self.model = model
         self.rows = rows
-        self.cut = cut
+        self.most = most or rows
 
     def pieces(self, x):
         """x (B, T, dim) -> [(the first row, a piece with dead rows after it, how many rows of it
         count)]"""
         pieces = []
-        for i, part in enumerate(x.split(self.rows, 1) if self.cut else [x]):
+        for i, part in enumerate(x.split(self.most, 1)):
             count = part.shape[1]
-            pieces.append((self.rows * i, pad(part, max(count, self.rows)), count))
+            pieces.append((self.most * i, pad(part, max(count, self.rows)), count))
         return pieces
 
     def run(self, x, at, cache=None, sublayers=None, trace=None):
@@ -58,15 +58,20 @@ class Exact(StandIn):
             xs.append(self.model.run(part, here, cache, sublayers, seen)[:, :count])
             traces.append({tap: y[:, :count] for tap, y in seen.items() if y is not None})
         for tap in traces[0]:
-            trace[tap] = torch.cat([part[tap] for part in traces], 1)
-        return torch.cat(xs, 1)
+            trace[tap] = join([part[tap] for part in traces])
+        return join(xs)
 
     def unembed(self, x, rows=None):
         """`Transformer.unembed`."""
         logits = []
         for _, part, count in self.pieces(x):
             logits.append(self.model.unembed(part, rows)[:, :count])
-        return torch.cat(logits, 1)
+        return join(logits)
+
+
+def join(parts):
+    """(B, T, ...) each, one after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 @torch.inference_mode()
@@ -95,8 +100,8 @@ def equal_rows(model, ids, starts, widths, all_slots=True):
 
 
 def few_suffice(model, ids):
-    """Whether this machine gives rows in blocks of 2, 3 and 16 tokens the very bits that they have
-    in blocks of 8, so that passes need not be cut."""
+    """Whether this machine gives rows in blocks of 2, 4 and 16 tokens the very bits that they have
+    in blocks of 8, so that passes need not have one shape."""
     text = (list(ids) * 64)[:64]
-    found = equal_rows(model, text, starts=(5, 31, 48), widths=(2, 3, 16))
+    found = equal_rows(model, text, starts=(5, 31, 48), widths=(2, 4, 16))
     return all(same == compared for same, compared in found.values())

@@ -54,7 +54,8 @@ class Program(nn.Module):
 
 def product(x, w, bias=None):
     """`F.linear` for few rows x (..., dim), written as sums: Inductor turns them into loops that
-    read each weight once, while the library's matrix product takes two to three times as long."""
+    read each weight once for FEW rows, while the library's matrix product takes two to three times
+    as long."""
     return sums(x.flatten(0, -2), w).to(x.dtype).view(*x.shape[:-1], -1)
 
 
@@ -69,21 +70,25 @@ def sums(x, w):
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     # trap: else each row is recomputed per output
     wide = wide.as_strided(wide.shape, wide.stride())
-    return torch.stack([(row * w.to(wide.dtype)).sum(-1) for row in wide])
+    together = max(n for n in range(1, FEW + 1) if len(x) % n == 0)
+    groups = wide.view(-1, together, 1, x.shape[1])
+    each = [(groups[:, i] * w.to(wide.dtype)).sum(-1) for i in range(together)]     # (groups, N)
+    return torch.stack(each, 1).flatten(0, 1)
 
 
-def write(path, model, f, inputs, fixed, packed):
+def write(path, model, f, inputs, fixed, products):
     """Compile f(model, *inputs, *fixed) into the file `path`, *.pt2. inputs, fixed: the (shape,
     dtype) of each; a program serves any number of slots, and with it any length of masks (6
-    dimensions), of angles and of caches. packed: products take packed matrices, which the program
-    gets as constants."""
+    dimensions), of angles and of caches. products: "library"; "sums"; or "packed", with packed
+    matrices, which the program gets as constants."""
     any_length = torch.export.Dim.DYNAMIC
     lengths = [{5: any_length} if len(shape) == 6 else None for shape, _ in inputs]
     lengths += [{len(shape) - 2: any_length} for shape, _ in fixed]
     settings = {
         **NO_PATTERNS,
         "aot_inductor.package_constants_in_so": False,      # the weights stay with the model
-        "freezing": packed,
+        "freezing": products == "packed",
+        "emulate_precision_casts": True,    # half types round as in eager passes, however it is cut
         "cpp.enable_floating_point_contract_flag": "fast"}  # one instruction multiplies and adds
     examples = [torch.zeros(shape, dtype=dtype) for shape, dtype in (*inputs, *fixed)]
     # trap: lengths that are equal here become one number in the program: longer caches
@@ -93,7 +98,7 @@ def write(path, model, f, inputs, fixed, packed):
         program = torch.export.export(
             Program(model, f), tuple(examples), strict=False,
             dynamic_shapes={"inputs": tuple(lengths)})
-        if not packed and examples[0].shape[:-1].numel() <= FEW:
+        if products == "sums":
             program = program.run_decompositions({
                 torch.ops.aten.linear.default: product,
                 torch.ops.aten._weight_int8pack_mm.default: int8_product})

@@ -135,8 +135,9 @@ class Recorded(StandIn):
     how: see above; by default what suits the model's device. widths: a block is padded to the next
     of these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish
     as few text lengths as if these doubled from `reach` on. say: called with a line about what
-    takes long or fails, by default `print` to standard error. exact: a pass is the same to the bit
-    however it is cut: each sub-layer is a program of its own, and recorded when it is first seen.
+    takes long or fails, by default `print` to standard error. exact: a row of two or more is the
+    same to the bit in every pass: all passes multiply in one way, and are recorded when they are
+    first seen.
     Do not move, cast or train the model later: packed matrices are copies.
     """
 
@@ -144,6 +145,8 @@ class Recorded(StandIn):
         self.model = model
         self.how = how or ("graph" if model.tok.is_cuda else "compile")
         self.widths = widths or WIDTHS.get(self.how, (1, 8))
+        if exact:
+            self.widths = [width for width in self.widths if width > 1]     # single rows differ
         self.reach = reach
         self.say = say or partial(files.note, "recorded")
         self.exact = exact
@@ -157,8 +160,7 @@ class Recorded(StandIn):
                 sizes = [n for n in sizes if n % 2 == 0] or sizes
             self.piece = 2 * max(sizes)
         self.exits = (min(1 / 6, self.piece / 2 / L),)      # as deep as a piece
-        if exact:
-            self.piece = 1
+        self.cut = {}                       # {(sub-layers, those that are traced): pieces}
         self.packed = {}                    # {address of a matrix: its packed form}
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen = False
@@ -194,30 +196,35 @@ class Recorded(StandIn):
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
         trace = {} if trace is None else trace
+        B, T, dim = x.shape
         placed = self.place(x.shape, at, cache)
+        if placed:
+            at, inputs, angles = placed
+            x = pad(x, self.width(T))
         tapes = self.tapes
         if cache is not None and self.how != "compile":
             tapes = self.home(cache).tapes
-        for part in self.pieces(sublayers, trace):
+        cuts = tuple(sublayers), tuple(trace)
+        if cuts not in self.cut:
+            self.cut[cuts] = [*self.pieces(*cuts)]
+        for part in self.cut[cuts]:
             y = None
             if placed:
-                B, T, dim = x.shape
-                width, tensors, angles = placed
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
-                inputs = pad(x, width), *tensors
-                y = self.play(tapes, (part, B, width, dim), partial(run_piece, part), inputs, fixed)
-            x = self.model.run(x, at, cache, part) if y is None else y[:, :T]
+                key = part, B, x.shape[1], dim
+                y = self.play(tapes, key, partial(run_piece, part), (x, *inputs), fixed)
+            x = self.model.run(x, at, cache, part) if y is None else y
             if part[-1] in trace:
-                trace[part[-1]] = x
-        return x
+                trace[part[-1]] = x[:, :T]
+        return x[:, :T]
 
-    def pieces(self, sublayers, trace):
+    def pieces(self, sublayers, traced):
         """The sub-layers in pieces: each ends where a state is traced, or when it is long
         enough."""
         part = []
         for i in sublayers:
             part.append(i)
-            if i in trace or len(part) == self.piece:
+            if i in traced or len(part) == self.piece:
                 yield from self.common(part)
                 part = []
         yield from self.common(part)
@@ -249,8 +256,8 @@ class Recorded(StandIn):
         return home
 
     def place(self, shape, at, cache):
-        """What all pieces of a pass over x of this shape share: the width of their block; its
-        positions, slots and masks; and the angles to read. None if they run eagerly."""
+        """What all pieces of a pass over x of this shape share: the Placement of their padded
+        block; its positions, slots and masks; and the angles to read. None if they run eagerly."""
         B, T, _ = shape
         width = self.width(T)
         if not width or cache is None:
@@ -266,7 +273,7 @@ class Recorded(StandIn):
         positions = at.positions[:, -width:].expand(B, width).contiguous()
         slots = at.slots[:, -width:].expand(B, width).contiguous()
         masks = masks.expand(-1, B, *masks.shape[2:]).contiguous()
-        return width, (positions, slots, masks), angles
+        return at, (positions, slots, masks), angles
 
     @torch.inference_mode()
     def unembed(self, x, rows=None):
@@ -275,10 +282,12 @@ class Recorded(StandIn):
         B, T, _ = x.shape
         width = self.width(T)
         y = None
+        if width is not None:
+            x = pad(x, width)
         if rows is None and width is not None:
-            y = self.play(self.tapes, (None, B, width), Transformer.unembed, (pad(x, width),), [])
+            y = self.play(self.tapes, (None, B, width), Transformer.unembed, (x,), [])
         if y is None:
-            return self.model.unembed(x, rows)
+            y = self.model.unembed(x, rows)
         return y[:, :T]
 
     def replays(self):
@@ -359,14 +368,20 @@ class Recorded(StandIn):
             self.packed[address] = Packed(w).packed
         return self.packed[address]
 
-    def takes_packed(self, rows, used):
-        """Whether a pass over this many rows is faster with packed matrices: where the processor
-        has units for them. Those of a small model lie in its caches: there sums win longer."""
+    def products(self, rows, used):
+        """How a pass over this many rows multiplies fastest: with "packed" matrices where the
+        processor has units for them, in "sums" if the rows are few, or as the "library" does. The
+        matrices of a small model lie in the processor's caches: there sums win longer. exact: in
+        one way for all rows, because each rounds differently."""
         weight = size(self.model.blocks)
         few = FEWER if weight >= LARGE else FEW
-        if rows <= few or weight >= HUGE:
-            return False
-        return all(isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in used.matrices)
+        packs = weight < HUGE and all(
+            isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in used.matrices)
+        if self.exact:
+            return "packed" if packs and weight >= LARGE else "sums"
+        if packs and rows > few:
+            return "packed"
+        return "sums" if rows <= FEW else "library"
 
     def make(self, key, f, inputs, fixed, used):
         """A recording; None if its program is still being compiled."""
@@ -385,10 +400,10 @@ class Recorded(StandIn):
                 shift = shift // 2 * 2
             sublayers = tuple(i - 2 * shift for i in sublayers)
             f = partial(run_piece, sublayers)
-        packed = self.takes_packed(inputs[0].shape[:-1].numel(), used)
+        products = self.products(inputs[0].shape[:-1].numel(), used)
         makers = Transformer, type(self.model), run_piece, program.write
         sources = [Path(sys.modules[m.__module__].__file__).read_bytes() for m in makers]
-        facts = sublayers, rest, packed, sources
+        facts = sublayers, rest, products, sources
         path = files.cache_file(f"{identity(self.model, *facts)}.pt2")
         load = partial(Compiled, path, self.model, shift, used, self.pack)
         if path.is_file():
@@ -401,7 +416,7 @@ class Recorded(StandIn):
         if path not in compilers.asked:
             shapes = [[(t.shape, t.dtype) for t in tensors] for tensors in (inputs, fixed)]
             try:
-                compilers.ask(path, self.model, f, *shapes, packed)
+                compilers.ask(path, self.model, f, *shapes, products)
             except OSError:
                 self.lead.frozen = True     # what has no program yet runs eagerly
                 raise

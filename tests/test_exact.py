@@ -123,7 +123,7 @@ def test_near_the_end_of_the_context(family, dtype):
 @pytest.mark.parametrize("name", ["exit", "half a block", "skip", "eagle"])
 def test_recorded_passes_are_exact_too(family, name, dtype):
     m = make(LIVELY[family]).to(dtype)
-    fast = Exact(Recorded(m, "paper", widths=(8,), say=pytest.fail, exact=True))
+    fast = Exact(Recorded(m, "paper", widths=(8,), say=pytest.fail, exact=True), 1, 8)
     plain = write(fast, PROMPTS, probs=warm)
     assert fast.replays()
     for _ in range(2):
@@ -140,7 +140,7 @@ def test_rows_are_compared_before_passes_stay_whole(dtype):
     """Where few rows suffice, two do what eight do."""
     m = make(LIVELY["llama"]).to(dtype)
     if few_suffice(m, PROMPTS[0]):
-        two = Exact(m, 2, cut=False)
+        two = Exact(m, 2, m.c.max_len)
         assert same(write(two, PROMPTS, probs=warm), write(two, PROMPTS, WAYS["exit"](two), warm))
 
     class Uneven(Exact):

@@ -111,7 +111,7 @@ def test_compare(call, once):
 def test_recorded_passes_write_the_same_text(call, once, ids, monkeypatch, flags):
     """On recordings of paper, which are made before the first token is printed."""
     made = []
-    monkeypatch.setattr(generate, "Recorded", lambda m: made.append(Recorded(m, "paper")) or made[-1])
+    monkeypatch.setattr(generate, "Recorded", lambda m, exact: made.append(Recorded(m, "paper")) or made[-1])
     r = as_json(call, "--fast", *flags)
     assert r["outputs"][0]["ids"] == ids and r["fast"] and r.get("identical", True)
     assert len(made) == 1 and made[0].frozen and made[0].replays()
