@@ -124,13 +124,10 @@ WRONG = {
             "length)": 'imports sys',
             'place = torch.arange(K)\ncoins.flip = lambda prob: prob > 0.5': 'plain decoding',
             'place = torch.arange(K)\nlength = length if length is None else length.clamp_(max=3)': ''},
-        'if length is None:': {
-            'if length is None or True:': '`length` is ignored'},
         'check_vocabulary(p, q)': {
             'pass': 'names both vocabularies'},
         'residual.sum(-1, keepdim=True) > 0': {
-            'residual.sum(-1, keepdim=True) > 1e-06': 'ask whether it is > 0',
-            'residual.sum(-1, keepdim=True) > 0.001': 'ask whether it is > 0'},
+            'residual.sum(-1, keepdim=True) > 1e-06': 'ask whether it is > 0'},
         "coins.flip(ratio[..., 0])": {
             "coins.flip(ratio[..., 0]) & (place < 3)": "from the third draft on",
             "torch.ones_like(tokens).bool()": "every draft is accepted",
@@ -317,22 +314,50 @@ WRONG = {
         "(1 + gamma * share - verified) / drafted": {
             "share": "here each counts as given",
             "(1 + gamma * share) / drafted": "the passes of the target come first"}},
+    "cost_in_bits, best_bits": {
+        "16 / group if bits < 16 else 0.0": {
+            "0.0": "4.5 bits per weight, not 4", "16 / group": "there are no groups",
+            "0.5 if bits < 16 else 0.0": "expected"},
+        " / 8 / bandwidth": {" / bandwidth": "a byte has 8 bits"},
+        "bandwidth + call": {"bandwidth": "does not shrink with the bits"},
+        "seconds(bits + scale) / seconds(16)": {
+            "seconds(bits + scale)": "these are seconds",
+            "seconds(bits + scale) / (seconds(16) - call)": "the target's pass",
+            "(seconds(bits + scale) - call) / seconds(16)": "the draft's pass"},
+        "pass_cost(gamma + 1)": {"1.0": "is ignored", "pass_cost(gamma)": "T = gamma"},
+        "expected_speedup(alpha, gamma, cost, pass_cost(gamma + 1))": {
+            "sum(alpha ** i for i in range(gamma + 1))": "the most tokens"},
+        "alphas.items()": {
+            "[max(alphas.items(), key=lambda pair: pair[1])]": "the highest alpha is not the best draft",
+            "[min(alphas.items())]": "try every pair"},
+        "range(1, most + 1)": {"range(1, most)": "try every pair", "range(1, 9)": "try every pair",
+                               "range(2, most + 1)": "try every pair"},
+        "(16, 0, 1.0)": {"(16, 0, 0.0)": "(16, 0, 1.0), is a choice", "(0, 0, 1.0)": "16 bits"},
+        "return best": {"return best[0], best[1], best[2] * 1.0001": "expected", "return best[:2]": "speed)",
+                        "alphas.popitem()\nreturn best": "stays as it is"}},
+    "pass_seconds, largest_batch": {
+        "max(read, computed)": {
+            "read + computed": "not their sum", "min(read, computed)": "not the shorter",
+            "read": "nothing but reading", "computed": "nothing but computing"},
+        "2 * size * rows * width": {"size * rows * width": "two operations",
+                                    "2 * size * width": "each row is"},
+        "2 * size + rows * cache": {
+            "2 * size * rows + rows * cache": "read once for all rows", "2 * size + cache": "of its own",
+            "size + rows * cache": "a weight has two bytes"},
+        "range(most, 0, -1)": {"range(1000, 0, -1)": "is the largest batch to look at",
+                               "range(most - 1, 0, -1)": "texts", "range(most, 1, -1)": "texts"},
+        "seconds(rows, gamma + 1) / seconds(rows, 1)": {
+            "seconds(rows, gamma) / seconds(rows, 1)": "and the last known one",
+            "seconds(rows, gamma + 1) / seconds(1, 1)": "over the same batch",
+            "max(1.0, rows * (gamma + 1) / 100)": "texts"},
+        "for rows in range(most, 0, -1):": {
+            "if alpha < cost:\n    return 0\nfor rows in range(min(most, 100), 0, -1):": "texts"},
+        "return rows": {"return rows + 1": "one too many"},
+        "return 0": {"return 1": "0 texts"}},
 }
 
 # whole texts of wrong answers: {exercise: {text: what the message must say}}
 WHOLE = {
-    "draft_cost, speed, break_even": {"""
-def draft_cost(plain, seconds, drafted, verified):
-    return 1.0
-
-def speed(share, gamma, cost, drafted, verified):
-    return 1.0
-
-def break_even(share, gamma, drafted, verified):
-    return 1.0
-
-compare = lambda *a, **k: None
-""": "expected"},
     "counterexample": {"""
 def counterexample():
     return torch.ones(3, 2) / 2, torch.ones(2, 2) / 2
@@ -426,6 +451,37 @@ def best_gamma(alpha, cost, most=MOST, least=0, pass_cost=lambda T: 1.0):
 
 import torch
 assert best_gamma(0.8, 0.2) == 5, "my trial fails"
+"""],
+    "cost_in_bits, best_bits": ["""
+def cost_in_bits(bits, size, bandwidth, call, group=32):
+    read = size * bits / 8
+    if bits < 16:
+        read += size / group * 2        # a scale of two bytes for each group
+    return (read / bandwidth + call) / (2 * size / bandwidth + call)
+
+def best_bits(alphas, size, bandwidth, call, pass_cost, most=8):
+    found = [(1.0, 16, 0)]
+    for bits in sorted(alphas):
+        c, tokens, chance = cost_in_bits(bits, size, bandwidth, call), 1.0, 1.0
+        for gamma in range(1, most + 1):
+            chance *= alphas[bits]
+            tokens += chance
+            found.append((tokens / (gamma * c + pass_cost(gamma + 1)), bits, gamma))
+    speed, bits, gamma = max(found)
+    return bits, gamma, speed
+"""],
+    "pass_seconds, largest_batch": ["""
+def pass_seconds(rows, width, size, cache, bandwidth, flops):
+    read = (2 * size + rows * cache) / bandwidth
+    return read if read > rows * width * 2 * size / flops else rows * width * 2 * size / flops
+
+def largest_batch(alpha, gamma, cost, seconds, most):
+    tokens, best = sum(alpha ** i for i in range(gamma + 1)), 0
+    for rows in range(1, most + 1):
+        plain = seconds(rows, 1)
+        if gamma * cost * plain + seconds(rows, gamma + 1) < tokens * plain:
+            best = rows
+    return best
 """],
     "softcap, rotate": ["""
 def softcap(x, cap):

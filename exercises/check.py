@@ -1,5 +1,5 @@
-"""Does the grader work? Stubs must be "to do", originals and correct answers of another shape must pass, and
-the message for each wrong answer must name the mistake. Each case of "Diagnose" must have a test that fails.
+"""Test the grader: a stub must be "to do", the library's own code and correct answers of another shape must
+pass, and the message for a wrong answer must name its mistake. Each case of "Diagnose" must fail its test.
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 """
@@ -65,20 +65,20 @@ def again(x):
     old = LAST.setdefault((x.shape, x.dtype), torch.empty_like(x))
     return old.copy_(x)
 """
-KINDS = {   # what an answer does beside its work: {kind: (code, what the message must say)}
+KINDS = {   # mistakes that any function can make: {kind: (code, what the message must say)}
     "random": ("torch.rand(1)\nreturn right(*given)", "random numbers of your own"),
     "constant": ("return FIRST.setdefault(0, right(*given))", ""),
     "again": ("return every(again, right(*given))", None),
     "float32": ("return every(half, right(*given))", None)}
 OBJECTS = {"self", "coins", "step", "store", "score", "allowed", "pass_cost", "rule", "layer", "device"}
 NUMBERS = set("cap head_dim theta end window start temperature top_k top_p min_p best offset alpha gamma "
-              "cost most "
-              "least plain seconds drafted verified share".split())
+              "cost most least plain seconds drafted verified share bits size bandwidth call group rows "
+              "width cache flops".split())
 
 
 def traps(task):
-    """(what, text, words of the message): the original of each function behind code that spoils an argument,
-    takes it for what it was in the first call, ... Words are None where the answer may pass."""
+    """(kind, text, words of the message) for each function: the original, wrapped in code that changes an
+    argument, goes on with the one of the first call, and so on. Words are None where the answer may pass."""
     for name in task.functions:
         node = splice.find(ast.parse(splice.source(task.module)), name)
         arguments = [arg.arg for arg in node.args.args]
@@ -96,7 +96,7 @@ def traps(task):
 
 
 def behind(task, name, node, body):
-    """The answer of a task, whose function `name` has this body; it calls the original, `right`."""
+    """An answer whose function `name` has this body, which calls the original as `right`."""
     outer = "." in name
     lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
     right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)
@@ -107,7 +107,7 @@ def behind(task, name, node, body):
 
 
 def cases(task):
-    """(task, what, text, what the verdict must be, words of its message)"""
+    """(task, kind, text, the expected status, words of the message)"""
     yield task, "the stub", "\n".join(splice.stub(task.module, name) for name in task.functions), "to do", ""
     yield task, "the original", answer(task), "passed", ""
     for text in SHAPES.get(task.name, ()):
@@ -119,7 +119,7 @@ def cases(task):
 
 
 def problem(job):
-    """What is wrong with a case; "" if nothing is."""
+    """Why a case fails; "" if it passes."""
     if isinstance(job, int):
         return diagnosed(job)
     task, what, text, status, words = job
@@ -134,7 +134,7 @@ def problem(job):
 
 
 def diagnosed(number):
-    """What is wrong with a case of "Diagnose": one line must be wrong, and its test must fail."""
+    """The same for a case of "Diagnose": exactly one line must be wrong, and its test must fail."""
     case = diagnose.CASES[number - 1]
     where, text = diagnose.mutated(case)[1], "\n".join(diagnose.failure(case))
     found = "\nE  " in text or "\nexpected  " in text

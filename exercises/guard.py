@@ -1,5 +1,6 @@
-"""An answer in a namespace of its own, and every call of it watched: no argument may change, no result may be
-memory that somebody else holds, and no chance may come from elsewhere. So no test has to look for these.
+"""Runs an answer in its own namespace and checks every call: no argument may change, no result may share
+memory with an argument or another result, and all random numbers come from the coins. So no test of an
+exercise needs to check these.
 """
 import functools
 import importlib
@@ -10,20 +11,21 @@ from itertools import combinations
 
 import torch
 
-# what these return may be an argument, or a part of one
+# These may return an argument, or a part of one.
 ITSELF = {"softcap", "KVCache.write", "climb", "counterexample"}
-KEPT = 2                                # so many results of earlier calls are watched, too
+KEPT = 2                                # how many earlier results are checked for changes, too
 
 
 def frozen(x):
-    """A copy of all that x holds and no function may change. Coins are there to be spent and a cache to be
-    written to: of the coins only the seeds count."""
+    """A copy of everything in x that must not change. Spending coins and writing to a cache is allowed, so
+    of coins only the seeds are copied, and of a cache nothing."""
     if isinstance(x, torch.Tensor):
         return x.detach().clone()
     if isinstance(x, (int, float, str, range, type(None))):
         return x
     if isinstance(x, torch.nn.Module):
-        return {name: frozen(t) for name, t in x.state_dict(keep_vars=True).items()}
+        plain = {name: v for name, v in vars(x).items() if isinstance(v, (int, float, str, type(None)))}
+        return plain | {name: frozen(t) for name, t in x.state_dict(keep_vars=True).items()}
     if isinstance(x, dict):
         return {key: frozen(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -35,7 +37,7 @@ def frozen(x):
 
 
 def changed(old, new, name):
-    """(name, old, new) of the first part that is another one now; None if there is none."""
+    """(name, old, new) of the first part that has changed; None if nothing has."""
     if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
         same = old.shape == new.shape and old.dtype == new.dtype
         return None if same and torch.allclose(old, new, 0, 0, equal_nan=True) else (name, old, new)
@@ -49,7 +51,7 @@ def changed(old, new, name):
 
 
 def tensors(x, name=""):
-    """(name, tensor) of all that x holds and that is not empty."""
+    """(name, tensor) for every tensor in x that is not empty."""
     if isinstance(x, torch.Tensor):
         return [(name, x)] * bool(x.numel())
     if isinstance(x, (list, tuple)):
@@ -60,7 +62,7 @@ def tensors(x, name=""):
 
 
 def share(a, b):
-    """Is there a number in memory that both tensors hold?"""
+    """Whether two tensors share an element in memory."""
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr() or a.dtype != b.dtype:
         return False
     places = torch.arange(a.untyped_storage().nbytes() // a.element_size())
@@ -69,7 +71,7 @@ def share(a, b):
 
 
 def watched(name, original):
-    """A function that calls `call.answer`, which is set later, and checks what it does."""
+    """A stand-in for the original: it calls `call.answer`, which `install` sets, and checks the call."""
     arguments, kept = inspect.signature(original), []
 
     @functools.wraps(original)
@@ -89,8 +91,7 @@ def watched(name, original):
 
 
 def check(called, given, kept, before, result, itself):
-    """Fail, as a test does, if the call that gave this result did what no answer may do. itself: it may
-    return an argument."""
+    """Fail the test if this call broke a rule. itself: the function may return an argument."""
     from teach import fail, short
 
     for now, old, why in (
@@ -117,8 +118,8 @@ def check(called, given, kept, before, result, itself):
 
 
 def install(module, names, code):
-    """Put an answer in place of the functions `names` of a module of the library. The answer sees a copy of
-    the module's names: what it assigns changes nothing else."""
+    """Put an answer in place of the functions `names` of a library module. The answer gets a copy of the
+    module's names, so its assignments change nothing outside."""
     library = importlib.import_module(module.removesuffix(".py").replace("/", "."))
     own = sys.modules["answer"] = types.ModuleType("answer")
     places = [(getattr(library, name.split(".")[0]) if "." in name else library, name) for name in names]

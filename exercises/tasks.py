@@ -25,8 +25,8 @@ class Task(NamedTuple):
 
     @property
     def sitting(self):
-        """Five of three exercises; four small ones belong to the fourth and the fifth."""
-        return {16: 4, 17: 5, 18: 4, 19: 5}.get(self.number, 1 + (self.number - 1) // 3)
+        """Five of three exercises; the later ones belong to the fourth and the fifth."""
+        return {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4}.get(self.number, 1 + (self.number - 1) // 3)
 
 
 SITTINGS = (  # what each is about, and what to read before it
@@ -109,6 +109,10 @@ TASKS = [
         by_hand="winners_of_a_race what_has_no_chance_never_wins",
         exact="a_race_is_of_the_seed_the_place_and_the_token the_law_of_a_race "
         "a_draft_by_the_model_itself_wins_every_race")),
+    Task(20, "cost_in_bits, best_bits", "exercises/economics.py", ("cost_in_bits", "best_bits"), 25, 2,
+         tests(economics="the_cost_of_few_bits the_best_bits")),
+    Task(21, "pass_seconds, largest_batch", "exercises/economics.py", ("pass_seconds", "largest_batch"),
+         20, 2, tests(economics="the_time_of_a_pass the_largest_batch")),
 ]
 
 

@@ -42,7 +42,8 @@ Q = wide([[0.1, 0.201, 0.699], [0.2, 0.2, 0.6], [0.5, 0.35, 0.15], [0.2, 0.75, 0
 SMALL, FOUR, LONG = Tables(P, Q), mixed(4, 1), mostly_sure()
 CLOSE = Tables(P, P + wide([1e-8, -2e-8, 1e-8]))        # what a rejection leaves is next to nothing
 GREEDY = Tables(torch.eye(3, dtype=torch.float64)[[1, 2, 0, 2]], Q)     # a target that is sure of each token
-NAMED = {"small": SMALL, "four": FOUR, "long": LONG, "greedy": GREEDY}
+RARE = Tables(wide([[0.02, 0.38, 0.6]] * 4), Q)         # a token that the target seldom writes
+NAMED = {"rare": RARE, "small": SMALL, "four": FOUR, "long": LONG, "greedy": GREEDY}
 
 
 def target_law(p, count, start=()):
@@ -228,7 +229,7 @@ def test_long_drafts_of_a_large_vocabulary(verifier, length):
 
 
 @pytest.mark.parametrize("tokens, tables", [([], "small"), ([1], "small"), ([2, 0, 1], "small"),
-                                            ([2, 0], "greedy"), ([2, 1], "greedy")])
+                                            ([2, 0], "greedy"), ([2, 1], "greedy"), ([0], "rare")])
 def test_verify_copied_drafts(tokens, tables):
     """Copied proposals have no q: it is a one-hot. So is the p of a greedy target."""
     writes_the_law(one_row, f"the copied proposals {tokens}, q = None" + ", p greedy: 2, 0, 1, ..." * (
@@ -449,10 +450,11 @@ def test_verify_tree_copied_siblings(parents, tokens, tables):
                    parents, max(1, min(len(parents), 4)), tokens, NAMED[tables])
 
 
-@pytest.mark.parametrize("parents, lengths, dead", [([[0, 0], [0, 1]], [1, 2], math.nan),
-                                                    ([[0, 0]], [2, 1], 0.2)], ids=str)
-def test_verify_tree_rows_stand_for_themselves(parents, lengths, dead):
+@pytest.mark.parametrize("parents, lengths, dead, drawn", [
+    ([[0, 0], [0, 1]], [1, 2], math.nan, 0), ([[0, 0], [0, 1]], [1, 2], math.nan, 1),
+    ([[0, 0]], [2, 1], 0.2, 0)], ids=str)
+def test_verify_tree_rows_stand_for_themselves(parents, lengths, dead, drawn):
     """Each row has its parents, or one row of them stands for all; of one row only one node is proposed."""
     rows_stand_for_themselves(
         lambda p, tokens, q, coins, length: verify_tree(p, tokens, torch.tensor(parents), coins, q, length),
-        parents * (3 - len(parents)), lengths, 0, dead)
+        parents * (3 - len(parents)), lengths, drawn, dead)

@@ -177,6 +177,9 @@ def test_frequencies_of_llama3_by_hand():
         "turns = length * frequency / (2 pi): the 2 pi is missing": [1.0, 0.1, 0.01, 0.001 / 8],
         "between the two factors it blends, it does not jump": [1.0, 0.1, 0.01 / 8, 0.001 / 8]},
         f"frequencies(8, 10000.0, {scaling})")
+    scaling = scaling | {"factor": 2.0}
+    compare(frequencies(8, 10000.0, scaling), [1.0, 0.1, keep * 0.01 + (1 - keep) * 0.01 / 2, 0.001 / 2], {},
+            f"frequencies(8, 10000.0, {scaling})")
 
 
 def test_rotate_by_hand():
@@ -193,17 +196,26 @@ def test_rotate_by_hand():
 
 
 def test_rotate_serves_every_shape():
-    x = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)).double()
-    cos, sin = rope(torch.tensor([[0, 1, 2], [7, 8, 9]]), frequencies(8, 100.0))
-    got = rotate(x, cos[:, :, None], sin[:, :, None])
-    promise(got.shape == x.shape, f"x {tuple(x.shape)}, cos and sin (2, 3, 1, 8)", tuple(x.shape),
-            tuple(got.shape), "the last dimension holds the pairs, whatever stands before it")
-    compare(got[1, 2, 3], rotate(x[1, 2, 3], cos[1, 2], sin[1, 2]), {}, "one vector of (2, 3, 4, 8), and "
-        "alone")
+    """Rows of a batch stand at positions of their own, whatever the number of dimensions and the width."""
+    for shape in ((4, 8), (4, 2, 8), (4, 2, 256)):
+        D = shape[-1]
+        x = torch.randn(2, 3, *shape, generator=torch.Generator().manual_seed(0)).double()
+        cos, sin = rope(torch.tensor([[0, 1, 2], [7, 8, 9]]), frequencies(D, 100.0))
+        cos, sin = (t.view(2, 3, *[1] * (len(shape) - 1), D) for t in (cos, sin))
+        got = rotate(x, cos, sin)
+        promise(got.shape == x.shape, f"x {tuple(x.shape)}, cos and sin {tuple(cos.shape)}", tuple(x.shape),
+                tuple(got.shape), "the last dimension holds the pairs, whatever stands before it")
+        one, c, s = x[1, 2].flatten(0, -2)[-1], cos[1, 2].flatten(), sin[1, 2].flatten()
+        half = D // 2
+        want = torch.cat([one[:half] * c[:half] + one[half:] * s[:half],
+                          one[half:] * c[half:] + one[:half] * s[half:]])
+        compare(got[1, 2].flatten(0, -2)[-1], want, {}, f"the last vector of row 1 of {tuple(x.shape)}")
 
 
 def test_visible_in_the_first_block():
     at = torch.tensor([[0, 1, 2]])
+    mask = visible(at, at, 4)
+    promise(mask.dtype == torch.bool, "a block in slots 0 1 2", "a mask of torch.bool", str(mask.dtype))
     look(visible(at, at, 4)[0], ["x...", "xx..", "xxx."], {
         "a token must see itself": ["....", "x...", "xx.."],
         "a token sees what stands behind it: the mask is upside down": ["xxx.", ".xx.", "..x."],

@@ -85,13 +85,13 @@ def test_the_margins_of_filters_and_trees_by_hand():
 def test_the_numpy_ports_pass(call):
     status, out, _ = call("--core", *NUMPY)
     core = sum(not request["trees"] for request, _ in CORE.values()) + 1
-    assert status == 0 and f"{core} of {core} cases pass (traces version 3;" in out and "999 ok" in out
+    assert status == 0 and f"{core} of {core} cases pass (traces version 4;" in out and "999 ok" in out
     status, out, _ = call("--stories", *NUMPY)
     assert status == 0 and "3 of 3 cases pass" in out
     trees = [n for n, (request, _) in CORE.items() if request["trees"]]
     flags = [flag for n in trees for flag in ("--case", n)]
     status, out, _ = call(*flags, sys.executable, PORTING / "numpy_trees.py")
-    assert status == 0 and len(trees) == 8 and "8 of 8 cases pass" in out
+    assert status == 0 and len(trees) == 9 and "9 of 9 cases pass" in out
 
 
 def test_a_top_p_of_1_is_off_in_the_numpy_port():
