@@ -264,8 +264,8 @@ def test_a_skip_set_of_gemma_2_9b_costs_what_others_measured():
     assert abs(c - 29.65 / 48.82) < 0.005 and best_gamma(0.4057, c) == 0
 
 
-@pytest.mark.parametrize("alpha, gamma, most", [(0.5, 1, 2), (0.7, 2, 5), (0.3, 4, 4), (1.0, 2, 6), (0.8, 9, 3),
-                                                (0.6, 0, 4)])
+@pytest.mark.parametrize("alpha, gamma, most", [
+    (0.5, 1, 2), (0.7, 2, 5), (0.3, 4, 4), (1.0, 2, 6), (0.8, 9, 3), (0.6, 0, 4)])
 def test_the_cost_of_a_draft_that_is_drafted_for(alpha, gamma, most):
     """By all outcomes of the coins of each place, played as the loop plays them."""
     blocks = {T: 0.4 + 0.03 * T * T for T in range(1, most + 2)}
