@@ -483,8 +483,6 @@ TABLE = {
         ("Within.propose", "inner = inner.ahead(", "self.inner = inner = inner.ahead(", "what was rejected "
          "inside is not forgotten",
          "within::inside_a_drafter_forgets_what_the_target_did_not_judge[small model-llama]"),
-        ("Within.begin", "trace)", "dict.fromkeys(trace))", "inside, a head does not see the prompt",
-         "within::greedy_identity[eagle-llama-cpu]"),
         ("Within.observe", "self.inner.observe(state, r)", "pass", "inside, a head keeps the copy's states",
          "within::inside_a_drafter_forgets_what_the_target_did_not_judge[eagle-llama]")],
     "machine/parallel.py": [
