@@ -26,6 +26,7 @@ from methods import heads
 from methods.suffix import Suffix
 from methods.within import Within
 from speculative import Drafter, rounds
+from support import cli
 from support.drafts import recorded_with
 from support.files import read_texts
 
@@ -127,7 +128,14 @@ def judge(model, prompts, make, gamma):
             "predicted": expected_speedup(alpha2, gamma, c, rest), "measured": speed(ours) * pass_}
 
 
-def main(folder):
+def parse(argv):
+    p = cli.Parser(usage="python -m lab.within MODEL", description="Two levels.", allow_abbrev=False)
+    p.add_argument("model")
+    return p.parse_args(argv)
+
+
+def run(argv):
+    folder = parse(argv).model
     model, tokenizer = checkpoint.load(folder, "cpu", torch.bfloat16)
     model = Recorded(model)
     prompts = ask(folder, tokenizer, read_texts(PROMPTS / "chat.jsonl", "prompt", "\n")[:2])
@@ -140,4 +148,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(cli.main(run, None))
