@@ -14,6 +14,7 @@ last). Every round reads D itself, too, because it needs the distribution of the
                                  bonus token would have been drawn from row 3
     next              t   e1     the next block starts at slot 9 and overwrites what d2 and d3 left
 """
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -205,6 +206,19 @@ class Drafter:
     def observe(self, state, r):
         """Called after a Round r, to learn from it."""
         self.rule.learn(state, r)
+
+    def ahead(self, state, r):
+        """The drafter that goes on after a Round r that may yet be taken back (see
+        `methods.within`): the same, as long as it drafts from the known tokens alone."""
+        return self
+
+
+def heard(drafter, state, r):
+    """A copy of the drafter that has observed r, to be dropped if r is taken back. What the two
+    share are tensors addressed by slots: nobody reads a slot of r before it is written again."""
+    copied = copy.copy(drafter)
+    copied.observe(state, r)
+    return copied
 
 
 class Wrapper(Drafter):
@@ -532,6 +546,7 @@ class ModelDraft(Drafter):
     Otherwise one is. Reading a token again only rewrites the same keys and values, so both cases
     share this code.
     """
+    ahead = heard
 
     def __init__(self, model, rule, sublayers=None):
         super().__init__(rule)

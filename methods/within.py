@@ -16,26 +16,36 @@ from dataclasses import replace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from speculative import Draft, Drafter, ModelDraft, one_round, wanted
+from speculative import Draft, Drafter, Wrapper, one_round, wanted
 from verification import verify
 
 
 class Within(Drafter):
     """Draft with a copy of the target in few bits (`machine.quant.quantise`), for which another
-    drafter, `inner`, drafts. The copy uses the target's cache.
+    drafter, `inner`, drafts: lookup, a SelfDraft with some of the copy's sub-layers, a ModelDraft,
+    or a trained head on the copy (`methods.heads.load`). The copy uses the target's cache.
 
-    inner learns of a token only when the target has judged it. So it must keep nothing that it
-    would have to take back, such as keys of its own: it is lookup, or a SelfDraft with some of the
-    copy's sub-layers.
+    One draft of 5 tokens, where inner drafts 2 at a time:
+
+        inner          a b   drafts from what the target has judged
+        the copy       a c   rejects b, and writes c
+        inner's twin   d e   has heard of a and c: `Drafter.ahead`
+        the copy       d e f
+        the target     a c d is judged; inner hears of it, its twin is gone with all it noted
+
+    So a head reads the copy's states for tokens that the target has not judged, and the target's
+    for all others. Raises ValueError for a drafter that chooses among others: it learns from every
+    round, and could not take that back.
     """
 
     def __init__(self, model, inner, rule):
         super().__init__(rule)
         self.model = model
         self.inner = inner
-        if inner.taps or isinstance(inner, ModelDraft):
-            raise ValueError(f"a {type(inner).__name__} keeps keys or states of tokens that may be "
-                             "rejected: inside, use lookup or a SelfDraft")
+        self.taps = inner.taps
+        if isinstance(inner, Wrapper):
+            raise ValueError(f"a {type(inner).__name__} cannot forget a draft that is rejected: "
+                             "inside, use a drafter that does not wrap others")
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -47,10 +57,12 @@ class Within(Drafter):
             model=self.model,
             known=[list(text) for text in state.known],
             left=wanted(state, self.rule),
-            taps=())
+            taps=self.taps)
         inside = []
+        inner = self.inner
         while max(rough.left) > 0:
-            inside.append(one_round(rough, self.inner, verify))
+            inside.append(one_round(rough, inner, verify))
+            inner = inner.ahead(rough, inside[-1])
         if not inside:
             return Draft.none(state)
         q = []                  # each row's, of all its tokens

@@ -8,11 +8,13 @@ from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.exact import Exact, few_suffice
+from machine.quant import quantise
 from machine.recorded import Recorded
 from methods.heads import Eagle, Kangaroo
 from methods.standin import StandIn
 from methods.suffix import Suffix
 from methods.trees import Siblings
+from methods.within import Within
 from model import Placement
 from sampling import Race, to_probs
 from speculative import ModelDraft, NGram, rounds
@@ -22,7 +24,9 @@ WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3), "half a block": lambda m: S
         "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 4), "n-gram": lambda m: NGram(10, 1),
         "suffix": lambda m: Suffix(5), "stopped": lambda m: SelfDraft(m, range(8), Unsure(5)),
         "model": lambda m: ModelDraft(small(m).to(m.tok.dtype), 3), "eagle": lambda m: Eagle(m).drafter(3),
-        "kangaroo": lambda m: Kangaroo(m, 2).drafter(3)}
+        "kangaroo": lambda m: Kangaroo(m, 2).drafter(3),
+        "int4": lambda m: SelfDraft(quantise(m, "int4", head="int4"), range(12), 3),
+        "lookup in int4": lambda m: Within(quantise(m, "int4", head="int4"), Suffix(2), 4)}
 SEEDS = [3, 1, 4, 1]
 
 

@@ -2,15 +2,17 @@
 import promises
 import pytest
 import torch
+from test_heads import wild
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, small, warm
 
 from layerskip import SelfDraft
 from machine.quant import quantise
-from methods.heads import Eagle
+from methods.heads import Eagle, Kangaroo, Medusa
 from methods.suffix import Suffix
+from methods.then import Then
 from methods.within import Within
 from sampling import Coins
-from speculative import ModelDraft, NGram, generate, rounds
+from speculative import Drafter, ModelDraft, NGram, generate, rounds
 
 
 def within(m, inner, rule=4):
@@ -22,7 +24,11 @@ def within(m, inner, rule=4):
 DRAFTERS = {
     "lookup": lambda m: within(m, lambda twin: NGram(3, 1)),
     "suffix": lambda m: within(m, lambda twin: Suffix(4), 6),
-    "exit, stopped": lambda m: within(m, lambda twin: SelfDraft(twin, range(6), Unsure(2)), 5)}
+    "exit, stopped": lambda m: within(m, lambda twin: SelfDraft(twin, range(6), Unsure(2)), 5),
+    "eagle": lambda m: within(m, lambda twin: wild(Eagle(twin, fused=True)).drafter(2), 5),
+    "kangaroo": lambda m: within(m, lambda twin: wild(Kangaroo(twin, 1)).drafter(3), 4),
+    "medusa": lambda m: within(m, lambda twin: wild(Medusa(twin, 2)).drafter(2), 4),
+    "small model": lambda m: within(m, lambda twin: ModelDraft(small(m), 2), 5)}
 
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
@@ -32,7 +38,8 @@ test_short_answers = promises.short_answers(DRAFTERS)
 test_poison = promises.poison(DRAFTERS)
 test_exact_law = promises.exact_law({
     "lookup": (TINY, lambda m: within(m, lambda twin: NGram(1, 1), 2)),
-    "gemma2, exit": (TINY_GEMMA, lambda m: within(m, lambda twin: SelfDraft(twin, range(2), 1), 2))}, count=2)
+    "gemma2, exit": (TINY_GEMMA, lambda m: within(m, lambda twin: SelfDraft(twin, range(2), 1), 2)),
+    "eagle": (TINY, lambda m: within(m, lambda twin: wild(Eagle(twin)).drafter(1), 2))}, count=2)
 
 
 @each_family
@@ -55,9 +62,45 @@ def test_q_is_the_copys_and_drafted_tokens_have_its_law(family):
     assert (firsts - r.draft.q[0, 0]).abs().max() < 0.1
 
 
-def test_what_keeps_keys_of_its_own_is_refused(models):
+class Spy(Drafter):
+    """Notes the first draft for each draft of the copy: of what the target has judged alone."""
+
+    def __init__(self, inner):
+        self.inner, self.taps, self.firsts = inner, inner.taps, []
+        self.begin, self.observe, self.ahead = inner.begin, inner.observe, inner.ahead
+
+    def propose(self, state):
+        draft = self.inner.propose(state)
+        self.firsts.append(([list(text) for text in state.known], draft.q[:, 0]))
+        return draft
+
+
+@each_family
+@pytest.mark.parametrize("kind", ["eagle", "kangaroo", "medusa", "small model"])
+def test_inside_a_drafter_forgets_what_the_target_did_not_judge(family, kind):
+    """Each of its first drafts is that of a new drafter that reads the text so far with the target."""
+    m, rejected = make(LIVELY[family]), 0
+
+    def spied():
+        drafter = DRAFTERS[kind](m)
+        drafter.inner = Spy(drafter.inner)
+        return drafter, drafter.inner
+
+    drafter, spy = spied()
+    for _, (_, r) in zip(range(6), rounds(m, PROMPTS, 40, drafter), strict=False):
+        rejected += int((r.accepted < r.proposed).sum())
+    assert rejected and len(spy.firsts) == 6
+    for texts, q in spy.firsts:
+        fresh, same = spied()
+        next(rounds(m, texts, 7, fresh))
+        assert torch.allclose(same.firsts[0][1], q, atol=1e-9)
+
+
+def test_what_chooses_among_drafters_is_refused(models):
     m = models["llama"]
-    for inner in (ModelDraft(small(m), 2), Eagle(m).drafter(2)):
-        with pytest.raises(ValueError, match="inside, use lookup or a SelfDraft"):
-            Within(quantise(m), inner, 4)
-    assert generate(m, PROMPTS, 6, Within(quantise(m), NGram(2, 1), 0)) == generate(m, PROMPTS, 6)
+    twin = quantise(m)
+    with pytest.raises(ValueError, match="a Then cannot forget"):
+        Within(twin, Then(NGram(2, 1), Eagle(twin).drafter(2)), 4)
+    with pytest.raises(ValueError, match="give it the model that decodes"):
+        generate(m, PROMPTS, 6, Within(twin, Eagle(m).drafter(2), 4))
+    assert generate(m, PROMPTS, 6, Within(twin, NGram(2, 1), 0)) == generate(m, PROMPTS, 6)
