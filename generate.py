@@ -158,7 +158,9 @@ class Writer:
         distributions."""
         a = self.a
         look = to_probs
-        coins = Race(a.seed) if a.exact else Coins(a.seed)
+        coins = Coins(a.seed)
+        if a.exact and a.temperature > 0:   # greedily nothing depends on them
+            coins = Race(a.seed)
         if player:
             coins = player.coins
             look = player.look

@@ -1,16 +1,15 @@
 """Speculation inside speculation (methods/within.py), as drafters for generate.py, and measured.
 
-    generate.py --draft lab/within.py:lookup    lookup inside the model in int4; `early`: its exit after
-                                                a sixth of the blocks
-    python -m lab.within MODEL                  what the formula for two levels says, and what is true: of
-                                                lookup, the exit, and EAGLE from MODEL/heads/eagle
+    generate.py --draft lab/within.py:lookup    lookup inside the model in int4
+    python -m lab.within --model DIR            what it brings, beside the formula for two levels
 """
 import copy
 import statistics
 import sys
-from functools import partial
+from collections import defaultdict
 from pathlib import Path
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
@@ -30,122 +29,158 @@ from support import cli
 from support.drafts import recorded_with
 from support.files import read_texts
 
-NEW = 64
+NEW = 64        # tokens of a text
 REPEATS = 3
-GAMMAS = 3, 5
 
 
-def copied(model):
+def in_four_bits(model):
     return recorded_with(model, quantise(model, "int4", head="int4"))
 
 
 def lookup(model, gamma):
-    return Within(copied(model), Suffix(3), gamma)
+    return Within(in_four_bits(model), Suffix(3), gamma)
 
 
-def early(model, gamma):
-    twin = copied(model)
-    return Within(twin, SelfDraft(twin, early_exit(twin.c.n_layers, max(1, twin.c.n_layers // 6)), 1), gamma)
+# --- measured
 
 
-def eagle(folder, model, gamma):
-    twin = copied(model)
-    return Within(twin, heads.load(Path(folder) / "heads" / "eagle", twin).drafter(1), gamma)
+class Inside(NamedTuple):
+    """One round inside a draft: tokens drafted and accepted, seconds of drafting and of the rest."""
+    drafted: int
+    accepted: int
+    drafting: float
+    rest: float
 
 
 class Watch(Drafter):
-    """An inner drafter with a stopwatch. seen: (drafted, tested, accepted, its seconds, the seconds of the
-    copy's round) of each round inside."""
+    """An inner drafter with a stopwatch. seen: the Inside of each of its rounds."""
 
     def __init__(self, inner, seen):
-        self.inner, self.taps, self.seen = inner, inner.taps, seen
-        self.begin, self.observe = inner.begin, inner.observe
+        self.inner = inner
+        self.seen = seen
+        self.taps = inner.taps
+        self.begin = inner.begin
+        self.observe = inner.observe
 
     def propose(self, state):
-        start = perf_counter()
+        self.began = perf_counter()
         draft = self.inner.propose(state)
-        self.end = perf_counter()
-        self.took = self.end - start
+        self.drafted = perf_counter()
         return draft
 
     def ahead(self, state, r):
-        now = perf_counter()
-        drafted = int(r.proposed[0])
-        kept = int(r.accepted[0])
-        self.seen.append((drafted, min(drafted, kept + 1), kept, self.took, now - self.end))
+        """Called after each round inside."""
+        drafting = self.drafted - self.began
+        rest = perf_counter() - self.drafted
+        self.seen.append(Inside(int(r.proposed[0]), int(r.accepted[0]), drafting, rest))
         later = copy.copy(self)
         later.inner = self.inner.ahead(state, r)
         return later
 
 
-def write(model, ids, drafter):
-    """(seconds after the prompt, rounds) of one text."""
-    start, done = None, []
-    for _, r in rounds(model, [ids], NEW, drafter, eos=model.c.eos):
-        now = perf_counter()
-        if start is None:       # the first round follows the prompt: leave it out
-            start = now
-        else:
-            done.append(r)
-    return perf_counter() - start, done
+class Text(NamedTuple):
+    """A text but for its first round, which reads the prompt."""
+    seconds: float
+    tokens: int
+    rounds: int
+    accepted: int
+    tested: int
 
 
-def judge(model, prompts, make, gamma):
-    """{what: figure} of one way of two levels. make(model, gamma) -> Within."""
-    drafter, seen, plain, ours = make(model, gamma), [], [], []
-    inner = drafter.inner
-    for _ in range(2 if hasattr(model, "rehearse") else 1):
-        work = [partial(write, model, ids, d) for ids in prompts for d in (None, drafter)]
-        getattr(model, "rehearse", lambda act: act())(lambda work=work: [act() for act in work])
+def write(model, ids, drafter, seen=None):
+    """The Text. seen: cleared of its first round."""
+    steps = rounds(model, [ids], NEW, drafter, eos=model.c.eos)
+    next(steps)
+    if seen is not None:
+        seen.clear()
+    start = perf_counter()
+    done = [r for _, r in steps]
+    seconds = perf_counter() - start
+    accepted = [int(r.accepted[0]) for r in done]
+    tested = [min(int(r.proposed[0]), int(r.accepted[0]) + 1) for r in done]
+    return Text(seconds, sum(len(r.new[0]) for r in done), len(done), sum(accepted), sum(tested))
+
+
+def judge(model, twin, prompts, inner, gamma):
+    """{what: figure} of the twin's drafts of gamma tokens, for which `inner` drafts. Costs are in rounds of
+    plain decoding."""
+    within = Within(twin, inner, gamma)
+    alone = SelfDraft(twin, range(2 * model.c.n_layers), gamma)
+    model.rehearse(lambda: [write(model, ids, d) for ids in prompts for d in (None, alone, within)])
+    texts = defaultdict(list)
+    seen = []
     for ids in prompts * REPEATS:
-        plain.append(write(model, ids, None))
-        drafter.inner = Watch(inner, seen)
-        ours.append(write(model, ids, drafter))
+        texts["plain"].append(write(model, ids, None))
+        texts["alone"].append(write(model, ids, alone))
+        ours = []
+        within.inner = Watch(inner, ours)
+        texts["within"].append(write(model, ids, within, ours))
+        seen += ours
+    total = {name: Text(*map(sum, zip(*found, strict=True))) for name, found in texts.items()}
+    unit = total["plain"].seconds / total["plain"].tokens
+    n = total["within"]
 
-    def speed(runs):
-        return sum(len(r.new[0]) for _, done in runs for r in done) / sum(s for s, _ in runs)
+    drafted = sum(r.drafted for r in seen)
+    tested = sum(min(r.drafted, r.accepted + 1) for r in seen)
+    alpha_1 = sum(r.accepted for r in seen) / tested
+    c_0 = sum(r.drafting for r in seen) / drafted / unit
+    blocks = defaultdict(list)          # {tokens of a block: its costs}
+    for r in seen:
+        blocks[r.drafted + 1].append(r.rest / unit)
+    costs = {T: statistics.mean(each) for T, each in blocks.items()}
 
-    pass_ = 1 / speed(plain)
-    after = [r for _, done in ours for r in done]
-    drafted, tested, kept, took, blocks = (sum(column) for column in zip(*seen, strict=True))
-    width = {}
-    for row in seen:
-        width.setdefault(row[0] + 1, []).append(row[4] / pass_)
-    cost = {T: statistics.mean(times) for T, times in width.items()}
-    nearest = lambda T: cost[min(cost, key=lambda w: abs(w - T))]  # noqa: E731
-    alpha = kept / max(1, tested)
-    asked = max(row[0] for row in seen)     # gamma 1
-    c0 = took / max(1, drafted) / pass_
-    outer = sum(int(r.accepted[0]) for r in after)
-    outer_tested = sum(min(int(r.accepted[0]) + 1, int(r.proposed[0])) for r in after)
-    alpha2 = outer / outer_tested
-    total = sum(s for s, _ in ours) / pass_
-    rest = (total - (took + blocks) / pass_ * len(after) / (len(after) + len(ours))) / len(after)
-    c = nested_cost(alpha, asked, c0, gamma, nearest) / gamma
-    return {"alpha 1": alpha, "c 0": c0, "drafting rounds": sum(row[0] > 0 for row in seen) / len(seen),
-            "c 1 of 1": nearest(1), "c 1 of 1 + gamma 1": nearest(asked + 1), "alpha 2": alpha2, "c": c,
-            "c measured": (took + blocks) / pass_ / gamma / (len(after) + len(ours)), "v": rest,
-            "predicted": expected_speedup(alpha2, gamma, c, rest), "measured": speed(ours) * pass_}
+    def pass_cost(T):
+        """Of a block of T tokens, or as many as were seen."""
+        return costs[min(costs, key=lambda width: abs(width - T))]
+
+    inside = sum(r.drafting + r.rest for r in seen)
+    most = max(costs) - 1               # tokens that inner drafts
+    alpha_2 = n.accepted / n.tested
+    c = nested_cost(alpha_1, most, c_0, gamma, pass_cost) / gamma
+    at_best = nested_cost(1.0, most, c_0, gamma, pass_cost) / gamma
+    v = (n.seconds - inside) / n.rounds / unit
+    return {
+        "alpha 1": alpha_1,
+        "c 0": c_0,
+        "rounds that draft": sum(r.drafted > 0 for r in seen) / len(seen),
+        "a block of 1": costs[1],
+        "the longest": costs[max(costs)],
+        "alpha 2": alpha_2,
+        "v": v,
+        "c, formula": c,
+        "c": inside / n.rounds / gamma / unit,
+        "predicted": expected_speedup(alpha_2, gamma, c, v),
+        "if alpha 1 were 1": expected_speedup(alpha_2, gamma, at_best, v),
+        "measured": n.tokens / n.seconds * unit,
+        "int4 alone": total["alone"].tokens / total["alone"].seconds * unit,
+    }
 
 
 def parse(argv):
-    p = cli.Parser(usage="python -m lab.within MODEL", description="Two levels.", allow_abbrev=False)
-    p.add_argument("model")
+    p = cli.Parser(description="Speculation at two levels, measured.", allow_abbrev=False)
+    p.add_argument("--model", required=True, metavar="DIR",
+                   help="a chat model, with heads/eagle in its folder")
+    p.add_argument("--prompts", type=int, default=2, metavar="N", help="how many questions (default: 2)")
     return p.parse_args(argv)
 
 
 def run(argv):
-    folder = parse(argv).model
-    model, tokenizer = checkpoint.load(folder, "cpu", torch.bfloat16)
+    a = parse(argv)
+    model, tokenizer = checkpoint.load(a.model, "cpu", torch.bfloat16)
     model = Recorded(model)
-    prompts = ask(folder, tokenizer, read_texts(PROMPTS / "chat.jsonl", "prompt", "\n")[:2])
-    rows = {}
-    for name, make in {"lookup": lookup, "exit": early, "eagle": partial(eagle, folder)}.items():
-        for gamma in GAMMAS:
-            rows[f"{name}, gamma {gamma}"] = judge(model, prompts, make, gamma)
-    head = ["inside int4", *next(iter(rows.values()))]
-    print(page(table(head, [[name, *(f"{x:.3f}" for x in r.values())] for name, r in rows.items()])))
+    twin = in_four_bits(model)
+    L = model.c.n_layers
+    inner = {
+        "lookup": Suffix(3),
+        "exit": SelfDraft(twin, early_exit(L, max(1, L // 6)), 1),
+        "EAGLE": heads.load(Path(a.model) / "heads" / "eagle", twin).drafter(1)}
+    prompts = ask(a.model, tokenizer, read_texts(PROMPTS / "chat.jsonl", "prompt", "\n")[: a.prompts])
+    lines = []
+    for (name, drafter), gamma in [(pair, gamma) for pair in inner.items() for gamma in (3, 5)]:
+        found = judge(model, twin, prompts, drafter, gamma)
+        lines.append([f"{name}, gamma {gamma}", *(f"{x:.2f}" for x in found.values())])
+    print(page(table(["inside int4", *found], lines)))
 
 
 if __name__ == "__main__":
-    sys.exit(cli.main(run, None))
+    sys.exit(cli.main(run, sys.argv[1:]))

@@ -8,6 +8,7 @@
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
+    python -m lab.bench exact        what changes a text that is the same to the bit, and what does not
     python -m lab.bench packed       blocks of tokens by plain and by packed matrices, on a CPU
     python -m lab.bench block        block verification beside token by token
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
@@ -24,7 +25,20 @@ from pathlib import Path
 import torch
 
 import checkpoint
-from lab.bench import beyond, block, check, costs, counts, drafters, dynamic, heads, plain, quant, search
+from lab.bench import (
+    beyond,
+    block,
+    check,
+    costs,
+    counts,
+    drafters,
+    dynamic,
+    exact,
+    heads,
+    plain,
+    quant,
+    search,
+)
 from lab.bench.real import KINDS, run_real
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
@@ -34,7 +48,7 @@ RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "packed": plain.run_packed, "costs": costs.run_costs,
     "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
     "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real, "search": search.run,
-    "beyond": beyond.run}
+    "beyond": beyond.run, "exact": exact.run}
 
 
 class Flags(argparse.Namespace):
