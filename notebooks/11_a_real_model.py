@@ -350,15 +350,16 @@ def measure(drafter):
 copied, _ = measure(Suffix(7))
 
 # %% [markdown]
-# What stands behind ± is the standard error over the prompts: six of a kind are few.
+# The ± is the standard error over the prompts: six of each kind are few.
 #
 # Copying gains where the answer repeats the prompt, most on edits of code, and little on chat. It drafts
 # only where it finds a copy, so alpha does not give tau here.
 #
 # ## What a head costs
 #
-# For chat, something has to be learnt. EAGLE's head is one block. Ours reads the next token and a mix of
-# three states of the target, after 7, 15 and all 30 blocks. (The mix is EAGLE-3's, arXiv 2503.01840; the
+# On chat the copy in four bits gains, but each of its tokens costs a third of a pass. A draft that is far
+# cheaper has to learn what the model says. EAGLE's head is one block. Ours reads the next token and a mix
+# of three states of the target, after 7, 15 and all 30 blocks. (The mix is EAGLE-3's, arXiv 2503.01840; the
 # first EAGLE, arXiv 2401.15077, reads the last state alone, as in notebook 8.) The block has a thirtieth
 # of the blocks' weights. But then comes the output head.
 
@@ -423,8 +424,8 @@ assert all(alpha - 2 * error > c for alpha, error, _ in drafted.values())
 figure
 
 # %% [markdown]
-# Everywhere far above its c. Maths and edits of code are the most regular texts; between the other three
-# the errors are too large to tell.
+# Alpha is far above c everywhere. Maths and edits of code are the most regular texts; the errors are too
+# large to rank the other three.
 #
 # **Try it:** set `GAMMA` to 4 in the cell above. What happens to tau, and what to alpha?
 #
@@ -453,9 +454,9 @@ for block in (1.0, 1.2, 1.6, 2.0):
 
 # %% [markdown]
 # Where nothing brings more than 1.00, `best_gamma` returns 0: draft nothing. `generate.py --draft auto`
-# decides this while it writes. It weighs copies and this head before every draft, and stops where neither
-# pays ([notebook 9](09_adapting.ipynb)). What all this brings by the clock stands in
-# [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model).
+# decides this while it writes. It weighs copies and this head before every draft, or the model in four bits
+# where no head was trained, and stops where nothing pays ([notebook 9](09_adapting.ipynb)).
+# [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has what all this brings by the clock.
 #
 # ## Questions
 #
@@ -464,8 +465,8 @@ for block in (1.0, 1.2, 1.6, 2.0):
 # **1.** Would an exit of SmolLM2 gain if the output head cost a drafted token nothing?
 #
 # <details><summary>Answer</summary>
-# Only just, and only the first one or two: without the head, an exit after one block costs 0.03 passes, and
-# its alpha is a little above that. It would gain some two percent, less than the loop takes.
+# Barely, and only the first one or two. Without the head, an exit after one block costs 0.03 passes, and
+# its alpha is a little higher. It would gain about two percent, less than the loop costs.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

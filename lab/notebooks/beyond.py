@@ -20,7 +20,7 @@
 # of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
 #
 # You need notebooks [5](../../notebooks/05_layer_skipping.ipynb) and
-# [8](../../notebooks/08_trained_heads.ipynb). About 35 minutes.
+# [8](../../notebooks/08_trained_heads.ipynb). About 40 minutes.
 
 # %%
 # %run ../../notebooks/start.py
