@@ -317,10 +317,10 @@ for p, t in zip(top.values.tolist(), top.indices.tolist(), strict=True):
 # ## The logit lens: what would the model say if it stopped here?
 #
 # The last step turns the final state into logits. It is called the *output head*, and has nothing to do
-# with the heads of an attention. All states have the same shape, so we can give the output head an
-# *earlier* state. This is the *logit lens* (nostalgebraist 2020). In the picture each row is a depth
-# and each column a position. A cell shows the most likely next token, darker where its probability is
-# higher. The top row is the whole model.
+# with the heads of an attention. All states have the same shape, so we can give an *earlier* one to the
+# final norm and the output head (together `unembed`). This is the *logit lens* (nostalgebraist 2020). In
+# the picture each row is a depth and each column a position. A cell shows the most likely next token,
+# darker where its probability is higher. The top row is the whole model.
 #
 # **Predict:** from which depth on does the last column say what the top row says?
 
@@ -360,6 +360,8 @@ figure
 # Where the curve is above the dotted diagonal, the share of right answers is larger than the share of
 # the work. There a draft by the first sub-layers can pay off. (The shipped models were trained to be
 # left early. On other models the curve stays low for longer.)
+#
+# **Try it:** read code instead of a story: `read_prompts("code")`. Where will the curve be lower?
 #
 # "Early exit" means just this: a shorter list. The exit after block E runs the first E blocks, 0 to
 # E - 1.

@@ -210,7 +210,7 @@ plots.draw_outcomes(paths, lambda token: plots.word(tokenizer, token))
 #
 # What would the model do by itself? Multiply its own probabilities along each text:
 
-# %%
+# %% jupyter={"source_hidden": true}
 def plain_law(count):
     chances = {(): 1.0}
     for _ in range(count):
@@ -266,6 +266,23 @@ plots.draw_texts(laws, {t: tokenizer.decode(t).strip() for t in sorted(truth, ke
 # The first mistake writes too often what the draft prefers: after a rejection it may draw a token that
 # was drafted too often already. Both mistakes write fluent text. No reader would notice, and a test
 # that compares greedy texts would miss the first one. An enumeration finds either of them at once.
+#
+# Such mistakes were shipped: [a museum](../exercises/museum.md) shows sixteen. In the second, `transformers`
+# took a *softmax* of the residual instead of scaling it to sum to 1
+# ([#28508](https://github.com/huggingface/transformers/pull/28508)).
+#
+# **Predict,** on paper: p = (0.5, 0.5) and q = (0.2, 0.8). Which token does it write too often, and why?
+
+# %%
+p_two, q_two = torch.tensor([0.5, 0.5]), torch.tensor([0.2, 0.8])
+left = (p_two - q_two).clamp(min=0)                             # (0.3, 0): only the first may replace
+text = torch.minimum(p_two, q_two) + left.sum() * left.softmax(-1)
+off = float((text - p_two).abs().sum() / 2)
+assert abs(off - 0.128) < 5e-4 and text[1] > p_two[1]           # the museum's figure
+print(f"written {text[0]:.3f} and {text[1]:.3f}; {off:.3f} of the probability has moved")
+
+# %% [markdown]
+# The second: a softmax is never 0, so a token that q has too much of comes back as its own replacement.
 #
 # ## Block verification: one test for the draft as a whole
 #
@@ -324,8 +341,10 @@ print("the text has the distribution of the model alone")
 # ## The library's loop, one step at a time
 #
 # `rounds` is a Python generator: each `next` gives one round and everything that happened in it. Each
-# line of the table is a drafted token, with its p, its q and the verdict. Run the second cell several
-# times. ([run.html](../docs/run.html) steps through a whole run in the same way.)
+# line of the table is a drafted token, with its p, its q and the verdict.
+# ([run.html](../docs/run.html) steps through a whole run in the same way.)
+#
+# **Try it:** run the second cell again and again. Cover the last column: which verdicts do p and q settle?
 
 # %%
 from IPython.display import HTML, display
@@ -377,7 +396,7 @@ for name, seen in runs.items():
 #
 # **Predict:** is the sixth token, *when it is tested*, accepted less often than the first?
 
-# %%
+# %% jupyter={"source_hidden": true}
 from control import expected_tokens
 from support.stats import Counts
 
@@ -431,7 +450,7 @@ figure
 # **Predict:** alpha is 0.8 and each draft has 5 tokens. How many tokens does a round write? How large
 # is the yield? And what does the formula give if you put the yield in by mistake?
 
-# %%
+# %% jupyter={"source_hidden": true}
 alpha, gamma = 0.8, 5
 tokens = expected_tokens(alpha, gamma)
 yields = (tokens - 1) / gamma
@@ -447,7 +466,6 @@ assert Path(MODEL).name != "stories-llama" or abs(right / seen.tau - 1) < 0.1
 # The formula with alpha predicts our drafts to a few per cent. (The last draft of each text is cut short,
 # so they write a little less.) With the yield in its place it is useless.
 #
-# %% [markdown]
 # ## The economics: when to turn it off
 #
 # Drafting is not free. Let c be the cost of drafting one token, in passes of the whole model. A round
@@ -461,8 +479,12 @@ assert Path(MODEL).name != "stories-llama" or abs(right / seen.tau - 1) < 0.1
 # (Corollary 3.9). Where it gains, there is a best gamma, because each further token costs the same and
 # is reached less often.
 #
-# **Predict:** which of the four pairs below has the largest best gamma? Which one should not draft at
-# all?
+# **Try it:** sort the four pairs below by their best gamma. Which one should not draft at all? How cheap
+# must the draft of the third pair become before two tokens are best? Change its c.
+#
+# <details><summary>Answer</summary>
+# Below 0.2: two tokens bring 1.75 for 2c + 1 passes, one brings 1.5 for c + 1.
+# </details>
 
 # %%
 from control import best_gamma, expected_speedup

@@ -6,7 +6,7 @@
 # should it be? This notebook asks how often their tokens would be accepted, what they cost, and when
 # that pays off. At the end a rule decides how far to draft while the text is being written.
 #
-# You need [4, speculative decoding](04_speculative_decoding.ipynb). About 40 minutes.
+# You need [4, speculative decoding](04_speculative_decoding.ipynb). About 45 minutes.
 
 # %%
 # %run start.py
@@ -132,6 +132,7 @@ print(f"exit after block {E}: sub-layers {share:.3f} + head {costs.head / costs.
 from control import best_gamma, expected_speedup
 
 speed = [expected_speedup(a, best_gamma(a, cost), cost) for a, cost in zip(exits, c_exits, strict=True)]
+assert not shipped or 0 < speed.index(max(speed)) < exits.index(max(exits)), "neither the first nor the last"
 print(f"exit {speed.index(max(speed)) + 1} is best: predicted {max(speed):.2f} times plain decoding")
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
@@ -210,7 +211,7 @@ figure
 # drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not final.
 # Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
 # tries one, in case the text has become easier. (`control.Confidence` instead ends a draft after an
-# unsure token, as Kangaroo does; `lab/rules.py` has the rules of other papers.)
+# unsure token, as Draft & Verify and Kangaroo do; `lab/rules.py` has the rules of other papers.)
 #
 # We give it three drafts:
 #
@@ -251,8 +252,7 @@ plots.draw_traces(traces)
 # %% [markdown]
 # The cheap exit stays well above its c, and the rule changes only how far it drafts. The expensive exit
 # crosses its c in both directions: after a few bad rounds the rule stops, much later one try succeeds,
-# and from then on it drafts again. The useless draft is stopped after its first token. It gets two more
-# tries, and each is stopped after one token, too.
+# and from then on it drafts again. The useless draft gets three tries of one token in 120 rounds.
 #
 # **Try it:** change `seed=3` in the cell above. Will the expensive exit be stopped every time?
 #
@@ -286,9 +286,9 @@ for name, shape in shapes.items():
 
 # %% [markdown]
 # Our model and Llama-3-8B pay the same part, although one vocabulary is thirty times as large: its
-# width is twenty times as large, and it has more blocks. With the same vocabulary and half the width
-# and blocks, as in Llama-3.2-1B, the head is three times as large a part. There it is half of what the
-# draft reads. SmolLM2-135M is narrower still, and pays as much with fewer tokens in its vocabulary.
+# width is twenty times as large, and it has more blocks. Llama-3.2-1B has the same vocabulary with half
+# the width and half the blocks, so its head is three times as large a part: half of what this draft
+# reads. SmolLM2-135M is narrower still, and pays as much for fewer tokens.
 #
 # So let the draft choose among the n most frequent tokens only. The check uses the whole vocabulary as
 # before, so the text stays exact. Tokens outside the n can no longer be drafted: alpha falls a little,
@@ -328,6 +328,7 @@ plots.curves(left, sizes, {"alpha": alphas, "c": prices}, xlabel="tokens the dra
              ylim=(0, 1))
 gain = [expected_speedup(a, best_gamma(a, price), price) for a, price in zip(alphas, prices, strict=True)]
 right.plot(sizes, gain, color=plots.HUES[2], marker="o")
+assert not shipped or gain.index(max(gain)) == sizes.index(2048), "half of the tokens"
 right.set(xlabel="tokens the draft may choose", xscale="log", ylabel="best predicted speed-up")
 figure
 
@@ -335,6 +336,9 @@ figure
 # On the shipped model half of the tokens are enough: alpha hardly falls, and c does. With fewer tokens
 # alpha falls, while c hardly changes any more. Where the head is a larger part of the cost, a shorter
 # list can gain more.
+#
+# **Try it:** the lists count tokens in stories. Which list of 512 would you give a draft that writes code?
+# Count `read_prompts("code")` instead, and compare alpha on the stories.
 #
 # ## Why a published experiment was slower than plain decoding
 #
@@ -354,11 +358,11 @@ assert all((1 + g * y) / (1 + g * c_there) < 1 for g in range(1, 100))
 
 # %% [markdown]
 # It is the *yield*. A round that drafts g tokens writes 1 + g · yield of them, for 1 + g · c passes,
-# whatever alpha is. So drafts with a yield below c have lost, at every length; the measured figure is
-# that of two drafted tokens per round. With shorter drafts the yield would have been higher, and alpha,
-# which nobody measured, may lie above c. (The program also draws from p after a rejection: the first of
-# notebook 4's mistakes. That changes the text, and not its speed.) A model that was not trained to be
-# left early needs most of its layers to predict well.
+# whatever alpha is. So drafts with a yield below c lose, whatever their length, and the speed that was
+# measured fits about two drafted tokens per round. Shorter drafts would have had a higher yield, and alpha,
+# which was not measured, may still lie above c. (The program also draws from p after a rejection: the
+# first of notebook 4's mistakes. That changes the text, and not its speed.) A model that was not trained
+# to be left early needs most of its layers to predict well.
 #
 # ## Two families, and what the training recipe is worth
 #

@@ -310,7 +310,7 @@ figure
 #
 # **Predict:** after how many trials will the two medians part?
 
-# %%
+# %% jupyter={"source_hidden": true}
 from itertools import accumulate
 
 from search import Trial, search
@@ -352,9 +352,8 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# The first ten trials (left of the dotted line) are random in both. After that the process chooses, and
-# the medians part. As a search it works: it finds the best of 4,096 sets *for the text that it is scored
-# on*.
+# The first ten trials (left of the dotted line) are random in both. Then the process chooses, and the
+# medians part. The search works: it finds the best of 4,096 sets *for the text that it is scored on*.
 #
 # ## Is the found set better than an early exit?
 #
@@ -418,7 +417,7 @@ figure
 
 # %% [markdown]
 # Points on the dashed line keep their promise. The test has easier stories, so nearly all sets lie above
-# it. The found set, alone, lies below: it was the one that had been luckiest.
+# it. Only the found set lies below: it had been the luckiest.
 #
 # Is it better or worse than an exit? A difference needs an interval. We take it story by story, because
 # a story is easy or hard for both.
@@ -502,8 +501,8 @@ side.legend(frameon=False, fontsize=9)
 figure
 
 # %% [markdown]
-# Whatever wins a comparison owes a part of its lead to luck, and the next time that part is gone. This is
-# the *winner's curse*. More text makes it smaller, and more candidates make it larger: the
+# Whatever wins a comparison owes part of its lead to luck, and luck does not repeat itself. This is the
+# *winner's curse*. More text makes it smaller, and more candidates make it larger: the
 # longer list promises more, and keeps no more. So:
 #
 # - report what the *test* says, never the value that made you choose;
@@ -526,7 +525,7 @@ print(f"{sum(map(len, text.ids))} tokens: {max(at, key=at.get)} is best, with {m
 #
 # A set found on stories is fitted to stories. How far is it ahead of the best exit on other text?
 
-# %%
+# %% jupyter={"source_hidden": true}
 leads = {"stories (test)": lead(test, "found", best_exit)}
 for kind in ("dialogues", "maths", "code"):
     there = Calibration(model, tokenizer, [line["text"] for line in read_prompts(kind)], 10**6)
@@ -608,6 +607,9 @@ assert not shipped or max(value[runs[0.0]]) == value.max() > max(value[runs[20.0
 # With beta = 0 the search only goes where the mean is largest. Here that is enough: the values follow
 # the bits so regularly that the mean is a good guide. A large beta spends its trials on sets that are
 # merely unusual. On a rougher landscape, beta = 0 can get stuck.
+#
+# **Try it:** between which two values of beta does the search begin to miss the best set? Add some to the
+# check.
 #
 # ## Questions
 #

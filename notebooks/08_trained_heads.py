@@ -118,8 +118,11 @@ figure
 # stories are far too little text. `lab/train_heads.py` trains on much more, and the heads beside the
 # shipped weights come from there.
 #
-# **Try it:** set `STEPS = 400`. Which of the two curves will rise more? (The grey one. More text would
-# raise the blue one.)
+# **Try it:** set `STEPS = 400`. Which of the two curves will rise more?
+#
+# <details><summary>Answer</summary>
+# The grey one: it learns its six stories by heart. More text would raise the blue one.
+# </details>
 #
 # ## What each head reads
 #
@@ -174,10 +177,9 @@ for kind, one in shipped.items():
 print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 
 # %% [markdown]
-# So the output head is a large part of each c, and all of Medusa's but a little. It would be as large if
-# each Medusa head had a matrix of its own: that, too, would have to be read.
-
-# %% [markdown]
+# So the output head is a large part of every c, and nearly all of Medusa's. The paper's Medusa pays as
+# much: each of its heads reads an output matrix of its own.
+#
 # ## In the loop
 #
 # A trained head is a drafter like any other. Each of them drafts chains of three tokens. (Kangaroo's
@@ -243,9 +245,8 @@ figure
 # **Try it:** set `GAMMA = 6`. For which drafters do you expect tau to rise, and for which the speed-up?
 #
 # <details><summary>Answer</summary>
-# Tau rises for all but Medusa, which cannot draft more than three tokens. The speed-up rises for none:
-# that of Kangaroo and EAGLE stays where it was, and for the others a longer draft costs more than it
-# brings.
+# Tau rises for all but Medusa, which cannot draft more than three tokens. No speed-up rises: Kangaroo and
+# EAGLE stay where they were, and the others pay more for the longer draft than it brings.
 # </details>
 #
 # ## A tree of heads
@@ -274,6 +275,12 @@ if SHIPPED and GAMMA == 3:
 # %% [markdown]
 # Medusa. Its first choices are often rejected, so the others have more to gain. Still its tree stays
 # behind EAGLE's chain.
+#
+# **Try it:** give Medusa a larger tree: set `NODES = 32`. Does it catch up with EAGLE's chain?
+#
+# <details><summary>Answer</summary>
+# No. Each further sibling is accepted less often, and three heads still draft three levels.
+# </details>
 #
 # ## Questions
 #

@@ -10,8 +10,8 @@
 # > **The cost of an experiment is known before it is made. So a program can
 # > save up for it, and never lose more than it has saved.**
 #
-# You need [5, layer skipping](05_layer_skipping.ipynb), and [6, search](06_search.ipynb). About 45
-# minutes.
+# You need [5, layer skipping](05_layer_skipping.ipynb), and [6, search](06_search.ipynb).
+# About 45 minutes.
 
 # %%
 # %run start.py
@@ -196,8 +196,15 @@ wide.set(xlabel="sub-layer (dark: skipped)")
 figure
 
 # %% [markdown]
-# The matchness rises within the first few candidates, and then no more. What is it worth, measured on all
-# that was written?
+# The matchness rises within the first few candidates, and then no more.
+#
+# **Try it:** score on twice as many tokens: `window=48`. Will the best matchness be higher or lower?
+#
+# <details><summary>Answer</summary>
+# Lower: a longer window leaves less to luck, and fewer sets are scored before the text ends.
+# </details>
+#
+# What is the best set worth, measured on all that was written?
 
 # %%
 from control import best_gamma, expected_speedup
@@ -243,6 +250,12 @@ for state, r in rounds(model, [code], 48, lookup):
 # Names come again, and whole phrases less often. Nothing is computed for a copy, so c is 0. It gains
 # wherever a text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the
 # texts of earlier requests.)
+#
+# **Try it:** take a story instead of the code: `read_prompts("stories")`. How many copies will be right?
+#
+# <details><summary>Answer</summary>
+# Hardly any. The words of a story come again, but seldom in the same order.
+# </details>
 #
 # ## Pace: weigh everything by time
 #

@@ -5,14 +5,16 @@
 # blocks can draft. SmolLM2-135M-Instruct was not. It is a public chat model, a Llama of 30 blocks, small
 # enough for any laptop. `make smollm` puts it into `runs/smollm`.
 #
-# We ask each way to draft the same question: *does alpha exceed c?* First the model's own layers, then
-# copies of earlier text, then EAGLE, a head that has learnt for six minutes on a GPU.
+# We ask each way to draft the same question: *does alpha exceed c?* First some of the model's own layers,
+# then all of them in four bits, then copies of earlier text, then EAGLE, a head that was trained for six
+# minutes on a GPU.
 #
 # > **Measure alpha and c before you write any code. The formula tells you
 # > what will fail.**
 #
-# You need [5, layer skipping](05_layer_skipping.ipynb), and [8, trained heads](08_trained_heads.ipynb).
-# About 35 minutes; all cells together run for two or three of them.
+# You need [5, layer skipping](05_layer_skipping.ipynb), [8, trained heads](08_trained_heads.ipynb), and of
+# [10](10_close_to_the_machine.ipynb) what four bits keep. About 45 minutes; all cells together run for
+# about four of them.
 
 # %%
 # %run start.py
@@ -121,8 +123,6 @@ figure
 # ## Skipping layers
 #
 # Perhaps some sub-layer in the middle does little. We leave out each of the 60 alone.
-#
-# **Predict:** which will be missed most, and which least: the first, the middle, or the last ones?
 
 # %%
 every = [*range(2 * L)]
@@ -162,6 +162,155 @@ print(f"c 0.9 and always right: {once:.2f} with gamma 1, {often:.2f} with gamma 
 # To gain, a skip set has to leave out *much* and stay right, and here it does not. (These sets are
 # chosen and scored on the same answers, so on other text they would do even worse.)
 #
+# **Try it:** leave out whole blocks instead, the least important ones first: sort the blocks by the sum of
+# the two bars. Does any number of them gain?
+#
+# <details><summary>Answer</summary>
+# No: with one block less, alpha (0.93) is already below c (0.97).
+# </details>
+#
+# ## The model itself, in four bits
+#
+# A skip set stays right only if it keeps nearly all. So keep *all* sub-layers, and store their weights in
+# fewer bits ([notebook 10](10_close_to_the_machine.ipynb)). Such a copy is so close to the model that it
+# needs no cache of its own: it reads the model's keys and values and writes rough ones for the tokens that
+# it drafts. The pass that verifies them overwrites these.
+#
+# Suppose the copy is always right. Then a round writes $\gamma + 1$ tokens for $\gamma c + 1$ passes:
+#
+# $$\text{speed-up} \le \frac{\gamma + 1}{\gamma c + 1}
+# = \frac{1}{c + \frac{1 - c}{\gamma + 1}} < \frac{1}{c}$$
+#
+# A longer draft only makes the fraction in the denominator smaller: the c stays. And 1/c is the speed of
+# the copy writing alone. (It would write *its own* text, though. Drafting keeps the model's.) Where a pass
+# waits for bytes, c is a ratio of bytes. In int4 a weight takes 5 bits: 4, and its part of the two numbers
+# that its group of 32 shares.
+#
+# **Predict:** what is c in int4, and in int8, if the model is in bfloat16? How much can each bring at most
+# with 1, 3 and 5 tokens per draft?
+
+# %%
+from layerskip import SelfDraft
+from machine.quant import byte_costs, quantise
+
+half, _ = checkpoint.load(MODEL, dtype=torch.bfloat16)
+twins = {kind: quantise(half, kind, head=kind) for kind in ("int8", "int4")}
+by_bytes = {kind: byte_costs(twin).whole / byte_costs(half).whole for kind, twin in twins.items()}
+for kind, cost in by_bytes.items():
+    most = {gamma: expected_speedup(1.0, gamma, cost) for gamma in (1, 3, 5)}
+    assert all(abs(1 / (cost + (1 - cost) / (gamma + 1)) - gain) < 1e-9 for gamma, gain in most.items())
+    listed = ", ".join(f"{gain:.2f} with {gamma}" for gamma, gain in most.items())
+    print(f"{kind}: c {cost:.3f}; at most {listed}; {1 / cost:.2f} without end")
+
+# %% [markdown]
+# Now let both copies draft the answers to our questions.
+#
+# **Predict:** alpha will not be quite 1. Which copy gains more: the one that is more often right, or the
+# one that reads less? And which of the drafts of 1, 3, 5 and 8 tokens is best for it?
+
+# %%
+import time
+
+from support.stats import Counts, Stopwatch
+
+GAMMAS = 1, 3, 5, 8
+drafters = {"plain": None} | {(kind, gamma): SelfDraft(twin, every, gamma)
+                              for kind, twin in twins.items() for gamma in GAMMAS}
+happened = {name: Counts() for name in drafters}
+seconds = dict.fromkeys(drafters, 0.0)
+generate(half, [chat[0]], 4, drafters["int4", 3])               # warms up
+for ids in chat:                                                # the drafters take turns
+    for name, drafter in drafters.items():
+        watch = Stopwatch(drafter)
+        for _, r in rounds(half, [ids], NEW, watch, eos=model.c.eos):
+            happened[name].add(r)
+        seconds[name] += time.perf_counter() - watch.now        # since the question was read
+steps = {name: counts.proposed / counts.turns for name, counts in happened.items()}    # the last draft is cut
+gains = {}
+for kind, gamma in [*drafters][1:]:
+    counts = happened[kind, gamma]
+    gains[kind, gamma] = counts.tau / (steps[kind, gamma] * by_bytes[kind] + 1)
+    print(f"{kind}, gamma {gamma}: alpha {counts.alpha:.2f}, {counts.tau:.2f} tokens per pass, "
+          f"speed-up by bytes {gains[kind, gamma]:.2f}")
+assert max(gains, key=gains.get)[0] == "int4"
+
+# %% [markdown]
+# By the clock a step of the copy costs more than its bytes: attention works with the same keys as before,
+# and each operation is launched as before. A block of tokens costs more than one token, too. We measure
+# both, put them into the formula, and compare with the clock of the runs above.
+
+# %% jupyter={"source_hidden": true}
+from functools import partial
+
+from kvcache import KVCache
+from model import Placement
+from speculative import prefill
+from support.measure import interleave, measure_step
+
+n = len(chat[0])
+cache = KVCache(half.c, 1, n + 16, half.attention_dtype(), half.tok.device)
+line = torch.tensor([chat[0] + answers[0][:16]], device=half.tok.device)
+prefill(half, line[:, :n], cache)
+
+
+def block(T):
+    """A pass of the model over T tokens after the question."""
+    at = Placement.span(n, n + T, line.device)
+    half.unembed(half.run(half.embed(line[:, n : n + T]), at, cache))
+
+
+passes = interleave({T: partial(block, T) for T in (1, *(gamma + 1 for gamma in GAMMAS))}, 10)
+by_clock = {kind: measure_step(half, twin, context=n) for kind, twin in twins.items()}
+rates = {name: counts.tokens / seconds[name] for name, counts in happened.items()}
+clock = {name: rates[name] / rates["plain"] for name in gains}
+for (kind, gamma), measured in clock.items():
+    verifying = passes[gamma + 1] / passes[1]
+    promised = happened[kind, gamma].tau / (steps[kind, gamma] * by_clock[kind] + verifying)
+    print(f"{kind}, gamma {gamma}: c {by_clock[kind]:.2f} and block {verifying:.2f} by the clock; "
+          f"promised {promised:.2f}, measured {measured:.2f} times plain decoding")
+
+# %% jupyter={"source_hidden": true}
+figure, (sides,) = plots.axes(1, 2, width=4.8, height=3.4)
+lengths = range(1, max(GAMMAS) + 1)
+for side, (kind, cost) in zip(sides, by_bytes.items(), strict=True):
+    alpha = sum(happened[kind, gamma].hits for gamma in GAMMAS)
+    alpha /= sum(happened[kind, gamma].drafted for gamma in GAMMAS)
+    assert kind == "int8" or best_gamma(alpha, cost) in (3, 4, 5)
+    side.plot(lengths, [expected_speedup(1.0, gamma, cost) for gamma in lengths], "--", color=plots.HUES[-1],
+              label="by bytes, if always right")
+    side.plot(lengths, [expected_speedup(alpha, gamma, cost) for gamma in lengths], color=plots.HUES[0],
+              label=f"by bytes, alpha {alpha:.2f}")
+    side.plot(GAMMAS, [gains[kind, gamma] for gamma in GAMMAS], "o", color=plots.HUES[0],
+              label="by bytes, tokens as counted")
+    side.plot(GAMMAS, [clock[kind, gamma] for gamma in GAMMAS], "D", color=plots.HUES[1],
+              label="by the clock here")
+    side.axhline(1, color="#404040", lw=0.8)
+    side.set(xlabel="gamma", title=f"{kind}, c = {cost:.2f} by bytes", ylim=(0.5, 3.6))
+    side.legend(frameon=False, fontsize=9, loc="upper left")
+sides[0].set_ylabel("times plain decoding")
+figure
+
+# %% [markdown]
+# The copy in four bits gains more, although it errs more often: alpha is close to 1 either way, so c
+# decides. Its curve is flat from three to five tokens, and then it falls: the verifying pass is already
+# shared by many, and longer drafts are seldom accepted whole. `--draft int4` drafts three.
+#
+# By the clock the gain is smaller, and the formula foretells it, given what steps and blocks cost here.
+#
+# Two remarks. This *flatters* int4: the file holds weights that had been through four bits once, and a
+# grid like theirs loses less. And by the clock it gains only where the processor multiplies few bits
+# directly, which torch does on a CPU in bfloat16.
+# [BENCHMARKS](../lab/BENCHMARKS.md#the-model-itself-in-few-bits) has all five kinds of text, over recorded
+# passes.
+#
+# **Try it:** draft with the first half of the blocks in int4: put `every[:L]` in place of `every`. What
+# falls more, c or alpha?
+#
+# <details><summary>Answer</summary>
+# Alpha. Half of the blocks cost a bit over half, but the output head cannot read what they leave, in four
+# bits as little as in sixteen.
+# </details>
+#
 # ## Copying
 #
 # *Suffix decoding* ([notebook 9](09_adapting.ipynb)) trains nothing and runs nothing: it looks for the
@@ -173,7 +322,6 @@ print(f"c 0.9 and always right: {once:.2f} with gamma 1, {often:.2f} with gamma 
 
 # %%
 from methods.suffix import Suffix
-from support.stats import Counts
 
 KINDS = "chat", "summaries", "code_edits", "maths", "translation"
 questions = {kind: prompts_of(kind) for kind in KINDS}
@@ -202,15 +350,16 @@ def measure(drafter):
 copied, _ = measure(Suffix(7))
 
 # %% [markdown]
-# What stands behind ± is the standard error over the prompts: six of a kind are few.
+# The ± is the standard error over the prompts: six of each kind are few.
 #
 # Copying gains where the answer repeats the prompt, most on edits of code, and little on chat. It drafts
 # only where it finds a copy, so alpha does not give tau here.
 #
 # ## What a head costs
 #
-# For chat, something has to be learnt. EAGLE's head is one block. Ours reads the next token and a mix of
-# three states of the target, after 7, 15 and all 30 blocks. (The mix is EAGLE-3's, arXiv 2503.01840; the
+# On chat the copy in four bits gains, but each of its tokens costs a third of a pass. A draft that is far
+# cheaper has to learn what the model says. EAGLE's head is one block. Ours reads the next token and a mix
+# of three states of the target, after 7, 15 and all 30 blocks. (The mix is EAGLE-3's, arXiv 2503.01840; the
 # first EAGLE, arXiv 2401.15077, reads the last state alone, as in notebook 8.) The block has a thirtieth
 # of the blocks' weights. But then comes the output head.
 
@@ -275,8 +424,8 @@ assert all(alpha - 2 * error > c for alpha, error, _ in drafted.values())
 figure
 
 # %% [markdown]
-# Everywhere far above its c. Maths and edits of code are the most regular texts; between the other three
-# the errors are too large to tell.
+# Alpha is far above c everywhere. Maths and edits of code are the most regular texts; the errors are too
+# large to rank the other three.
 #
 # **Try it:** set `GAMMA` to 4 in the cell above. What happens to tau, and what to alpha?
 #
@@ -305,9 +454,9 @@ for block in (1.0, 1.2, 1.6, 2.0):
 
 # %% [markdown]
 # Where nothing brings more than 1.00, `best_gamma` returns 0: draft nothing. `generate.py --draft auto`
-# decides this while it writes. It weighs copies and this head before every draft, and stops where neither
-# pays ([notebook 9](09_adapting.ipynb)). What all this brings by the clock stands in
-# [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model).
+# decides this while it writes. It weighs copies and this head before every draft, or the model in four bits
+# where no head was trained, and stops where nothing pays ([notebook 9](09_adapting.ipynb)).
+# [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has what all this brings by the clock.
 #
 # ## Questions
 #
@@ -316,8 +465,8 @@ for block in (1.0, 1.2, 1.6, 2.0):
 # **1.** Would an exit of SmolLM2 gain if the output head cost a drafted token nothing?
 #
 # <details><summary>Answer</summary>
-# Only just, and only the first one or two: without the head, an exit after one block costs 0.03 passes, and
-# its alpha is a little above that. It would gain some two percent, less than the loop takes.
+# Barely, and only the first one or two. Without the head, an exit after one block costs 0.03 passes, and
+# its alpha is a little higher. It would gain about two percent, less than the loop costs.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -365,6 +514,19 @@ for kind, (alpha, _, tau) in drafted.items():
     promised = expected_tokens(alpha, GAMMA)
     print(f"{kind:12} formula {promised:.2f}, measured {tau:.2f}")
     assert GAMMA > 2 or abs(promised - tau) < 0.3
+
+# %% [markdown]
+# **5.** Suppose the model itself is served in int4. What does its copy in int4 bring as a draft? And what
+# would one in two bits have to be, if it read half as much?
+#
+# <details><summary>Answer</summary>
+# Nothing: c is 1. At half the bytes c is 0.5, so a gain needs an alpha above 0.5, and even one that is always
+# right brings 1.6 with three tokens.
+# </details>
+
+# %% jupyter={"source_hidden": true}
+assert expected_speedup(1.0, 3, 1.0) == 1 and round(expected_speedup(1.0, 3, 0.5), 2) == 1.6
+print([round(expected_speedup(alpha, 3, 0.5), 2) for alpha in (0.5, 0.9, 1.0)])
 
 # %% [markdown]
 # More ideas, rebuilt small and kept with what came of them, are in the

@@ -53,6 +53,13 @@ def test_pictures_have_few_colours_and_keep_their_hues():
     assert len(colours) <= 128 and min(255 - r + g + b for r, g, b in colours) < 40
 
 
+def test_a_figure_is_white_on_a_dark_page_too():
+    """Black labels on a transparent picture would vanish."""
+    figure, png = plots.axes(1, 1)[0], io.BytesIO()
+    figure.savefig(png)
+    assert Image.open(png).convert("RGBA").getpixel((0, 0)) == (255, 255, 255, 255)
+
+
 def test_minutes_by_hand():
     """200 words, 2 lines of code that are not folded, one prediction: 1 + 0.2 + 1.5 minutes."""
     text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell

@@ -20,7 +20,7 @@
 # of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
 #
 # You need notebooks [5](../../notebooks/05_layer_skipping.ipynb) and
-# [8](../../notebooks/08_trained_heads.ipynb). About 35 minutes.
+# [8](../../notebooks/08_trained_heads.ipynb). About 40 minutes.
 
 # %%
 # %run ../../notebooks/start.py
@@ -156,6 +156,8 @@ for name, head in heads.items():
     print(f"{name:10} {fewer} passes instead of {passes}, the same text")
 
 # %% [markdown]
+# **Try it:** set `E` to half of the blocks. What is left for the adapters to gain?
+#
 # The answer, after as many tokens of training for each, at equal numbers of weights:
 
 # %%
@@ -237,6 +239,9 @@ side.set(ylabel="entropy, nats", xlim=(-0.6, len(story) - 0.4),
 figure
 
 # %% [markdown]
+# **Try it:** let an entry have up to eight tokens: `begins(entropy, 8)`. How many fewer entries will there
+# be?
+#
 # Then everything learns together: a copy of the model as the *trunk*, an embedder that merges the tokens of
 # an entry, a small decoder that says the tokens after the first, and a head that says where the entry ends.
 # This is **another model**, and alone it writes another text; that is why it is a file beside this notebook
@@ -266,8 +271,8 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# Now let the untouched model check what a step says. Then it is a drafter as any other, and exact. But each
-# step of it is a pass of a model as large as the target: what it gains alone, it must now share.
+# Now let the untouched model check what a step says. Then it is a drafter like any other, and exact. But each
+# of its steps is a pass of a model as large as the target: what it gains alone, it must now share.
 
 # %%
 drafted, fewer = generate(model, [prompt], 32, BurgerDraft(burger, 0.3))
@@ -323,6 +328,9 @@ side.set(xlabel="window", ylabel="alpha", xscale="log", ylim=(0, 1.02))
 side.set_xticks(windows, windows)
 side.legend(frameon=False)
 figure
+
+# %% [markdown]
+# **Try it:** add a line for one sink. Is it worth as much as four?
 
 # %%
 Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else later
