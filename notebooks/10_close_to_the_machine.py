@@ -438,7 +438,7 @@ for all_slots, reads in ((False, "up to the block"), (True, "all slots")):
 from sampling import Coins, Race, to_probs
 
 openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24] for line in read_prompts("stories")[:8]]
-made = Exact(half, 2, cut=False) if few_suffice(half, prompt) else Exact(half)
+made = Exact(half, 2, half.c.max_len) if few_suffice(half, prompt) else Exact(half)
 
 
 def unchanged(one, temperature, coins):
