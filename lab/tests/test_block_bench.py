@@ -1,6 +1,7 @@
-"""Two small tables: block verification beside token by token, and packed matrices beside plain ones."""
+"""Three small tables: block verification beside token by token, packed matrices beside plain ones, and exact
+texts."""
 from lab.bench import __main__ as bench
-from lab.bench import block, plain
+from lab.bench import block, exact, plain
 
 
 def test_block_verification_accepts_more(monkeypatch):
@@ -17,3 +18,13 @@ def test_packed_matrices():
     a = bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32", "--repeats", "1"])
     text, data = plain.run_packed(a)
     assert "| packed |" in text and min(data["times"].values()) > 0
+
+
+def test_what_changes_an_exact_text_and_what_does_not():
+    a = bench.parse(["exact", "--model", "weights/stories-plain", "--new", "16"])
+    text, data = exact.run(a)
+    counts = {what: rows for (what, _), rows in data["counts"]}
+    for what in "drafted by an exit", "drafted by lookup", "in a batch of four":
+        texts, equal, compared = counts[what]
+        assert texts == 4 and equal == compared == 4 * 16, what
+    assert "| in a batch of four | 4 of 4 | 100% | 4 of 4 | 100% |" in text
