@@ -17,7 +17,7 @@ import torch
 import checkpoint
 import sampling
 from machine import parallel
-from machine.exact import Exact, few_suffice
+from machine.exact import MOST, Exact, few_suffice
 from machine.packed import Packed, pack_where_it_pays
 from machine.quant import KINDS
 from machine.recorded import Recorded
@@ -151,7 +151,7 @@ class Writer:
             self.rows = model.widths[0]
             return Exact(model, 1, model.widths[-1])
         self.rows = 2
-        return Exact(model, 2, model.c.max_len)
+        return Exact(model, 2, MOST)
 
     def rounds(self, drafter, player=None):
         """What `speculative.rounds` yields. player: the page's, to record coins and

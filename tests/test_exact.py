@@ -7,7 +7,7 @@ from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
 
 from kvcache import KVCache
 from layerskip import SelfDraft, without
-from machine.exact import Exact, few_suffice
+from machine.exact import MOST, Exact, few_suffice
 from machine.quant import quantise
 from machine.recorded import Recorded
 from methods.heads import Eagle, Kangaroo
@@ -144,7 +144,7 @@ def test_rows_are_compared_before_passes_stay_whole(dtype):
     """Where few rows suffice, two do what eight do."""
     m = make(LIVELY["llama"]).to(dtype)
     if few_suffice(m, PROMPTS[0]):
-        two = Exact(m, 2, m.c.max_len)
+        two = Exact(m, 2, MOST)
         assert same(write(two, PROMPTS, probs=warm), write(two, PROMPTS, WAYS["exit"](two), warm))
 
     class Uneven(Exact):

@@ -6,7 +6,7 @@ import torch
 from kvcache import KVCache
 from lab.bench.shared import SETS, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
-from machine.exact import Exact, few_suffice
+from machine.exact import MOST, Exact, few_suffice
 from machine.packed import pack_where_it_pays
 from machine.recorded import Recorded
 from methods.suffix import Suffix
@@ -39,7 +39,7 @@ def run(a):
     eight = Exact(plain)
     exact = eight
     if few:
-        exact = Exact(plain, 1, plain.widths[-1]) if a.fast else Exact(plain, 2, model.c.max_len)
+        exact = Exact(plain, 1, plain.widths[-1]) if a.fast else Exact(plain, 2, MOST)
     slots = max(map(len, prompts)) + a.new + SPARE
     L = model.c.n_layers
     exit_ = SelfDraft(exact, early_exit(L, max(1, L // 4)), 3)
