@@ -2,26 +2,48 @@
 import json
 import shutil
 import sys
+from functools import partial
 
 import pytest
 from tiny import command
 
 import checkpoint
+from lab import within
 from lab.bench import __main__ as bench
 from lab.bench import llamacpp
 from lab.bench.shared import WEIGHTS
+from machine.recorded import Recorded
 from methods import heads
 
 call = command(bench.main)
 
 
-def test_the_whole_benchmark(call, tmp_path):
+@pytest.fixture
+def folder(tmp_path):
+    """A small model that a template makes a chat model, with a head that was not trained."""
     folder = shutil.copytree(WEIGHTS / "stories-draft", tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     head = heads.Eagle(checkpoint.load(folder, "cpu")[0])
     (folder / "heads" / "eagle").mkdir(parents=True)
     heads.save(head, folder / "heads" / "eagle")
     (folder / "heads" / "eagle" / "draft_vocab.json").write_text(json.dumps({"ids": [*range(1000)]}))
+    return folder
+
+
+def test_two_levels_are_told_by_the_formula_and_measured(folder, monkeypatch, capsys):
+    monkeypatch.setattr(within, "NEW", 24)
+    monkeypatch.setattr(within, "REPEATS", 1)
+    monkeypatch.setattr(within, "Recorded", partial(Recorded, how="paper"))
+    assert within.run(["--model", str(folder), "--prompts", "1"]) is None
+    head, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert head[-2:] == ["measured", "int4 alone"]
+    assert [row[0] for row in rows] == [f"{name}, gamma {gamma}" for name in ("lookup", "exit", "EAGLE")
+                                        for gamma in (3, 5)]
+    alpha_2 = head.index("alpha 2")
+    assert all(0.5 < float(row[alpha_2]) <= 1 for row in rows), "int4 is nearly the model"
+
+
+def test_the_whole_benchmark(call, tmp_path, folder):
     status, out, err = call("real", "--model", folder, "--quick", "--new", "8", "--prompts", "maths",
                             "--only", "eagle", "exit", "int4", "auto", "former", "--out", tmp_path / "made")
     assert status == 0 and "| eagle, tree of 8 | " in out, err
