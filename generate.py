@@ -8,7 +8,6 @@ The one thing to remember: this file only consumes what `speculative.rounds` yie
 """
 import json
 import sys
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 import checkpoint
 import sampling
 from machine import parallel
-from machine.exact import MOST, Exact, few_suffice
+from machine.exact import exactly
 from machine.packed import Packed, pack_where_it_pays
 from machine.quant import KINDS
 from machine.recorded import Recorded
@@ -136,22 +135,11 @@ class Writer:
 
     def passes(self, model):
         """What stands in for the model, as the flags say."""
-        self.rows = None        # the least that a pass has with --exact
         if self.a.fast:
             model = Recorded(model, exact=self.a.exact)
-        if not self.a.exact:
-            return model
-        check = partial(few_suffice, model, self.prompts[0])
-        if self.a.fast:
-            model.rehearse(check)
-        if not check():
-            self.rows = 8
-            return Exact(model)
-        if self.a.fast:         # which pads passes itself, and runs eagerly those that are too long
-            self.rows = model.widths[0]
-            return Exact(model, 1, model.widths[-1])
-        self.rows = 2
-        return Exact(model, 2, MOST)
+        if self.a.exact:
+            model = exactly(model, self.prompts[0])
+        return model
 
     def rounds(self, drafter, player=None):
         """What `speculative.rounds` yields. player: the page's, to record coins and
@@ -274,7 +262,7 @@ def report(writer, plan, seen):
         "gamma": plan.gamma,
         "how": how,
         "fast": a.fast and model.replays(),
-        "exact": writer.rows,
+        "exact": model.rows if a.exact else None,
         "quant": a.quant,
         "processes": parallel.place()[1],
         "packed": isinstance(model.blocks[0].mlp.down, Packed),
@@ -336,7 +324,7 @@ def rates(r):
     elif r["packed"]:
         line += ", packed weights"
     if r["exact"]:
-        line += f", exact in passes of {r['exact']} rows"
+        line += f", exact in passes of at least {r['exact']} rows"
     if r["processes"] > 1:
         line += f", {r['processes']} processes"
     if "baseline" not in r:

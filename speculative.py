@@ -213,9 +213,9 @@ class Drafter:
         return self
 
 
-def heard(drafter, state, r):
+def observed(drafter, state, r):
     """A copy of the drafter that has observed r, to be dropped if r is taken back. What the two
-    share are tensors addressed by slots: nobody reads a slot of r before it is written again."""
+    share are tensors addressed by slots: no slot of r is read before it is written again."""
     copied = copy.copy(drafter)
     copied.observe(state, r)
     return copied
@@ -546,7 +546,7 @@ class ModelDraft(Drafter):
     Otherwise one is. Reading a token again only rewrites the same keys and values, so both cases
     share this code.
     """
-    ahead = heard
+    ahead = observed
 
     def __init__(self, model, rule, sublayers=None):
         super().__init__(rule)

@@ -104,17 +104,16 @@ def write(model, ids, drafter, seen=None):
 def judge(model, twin, prompts, inner, gamma):
     """{what: figure} of the twin's drafts of gamma tokens, for which `inner` drafts. Costs are in rounds of
     plain decoding."""
-    within = Within(twin, inner, gamma)
     alone = SelfDraft(twin, range(2 * model.c.n_layers), gamma)
-    model.rehearse(lambda: [write(model, ids, d) for ids in prompts for d in (None, alone, within)])
+    both = Within(twin, inner, gamma)
+    model.rehearse(lambda: [write(model, ids, d) for ids in prompts for d in (None, alone, both)])
     texts = defaultdict(list)
     seen = []
     for ids in prompts * REPEATS:
         texts["plain"].append(write(model, ids, None))
         texts["alone"].append(write(model, ids, alone))
         ours = []
-        within.inner = Watch(inner, ours)
-        texts["within"].append(write(model, ids, within, ours))
+        texts["within"].append(write(model, ids, Within(twin, Watch(inner, ours), gamma), ours))
         seen += ours
     total = {name: Text(*map(sum, zip(*found, strict=True))) for name, found in texts.items()}
     unit = total["plain"].seconds / total["plain"].tokens

@@ -8,6 +8,7 @@ was divided into passes.
 """
 import copy
 from collections import Counter
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,14 +29,16 @@ class Exact(StandIn):
     is read. trap: from some number of rows on another routine multiplies, and then a text would
     depend on those beside it.
 
-    Raises ValueError for a tree: its keys stand in other slots until they are accepted, and sums
-    over them round differently.
+    pads=False: the model itself adds dead rows, up to `rows` or the next power of two. Raises
+    ValueError for a tree: its keys stand in other slots until they are accepted, and sums over them
+    round differently.
     """
 
-    def __init__(self, model, rows=8, most=None):
+    def __init__(self, model, rows=8, most=None, pads=True):
         self.model = model
         self.rows = rows
         self.most = most or rows
+        self.pads = pads
         self.parts = WeakKeyDictionary()    # {cache: {texts: that part of it}}
 
     def run(self, x, at, cache=None, sublayers=None, trace=None):
@@ -47,46 +50,47 @@ class Exact(StandIn):
                              "over them round differently")
         B = x.shape[0]
         slots = at.slots.expand(B, -1)
-        together = max(1, self.most // max(2, self.rows))       # texts of a pass
-        if B <= together:
-            return self.read(x, slots, cache, sublayers, trace)
+        together = max(1, self.most // self.rows)       # texts of a pass
         xs = []
         traces = []
         for first in range(0, B, together):
-            texts = slice(first, first + together)
-            seen = dict.fromkeys(trace or ())
-            part = self.part(cache, texts)
-            xs.append(self.read(x[texts], slots[texts], part, sublayers, seen))
+            texts = slice(first, min(B, first + together))
+            part = cache if together >= B else self.part(cache, texts)
+            y, seen = self.read(x[texts], slots[texts], part, sublayers, trace or ())
+            xs.append(y)
             traces.append(seen)
-        join_traces(trace, traces, 0)
-        return torch.cat(xs)
+        for tap in traces[0]:
+            trace[tap] = join([seen[tap] for seen in traces], 0)
+        return join(xs, 0)
 
-    def read(self, x, slots, cache, sublayers, trace):
-        """`run` for texts that are read together."""
+    def read(self, x, slots, cache, sublayers, taps):
+        """(`run`'s result, {tap: its state}) for texts that are read together."""
         xs = []
         traces = []
-        for first, part, count in self.pieces(x, self.most // x.shape[0]):
-            own = slots[:, first : first + count]
-            here = Placement(own, own, 0, cache.k.shape[3])
-            here = widen(here, part.shape[1] - count, here.end)
-            seen = dict.fromkeys(trace or ())
-            xs.append(self.model.run(part, here, cache, sublayers, seen)[:, :count])
+        for here, part, count in self.pieces(x, slots):
+            at = Placement(here, here, 0, cache.k.shape[3])
+            at = widen(at, part.shape[1] - count, at.end)
+            seen = dict.fromkeys(taps)
+            xs.append(self.model.run(part, at, cache, sublayers, seen)[:, :count])
             traces.append({tap: y[:, :count] for tap, y in seen.items() if y is not None})
-        join_traces(trace, traces, 1)
-        return join(xs, 1)
+        return join(xs, 1), {tap: join([seen[tap] for seen in traces], 1) for tap in traces[0]}
 
-    def pieces(self, x, length):
-        """x (B, T, dim) -> [(the first row, a piece of up to `length` with dead rows after it, how
-        many rows of it count)]"""
+    def pieces(self, x, slots):
+        """x (B, T, dim), slots (B, T) -> [(slots of a piece, the piece with its dead rows, how many
+        rows of it count)]"""
+        length = self.rows
+        while 2 * length * x.shape[0] <= self.most:
+            length *= 2
         pieces = []
-        length = max(length, self.rows)
-        for i, part in enumerate(x.split(length, 1)):
+        for part, here in zip(x.split(length, 1), slots.split(length, 1), strict=True):
             count = part.shape[1]
-            pieces.append((length * i, pad(part, max(count, self.rows)), count))
+            if self.pads:
+                part = pad(part, max(count, self.rows))
+            pieces.append((here, part, count))
         return pieces
 
     def part(self, cache, texts):
-        """The cache of some texts of a batch (a slice): of the same memory."""
+        """The cache of some texts of a batch (a slice), in the same memory."""
         parts = self.parts.setdefault(cache, {})
         key = texts.start, texts.stop
         if key not in parts:
@@ -100,21 +104,27 @@ class Exact(StandIn):
     def unembed(self, x, rows=None):
         """`Transformer.unembed`."""
         B, T, dim = x.shape
-        logits = []
-        for _, part, count in self.pieces(x.reshape(1, B * T, dim), self.most):
-            logits.append(self.model.unembed(part, rows)[:, :count])
+        x = x.reshape(1, B * T, dim)
+        logits = [self.model.unembed(part, rows)[:, :count] for _, part, count in self.pieces(x, x)]
         return join(logits, 1).view(B, T, -1)
+
+
+def exactly(model, ids):
+    """The model in exact passes: of two rows and more where these are found to suffice on the text
+    `ids`, and of eight elsewhere. The model may be `Recorded(..., exact=True)`."""
+    recorded = hasattr(model, "rehearse")
+    check = partial(few_suffice, model, ids)
+    if recorded:
+        model.rehearse(check)       # its programs are compiled side by side
+    if not check():
+        return Exact(model)
+    if recorded:                    # what is wider than its widths would run eagerly
+        return Exact(model, model.widths[0], model.widths[-1], pads=False)
+    return Exact(model, 2, MOST)
 
 
 def join(parts, dim):
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def join_traces(trace, parts, dim):
-    """Put into `trace` what its taps saw in each part."""
-    for tap in parts[0]:
-        if parts[0][tap] is not None:
-            trace[tap] = join([part[tap] for part in parts], dim)
 
 
 @torch.inference_mode()

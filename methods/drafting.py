@@ -13,7 +13,7 @@ from kvcache import KVCache
 from layerskip import SelfDraft, early_exit, same_model
 from methods.trees import branch
 from model import Placement
-from speculative import Drafter, chain, heard, pick
+from speculative import Drafter, chain, observed, pick
 
 
 def unit(x):
@@ -38,7 +38,7 @@ class Reader(Drafter):
     """
     # the block reads the state of a token together with the token that many places after it
     late = 0
-    ahead = heard
+    ahead = observed
 
     def __init__(self, head, *args):
         super().__init__(*args)
@@ -134,7 +134,7 @@ class EagleDraft(Reader):
 
 class LastState(Drafter):
     """Keeps the state of the last token read."""
-    ahead = heard
+    ahead = observed
 
     def __init__(self, head, rule):
         super().__init__(rule)

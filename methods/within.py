@@ -29,9 +29,9 @@ class Within(Drafter):
 
         inner          a b   drafts from what the target has judged
         the copy       a c   rejects b, and writes c
-        inner's twin   d e   has heard of a and c: `Drafter.ahead`
+        inner's twin   d e   has observed a and c: `Drafter.ahead`
         the copy       d e f
-        the target     a c d is judged; inner hears of it, its twin is gone with all it noted
+        the target     accepts a c d; inner observes that, and its twin is dropped
 
     So a head reads the copy's states for tokens that the target has not judged, and the target's
     for all others. Raises ValueError for a drafter that chooses among others: it learns from every

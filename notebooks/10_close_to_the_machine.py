@@ -416,7 +416,7 @@ for world, share, *waits in list(zip(worlds, shares, *waiting, strict=True))[1:]
 # blocks of 1, 2, 4 and 8 tokens, and compare rows of logits, bit by bit, with those of a block of 8.
 
 # %% jupyter={"source_hidden": true}
-from machine.exact import MOST, Exact, equal_rows, few_suffice
+from machine.exact import equal_rows, exactly
 
 line = prompt + generate(model, [prompt], 48)[0][0]
 for all_slots, reads in ((False, "up to the block"), (True, "all slots")):
@@ -438,7 +438,7 @@ for all_slots, reads in ((False, "up to the block"), (True, "all slots")):
 from sampling import Coins, Race, to_probs
 
 openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24] for line in read_prompts("stories")[:8]]
-made = Exact(half, 2, MOST) if few_suffice(half, prompt) else Exact(half)
+made = exactly(half, prompt)
 
 
 def unchanged(one, temperature, coins):

@@ -551,7 +551,9 @@ TABLE = {
     "machine/exact.py": [
         ("Exact.pieces", "pad(part, max(count, self.rows))", "part", "a single row is not padded",
          "exact::every_pass_has_one_shape"),
-        ("Exact.read", "cache.k.shape[3]", "int(own.max()) + self.rows", "the slots that are read vary",
+        ("Exact.run", "max(1, self.most // self.rows)", "B", "large batches are read at once",
+         "exact::every_pass_has_one_shape"),
+        ("Exact.read", "cache.k.shape[3]", "int(here.max()) + self.rows", "the slots that are read vary",
          "exact::every_pass_has_one_shape"),
         ("equal_rows", "sum(map(torch.equal, rows(start, T), want[:T]))", "T", "rows are not compared",
          "exact::rows_are_compared_before_passes_stay_whole[torch.float32]")],

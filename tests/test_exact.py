@@ -77,14 +77,14 @@ def test_every_pass_has_one_shape():
             self.model, self.seen = model, set()
 
         def run(self, x, at, cache=None, *args):
-            self.seen.add((x.shape[1], at.end, at.slots.shape[1]))
+            self.seen.add((*x.shape[:2], at.end, at.slots.shape[1]))
             return self.model.run(x, at, cache, *args)
 
     spy = Spy(make(LIVELY["llama"]))
     model = Exact(spy)
     write(model, [PROMPTS[0] + [1] * 5, PROMPTS[1]], NGram(10, 1), seeds=[1, 2])
     write(model, PROMPTS[:2], SelfDraft(model, range(8), 3), seeds=[1, 2])
-    assert spy.seen == {(8, 60, 8)}
+    assert spy.seen == {(1, 8, 60, 8)}
 
 
 @each_family
@@ -127,7 +127,7 @@ def test_near_the_end_of_the_context(family, dtype):
 @pytest.mark.parametrize("name", ["exit", "half a block", "skip", "eagle"])
 def test_recorded_passes_are_exact_too(family, name, dtype):
     m = make(LIVELY[family]).to(dtype)
-    fast = Exact(Recorded(m, "paper", widths=(8,), say=pytest.fail, exact=True), 1, 8)
+    fast = Exact(Recorded(m, "paper", widths=(8,), say=pytest.fail, exact=True), 8, pads=False)
     plain = write(fast, PROMPTS, probs=warm)
     assert fast.replays()
     for _ in range(2):

@@ -6,7 +6,7 @@ import torch
 from kvcache import KVCache
 from lab.bench.shared import SETS, load, page, prompt_ids, table
 from layerskip import SelfDraft, early_exit
-from machine.exact import MOST, Exact, few_suffice
+from machine.exact import Exact, exactly
 from machine.packed import pack_where_it_pays
 from machine.recorded import Recorded
 from methods.suffix import Suffix
@@ -33,13 +33,8 @@ def run(a):
     model, tokenizer = load(a)
     prompts = [prompt_ids(kind, tokenizer, model.c)[0] for kind in SETS]
     plain = Recorded(model, exact=True) if a.fast else pack_where_it_pays(model)
-    check = partial(few_suffice, plain, prompts[0])
-    getattr(plain, "rehearse", lambda write: write())(check)
-    few = check()
+    exact = exactly(plain, prompts[0])
     eight = Exact(plain)
-    exact = eight
-    if few:
-        exact = Exact(plain, 1, plain.widths[-1]) if a.fast else Exact(plain, 2, MOST)
     slots = max(map(len, prompts)) + a.new + SPARE
     L = model.c.n_layers
     exit_ = SelfDraft(exact, early_exit(L, max(1, L // 4)), 3)
@@ -76,8 +71,8 @@ def run(a):
             data[what, name] = sum(texts), sum(rows), len(rows)
         lines.append(cells)
     head = ["changed", *(f"{name}: {what}" for name in PROBS for what in ("texts", "rows of logits"))]
-    rows = 2 if few else 8
-    return page([f"Passes of at least {rows} rows.", "", *table(head, lines)]), {"counts": [*data.items()]}
+    text = page([f"Passes of at least {exact.rows} rows.", "", *table(head, lines)])
+    return text, {"counts": [*data.items()]}
 
 
 def each(prompts, new, seeds, model, probs, slots, drafter=None):
