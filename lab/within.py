@@ -7,6 +7,7 @@ import copy
 import statistics
 import sys
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -33,6 +34,7 @@ NEW = 64        # tokens of a text
 REPEATS = 3
 
 
+@cache      # trap: a drafter is made for each run, and what was recorded would be lost with the copy
 def in_four_bits(model):
     return recorded_with(model, quantise(model, "int4", head="int4"))
 
