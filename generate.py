@@ -17,6 +17,7 @@ import checkpoint
 import sampling
 from machine import parallel
 from machine.exact import exactly
+from machine.fused import fuse
 from machine.packed import Packed, pack_where_it_pays
 from machine.quant import KINDS
 from machine.recorded import Recorded
@@ -210,8 +211,10 @@ def run(a):
     model, tokenizer = checkpoint.load(a.model, device, dtype, quant, parallel.place())
     if world > 1:
         model = parallel.join(model)
-    elif not a.fast:
-        model = pack_where_it_pays(model)
+    else:
+        model = fuse(model)
+        if not a.fast:
+            model = pack_where_it_pays(model)
     writer = Writer(a, model, tokenizer, texts)
     plan = drafts.plan(a, writer.model, tokenizer)
     if a.fast:

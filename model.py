@@ -258,6 +258,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
+    chunk = 256     # tokens of a prompt that are read at once: the scores of more take more memory
+
     def __init__(self, c):
         super().__init__()
         self.c = c

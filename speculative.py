@@ -288,9 +288,10 @@ def chain(state, step, rule):
 # --- the loop
 
 
-def prefill(model, tokens, cache, chunk=256, sublayers=None, trace=None):
-    """Run the model over tokens (B, T) into slots 0 .. T-1, `chunk` tokens at a time. Returns x
-    (B, T, dim); sublayers and trace are those of `Transformer.run`."""
+def prefill(model, tokens, cache, chunk=None, sublayers=None, trace=None):
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `chunk` tokens at a time, by default
+    the model's. Returns x (B, T, dim); sublayers and trace are those of `Transformer.run`."""
+    chunk = chunk or model.chunk
     xs = []
     traces = []
     for i, part in enumerate(tokens.split(chunk, 1)):

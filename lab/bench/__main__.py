@@ -9,7 +9,9 @@
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
     python -m lab.bench exact        what changes a text that is the same to the bit, and what does not
-    python -m lab.bench packed       blocks of tokens by plain and by packed matrices, on a CPU
+    python -m lab.bench packed       blocks of tokens by plain and by packed matrices, on a CPU; --fast: and
+                                     by each way to multiply inside recorded passes
+    python -m lab.bench prompts      how long a prompt is read, beside transformers
     python -m lab.bench block        block verification beside token by token
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
@@ -45,7 +47,8 @@ from support import cli
 from support.files import write_file
 
 RUNS = {    # -> (Markdown, data)
-    "counts": counts.run, "plain": plain.run, "packed": plain.run_packed, "costs": costs.run_costs,
+    "counts": counts.run, "plain": plain.run, "packed": plain.run_packed,
+    "prompts": plain.run_prompts, "costs": costs.run_costs,
     "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
     "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real, "search": search.run,
     "beyond": beyond.run, "exact": exact.run}

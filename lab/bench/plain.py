@@ -1,5 +1,6 @@
-"""Plain decoding, measured beside transformers; and passes with packed matrices."""
+"""Plain decoding, measured beside transformers; how long prompts are read; and ways to multiply."""
 import tempfile
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -10,16 +11,18 @@ from tqdm import tqdm
 import checkpoint
 from kvcache import KVCache
 from lab.bench.shared import WEIGHTS, figures, load, page, random_model, table
+from machine.fused import fuse
 from machine.packed import gain, pack, packs
 from machine.recorded import Recorded
 from model import Config, Placement
-from speculative import generate, rounds
+from speculative import generate, prefill, rounds
 from support.measure import interleave
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
                     hidden_dim=2048, max_len=1024)
 TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
-BLOCKS, BATCHES, WIDTHS = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 3, 4, 6, 8, 16)
+BLOCKS = BATCHES = WIDTHS = 1, 2, 4, 8, 16
+PROMPTS = 512, 2000, 4000
 
 
 def their_text(model, ids, new, **flags):
@@ -137,19 +140,63 @@ def run(a):
 
 
 @torch.inference_mode()
+def run_prompts(a):
+    """How long a prompt is read, beside transformers."""
+    from transformers import AutoModelForCausalLM
+    explicit, tokenizer = load(a)
+    ours = {"explicit attention": explicit, "fused": fuse(load(a)[0])}
+    theirs = AutoModelForCausalLM.from_pretrained(a.model, dtype=explicit.tok.dtype).to(a.device)
+    ids = checkpoint.encode(tokenizer, TEXT * 1000, 0)
+    rows = []
+    for T in PROMPTS:
+        tokens = torch.tensor([ids[:T]], device=a.device)
+
+        def read(model, tokens=tokens):
+            cache = KVCache(model.c, *tokens.shape, model.attention_dtype(), a.device)
+            return model.unembed(prefill(model, tokens, cache)[:, -1:])
+
+        ways = {"transformers": partial(theirs, tokens, use_cache=True, logits_to_keep=1)}
+        ways |= {name: partial(read, model) for name, model in ours.items()}
+        times = interleave(ways, a.repeats or 5)
+        speeds = [times["transformers"] / times[name] for name in ours]
+        rows.append([str(T), f"{T / times['transformers']:.0f}", *(f"{speed:.2f}" for speed in speeds)])
+    words = f"reading a prompt; {a.model}, {a.dtype}; {a.machine}; medians of interleaved runs"
+    names = ["tokens", "transformers, tokens/s", *(f"{name}, times as fast" for name in ours)]
+    return page([words, "", *table(names, rows)]), {"rows": rows}
+
+
+class Multiplies(Recorded):
+    """Recorded passes that all multiply in one way: see `Recorded.products`."""
+
+    def __init__(self, model, way):
+        super().__init__(model)
+        self.way = way
+
+    def products(self, rows, used):
+        return self.way
+
+
+@torch.inference_mode()
 def run_packed(a):
-    """What a pass over a block of tokens takes, with the matrices as they are and packed."""
-    forms = {"plain": load(a)[0], "packed": load(a)[0]}
-    if not packs(forms["plain"].tok.dtype):
+    """What a pass over a block of tokens takes, by each way to multiply."""
+    forms = {"F.linear": load(a)[0], "packed": load(a)[0]}
+    plain = forms["F.linear"]
+    if not packs(plain.tok.dtype):
         raise ValueError(f"this processor packs no matrices in {a.dtype}: try --dtype float32")
     keep = gain(forms["packed"], 1) < 0.95
     pack(forms["packed"], keep)
     passes = {(form, T): step(model, T, 100) for form, model in forms.items() for T in WIDTHS}
+    if a.fast:
+        forms |= {f"recorded, {way}": Multiplies(plain, way) for way in ("library", "sums", "packed")}
+        for form in [*forms][2:]:
+            mine = {(form, T): step(forms[form], T, 100) for T in WIDTHS}
+            forms[form].rehearse(lambda mine=mine: [act() for act in mine.values()])
+            passes |= mine
     times = interleave(passes, a.repeats or 15)
-    one = times["plain", 1]
+    one = min(seconds for (_, T), seconds in times.items() if T == 1)
     rows = [[form, *(f"{1e3 * times[form, T]:.1f} ({times[form, T] / one:.2f})" for T in WIDTHS)]
             for form in forms]
-    words = (f"{a.model}, {a.dtype}; {a.machine}; ms a pass (in plain passes over one token); "
-             f"{'single rows by the plain matrix' if keep else 'packed alone'}")
+    words = (f"{a.model}, {a.dtype}; {a.machine}; ms a pass (in fastest passes over one token); "
+             f"packed: {'single rows by the plain matrix' if keep else 'nothing else'}")
     data = {f"{form} {T}": seconds for (form, T), seconds in times.items()}
     return page([words, "", *table(["tokens", *map(str, WIDTHS)], rows)]), {"times": data}

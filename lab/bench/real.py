@@ -11,6 +11,7 @@ from lab.bench.heads import shapes
 from lab.bench.shared import forecast, load, page, tables
 from lab.train_heads import ask
 from layerskip import SelfDraft, early_exit, without
+from machine.fused import fuse
 from machine.packed import pack_where_it_pays
 from machine.quant import quantise, rebuild
 from machine.recorded import Recorded
@@ -98,7 +99,7 @@ def run_real(a):
         m = load(a, dtype)[0]
         made = {kind: quantise(m, kind, head=kind) for kind in twins}   # of the weights as they are
         if dtype != "float64":
-            m = Recorded(m) if a.fast else pack_where_it_pays(m)
+            m = Recorded(fuse(m)) if a.fast else pack_where_it_pays(fuse(m))
         models[dtype] = m, None
         for kind, twin in made.items():
             if dtype == "float64":

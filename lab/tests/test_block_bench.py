@@ -1,5 +1,5 @@
-"""Three small tables: block verification beside token by token, packed matrices beside plain ones, and exact
-texts."""
+"""Small tables: block verification beside token by token, packed matrices beside plain ones, long prompts,
+and exact texts."""
 from lab.bench import __main__ as bench
 from lab.bench import block, exact, plain
 
@@ -18,6 +18,13 @@ def test_packed_matrices():
     a = bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32", "--repeats", "1"])
     text, data = plain.run_packed(a)
     assert "| packed |" in text and min(data["times"].values()) > 0
+
+
+def test_reading_a_prompt(monkeypatch):
+    monkeypatch.setattr(plain, "PROMPTS", (8, 80))
+    a = bench.parse(["prompts", "--model", "weights/stories-plain", "--repeats", "1"])
+    text, data = plain.run_prompts(a)
+    assert [row[0] for row in data["rows"]] == ["8", "80"] and "| fused, times as fast |" in text
 
 
 def test_what_changes_an_exact_text_and_what_does_not():

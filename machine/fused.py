@@ -1,0 +1,42 @@
+"""Fused attention, which reads long prompts: PyTorch's kernel in place of the explicit products.
+
+Explicit attention writes a score for each pair of tokens to memory, and reads it again for the
+soft-cap, the mask, the softmax and the sum. A fused kernel (FlashAttention, arXiv 2205.14135) keeps
+a tile of them in the processor's caches. A block of a few tokens gains nothing from that.
+"""
+import torch.nn.functional as F
+
+from model import Attention, rotate
+
+LONG = 64       # tokens from which on a block is read by the kernel
+CHUNK = 512     # tokens of a prompt that are read at once
+
+
+class Fused(Attention):
+    """Attention without a soft-cap. On a CPU a model of half types keeps its keys in float32; here
+    they are rounded to half types for the product, as they are on a GPU."""
+
+    def forward(self, x, cos, sin, mask, store):
+        """As `Attention.forward`."""
+        B, T, _ = x.shape
+        if T < LONG:
+            return super().forward(x, cos, sin, mask, store)
+        qkv = self.project(x).to(cos.dtype)                                 # (B, T, Hkv, G+2, D)
+        qk = rotate(qkv[..., :-1, :], cos, sin)
+        q = qk[..., :-1, :].flatten(2, 3).transpose(1, 2)                       # (B, H, T, D)
+        k = qk[..., -1, :].transpose(1, 2)                                      # (B, Hkv, T, D)
+        v = qkv[..., -1, :].transpose(1, 2)
+        q, k, v = (t.to(x.dtype) for t in (q, *store(k, v)))                    # k, v: S slots
+        if mask is not None:
+            mask = mask[:, 0]                                                   # (B or 1, 1, T, S)
+        y = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale, enable_gqa=True)
+        return F.linear(y.transpose(1, 2).flatten(2), self.wo)
+
+
+def fuse(model):
+    """The model, whose attentions are fused where the kernel can be used, in place."""
+    if model.c.attn_softcap is None:
+        for block in model.blocks:
+            block.attn.__class__ = Fused    # the same weights, another `forward`
+        model.chunk = CHUNK
+    return model
