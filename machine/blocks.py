@@ -67,14 +67,22 @@ def pairs(c, sublayers, caches, slots):
     return Slots(c, dict(zip(layers, keys_and_values, strict=True)), slots)
 
 
+def ends(sublayers):
+    """The sub-layers of a piece whose outputs it returns: all MLPs, and the last."""
+    return [i for i in sublayers if i % 2 or i == sublayers[-1]]
+
+
 def run_piece(sublayers, model, x, positions, slots, masks, cos, sin, *caches):
     """`sublayers` of the model for x (B, W, dim), whose tokens stand at positions and slots (B, W).
     masks: see `stack_masks`; all layers read as many slots as they are long, sliding ones, too.
-    cos, sin (S, D): the table of angles. caches: keys and values of each attention."""
+    cos, sin (S, D): the table of angles. caches: keys and values of each attention. Returns x after
+    each of the `ends` (N, B, W, dim)."""
     at = Placement(positions, slots, 0, masks.shape[-1])
     cache = pairs(model.c, sublayers, caches, slots)
     masks = dict(zip((None, model.c.window), masks, strict=False))
-    return model.run(x, at, cache, sublayers, table=(cos, sin), masks=masks)
+    trace = dict.fromkeys(ends(sublayers))
+    model.run(x, at, cache, sublayers, trace, (cos, sin), masks)
+    return torch.stack([*trace.values()])
 
 
 def pad(x, width):
@@ -88,8 +96,8 @@ def pad(x, width):
 
 
 def piece(model, *tensors):
-    """`run_piece` for sub-layer `model.only`."""
-    return run_piece([model.only], model, *tensors)
+    """`run_piece` for sub-layer `model.only`: (B, W, dim)."""
+    return run_piece([model.only], model, *tensors)[0]
 
 
 def shell(model, i):
@@ -118,7 +126,9 @@ def joined(compiled, sublayers, model, x, positions, slots, masks, cos, sin, *ca
     any_length(2, *caches)
     any_length(5, masks)
     pairs_left = iter(zip(caches[::2], caches[1::2], strict=True))
+    states = {}
     for i in sublayers:
         mine = () if i % 2 else next(pairs_left)
         x = compiled(shell(model, i), x, positions, slots, masks, cos, sin, *mine)
-    return x
+        states[i] = x
+    return torch.stack([states[i] for i in ends(sublayers)])

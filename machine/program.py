@@ -236,7 +236,7 @@ class Weights(TorchFunctionMode):
 
 class Compiled:
     """A C++ program that reads the model's own weights, where they lie, `shift` blocks after its
-    own. used: the Weights of the pass; pack: a function that returns a matrix in packed form."""
+    own. used: the Weights of the pass; pack: a function that returns a matrix as a `Packed`."""
 
     def __init__(self, path, model, shift, used, pack):
         # trap: `torch._inductor.aoti_load_package` does this, too, but loads the compiler first
@@ -248,7 +248,7 @@ class Compiled:
         made.sort(key=lambda name: int(name.removeprefix("_frozen_param")))
         values = []
         if made:
-            values = [*used.vectors, *map(pack, used.matrices)]
+            values = [*used.vectors, *(pack(w).packed for w in used.matrices)]
         stored = model.state_dict(prefix="model.")
         self.weights = dict(zip(made, values, strict=True))
         for name in set(names) - set(made):

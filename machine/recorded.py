@@ -20,7 +20,7 @@ from weakref import WeakSet, ref
 import torch
 
 from machine import program
-from machine.blocks import joined, pad, piece, run_piece, stack_masks, widen
+from machine.blocks import ends, joined, pad, piece, run_piece, stack_masks, widen
 from machine.packed import HUGE, LARGE, Packed, multiplies
 from machine.program import FEW, NO_PATTERNS, Compiled, Compilers, Weights
 from machine.quant import size
@@ -125,12 +125,14 @@ def distance(a, b):
 class Recorded(StandIn):
     """Stands in for a Transformer that is not being trained: passes over blocks of at most
     widths[-1] tokens, also of a tree, are replayed from recordings; all others run eagerly.
-    A pass is cut after each state that it traces, and into pieces of a few blocks. Programs are
-    shared: by all pieces of as many blocks, by all single blocks, all attentions, all MLPs.
+    A pass is cut into pieces of a few blocks. Programs are shared: by all pieces of as many blocks,
+    by all single blocks, all attentions, all MLPs.
 
         blocks          0 1 2 3 4   5 6 7 8 9   10 11 12 13 14  15 ...
         a pass          [ program ] [the same ] [  the same   ] ...
-        traced after 6  [ program ] [5][6] [ the same ] ...      [i]: the program of a block
+        an exit after 6 [ program ] [5][6]                       [i]: the program of a block
+
+    A piece returns the states after all its blocks, so that a head may trace any of them.
 
     how: see above; by default what suits the model's device. widths: a block is padded to the next
     of these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish
@@ -160,8 +162,8 @@ class Recorded(StandIn):
                 sizes = [n for n in sizes if n % 2 == 0] or sizes
             self.piece = 2 * max(sizes)
         self.exits = (min(1 / 6, self.piece / 2 / L),)      # as deep as a piece
-        self.cut = {}                       # {(sub-layers, those that are traced): pieces}
-        self.packed = {}                    # {address of a matrix: its packed form}
+        self.cut = {}                       # {(sub-layers, attentions that are traced): pieces}
+        self.packed = {}                    # {address of a matrix: it as a Packed}
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen = False
         self.patient = True     # it waits for a program that must be compiled
@@ -204,27 +206,31 @@ class Recorded(StandIn):
         tapes = self.tapes
         if cache is not None and self.how != "compile":
             tapes = self.home(cache).tapes
-        cuts = tuple(sublayers), tuple(trace)
+        cuts = tuple(sublayers), tuple(i for i in trace if i % 2 == 0)
         if cuts not in self.cut:
             self.cut[cuts] = [*self.pieces(*cuts)]
         for part in self.cut[cuts]:
-            y = None
+            states = None
             if placed:
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
                 key = part, B, x.shape[1], dim
-                y = self.play(tapes, key, partial(run_piece, part), (x, *inputs), fixed)
-            x = self.model.run(x, at, cache, part) if y is None else y
-            if part[-1] in trace:
-                trace[part[-1]] = x[:, :T]
+                states = self.play(tapes, key, partial(run_piece, part), (x, *inputs), fixed)
+            if states is None:
+                seen = {i: None for i in part if i in trace}
+                x = self.model.run(x, at, cache, part, seen)
+            else:
+                seen = dict(zip(ends(part), states, strict=True))
+                x = states[-1]
+            trace.update((i, seen[i][:, :T]) for i in part if i in trace)
         return x[:, :T]
 
-    def pieces(self, sublayers, traced):
-        """The sub-layers in pieces: each ends where a state is traced, or when it is long
-        enough."""
+    def pieces(self, sublayers, halves):
+        """The sub-layers in pieces: each ends when it is long enough, or after one of `halves`, an
+        attention whose output is traced."""
         part = []
         for i in sublayers:
             part.append(i)
-            if i in traced or len(part) == self.piece:
+            if i in halves or len(part) == self.piece:
                 yield from self.common(part)
                 part = []
         yield from self.common(part)
@@ -277,15 +283,19 @@ class Recorded(StandIn):
 
     @torch.inference_mode()
     def unembed(self, x, rows=None):
-        """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a
-        product."""
+        """`Transformer.unembed`; eagerly with a packed head and one of few rows, which are no more
+        than a product."""
         B, T, _ = x.shape
         width = self.width(T)
         y = None
         if width is not None:
             x = pad(x, width)
         if rows is None and width is not None:
-            y = self.play(self.tapes, (None, B, width), Transformer.unembed, (x,), [])
+            head = self.model.tok if self.model.head is None else self.model.head
+            if self.how == "compile" and self.products(B * width, [head]) == "packed":
+                rows = self.pack(head)
+            else:
+                y = self.play(self.tapes, (None, B, width), Transformer.unembed, (x,), [])
         if y is None:
             y = self.model.unembed(x, rows)
         return y[:, :T]
@@ -365,23 +375,25 @@ class Recorded(StandIn):
         """A matrix of the model in packed form, made once."""
         address = w.data_ptr()
         if address not in self.packed:
-            self.packed[address] = Packed(w).packed
+            self.packed[address] = Packed(w)
         return self.packed[address]
 
-    def products(self, rows, used):
-        """How a pass over this many rows multiplies fastest: with "packed" matrices where the
-        processor has units for them, in "sums" if the rows are few, or as the "library" does. The
+    def products(self, rows, matrices):
+        """How a pass over this many rows multiplies fastest: in "sums" if the rows are few, else
+        with "packed" matrices where the processor has units for them, or as the "library" does. The
         matrices of a small model lie in the processor's caches: there sums win longer. exact: in
         one way for all rows, because each rounds differently."""
         weight = size(self.model.blocks)
-        few = FEWER if weight >= LARGE else FEW
         packs = weight < HUGE and all(
-            isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in used.matrices)
+            isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in matrices)
         if self.exact:
             return "packed" if packs and weight >= LARGE else "sums"
-        if packs and rows > few:
-            return "packed"
-        return "sums" if rows <= FEW else "library"
+        few = 2 * FEW
+        if weight >= LARGE:
+            few = FEWER if packs else FEW
+        if rows <= few:
+            return "sums"
+        return "packed" if packs else "library"
 
     def make(self, key, f, inputs, fixed, used):
         """A recording; None if its program is still being compiled."""
@@ -400,7 +412,7 @@ class Recorded(StandIn):
                 shift = shift // 2 * 2
             sublayers = tuple(i - 2 * shift for i in sublayers)
             f = partial(run_piece, sublayers)
-        products = self.products(inputs[0].shape[:-1].numel(), used)
+        products = self.products(inputs[0].shape[:-1].numel(), used.matrices)
         makers = Transformer, type(self.model), run_piece, program.write
         sources = [Path(sys.modules[m.__module__].__file__).read_bytes() for m in makers]
         facts = sublayers, rest, products, sources

@@ -541,7 +541,14 @@ TABLE = {
         ("Compiled.__init__", "int(name.removeprefix('_frozen_param'))", "name",
          "matrices are dealt out in the order of their names",
          "recorded::programs_with_packed_matrices_serve_other_blocks_too")],
+    "machine/fused.py": [
+        ("Fused.forward", "mask[:, 0]", "None", "each token sees those after it", "fused::a_prompt[7-llama]"),
+        ("Fused.forward", ", scale=self.scale", "", "query_scale ignored", "fused::a_prompt[20-llama]"),
+        ("Fused.forward", "T < LONG", "T < 0", "short blocks round in another way, too",
+         "fused::a_short_block_has_the_very_bits_of_explicit_attention")],
     "machine/blocks.py": [
+        ("ends", "i % 2 or ", "", "a head reads the state at the end of a piece",
+         "recorded::a_traced_pass_is_that_of_an_eager_pass[llama]"),
         ("widen", ".clamp(max=end - 1)", "", "padding is written beyond what is read",
          "recorded::a_replayed_block_is_the_eager_one[False-llama]"),
         ("widen", "tree[:, -dead:, -dead:] = itself", "pass", "a dead token sees nothing, and is NaN",

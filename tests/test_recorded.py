@@ -115,8 +115,8 @@ def test_what_is_wide_or_has_no_cache_runs_eagerly(models):
 
 
 @each_family
-def test_a_traced_pass_is_recorded_in_segments(models, family):
-    """Its parts are those of exits. The trace is that of an eager pass; a skipped state stays None."""
+def test_a_traced_pass_is_that_of_an_eager_pass(models, family):
+    """It is cut after an attention that is traced, not after an MLP. A skipped state stays None."""
     eager, m, subs = models[family].model, on_paper(models[family].model), [0, 1, 3, 6, 7, 8, 11]
     cache, x = KVCache(m.c, 1, 30, torch.float64), m.embed(torch.tensor([[1, 2, 3]]))
     for sublayers in (None, subs):
@@ -127,11 +127,13 @@ def test_a_traced_pass_is_recorded_in_segments(models, family):
                 assert (m.run(x, Placement.span(4, 7), cache, sublayers, got) - last).abs().max() < 1e-9
             for tap, state in want.items():
                 assert got[tap] is None if state is None else (got[tap] - state).abs().max() < 1e-9
-    m.piece = 4         # every pass is cut there, also those without a trace
-    for _ in range(3):
-        m.run(x, Placement.span(4, 7), cache)
-    found = {key[0] for key in m.home(cache).tapes}
-    assert {(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 3), (11,)} <= found and tuple(range(12)) not in found
+    every = tuple(range(12))
+    assert {key[0] for key in m.home(cache).tapes} == {
+        every, every[:3], every[3:9], every[9:], tuple(subs), (0, 1, 3, 6, 7, 8), (11,)}
+    m.piece = 4
+    m.cut.clear()
+    m.run(x, Placement.span(4, 7), cache)
+    assert {every[:4], every[4:8], every[8:]} == {part for parts in m.cut.values() for part in parts}
 
 
 # --- what is recorded and kept
@@ -436,12 +438,12 @@ def test_programs_with_packed_matrices_serve_other_blocks_too(folder, monkeypatc
     for start in (7, 10):
         got, want = read(start)
         assert (got - want).abs().max() < 1e-4 * want.abs().max()
-    assert len([*folder.rglob("*.pt2")]) == 2, "one for two pieces, and the head"
+    assert len([*folder.rglob("*.pt2")]) == 1, "one for two pieces; a packed head needs none"
     assert len(fast.packed) == 4 * 4 + 1 and all(fast.tapes.values())
     monkeypatch.setattr(recorded, "multiplies", lambda dtype: False)
     plain = Recorded(model, widths=(4,), say=said.append)
     plain.rehearse(lambda: plain.unembed(torch.randn(1, 3, 32)))
-    assert len([*folder.rglob("*.pt2")]) == 3, "a processor without units gets other programs"
+    assert len([*folder.rglob("*.pt2")]) == 2, "a processor without units gets other programs"
     assert plain.replays() and not plain.packed
 
 

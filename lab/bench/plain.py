@@ -172,7 +172,7 @@ class Multiplies(Recorded):
         super().__init__(model)
         self.way = way
 
-    def products(self, rows, used):
+    def products(self, rows, matrices):
         return self.way
 
 
