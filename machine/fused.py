@@ -13,8 +13,8 @@ CHUNK = 512     # tokens of a prompt that are read at once
 
 
 class Fused(Attention):
-    """Attention without a soft-cap. On a CPU a model of half types keeps its keys in float32; here
-    they are rounded to half types for the product, as they are on a GPU."""
+    """Attention without a soft-cap, on a CPU. A model of half types keeps its keys in float32 there;
+    they are rounded to half types for this product, as they are on a GPU."""
 
     def forward(self, x, cos, sin, mask, store):
         """As `Attention.forward`."""
@@ -34,8 +34,9 @@ class Fused(Attention):
 
 
 def fuse(model):
-    """The model, whose attentions are fused where the kernel can be used, in place."""
-    if model.c.attn_softcap is None:
+    """The model, whose attentions are fused where the kernel can be used, in place. On CUDA no
+    fused kernel of PyTorch takes both a mask and grouped heads."""
+    if model.c.attn_softcap is None and not model.tok.is_cuda:
         for block in model.blocks:
             block.attn.__class__ = Fused    # the same weights, another `forward`
         model.chunk = CHUNK

@@ -164,6 +164,7 @@ class Recorded(StandIn):
         self.exits = (min(1 / 6, self.piece / 2 / L),)      # as deep as a piece
         self.cut = {}                       # {(sub-layers, attentions that are traced): pieces}
         self.packed = {}                    # {address of a matrix: it as a Packed}
+        self.weight = size(model.blocks)    # in bytes
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen = False
         self.patient = True     # it waits for a program that must be compiled
@@ -215,13 +216,13 @@ class Recorded(StandIn):
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
                 key = part, B, x.shape[1], dim
                 states = self.play(tapes, key, partial(run_piece, part), (x, *inputs), fixed)
+            seen = {i: None for i in part if i in trace}
             if states is None:
-                seen = {i: None for i in part if i in trace}
                 x = self.model.run(x, at, cache, part, seen)
             else:
-                seen = dict(zip(ends(part), states, strict=True))
                 x = states[-1]
-            trace.update((i, seen[i][:, :T]) for i in part if i in trace)
+                seen = {i: states[ends(part).index(i)] for i in seen}
+            trace.update((i, state[:, :T]) for i, state in seen.items())
         return x[:, :T]
 
     def pieces(self, sublayers, halves):
@@ -383,13 +384,12 @@ class Recorded(StandIn):
         with "packed" matrices where the processor has units for them, or as the "library" does. The
         matrices of a small model lie in the processor's caches: there sums win longer. exact: in
         one way for all rows, because each rounds differently."""
-        weight = size(self.model.blocks)
-        packs = weight < HUGE and all(
+        packs = self.weight < HUGE and all(
             isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in matrices)
         if self.exact:
-            return "packed" if packs and weight >= LARGE else "sums"
+            return "packed" if packs and self.weight >= LARGE else "sums"
         few = 2 * FEW
-        if weight >= LARGE:
+        if self.weight >= LARGE:
             few = FEWER if packs else FEW
         if rows <= few:
             return "sums"
