@@ -171,19 +171,17 @@ def test_the_law_of_a_race():
         a, b = (Race(9).settle(t.expand(1, 40_000, 5), places) for t in (p, q))
         for law, wins in ((p, a), (q, b)):
             often = wins.mean(1)[0]
-            promise((often - law).abs().max() < 0.01, f"40,000 places, p = {short(law)}", "each token wins "
-                "as often as p "
-                    "says", often, "arrival times are exponential, -log(1 - u) / p")
+            promise((often - law).abs().max() < 0.01, f"40,000 places, p = {short(law)}",
+                    "each token wins as often as p says", often,
+                    "arrival times are exponential, -log(1 - u) / p")
         agree = sum(1 / torch.maximum(p / p[v], q / q[v]).sum() for v in range(5) if q[v] > 0)
         both = float((a * b).sum(-1).mean())
-        promise(abs(both - float(agree)) < 0.01, "40,000 places, p and q in the same race", f"{agree:.3f} "
-            f"of the "
-                "winners are the same", f"{both:.3f}", "both must use the same e: of the seed, the place "
-                                                       "and the token")
+        promise(abs(both - float(agree)) < 0.01, "40,000 places, p and q in the same race",
+                f"{agree:.3f} of the winners are the same", f"{both:.3f}",
+                "both must use the same e: of the seed, the place and the token")
         tv = (p - q).abs().sum() / 2
-        promise((1 - tv) / (1 + tv) <= agree <= 1 - tv, "p and q of total variation TV", "from (1 - TV) / "
-            "(1 + TV) "
-                "to 1 - TV", agree)
+        promise((1 - tv) / (1 + tv) <= agree <= 1 - tv, "p and q of total variation TV",
+                "from (1 - TV) / (1 + TV) to 1 - TV", agree)
 
 
 def test_a_race_is_of_the_seed_the_place_and_the_token():
@@ -192,17 +190,16 @@ def test_a_race_is_of_the_seed_the_place_and_the_token():
     both = Race([8, 8]).settle(p, read)
     compare(both[0, 1:], both[1, :2], {}, "two rows of one seed: the winners of places that both have")
     other = Race([8, 9]).settle(p.repeat(1, 40, 1)[:, :40], torch.arange(40)[None])
-    promise(not torch.equal(other[0], other[1]), "two rows of seeds 8 and 9, 40 places", "other winners in "
-        "each row",
-            "the same ones", "self.seeds (B,) holds a seed for each row")
+    promise(not torch.equal(other[0], other[1]), "two rows of seeds 8 and 9, 40 places",
+            "other winners in each row", "the same ones", "self.seeds (B,) holds a seed for each row")
     race = Race(8)
     race.choose(p)
-    compare(race.settle(p, read), both, {}, "the same after other numbers were drawn: what was spent does "
-            "not matter")
+    compare(race.settle(p, read), both, {},
+            "the same after other numbers were drawn: what was spent does not matter")
 
 
 def test_a_draft_by_the_model_itself_wins_every_race():
     m = make(LIVELY["llama"])
     for _, r in rounds(m, PROMPTS, 20, SelfDraft(m, range(12), 3), warm, Race(SEEDS)):
-        compare(r.accepted, r.proposed, {}, "a draft by the model itself, four texts: how many tokens are "
-                                            "accepted")
+        compare(r.accepted, r.proposed, {},
+                "a draft by the model itself, four texts: how many tokens are accepted")

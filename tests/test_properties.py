@@ -119,8 +119,8 @@ def test_rotation_keeps_lengths_and_knows_distances_only(half, i, j, shift):
     x, y = torch.randn(2, 2 * half, generator=g, dtype=torch.float64)
     turn = lambda v, at: rotate(v, *rope(torch.tensor(at), freqs))  # noqa: E731
     promise(turn(x, i).dtype == x.dtype, "x in float64", "float64", str(turn(x, i).dtype))
-    compare(turn(x, i).norm(), x.norm(), {}, f"the length of a vector of {2 * half} numbers, turned to "
-                                             f"{i}", 1e-11)
+    compare(turn(x, i).norm(), x.norm(), {},
+            f"the length of a vector of {2 * half} numbers, turned to {i}", 1e-11)
     off = float((turn(x, i) @ turn(y, j) - turn(x, i + shift) @ turn(y, j + shift)).abs())
     promise(off < 1e-10, f"two vectors at {i} and {j}, and both {shift} further", "the same product",
             f"it differs by {off:.2g}", "a product of rotated vectors knows their distance only")
