@@ -479,7 +479,7 @@ TABLE = {
         ("Within.propose", "r.p[b, :len(r.new[b])]", "r.p[b, 1:1 + len(r.new[b])]", "each q is that of the "
          "next token", "within::exact_law[lookup]"),
         ("Within.propose", "(state, model=self.model", "(state, model=state.model", "the target drafts",
-         "within::q_is_the_copys_and_drafted_tokens_have_its_law[llama]"),
+         "within::q_is_the_copys[llama]"),
         ("Within.propose", "inner = inner.ahead(", "self.inner = inner = inner.ahead(", "what was rejected "
          "inside is not forgotten",
          "within::inside_a_drafter_forgets_what_the_target_did_not_judge[small model-llama]"),

@@ -170,20 +170,20 @@ def writes_the_law(verifier, given, parents, count, copied=None, tables=SMALL, l
              lambda found: completed(found, tables.p, count=count))
 
 
-def one_row(p, q, tokens, parents, coins, length):
-    """`verify`, called for one row."""
-    found = verify(p[None], None if q is None else torch.stack(q)[None],
-                   torch.tensor([tokens], dtype=torch.long), coins,
-                   None if length is None else torch.tensor([length]))
+def one_row(p, q, tokens, parents, coins, length, judge=verify):
+    """`verify`, or another judge of chains, called for one row."""
+    found = judge(p[None], None if q is None else torch.stack(q)[None],
+                  torch.tensor([tokens], dtype=torch.long), coins,
+                  None if length is None else torch.tensor([length]))
     return numbers(found, "accepted", "token")
 
 
-def one_walk(p, q, tokens, parents, coins, length):
-    """`verify_tree`, called for one row."""
-    found = verify_tree(p[None], torch.tensor([tokens], dtype=torch.long),
-                        torch.tensor([parents], dtype=torch.long), coins,
-                        None if q is None else torch.stack(q)[None],
-                        None if length is None else torch.tensor([length]))
+def one_walk(p, q, tokens, parents, coins, length, judge=verify_tree):
+    """`verify_tree`, or another judge of trees, called for one row."""
+    found = judge(p[None], torch.tensor([tokens], dtype=torch.long),
+                  torch.tensor([list(parents)], dtype=torch.long), coins,
+                  None if q is None else torch.stack(q)[None],
+                  None if length is None else torch.tensor([length]))
     return numbers(found, "node", "token")
 
 

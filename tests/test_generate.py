@@ -118,7 +118,7 @@ def test_recorded_passes_write_the_same_text(call, once, ids, monkeypatch, flags
 
 
 @pytest.mark.parametrize("flags", [[], ["--fast"], ["--prompt-file"]])
-def test_exact_texts_are_those_of_plain_decoding_when_sampled_too(call, tmp_path, monkeypatch, flags):
+def test_exact_texts_are_those_of_plain_decoding_when_sampled_too(call, once, tmp_path, monkeypatch, flags):
     """In the stored dtype, bfloat16; what differs is named, and is no near-tie."""
     monkeypatch.setattr(generate, "Recorded", partial(Recorded, how="paper"))
     texts = ["Once upon a time"]

@@ -1,10 +1,12 @@
 """Block verification: the law of `verify`, with more accepted drafts. By outcomes, enumerated."""
+from functools import partial
+
 import promises
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_by_outcomes import rows_stand_for_themselves, writes_the_law
+from test_by_outcomes import one_row, rows_stand_for_themselves, writes_the_law
 from test_speculative import LAWS
 from tiny import LIVELY, PROMPTS, law, make, wide
 
@@ -14,24 +16,16 @@ from sampling import to_probs
 from speculative import NGram, generate
 from verification import verify, verify_block
 
-
-def one_row(judge):
-    """A judge of chains, called for one row."""
-    def called(p, q, tokens, parents, coins, length):
-        found = judge(p[None], None if q is None else torch.stack(q)[None],
-                      torch.tensor([tokens], dtype=torch.long), coins,
-                      None if length is None else torch.tensor([length]))
-        return tuple(map(int, found))
-    return called
+one_block = partial(one_row, judge=verify_block)
 
 
 @pytest.mark.parametrize("K, length", [(1, None), (2, None), (2, 1), (2, 0), (3, None)])
 def test_drawn_drafts(K, length):
-    writes_the_law(one_row(verify_block), f"{K} drafts, {length} proposed", range(K), K + 1, length=length)
+    writes_the_law(one_block, f"{K} drafts, {length} proposed", range(K), K + 1, length=length)
 
 
 def test_copied_drafts():
-    writes_the_law(one_row(verify_block), "copied proposals", range(2), 3, [2, 0])
+    writes_the_law(one_block, "copied proposals", range(2), 3, [2, 0])
 
 
 @pytest.mark.parametrize("dead", [0.0, torch.nan])
