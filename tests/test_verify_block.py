@@ -12,7 +12,6 @@ from tiny import LIVELY, PROMPTS, law, make, wide
 
 from layerskip import SelfDraft
 from methods.trees import verify_tree
-from sampling import to_probs
 from speculative import NGram, generate
 from verification import verify, verify_block
 
@@ -35,18 +34,9 @@ def test_rows_stand_for_themselves(drawn, lengths, dead):
                               [range(2)] * 2, lengths, drawn, dead)
 
 
-@pytest.mark.parametrize("name", ["exit", "exit, stopped", "ngram", "gemma2 skip"])
-def test_exact_law_of_the_loop(name):
-    """Two rounds and more, in which a draft may stop by what it drew, and two rows in one batch."""
-    c, build = LAWS[name]
-    m, probs, prompts = make(c, 3), lambda x: to_probs(x, 1.5, top_p=0.7), [[1, 2, 1], [2]]
-    got = law(lambda coins: tuple(map(tuple, generate(m, prompts, 2, build(m), probs, coins,
-                                                      verify=verify_block)[0])))
-    one, two = (promises.target_law(m, prompt, probs, 2) for prompt in prompts)
-    promises.assert_same_law(got, {(a, b): u * v for a, u in one.items() for b, v in two.items()})
-    got = law(lambda coins: tuple(generate(m, prompts[:1], 3, build(m), probs, coins,
-                                           verify=verify_block)[0][0]))
-    promises.assert_same_law(got, promises.target_law(m, prompts[0], probs, 3))
+SOME = ["exit", "exit, stopped", "ngram", "gemma2 skip"]
+test_exact_law = promises.exact_law({name: LAWS[name] for name in SOME}, judge=verify_block)
+test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, SOME, verify_block)
 
 
 @pytest.mark.parametrize("family", LIVELY)
