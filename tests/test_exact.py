@@ -40,7 +40,7 @@ def write(model, prompts, drafter=None, probs=to_probs, seeds=SEEDS, eos=(), slo
     """[(ids, their rows of logits)] of each prompt, in a cache of 60 slots."""
     cache = KVCache(model.c, len(prompts), slots, model.attention_dtype())
     found = [([], []) for _ in prompts]
-    for _, r in rounds(model, prompts, 16, drafter, probs, Race(seeds), eos, cache, judge):
+    for _, r in rounds(model, prompts, 12, drafter, probs, Race(seeds), eos, cache, judge):
         for b, (ids, logits) in enumerate(found):
             ids += r.new[b]
             logits += r.logits[b, : len(r.new[b])]
