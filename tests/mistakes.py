@@ -479,7 +479,7 @@ TABLE = {
         ("Within.propose", "r.p[b, :len(r.new[b])]", "r.p[b, 1:1 + len(r.new[b])]", "each q is that of the "
          "next token", "within::exact_law[lookup]"),
         ("Within.propose", "(state, model=self.model", "(state, model=state.model", "the target drafts",
-         "within::q_is_the_copys_and_drafted_tokens_have_its_law[llama]"),
+         "within::q_is_the_copys[llama]"),
         ("Within.propose", "inner = inner.ahead(", "self.inner = inner = inner.ahead(", "what was rejected "
          "inside is not forgotten",
          "within::inside_a_drafter_forgets_what_the_target_did_not_judge[small model-llama]"),
@@ -528,7 +528,7 @@ TABLE = {
          "recorded::one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its_own"),
         ("Recorded.run", "(part, B, x.shape[1], dim)", "(part, B, x.shape[1], 0)",
          "what a head joins and what it joined share a recording",
-         "heads::a_head_is_loaded_for_recorded_passes_and_with_its_draft_vocabulary[eagle, fused]"),
+         "heads::a_head_is_saved_and_loaded[eagle, fused]"),
         ("Recorded.record", "all((d <= most for d in off))", "not max(off) > most", "NaN passes the check",
          "recorded::a_wrong_recording_is_refused")],
     "machine/program.py": [

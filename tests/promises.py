@@ -9,11 +9,12 @@ import pytest
 import torch
 from paper_gpu import PaperGPU
 from teach import equal
-from tiny import DEVICES, LIVELY, PROMPTS, TINY, each_family, law, make, warm
+from tiny import DEVICES, LIVELY, PROMPTS, each_family, law, make, warm
 
 from methods.drafting import ProphetDraft, Reader
 from sampling import Coins, to_probs
 from speculative import ModelDraft, Wrapper, generate, rounds
+from verification import verify
 
 
 def write(m, drafter, count, prompts=PROMPTS, eos=()):
@@ -224,7 +225,7 @@ def assert_same_law(got, want):
     assert len(want) > 4, "a law of so few outcomes proves little"
 
 
-def exact_law(laws, count=3, room=3):
+def exact_law(laws, count=3, room=3, judge=verify):
     """The first `count` of `room` tokens, after however many rounds, have the law of the model's own. Each
     outcome is that of a drafter that has learnt nothing yet. laws: {name: (config, model -> drafter)}"""
     @pytest.mark.parametrize("name", laws)
@@ -234,7 +235,7 @@ def exact_law(laws, count=3, room=3):
 
         def run(coins):
             out = []
-            for _, r in rounds(m, [[1, 2, 1]], room, build(m), probs, coins):
+            for _, r in rounds(m, [[1, 2, 1]], room, build(m), probs, coins, verify=judge):
                 out += r.new[0]
                 seen.add((int(r.accepted), int(r.proposed)))
                 if len(out) >= count:
@@ -245,13 +246,14 @@ def exact_law(laws, count=3, room=3):
     return test
 
 
-def exact_law_of_a_ragged_batch(laws, names):
+def exact_law_of_a_ragged_batch(laws, names, judge=verify):
     """The rows share their coins and nothing else."""
     @pytest.mark.parametrize("name", names)
     def test(name):
-        m, build, prompts = make(TINY, 3), laws[name][1], [[1, 2, 1], [2]]
-        probs = lambda x: to_probs(x, 1.5, top_p=0.7)  # noqa: E731
-        got = law(lambda coins: tuple(map(tuple, generate(m, prompts, 2, build(m), probs, coins)[0])))
+        (c, build), prompts = laws[name], [[1, 2, 1], [2]]
+        m, probs = make(c, 3), lambda x: to_probs(x, 1.5, top_p=0.7)
+        got = law(lambda coins: tuple(map(tuple, generate(
+            m, prompts, 2, build(m), probs, coins, verify=judge)[0])))
         alone = [target_law(m, p, probs, 2) for p in prompts]
         assert_same_law(got, {(a, b): u * v for a, u in alone[0].items() for b, v in alone[1].items()})
     return test

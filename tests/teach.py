@@ -108,8 +108,8 @@ def same_law(run, want, mistakes, given, otherwise=None, finish=dict):
         why = next((why for why, wrong in mistakes.items() if equal(got, finish(law(wrong)))), otherwise)
         if all(abs(x) < 1e-4 for x in off.values()):
             why = ("right but for something small: is it computed in float32, is an epsilon added, or a "
-                   "threshold? "
-                   "q of a token that was drawn from q is never 0, and of what is left ask whether it is > 0")
+                   "threshold? q of a token that was drawn from q is never 0, and of what is left ask "
+                   "whether it is > 0")
         fail(given, expected, came, why, far)
 
 

@@ -279,9 +279,9 @@ def test_best_gamma_within_its_bounds():
         "blocks of 1, 2, 3, 4, 5 tokens that take 1, 1, 2, 3, 4")
     got = [best_gamma(0.3, 0.4, least=3), best_gamma(0.8, 0.2, least=3, most=6),
            best_gamma(0.8, 0.05, 4, 2, lambda T: dear[T - 1])]
-    compare(torch.tensor(got), [3, 4, 2], {}, "alpha = .3, c = .4, least = 3; alpha = .8, c = .2, least = "
-                                              "3, most = 6; "
-            "alpha = .8, c = .05, most = 4, least = 2, and blocks of 1 to 5 tokens that take 1, 1, 2, 3, 4")
+    compare(torch.tensor(got), [3, 4, 2], {},
+            "alpha = .3, c = .4, least = 3; alpha = .8, c = .2, least = 3, most = 6; alpha = .8, c = .05, "
+            "most = 4, least = 2, and blocks of 1 to 5 tokens that take 1, 1, 2, 3, 4")
 
 
 def test_a_draft_must_fit_into_a_series():

@@ -170,20 +170,20 @@ def writes_the_law(verifier, given, parents, count, copied=None, tables=SMALL, l
              lambda found: completed(found, tables.p, count=count))
 
 
-def one_row(p, q, tokens, parents, coins, length):
-    """`verify`, called for one row."""
-    found = verify(p[None], None if q is None else torch.stack(q)[None],
-                   torch.tensor([tokens], dtype=torch.long), coins,
-                   None if length is None else torch.tensor([length]))
+def one_row(p, q, tokens, parents, coins, length, judge=verify):
+    """`verify`, or another judge of chains, called for one row."""
+    found = judge(p[None], None if q is None else torch.stack(q)[None],
+                  torch.tensor([tokens], dtype=torch.long), coins,
+                  None if length is None else torch.tensor([length]))
     return numbers(found, "accepted", "token")
 
 
-def one_walk(p, q, tokens, parents, coins, length):
-    """`verify_tree`, called for one row."""
-    found = verify_tree(p[None], torch.tensor([tokens], dtype=torch.long),
-                        torch.tensor([parents], dtype=torch.long), coins,
-                        None if q is None else torch.stack(q)[None],
-                        None if length is None else torch.tensor([length]))
+def one_walk(p, q, tokens, parents, coins, length, judge=verify_tree):
+    """`verify_tree`, or another judge of trees, called for one row."""
+    found = judge(p[None], torch.tensor([tokens], dtype=torch.long),
+                  torch.tensor([list(parents)], dtype=torch.long), coins,
+                  None if q is None else torch.stack(q)[None],
+                  None if length is None else torch.tensor([length]))
     return numbers(found, "node", "token")
 
 
@@ -222,9 +222,8 @@ LATER = ("one draft and two come out right; from the third draft on, is each jud
 def test_long_drafts_of_a_large_vocabulary(verifier, length):
     """Where p and q are sure of a token its rejection does not show: each of 12 is in doubt in turn."""
     for place in range(12):
-        writes_the_law(verifier, f"12 drafts from q, {length or 12} proposed, of which number {place + 1} "
-                                 f"is in "
-                       "doubt", range(12), 13, tables=mostly_sure(unsure=[place - 1]), length=length,
+        given = f"12 drafts from q, {length or 12} proposed, of which number {place + 1} is in doubt"
+        writes_the_law(verifier, given, range(12), 13, tables=mostly_sure(unsure=[place - 1]), length=length,
                        otherwise=LATER)
 
 
@@ -232,16 +231,15 @@ def test_long_drafts_of_a_large_vocabulary(verifier, length):
                                             ([2, 0], "greedy"), ([2, 1], "greedy"), ([0], "rare")])
 def test_verify_copied_drafts(tokens, tables):
     """Copied proposals have no q: it is a one-hot. So is the p of a greedy target."""
-    writes_the_law(one_row, f"the copied proposals {tokens}, q = None" + ", p greedy: 2, 0, 1, ..." * (
-        tables == "greedy"), range(len(tokens)), len(tokens) + 1, tokens,
-                   NAMED[tables])
+    given = f"the copied proposals {tokens}, q = None" + ", p greedy: 2, 0, 1, ..." * (tables == "greedy")
+    writes_the_law(one_row, given, range(len(tokens)), len(tokens) + 1, tokens, NAMED[tables])
 
 
 @pytest.mark.parametrize("verifier, parents", [(one_row, [0, 1]), (one_walk, [0, 1]), (one_walk, [0, 0])],
                          ids=["verify", "verify_tree", "siblings"])
 def test_where_p_is_almost_q(verifier, parents):
-    writes_the_law(verifier, f"drafts that hang on the nodes "
-                             f"{parents}", parents, 3, tables=CLOSE, otherwise=LATER)
+    writes_the_law(verifier, f"drafts that hang on the nodes {parents}", parents, 3, tables=CLOSE,
+                   otherwise=LATER)
 
 
 def rows_stand_for_themselves(verifier, parents, lengths, drawn, dead):

@@ -210,14 +210,12 @@ def test_best_gamma_by_brute_force():
         compare(torch.tensor(best_gamma(alpha, c, most, least, block)), speed.index(max(speed[least:])), {
             "`least` is ignored": speed.index(max(speed))},
             f"alpha = {alpha:.3f}, c = {c:.3f}, most = {most}, least = {least}, a pass over T tokens costs "
-            f"1 + "
-            f"{wider} (T - 1)")
+            f"1 + {wider} (T - 1)")
         compare(wide(expected_speedup(alpha, most, c, block(most + 1))), speed[-1], {},
                 f"alpha = {alpha:.3f}, gamma = {most}, c = {c:.3f}: the speed-up, by `expected_tokens`", 1e-9)
     for alpha, c, want in ((1.0, 0.5, 16), (1, 0.5, 16), (0.0, 0.1, 0), (0.4, 0.4, 0), (0, 0, 0)):
-        compare(torch.tensor(best_gamma(alpha, c)), want, {}, f"alpha = {alpha}, c = {c} (of equal speeds "
-            f"the "
-                "shortest draft)")
+        compare(torch.tensor(best_gamma(alpha, c)), want, {},
+                f"alpha = {alpha}, c = {c} (of equal speeds the shortest draft)")
 
 
 @pytest.mark.parametrize("family", LIVELY)

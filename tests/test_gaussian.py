@@ -99,10 +99,9 @@ def test_a_variance_that_rounding_made_negative(some):
     process = GaussianProcess(z, y, GROUPS, [*THETA[:3], -40.0], fit=False)     # almost no noise
     process.L = process.L * (1 - 1e-8)
     _, std = process.predict(z)
-    promise(std.isfinite().all() and float(std.min()) >= 0, "sets that were observed, whose variance "
-                                                            "rounding has "
-            "made negative", "deviations from 0 up", std, "the root of a negative number is NaN: clamp the "
-                                                          "variance")
+    promise(std.isfinite().all() and float(std.min()) >= 0,
+            "sets that were observed, whose variance rounding has made negative", "deviations from 0 up", std,
+            "the root of a negative number is NaN: clamp the variance")
     promise(float(std.max()) < 1e-3 * float(process.std), "sets that were observed without noise",
             "deviations of nearly 0", std, "clamp the variance at 0, not above it")
 
@@ -118,9 +117,8 @@ def test_improvements_by_hand():
     above = 0.5 * torch.erfc(-u / math.sqrt(2))
     there = torch.exp(-0.5 * u**2) / math.sqrt(2 * math.pi)
     got = expected_improvement(mean, std, best)
-    promise(not got.isnan().any(), "a mean that is the best so far, 0.5, and a deviation of "
-                                   "0", "an improvement of 0",
-            got, "0 / 0 is NaN: a deviation may be 0")
+    promise(not got.isnan().any(), "a mean that is the best so far, 0.5, and a deviation of 0",
+            "an improvement of 0", got, "0 / 0 is NaN: a deviation may be 0")
     compare(got, integral, {
         "this is how likely it improves; the question is by how much on average": above,
         "the second term, std * density, is missing": (gap * above).clamp(min=0),
@@ -133,9 +131,9 @@ def test_expected_improvement_is_exact_far_below_the_best_and_never_negative():
     below = [-4.0 - i / 2 for i in range(16)]  # torch's ndtr of a few is exact, that of many is not
     want = [u * math.erfc(-u / 2**0.5) / 2 + math.exp(-u * u / 2) / (2 * math.pi)**0.5 for u in below]
     got = expected_improvement(wide(below), torch.ones(16).double(), 0.0)
-    compare(got / wide(want), torch.ones(16), {}, "means of -4, -4.5 to -11.5, deviations of 1, the best "
-                                                  "0: what came "
-            "divided by the exact value. Far below, ndtr is not exact enough", 1e-8)
+    compare(got / wide(want), torch.ones(16), {},
+            "means of -4, -4.5 to -11.5, deviations of 1, the best 0: what came divided by the exact value. "
+            "Far below, ndtr is not exact enough", 1e-8)
     many = torch.linspace(-60, 60, 100_001, dtype=torch.float64)
     least = float(expected_improvement(many, torch.ones_like(many), 0.0).min())
     promise(least >= 0, "100,001 means from -60 to 60, deviations of 1, the best 0", "none below 0", least,
@@ -184,10 +182,10 @@ def test_a_climb_that_takes_back_what_it_did():
         worth[tuple(way[-1].int().tolist())] = 1.0 + len(worth)
     score = lambda z: wide([worth.get(tuple(row), 0.0) for row in z.int().tolist()])    # noqa: E731
     ends, _ = climb(score, torch.stack([way[0], way[4]]), lambda z: z[:, 0] < 2)
-    compare(ends.double(), torch.stack([way[-1]] * 2), {"it ends after as many flips as there are bits":
-            torch.stack([way[4], way[-1]])}, "scores that rise along 0000 1000 1100 1110 0110 0111 0011 "
-                                             "1011 and are "
-            "0 elsewhere, from the first and from the fifth of these")
+    compare(ends.double(), torch.stack([way[-1]] * 2), {
+        "it ends after as many flips as there are bits": torch.stack([way[4], way[-1]])},
+        "scores that rise along 0000 1000 1100 1110 0110 0111 0011 1011 and are 0 elsewhere, from the first "
+        "and from the fifth of these")
 
 
 def test_a_climb_ends_where_no_allowed_flip_is_better():
@@ -198,8 +196,8 @@ def test_a_climb_ends_where_no_allowed_flip_is_better():
     allowed = lambda z: (z.sum(-1) >= 2) & (z.sum(-1) <= 4)                     # noqa: E731
     ends, values = (t.double() for t in climb(score, EVERY[6][allowed(EVERY[6])], allowed))
     given = "64 sets of 6 bits of any scores, some of them -inf; 2 to 4 bits may be set; from every such set"
-    promise(allowed(ends).all(), given, "ends of 2 to 4 bits", ends[~allowed(ends)], "never enter what is "
-        "not allowed")
+    promise(allowed(ends).all(), given, "ends of 2 to 4 bits", ends[~allowed(ends)],
+            "never enter what is not allowed")
     compare(values.nan_to_num(neginf=-9e6), score(ends).nan_to_num(neginf=-9e6), {},
             f"{given}: the scores of the ends")
     near = (ends[:, None] - torch.eye(6).double()).abs()

@@ -54,13 +54,13 @@ def trained(m, folder):
 
 
 def counts(name):
-    """{drafter: [proposed, accepted, passes]} of a shipped model in float64, greedy, 48 tokens a text."""
+    """{drafter: [proposed, accepted, passes]} of a shipped model in float64, greedy, 32 tokens a text."""
     m, tokenizer = checkpoint.load(ROOT / "weights" / name, "cpu", torch.float64)
     small, _ = checkpoint.load(ROOT / "weights" / "stories-draft", "cpu", torch.float64)
     prompts = [checkpoint.encode(tokenizer, text, m.c.bos) for text in [*TEXTS, *[LONG] * bool(m.c.window)]]
     found = {}
     for made, drafter in (drafters(m, small) | trained(m, ROOT / "weights" / name)).items():
-        run = [r for _, r in rounds(m, prompts, 48, drafter)]
+        run = [r for _, r in rounds(m, prompts, 32, drafter)]
         found[made] = [sum(int(r.proposed.sum()) for r in run), sum(int(r.accepted.sum()) for r in run),
                        len(run)]
     return found

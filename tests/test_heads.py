@@ -182,22 +182,17 @@ def test_an_adapter_sees_the_whole_text():
 
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_is_saved_and_loaded(tmp_path, models, name):
-    m = models["gemma2"]
-    head = wild(HEADS[name](m))
-    for p in head.weights.parameters():
+    """For the model, and for its recorded passes with a draft vocabulary."""
+    saved = wild(HEADS[name](models["gemma2"]))
+    for p in saved.weights.parameters():
         p.data.copy_(p.bfloat16())
-    head.ranks = [0.5, 0.25]
-    heads.save(head, tmp_path)
-    twin = heads.load(tmp_path, m)
-    assert twin.ranks == [0.5, 0.25] and twin.shape == head.shape and type(twin) is type(head)
-    before, after = head.weights.state_dict(), twin.weights.state_dict()
+    saved.ranks = [0.5, 0.25]
+    heads.save(saved, tmp_path)
+    twin = heads.load(tmp_path, models["gemma2"])
+    assert twin.ranks == [0.5, 0.25] and twin.shape == saved.shape and type(twin) is type(saved)
+    before, after = saved.weights.state_dict(), twin.weights.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_a_head_is_loaded_for_recorded_passes_and_with_its_draft_vocabulary(tmp_path, models, name):
     fast, ids = Recorded(models["gemma2"], "paper"), [4, 9, 0, 2, 16, 3]
-    heads.save(wild(HEADS[name](models["gemma2"])), tmp_path)
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": ids}))
     head = heads.load(tmp_path, fast)
     assert head.step.output == len(ids) / fast.c.vocab_size

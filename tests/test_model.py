@@ -140,8 +140,8 @@ def test_softcap_leaves_its_input_and_type_alone():
         promise(got.dtype == t.dtype, f"x in {t.dtype}, cap = 1", str(t.dtype), str(got.dtype),
                 "the type of x stays")
     compare(softcap(x, None), x, {}, "softcap([2.0], None): no cap, x as it is")
-    compare(softcap(torch.tensor([1e-12, 3e-7]).double(), 30.0), [1e-12, 3e-7], {}, "softcap([1e-12, "
-        "3e-7], 30)")
+    compare(softcap(torch.tensor([1e-12, 3e-7]).double(), 30.0), [1e-12, 3e-7], {},
+            "softcap([1e-12, 3e-7], 30)")
 
 
 def test_frequencies_by_hand():
@@ -237,8 +237,8 @@ def test_visible_behind_a_filled_cache():
 def test_visible_for_rows_at_different_places():
     at = torch.tensor([[3, 4], [1, 2]])
     mask, given = visible(at, at, 5), "rows with blocks in slots 3 4 and 1 2, end = 5"
-    promise(mask.shape == (2, 2, 5), given, "(2, 2, 5)", str(tuple(mask.shape)), "one mask per row: (B, T, "
-        "end)")
+    promise(mask.shape == (2, 2, 5), given, "(2, 2, 5)", str(tuple(mask.shape)),
+            "one mask per row: (B, T, end)")
     look(mask[0], ["xxxx.", "xxxxx"], {}, f"{given}; row 1")
     look(mask[1], ["xx...", "xxx.."], {
         "the second row was given the first row's mask": ["xxxx.", "xxxxx"]}, f"{given}; row 2")

@@ -14,7 +14,6 @@ from teach import compare, promise
 from tiny import LLAMA, make, wide
 
 import checkpoint
-from control import expected_tokens, expected_tokens_along
 from kvcache import KVCache
 from layerskip import skipped, without
 from methods.trees import ancestors
@@ -54,13 +53,6 @@ def test_ancestors_are_found_by_walking_up(data, K):
         walks.append({k} | walks[parent])
     seen = ancestors(torch.tensor([parents]))[0]
     assert [set(row.nonzero()[:, 0].tolist()) for row in seen] == walks
-
-
-@given(st.floats(0, 1), st.integers(0, 6))
-def test_expected_tokens_is_a_sum_over_outcomes(alpha, gamma):
-    want = sum((k + 1) * alpha**k * (1 - alpha if k < gamma else 1) for k in range(gamma + 1))
-    assert expected_tokens(alpha, gamma) == pytest.approx(want)
-    assert expected_tokens_along([torch.full((40,), alpha)], gamma) == pytest.approx(want)
 
 
 @given(st.data(), st.integers(1, 9))
@@ -119,8 +111,8 @@ def test_rotation_keeps_lengths_and_knows_distances_only(half, i, j, shift):
     x, y = torch.randn(2, 2 * half, generator=g, dtype=torch.float64)
     turn = lambda v, at: rotate(v, *rope(torch.tensor(at), freqs))  # noqa: E731
     promise(turn(x, i).dtype == x.dtype, "x in float64", "float64", str(turn(x, i).dtype))
-    compare(turn(x, i).norm(), x.norm(), {}, f"the length of a vector of {2 * half} numbers, turned to "
-                                             f"{i}", 1e-11)
+    compare(turn(x, i).norm(), x.norm(), {},
+            f"the length of a vector of {2 * half} numbers, turned to {i}", 1e-11)
     off = float((turn(x, i) @ turn(y, j) - turn(x, i + shift) @ turn(y, j + shift)).abs())
     promise(off < 1e-10, f"two vectors at {i} and {j}, and both {shift} further", "the same product",
             f"it differs by {off:.2g}", "a product of rotated vectors knows their distance only")

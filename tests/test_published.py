@@ -11,9 +11,8 @@ def test_a_counterexample_to_the_first_failure():
     p, q = (torch.as_tensor(t).double() for t in counterexample())
     for name, t, rows in (("p", p, 3), ("q", q, 2)):
         given, want = "counterexample()", f"{name} of shape ({rows}, V), whose rows are distributions"
-        promise(t.shape == (rows, p.shape[-1]), given, want, t, "the target judges two drafts and gives a "
-            "bonus "
-                "token: three rows")
+        promise(t.shape == (rows, p.shape[-1]), given, want, t,
+                "the target judges two drafts and gives a bonus token: three rows")
         promise((t >= 0).all() and ((t.sum(-1) - 1).abs() < 1e-6).all(), given, want, t,
                 "probabilities lie from 0 to 1, and those of a row sum to 1")
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)

@@ -47,8 +47,7 @@ def test_a_tiny_temperature_is_no_nan(temperature, settings):
 def test_of_thousands_of_ties_the_lower_ids_stay(k):
     got = to_probs(torch.zeros(5000), 1.0, top_k=k).nonzero()[:, 0]
     compare(got, list(range(k)), {}, f"5,000 equal logits, top_k = {k}: the ids that stay are the lowest "
-                                     f"ones "
-            "(a sort keeps the order of ties only with stable=True)")
+            "ones (a sort keeps the order of ties only with stable=True)")
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all():
@@ -62,11 +61,9 @@ def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
     logits = (some_logits(2, 50_000) * 4).to(dtype)
     for top_k in (None, 49_999):
         off = to_probs(logits, 1.0, top_k, top_p=1.0) != to_probs(logits, 1.0, top_k)
-        promise(not off.any(), f"50,000 logits in {dtype}, top_k = {top_k}, top_p = 1", "the same as "
-            "without top_p",
-                f"{int(off.sum())} other numbers", "a rounded running sum reaches 1 before its end: leave "
-                                                   "top_p out "
-                "where it is 1")
+        promise(not off.any(), f"50,000 logits in {dtype}, top_k = {top_k}, top_p = 1",
+                "the same as without top_p", f"{int(off.sum())} other numbers",
+                "a rounded running sum reaches 1 before its end: leave top_p out where it is 1")
 
 
 def test_random_logits_give_what_transformers_gives():
@@ -85,12 +82,11 @@ def test_half_types_are_raised_and_float64_stays(dtype):
     logits = some_logits(50)
     for settings in (dict(temperature=0.0), dict(temperature=1.0), SETTINGS[-1]):
         got, wide = to_probs(logits.to(dtype), **settings), to_probs(logits, **settings)
-        promise(got.dtype == torch.float32 and wide.dtype == torch.float64, f"logits in {dtype}, then in "
-            f"float64, "
-                f"{settings}", "float32, then float64", f"{got.dtype}, then {wide.dtype}")
-        compare(got, to_probs(logits.to(dtype).float(), **settings), {}, f"logits in {dtype}, {settings}: "
-            f"the same "
-                "as of these in float32, so raise them first", 1e-6)
+        promise(got.dtype == torch.float32 and wide.dtype == torch.float64,
+                f"logits in {dtype}, then in float64, {settings}", "float32, then float64",
+                f"{got.dtype}, then {wide.dtype}")
+        compare(got, to_probs(logits.to(dtype).float(), **settings), {},
+                f"logits in {dtype}, {settings}: the same as of these in float32, so raise them first", 1e-6)
 
 
 def test_each_row_stands_for_itself():
@@ -103,8 +99,7 @@ def test_each_row_stands_for_itself():
             compare(to_probs(logits[at], **s), p[at], {}, f"{given}: the part {at} alone")
     apart = torch.tensor([[0.1, 0.2, 0.4], [3e6, 0.0, 1.0]])
     compare(to_probs(apart, 1.0), torch.stack([to_probs(row, 1.0) for row in apart]), {},
-            f"logits {apart.tolist()} in float32, as rows and each alone: subtract the largest of each "
-            f"row", 1e-5)
+            f"logits {apart.tolist()} in float32, as rows and each alone: subtract each row's largest", 1e-5)
 
 
 @pytest.mark.parametrize("name, values", {
@@ -116,9 +111,9 @@ def test_a_setting_out_of_range_is_named(name, values):
             said = str(to_probs(torch.zeros(3), **{"temperature": 1.0, name: value}))
         except ValueError as e:
             said = str(e)
-        promise(re.match(rf"^{name} must .*{value}$", said), f"{name} = {value}", f"ValueError: {name} "
-            f"must ...",
-                said, "call check(temperature, top_k, top_p, min_p) before anything else")
+        promise(re.match(rf"^{name} must .*{value}$", said), f"{name} = {value}",
+                f"ValueError: {name} must ...", said,
+                "call check(temperature, top_k, top_p, min_p) before anything else")
 
 
 # --- coins; that purchases of any size give one stream: test_properties.py
@@ -147,8 +142,7 @@ def test_a_long_tail_of_small_weights_is_not_lost():
     ends, ids = weights.double().cumsum(0), torch.arange(100, 50_000, 4_990)
     got = Fixed(*((ends[ids] - weights[ids].double() / 2) / ends[-1]).tolist()).choose(weights.expand(10, -1))
     compare(got, ids, {}, "50,000 weights in float32, ten rows alike; each u is in the middle of an id's "
-                          "part. Sum "
-            "and total need float64")
+            "part. Sum and total need float64")
 
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0, 0.0], [math.nan] * 3], ids=str)
@@ -165,10 +159,9 @@ def test_a_token_of_weight_zero_is_never_chosen():
             weights = torch.nn.functional.pad(some.float(), (tail, tail))
             picks = Fixed(0.0, ALMOST_ONE).choose(weights)
             compare(picks, [tail, tail + 29], {
-                "the running sum and the total need float64, both": [tail, tail + 30]}, f"30 weights "
-                    f"between {tail} zeros on each side, u = 0 "
-                                                  f"and u -> 1: "
-                    "the first with weight, and the last")
+                "the running sum and the total need float64, both": [tail, tail + 30]},
+                f"30 weights between {tail} zeros on each side, u = 0 and u -> 1: the first with weight, and "
+                "the last")
     compare(Fixed(0.0, 0.5, ALMOST_ONE).choose(torch.eye(3)[[1, 1, 1]]), [1, 1, 1], {}, "the weights 0 1 0")
 
 

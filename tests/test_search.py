@@ -3,9 +3,9 @@ stand in test_layerskip.py."""
 import itertools
 import json
 import math
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -151,22 +151,19 @@ def test_where_nothing_is_gained_the_advice_is_not_to_draft():
     assert [search.describe(Space(2, (1, 2)), entry | {"speedup": s})["gamma"] for s in (1.1, 1.0)] == [3, 0]
 
 
-KILLED = """
-import itertools, os, sys
-from support import search
-calls, honest = itertools.count(), search.speedup
-def killed(*args):
-    return honest(*args) if next(calls) < 3 else os.kill(os.getpid(), 9)
-search.speedup = killed
-search.main(sys.argv[1:])
-"""
+def killed(argv):
+    """A search whose process is killed in its fourth trial."""
+    calls, honest = itertools.count(), search.speedup
+    search.speedup = lambda *args: honest(*args) if next(calls) < 3 else os.kill(os.getpid(), signal.SIGKILL)
+    search.main(argv)
 
 
 def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
     """Wherever in its log that was. Another search starts anew, and says so."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(checkpoint.__file__).parent)}
-    r = subprocess.run([sys.executable, "-c", KILLED, *flags()], capture_output=True, env=env)
-    assert r.returncode == -9, r.stderr
+    process = multiprocessing.get_context("fork").Process(target=killed, args=[flags()])
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     contents = lambda out: {p.name: p.read_bytes() for p in Path(out).iterdir()}     # noqa: E731
     log, _, want = contents("out")["trials.jsonl"], call(*flags(out="whole")), contents("whole")
     lines = want["trials.jsonl"].splitlines(True)

@@ -67,14 +67,6 @@ def random_laws(*shape, seed=0):
     return p / p.sum(-1, keepdim=True)
 
 
-def test_where_nothing_is_left_a_token_comes_from_p():
-    """Where rounding has refused all drafts though p = q."""
-    p, coins = torch.tensor([[[0.5, 0.3, 0.2]] * 3]), tiny.Fixed(1.0, 1.0, 0.7)
-    tokens, parents = torch.tensor([[1, 2]]), torch.tensor([[0, 0]])
-    node, token = verify_tree(p, tokens, parents, coins, p[:, :2])
-    assert (int(node), int(token)) == (0, 1)
-
-
 @pytest.mark.parametrize("copied", [False, True])
 def test_on_chains_it_is_verify_coin_for_coin(copied):
     B, K, V = 3, 4, 5

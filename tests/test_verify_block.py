@@ -1,37 +1,30 @@
 """Block verification: the law of `verify`, with more accepted drafts. By outcomes, enumerated."""
+from functools import partial
+
 import promises
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_by_outcomes import rows_stand_for_themselves, writes_the_law
+from test_by_outcomes import one_row, rows_stand_for_themselves, writes_the_law
 from test_speculative import LAWS
 from tiny import LIVELY, PROMPTS, law, make, wide
 
 from layerskip import SelfDraft
 from methods.trees import verify_tree
-from sampling import to_probs
 from speculative import NGram, generate
 from verification import verify, verify_block
 
-
-def one_row(judge):
-    """A judge of chains, called for one row."""
-    def called(p, q, tokens, parents, coins, length):
-        found = judge(p[None], None if q is None else torch.stack(q)[None],
-                      torch.tensor([tokens], dtype=torch.long), coins,
-                      None if length is None else torch.tensor([length]))
-        return tuple(map(int, found))
-    return called
+one_block = partial(one_row, judge=verify_block)
 
 
 @pytest.mark.parametrize("K, length", [(1, None), (2, None), (2, 1), (2, 0), (3, None)])
 def test_drawn_drafts(K, length):
-    writes_the_law(one_row(verify_block), f"{K} drafts, {length} proposed", range(K), K + 1, length=length)
+    writes_the_law(one_block, f"{K} drafts, {length} proposed", range(K), K + 1, length=length)
 
 
 def test_copied_drafts():
-    writes_the_law(one_row(verify_block), "copied proposals", range(2), 3, [2, 0])
+    writes_the_law(one_block, "copied proposals", range(2), 3, [2, 0])
 
 
 @pytest.mark.parametrize("dead", [0.0, torch.nan])
@@ -41,18 +34,9 @@ def test_rows_stand_for_themselves(drawn, lengths, dead):
                               [range(2)] * 2, lengths, drawn, dead)
 
 
-@pytest.mark.parametrize("name", ["exit", "exit, stopped", "ngram", "gemma2 skip"])
-def test_exact_law_of_the_loop(name):
-    """Two rounds and more, in which a draft may stop by what it drew, and two rows in one batch."""
-    c, build = LAWS[name]
-    m, probs, prompts = make(c, 3), lambda x: to_probs(x, 1.5, top_p=0.7), [[1, 2, 1], [2]]
-    got = law(lambda coins: tuple(map(tuple, generate(m, prompts, 2, build(m), probs, coins,
-                                                      verify=verify_block)[0])))
-    one, two = (promises.target_law(m, prompt, probs, 2) for prompt in prompts)
-    promises.assert_same_law(got, {(a, b): u * v for a, u in one.items() for b, v in two.items()})
-    got = law(lambda coins: tuple(generate(m, prompts[:1], 3, build(m), probs, coins,
-                                           verify=verify_block)[0][0]))
-    promises.assert_same_law(got, promises.target_law(m, prompts[0], probs, 3))
+SOME = ["exit", "exit, stopped", "ngram", "gemma2 skip"]
+test_exact_law = promises.exact_law({name: LAWS[name] for name in SOME}, judge=verify_block)
+test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, SOME, verify_block)
 
 
 @pytest.mark.parametrize("family", LIVELY)

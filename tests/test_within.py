@@ -32,7 +32,7 @@ DRAFTERS = {
 
 test_greedy_identity = promises.greedy_identity(DRAFTERS, on=["cpu"])
 test_rows_equal_solo_runs = promises.rows_equal_solo_runs(DRAFTERS)
-test_end_of_text = promises.end_of_text(DRAFTERS)
+test_end_of_text = promises.end_of_text(DRAFTERS, places=range(6))
 test_context_limit = promises.context_limit(DRAFTERS)
 test_short_answers = promises.short_answers(DRAFTERS)
 test_poison = promises.poison(DRAFTERS)
@@ -43,23 +43,21 @@ test_exact_law = promises.exact_law({
 
 
 @each_family
-def test_q_is_the_copys_and_drafted_tokens_have_its_law(family):
+def test_q_is_the_copys(family):
     """For each drafted token the q that is handed over is what the copy says after the target's keys and its
-    own; and few of its passes are needed if it is drafted for well."""
-    m, count = make(LIVELY[family]), 300
+    own. (That the tokens have this law: test_exact_law.)"""
+    m, compared = make(LIVELY[family]), 0
     drafter, alone = DRAFTERS["exit, stopped"](m), within(m, lambda twin: NGram(0, 1), 5)
-    firsts = torch.zeros(m.c.vocab_size, dtype=torch.float64)
-    for seed in range(count):
+    for seed in range(40):
         _, r = next(rounds(m, PROMPTS[:1], 9, drafter, warm, Coins(seed)))
         _, plain = next(rounds(m, PROMPTS[:1], 9, alone, warm, Coins(seed)))
-        assert torch.allclose(r.draft.q[0, 0], plain.draft.q[0, 0], atol=1e-9), "before the first token"
         assert r.draft.tokens.shape[1] == plain.draft.tokens.shape[1] == 5
-        firsts[r.draft.tokens[0, 0]] += 1 / count
-        same = (r.draft.tokens == plain.draft.tokens)[0].cumprod(0)
-        for k in range(1, 5):
-            if same[k - 1]:
+        same = (r.draft.tokens == plain.draft.tokens)[0].cumprod(0).tolist()
+        for k, before in enumerate([True, *same[:4]]):
+            if before:
                 assert torch.allclose(r.draft.q[0, k], plain.draft.q[0, k], atol=1e-9)
-    assert (firsts - r.draft.q[0, 0]).abs().max() < 0.1
+                compared += k > 0
+    assert compared > 9, "q after drafted tokens"
 
 
 class Spy(Drafter):

@@ -28,10 +28,10 @@ def test_reading_a_prompt(monkeypatch):
 
 
 def test_what_changes_an_exact_text_and_what_does_not():
-    a = bench.parse(["exact", "--model", "weights/stories-plain", "--new", "16"])
+    a = bench.parse(["exact", "--model", "weights/stories-plain", "--new", "8"])
     text, data = exact.run(a)
     counts = {what: rows for (what, _), rows in data["counts"]}
     for what in "drafted by an exit", "drafted by lookup", "in a batch of four":
         texts, equal, compared = counts[what]
-        assert texts == 4 and equal == compared == 4 * 16, what
+        assert texts == 4 and equal == compared == 4 * 8, what
     assert "| in a batch of four | 4 of 4 | 100% | 4 of 4 | 100% |" in text

@@ -1,11 +1,12 @@
 """Traversal verification: exact for any tree, and never worse than recursive rejection. All enumerated."""
+from functools import partial
 from itertools import combinations, permutations
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_by_outcomes import SMALL, after, planted, rows_stand_for_themselves, writes_the_law
+from test_by_outcomes import SMALL, after, one_walk, planted, rows_stand_for_themselves, writes_the_law
 from test_verify_block import laws
 from tiny import law, plant
 
@@ -16,20 +17,17 @@ from verification import verify_block
 TREES = [0], [0, 0], [0, 1, 0], [0, 0, 2], [0, 0, 1, 1], [0, 1, 1]
 
 
-def one_row(p, q, tokens, parents, coins, length):
-    found = verify_traversal(p[None], torch.tensor([tokens]), torch.tensor([list(parents)]), coins,
-                             None if q is None else torch.stack(q)[None])
-    return tuple(map(int, found))
+one_tree = partial(one_walk, judge=verify_traversal)
 
 
 @pytest.mark.parametrize("parents", TREES, ids=str)
 def test_drawn_siblings(parents):
-    writes_the_law(one_row, "a tree", parents, 3)
+    writes_the_law(one_tree, "a tree", parents, 3)
 
 
 @pytest.mark.parametrize("parents, tokens", [([0, 0, 2], [1, 2, 0]), ([0, 0, 1, 1], [0, 2, 1, 2])], ids=str)
 def test_copied_siblings(parents, tokens):
-    writes_the_law(one_row, "copied tokens", parents, 3, tokens)
+    writes_the_law(one_tree, "copied tokens", parents, 3, tokens)
 
 
 @pytest.mark.parametrize("dead", [0.0, torch.nan])
