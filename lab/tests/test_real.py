@@ -30,6 +30,12 @@ def folder(tmp_path):
     return folder
 
 
+def test_the_copy_in_few_bits_is_made_once_for_all_runs(folder):
+    """It was made anew for each run, whose passes nothing had recorded then."""
+    model, _ = checkpoint.load(folder, "cpu")
+    assert within.lookup(model, 3).model is within.lookup(model, 5).model
+
+
 def test_two_levels_are_told_by_the_formula_and_measured(folder, monkeypatch, capsys):
     monkeypatch.setattr(within, "NEW", 24)
     monkeypatch.setattr(within, "REPEATS", 1)
