@@ -46,9 +46,8 @@ def test_a_tiny_temperature_is_no_nan(temperature, settings):
 @pytest.mark.parametrize("k", [1, 7, 4999])
 def test_of_thousands_of_ties_the_lower_ids_stay(k):
     got = to_probs(torch.zeros(5000), 1.0, top_k=k).nonzero()[:, 0]
-    compare(got, list(range(k)), {}, f"5,000 equal logits, top_k = {k}: the ids that stay are the lowest "
-                                     f"ones "
-            "(a sort keeps the order of ties only with stable=True)")
+    compare(got, list(range(k)), {}, f"5,000 equal logits, top_k = {k}: the ids that stay are the "
+            "lowest ones (a sort keeps the order of ties only with stable=True)")
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all():
@@ -62,11 +61,9 @@ def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
     logits = (some_logits(2, 50_000) * 4).to(dtype)
     for top_k in (None, 49_999):
         off = to_probs(logits, 1.0, top_k, top_p=1.0) != to_probs(logits, 1.0, top_k)
-        promise(not off.any(), f"50,000 logits in {dtype}, top_k = {top_k}, top_p = 1", "the same as "
-            "without top_p",
-                f"{int(off.sum())} other numbers", "a rounded running sum reaches 1 before its end: leave "
-                                                   "top_p out "
-                "where it is 1")
+        promise(not off.any(), f"50,000 logits in {dtype}, top_k = {top_k}, top_p = 1",
+                "the same as without top_p", f"{int(off.sum())} other numbers",
+                "a rounded running sum reaches 1 before its end: leave top_p out where it is 1")
 
 
 def test_random_logits_give_what_transformers_gives():
