@@ -1,5 +1,5 @@
-"""Test the grader: a stub must be "to do", the library's own code and correct answers of another shape must
-pass, and the message for a wrong answer must name its mistake. Each case of "Diagnose" must fail its test.
+"""Test the grader: a stub is "to do"; the library's own code and right answers written differently pass; a
+wrong answer fails with a message that names its mistake. Each case of "Diagnose" fails its test.
 
     python exercises/check.py [WORDS]      only exercises whose names contain one of the words, or diagnose
 """
@@ -70,15 +70,15 @@ KINDS = {   # mistakes that any function can make: {kind: (code, what the messag
     "constant": ("return FIRST.setdefault(0, right(*given))", ""),
     "again": ("return every(again, right(*given))", None),
     "float32": ("return every(half, right(*given))", None)}
-OBJECTS = {"self", "coins", "step", "store", "score", "allowed", "pass_cost", "rule", "layer", "device"}
+OBJECTS = set("self coins step store score allowed pass_cost rule layer device probs".split())
 NUMBERS = set("cap head_dim theta end window start temperature top_k top_p min_p best offset alpha gamma "
               "cost most least plain seconds drafted verified share bits size bandwidth call group rows "
-              "width cache flops".split())
+              "width cache flops ahead step steps L every scale threshold".split())
 
 
 def traps(task):
-    """(kind, text, words of the message) for each function: the original, wrapped in code that changes an
-    argument, goes on with the one of the first call, and so on. Words are None where the answer may pass."""
+    """(kind, text, words of the message) for each function: the original in a wrapper that makes a mistake,
+    such as changing an argument. Words are None where the answer may pass."""
     for name in task.functions:
         node = splice.find(ast.parse(splice.source(task.module)), name)
         arguments = [arg.arg for arg in node.args.args]
@@ -96,7 +96,7 @@ def traps(task):
 
 
 def behind(task, name, node, body):
-    """An answer whose function `name` has this body, which calls the original as `right`."""
+    """The text of such a wrapper: its function `name` has this body, in which `right` is the original."""
     outer = "." in name
     lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
     right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)
@@ -119,7 +119,7 @@ def cases(task):
 
 
 def problem(job):
-    """Why a case fails; "" if it passes."""
+    """What is wrong with a verdict; "" if nothing is."""
     if isinstance(job, int):
         return diagnosed(job)
     task, what, text, status, words = job

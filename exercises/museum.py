@@ -35,7 +35,6 @@ WARM = {"temperature": 1.0}
 class Exhibit(NamedTuple):
     """A bug. p, q: a distribution for each place, the same whatever came before."""
     name: str
-    link: str               # where it is described
     file: str               # of ours,
     scope: str              # the function that is changed,
     changes: tuple          # and how: (what stands there, what instead), ...
@@ -140,46 +139,38 @@ def sobol():
 
 # --- the exhibits
 
-HUB = "https://github.com"
-VLLM = f"{HUB}/vllm-project/vllm"
-ASCEND = f"{HUB}/vllm-project/vllm-ascend"
-HF = f"{HUB}/huggingface/transformers"
 RESIDUAL = "residual = (p - q).clamp_(min=0)"
 LAST = "return accepted, coins.choose(torch.where(some, residual, p))"
 PASSED = "passed = coins.flip(ratio[..., 0]) & (place < length[:, None])"
 HALF, FIFTH = [0.5, 0.5], [0.2, 0.8]
 
 
-def of_verify(name, link, changes, *rest, **more):
-    return Exhibit(name, link, "verification.py", "verify", changes, *rest, **more)
+def of_verify(name, changes, *rest):
+    return Exhibit(name, "verification.py", "verify", changes, *rest)
 
 
 EXHIBITS = [
-    of_verify("every draft is accepted", f"{ASCEND}/issues/13730",
+    of_verify("every draft is accepted",
               ((PASSED, "passed = (ratio[..., 0] > 0.0) & (place < length[:, None])"),),
               [HALF, HALF], [FIFTH]),
-    of_verify("the residual through a softmax", f"{HF}/pull/28508",
+    of_verify("the residual through a softmax",
               ((RESIDUAL, "residual = torch.where(rejected[:, None], (p - q).clamp(min=0).softmax(-1), p)"),),
               [HALF, HALF], [FIFTH]),
-    Exhibit("only the rejected token is set to zero", f"{HUB}/SafeAILab/EAGLE/issues/20",
-            "methods/trees.py", "verify_tree",
+    Exhibit("only the rejected token is set to zero", "methods/trees.py", "verify_tree",
             (("less = (left - q[:, k]).clamp_(min=0)", "less = left.scatter(1, token, 0.0)"),),
             [[0.2, 0.4, 0.4], [0.2, 0.4, 0.4]], [[0.6, 0.4, 0.0]]),
-    of_verify("the replacement comes from the next row", f"{HUB}/openvinotoolkit/openvino.genai/issues/4190",
+    of_verify("the replacement comes from the next row",
               (("p = p[row, accepted]", "p = p[row, accepted + rejected.long()]"),
                ("q[row, accepted.clamp(max=K - 1)] * rejected[:, None]",
                 "q[row, accepted.clamp(max=K - 1)] * 0")),
               [[1.0, 0.0], [0.0, 1.0]], [HALF]),
     of_verify("the bonus token is the likeliest one",
-              f"{HUB}/shreyansh26/Speculative-Decoding/blob/"
-              "ef1e5bc2acf949b771d87482f06a133ad95848dd/common/verification.py",
               ((LAST, "return accepted, torch.where(rejected, coins.choose(torch.where(some, residual, p)), "
                 "p.argmax(-1))"),), [HALF, [0.6, 0.4]], [HALF]),
     of_verify("the bonus token forgets the temperature, here 0.5",
-              f"{HUB}/hemingkx/SWIFT/blob/0501393971727ec77481f9d638a6d60d7ec55b20/model/swift/utils.py",
               ((LAST, "return accepted, coins.choose(torch.where(rejected[:, None], "
                 "torch.where(some, residual, p), p ** 0.5))"),), [HALF, FIFTH], [HALF]),
-    of_verify("one uniform decides twice", f"{ASCEND}/pull/16370",
+    of_verify("one uniform decides twice",
               ((PASSED, "u = coins.take(B * K, p.device).view(B, K)\n"
                 "passed = (u < ratio[..., 0]) & (place < length[:, None])"),
                (LAST, "fresh = coins.choose(torch.where(some, residual, p))\n"
@@ -188,40 +179,36 @@ EXHIBITS = [
                 "again = torch.searchsorted(cdf, again, right=True)[:, 0]\n"
                 "return accepted, torch.where(rejected, again, fresh)")),
               [[0.4, 0.4, 0.2]] * 2, [[0.2, 0.2, 0.6]], {"points": sobol}),
-    Exhibit("draft and residual race by the same noise", f"{VLLM}/pull/54282", "sampling.py", "Coins.choose",
+    Exhibit("draft and residual race by the same noise", "sampling.py", "Coins.choose",
             (("u = self.take(total.numel(), cdf.device).view(total.shape)",
               "arrives = self.noise.reshape(weights.shape) / weights"),
              ("ids = torch.searchsorted(cdf, u * total, right=True)",
               "ids = arrives.argmin(-1, keepdim=True)")),
             [[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], [[0.6, 0.3, 0.1]], {"points": sobol}),
-    Exhibit("the draft is argmax, q is soft", f"{HF}/issues/32867", "speculative.py", "chain",
+    Exhibit("the draft is argmax, q is soft", "speculative.py", "chain",
             (("token = state.coins.choose(q)", "token = q.argmax(-1)"),), [HALF, HALF], [[0.8, 0.2]]),
-    Exhibit("drawn from the cut q, judged by the whole one", f"{HF}/issues/47932", "speculative.py", "chain",
+    Exhibit("drawn from the cut q, judged by the whole one", "speculative.py", "chain",
             (("qs.append(q)", "qs.append(logits.softmax(-1))"),),
             [[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
-    Exhibit("block verification by products of uniforms", f"{ASCEND}/issues/7807",
-            "verification.py", "verify",
-            ((PASSED, "u = coins.take(B * K, p.device).view(B, K).cumprod(1)\n"
-              "passed = (u <= ratio[..., 0].clamp(max=1).cumprod(1)) & (place < length[:, None])"),
-             ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * (place + 1)).amax(1)")),
-            [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
-    of_verify("the first draft is never tested", f"{HUB}/ohdearquant/lattice/issues/243",
+    of_verify("block verification by products of uniforms",
+              ((PASSED, "u = coins.take(B * K, p.device).view(B, K).cumprod(1)\n"
+                "passed = (u <= ratio[..., 0].clamp(max=1).cumprod(1)) & (place < length[:, None])"),
+               ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * (place + 1)).amax(1)")),
+              [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
+    of_verify("the first draft is never tested",
               ((PASSED, "passed = (coins.flip(ratio[..., 0]) | (place == 0)) & (place < length[:, None])"),),
               [[1.0, 0.0]] * 2, None, {"copied": [1]}),
-    Exhibit("of equal logits the last one wins", f"{HUB}/ohdearquant/lattice/issues/280",
-            "sampling.py", "to_probs",
+    Exhibit("of equal logits the last one wins", "sampling.py", "to_probs",
             (("one_hot(logits.max(-1).indices, logits)",
               "one_hot(logits.shape[-1] - 1 - logits.flip(-1).max(-1).indices, logits)"),),
             [HALF, HALF], None, {"copied": [0], "sampling": {"temperature": 0.0}}),
-    Exhibit("a coin of 0 accepts what has no chance", f"{HUB}/sgl-project/sglang/issues/35771",
-            "sampling.py", "Coins.flip", (("self.take(prob.numel(), prob.device).view(prob.shape) < prob",
-                                           "self.take(prob.numel(), prob.device).view(prob.shape) <= prob"),),
+    Exhibit("a coin of 0 accepts what has no chance", "sampling.py", "Coins.flip",
+            (("view(prob.shape) < prob", "view(prob.shape) <= prob"),),
             [[1.0, 0.0]] * 2, [[0.0, 1.0]], {"points": lambda: wide([[0.0] * 9])}),
-    Exhibit("an end of text inside the draft is passed over", f"{HF}/issues/47912", "speculative.py", "until",
+    Exhibit("an end of text inside the draft is passed over", "speculative.py", "until",
             (("for i, token in enumerate(tokens)", "for i, token in list(enumerate(tokens))[-1:]"),),
             [HALF, HALF], [HALF], {"eos": [0]}),
-    Exhibit("rejected drafts stay in the cache", f"{HUB}/ml-explore/mlx-lm/pull/1109",
-            "minimal.py", "rounds_with_cache",
+    Exhibit("rejected drafts stay in the cache", "minimal.py", "rounds_with_cache",
             (("len(tokens) + left", "4 * (len(tokens) + left)"),
              ("before += len(new)", "before += len(xs)")))]
 
@@ -241,7 +228,7 @@ def five(seed):
     """Five exhibits, of which one is wrong, and its number from 1."""
     rng = random.Random(seed)
     wrong = rng.choice([e for e in EXHIBITS if e.scope == "verify" and e.q and not e.case])
-    rows = [wrong, *(of_verify("right", "", changes) for changes in rng.sample(RIGHT, 4))]
+    rows = [wrong, *(of_verify("right", changes) for changes in rng.sample(RIGHT, 4))]
     rng.shuffle(rows)
     return rows, rows.index(wrong) + 1
 

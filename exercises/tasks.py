@@ -25,8 +25,10 @@ class Task(NamedTuple):
 
     @property
     def sitting(self):
-        """Five of three exercises; the later ones belong to the fourth and the fifth."""
-        return {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4}.get(self.number, 1 + (self.number - 1) // 3)
+        """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22 on to a
+        sixth."""
+        later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6}
+        return later.get(self.number, 1 + (self.number - 1) // 3)
 
 
 SITTINGS = (  # what each is about, and what to read before it
@@ -34,7 +36,8 @@ SITTINGS = (  # what each is about, and what to read before it
     ("2: attention and its memory", "`notebooks/02_kv_cache.ipynb`"),
     ("3: chance", "`notebooks/03_sampling.ipynb`, `notebooks/04_speculative_decoding.ipynb`"),
     ("4: drafts and their worth", "`notebooks/05_layer_skipping.ipynb`"),
-    ("5: search and trees", "`notebooks/06_search.ipynb`, `methods/trees.py`"))
+    ("5: search and trees", "`notebooks/06_search.ipynb`, `methods/trees.py`"),
+    ("6: drafts that are trained", "`notebooks/08_trained_heads.ipynb`"))
 
 
 def tests(**names):
@@ -60,19 +63,18 @@ TASKS = [
         by_hand="a_write", model="cached_blocks_equal_the_full_pass[3-gemma2]",
         properties="a_cache_is_a_table_of_slots")),
     Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
-        by_hand="probabilities",
+        by_hand="probabilities probabilities_of_a_large_vocabulary",
         sampling="top_p_1_does_nothing_even_to_a_long_tail of_thousands_of_ties_the_lower_ids_stay "
-                 "a_tiny_temperature_is_no_nan "
-        "top_k_beyond_the_vocabulary_keeps_all half_types_are_raised_and_float64_stays "
-        "each_row_stands_for_itself a_setting_out_of_range_is_named")),
+        "a_tiny_temperature_is_no_nan top_k_beyond_the_vocabulary_keeps_all each_row_stands_for_itself "
+        "half_types_are_raised_and_float64_stays a_setting_out_of_range_is_named")),
     Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1, tests(
         by_hand="choices a_choice_costs_one_uniform",
         sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
         "choices_have_any_shape_of_rows weights_of_which_none_counts_give_an_id_all_the_same")),
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
-        by_outcomes="verify_drawn_drafts verify_copied_drafts where_nothing_is_left[one_row] "
-        "verify_rows_stand_for_themselves where_p_is_almost_q[verify] verify_refuses_another_vocabulary "
-        "long_drafts_of_a_large_vocabulary[verify-None] "
+        by_outcomes="verify_drawn_drafts verify_copied_drafts verify_a_rare_token "
+        "where_nothing_is_left[one_row] verify_rows_stand_for_themselves where_p_is_almost_q[verify] "
+        "verify_refuses_another_vocabulary long_drafts_of_a_large_vocabulary[verify-None] "
         "long_drafts_of_a_large_vocabulary[verify-9]", layerskip="the_text_of_a_self_draft_is_the_targets")),
     Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
@@ -113,6 +115,13 @@ TASKS = [
          tests(economics="the_cost_of_few_bits the_best_bits")),
     Task(21, "pass_seconds, largest_batch", "exercises/economics.py", ("pass_seconds", "largest_batch"),
          20, 2, tests(economics="the_time_of_a_pass the_largest_batch")),
+    Task(22, "head_loss", "exercises/exits.py", ("head_loss",), 20, 2, tests(
+        exits="the_loss_of_a_head what_a_head_need_not_learn a_head_learns_and_its_teacher_does_not")),
+    Task(23, "enabled_exits, exit_loss", "exercises/exits.py", ("enabled_exits", "exit_loss"), 25, 2, tests(
+        exits="the_exits_of_a_step the_exits_by_hand the_loss_of_the_exits the_loss_of_two_exits_by_hand")),
+    Task(24, "draw_at_exit", "exercises/exits.py", ("draw_at_exit",), 20, 2, tests(
+        exits="the_first_exit_that_is_sure an_exit_is_sure_at_the_threshold_itself "
+        "a_token_is_drawn_from_the_q_that_comes_back")),
 ]
 
 

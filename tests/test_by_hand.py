@@ -58,15 +58,37 @@ PROBS = {
                  [4 / 7, 3 / 7, 0, 0], {})}
 
 
-@pytest.mark.parametrize("name", PROBS)
-def test_probabilities(name):
+def among(row, V, other=0.0):
+    """The numbers of a row, far apart in one of V, which is `other` elsewhere."""
+    whole = torch.full((V,), other, dtype=torch.float64)
+    step = V // len(row)
+    whole[step - 1 : step * len(row) : step] = torch.as_tensor(row, dtype=torch.float64)
+    return whole
+
+
+def check_probabilities(name, V=None):
     settings, p, want, mistakes = PROBS[name]
     given = f"the logits log {short(p)}, of which the softmax gives just these numbers, and {settings}"
-    got = to_probs(from_p(*p), **settings)
-    if got.shape == (len(p),) and bool(got.isnan().any()):
-        fail(given, short(want), short(got), known(got, mistakes) or
+    logits = from_p(*p)
+    if V is not None:
+        given += f"; {V:,} tokens, of which all others have the logit -10,000"
+        logits, want = among(logits, V, -1e4), among(want, V)
+        mistakes = {why: among(wrong, V) for why, wrong in mistakes.items()}
+    got = to_probs(logits, **settings)
+    if got.shape == logits.shape and bool(got.isnan().any()):
+        fail(given, "probabilities", "NaN", known(got, mistakes) or
              "NaN: was a softmax taken of nothing but -inf, or 0 / 0?")
     compare(got, want, mistakes, given, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", PROBS)
+def test_probabilities(name):
+    check_probabilities(name)
+
+
+@pytest.mark.parametrize("name", PROBS)
+def test_probabilities_of_a_large_vocabulary(name):
+    check_probabilities(name, 49_152)
 
 
 # --- choices

@@ -42,7 +42,7 @@ Q = wide([[0.1, 0.201, 0.699], [0.2, 0.2, 0.6], [0.5, 0.35, 0.15], [0.2, 0.75, 0
 SMALL, FOUR, LONG = Tables(P, Q), mixed(4, 1), mostly_sure()
 CLOSE = Tables(P, P + wide([1e-8, -2e-8, 1e-8]))        # what a rejection leaves is next to nothing
 GREEDY = Tables(torch.eye(3, dtype=torch.float64)[[1, 2, 0, 2]], Q)     # a target that is sure of each token
-RARE = Tables(wide([[0.02, 0.38, 0.6]] * 4), Q)         # a token that the target seldom writes
+RARE = Tables(wide([[1e-6, 0.4, 0.599999]] * 4), Q)     # a token that the target seldom writes
 NAMED = {"rare": RARE, "small": SMALL, "four": FOUR, "long": LONG, "greedy": GREEDY}
 
 
@@ -196,6 +196,11 @@ def numbers(found, *names):
 
 
 # --- verify
+
+
+def test_verify_a_rare_token():
+    writes_the_law(one_row, "1 draft from q, where p gives token 0 a millionth", [0], 2, tables=RARE,
+                   otherwise="a draft with p > 0 is accepted with probability p/q, however small p is")
 
 
 @pytest.mark.parametrize("K, length", [(1, None), (2, None), (2, 1), (3, None)])

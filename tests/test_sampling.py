@@ -46,8 +46,8 @@ def test_a_tiny_temperature_is_no_nan(temperature, settings):
 @pytest.mark.parametrize("k", [1, 7, 4999])
 def test_of_thousands_of_ties_the_lower_ids_stay(k):
     got = to_probs(torch.zeros(5000), 1.0, top_k=k).nonzero()[:, 0]
-    compare(got, list(range(k)), {}, f"5,000 equal logits, top_k = {k}: the ids that stay are the lowest "
-            "ones (a sort keeps the order of ties only with stable=True)")
+    compare(got, list(range(k)), {}, f"5,000 equal logits, top_k = {k}: the ids that stay are the "
+            "lowest ones (a sort keeps the order of ties only with stable=True)")
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all():
