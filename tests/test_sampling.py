@@ -99,7 +99,8 @@ def test_each_row_stands_for_itself():
             compare(to_probs(logits[at], **s), p[at], {}, f"{given}: the part {at} alone")
     apart = torch.tensor([[0.1, 0.2, 0.4], [3e6, 0.0, 1.0]])
     compare(to_probs(apart, 1.0), torch.stack([to_probs(row, 1.0) for row in apart]), {},
-            f"logits {apart.tolist()} in float32, as rows and each alone: subtract each row's largest", 1e-5)
+            f"logits {apart.tolist()} in float32, as rows and each alone: subtract the largest of each row",
+            1e-5)
 
 
 @pytest.mark.parametrize("name, values", {
