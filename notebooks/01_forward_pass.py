@@ -188,6 +188,10 @@ assert torch.isclose(turn(q, 512) @ turn(k, 510), turn(q, 12) @ turn(k, 10))
 #
 # **Try it:** set `at_k` to 500, and then `at_q` to 502. Which of the two products equals the one above?
 #
+# <details><summary>Answer</summary>
+# The second: 502 and 500 are two positions apart, as 12 and 10 are.
+# </details>
+#
 # ## Attention: look back, and copy what fits
 #
 # $$\mathrm{attention}(Q, K, V) = \mathrm{softmax}\!\Big(\frac{QK^\top}{\sqrt D} + \text{mask}\Big)\,V
@@ -363,6 +367,10 @@ figure
 #
 # **Try it:** read code instead of a story: `read_prompts("code")`. Where will the curve be lower?
 #
+# <details><summary>Answer</summary>
+# In its first half, but by little. (With 200 tokens, a difference below 0.1 may be chance.)
+# </details>
+#
 # "Early exit" means just this: a shorter list. The exit after block E runs the first E blocks, 0 to
 # E - 1.
 
@@ -376,6 +384,11 @@ print(f"range({2 * E}) is the exit after block {E}: it says",
 # %% [markdown]
 # **Try it:** what will the exit after block 2 say? And after block 0, with the empty list? Read it off
 # the last column of the logit lens, then set `E` and run the cell.
+#
+# <details><summary>Answer</summary>
+# After block 2 what the whole model says, here " because". After block 0 it repeats " sad", the token
+# that it has just read.
+# </details>
 #
 # ## What Gemma-2 does differently
 #

@@ -206,7 +206,11 @@ plots.draw_masks(cases)
 # cleaning.
 #
 # **Try it:** set `window = 1`. How many black squares will each row of the third picture have, and
-# where? (One: each token sees only its own slot.)
+# where?
+#
+# <details><summary>Answer</summary>
+# One: each token sees only its own slot.
+# </details>
 #
 # ## Ragged rows for free
 #
@@ -475,7 +479,9 @@ print("slot 20 is first read by the token that has just overwritten it")
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-assert round(8.03e9 * 2 / 1e9) == 16 and 14 < 8.03e9 * 2 / cache_bytes(32, 8, 128, 8192) < 15
+weights, one_text = 8.03e9 * 2, cache_bytes(32, 8, 128, 8192)
+assert round(weights / 1e9) == 16 and 14 < weights / one_text < 15
+assert [int((24e9 - weights) // (one_text * share)) for share in (1, 0.5)] == [7, 14]   # the trial above
 print("from the fifteenth text on")
 
 # %% [markdown]

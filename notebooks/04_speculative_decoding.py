@@ -267,7 +267,7 @@ plots.draw_texts(laws, {t: tokenizer.decode(t).strip() for t in sorted(truth, ke
 # was drafted too often already. Both mistakes write fluent text. No reader would notice, and a test
 # that compares greedy texts would miss the first one. An enumeration finds either of them at once.
 #
-# Such mistakes were shipped: [a museum](../exercises/museum.md) shows sixteen. In the second, `transformers`
+# Such mistakes were shipped: [a museum](../exercises/museum.md) shows them. In the second, `transformers`
 # took a *softmax* of the residual instead of scaling it to sum to 1
 # ([#28508](https://github.com/huggingface/transformers/pull/28508)).
 #
@@ -345,6 +345,11 @@ print("the text has the distribution of the model alone")
 # ([run.html](../docs/run.html) steps through a whole run in the same way.)
 #
 # **Try it:** run the second cell again and again. Cover the last column: which verdicts do p and q settle?
+#
+# <details><summary>Answer</summary>
+# Where p is at least q, the token is accepted; where p is 0, it is rejected. In between a coin decides.
+# After a rejection nothing is tested.
+# </details>
 
 # %%
 from IPython.display import HTML, display

@@ -2,12 +2,12 @@
 # # 8. Trained heads: small modules that learn to draft
 #
 # So far a part of the model has drafted. A *head* is a small module that is trained to predict what the
-# model will write. (It is neither a head of an attention nor the output head.) The model itself stays
+# model will write. (It is neither an attention head nor the output head.) The model itself stays
 # frozen. This notebook trains the smallest head there is, shows what five kinds of heads read and run,
 # and compares what they draft with what that costs.
 #
-# > **A head reads states that the target has computed anyway. So it can
-# > draft well for a small part of a pass; what it drafts is verified like any other draft.**
+# > **A head reads states that the target has computed anyway. So it drafts well at a fraction of
+# > the cost of a pass, and its drafts are verified like any others.**
 #
 # You need [5, layer skipping](05_layer_skipping.ipynb), and [7, trees](07_trees.ipynb) for the trees
 # near the end. About 35 minutes.
@@ -121,7 +121,7 @@ figure
 # **Try it:** set `STEPS = 400`. Which of the two curves will rise more?
 #
 # <details><summary>Answer</summary>
-# The grey one: it learns its six stories by heart. More text would raise the blue one.
+# The grey one: the head memorises its six stories. More text would raise the blue one.
 # </details>
 #
 # ## What each head reads
@@ -146,9 +146,9 @@ figure
 # - **Kangaroo** (arXiv 2404.18911) puts an attention between an early exit and the output head; the **exit
 #   block** (from lucidrains'
 #   [speculative-decoding](https://github.com/lucidrains/speculative-decoding)) puts a whole block there.
-#   Both read the state at the exit, also for drafted tokens. So for each drafted token the blocks up to
-#   the exit must run. (The picture draws the exit after a third of the blocks, the shipped Kangaroo exits
-#   after two.)
+#   Both read the state at the exit, and for a drafted token that state does not exist yet: the blocks up
+#   to the exit must run. (The picture draws the exit after a third of the blocks; the shipped Kangaroo
+#   exits after two.)
 # - **EAGLE** (arXiv 2401.15077) runs none of the model's blocks. One block of its own reads each token
 #   together with the target's final state of the token before it. For drafted tokens there is no such
 #   state yet, so it uses its own output. (EAGLE-3, arXiv 2503.01840, reads a mix of three states:
@@ -182,12 +182,11 @@ print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 #
 # ## In the loop
 #
-# A trained head is a drafter like any other. Each of them drafts chains of three tokens. (Kangaroo's
-# paper also stops a draft where the head is unsure, and Medusa's and EAGLE's draft trees.) They write
-# eight stories, now at temperature 0, where a token is accepted if it is the target's likeliest. `tau`
-# is the number of tokens per pass. A round takes one pass and the cost of its draft, so the speed-up by
-# weights is tau / (1 + cost of a draft). Two early exits, which need no weights of their own, run beside
-# them.
+# Each head now drafts chains of three tokens. (Kangaroo's paper also stops a draft where the head is
+# unsure, and Medusa's and EAGLE's draft trees.) They write eight stories, now at temperature 0, where a
+# token is accepted if it is the target's likeliest. `tau` is the number of tokens per pass. A round takes
+# one pass and the cost of its draft, so the speed-up by weights is tau / (1 + cost of a draft). Two early
+# exits, which need no weights of their own, are measured beside them.
 #
 # **Predict:** which one has the highest tau? Is it also the fastest?
 
@@ -245,8 +244,9 @@ figure
 # **Try it:** set `GAMMA = 6`. For which drafters do you expect tau to rise, and for which the speed-up?
 #
 # <details><summary>Answer</summary>
-# Tau rises for all but Medusa, which cannot draft more than three tokens. No speed-up rises: Kangaroo and
-# EAGLE stay where they were, and the others pay more for the longer draft than it brings.
+# Tau rises for all but Medusa, which cannot draft more than three tokens. No speed-up rises: those of
+# Kangaroo and EAGLE hardly change, and the prophet and the exits pay more for the longer draft than it
+# brings.
 # </details>
 #
 # ## A tree of heads
@@ -273,8 +273,8 @@ if SHIPPED and GAMMA == 3:
     assert gained["medusa"][1] < gained["eagle"][0]
 
 # %% [markdown]
-# Medusa. Its first choices are often rejected, so the others have more to gain. Still its tree stays
-# behind EAGLE's chain.
+# Medusa: its first choices are often rejected, so its other choices have more to gain. Even so, its tree
+# writes fewer tokens per pass than EAGLE's chain.
 #
 # **Try it:** give Medusa a larger tree: set `NODES = 32`. Does it catch up with EAGLE's chain?
 #
@@ -349,7 +349,7 @@ for w in moved.blocks[L // 2].parameters():
 after = Teacher(moved, stories[0], lambda logits: logits.softmax(-1))
 kept = torch.minimum(teacher.p, after.p).sum(-1).mean()
 assert kept < 0.9999
-print(f"per token, {1 - float(kept):.2%} of the probability is elsewhere")
+print(f"per token, {1 - float(kept):.2%} of the probability has moved")
 
 # %% [markdown]
 # `generate.py --draft eagle` drafts with a head, and `--tree 8` with a tree of it.

@@ -171,6 +171,17 @@ assert not SHIPPED or LAUNCH != 5e-6 or 0.9 < launching(turning) / reading(turni
 #
 # **Try it:** suppose a launch takes 1 microsecond. Where are they equal then? Set `LAUNCH`.
 #
+# <details><summary>Answer</summary>
+# Near 1 billion.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+ratios = {name: 1e-6 / LAUNCH * launching(shape) / reading(shape) for name, shape in shapes.items()}
+nearest = min(ratios, key=lambda name: abs(ratios[name] - 1))
+assert not SHIPPED or nearest == "TinyLlama 1.1B"
+print(f"{nearest}: launching takes {ratios[nearest]:.2f} times as long as reading")
+
+# %% [markdown]
 # ## Record once, replay
 #
 # A *recording* stores all operations of a pass and then launches them at once: on a CPU as a compiled
@@ -190,9 +201,9 @@ assert texts[0] == texts[1]
 print(tokenizer.decode(texts[1]))
 
 # %% [markdown]
-# A recording is for certain sub-layers, rows, tokens and slots. What changes from round to round is its
-# input: the states, the position, the angles. So of a pass the host launches one replay, and copies. A
-# compiled program saves more than launches: it *fuses* an addition and the multiplication after it into
+# A recording is made for given sub-layers and a given number of rows, tokens and slots. What changes from
+# round to round is its input: the states, the position, the angles. So per pass the host launches one
+# replay and a few copies. A compiled program saves more: it *fuses* an addition and the multiplication into
 # one loop over memory. This is the table of tokens/s in [BENCHMARKS.md](../lab/BENCHMARKS.md), which also
 # names the machine:
 
@@ -231,7 +242,8 @@ class Miscompiled(recorded.Tape):
     def replay(self):
         hooks = [b.attn.register_forward_pre_hook(confuse) for b in model.blocks]
         super().replay()
-        [hook.remove() for hook in hooks]
+        for hook in hooks:
+            hook.remove()
 
 
 def by_wrong_program(width, say=lambda message: None):
@@ -358,9 +370,9 @@ assert points["as it is"][-1][1] == 1 and points["int8"][-1][1] > 0.9
 figure
 
 # %% [markdown]
-# Both at once, the first blocks in few bits, but by little. At the same c, all blocks in four bits are
-# right far more often than an exit of the model as it is. But the first blocks are cheaper still, so that
-# the best gains hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest
+# The first blocks in few bits, though not by much. At the same c, all blocks in four bits are right far
+# more often than an exit of the model as it is. But the first blocks are cheaper still, so the best gains
+# hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest
 # drafts read.) By the *clock* such a draft gains only where a product reads the few bits directly. On a CPU
 # torch has one for int8 and one for int4, in bfloat16. For NF4 the whole matrix is rebuilt each time, which
 # saves memory and no time.
@@ -407,8 +419,18 @@ for world, share, *waits in list(zip(worlds, shares, *waiting, strict=True))[1:]
 # %% [markdown]
 # The reading shrinks with each device, the waiting does not.
 #
-# **Try it:** set `SUMS = 1e-6, 10e-6`. How near to eight do you get?
+# **Try it:** set `SUMS = 1e-6, 10e-6`. How close to eight do you get?
 #
+# <details><summary>Answer</summary>
+# 7.8 with one microsecond per all-reduce.
+# </details>
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+eight = shares[0] / (shares[-1] + 1e3 * 1e-6 * (2 * large.n_layers + 2))
+assert round(eight, 1) == 7.8
+print(f"{worlds[-1]} devices would be {eight:.2f} times as fast as one")
+
+# %% [markdown]
 # ## The same text, to the bit
 #
 # A machine rounds, and how it rounds depends on the shape of a pass. In bfloat16, two tokens are often so
@@ -492,7 +514,7 @@ print(f"{more[4]} for four tokens, {more[1]} for one")
 #
 # <details><summary>Answer</summary>
 # No. Embeddings, output head and norms stay as they are, and in a small model with a large vocabulary
-# they are a large part.
+# they are a large part. (The blocks alone come close. Here each matrix also stores a table of the levels.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
