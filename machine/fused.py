@@ -13,8 +13,11 @@ CHUNK = 512     # tokens of a prompt that are read at once
 
 
 class Fused(Attention):
-    """Attention without a soft-cap, on a CPU. A model of half types keeps its keys in float32 there;
-    they are rounded to half types for this product, as they are on a GPU."""
+    """Attention without a soft-cap, on a CPU, with the weights of an explicit one. A model of half
+    types keeps its keys in float32 there; for this product they are rounded, as on a GPU."""
+
+    def __init__(self, attention):
+        vars(self).update(vars(attention))
 
     def forward(self, x, cos, sin, mask, store):
         """As `Attention.forward`."""
@@ -38,6 +41,6 @@ def fuse(model):
     fused kernel of PyTorch takes both a mask and grouped heads."""
     if model.c.attn_softcap is None and not model.tok.is_cuda:
         for block in model.blocks:
-            block.attn.__class__ = Fused    # the same weights, another `forward`
+            block.attn = Fused(block.attn)
         model.chunk = CHUNK
     return model

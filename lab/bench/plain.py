@@ -21,7 +21,8 @@ from support.measure import interleave
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
                     hidden_dim=2048, max_len=1024)
 TEXT = "Once upon a time there was a little girl who lived in a house near the big forest with her mother. "
-BLOCKS = BATCHES = WIDTHS = 1, 2, 4, 8, 16
+BLOCKS = 1, 2, 4, 8, 16
+BATCHES = 1, 2, 4, 8, 16
 PROMPTS = 512, 2000, 4000
 
 
@@ -185,18 +186,18 @@ def run_packed(a):
         raise ValueError(f"this processor packs no matrices in {a.dtype}: try --dtype float32")
     keep = gain(forms["packed"], 1) < 0.95
     pack(forms["packed"], keep)
-    passes = {(form, T): step(model, T, 100) for form, model in forms.items() for T in WIDTHS}
+    passes = {(form, T): step(model, T, 100) for form, model in forms.items() for T in BLOCKS}
     if a.fast:
         forms |= {f"recorded, {way}": Multiplies(plain, way) for way in ("library", "sums", "packed")}
         for form in [*forms][2:]:
-            mine = {(form, T): step(forms[form], T, 100) for T in WIDTHS}
+            mine = {(form, T): step(forms[form], T, 100) for T in BLOCKS}
             forms[form].rehearse(lambda mine=mine: [act() for act in mine.values()])
             passes |= mine
     times = interleave(passes, a.repeats or 15)
     one = min(seconds for (_, T), seconds in times.items() if T == 1)
-    rows = [[form, *(f"{1e3 * times[form, T]:.1f} ({times[form, T] / one:.2f})" for T in WIDTHS)]
+    rows = [[form, *(f"{1e3 * times[form, T]:.1f} ({times[form, T] / one:.2f})" for T in BLOCKS)]
             for form in forms]
     words = (f"{a.model}, {a.dtype}; {a.machine}; ms a pass (in fastest passes over one token); "
              f"packed: {'single rows by the plain matrix' if keep else 'nothing else'}")
     data = {f"{form} {T}": seconds for (form, T), seconds in times.items()}
-    return page([words, "", *table(["tokens", *map(str, WIDTHS)], rows)]), {"times": data}
+    return page([words, "", *table(["tokens", *map(str, BLOCKS)], rows)]), {"times": data}
