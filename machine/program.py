@@ -31,6 +31,7 @@ from machine.quant import SHARE
 from support import files
 
 FEW = 8     # rows of x up to which a product is faster as sums than as the library's own
+WIDEST = 16     # tokens of a block that a program for any width takes
 # trap: the pattern matcher takes masked grouped attention for another pattern, and the result is
 # wrong
 NO_PATTERNS = {"pattern_matcher": False}
@@ -76,21 +77,34 @@ def sums(x, w):
     return torch.stack(each, 1).flatten(0, 1)
 
 
-def write(path, model, f, inputs, fixed, products):
+def write(path, model, f, inputs, fixed, products, any_width):
     """Compile f(model, *inputs, *fixed) into the file `path`, *.pt2. inputs, fixed: the (shape,
     dtype) of each; a program serves any number of slots, and with it any length of masks (6
     dimensions), of angles and of caches. products: "library"; "sums"; or "packed", with packed
-    matrices, which the program gets as constants."""
+    matrices, which the program gets as constants. any_width: it serves blocks of 2 to WIDEST tokens;
+    sums are written for one width."""
     any_length = torch.export.Dim.DYNAMIC
-    lengths = [{5: any_length} if len(shape) == 6 else None for shape, _ in inputs]
-    lengths += [{len(shape) - 2: any_length} for shape, _ in fixed]
+    width = torch.export.Dim("width", min=2, max=WIDEST)
+    examples = []
+    lengths = []
+    for shape, dtype in inputs:
+        masks = len(shape) == 6
+        free = {5: any_length} if masks else {}
+        if any_width:
+            place = 4 if masks else 1
+            free[place] = width
+            shape = *shape[:place], FEW, *shape[place + 1 :]    # the same, whichever came first
+        examples.append(torch.zeros(shape, dtype=dtype))
+        lengths.append(free)
+    for shape, dtype in fixed:
+        examples.append(torch.zeros(shape, dtype=dtype))
+        lengths.append({len(shape) - 2: any_length})
     settings = {
         **NO_PATTERNS,
         "aot_inductor.package_constants_in_so": False,      # the weights stay with the model
         "freezing": products == "packed",
         "emulate_precision_casts": True,    # half types round as in eager passes, however it is cut
         "cpp.enable_floating_point_contract_flag": "fast"}  # one instruction multiplies and adds
-    examples = [torch.zeros(shape, dtype=dtype) for shape, dtype in (*inputs, *fixed)]
     # trap: lengths that are equal here become one number in the program: longer caches
     for i in range(len(inputs) + 2, len(examples)):
         examples[i] = F.pad(examples[i], (0, 0, 0, 1))

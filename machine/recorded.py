@@ -20,19 +20,18 @@ from weakref import WeakSet, ref
 import torch
 
 from machine import program
-from machine.blocks import ends, joined, pad, piece, run_piece, stack_masks, widen
+from machine.blocks import Bands, ends, joined, pad, piece, run_piece, stack_masks, widen
 from machine.packed import HUGE, LARGE, Packed, multiplies
-from machine.program import FEW, NO_PATTERNS, Compiled, Compilers, Weights
-from machine.quant import size
+from machine.program import FEW, NO_PATTERNS, WIDEST, Compiled, Compilers, Weights
+from machine.quant import Matrix, size
 from methods.standin import StandIn
 from model import Transformer
 from support import files
 from support.measure import identity
 
 TRIES = 3   # recordings of a pass that may fail their check before it stays eager
-FEWER = 3   # rows of x up to which sums are faster than a packed matrix, of a large model
+ANY = "any"     # width of a program that takes blocks of 2 to WIDEST tokens
 PIECE = 5   # blocks that a program has at most: it takes a second more to compile for each
-WIDTHS = {"compile": (1, 2, 4, 8, 16)}  # of a block of tokens
 TOLERANCE = {   # how far, by `distance`, a recording may differ from the eager pass
     torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -135,24 +134,27 @@ class Recorded(StandIn):
     A piece returns the states after all its blocks, so that a head may trace any of them.
 
     how: see above; by default what suits the model's device. widths: a block is padded to the next
-    of these with dead tokens, which land in the spare slots of a cache. reach: graphs distinguish
-    as few text lengths as if these doubled from `reach` on. say: called with a line about what
-    takes long or fails, by default `print` to standard error. exact: a row of two or more is the
-    same to the bit in every pass: all passes multiply in one way, and are recorded when they are
-    first seen.
+    of these with dead tokens, which land in the spare slots of a cache; not where a program takes
+    any width, as those with packed matrices do. reach: graphs distinguish as few text lengths as if
+    these doubled from `reach` on. say: called with a line about what takes long or fails, by
+    default `print` to standard error. exact: a row of two or more is the same to the bit in every
+    pass: all passes multiply in one way, and are recorded when they are first seen.
     Do not move, cast or train the model later: packed matrices are copies.
     """
 
     def __init__(self, model, how=None, widths=None, reach=256, say=None, lead=None, exact=False):
         self.model = model
         self.how = how or ("graph" if model.tok.is_cuda else "compile")
-        self.widths = widths or WIDTHS.get(self.how, (1, 8))
-        if exact:
-            self.widths = [width for width in self.widths if width > 1]     # single rows differ
+        if widths is None:
+            widths = (1, 2, 4, 8, 16) if self.how == "compile" else (1, 8)
+            if not exact:       # four rows cost hardly more than two
+                widths = [width for width in widths if width != 2]
+        self.widths = [width for width in widths if width > 1 or not exact]     # single rows differ
         self.reach = reach
         self.say = say or partial(files.note, "recorded")
         self.exact = exact
         self.tapes = {}  # {key: tape} of all that reads no cache, and of programs, which read any
+        self.loaded = {}    # {key of a program that takes any width: it}
         self.homes = []     # of graphs, which read one cache
         L = model.c.n_layers
         self.piece = math.inf               # sub-layers
@@ -162,9 +164,13 @@ class Recorded(StandIn):
                 sizes = [n for n in sizes if n % 2 == 0] or sizes
             self.piece = 2 * max(sizes)
         self.exits = (min(1 / 6, self.piece / 2 / L),)      # as deep as a piece
-        self.cut = {}                       # {(sub-layers, attentions that are traced): pieces}
+        self.cut = {}       # {(sub-layers, traced ones): [(piece, those of it)]}
+        self.bands = Bands(model)
         self.packed = {}                    # {address of a matrix: it as a Packed}
         self.weight = size(model.blocks)    # in bytes
+        head = model.tok if model.head is None else model.head
+        self.packs = all(map(can_pack, matrices(model.blocks)))
+        self.packs_head = can_pack(head)
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen = False
         self.patient = True     # it waits for a program that must be compiled
@@ -199,42 +205,48 @@ class Recorded(StandIn):
         if sublayers is None:
             sublayers = range(2 * self.c.n_layers)
         trace = {} if trace is None else trace
-        B, T, dim = x.shape
-        placed = self.place(x.shape, at, cache)
+        T = x.shape[1]
+        placed = self.place(x, at, cache)
         if placed:
-            at, inputs, angles = placed
-            x = pad(x, self.width(T))
+            at, inputs, angles, kind = placed
+            x = pad(x, inputs[0].shape[1])
         tapes = self.tapes
         if cache is not None and self.how != "compile":
             tapes = self.home(cache).tapes
-        cuts = tuple(sublayers), tuple(i for i in trace if i % 2 == 0)
+        cuts = tuple(sublayers), tuple(trace)
         if cuts not in self.cut:
             self.cut[cuts] = [*self.pieces(*cuts)]
-        for part in self.cut[cuts]:
+        for part, traced in self.cut[cuts]:
             states = None
             if placed:
                 fixed = angles + [t for i in part if i % 2 == 0 for t in cache.layers[i // 2]]
-                key = part, B, x.shape[1], dim
-                states = self.play(tapes, key, partial(run_piece, part), (x, *inputs), fixed)
-            seen = {i: None for i in part if i in trace}
+                f = partial(run_piece, part)
+                states = self.play(tapes, (part, *kind), f, (x, *inputs), fixed)
             if states is None:
+                seen = dict.fromkeys(traced)
                 x = self.model.run(x, at, cache, part, seen)
+                trace.update(seen)
             else:
                 x = states[-1]
-                seen = {i: states[ends(part).index(i)] for i in seen}
-            trace.update((i, state[:, :T]) for i, state in seen.items())
+                for i in traced:
+                    trace[i] = states[ends(part).index(i)]
+        for i in trace:
+            if trace[i] is not None:
+                trace[i] = trace[i][:, :T]
         return x[:, :T]
 
-    def pieces(self, sublayers, halves):
-        """The sub-layers in pieces: each ends when it is long enough, or after one of `halves`, an
-        attention whose output is traced."""
+    def pieces(self, sublayers, traced):
+        """The sub-layers in pieces, each with those of it that are traced. A piece ends when it is
+        long enough, or after an attention whose output is traced."""
+        parts = []
         part = []
         for i in sublayers:
             part.append(i)
-            if i in halves or len(part) == self.piece:
-                yield from self.common(part)
+            if (i in traced and i % 2 == 0) or len(part) == self.piece:
+                parts += self.common(part)
                 part = []
-        yield from self.common(part)
+        parts += self.common(part)
+        return [(part, [i for i in part if i in traced]) for part in parts]
 
     def common(self, part):
         """These sub-layers as pieces that have a program in common with others: as they are if
@@ -262,11 +274,12 @@ class Recorded(StandIn):
         home.move_in(cache)
         return home
 
-    def place(self, shape, at, cache):
-        """What all pieces of a pass over x of this shape share: the Placement of their padded
-        block; its positions, slots and masks; and the angles to read. None if they run eagerly."""
-        B, T, _ = shape
-        width = self.width(T)
+    def place(self, x, at, cache):
+        """What all pieces of a pass over x (B, T, dim) share: the Placement of their padded block;
+        its positions, slots and masks; the angles to read; and the rest of their keys. None if they
+        run eagerly."""
+        B, T, dim = x.shape
+        width, products = self.fill(B, T, self.packs)
         if not width or cache is None:
             return None
         S = cache.k.shape[3]
@@ -274,29 +287,35 @@ class Recorded(StandIn):
         if at.same and (at.first == 0 or end > S):
             return None     # first is 0 in a prompt, which is read once: recording would not pay
         angles = self.angles_read(min(end, S), S)
+        first = at.first if at.same else None
         at = widen(at, width - T, len(angles[0]))
-        masks = stack_masks(self.model, at, width)
+        if first is None:
+            masks = stack_masks(self.model, at, width)
+        else:
+            masks = self.bands(first, width, at.end)
         # trap: a program relies on the strides of its inputs, too
         positions = at.positions[:, -width:].expand(B, width).contiguous()
         slots = at.slots[:, -width:].expand(B, width).contiguous()
         masks = masks.expand(-1, B, *masks.shape[2:]).contiguous()
-        return at, (positions, slots, masks), angles
+        kind = B, width, products, dim, x.dtype, cache.k.dtype
+        if self.how != "compile":
+            kind = *kind, len(angles[0])    # programs read any number of slots
+        return at, (positions, slots, masks), angles, kind
 
     @torch.inference_mode()
     def unembed(self, x, rows=None):
         """`Transformer.unembed`; eagerly with a packed head and one of few rows, which are no more
         than a product."""
         B, T, _ = x.shape
-        width = self.width(T)
+        width, products = self.fill(B, T, self.packs_head)
         y = None
-        if width is not None:
+        if rows is None and width:
             x = pad(x, width)
-        if rows is None and width is not None:
-            head = self.model.tok if self.model.head is None else self.model.head
-            if self.how == "compile" and self.products(B * width, [head]) == "packed":
-                rows = self.pack(head)
+            if products == "packed":
+                rows = self.pack(self.model.tok if self.model.head is None else self.model.head)
             else:
-                y = self.play(self.tapes, (None, B, width), Transformer.unembed, (x,), [])
+                key = None, B, width, products, x.dtype
+                y = self.play(self.tapes, key, Transformer.unembed, (x,), [])
         if y is None:
             y = self.model.unembed(x, rows)
         return y[:, :T]
@@ -309,8 +328,16 @@ class Recorded(StandIn):
     def all_tapes(self):
         return [self.tapes, *(home.tapes for home in self.homes)]
 
-    def width(self, T):
-        return next((width for width in self.widths if width >= T), None)
+    def fill(self, B, T, packs):
+        """The width that a block of T tokens is padded to, None if it runs eagerly; and how its
+        program multiplies, see `products`."""
+        width = next((width for width in self.widths if width >= T), None)
+        products = None
+        if width and self.how == "compile":
+            products = self.products(B * width, packs)
+            if 1 < T <= WIDEST and products != "sums" and not self.exact:
+                width = T       # its program takes any
+        return width, products
 
     def angles_read(self, end, slots):
         """[cos, sin] for `run_piece`: the table of angles for all positions that are read,
@@ -326,19 +353,15 @@ class Recorded(StandIn):
     def play(self, tapes, key, f, inputs, fixed):
         """f(model, *inputs, *fixed), replayed; None if it should run eagerly: when it is seen for
         the first time, and if its recording failed its check."""
-        if self.how == "compile":
-            key = *key, *(t.dtype for t in (*inputs, *fixed[2:3]))
-        elif fixed:
-            key = *key, len(fixed[0])
-        if self.exact and tapes.get(key) is None:   # never eager first, and replayed later
+        tape = tapes.get(key)
+        if tape is None and (self.exact or program_key(key) in self.loaded):
+            # exact: never eager first, and replayed later. loaded: it is only to be checked
             tape = self.record(key, f, inputs, fixed)
             tapes[key] = tape or (False if self.lead.patient else None)
-        elif tapes.get(key) is None and not self.lead.frozen:
-            tapes[key] = self.record(key, f, inputs, fixed) if key in tapes else None
-        tape = tapes.get(key)
-        if not tape:
-            return None
-        return tape(inputs, fixed)
+        elif tape is None and not self.lead.frozen:
+            tape = self.record(key, f, inputs, fixed) if key in tapes else None
+            tapes[key] = tape
+        return tape(inputs, fixed) if tape else None
 
     def record(self, key, f, inputs, fixed):
         """A recording of f that agrees with f on these inputs; False if there will be none."""
@@ -379,18 +402,17 @@ class Recorded(StandIn):
             self.packed[address] = Packed(w)
         return self.packed[address]
 
-    def products(self, rows, matrices):
+    def products(self, rows, packs):
         """How a pass over this many rows multiplies fastest: in "sums" if the rows are few, else
         with "packed" matrices where the processor has units for them, or as the "library" does. The
         matrices of a small model lie in the processor's caches: there sums win longer. exact: in
         one way for all rows, because each rounds differently."""
-        packs = self.weight < HUGE and all(
-            isinstance(w, torch.Tensor) and multiplies(w.dtype) for w in matrices)
+        packs = packs and self.weight < HUGE
         if self.exact:
             return "packed" if packs and self.weight >= LARGE else "sums"
         few = 2 * FEW
         if self.weight >= LARGE:
-            few = FEWER if packs else FEW
+            few = 1 if packs else FEW
         if rows <= few:
             return "sums"
         return "packed" if packs else "library"
@@ -404,7 +426,10 @@ class Recorded(StandIn):
         return self.make_program(key, f, inputs, fixed, used)
 
     def make_program(self, key, f, inputs, fixed, used):
-        sublayers, *rest = key
+        key = program_key(key)
+        if key in self.loaded:
+            return self.loaded[key]
+        sublayers, rows, width, products, *rest = key
         shift = 0
         if sublayers:       # compiled as the first blocks
             shift = sublayers[0] // 2
@@ -412,12 +437,17 @@ class Recorded(StandIn):
                 shift = shift // 2 * 2
             sublayers = tuple(i - 2 * shift for i in sublayers)
             f = partial(run_piece, sublayers)
-        products = self.products(inputs[0].shape[:-1].numel(), used.matrices)
         makers = Transformer, type(self.model), run_piece, program.write
         sources = [Path(sys.modules[m.__module__].__file__).read_bytes() for m in makers]
-        facts = sublayers, rest, products, sources
+        facts = sublayers, rows, width, products, rest, sources
         path = files.cache_file(f"{identity(self.model, *facts)}.pt2")
-        load = partial(Compiled, path, self.model, shift, used, self.pack)
+
+        def load():
+            made = Compiled(path, self.model, shift, used, self.pack)
+            if width == ANY:
+                self.loaded[key] = made
+            return made
+
         if path.is_file():
             try:
                 return load()
@@ -428,7 +458,7 @@ class Recorded(StandIn):
         if path not in compilers.asked:
             shapes = [[(t.shape, t.dtype) for t in tensors] for tensors in (inputs, fixed)]
             try:
-                compilers.ask(path, self.model, f, *shapes, products)
+                compilers.ask(path, self.model, f, *shapes, products, width == ANY)
             except OSError:
                 self.lead.frozen = True     # what has no program yet runs eagerly
                 raise
@@ -448,6 +478,24 @@ class Recorded(StandIn):
                 why = f"{type(e).__name__}: {e}".split("\n")[0]
                 self.say(f"kernels are not joined, because of {why}")
         return Graph(partial(f, self.model), inputs, fixed)
+
+
+def program_key(key):
+    """The key of a tape as that of its program, which may take any width."""
+    sublayers, rows, width, products, *rest = key
+    if 1 < width <= WIDEST and products in ("packed", "library"):
+        width = ANY
+    return sublayers, rows, width, products, *rest
+
+
+def matrices(blocks):
+    """All matrices of some blocks."""
+    plain = [w for w in blocks.parameters() if w.dim() == 2]
+    return plain + [m for m in blocks.modules() if isinstance(m, Matrix)]
+
+
+def can_pack(w):
+    return isinstance(w, torch.Tensor) and multiplies(w.dtype)
 
 
 @cache

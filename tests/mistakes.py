@@ -526,9 +526,12 @@ TABLE = {
          "recorded::new_caches_replay_what_was_recorded_with_others[skip-llama]"),
         ("Recorded.make_program", "shift // 2 * 2", "shift", "a window is taken for none",
          "recorded::one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its_own"),
-        ("Recorded.run", "(part, B, x.shape[1], dim)", "(part, B, x.shape[1], 0)",
+        ("Recorded.place", "(B, width, products, dim, x.dtype", "(B, width, products, 0, x.dtype",
          "what a head joins and what it joined share a recording",
          "heads::a_head_is_saved_and_loaded[eagle, fused]"),
+        ("Recorded.play", "program_key(key) in self.loaded", "False",
+         "a width that is new after the rehearsal runs eagerly for ever",
+         "recorded::programs_with_packed_matrices_serve_other_blocks_too"),
         ("Recorded.record", "all((d <= most for d in off))", "not max(off) > most", "NaN passes the check",
          "recorded::a_wrong_recording_is_refused")],
     "machine/program.py": [
@@ -547,6 +550,8 @@ TABLE = {
         ("Fused.forward", "T < LONG", "T < 0", "short blocks round in another way, too",
          "fused::a_short_block_has_the_very_bits_of_explicit_attention")],
     "machine/blocks.py": [
+        ("Bands.draw", "ahead <= -window", "ahead < -window", "a window is one slot too long",
+         "recorded::masks_of_chains_are_cut_from_one_line[gemma2]"),
         ("ends", "i % 2 or ", "", "a head reads the state at the end of a piece",
          "recorded::a_traced_pass_is_that_of_an_eager_pass[llama]"),
         ("widen", ".clamp(max=end - 1)", "", "padding is written beyond what is read",

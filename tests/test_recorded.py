@@ -15,7 +15,7 @@ from tiny import FAMILIES, GEMMA, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_fam
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine import program, recorded
-from machine.blocks import joined, piece, run_piece, stack_masks
+from machine.blocks import Bands, joined, piece, run_piece, stack_masks, widen
 from machine.recorded import Recorded
 from methods.trees import ancestors
 from model import Placement
@@ -102,6 +102,15 @@ def test_a_tree_is_replayed_also_while_it_grows(models, family):
         assert m.replays()
 
 
+@each_family
+def test_masks_of_chains_are_cut_from_one_line(family):
+    m = make(FAMILIES[family])
+    bands = Bands(m)
+    for first, T, end in ((1, 1, 24), (0, 4, 9), (7, 8, 15), (70, 3, 90), (5, 2, 24)):
+        at = widen(Placement.span(first, first + T), 0, end)
+        assert torch.equal(bands(first, T, end), stack_masks(m, at, T))
+
+
 def test_what_is_wide_or_has_no_cache_runs_eagerly(models):
     m = on_paper(models["llama"].model)
     x = m.embed(torch.tensor([[1, 2, 3]]))
@@ -132,7 +141,7 @@ def test_a_traced_pass_is_that_of_an_eager_pass(models, family):
     m.piece = 4
     m.cut.clear()
     m.run(x, Placement.span(4, 7), cache)
-    assert {every[:4], every[4:8], every[8:]} == {part for parts in m.cut.values() for part in parts}
+    assert {every[:4], every[4:8], every[8:]} == {part for parts in m.cut.values() for part, _ in parts}
 
 
 # --- what is recorded and kept
@@ -420,22 +429,23 @@ def test_exact_rows_depend_neither_on_the_width_nor_on_the_cuts(folder):
 @torch.inference_mode()
 def test_programs_with_packed_matrices_serve_other_blocks_too(folder, monkeypatch):
     """A compiler folds 1 + w into constants: a program of Gemma-2 gets those of the blocks that it runs. With
-    a bias, as in Qwen2."""
+    a bias, as in Qwen2. It takes blocks of any width, also once nothing new is recorded."""
     monkeypatch.setattr(recorded, "LARGE", 0)
     c = replace(GEMMA, n_layers=2, window=None, qkv_bias=True)
     model, said = make(c).float(), []
-    fast = Recorded(model, widths=(4,), say=said.append)
+    fast = Recorded(model, widths=(16,), say=said.append)
     fast.piece = 2
     caches = [KVCache(c, 1, 24, torch.float32) for _ in range(2)]
 
-    def read(start):
-        x, at = torch.randn(1, 3, 32), Placement.span(start, start + 3)
+    def read(start, T):
+        x, at = torch.randn(1, T, 32), Placement.span(start, start + T)
         return [m.unembed(m.run(x, at, cache)) for m, cache in zip((fast, model), caches, strict=True)]
 
-    fast.rehearse(lambda: read(4))
-    for start in (7, 10):
-        got, want = read(start)
+    fast.rehearse(lambda: read(4, 3))
+    for start, T in ((7, 3), (10, 2), (9, 5), (2, 16)):
+        got, want = read(start, T)
         assert (got - want).abs().max() < 1e-4 * want.abs().max()
+    assert {key[2] for key in fast.tapes} == {2, 3, 5, 16}
     assert len([*folder.rglob("*.pt2")]) == 1, "one for two pieces; a packed head needs none"
     assert len(fast.packed) == 2 * 4 + 1 and all(fast.tapes.values())
     monkeypatch.setattr(recorded, "multiplies", lambda dtype: False)
