@@ -15,7 +15,6 @@ from collections import Counter
 from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
-from weakref import WeakSet, ref
 
 import torch
 
@@ -24,6 +23,7 @@ from machine.blocks import Bands, ends, joined, pad, piece, run_piece, stack_mas
 from machine.packed import HUGE, LARGE, Packed, multiplies
 from machine.program import FEW, NO_PATTERNS, WIDEST, Compiled, Compilers, Weights
 from machine.quant import Matrix, size
+from machine.tapes import Graph, Home, Tape
 from methods.standin import StandIn
 from model import Transformer
 from support import files
@@ -34,91 +34,6 @@ ANY = "any"     # width of a program that takes blocks of 2 to WIDEST tokens
 PIECE = 5   # blocks that a program has at most: it takes a second more to compile for each
 TOLERANCE = {   # how far, by `distance`, a recording may differ from the eager pass
     torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-
-
-# --- recordings
-
-
-class Tape:
-    """A recording on paper: each replay runs f again, but on its own buffers, which the inputs are
-    copied to, and into memory that the next replay of any tape overwrites, as with graphs that
-    share memory."""
-    made = WeakSet()
-
-    def __init__(self, f, inputs, fixed):
-        self.inputs = [x.clone() for x in inputs]
-        self.fixed = fixed              # trap: what it reads must outlive it
-        self.record(f)
-
-    def record(self, f):
-        self.f = f
-        self.output = f(*self.inputs, *self.fixed)
-        Tape.made.add(self)
-
-    def replay(self):
-        for tape in Tape.made:
-            tape.output.fill_(math.nan)
-        self.output.copy_(self.f(*self.inputs, *self.fixed))
-
-    def __call__(self, inputs, fixed):
-        for mine, x in zip(self.inputs, inputs, strict=True):
-            mine.copy_(x)
-        self.replay()
-        return self.output.clone()
-
-
-class Graph(Tape):
-    """A CUDA graph. All of them share one pool of scratch memory, as only one runs at a time."""
-    pool = None
-    newest = None   # trap: a pool whose graphs are all gone takes no other
-
-    def record(self, f):
-        Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
-        f(*self.inputs, *self.fixed)    # compiles what is to be compiled
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=Graph.pool):     # records launches, computes nothing
-            self.output = f(*self.inputs, *self.fixed)
-        Graph.newest = self.graph
-
-    def replay(self):
-        self.graph.replay()
-
-
-# --- the stand-in
-
-
-class Home:
-    """The memory of a cache, and the recordings that hold its addresses."""
-
-    def __init__(self, cache):
-        self.cache = ref(cache)
-        self.memory = cache.k, cache.v, cache.layers
-        self.tapes = {}
-
-    def fits(self, cache):
-        mine = self.memory[0]
-        return mine.shape == cache.k.shape and mine.dtype == cache.k.dtype
-
-    def move_in(self, cache):
-        """Give the cache this memory, and its own to the one that was here, if that is still in
-        use."""
-        theirs = cache.k, cache.v, cache.layers
-        before = self.cache()
-        for here, there in zip(self.memory[:2], theirs[:2], strict=True):
-            kept = here.clone()
-            here.copy_(there)
-            there.copy_(kept)
-        cache.k, cache.v, cache.layers = self.memory
-        if before is not None:
-            before.k, before.v, before.layers = theirs
-        self.cache = ref(cache)
-
-
-def distance(a, b):
-    """The largest distance of a vector of a (..., D) from that of b, relative to the latter's
-    length, or to the mean length if that is larger."""
-    length = b.double().norm(dim=-1)
-    return ((a.double() - b).norm(dim=-1) / length.clamp(min=length.mean())).max()
 
 
 class Recorded(StandIn):
@@ -478,6 +393,13 @@ class Recorded(StandIn):
                 why = f"{type(e).__name__}: {e}".split("\n")[0]
                 self.say(f"kernels are not joined, because of {why}")
         return Graph(partial(f, self.model), inputs, fixed)
+
+
+def distance(a, b):
+    """The largest distance of a vector of a (..., D) from that of b, relative to the latter's
+    length, or to the mean length if that is larger."""
+    length = b.double().norm(dim=-1)
+    return ((a.double() - b).norm(dim=-1) / length.clamp(min=length.mean())).max()
 
 
 def program_key(key):

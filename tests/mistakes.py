@@ -519,11 +519,12 @@ TABLE = {
          "pace::one_more_is_drafted_while_its_chance_exceeds_its_price"),
         ("Calibrated.learn", "kept + 1", "kept", "the rejected token is not counted",
          "pace::outcomes_are_counted_by_hand")],
-    "machine/recorded.py": [
+    "machine/tapes.py": [
         ("Tape.__call__", ".clone()", "", "the output is overwritten by the next replay",
          "recorded::texts_of_batches_of_several_sizes"),
         ("Home.move_in", "there.copy_(kept)", "kept.copy_(kept)", "a cache in use loses its keys",
-         "recorded::new_caches_replay_what_was_recorded_with_others[skip-llama]"),
+         "recorded::new_caches_replay_what_was_recorded_with_others[skip-llama]")],
+    "machine/recorded.py": [
         ("Recorded.make_program", "shift // 2 * 2", "shift", "a window is taken for none",
          "recorded::one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its_own"),
         ("Recorded.place", "(B, width, products, dim, x.dtype", "(B, width, products, 0, x.dtype",

@@ -173,7 +173,7 @@ class Multiplies(Recorded):
         super().__init__(model)
         self.way = way
 
-    def products(self, rows, matrices):
+    def products(self, rows, packs):
         return self.way
 
 
