@@ -304,11 +304,11 @@ sides[0].set_ylabel("times plain decoding")
 figure
 
 # %% [markdown]
-# The copy in four bits gains more, although it errs more often: alpha is high either way, so c decides. Its
-# curve is flat from three to five tokens, and then it falls: the verifying pass is already shared by many,
-# and longer drafts are seldom accepted whole. `--draft int4` drafts three.
+# By bytes the copy in four bits gains more, although it errs more often: alpha is high either way, so c
+# decides. Its curve is flat from three to five tokens, and then it falls: the verifying pass is already
+# shared by many, and longer drafts are seldom accepted whole. `--draft int4` drafts three.
 #
-# By the clock the gain is smaller, and the formula predicts it, given what steps and blocks cost here.
+# By the clock both gain less, and the formula predicts it, given what steps and blocks cost here.
 #
 # This *flatters* int4: the weights in our file had been through four bits once, and a second rounding to a
 # similar grid loses less. And by the clock int4 gains only where the processor multiplies few bits
