@@ -35,8 +35,8 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 # %% [markdown]
 # ## A tree and its mask
 #
-# `Siblings` wraps any drafter that drafts a chain. With widths `[2, 1]`, the first token of the chain
-# gets two siblings and the second token gets one. Siblings are drawn from the same q, but without
+# `Siblings` wraps any drafter that drafts a chain. With widths `[2, 1]`, the first two tokens of the chain
+# get a sibling, and the first one gets a second sibling. Siblings are drawn from the same q, but without
 # replacement: never the same token twice.
 #
 # The loop below runs twelve rounds, and keeps the tree whose first two siblings are the most uncertain:
@@ -102,8 +102,8 @@ plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in
 # Each leaf ends one text, so any shape with four leaves does, such as `[0, 0, 0, 0, 1]`.
 # </details>
 #
-# Two siblings have the same *position* in the text, which is their depth, but two *slots* in the cache.
-# So one pass reads several texts at once. Does each path really get the same logits as if it were
+# Two siblings have the same *position* in the text, which follows from their depth, but two *slots* in the
+# cache. So one pass reads several texts at once. Does each path really get the same logits as if it were
 # alone? We read the tree in one pass and then each path by itself.
 
 # %%
@@ -207,16 +207,19 @@ for side, k in zip(sides, family, strict=True):
     side.bar(torch.arange(8) + 0.2, q[k][shown], 0.4, color=plots.HUES[1], label="drawn from")
     side.set_xticks(range(8), [tokenizer.decode([t]).strip() or "␣" for t in shown.tolist()], rotation=90)
     side.set_title(f"try {names[k + 1]}\nchance {float((left / q[k])[tokens[k]].clamp(max=1)):.2f}")
+    assert not SHIPPED or k != family[-1] or left[tokens[k]] < 1e-6, "the third child has no chance"
     left = (left - q[k]).clamp(min=0)
+    assert not SHIPPED or left[tokens[k]] == 0, "the blue bar of a rejected token"
     left = left / left.sum()
 sides[0].legend(frameon=False)
 figure
 
 # %% [markdown]
-# The orange bar disappears: the next sibling is drawn from q without that token, rescaled, since drawing
-# the same token again would be a waste. q is subtracted from the blue bars, because what p and q share
-# has had its chance. Where p exceeds q, something is left, and a later sibling can hit it. Where q
-# exceeds p, as at the third child here, nothing is left: its chance is 0.
+# Both disappear. The orange one, because the next sibling is drawn from q without that token, rescaled:
+# drawing the same token again would be a waste. The blue one, because a token can only be rejected where q
+# exceeds p, and q is subtracted: what p and q share has had its chance. Where p exceeds q, something is
+# left, and a later sibling can hit it. Where q exceeds p, as at the third child here, nothing is left: its
+# chance is 0.
 #
 # ## Why the text is exact: one line
 #
@@ -358,7 +361,15 @@ figure
 # <details><summary>Answer</summary>
 # Free levels make deep trees, and expensive levels make shallow and wide ones.
 # </details>
-#
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+shapes = {cost: best_tree(ranks, 8, cost, node_cost=0.0) for cost in (0.0, 0.05, level)}
+deep = [speed(shape)[0] for shape in shapes.values()]
+assert not SHIPPED or deep[0] > deep[1] > deep[2]
+for cost, shape in shapes.items():
+    print(f"the best tree of 8 where a level costs {cost:.2f} passes: {shape}")
+
+# %% [markdown]
 # Free nodes are an assumption, too. On a GPU that waits for memory, a pass over 16 tokens costs about
 # as much as a pass over one. On a CPU it does not, and a large tree can lose. `python -m lab.bench
 # heads` measures it.

@@ -66,7 +66,7 @@ print(f"one of our heads has {heads.count(fresh):,} weights; "
 # train for acceptance directly, at temperature 1. (Medusa's code trains with the cross-entropy of the
 # text instead.)
 #
-# **Predict:** what alpha will the head reach after 200 steps on six short stories, on these six and on
+# **Predict:** after 200 steps on six short stories, what alpha will the head reach on these six, and on
 # two others?
 
 # %%
@@ -114,9 +114,9 @@ side.legend(frameon=False)
 figure
 
 # %% [markdown]
-# A few seconds and one matrix more than double alpha. The gap between the curves is overfitting: six
-# stories are far too little text. `lab/train_heads.py` trains on much more, and the heads beside the
-# shipped weights come from there.
+# One matrix, trained for a few seconds, more than doubles alpha. The gap between the curves is
+# overfitting: six stories are far too little text. `lab/train_heads.py` trains on much more, and the heads
+# beside the shipped weights come from there.
 #
 # **Try it:** set `STEPS = 400`. Which of the two curves will rise more?
 #
@@ -155,8 +155,8 @@ figure
 #   [notebook 11](11_a_real_model.ipynb).)
 # - **Medusa** reads the final state of the last token that was read. Its heads predict three tokens at
 #   once. But the second head does not know what the first one has drafted.
-# - **The prophet** (lucidrains; not ProphetNet) is a small decoder. It starts from that final state and
-#   then reads its own drafts.
+# - **The prophet** (lucidrains; not ProphetNet) is a small decoder. It starts from that final state, then
+#   reads D and its own drafts.
 #
 # What a drafted token costs follows from that: the blocks of the model that run for it, the head's own
 # weights, and the output head. `heads.pricing` adds them up, in passes of the target. (No exit block is
@@ -236,8 +236,8 @@ for side in (left, right):
 figure
 
 # %% [markdown]
-# Kangaroo has the highest tau, and EAGLE, whose tokens are cheaper, the same speed-up: eight stories do
-# not tell them apart. The exits come close in tau, but their drafts cost more. Medusa is the cheapest and
+# Kangaroo has the highest tau, and EAGLE, whose tokens are cheaper, about the same speed-up: eight stories
+# do not tell them apart. The exits come close in tau, but their drafts cost more. Medusa is the cheapest and
 # drafts worst: cheap drafts do not help much if they are rejected. Speed by weights is not speed by the
 # clock: [BENCHMARKS.md](../lab/BENCHMARKS.md) has both, on more text.
 #
@@ -253,7 +253,8 @@ figure
 #
 # Notebook 7 applies to heads, too: their second and third choices make trees. How often each choice is
 # the target's token was measured when the heads were trained and is stored with them, so `best_tree` can
-# pick the shape. A parent 0 in a shape is the last known token, and k is drafted token k.
+# pick the shape. A parent 0 in a shape is the last known token, and k is drafted token k. (Medusa's tree
+# may branch anywhere. Of EAGLE only the first choices are continued here; in its paper others are, too.)
 #
 # **Predict:** does a tree help EAGLE more, or Medusa?
 
@@ -281,7 +282,14 @@ if SHIPPED and GAMMA == 3:
 # <details><summary>Answer</summary>
 # No. Each further sibling is accepted less often, and three heads still draft three levels.
 # </details>
-#
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+shape = best_tree(one.ranks or [0.5, 0.15, 0.08], 32, prices["medusa"], 0.0, one.branches, levels=most)
+wide, _, _ = measure(one.drafter(most, shape))
+assert not SHIPPED or GAMMA != 3 or wide < gained["eagle"][0]
+print(f"a tree of {len(shape)}: tau {wide:.2f}; EAGLE's chain: {gained['eagle'][0]:.2f}")
+
+# %% [markdown]
 # ## Questions
 #
 # Each answer is folded, and so is the cell below it that checks the answer.

@@ -141,7 +141,7 @@ by_exit = torch.stack([whole.acceptance(early_exit(L, e))[places] for e in range
 true, recent = by_exit.mean(1), by_exit[:, -40:].mean(1)
 off = [float((table[-1] - alpha).abs().mean()) for alpha in (true, recent)]
 print(f"DEL's estimates are off by {off[0]:.3f} from the whole text, by {off[1]:.3f} from its last 40 tokens")
-assert not SHIPPED or off[1] < off[0]
+assert not SHIPPED or off[1] < off[0] and max(true[4 : L // 2]) < true[3] + 0.02
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.2)
@@ -159,16 +159,16 @@ figure
 # There is a price. For each shadow token, the output head must be applied to one more state. A large
 # GPU hardly notices, since it reads the head once for all of them. On a CPU the shadow tokens of all
 # exits can cost more than the pass itself. So the library's `DEL` can score a few exits only, or only
-# every fourth round.
+# every n-th round.
 #
-# ## SWIFT: a search on one request
+# ## SWIFT: a search while it writes
 #
 # SWIFT (arXiv 2410.06916) searches for sub-layers to skip *on the text that it is writing*. After the
 # first tokens, its window, it scores one candidate set per round. Most candidates are random; every
 # 25th is chosen by a Gaussian process (notebook 6). The score is the *matchness*: how often the set's
 # likeliest token is the next token of the window. A candidate that beats the current set replaces it.
 #
-# **Predict:** the candidates skip as many sub-layers as the first set, so c stays the same. How much
+# **Predict:** the candidates skip as many sub-layers as the first set, so c hardly changes. How much
 # faster will the best of them be than the first?
 
 # %%
@@ -203,7 +203,16 @@ figure
 # <details><summary>Answer</summary>
 # Lower: a longer window leaves less to luck, and fewer sets are scored before the text ends.
 # </details>
-#
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+longer = SWIFT(model, window=48, gamma=8, widths=())
+for _ in rounds(model, [prompt], 90, longer):
+    pass
+top = max(score for _, score in longer.seen)
+assert not SHIPPED or top < tops[-1] or swift.window != 24
+print(f"{len(longer.seen)} sets were scored on {longer.window} tokens each; the best {top:.2f}")
+
+# %% [markdown]
 # What is the best set worth, measured on all that was written?
 
 # %%
@@ -224,16 +233,18 @@ print(f"the search itself cost as much as {len(scores) * costs.step(swift.kept(s
 # Little, for three reasons. SWIFT's sets keep more than half of the model, so a drafted token is
 # expensive. The best of many scores from a short window is flattered by chance (notebook 6): on the
 # whole text the two sets are hardly further apart than one standard error. And scoring a set costs about
-# as much as a drafted token, so a short text ends before the search has paid for itself. SWIFT was made
-# for long texts, and for large models that lose little when blocks are skipped.
+# as much as a drafted token, so our one short text ends before the search has paid for itself. In the
+# paper the search goes on over many requests, which share its cost, and the models are large and lose
+# little when blocks are skipped.
 #
 # ## Suffix decoding: copy what came before
 #
 # The cheapest draft is text that is already there. *Prompt lookup* takes the last n tokens, looks for the
 # same n tokens earlier in the text, and copies what followed them. *Suffix decoding* (arXiv 2411.04975)
 # does not fix n. It tries every *suffix*, the last token, the last two, and so on, and counts what has
-# followed each of them so far. From a suffix it follows the most frequent next token, as long as the
-# chance of the whole copy stays above a limit. The copy that promises most accepted tokens is drafted.
+# followed each of them so far. From a suffix of m tokens it follows the most frequent next token, for at
+# most 2 m tokens and as long as the chance of the whole copy stays above a limit. The copy that promises
+# most accepted tokens is drafted.
 #
 # Here it writes code. **Look:** which copies are right?
 
@@ -252,18 +263,34 @@ for state, r in rounds(model, [code], 48, lookup):
 # %% [markdown]
 # Names recur often, whole phrases less often. Nothing is computed for a copy, so c is 0. It gains
 # wherever a text repeats itself: in code, in summaries of a prompt, in lists. (The paper also keeps the
-# texts of earlier requests.)
+# texts of earlier requests, and can draft a tree.)
 #
 # **Try it:** take a story instead of the code: `read_prompts("stories")`. How many copies will be right?
 #
 # <details><summary>Answer</summary>
-# Hardly any. The words of a story recur, but seldom in the same order.
+# Fewer. A story repeats names and short phrases, and this small model sometimes a whole one; but seldom as
+# long as in code.
 # </details>
-#
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+from support.stats import Counts
+
+copied = {}
+for kind in ("code", "stories"):
+    openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos) for line in read_prompts(kind)[:4]]
+    counts = Counts()
+    for _, r in rounds(model, openings, 48, Suffix(7), eos=c.eos):
+        counts.add(r)
+    copied[kind] = counts.accepted / counts.proposed
+    print(f"{kind}: {counts.accepted} of {counts.proposed} copied tokens accepted, {copied[kind]:.0%}; "
+          f"tau {counts.tau:.2f}")
+assert not SHIPPED or copied["stories"] < copied["code"]
+
+# %% [markdown]
 # ## Pace: weigh everything by time
 #
 # `Pace`, the library's own controller, answers one question before every draft: *which drafter, and which
-# length, writes the most tokens per unit of time?* It can draft nothing, use suffix decoding, or
+# length, writes the most tokens per unit of time?* It can draft nothing, use suffix decoding (`suffix`), or
 # one of several exits, a skip set, or trained heads where there are any. Each gets a value, the expected
 # speed:
 #
@@ -323,7 +350,7 @@ figure
 # A draft can fail. But its cost is known before the round: each drafted token costs c, and their number
 # is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written token adds
 # one pass, which is what it would have cost without drafting, and a small extra, `risk`, of 1 %. Each
-# round subtracts what it costs. A round begins only if the balance covers its cost with nothing
+# round subtracts what it costs. A round begins only if the balance covers what it would lose with nothing
 # accepted, so the balance never falls below zero. That *is* the guarantee: by its table of costs, Pace
 # is never slower than plain decoding by more than 1 % and two passes. By the clock, it holds as far as
 # the table is right.
@@ -350,7 +377,10 @@ for state, r in rounds(model, [prompt], 120, SelfDraft(model, useless, 2)):
 tries = careful.chosen["useless"]
 print(f"Pace tried the useless draft in {tries} of {sum(careful.chosen.values())} rounds")
 print(f"rounds: {careful.chosen}; the balance was never below {min(balances):.2f}")
-assert STAKE == 2 and min(balances) >= 0 and (not SHIPPED or tries < 12)
+assert STAKE == 2 and min(balances) >= 0
+if SHIPPED and useless == list(range(L, 2 * L)):                # what the text below the picture says
+    assert tries < 12 and 0.4 < STAKE - balances[1] < 0.6
+    assert 0.9 < -fixed[-1][1] / fixed[-1][0] < 1.1
 
 # %% jupyter={"source_hidden": true}
 won = [p - STAKE - 0.01 * t for p, t in zip(balances, tokens, strict=True)]

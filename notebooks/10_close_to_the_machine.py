@@ -4,7 +4,7 @@
 # What does the machine do during a pass? It launches operations, and it reads bytes. We count both. Then
 # we look at what the folder `machine/` does about them: passes that are recorded once and replayed,
 # weights of few bits, one model on two processes. Recording and splitting do not change the text, up to
-# rounding. The last part removes the rounding, too.
+# rounding. The last part makes even the rounding the same.
 #
 # > **A pass of a small model waits for operations to be launched, a pass of a large one for bytes to be
 # > read. A recording removes the first wait. Fewer bits shorten the second, and several devices share it.**
@@ -134,8 +134,9 @@ for name, seconds in interleave(work, 15).items():
     print(f"{name}: {1e3 * seconds:.2f} ms")
 
 # %% [markdown]
-# On a small model the launches cost about as much as the products, or more. (Each product is launched,
-# too, so the two do not add up to the pass.)
+# On a small model the launches cost about as much as the products, or more. (The two need not add up to the
+# pass: the launches of the products are in both, and the narrow model's other operations move fewer
+# numbers.)
 #
 # For larger models this turns around: bytes grow with the square of the width, launches only with the
 # depth. Here are known models on paper, in bfloat16, on a device that reads 3.35 TB/s (an H100, by its
@@ -203,9 +204,9 @@ print(tokenizer.decode(texts[1]))
 # %% [markdown]
 # A recording is made for given sub-layers and a given number of rows, tokens and slots. What changes from
 # round to round is its input: the states, the position, the angles. So per pass the host launches one
-# replay and a few copies. A compiled program saves more: it *fuses* an addition and the multiplication into
-# one loop over memory. This is the table of tokens/s in [BENCHMARKS.md](../lab/BENCHMARKS.md), which also
-# names the machine:
+# replay and a few copies. A compiled program saves more, since it *fuses* operations: an addition and a
+# multiplication become one loop over memory. This is the table of tokens/s in
+# [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the machine:
 
 # %% jupyter={"source_hidden": true}
 from IPython.display import Markdown
@@ -402,7 +403,8 @@ assert " ".join(alone.split()) in " ".join(out.stdout.split()), "the text of one
 # %% [markdown]
 # The text is that of one process. These two share one memory, so nothing is gained; GPUs have their own.
 # On paper, for 70 billion parameters in bfloat16: each device reads its share of the weights, then all
-# wait for one another, 2 L + 2 times per token. We assume 10 or 50 microseconds per all-reduce.
+# wait for one another, 2 L + 2 times per token: twice per block, once for the output head, once to agree on
+# the token. We assume 10 or 50 microseconds each time.
 #
 # **Predict:** are eight devices eight times as fast?
 
@@ -433,9 +435,10 @@ print(f"{worlds[-1]} devices would be {eight:.2f} times as fast as one")
 # %% [markdown]
 # ## The same text, to the bit
 #
-# A machine rounds, and how it rounds depends on the shape of a pass. In bfloat16, two tokens are often so
-# close that one bit decides between them, and from there on the texts differ. We read the same text in
-# blocks of 1, 2, 4 and 8 tokens, and compare rows of logits, bit by bit, with those of a block of 8.
+# A machine rounds, and how it rounds depends on the shape of a pass. In bfloat16, two tokens are sometimes
+# so close that the last bit decides between them, and from there on the texts differ. We read the same text
+# in blocks of 1, 2, 4 and 8 tokens, and compare rows of logits, bit by bit, with those of a block of 8. The
+# pass reads the cache up to the block, or all of its slots.
 
 # %% jupyter={"source_hidden": true}
 from machine.exact import equal_rows, exactly

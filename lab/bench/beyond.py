@@ -29,7 +29,7 @@ from speculative import rounds
 from support.stats import Counts
 
 CONTEXT, BATCH, GAMMA, SINKS = 128, 8, 3, 4
-LARGE, WINDOW = SHAPES["Llama 3.1 8B"], 1024    # on paper; the shapes of Llama 3 8B are the same
+LARGE, WINDOW = SHAPES["Llama 3.1 8B"], 1024    # on paper
 SHAPE = {"layers": 4, "dim": 128, "heads": 2, "kv-heads": 1, "hidden": 352}    # of a ProphetNet
 COLD = 0.5                                      # the temperature that HAMburger imitates
 CONFIDENCES = 0.5, 0.8, 0.9, 2.0                # 2: no head is so sure, so that each step says one token
@@ -310,7 +310,7 @@ def sparse_lines(found, on_paper):
     return [f"**A sparse self-draft**: how much of the text must a draft see? {SINKS} sinks and a window, "
             "in the second halves of texts of up to 256 tokens.", "",
             *figures(found.items(), SPARSE_COLUMNS, "window"),
-            f"On paper, Llama 3 8B in a half type, {SINKS} sinks and a window of {WINDOW:,}:", "",
+            f"On paper, Llama 3.1 8B in a half type, {SINKS} sinks and a window of {WINDOW:,}:", "",
             *figures(rows, PAPER_COLUMNS, "tokens")]
 
 
