@@ -84,7 +84,7 @@ def test_what_is_not_read_is_counted(own_window):
 
 def test_what_it_is_worth_by_hand():
     """A step reads 3 + 5 numbers of weights per block, the head, and 2 numbers per token and block.
-    Llama 3 8B: 32 blocks, 8 KV heads of 128, bfloat16: 128 KiB per token; 15 GB of weights."""
+    Llama 3.1 8B: 32 blocks, 8 KV heads of 128, bfloat16: 128 KiB per token; 15 GB of weights."""
     costs = Costs((3.0, 5.0, 3.0, 5.0), 4.0, slot=2.0)
     assert step_cost(costs, 100, 4, 17) == (20 + 2 * 2 * 20) / (20 + 2 * 2 * 100)
     rows = {r["tokens"]: r for r in beyond.paper()}
