@@ -460,9 +460,9 @@ assert not shipped or max(abs(mean_lead), abs(mean_lead - promised_lead)) < 2 * 
 #
 # ## The winner's curse
 #
-# Little of the lead was left. Was that bad luck? Let every story take a turn. We choose the best set and gamma on
-# some of the eight stories, score that choice on the others, and average over all ways to split them. Over
-# all splits, every story counts equally often in the choosing and in the scoring.
+# Little of the lead was left. Was that bad luck? Let every story take a turn. We choose the best set and
+# gamma on some of the eight stories, score that choice on the others, and average over all ways to split
+# them. Over all splits, every story counts equally often in the choosing and in the scoring.
 #
 # **Predict:** we choose among all sets, or among the exits only. Which choice promises more? Which one
 # keeps more?
@@ -616,7 +616,7 @@ def trial(k):
     return float(value[k])
 
 
-def watched(mean, std, beta, plain=ucb):                        # the `ucb` from before it is replaced below
+def watched(mean, std, beta, plain=ucb):                        # plain: bound now, before `ucb` is replaced
     given.append(std)
     return plain(mean, std, beta)
 
