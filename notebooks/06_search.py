@@ -425,16 +425,18 @@ figure
 
 # %% [markdown]
 # Points on the dashed line keep their promise. The test has easier stories, so nearly all sets lie above
-# it. Only the found set lies below it: on the calibration text it was also the luckiest. (The later exits
-# are slower, and lie outside the picture.)
+# it. The found set lies farthest below it: on the calibration text it was also the luckiest. (The later
+# exits are slower, and lie outside the picture.)
 #
 # Is it better or worse than an exit? A difference needs an interval. We take it story by story, because
 # a story is easy or hard for both.
 
 # %%
-def lead(text, name, rival):
-    """How far set `name` is ahead of `rival`, per document: the mean, and its standard error."""
-    gap = score(text, sets[name], trials[name].gamma) - score(text, sets[rival], trials[rival].gamma)
+def lead(text, name, rival, gamma=None):
+    """How far set `name` is ahead of `rival`, per document: the mean, and its standard error. gamma: of both;
+    None: each has its own."""
+    ours, theirs = (score(text, sets[some], gamma or trials[some].gamma) for some in (name, rival))
+    gap = ours - theirs
     return float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
 
 
@@ -446,10 +448,11 @@ print(f"best on the calibration text: the found set, and of the exits {best_exit
 print(f"found - {best_exit}: {promised_lead:+.3f} on the calibration text, "
       f"{mean_lead:+.3f} ± {error:.3f} on the test")
 print(f"of {len(sets)} sets, the found one is number {order.index('found') + 1} on the test")
-below = [name for name in sets if float(tested[name].mean()) < promised[name]]
+surplus = {name: float(tested[name].mean()) - promised[name] for name in sets}
 assert not shipped or trials["found"].speedup == max(t.speedup for t in trials.values())
 assert not shipped or promised["found"] == max(promised.values())
-assert not shipped or below == ["found"], "the only one that does not keep its promise"
+assert not shipped or min(surplus, key=surplus.get) == "found", "the farthest below the line"
+assert not shipped or sum(x < 0 for x in surplus.values()) <= 3, "nearly all lie above"
 assert not shipped or max(abs(mean_lead), abs(mean_lead - promised_lead)) < 2 * error, "it holds both"
 
 # %% [markdown]
@@ -496,6 +499,9 @@ for label, names_ in ((f"all {len(sets)} sets", list(sets)), (f"{len(exits)} exi
 for (promise, keeps), (promise_of_few, keeps_of_few) in zip(*curse.values(), strict=True):
     assert not shipped or promise > promise_of_few > keeps_of_few, "more candidates promise more"
     assert not shipped or abs(keeps - keeps_of_few) < 0.02, "and keep the same"
+top_ten = torch.cat(list(table.values())).mean(1).topk(10).values
+assert not shipped or all(pairs[1][1] > pairs[-1][1] for pairs in curse.values()), "kept: it falls a little"
+assert not shipped or top_ten[0] - top_ten[-1] < 0.02, "the best are nearly equal"
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.4)
@@ -513,9 +519,9 @@ figure
 # %% [markdown]
 # Whatever wins a comparison owes part of its lead to luck, and luck does not repeat itself. This is the
 # *winner's curse*. A search that chooses like this **overfits** its calibration text. More text makes the
-# gap smaller, and more candidates make it larger: the longer list promises more, and keeps no more. (The
-# kept curves even fall a little. A set's mean over all eight stories is fixed, so what was lucky in the
-# choosing is unlucky in the scoring.) So:
+# gap smaller, and more candidates make it larger: the longer list promises more, and keeps no more. (From
+# two stories on, the kept curves even fall a little. Over all eight stories the best sets are nearly
+# equal, so what was lucky in the choosing is unlucky in the scoring.) So:
 #
 # - report what the *test* says, never the value that made you choose;
 # - choose among few candidates, or on much text;
@@ -552,12 +558,17 @@ print(f"{winner} on all {sum(map(len, last_four.ids))} tokens: {whole.speedup:.2
 
 # %% jupyter={"source_hidden": true}
 leads = {"stories (test)": lead(test, "found", best_exit)}
+same = trials[best_exit].gamma
+with_same = {}
 for kind in ("dialogues", "maths", "code"):
     there = Calibration(model, tokenizer, [line["text"] for line in read_prompts(kind)], 10**6)
     leads[kind] = lead(there, "found", best_exit)
-    speed = float(score(there, found, trials["found"].gamma).mean())
-    ahead, error = leads[kind]
-    print(f"{kind:10} found set {speed:.2f}, ahead of {best_exit} by {ahead:+.3f} ± {error:.3f}")
+    with_same[kind] = lead(there, "found", best_exit, same)
+    print(f"{kind:10} found - {best_exit}: {leads[kind][0]:+.3f} ± {leads[kind][1]:.3f}; "
+          f"with gamma {same} for both: {with_same[kind][0]:+.3f} ± {with_same[kind][1]:.3f}")
+if shipped:
+    assert with_same["code"][0] < -2 * with_same["code"][1] and leads["code"][0] < with_same["code"][0]
+    assert leads["dialogues"][0] > 2 * leads["dialogues"][1] and with_same["dialogues"][0] < 0
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=2.6)
@@ -573,9 +584,9 @@ side.legend(frameon=False, fontsize=9)
 figure
 
 # %% [markdown]
-# On code the found set loses more than chance explains: its attention, or its longer drafts (gamma 3
-# against 2), were right for stories only. On dialogues it seems to gain. What a set is worth depends on
-# the text. So search on the kind of text that you will write.
+# On code the found set loses more than chance explains, by its attention as well as by its longer drafts
+# (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. What a set and a gamma
+# are worth depends on the text. So search on the kind of text that you will write.
 #
 # ## Exercise: another acquisition
 #
@@ -653,7 +664,14 @@ assert n < 7 or better > 0.9, "after the random trials your choices should be be
 # There is no sharp limit. With one seed, a search may miss the best set and find it again with a somewhat
 # larger beta; with a beta far above that, every search misses it.
 # </details>
-#
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+for beta in (0.0, 2.0, 4.0, 8.0, 10.0, 40.0):
+    found_at = [max(map(trial, ucb_search(z, trial, groups, count, seed, beta))) for seed in (0, 1)]
+    print(f"beta {beta:4}: regret {[round(float(value.max()) - best, 3) for best in found_at]}")
+assert not shipped or max(found_at) < value.max(), "far above"
+
+# %% [markdown]
 # ## Questions
 #
 # Each answer is folded, and so is the cell below it that checks the answer.
