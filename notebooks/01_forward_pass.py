@@ -375,7 +375,7 @@ figure
 # **Try it:** read code instead of a story: `agreement_on("code")`. Where will the curve be lower?
 #
 # <details><summary>Answer</summary>
-# In its first half, but by little. (With 200 tokens, a difference below 0.1 may be chance.)
+# Above all in its first half, but by little. (With 200 tokens, a difference below 0.1 may be chance.)
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
