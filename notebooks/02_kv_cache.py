@@ -115,8 +115,8 @@ figure
 # %% [markdown]
 # Without a cache, the time per token grows with the length, and the work for a whole text with its
 # square. With a cache, one more token costs nearly the same everywhere. Most of that time goes into
-# work that does not depend on the length, such as reading the weights. (On a GPU both curves start out
-# flatter, because a short text does not fill it.)
+# work that does not depend on the length, such as reading the weights. (On a GPU the upper curve starts
+# out flatter, because a short text does not fill it.)
 #
 # ## The cache as a row of slots
 #
@@ -139,7 +139,7 @@ good, other, later = names[5], names[6], names[7]
 wrong = [("blue?", "dead"), ("sky?", "dead")]
 block = [(t, "new") for t in (names[4], good + "?", "blue?", "sky?")]
 more = [(other, "new"), (later + "?", "new")]
-plots.draw_slots([("after the prompt", past[:4]),
+plots.draw_slots([("all but the last token of the prompt", past[:4]),
                   ("the block: the last token, 3 drafted", past[:4] + block),
                   ("1 accepted, 1 rejected, 1 not tested", past + [(good, "known")] + wrong),
                   ("the next block overwrites them", past + [(good, "known")] + more)], size=10)
@@ -240,8 +240,9 @@ for p, out, accepted in zip(prompts, together, (3, 1), strict=True):
     text = [tokenizer.decode([t])[:7] for t in out]
     known += [(t, "known") for t in text[:accepted]]
     dead = [("sky?", "dead"), ("blue?", "dead")][: 3 - accepted]
+    block = [text[accepted], *(t + "?" for t in text[accepted + 1 : accepted + 3])]
     rows += [(f"{accepted} of 3 accepted", known + dead),
-             ("the next block", known + [(t, "new") for t in text[accepted : accepted + 3]])]
+             ("the next block", known + [(t, "new") for t in block])]
 plots.draw_slots(rows)
 
 # %% [markdown]

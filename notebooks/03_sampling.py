@@ -342,7 +342,7 @@ figure
 
 # %% [markdown]
 # By construction, a correct sampler fails such a test one time in twenty. A suite with a hundred of
-# these tests would fail nearly every day. If we demand one in a million instead of 5 %, small mistakes
+# these tests would fail nearly every time. If we demand one in a million instead of 5 %, small mistakes
 # pass. This is the price of a test with chance in it.
 #
 # Because our coins are an argument, there is a better way. Instead of drawing many times, go through
@@ -380,7 +380,7 @@ print("one token stays")
 #
 # <details><summary>Answer</summary>
 # When u falls exactly on an edge, above all when u = 0. If the first tokens have probability 0, it
-# returns token 0, which can never occur.
+# returns token 0, whose probability is 0.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

@@ -282,16 +282,17 @@ assert abs(off - 0.128) < 5e-4 and text[1] > p_two[1]           # the museum's f
 print(f"written {text[0]:.3f} and {text[1]:.3f}; {off:.3f} of the probability has moved")
 
 # %% [markdown]
-# The second: a softmax is never 0, so a token that q has too much of comes back as its own replacement.
+# The second token: a softmax is never 0, so what q has too much of can come back as its own replacement.
 #
 # ## Block verification: one test for the draft as a whole
 #
 # Token by token, a ratio p/q above 1 is cut to 1, and the surplus is lost. *Block verification* (Sun et
 # al. 2025, [2403.10444](https://arxiv.org/abs/2403.10444)) carries it on. The first i drafted tokens
-# have the weight w_i = min(1, w_{i-1} p/q), so a token with p > q makes up for an earlier one with p < q.
-# Each prefix flips a coin, and the *longest* that passes is accepted, even if a shorter one failed.
-# Here is the paper's example: two tokens, A and B, with p = (1/3, 2/3) and q = (2/3, 1/3) at every place,
-# and two drafted per round.
+# have the weight w_i = min(1, w_{i-1} p/q), with w_0 = 1, so a token with p > q makes up for an earlier
+# one with p < q. Each prefix flips a coin: the whole draft passes with its weight, a shorter prefix with
+# Z / (Z + 1 - w_i), where Z is the sum of max(w_i p - q, 0) over the next token. The *longest* that passes
+# is accepted, even if a shorter one failed. Here is the paper's example: two tokens, A and B, with
+# p = (1/3, 2/3) and q = (2/3, 1/3) at every place, and two drafted per round.
 #
 # **Predict:** which of the drafts AA, AB, BA and BB are accepted further than before?
 
@@ -420,6 +421,7 @@ for k in range(K):
     print(f"place {k + 1}: {int(kept[k]):3} of {int(tested[k]):3} accepted, {rate[k]:.2f} ± {error[k]:.2f}")
 if Path(MODEL).name == "stories-llama":
     assert ((rate - rate[0]).abs() < 2 * (error**2 + error[0] ** 2).sqrt()).all(), "no place stands out"
+    assert kept[1:].sum() / tested[1:].sum() < rate[0], "fewer on the whole"
 
 # %% jupyter={"source_hidden": true}
 figure, ((left, right),) = plots.axes(1, 2)
@@ -463,13 +465,13 @@ confused = expected_tokens(yields, gamma)
 print(f"{tokens:.2f} tokens per round; yield {yields:.2f}; with the yield as alpha: {confused:.2f}")
 yields = seen.accepted / seen.proposed
 right, confused = expected_tokens(seen.alpha, K), expected_tokens(yields, K)
-print(f"our drafts: {seen.tau:.2f} tokens per round; predicted with alpha {seen.alpha:.2f}: {right:.2f}, "
-      f"with the yield {yields:.2f}: {confused:.2f}")
-assert Path(MODEL).name != "stories-llama" or abs(right / seen.tau - 1) < 0.1
+print(f"our drafts: {seen.tau:.2f} tokens per round; predicted with alpha {seen.alpha:.2f}: {right:.2f} "
+      f"({right / seen.tau - 1:+.0%}), with the yield {yields:.2f}: {confused:.2f}")
+assert Path(MODEL).name != "stories-llama" or 0.04 < right / seen.tau - 1 < 0.08
 
 # %% [markdown]
-# The formula with alpha predicts our drafts to a few per cent. (The last draft of each text is cut short,
-# so they write a little less.) With the yield in its place it is useless.
+# The formula with alpha is too high by 6 %: after the first place, fewer were accepted on the whole, and
+# the last draft of each text is cut short. With the yield in its place it is useless.
 #
 # ## The economics: when to turn it off
 #
@@ -505,7 +507,7 @@ figure, ((left, right),) = plots.axes(1, 2, height=3.8)
 plots.curves(left, range(9), speeds, xlabel="gamma", ylabel="times plain decoding", ylim=(0.3, 3.2))
 for values, at, hue in zip(speeds.values(), best, plots.HUES, strict=False):
     left.plot(at, values[at], marker="*", ms=14, color=hue)
-left.axhline(1, color="#808080", ls=":")
+left.axhline(1, color="#808080", ls=":", label="plain decoding")
 left.legend(frameon=False, fontsize=9, ncols=2, loc="upper center")
 plots.draw_plane(right, [alpha for alpha, _ in pairs], [cost for _, cost in pairs])
 right.collections[-1].set(sizes=[40], alpha=1)

@@ -3,7 +3,7 @@
 #
 # A model of L blocks has 2L sub-layers, so there are 2^(2L) sets to skip: far more than we can score.
 # Draft & Verify (Zhang et al. 2023, [2309.08168](https://arxiv.org/abs/2309.08168)) lets a Gaussian
-# process look for a good one: it learns from a few trials where to look next. We build one on a small
+# process look for a good one: it learns from the trials so far where to look next. We build one on a small
 # corner of the space, in which every set *has* been scored. Then we ask whether the set that it finds is
 # any good on a text that it has not seen.
 #
@@ -119,6 +119,10 @@ order = [k ^ (k >> 1) for k in range(2**six)]                   # Gray code: nei
 base = top & ~(2**six - 1)                                      # all other bits as in the best set
 path = torch.tensor([base | k for k in order])
 assert all((z[a] - z[b]).abs().sum() == 1 for a, b in pairwise(path))
+steps = value[path].diff().abs().mean()                         # of neighbours on the path
+gaps = torch.pdist(value[path][:, None], p=1).mean()            # of any two of its sets
+assert not shipped or steps < gaps
+print(f"mean difference of neighbours {float(steps):.3f}, of two sets at random {float(gaps):.3f}")
 
 
 def draw_slice(side, title=""):
@@ -135,7 +139,8 @@ lower.set(xlabel="sets along the path", ylabel="dark: skipped")
 figure
 
 # %% [markdown]
-# Neighbours on the path differ in one group, and often have similar values. A search can use that.
+# Neighbours on the path differ in one group, and their values differ less than those of two sets at
+# random. A search can use that.
 #
 # ## A Gaussian process, in three steps
 #
@@ -169,7 +174,9 @@ print("a set with itself, with one attention bit flipped, and with an MLP bit as
 # **2. Regression: spread the values seen so far.** Let y be the values of the sets tried, K the
 # covariances of these sets with each other, k those of a new set with them, k** that of the new set
 # with itself, and sigma² the noise. Then the value of the new set has mean mu and standard deviation s
-# (Rasmussen and Williams 2006, eq. 2.25 and 2.26):
+# (Rasmussen and Williams 2006, eq. 2.25 and 2.26). (The library first scales y to mean 0 and standard
+# deviation 1, and scales back at the end. Our trials have no noise; sigma² takes up what the kernel
+# cannot explain.)
 #
 # $$\mu = k^\top (K + \sigma^2 I)^{-1} y, \qquad s^2 = k_{**} - k^\top (K + \sigma^2 I)^{-1} k$$
 
@@ -299,8 +306,8 @@ figure
 
 # %% [markdown]
 # The mean decides here. The band collapses at the set that was tried: its value is known, and it *is*
-# the best so far, so nothing can be gained there. Its neighbour has nearly the same mean, and is still
-# uncertain.
+# the best so far, so little can be gained there. (Not nothing, because the process allows for some
+# noise.) Its neighbour has the second highest mean, and is still uncertain.
 #
 # ## Does it search better than chance?
 #
@@ -357,14 +364,14 @@ figure
 #
 # ## Is the found set better than an early exit?
 #
-# `search.py` has searched all sub-layers but the first two, one by one, in 200 trials on our 512 tokens,
-# and wrote the best set to `skip.json`: the exit after block 2, plus one attention far above. The
-# simplest rivals are the early exits, which lie in the searched space, too. We add the found set's
-# relatives: the same exit, plus any *other* sub-layer.
+# `search.py` has searched a larger space, in which each sub-layer but the first two may be skipped on its
+# own. The best of 200 trials on our 512 tokens is in `skip.json`: the exit after 2 blocks, plus one
+# attention far above. The simplest rivals are the early exits, which lie in that space, too. We add the
+# found set's relatives: the same exit, plus any *other* sub-layer.
 #
-# We score each of them twice. On the *calibration* text, which the search has seen, each set gets its
-# best gamma. The *test* text is the rest of our stories. Nothing is chosen on it: it takes the set and
-# the gamma as they are.
+# We score each of them twice, as a mean over stories. On the *calibration* text, which the search has
+# seen, each set gets its best gamma. The *test* text is the rest of our stories. Nothing is chosen on it:
+# it takes the set and the gamma as they are.
 #
 # **Predict:** does the found set beat all exits on the calibration text? And on the test text?
 
@@ -379,7 +386,7 @@ found = json.loads(file.read_text(encoding="utf-8"))["sublayers"] if file.is_fil
 test = Calibration(model, tokenizer, stories[len(calibration.ids) :], 10**6)
 low = list(range(shared_prefix(found)))
 exits = {f"exit {e}": list(range(2 * e)) for e in range(1, L // 2 + 1)}
-relatives = {f"+ {i}": [*low, i] for i in range(len(low) + 1, 2 * L) if [*low, i] != found}
+relatives = {f"+ {i}": [*low, i] for i in range(len(low), 2 * L) if [*low, i] != found}
 
 
 def score(text, subs, gamma):
@@ -391,23 +398,24 @@ def score(text, subs, gamma):
 
 sets = {**exits, **relatives, "found": found}
 trials = {name: speedup(calibration, costs, subs) for name, subs in sets.items()}
+promised = {name: float(score(calibration, subs, trials[name].gamma).mean()) for name, subs in sets.items()}
 tested = {name: score(test, subs, trials[name].gamma) for name, subs in sets.items()}
 print(f"the found set keeps {found}; the test: {len(test.ids)} stories, {sum(map(len, test.ids)):,} tokens")
 for name in [*list(exits)[:5], "found"]:
     print(f"{name:7} c {trials[name].cost:.2f}, gamma {trials[name].gamma}: "
-          f"calibration {trials[name].speedup:.3f}, test {float(tested[name].mean()):.3f}")
+          f"calibration {promised[name]:.3f}, test {float(tested[name].mean()):.3f}")
 
 # %% tags=["gallery"] jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=6.5, height=5)
 for some, hue, mark, label in ((relatives, "#808080", "o", f"exit {len(low) // 2} plus one sub-layer"),
                                (exits, plots.HUES[0], "s", "early exits"),
                                (["found"], plots.HUES[1], "*", "found by the search")):
-    side.plot([trials[name].speedup for name in some], [float(tested[name].mean()) for name in some], mark,
+    side.plot([promised[name] for name in some], [float(tested[name].mean()) for name in some], mark,
               color=hue, ms=14 if mark == "*" else 5, alpha=0.6 if mark == "o" else 1, label=label)
 ends = [1.44, 1.72] if shipped else side.get_xlim()
 side.plot(ends, ends, color="#404040", ls="--", lw=1, label="as promised")
 for name in list(exits)[:5]:
-    at = trials[name].speedup, float(tested[name].mean())
+    at = promised[name], float(tested[name].mean())
     if ends[0] < at[0] < ends[1]:
         side.annotate(name, at, xytext=(6, -13), textcoords="offset points", fontsize=9, color=plots.HUES[0],
                       bbox=dict(fc="white", ec="none", alpha=0.7, pad=0.5))
@@ -417,42 +425,47 @@ figure
 
 # %% [markdown]
 # Points on the dashed line keep their promise. The test has easier stories, so nearly all sets lie above
-# it. Only the found set lies below it: on the calibration text it was also the luckiest.
+# it. The found set lies farthest below it: on the calibration text it was also the luckiest. (The later
+# exits are slower, and lie outside the picture.)
 #
 # Is it better or worse than an exit? A difference needs an interval. We take it story by story, because
 # a story is easy or hard for both.
 
 # %%
-def lead(text, name, rival):
-    """How far set `name` is ahead of `rival`, per document: the mean, and its standard error."""
-    gap = score(text, sets[name], trials[name].gamma) - score(text, sets[rival], trials[rival].gamma)
+def lead(text, name, rival, gamma=None):
+    """How far set `name` is ahead of `rival`, per document: the mean, and its standard error. gamma: of both;
+    None: each has its own."""
+    ours, theirs = (score(text, sets[some], gamma or trials[some].gamma) for some in (name, rival))
+    gap = ours - theirs
     return float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
 
 
 best_exit = max(exits, key=lambda name: trials[name].speedup)           # chosen without the test
 order = sorted(sets, key=lambda name: -float(tested[name].mean()))
-promised = trials["found"].speedup - trials[best_exit].speedup
+promised_lead = promised["found"] - promised[best_exit]
 mean_lead, error = lead(test, "found", best_exit)
 print(f"best on the calibration text: the found set, and of the exits {best_exit}")
-print(f"found - {best_exit}: {promised:+.3f} on the calibration text, "
+print(f"found - {best_exit}: {promised_lead:+.3f} on the calibration text, "
       f"{mean_lead:+.3f} ± {error:.3f} on the test")
 print(f"of {len(sets)} sets, the found one is number {order.index('found') + 1} on the test")
-below = [name for name in sets if float(tested[name].mean()) < trials[name].speedup]
+surplus = {name: float(tested[name].mean()) - promised[name] for name in sets}
 assert not shipped or trials["found"].speedup == max(t.speedup for t in trials.values())
-assert not shipped or below == ["found"], "the only one that does not keep its promise"
-assert not shipped or abs(mean_lead) < 2 * error, "not distinguishable from zero"
+assert not shipped or promised["found"] == max(promised.values())
+assert not shipped or min(surplus, key=surplus.get) == "found", "the farthest below the line"
+assert not shipped or sum(x < 0 for x in surplus.values()) <= 3, "nearly all lie above"
+assert not shipped or max(abs(mean_lead), abs(mean_lead - promised_lead)) < 2 * error, "it holds both"
 
 # %% [markdown]
-# So the search did not fail: on the text that it was scored on, its set is the best of all. It
-# **overfitted**: part of its lead was the luck of 512 tokens, and on other stories what remains cannot be
-# distinguished from zero. Exit 3 does well on the test. But to pick it because of this picture is to
-# choose on the test, and then a third text is needed to score it.
+# So the search did not fail: on the text that it was scored on, its set is the best of all 56. Whether it
+# is better on other stories, five of them cannot say: the interval holds zero, and the promised lead as
+# well. Exit 3 does well on the test. But to pick it because of this picture is to choose on the test, and
+# then a third text is needed to score it.
 #
 # ## The winner's curse
 #
-# Was that bad luck? Let every story take a turn. We choose the best set and gamma on some of the eight
-# stories, score that choice on the others, and average over all ways to split them. Over all splits,
-# every story counts equally often in the choosing and in the scoring.
+# Little of the lead was left. Was that bad luck? Let every story take a turn. We choose the best set and
+# gamma on some of the eight stories, score that choice on the others, and average over all ways to split
+# them. Over all splits, every story counts equally often in the choosing and in the scoring.
 #
 # **Predict:** we choose among all sets, or among the exits only. Which choice promises more? Which one
 # keeps more?
@@ -486,6 +499,9 @@ for label, names_ in ((f"all {len(sets)} sets", list(sets)), (f"{len(exits)} exi
 for (promise, keeps), (promise_of_few, keeps_of_few) in zip(*curse.values(), strict=True):
     assert not shipped or promise > promise_of_few > keeps_of_few, "more candidates promise more"
     assert not shipped or abs(keeps - keeps_of_few) < 0.02, "and keep the same"
+top_ten = torch.cat(list(table.values())).mean(1).topk(10).values
+assert not shipped or all(pairs[1][1] > pairs[-1][1] for pairs in curse.values()), "kept: it falls a little"
+assert not shipped or top_ten[0] - top_ten[-1] < 0.02, "the best are nearly equal"
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=3.4)
@@ -502,14 +518,16 @@ figure
 
 # %% [markdown]
 # Whatever wins a comparison owes part of its lead to luck, and luck does not repeat itself. This is the
-# *winner's curse*. More text makes it smaller, and more candidates make it larger: the
-# longer list promises more, and keeps no more. So:
+# *winner's curse*. A search that chooses like this **overfits** its calibration text. More text makes the
+# gap smaller, and more candidates make it larger: the longer list promises more, and keeps no more. (From
+# two stories on, the kept curves even fall a little. Over all eight stories the best sets are nearly
+# equal, so what was lucky in the choosing is unlucky in the scoring.) So:
 #
 # - report what the *test* says, never the value that made you choose;
 # - choose among few candidates, or on much text;
 # - compare with the best exit, chosen in the same way. This model was trained for its exits, and they are
-#   hard to beat. Other models are [slower at every exit](https://huggingface.co/blog/layerskip) than
-#   without drafts; there a search has no such rival.
+#   hard to beat. Llamas without such training were [slower](https://huggingface.co/blog/layerskip) with
+#   exits than without drafts; there a search has no such rival.
 #
 # **Try it:** exits fall under the curse, too. Here is the best of them on the first 256 tokens of the last
 # four stories. How much less will it be worth on all of their tokens? Set `FEW = 10**6`.
@@ -522,8 +540,8 @@ print(f"{sum(map(len, text.ids))} tokens: {max(at, key=at.get)} is best, with {m
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# About a fifth of plain decoding's speed. 256 tokens are hardly more than one story, and what wins on one
-# story owes more to luck than what wins on four.
+# By about 0.2. 256 tokens are hardly more than one story, and what wins on one story owes more to luck
+# than what wins on four.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -540,12 +558,17 @@ print(f"{winner} on all {sum(map(len, last_four.ids))} tokens: {whole.speedup:.2
 
 # %% jupyter={"source_hidden": true}
 leads = {"stories (test)": lead(test, "found", best_exit)}
+same = trials[best_exit].gamma
+with_same = {}
 for kind in ("dialogues", "maths", "code"):
     there = Calibration(model, tokenizer, [line["text"] for line in read_prompts(kind)], 10**6)
     leads[kind] = lead(there, "found", best_exit)
-    speed = float(score(there, found, trials["found"].gamma).mean())
-    ahead, error = leads[kind]
-    print(f"{kind:10} found set {speed:.2f}, ahead of {best_exit} by {ahead:+.3f} ± {error:.3f}")
+    with_same[kind] = lead(there, "found", best_exit, same)
+    print(f"{kind:10} found - {best_exit}: {leads[kind][0]:+.3f} ± {leads[kind][1]:.3f}; "
+          f"with gamma {same} for both: {with_same[kind][0]:+.3f} ± {with_same[kind][1]:.3f}")
+if shipped:
+    assert with_same["code"][0] < -2 * with_same["code"][1] and leads["code"][0] < with_same["code"][0]
+    assert leads["dialogues"][0] > 2 * leads["dialogues"][1] and with_same["dialogues"][0] < 0
 
 # %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=2.6)
@@ -553,7 +576,7 @@ middle, errors = zip(*leads.values(), strict=True)
 side.errorbar(middle, range(len(leads)), xerr=[2 * e for e in errors], fmt="o", color=plots.HUES[1],
               capsize=4)
 side.axvline(0, color="#404040", lw=0.8)
-side.plot(promised, 0, "*", color="#808080", ms=12, label="promised by the calibration text")
+side.plot(promised_lead, 0, "*", color="#808080", ms=12, label="promised by the calibration text")
 side.set_yticks(range(len(leads)), leads)
 side.invert_yaxis()
 side.set(xlabel=f"speed-up of the found set minus that of {best_exit}; bars: two standard errors")
@@ -561,13 +584,14 @@ side.legend(frameon=False, fontsize=9)
 figure
 
 # %% [markdown]
-# On code the added attention costs more than chance explains; on dialogues it seems to help. What a set
-# is worth depends on the text. So search on the kind of text that you will write.
+# On code the found set loses more than chance explains, by its attention as well as by its longer drafts
+# (gamma 3 against 2). On dialogues it seems to gain, but by its longer drafts alone. What a set and a gamma
+# are worth depends on the text. So search on the kind of text that you will write.
 #
 # ## Exercise: another acquisition
 #
 # *Upper confidence bound* (Srinivas et al. 2010) is simpler than expected improvement: the next trial
-# goes where mean + beta · standard deviation is largest. Write `ucb(mean, std, beta)`. Then write
+# goes where mean + beta · standard deviation is largest. Write `ucb(mean, std, beta)`. With it write
 # `ucb_search(z, trial, groups, count, seed, beta)`: ten random sets first; then fit, score *all* sets,
 # and try the best one that is new. `trial(k)` returns the value of set k, and costs one of your `count`
 # trials.
@@ -595,6 +619,7 @@ def ucb_search(z, trial, groups, count, seed, beta=2.0):
 
 # %% jupyter={"source_hidden": true}
 asked = []
+given = []
 
 
 def trial(k):
@@ -602,33 +627,51 @@ def trial(k):
     return float(value[k])
 
 
+def watched(mean, std, beta, plain=ucb):                        # plain: bound now, before `ucb` is replaced
+    given.append(std)
+    return plain(mean, std, beta)
+
+
 m, s = torch.tensor([1.0, 1.0]), torch.tensor([0.0, 0.25])
 assert torch.allclose(ucb(m, s, 3.0), torch.tensor([1.0, 1.75])), "mean + beta * standard deviation"
 count, first = min(40, 2**n), min(10, 2**n // 2)
 runs = {}
+plain = ucb
+ucb = watched
 for beta in (0.0, 2.0, 20.0):
     asked.clear()
+    given.clear()
     runs[beta] = tried = ucb_search(z, trial, groups, count, seed=0, beta=beta)
     assert sorted(asked) == sorted(tried) and len(set(tried)) == count, "each set once, and nothing but these"
+    assert given, "ucb_search must call ucb"
+    process = GaussianProcess(z[tried[:first]], value[tried[:first]], groups)
+    assert torch.allclose(given[0], process.predict(z)[1], atol=1e-4), "pass the standard deviation"
     print(f"beta {beta:4}: regret {float(value.max() - value[tried].max()):.4f}")
+ucb = plain
 assert runs[0.0][:first] == runs[20.0][:first] and runs[0.0] != runs[20.0], "beta must decide after the start"
 better = float((value[runs[2.0][first:]].mean() > value).double().mean())
 assert n < 7 or better > 0.9, "after the random trials your choices should be better than most sets"
-assert not shipped or max(value[runs[0.0]]) == value.max() > max(value[runs[20.0]]) + 0.1
 
 # %% [markdown]
 # With beta = 0 the search only goes where the mean is largest. Here that is enough: the values follow
 # the bits so regularly that the mean is a good guide. A large beta spends its trials on sets that are
 # merely unusual. On a rougher landscape, beta = 0 can get stuck.
 #
-# **Try it:** between which two values of beta does the search begin to miss the best set? Add some to the
-# check.
+# **Try it:** between which two values of beta does the search begin to miss the best set? Add more values
+# of beta to the loop of the check.
 #
 # <details><summary>Answer</summary>
-# There is no sharp limit. From one seed, a search may miss the best set and find it again with a somewhat
+# There is no sharp limit. With one seed, a search may miss the best set and find it again with a somewhat
 # larger beta; with a beta far above that, every search misses it.
 # </details>
-#
+
+# %% jupyter={"source_hidden": true, "outputs_hidden": true}
+for beta in (0.0, 2.0, 4.0, 8.0, 10.0, 40.0):
+    found_at = [max(map(trial, ucb_search(z, trial, groups, count, seed, beta))) for seed in (0, 1)]
+    print(f"beta {beta:4}: regret {[round(float(value.max()) - best, 3) for best in found_at]}")
+assert not shipped or max(found_at) < value.max(), "far above"
+
+# %% [markdown]
 # ## Questions
 #
 # Each answer is folded, and so is the cell below it that checks the answer.
@@ -663,15 +706,17 @@ print("set 0 skips nothing and is always accepted")
 # **3.** A trial has no noise: it returns the same value every time. How can the search overfit, then?
 #
 # <details><summary>Answer</summary>
-# The value is exact for <i>this</i> text. Another text of the same kind gives another value, and the
-# spread between texts is larger than the differences between the best sets.
+# The value is exact for <i>this</i> text. On another text the sets come in another order: from story to
+# story, a set's lead over the others changes more than the sets differ on average.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-between_sets = torch.tensor([float(tested[name].mean()) for name in relatives]).std()
-between_texts = torch.stack([tested[name].std() for name in relatives]).mean()
-assert not shipped or between_texts > 3 * between_sets
-print(f"standard deviation between stories {between_texts:.2f}, between sets {between_sets:.2f}")
+lead_of = torch.stack([tested[name] for name in relatives])     # (sets, stories)
+lead_of = lead_of - lead_of.mean(0)                             # over the mean of all sets on a story
+between_stories = lead_of.std(1).mean()
+between_sets = lead_of.mean(1).std()
+assert not shipped or between_stories > between_sets
+print(f"standard deviation of a lead, between stories {between_stories:.3f}; between sets {between_sets:.3f}")
 
 # %% [markdown]
 # Next: [trees](07_trees.ipynb). So far each draft is a single chain of tokens. What if a draft offers
