@@ -431,7 +431,7 @@ figure
 # Is it better or worse than an exit? A difference needs an interval. We take it story by story, because
 # a story is easy or hard for both.
 
-# %%
+# %% jupyter={"source_hidden": true}
 def lead(text, name, rival, gamma=None):
     """How far set `name` is ahead of `rival`, per document: the mean, and its standard error. gamma: of both;
     None: each has its own."""
