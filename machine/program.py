@@ -81,8 +81,8 @@ def write(path, model, f, inputs, fixed, products, any_width):
     """Compile f(model, *inputs, *fixed) into the file `path`, *.pt2. inputs, fixed: the (shape,
     dtype) of each; a program serves any number of slots, and with it any length of masks (6
     dimensions), of angles and of caches. products: "library"; "sums"; or "packed", with packed
-    matrices, which the program gets as constants. any_width: it serves blocks of 2 to WIDEST tokens;
-    sums are written for one width."""
+    matrices, which the program gets as constants. any_width: it serves blocks of 2 to WIDEST
+    tokens; sums are written for one width."""
     any_length = torch.export.Dim.DYNAMIC
     width = torch.export.Dim("width", min=2, max=WIDEST)
     examples = []
