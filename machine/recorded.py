@@ -61,9 +61,9 @@ class Recorded(StandIn):
         self.model = model
         self.how = how or ("graph" if model.tok.is_cuda else "compile")
         if widths is None:
-            widths = (1, 2, 4, 8, 16) if self.how == "compile" else (1, 8)
-            if not exact:       # four rows cost hardly more than two
-                widths = [width for width in widths if width != 2]
+            widths = (1, 8)
+            if self.how == "compile":   # two rows cost hardly less than four
+                widths = (2, 4, 8, 16) if exact else (1, 4, 8, 16)
         self.widths = [width for width in widths if width > 1 or not exact]     # single rows differ
         self.reach = reach
         self.say = say or partial(files.note, "recorded")
@@ -83,9 +83,9 @@ class Recorded(StandIn):
         self.bands = Bands(model)
         self.packed = {}                    # {address of a matrix: it as a Packed}
         self.weight = size(model.blocks)    # in bytes
-        head = model.tok if model.head is None else model.head
+        self.output = model.tok if model.head is None else model.head
         self.packs = all(map(can_pack, matrices(model.blocks)))
-        self.packs_head = can_pack(head)
+        self.packs_head = can_pack(self.output)
         self.refused = Counter()            # {key: recordings that failed their check}
         self.frozen = False
         self.patient = True     # it waits for a program that must be compiled
@@ -130,7 +130,7 @@ class Recorded(StandIn):
             tapes = self.home(cache).tapes
         cuts = tuple(sublayers), tuple(trace)
         if cuts not in self.cut:
-            self.cut[cuts] = [*self.pieces(*cuts)]
+            self.cut[cuts] = self.pieces(*cuts)
         for part, traced in self.cut[cuts]:
             states = None
             if placed:
@@ -202,12 +202,12 @@ class Recorded(StandIn):
         if at.same and (at.first == 0 or end > S):
             return None     # first is 0 in a prompt, which is read once: recording would not pay
         angles = self.angles_read(min(end, S), S)
-        first = at.first if at.same else None
-        at = widen(at, width - T, len(angles[0]))
-        if first is None:
-            masks = stack_masks(self.model, at, width)
+        block = at
+        at = widen(block, width - T, len(angles[0]))
+        if block.same:
+            masks = self.bands(block.first, width, at.end)
         else:
-            masks = self.bands(first, width, at.end)
+            masks = stack_masks(self.model, at, width)
         # trap: a program relies on the strides of its inputs, too
         positions = at.positions[:, -width:].expand(B, width).contiguous()
         slots = at.slots[:, -width:].expand(B, width).contiguous()
@@ -227,7 +227,7 @@ class Recorded(StandIn):
         if rows is None and width:
             x = pad(x, width)
             if products == "packed":
-                rows = self.pack(self.model.tok if self.model.head is None else self.model.head)
+                rows = self.pack(self.output)
             else:
                 key = None, B, width, products, x.dtype
                 y = self.play(self.tapes, key, Transformer.unembed, (x,), [])
