@@ -16,11 +16,10 @@ import torch
 import checkpoint
 import sampling
 from machine import parallel
-from machine.exact import exactly
+from machine.exact import exactly, fast
 from machine.fused import fuse
-from machine.packed import Packed, pack_where_it_pays
 from machine.quant import KINDS
-from machine.recorded import Recorded
+from machine.standin import StandIn
 from sampling import Coins, Race, to_probs
 from speculative import check_prompts, rounds
 from support import chat, cli, drafts, own, page, show, stats
@@ -56,11 +55,11 @@ def flags():
     add("--device", help="cpu or cuda (default: cuda if there is a GPU)")
     add("--dtype", choices=["float32", "bfloat16", "float16", "float64"], help="default: as stored")
     add("--fast", action="store_true",
-        help="replay recorded passes: CUDA graphs on a GPU, on a CPU compiled programs "
-             "(compiling takes some minutes, once per machine)")
+        help="compute a pass in one call: of C++ on a CPU, which is compiled in seconds, once per "
+             "machine; as a CUDA graph on a GPU")
     add("--exact", action="store_true",
-        help="the same text to the bit with every draft, at any temperature: passes of one "
-             "shape, and random numbers that belong to positions")
+        help="the same text to the bit with every draft, at any temperature: a row of logits "
+             "depends on its text alone, and random numbers belong to positions")
     add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true",
@@ -136,11 +135,9 @@ class Writer:
 
     def passes(self, model):
         """What stands in for the model, as the flags say."""
-        if self.a.fast:
-            model = Recorded(model, exact=self.a.exact)
         if self.a.exact:
-            model = exactly(model, self.prompts[0])
-        return model
+            return exactly(model, self.a.fast)
+        return fast(model) if self.a.fast else StandIn(model)
 
     def rounds(self, drafter, player=None):
         """What `speculative.rounds` yields. player: the page's, to record coins and
@@ -213,8 +210,6 @@ def run(a):
         model = parallel.join(model)
     else:
         model = fuse(model)
-        if not a.fast:
-            model = pack_where_it_pays(model)
     writer = Writer(a, model, tokenizer, texts)
     plan = drafts.plan(a, writer.model, tokenizer)
     if a.fast:
@@ -265,10 +260,9 @@ def report(writer, plan, seen):
         "gamma": plan.gamma,
         "how": how,
         "fast": a.fast and model.replays(),
-        "exact": model.rows if a.exact else None,
+        "exact": a.exact,
         "quant": a.quant,
         "processes": parallel.place()[1],
-        "packed": isinstance(model.blocks[0].mlp.down, Packed),
         "dtype": str(model.tok.dtype).removeprefix("torch."),
         "device": str(model.tok.device),
         "threads": torch.get_num_threads(),
@@ -323,11 +317,9 @@ def rates(r):
     if r["quant"]:
         line += f", blocks in {r['quant']}"
     if r["fast"]:
-        line += ", in recorded passes"
-    elif r["packed"]:
-        line += ", packed weights"
+        line += ", in fast passes"
     if r["exact"]:
-        line += f", exact in passes of at least {r['exact']} rows"
+        line += ", exact"
     if r["processes"] > 1:
         line += f", {r['processes']} processes"
     if "baseline" not in r:

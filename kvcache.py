@@ -18,9 +18,14 @@ class KVCache:
     def __init__(self, c, batch, slots, dtype, device=None):
         # trap: zeros, not empty. A dead slot is masked to weight 0, but 0 * NaN is NaN.
         shape = c.n_layers, batch, c.n_kv_heads, slots, c.head_dim
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)                                   # both (L, B, Hkv, S, D)
-        self.layers = list(zip(self.k, self.v, strict=True))    # views: a write indexes once
+        k = torch.zeros(shape, dtype=dtype, device=device)
+        self.use(k, torch.zeros_like(k))
+
+    def use(self, k, v):
+        """Keep keys and values in this memory, (L, B, Hkv, S, D) each."""
+        self.k = k
+        self.v = v
+        self.layers = list(zip(k, v, strict=True))      # views: a write indexes once
 
     def write(self, layer, k, v, at, start=0):
         """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return what

@@ -2,7 +2,7 @@
 
 Each part is a process with a limit and a file of its own. The file is written row by row, so that a cut-off
 costs only the rest, and a second start measures only what is missing. `--tiny` rehearses all of it, also
-without a GPU: with tiny models and, where there is no CUDA, recordings of paper and the GPU of paper.
+without a GPU: with tiny models and, where there is no CUDA, simulated recordings and a simulated GPU.
 """
 import argparse
 import contextlib
@@ -27,13 +27,15 @@ import torch
 import checkpoint
 import generate
 from control import Confidence, weight_costs
-from lab.bench.plain import TEXT, recorded, step
+from kvcache import KVCache
+from lab.bench.plain import TEXT, rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
-from machine.exact import equal_rows
 from machine.quant import KINDS, quantise
 from machine.recorded import Recorded
-from speculative import NGram, rounds
+from machine.tapes import Graph, Tape
+from model import SPARE, Placement
+from speculative import NGram, prefill, rounds
 from support import cli
 from support.files import write_file
 from support.measure import interleave
@@ -83,7 +85,7 @@ class Page:
 
 
 def tests(a, page):
-    """Those that ask for the device "cuda"; without a GPU they run on the one of paper."""
+    """Those that ask for the device "cuda"; without a GPU they run on a simulated one."""
     which = [TESTS[0], "-k", "uniforms or plain"] if a.tiny else [*TESTS, "-k", "cuda"]
     words = [sys.executable, "-m", "pytest", *which, "-vv", "--tb=short", "-p", "no:cacheprovider",
              "--continue-on-collection-errors"]
@@ -151,17 +153,17 @@ def shape(a, page, name, c, read):
     model, L, new = random_model(c, torch.bfloat16, device=a.device), c.n_layers, 8 if a.tiny else 64
     ids = torch.randint(c.vocab_size, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     bytes_read = 2 * (weight_costs(c).whole + L * c.n_kv_heads * c.head_dim * 2 * (64 + new / 2))
-    how = None if a.device == "cuda" else "paper"
+    tape = Graph if a.device == "cuda" else Tape
 
     def speed(write, more=None):
         rate = new / interleave({"": write}, 1 if a.tiny else 3)[""]
         return {"tokens/s": rate, "of what memory allows": rate * bytes_read / read} | (more or {})
 
-    def rehearsed(width, joins):
-        fast = Recorded(model, how, (width,))
-        fast.joins = joins
+    def recorded(width, joins):
+        Graph.joins = joins
         start = time.perf_counter()
-        return recorded(fast, ids, new), {"seconds to record": time.perf_counter() - start}
+        write = rehearsed(Recorded(model, tape, (width,)), ids, new)
+        return write, {"seconds to record": time.perf_counter() - start}
 
     def eager():
         return [token for _, r in rounds(model, [ids], new) for token in r.new[0]]
@@ -169,8 +171,8 @@ def shape(a, page, name, c, read):
     page.row(f"{name}, plain, eager", lambda: speed(eager))
     for width, joins, words in (1, True, ""), (1, False, ", kernels not joined"), (8, True, ", passes of 8"):
         page.row(f"{name}, plain, recorded{words}",
-                 lambda width=width, joins=joins: speed(*rehearsed(width, joins)))
-    fast = Recorded(model, how, (1, *WIDTHS))
+                 lambda width=width, joins=joins: speed(*recorded(width, joins)))
+    fast = Recorded(model, tape, (1, *WIDTHS))
     times = interleave({T: step(fast, T, 64) for T in (1, *WIDTHS)}, 3 if a.tiny else 10)
     page.row(f"{name}, blocks", lambda: {f"{T}": times[T] / times[1] for T in WIDTHS})
     for e in sorted({max(1, L // n) for n in (8, 4, 2)}):
@@ -249,6 +251,31 @@ def compared(a, model, ids):
         for T, (same, count) in equal_rows(model, ids, starts, (1, 2, 3, 4, 16), all_slots).items():
             found[f"{reads}, {T}"] = f"{same} of {count}"
     return found
+
+
+@torch.inference_mode()
+def equal_rows(model, ids, starts, widths, all_slots):
+    """{T: (equal, compared)} for T in widths: how many rows of logits are the same to the bit in a block of T
+    tokens and in blocks of 8. The blocks begin at `starts` in the text `ids`. trap: one product of random
+    numbers would not tell, since half precision rounds away what differs."""
+    tokens = torch.tensor([ids], device=model.tok.device)
+    cache = KVCache(model.c, 1, len(ids) + SPARE, model.attention_dtype(), tokens.device)
+    prefill(model, tokens, cache)
+
+    def rows(start, T):
+        at = Placement.span(start, start + T, tokens.device)._replace(same=False)
+        if all_slots:
+            at = at._replace(end=cache.k.shape[3])
+        return model.unembed(model.run(model.embed(tokens[:, start : start + T]), at, cache))[0]
+
+    same, compared = Counter(), Counter()
+    for start in sorted(starts, reverse=True):  # so that what lies before a block is untouched
+        eights = [rows(first, 8) for first in range(start, start + max(widths), 8)]
+        want = torch.cat(eights)
+        for T in widths:
+            same[T] += sum(map(torch.equal, rows(start, T), want[:T]))
+            compared[T] += T
+    return {T: (same[T], compared[T]) for T in widths}
 
 
 class Part(NamedTuple):

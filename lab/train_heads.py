@@ -23,8 +23,9 @@ from kvcache import KVCache
 from lab import card, corpus, train
 from lab.m2r2 import M2R2
 from lab.transfer import Transfer
+from machine.standin import StandIn
 from methods import heads
-from methods.standin import ShortHead, StandIn, most_frequent
+from methods.standin import ShortHead, most_frequent
 from methods.trees import rank_acceptance
 from model import Placement
 from sampling import Coins, to_probs

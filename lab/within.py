@@ -20,23 +20,23 @@ from lab.bench.real import PROMPTS
 from lab.bench.shared import page, table
 from lab.train_heads import ask
 from layerskip import SelfDraft, early_exit
+from machine.exact import fast
 from machine.quant import quantise
-from machine.recorded import Recorded
+from machine.standin import stand_in
 from methods import heads
 from methods.suffix import Suffix
 from methods.within import Within
 from speculative import Drafter, rounds
 from support import cli
-from support.drafts import recorded_with
 from support.files import read_texts
 
 NEW = 64        # tokens of a text
 REPEATS = 3
 
 
-@cache      # trap: a drafter is made for each run, and what was recorded would be lost with the copy
+@cache      # a drafter is made for each run, and a copy takes seconds
 def in_four_bits(model):
-    return recorded_with(model, quantise(model, "int4", head="int4"))
+    return stand_in(model).alongside(quantise(model, "int4", head="int4", rounds=True))
 
 
 def lookup(model, gamma):
@@ -168,7 +168,7 @@ def parse(argv):
 def run(argv):
     a = parse(argv)
     model, tokenizer = checkpoint.load(a.model, "cpu", torch.bfloat16)
-    model = Recorded(model)
+    model = fast(model)
     twin = in_four_bits(model)
     L = model.c.n_layers
     inner = {

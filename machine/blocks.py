@@ -5,6 +5,7 @@ All blocks of a model compute the same function with different weights. So each 
 compiled once, and called with the weights of every block.
 """
 import copy
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -172,3 +173,16 @@ def joined(compiled, sublayers, model, x, positions, slots, masks, cos, sin, *ca
         x = compiled(shell(model, i), x, positions, slots, masks, cos, sin, *mine)
         states[i] = x
     return torch.stack([states[i] for i in ends(sublayers)])
+
+
+# trap: the pattern matcher takes masked grouped attention for another pattern, and the result is
+# wrong
+NO_PATTERNS = {"pattern_matcher": False}
+
+
+@cache
+def compiled_piece():
+    """One for all models, compiled anew for each shape."""
+    # trap: after eight, which is usual, it gives up silently
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(piece, options=NO_PATTERNS)

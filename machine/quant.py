@@ -5,18 +5,17 @@ The model uses its matrices in `F.linear` only, and `F.linear` lets its argument
 as it is.
 
     kind    bits / weight   each row of a matrix is stored as
-    int8    8 + 16 / K      K whole numbers from -127 to 127, times one scale in the model's dtype
-    int4    5               groups of 32 whole numbers from 0 to 15, with a step and a middle each
+    int8    8 + 32 / K      K whole numbers from -127 to 127, times one scale
+    int4    5               groups of 32 whole numbers from 0 to 15, with a step and an offset each
     nf4     4.127           blocks of 64 numbers from a table of 16, times the largest magnitude of
                             the block, which is itself stored in 8 bits
 
-When a pass waits for memory, a product that reads fewer bits is faster. Torch has one for int8 and
-one for int4, for bfloat16 on a CPU, which are used here. In all other cases the full matrix is
-rebuilt for each product, which takes longer than reading it would: there the gain is memory, not
-time.
+When a pass waits for memory, a product that reads fewer bits is faster. machine/rows.cpp has one for
+int8 and int4 and few rows on a CPU. In all other cases the full matrix is rebuilt for each product,
+which takes longer than reading it would: there the gain is memory, not time.
 
-The model in few bits is the best draft that needs no training: it is nearly always right, and it
-costs what its bytes cost. `layerskip.SelfDraft` drafts with it.
+The quantised model is the best draft that needs no training: it is nearly always right, and it costs
+what its bytes cost. `layerskip.SelfDraft` drafts with it.
 """
 import copy
 
@@ -26,8 +25,12 @@ from torch import nn
 
 from checkpoint import put
 from control import Costs
+from machine import rows
+from machine.rows import FEW, FLOATS, Weight, describe
+from machine.standin import stand_in
 
-SHARE = 32      # weights of int4 that share a step and a middle
+SHARE = 32      # weights of int4 that share a step and an offset
+STEP = 64       # weights that a product reads together: rows of whole numbers are padded to that
 BLOCK = 64      # weights that share a magnitude
 GROUP = 256     # magnitudes that share a scale
 ROWS = 64       # quantised at a time, so that temporary memory stays small
@@ -72,6 +75,9 @@ class Matrix(nn.Module):
             return args[1].product(args[0])
         return NotImplemented
 
+    def describe(self):
+        """The matrix for machine/rows.cpp; None if it has no product for this kind."""
+
     def full(self, dtype):
         """The matrix that this replaces, (N, K); None if several processes share it."""
 
@@ -84,89 +90,119 @@ class Matrix(nn.Module):
         return self.full(self.dtype)[rows]
 
 
-class Int8(Matrix):
+class Looped(Matrix):
+    """A plain matrix, whose product with few rows is that of machine/rows.cpp."""
+
+    def __init__(self, w):
+        super().__init__(w.dtype)
+        self.register_buffer("w", w)
+
+    def product(self, x):
+        if x.numel() > FEW * x.shape[-1]:
+            return F.linear(x, self.w)
+        return rows.call(rows.library(), x, describe(self.w), x.dtype)
+
+    def full(self, dtype):
+        return self.w.to(dtype)
+
+
+class Whole(Matrix):
+    """A matrix of whole numbers, `codes`. Few rows on a CPU are multiplied with the codes as they
+    are (machine/rows.cpp), and all others with the full matrix, which is rebuilt for that.
+
+    rounds: x is rounded as well, to int8 with a scale for each 64 numbers. Then a product costs
+    what its bytes cost. A draft may do so, because only the target decides what is written.
+    """
+    rounds = False
+
+    def product(self, x):
+        few = x.numel() <= FEW * x.shape[-1] and not x.is_cuda and x.dtype in FLOATS
+        weight = self.describe() if few and rows.library() else None
+        if weight is None:
+            return super().product(x)
+        return rows.call(rows.library(), x, weight, x.dtype)
+
+    def __getitem__(self, ids):
+        """Some rows of a head, for a draft vocabulary: in the same bits."""
+        some = copy.copy(self)
+        some._buffers = {name: t[ids] for name, t in self._buffers.items()}
+        return some
+
+    def detach(self):   # as a tensor has it; nothing here is trained
+        return self
+
+
+class Int8(Whole):
     """Row n is codes[n] * scale[n]: the largest magnitude of a row becomes 127."""
 
     def __init__(self, w):
         super().__init__(w.dtype)
-        low, high = w.aminmax(dim=1)
-        scale = nonzero(torch.maximum(-low, high) / 127)
+        self.columns = w.shape[1]
         wide = torch.promote_types(w.dtype, torch.float32)
-        codes = []
-        for rows, scales in zip(w.split(ROWS), scale.split(ROWS), strict=True):
-            whole = (rows.to(wide) / scales[:, None]).round()
-            # trap: a tiny float16 scale is rounded a lot, and codes that do not fit would wrap
-            codes.append(whole.clamp(-127, 127).to(torch.int8))
+        low, high = w.aminmax(dim=1)
+        scale = nonzero(torch.maximum(-low, high).to(wide) / 127)
+        codes = [(some.to(wide) / scales[:, None]).round().to(torch.int8)
+                 for some, scales in zip(w.split(ROWS), scale.split(ROWS), strict=True)]
         self.register_buffer("scale", scale)                                    # (N,)
-        self.register_buffer("codes", torch.cat(codes))                         # (N, K)
+        self.register_buffer("codes", F.pad(torch.cat(codes), (0, -self.columns % STEP)))  # (N, K)
 
-    def product(self, x):
-        # trap: torch takes float32, too, but unoptimised: a block of 16 tokens is 100 times slower
-        if x.is_cuda or x.dtype != torch.bfloat16:
-            return super().product(x)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()                          # (B*T, K)
-        y = torch._weight_int8pack_mm(rows, self.codes, self.scale.to(x.dtype))
-        return y.view(*x.shape[:-1], -1)
+    def describe(self):
+        if self.scale.dtype != torch.float32:
+            return None
+        kind = rows.INT8 + rows.ROUNDED * self.rounds
+        return Weight(self.codes.data_ptr(), self.scale.data_ptr(), None, len(self.codes),
+                      self.columns, kind)
 
     def full(self, dtype):
-        return self.codes.to(dtype) * self.scale[:, None].to(dtype)
+        return (self.codes[:, : self.columns] * self.scale[:, None]).to(dtype)
 
 
 def pack_nibbles(codes):
-    """Numbers from 0 to 15 (N, K), K even, as bytes (N, K / 2): the first of two in the low bits.
+    """Numbers from 0 to 15 (N, K), K a multiple of 64, as bytes (N, K / 2): of each 64 the first 32
+    in the low bits, the others in the high bits.
 
-    >>> pack_nibbles(torch.tensor([[1, 2, 15, 0]])).tolist()
-    [[33, 15]]
+    >>> pack_nibbles(torch.tensor([[1] * 32 + [2] * 31 + [15]]))[0, -2:].tolist()
+    [33, 241]
     """
-    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    low, high = codes.unflatten(1, (-1, 2, SHARE)).unbind(2)
+    return (low | high << 4).flatten(1).to(torch.uint8)
 
 
 def unpack_nibbles(packed):
     """The inverse of `pack_nibbles`."""
-    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    steps = packed.unflatten(1, (-1, SHARE))
+    return torch.stack([steps & 15, steps >> 4], 2).flatten(1)
 
 
-class Int4(Matrix):
-    """Weight k of a group is middle + (code - 8) * step: its least becomes 0, its largest 15. A
-    shorter last group of a row is padded with zeros."""
+class Int4(Whole):
+    """Weight k of a group is offset + code * step: its least becomes 0, its largest 15. A shorter
+    last group of a row is padded with zeros."""
 
     def __init__(self, w):
         super().__init__(w.dtype)
-        N, self.columns = w.shape
-        groups = F.pad(w.float(), (0, -self.columns % SHARE)).unflatten(1, (-1, SHARE))
-        low, high = groups.aminmax(dim=2)                                       # (N, groups)
-        step = nonzero((high - low) / 15).to(w.dtype)
-        middle = (low + 8 * step.float()).to(w.dtype)
-        codes = (groups - middle.float()[..., None]) / step.float()[..., None] + 8
-        codes = codes.round().clamp(0, 15).to(torch.int32).flatten(1)           # (N, groups * 32)
-        # torch's product: a group after the other, (groups, N, 2), and codes in an order of its own
-        self.register_buffer("scales", torch.stack([step, middle], -1).transpose(0, 1).contiguous())
-        self.fused = self.fits(w)
-        if self.fused:
-            codes = torch._convert_weight_to_int4pack_for_cpu(codes, 2)
-        else:
-            codes = pack_nibbles(codes)
-        self.register_buffer("codes", codes)                                    # (N, groups * 16)
+        self.columns = w.shape[1]
+        packed = []
+        groups = []
+        for some in w.split(ROWS):
+            group = F.pad(some.float(), (0, -self.columns % STEP)).unflatten(1, (-1, SHARE))
+            low, high = group.aminmax(dim=2)                                    # (R, groups)
+            pair = torch.stack([nonzero((high - low) / 15), low], 1).to(torch.bfloat16)
+            step, offset = pair.float()[..., None].unbind(1)
+            codes = ((group - offset) / step).round().clamp(0, 15).to(torch.int32)
+            packed.append(pack_nibbles(codes.flatten(1)))
+            groups.append(pair)
+        self.register_buffer("codes", torch.cat(packed))                        # (N, K / 2)
+        self.register_buffer("groups", torch.cat(groups))   # (N, 2, K / 32): steps, then offsets
 
-    @staticmethod
-    def fits(w):
-        """Whether torch has a product for it."""
-        N, K = w.shape
-        return w.dtype == torch.bfloat16 and not w.is_cuda and N % 16 == 0 and K % SHARE == 0
-
-    def product(self, x):
-        if not self.fused:
-            return super().product(x)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()                          # (B*T, K)
-        y = torch._weight_int4pack_mm_for_cpu(rows, self.codes, SHARE, self.scales)
-        return y.view(*x.shape[:-1], -1)
+    def describe(self):
+        kind = rows.INT4 + rows.ROUNDED * self.rounds
+        return Weight(self.codes.data_ptr(), None, self.groups.data_ptr(), len(self.codes),
+                      self.columns, kind)
 
     def full(self, dtype):
-        if self.fused:      # what its product makes of the unit vectors
-            return self.product(torch.eye(self.columns, dtype=torch.bfloat16)).T.to(dtype)
-        codes = unpack_nibbles(self.codes).unflatten(1, (-1, SHARE)).to(dtype)
-        step, middle = self.scales.transpose(0, 1).to(dtype)[..., None].unbind(2)
-        return (middle + (codes - 8) * step).flatten(1)[:, : self.columns]
+        codes = unpack_nibbles(self.codes).unflatten(1, (-1, SHARE)).float()
+        step, offset = self.groups.float()[..., None].unbind(1)
+        return (offset + codes * step).flatten(1)[:, : self.columns].to(dtype)
 
 
 class NF4(Matrix):
@@ -185,8 +221,8 @@ class NF4(Matrix):
         middle = (levels[1:] + levels[:-1]) / 2
         most = []
         codes = []
-        for rows in w.split(ROWS):
-            b = F.pad(rows.float(), (0, -self.columns % BLOCK))
+        for some in w.split(ROWS):
+            b = F.pad(some.float(), (0, -self.columns % BLOCK))
             b = b.unflatten(1, (-1, BLOCK))                                     # (R, blocks, 64)
             most.append(b.abs().amax(-1))
             relative = b / nonzero(most[-1])[..., None]
@@ -212,13 +248,12 @@ class NF4(Matrix):
 KINDS = {"int8": Int8, "int4": Int4, "nf4": NF4}
 
 
-def quantise(model, kind="int8", head=None):
-    """A copy of a model with the matrices of its blocks in few bits. Embeddings, norms and head are
-    shared with the model, not copied. head: the kind of the output head, if it shall be in few
-    bits, too. A quantised model is quantised again from its present values. Cast a model before
-    this, not after it, or the scales are cast, too."""
-    while hasattr(model, "model"):      # what stands in for it
-        model = model.model
+def quantise(model, kind="int8", head=None, rounds=False):
+    """A copy of a model with quantised matrices in its blocks. Embeddings, norms and head are
+    shared with the model, not copied. head: the kind of the output head, if that is quantised as
+    well. rounds: see `Whole`; for a copy that only drafts. A quantised model is quantised again
+    from its present values. Cast a model before this, not after it, or the scales are cast, too."""
+    model = stand_in(model).bare()
     twin = copy.deepcopy(model, {id(t): t for t in (*model.parameters(), *model.buffers())})
     for module in list(twin.blocks.modules()):
         for name, w in [*module.named_parameters(recurse=False), *module.named_children()]:
@@ -231,6 +266,9 @@ def quantise(model, kind="int8", head=None):
         if isinstance(w, Matrix):
             w = w.full(model.tok.dtype)
         put(twin, "head", KINDS[head](w.detach()))
+    for module in twin.modules():
+        if isinstance(module, Whole):
+            module.rounds = rounds
     return twin
 
 
@@ -241,13 +279,6 @@ def rebuild(twin):
             if isinstance(w, Matrix):
                 put(module, name, nn.Parameter(w.full(w.dtype), requires_grad=False))
     return twin
-
-
-def reads_int4(model):
-    """Whether torch has a product of int4 for all matrices of the model's blocks, so that a step in
-    int4 takes less than half of the model's time."""
-    matrices = [w for w in model.blocks.parameters() if w.dim() == 2]
-    return bool(matrices) and all(map(Int4.fits, matrices))
 
 
 def size(module):

@@ -1,17 +1,25 @@
-"""Recordings of a pass: on paper, for tests, and as CUDA graphs; and the memory of the caches whose
-addresses a graph holds. Programs for a CPU: see `machine.program`.
+"""Recordings of a pass: simulated ones for tests, and CUDA graphs; and the memory of the caches whose
+addresses a graph holds.
 """
 import math
+from functools import partial
 from weakref import WeakSet, ref
 
 import torch
 
+from machine.blocks import compiled_piece, joined
+
 
 class Tape:
-    """A recording on paper: each replay runs f again, but on its own buffers, which the inputs are
+    """A simulated recording: each replay runs f again, but on its own buffers, which the inputs are
     copied to, and into memory that the next replay of any tape overwrites, as with graphs that
     share memory."""
     made = WeakSet()
+
+    @classmethod
+    def of(cls, model, sublayers, f, inputs, fixed, say):
+        """A recording of f(model, *inputs, *fixed). say: see `Recorded`."""
+        return cls(partial(f, model), inputs, fixed)
 
     def __init__(self, f, inputs, fixed):
         self.inputs = [x.clone() for x in inputs]
@@ -39,6 +47,18 @@ class Graph(Tape):
     """A CUDA graph. All of them share one pool of scratch memory, as only one runs at a time."""
     pool = None
     newest = None   # trap: a pool whose graphs are all gone takes no other
+    joins = True    # small kernels: see `joined`
+
+    @classmethod
+    def of(cls, model, sublayers, f, inputs, fixed, say):
+        if sublayers and Graph.joins:
+            try:
+                return cls(partial(joined, compiled_piece(), sublayers, model), inputs, fixed)
+            except Exception as e:      # whatever a compiler raises
+                Graph.joins = False
+                why = f"{type(e).__name__}: {e}".split("\n")[0]
+                say(f"kernels are not joined, because of {why}")
+        return super().of(model, sublayers, f, inputs, fixed, say)
 
     def record(self, f):
         Graph.pool = Graph.pool or torch.cuda.graph_pool_handle()
@@ -57,7 +77,7 @@ class Home:
 
     def __init__(self, cache):
         self.cache = ref(cache)
-        self.memory = cache.k, cache.v, cache.layers
+        self.memory = cache.k, cache.v
         self.tapes = {}
 
     def fits(self, cache):
@@ -67,13 +87,13 @@ class Home:
     def move_in(self, cache):
         """Give the cache this memory, and its own to the one that was here, if that is still in
         use."""
-        theirs = cache.k, cache.v, cache.layers
+        theirs = cache.k, cache.v
         before = self.cache()
-        for here, there in zip(self.memory[:2], theirs[:2], strict=True):
+        for here, there in zip(self.memory, theirs, strict=True):
             kept = here.clone()
             here.copy_(there)
             there.copy_(kept)
-        cache.k, cache.v, cache.layers = self.memory
+        cache.use(*self.memory)
         if before is not None:
-            before.k, before.v, before.layers = theirs
+            before.use(*theirs)
         self.cache = ref(cache)

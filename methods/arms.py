@@ -6,6 +6,7 @@ from functools import partial
 
 from control import MOST, Beta, expected_speedup, outcomes
 from layerskip import SelfDraft, early_exit
+from machine.standin import stand_in
 from methods.drafting import Reader
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
@@ -15,7 +16,6 @@ from speculative import Drafter, Rule
 FADE = 0.95     # the share of the counts that remains after each round
 TRUST = 0.98    # the same for a bin of confidence, after each token in it
 KNOWN = 4       # tests that the training of a head, or an earlier text, counts for
-EXITS = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks
 
 
 class Calibrated(Rule):
@@ -77,7 +77,7 @@ class Arm:
 
 def self_draft(name, model, sublayers, costs):
     """The Arm of a SelfDraft. model: the target, or a ShortHead around it."""
-    own = costs.pricing(sublayers, getattr(model, "share", 1.0))
+    own = costs.pricing(sublayers, stand_in(model).share)
     whole = costs.pricing(range(2 * model.c.n_layers))
     return Arm(name, SelfDraft(model, sublayers, Calibrated()), lambda n: own(n) / whole(n))
 
@@ -115,25 +115,23 @@ def few_bits(twin, c, costs):
 
 def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None):
     """The usual arms: of trained heads the one that promises most; without any, exits after some
-    parts of the blocks, a skip set (its sub-layers) if there is one, and the model in few bits:
-    rough, a copy and what its step costs. Exits and skip sets draft with the draft vocabulary
-    `vocab` (its ids), if there is one and the shorter head saves more than any step costs."""
+    parts of the blocks, and a skip set (its sub-layers) if there is one. And the quantised model, if
+    there is one: rough, the copy and what its step costs. Exits and skip sets draft with the draft
+    vocabulary `vocab` (its ids), if there is one and the shorter head saves more than any step
+    costs."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None
+    copied = [few_bits(*rough, costs)] if rough else []
     if heads:
         arms = [head_draft(head, costs, vocab) for head in heads]
-        return [max(arms, key=partial(promised, costs))]
+        return [max(arms, key=partial(promised, costs)), *copied]
     drafting = ShortHead(model, vocab) if vocab else model
-    parts = getattr(model, "exits", EXITS)
-    layers = sorted({max(1, round(L * part)) for part in parts} - {L})
+    layers = sorted({max(1, round(L * part)) for part in stand_in(model).exits} - {L})
     drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip
-    arms = [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()]
-    if rough:
-        arms.append(few_bits(*rough, costs))
-    return arms
+    return [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()] + copied
 
 
 def promised(costs, arm):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from kvcache import KVCache
 from layerskip import SelfDraft, early_exit, same_model
+from machine.standin import stand_in
 from methods.trees import branch
 from model import Placement
 from speculative import Drafter, chain, observed, pick
@@ -46,7 +47,7 @@ class Reader(Drafter):
         self.own = head.own
         self.taps = head.taps
         self.unread = 0
-        self.most = getattr(self.own, "widths", (256,))[-1]  # tokens that one recorded pass takes
+        self.most = stand_in(self.own).widest
 
     def begin(self, state, trace):
         same_model(self.head.model, state)
@@ -118,14 +119,14 @@ class EagleDraft(Reader):
 
     def inputs(self, state, slots):
         tokens = state.read(slots.expand(len(self.noted), -1))
-        return self.head.join(tokens, super().inputs(state, slots))
+        return self.own.enter(self.head.join(tokens, super().inputs(state, slots)))
 
     def propose(self, state):
         def step(token, k):
             if k == 0:
                 self.said = self.catch_up(state)
             else:
-                x = self.head.join(token, self.said)
+                x = self.own.enter(self.head.join(token, self.said))
                 self.said = self.own.run(x, state.span(k, k + 1), self.cache)
             return self.own.unembed(self.said)                                  # (B, 1, V)
 

@@ -35,6 +35,7 @@ from torch import nn
 import checkpoint
 from control import MOST, weight_costs
 from layerskip import early_exit
+from machine.standin import stand_in
 from methods import drafting
 from methods.drafting import unit
 from methods.standin import ShortHead
@@ -157,11 +158,6 @@ class EagleBlock(Transformer):
             states = before.unflatten(-1, (-1, self.c.dim))
             before = F.linear(unit(states).flatten(-2), self.mix)
         return x + F.linear(unit(before), self.matrix)
-
-    def run(self, x, *args, **kwargs):
-        if x.shape[-1] > self.c.dim:
-            x = self.enter(x)
-        return super().run(x, *args, **kwargs)
 
 
 class Eagle(Head):
@@ -318,7 +314,7 @@ def pricing(head, costs=None):
 def shorter(head, ids):
     """The head with a draft vocabulary (`methods.standin.ShortHead`), unless it has one."""
     twin = copy.copy(head)
-    part = "own" if hasattr(head, "own") else "model"
+    part = "own" if "own" in vars(head) else "model"
     if head.step.output == 1:
         short = ShortHead(getattr(head, part), ids)
         setattr(twin, part, short)
@@ -367,8 +363,8 @@ def load(folder, model, kinds=KINDS):
         head = kinds[about["kind"]](model, **about["shape"])
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in about["ranks"]]
-    if hasattr(model, "alongside") and hasattr(head, "own"):    # machine.recorded
-        head.own = model.alongside(head.own)
+    if "own" in vars(head):
+        head.own = stand_in(model).alongside(head.own)
     if vocab.is_file():
         head = shorter(head, read_vocab(vocab, model.c.vocab_size))
     return head

@@ -1,24 +1,13 @@
-"""Objects that stand in for a model, and the simplest of them: a model with a short vocabulary.
-
-A loop or a drafter calls `embed`, `run` and `unembed` of its model. So a wrapper that answers these
-calls can take its place anywhere, and change one of them.
-"""
+"""A draft vocabulary: a model with a shorter output head."""
 import math
 from collections import Counter
 
 import torch
 
-
-class StandIn:
-    """A wrapper around a model: everything that it does not define is forwarded to `self.model`."""
-
-    def __getattr__(self, name):
-        if name == "model":     # trap: copy.copy looks it up before it is set: endless recursion
-            raise AttributeError(name)
-        return getattr(self.model, name)
+from machine.standin import Around
 
 
-class ShortHead(StandIn):
+class ShortHead(Around):
     """A draft vocabulary (FR-Spec, arXiv 2502.14856): the model with only those rows of its output
     head that belong to the N tokens in `ids`. It stands in for the model wherever a drafter takes
     one.
@@ -30,7 +19,7 @@ class ShortHead(StandIn):
 
     def __init__(self, model, ids):
         head = model.tok if model.head is None else model.head
-        self.model = model
+        super().__init__(model)
         self.share = len(ids) / model.c.vocab_size
         self.ids = torch.tensor(ids, device=model.tok.device)                   # (N,)
         self.rows = head[self.ids].detach()                                     # (N, dim), a copy

@@ -2,15 +2,16 @@
 # # 10. Close to the machine: what a token waits for
 #
 # What does the machine do during a pass? It launches operations, and it reads bytes. We count both. Then
-# we look at what the folder `machine/` does about them: passes that are recorded once and replayed,
-# weights of few bits, one model on two processes. Recording and splitting do not change the text, up to
-# rounding. The last part makes even the rounding the same.
+# we look at what the folder `machine/` does about them: a product that reads a matrix once for several
+# tokens, passes in one call, weights of few bits, one model on two processes. None of this changes the
+# text, except by rounding. The last part makes even the rounding the same.
 #
 # > **A pass of a small model waits for operations to be launched, a pass of a large one for bytes to be
-# > read. A recording removes the first wait. Fewer bits shorten the second, and several devices share it.**
+# > read. A pass in one call removes the first wait. A block of tokens waits for the same bytes as one token.
+# > Fewer bits shorten the wait, and several devices share it.**
 #
 # You need [2, the cache](02_kv_cache.ipynb), [4, speculative decoding](04_speculative_decoding.ipynb)
-# and [5, layer skipping](05_layer_skipping.ipynb). About 35 minutes.
+# and [5, layer skipping](05_layer_skipping.ipynb). About 45 minutes.
 
 # %%
 # %run start.py
@@ -183,50 +184,139 @@ assert not SHIPPED or nearest == "TinyLlama 1.1B"
 print(f"{nearest}: launching takes {ratios[nearest]:.2f} times as long as reading")
 
 # %% [markdown]
+# ## A block at the price of a token
+#
+# Verifying a draft is a pass over a few tokens, so each matrix is multiplied with a few rows. We time such
+# products with a matrix as wide as those of SmolLM2, a small public model, but so long that it fits into no
+# cache. `F.linear` is torch's product. For comparison, we also sum as many bytes: reading cannot be faster.
+#
+# **Predict:** four rows need four times as many multiplications as one. Does the product take four times as
+# long?
+
+# %%
+from machine.quant import Looped
+from machine.rows import multiplies
+
+assert multiplies(model), "this section needs a C++ compiler, such as g++"
+matrix = torch.randn(2**16, 576).bfloat16()
+x = torch.randn(16, 576).bfloat16()
+ways = {"F.linear": matrix, "our loop": Looped(matrix)}          # a Looped has a product of its own
+few = 1, 2, 3, 4, 6, 8, 10, 12, 14, 16
+as_large = torch.ones(matrix.nbytes // 4)
+work = {(name, T): lambda w=w, T=T: F.linear(x[:T], w) for name, w in ways.items() for T in few}
+work["reading"] = as_large.sum
+times = {name: 1e3 * seconds for name, seconds in interleave(work, 15).items()}
+print(f"{matrix.nbytes / 1e6:.0f} MB; to read them takes {times['reading']:.1f} ms")
+for name in ways:
+    one = times[name, 1]
+    listed = ", ".join(f"{T} rows {times[name, T] / one:.2f}" for T in (2, 4, 8, 16))
+    print(f"{name:8}: one row takes {one:.1f} ms; relative to that, {listed}")
+
+# %% [markdown]
+# The loop stands in `machine/rows.cpp`. It goes through the matrix once, as one stream of bytes:
+#
+#     for each output n                   one row of the matrix
+#         for 64 weights of it            a few registers
+#             for each row m of x         sum[m] += these weights times 64 numbers of x
+#
+# While the next weights are on their way from memory, the processor multiplies those that are there, with
+# row after row. Up to a few rows it would only have waited. So a block of four tokens costs about what one
+# token costs, until the multiplications take longer than the reading.
+#
+# A product is not a pass. Between products there are norms, attention and additions, which are launched
+# one by one. So `machine/pass.cpp` has these as loops, too, and a whole pass is a single call from Python.
+# `fast(model)` stands in for the model and makes these calls.
+
+# %%
+from machine.exact import fast
+
+half, _ = checkpoint.load(MODEL, "cpu", torch.bfloat16)
+quick = fast(half)
+in_one_call = count(lambda: one_pass(quick)).total()
+print(f"{in_one_call} launches for one token, instead of {count(lambda: one_pass(half)).total()}")
+blocks = {(one, T): lambda one=one, T=T: one_pass(one, T) for one in (half, quick) for T in few}
+passes = {key: 1e3 * seconds for key, seconds in interleave(blocks, 15).items()}
+print(f"a pass over one token: {passes[half, 1]:.1f} ms as usual, {passes[quick, 1]:.1f} ms in one call")
+print(f"a block of four, relative to that: {passes[half, 4] / passes[half, 1]:.2f} as usual, "
+      f"{passes[quick, 4] / passes[quick, 1]:.2f} in one call")
+assert in_one_call < 20
+
+# %% tags=["gallery"] jupyter={"source_hidden": true}
+figure, ((left, right),) = plots.axes(1, 2, width=4.8, height=3.4)
+plots.curves(left, few, {name: [times[name, T] for T in few] for name in ways}, xlabel="rows of x",
+             ylabel="milliseconds", ylim=(0, None), title=f"a product, {matrix.nbytes / 1e6:.0f} MB")
+left.axhline(times["reading"], color=plots.HUES[-1], ls="--", lw=1, label="to read the bytes")
+left.legend(frameon=False, fontsize=9)
+named = {"as usual": half, "in one call": quick}
+plots.curves(right, few, {name: [passes[one, T] for T in few] for name, one in named.items()},
+             xlabel="tokens of a block", ylim=(0, None), title="a pass of this model")
+figure
+
+# %% [markdown]
+# There is one more difference, which this page comes back to at its end. A sum of rounded numbers depends
+# on their order, and a library may choose another order for another number of rows. The loop has a single
+# one. We compare the rows of a product with the same rows among sixteen, bit by bit. In float32 nothing is
+# rounded after the sum, which could hide a difference.
+
+# %%
+w = model.blocks[0].mlp.gate_up.detach()
+x = torch.randn(16, c.dim, generator=torch.Generator().manual_seed(0))
+for name, matrix in {"F.linear": w, "our loop": Looped(w)}.items():
+    among = F.linear(x, matrix)
+    equal = {T: sum(map(torch.equal, F.linear(x[:T], matrix), among)) for T in (1, 2, 3, 4, 8)}
+    print(f"{name:8}:", ", ".join(f"{same} of {T} equal" for T, same in equal.items()))
+assert all(T == same for T, same in equal.items()), "our loop"
+
+# %% [markdown]
 # ## Record once, replay
 #
-# A *recording* stores all operations of a pass and then launches them at once: on a CPU as a compiled
-# program, on a GPU as a *CUDA graph*, a stored list of kernels with a single launch. We use a third way,
-# `paper`, which is made for tests: it runs everything again, but in memory of its own, so that whatever
-# would break a graph breaks it, too. `Recorded` stands in for the model, and the loop does not notice.
+# A GPU needs another remedy. There a library multiplies few rows well, but each kernel must be launched. A
+# *CUDA graph* is a stored list of kernels with a single launch: the pass is *recorded* once and replayed
+# from then on. We use a simulation of it, `Tape`, which is made for tests: it runs everything again, but in
+# memory of its own, so that whatever would break a graph breaks it, too. `Recorded` stands in for the model,
+# and the loop does not notice.
 
 # %%
 from layerskip import SelfDraft, early_exit
-from machine import recorded
 from machine.recorded import Recorded
+from machine.tapes import Tape
 
-fast = Recorded(model, "paper", widths=(1, 2, 4))
+recorded = Recorded(model, tape=Tape, widths=(1, 2, 4))
 exit_subs = early_exit(L, max(1, L // 4))
-texts = [generate(one, [prompt], 24, SelfDraft(one, exit_subs, 3))[0][0] for one in (model, fast)]
+texts = [generate(one, [prompt], 24, SelfDraft(one, exit_subs, 3))[0][0] for one in (model, recorded)]
 assert texts[0] == texts[1]
 print(tokenizer.decode(texts[1]))
 
 # %% [markdown]
 # A recording is made for given sub-layers and a given number of rows, tokens and slots. What changes from
-# round to round is its input: the states, the position, the angles. So per pass the host launches one
-# replay and a few copies. A compiled program saves more, since it *fuses* operations: an addition and a
-# multiplication become one loop over memory. This is the table of tokens/s in
-# [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the machine:
+# round to round is its input: the states, the position, the masks. So per pass the host launches one
+# replay and a few copies. A graph still has as many kernels as before. So `machine/blocks.py` first has them
+# *fused* by a compiler: an addition and a multiplication become one loop over memory.
+#
+# Both remedies, the call on a CPU and the graph on a GPU, are behind `generate.py --fast`. This is the table
+# of tokens/s on a CPU in [BENCHMARKS.md](../lab/BENCHMARKS.md), which also names the machine:
 
 # %% jupyter={"source_hidden": true}
 from IPython.display import Markdown
 
 paragraphs = (ROOT / "lab" / "BENCHMARKS.md").read_text(encoding="utf-8").split("\n\n")
-Markdown(next(text for text in paragraphs if text.startswith("|") and "ours, recorded" in text))
+Markdown(next(text for text in paragraphs if text.startswith("|") and "transformers, compiled" in text))
 
 # %% [markdown]
 # ## A wrong program, and how it is caught
 #
 # Compilers have bugs. The one in torch 2.13 takes our attention for a pattern that it knows, and replaces
 # it by code that computes other numbers, without a warning (pytorch issues 195320 and 195383).
-# `machine/recorded.py` turns these patterns off, and still checks every recording against an eager pass
-# on its first real input. **The next cell simulates** such a mistake: its program reads the mask's rows in
-# the order (token, head), while the scores have (head, token). We write a text without the check, then
-# with it.
+# `machine/blocks.py` turns these patterns off, and `Recorded` still checks every recording against an eager
+# pass on its first real input. (So does `fast` on a CPU, once per model.) **The next cell simulates** such a
+# mistake: its program reads the mask's rows in the order (token, head), while the scores have (head, token).
+# We write a text without the check, then with it.
 #
 # **Predict:** does the wrong program change a text of plain decoding? And one that was drafted?
 
 # %% jupyter={"source_hidden": true}
+from machine import standin
+
 G = c.n_heads // c.n_kv_heads
 
 
@@ -239,7 +329,7 @@ def confuse(attention, inputs):
     return x, cos, sin, mask, store
 
 
-class Miscompiled(recorded.Tape):
+class Miscompiled(Tape):
     def replay(self):
         hooks = [b.attn.register_forward_pre_hook(confuse) for b in model.blocks]
         super().replay()
@@ -249,21 +339,18 @@ class Miscompiled(recorded.Tape):
 
 def by_wrong_program(width, say=lambda message: None):
     """A text of passes over blocks of `width` tokens: 1 for plain decoding."""
-    one = Recorded(model, "paper", widths=(width,), say=say)
+    one = Recorded(model, tape=Miscompiled, widths=(width,), say=say)
     drafter = SelfDraft(one, exit_subs, 3) if width > 1 else None
     return generate(one, [prompt], 32, drafter)[0][0]
 
 
 right = generate(model, [prompt], 32)[0][0]
-honest = recorded.Tape
-limits = recorded.TOLERANCE
+limits = standin.TOLERANCE
 messages = []
-recorded.Tape = Miscompiled
-recorded.TOLERANCE = dict.fromkeys(limits, torch.inf)           # without the check
+standin.TOLERANCE = dict.fromkeys(limits, torch.inf)            # without the check
 texts = {"plain": by_wrong_program(1), "drafted": by_wrong_program(4)}
-recorded.TOLERANCE = limits
+standin.TOLERANCE = limits
 texts["drafted, checked"] = by_wrong_program(4, messages.append)
-recorded.Tape = honest
 for name, text in texts.items():
     print(f"{name}: {'the right text' if text == right else tokenizer.decode(text)!r}")
 print(messages[0])
@@ -301,13 +388,12 @@ figure
 # a block, on average?
 
 # %% jupyter={"source_hidden": true}
-half, _ = checkpoint.load(MODEL, "cpu", torch.bfloat16)
 twins = {kind: quantise(model, kind) for kind in KINDS}
-packed = {kind: quantise(half, kind) for kind in KINDS}
+stored = {kind: quantise(half, kind) for kind in KINDS}
 for kind, twin in twins.items():
     both = [(a.mlp.gate_up, b.mlp.gate_up) for a, b in zip(model.blocks, twin.blocks, strict=True)]
     lost = sum(float((w - q.full(w.dtype)).norm() / w.norm()) for w, q in both) / L
-    before, after = (size(one.blocks) / 1e6 for one in (half, packed[kind]))
+    before, after = (size(one.blocks) / 1e6 for one in (half, stored[kind]))
     print(f"{kind}: {after:4.1f} MB of blocks instead of {before:.1f}; gate_up is off by {lost:.1%}")
 
 # %% [markdown]
@@ -335,7 +421,7 @@ def acceptance(teacher, one, subs):
 
 
 for kind, one in {"as it is": model, **twins}.items():
-    bytes_of = byte_costs(packed.get(kind, half))
+    bytes_of = byte_costs(stored.get(kind, half))
     points[kind] = []
     for E in steps:
         subs = early_exit(L, E)
@@ -359,7 +445,7 @@ if SHIPPED:
     assert best[0] != "as it is" and best[1] < L
     assert exits < speeds["nf4", L] < speeds[best] < exits + 0.3
 
-# %% tags=["gallery"] jupyter={"source_hidden": true}
+# %% jupyter={"source_hidden": true}
 figure, ((side,),) = plots.axes(1, 1, width=7, height=4)
 for (kind, row), hue in zip(points.items(), plots.HUES, strict=False):
     side.plot(*zip(*row, strict=True), color=hue, marker="o", label=kind)
@@ -374,9 +460,9 @@ figure
 # The first blocks in few bits, though not by much. At the same c, all blocks in four bits are right far
 # more often than an exit of the model as it is. But the first blocks are cheaper still, so the best gains
 # hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest
-# drafts read.) By the *clock* such a draft gains only where a product reads the few bits directly. On a CPU
-# torch has one for int8 and one for int4, in bfloat16. For NF4 the whole matrix is rebuilt each time, which
-# saves memory and no time.
+# drafts read.) By the *clock* such a draft gains only where a product reads the few bits directly. The loop
+# does, for int8 and int4. To save multiplications as well, a draft may round x to int8, too: it only drafts,
+# so the text stays exact. For NF4 the whole matrix is rebuilt each time, which saves memory and no time.
 #
 # This model was trained for its exits. On one that was not, exits fail and all blocks in four bits gain:
 # [notebook 11](11_a_real_model.ipynb) shows both.
@@ -435,24 +521,49 @@ print(f"{worlds[-1]} devices would be {eight:.2f} times as fast as one")
 # %% [markdown]
 # ## The same text, to the bit
 #
-# A machine rounds, and how it rounds depends on the shape of a pass. In bfloat16, two tokens are sometimes
-# so close that the last bit decides between them, and from there on the texts differ. We read the same text
-# in blocks of 1, 2, 4 and 8 tokens, and compare rows of logits, bit by bit, with those of a block of 8. The
-# pass reads the cache up to the block, or all of its slots.
+# A machine rounds, and how it rounds may depend on the shape of a pass. In bfloat16, two tokens are
+# sometimes so close that the last bit decides between them, and from there on the texts differ. We read the
+# same text in blocks of 1, 2, 3 and 4 tokens, and compare rows of logits, bit by bit, with those of a block
+# of 8: as usual, and by the model that `exactly` returns.
+#
+# **Predict:** of 100 rows, how many are equal in passes as usual?
 
 # %% jupyter={"source_hidden": true}
-from machine.exact import equal_rows, exactly
+from machine.exact import exactly
 
-line = prompt + generate(model, [prompt], 48)[0][0]
-for all_slots, reads in ((False, "up to the block"), (True, "all slots")):
-    found = equal_rows(half, line, range(10, 40), (1, 2, 4), all_slots)
-    print(f"{reads:15}", *(f"blocks of {T}: {same} of {of} rows equal" for T, (same, of) in found.items()),
+made = exactly(half)
+line = torch.tensor([prompt + generate(model, [prompt], 48)[0][0]])
+
+
+def equal_rows(one, T, width=8):
+    """The share of rows that are equal in a block of T tokens and at the start of a longer one."""
+    cache = KVCache(c, 1, line.shape[1] + width, one.attention_dtype())
+    prefill(one, line, cache)
+
+    def read(start, count):
+        at = Placement.span(start, start + count)
+        return one.unembed(one.run(one.embed(line[:, start : start + count]), at, cache))[0]
+
+    same = []
+    for start in range(line.shape[1] - width, 9, -1):           # backwards: what lies before stays as it was
+        same += map(torch.equal, read(start, T), read(start, width)[:T])
+    return sum(same) / len(same)
+
+
+for name, one in {"as usual": half, "made exact": made}.items():
+    shares = {T: equal_rows(one, T) for T in (1, 2, 3, 4)}
+    print(f"{name:10}", *(f"blocks of {T}: {share:.0%} of the rows equal" for T, share in shares.items()),
           sep="   ")
+assert set(shares.values()) == {1.0}, "made exact"
 
 # %% [markdown]
-# This differs from machine to machine ([a GPU](../lab/BENCHMARKS.md#on-a-gpu)). So `machine/exact.py` gives
-# every pass the same number of rows, by adding dead ones, and lets it read all slots. That settles greedy
-# texts. When we sample, drafting also spends other random numbers than plain decoding does. In a `Race`
+# How many are equal as usual differs from machine to machine ([a GPU](../lab/BENCHMARKS.md#on-a-gpu)), and
+# from one pair of widths to another, so nothing can be built on it. The loops have one order by
+# construction. So on a CPU `machine/exact.py` makes every pass of them, also that of a prompt. Elsewhere it
+# gives every pass eight rows, by adding dead ones, and lets it read all slots.
+#
+# That settles greedy texts. When we sample, drafting also spends other random numbers than plain decoding
+# does. In a `Race`
 # they belong to places instead: token v arrives after e_v / p_v, with e_v exponential and drawn by seed,
 # position and v. The first to arrive is written; it is v with probability p_v. The draft runs the same race
 # with its q, and a drafted token stays if it won both.
@@ -463,7 +574,6 @@ for all_slots, reads in ((False, "up to the block"), (True, "all slots")):
 from sampling import Coins, Race, to_probs
 
 openings = [checkpoint.encode(tokenizer, line["prompt"], c.bos)[:24] for line in read_prompts("stories")[:8]]
-made = exactly(half, prompt)
 
 
 def unchanged(one, temperature, coins):
@@ -484,9 +594,9 @@ for temperature in 0, 0.8:
     assert exact == 8
 
 # %% [markdown]
-# So no drafter can change a token any more. The price is a few dead rows in short passes, and a few more
-# rejections, since two runs of a race agree less often than `verify` accepts. `generate.py --exact` does
-# both.
+# So no drafter can change a token any more. The price is a prompt that is read more slowly, since a library
+# multiplies many rows faster than the loop, and a few more rejections, since two runs of a race agree less
+# often than `verify` accepts. `generate.py --exact` does both.
 #
 # **Try it:** let the second half of the model draft: `range(L, 2 * L)` for `exit_subs`. Which texts change?
 #
@@ -521,8 +631,8 @@ print(f"{more[4]} for four tokens, {more[1]} for one")
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-smaller = size(half) / size(packed["nf4"])
-blocks = size(half.blocks) / size(packed["nf4"].blocks)
+smaller = size(half) / size(stored["nf4"])
+blocks = size(half.blocks) / size(stored["nf4"].blocks)
 assert smaller < blocks <= 16 / 4.1
 print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} times")
 

@@ -206,7 +206,7 @@ from layerskip import SelfDraft
 from machine.quant import byte_costs, quantise
 
 half, _ = checkpoint.load(MODEL, dtype=torch.bfloat16)
-twins = {kind: quantise(half, kind, head=kind) for kind in ("int8", "int4")}
+twins = {kind: quantise(half, kind, head=kind, rounds=True) for kind in ("int8", "int4")}
 by_bytes = {kind: byte_costs(twin).whole / byte_costs(half).whole for kind, twin in twins.items()}
 for kind, cost in by_bytes.items():
     most = {gamma: expected_speedup(1.0, gamma, cost) for gamma in (1, 3, 8)}
@@ -311,10 +311,9 @@ figure
 # By the clock both gain less, and the formula predicts it, given what steps and blocks cost here.
 #
 # This *flatters* int4: the weights in our file had been through four bits once, and a second rounding to a
-# similar grid loses less. And by the clock int4 gains only where the processor multiplies few bits
-# directly, which torch does on a CPU in bfloat16.
-# [BENCHMARKS](../lab/BENCHMARKS.md#the-model-itself-in-few-bits) has all five kinds of text, over recorded
-# passes.
+# similar grid loses less. And by the clock int4 gains only where a product reads few bits directly, as the
+# loop of [notebook 10](10_close_to_the_machine.ipynb) does on a CPU.
+# [BENCHMARKS](../lab/BENCHMARKS.md#the-model-itself-in-few-bits) has all five kinds of text, in fast passes.
 #
 # **Try it:** draft with the first half of the blocks in int4: `SelfDraft(twins["int4"], every[:L], 1)`. What
 # falls more, c or alpha?
@@ -487,8 +486,8 @@ assert GAMMA != 2 or [kind for kind, gamma in best.items() if gamma] == ["code_e
 # %% [markdown]
 # At twice the cost hardly any: only code edits, by little, and there the formula is optimistic (question 4).
 # Where nothing brings more than 1.00, `best_gamma` returns 0: draft nothing. `generate.py --draft auto`
-# decides this while it writes. It weighs copies and this head before every draft, or the model in four bits
-# where no head was trained, and stops where nothing pays ([notebook 9](09_adapting.ipynb)).
+# decides this while it writes. It weighs copies, this head and the model in four bits before every draft, and
+# stops where nothing pays ([notebook 9](09_adapting.ipynb)).
 # [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has what all this brings by the clock.
 #
 # ## Questions

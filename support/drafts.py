@@ -13,9 +13,9 @@ import torch
 import checkpoint
 from control import MOST
 from layerskip import SelfDraft, early_exit, without
-from machine import parallel
-from machine.packed import LARGE
-from machine.quant import KINDS, byte_costs, quantise, reads_int4, size
+from machine import parallel, rows
+from machine.quant import KINDS, byte_costs, quantise, size
+from machine.standin import stand_in
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
@@ -27,6 +27,7 @@ from support import cli, own
 from support.measure import kept_costs, measure_step
 
 ROOT = Path(__file__).resolve().parent.parent
+MEASURED = 64e6     # bytes of a model's blocks from which on its costs are measured
 # other kinds of heads
 OF_THE_LAB = {"transfer": "lab/transfer.py:Transfer", "m2r2": "lab/m2r2.py:M2R2"}
 
@@ -110,7 +111,7 @@ def small_model(ask):
     if tokenizer.get_vocab() != ask.tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
-    return ask.plan(partial(ModelDraft, ask.short(recorded_with(ask.model, other))))
+    return ask.plan(partial(ModelDraft, ask.short(stand_in(ask.model).alongside(other))))
 
 
 def few_bits(ask):
@@ -120,13 +121,8 @@ def few_bits(ask):
     sublayers = range(2 * L)
     if ask.a.skip is not None:
         sublayers = cli.read_skip(ask.a.skip, L)
-    twin = quantise(model, ask.kind, head=ask.kind)
-    return ask.plan(partial(SelfDraft, ask.short(recorded_with(model, twin)), sublayers))
-
-
-def recorded_with(model, other):
-    """Another model of the same run: recorded if the target is."""
-    return model.alongside(other) if hasattr(model, "alongside") else other
+    twin = quantise(model, ask.kind, head=ask.kind, rounds=True)
+    return ask.plan(partial(SelfDraft, ask.short(stand_in(model).alongside(twin)), sublayers))
 
 
 def trained(ask):
@@ -181,13 +177,13 @@ def auto(ask):
         found = trained_beside(a.model, model)
     # trap: measured costs differ between machines and processes, and so would the uniforms a draft
     # spends
-    measured = alone and (a.fast or a.temperature == 0) and size(model.blocks) >= LARGE
+    measured = alone and (a.fast or a.temperature == 0) and size(model.blocks) >= MEASURED
     costs = kept_costs(model) if measured else byte_costs(model)
     said = "as measured here" if measured else "by weights"
 
     rough = None
-    if measured and not found and reads_int4(model):
-        twin = recorded_with(model, quantise(model, "int4", head="int4"))
+    if measured and rows.multiplies(model):
+        twin = stand_in(model).alongside(quantise(model, "int4", head="int4", rounds=True))
         rough = twin, measure_step(model, twin)
 
     def make():

@@ -17,6 +17,7 @@ import torch
 
 from control import MOST, Costs
 from kvcache import KVCache
+from machine.standin import stand_in
 from model import Placement
 from sampling import Coins, raw_probs, to_probs
 from support.cli import machine, read_beside
@@ -51,7 +52,8 @@ def measure_costs(model, context=64, repeats=50):
     eagerly."""
     far = 16 * context
     unbounded = 2 * (model.c.n_layers > 1)      # an attention without a window, if there is one
-    eager = getattr(model, "model", model)
+    model = stand_in(model)
+    eager = model.bare()
     device = model.tok.device
     cache = KVCache(model.c, 1, far + MOST + 1, model.attention_dtype(), device)
     text = torch.arange(context + MOST + 1, device=device)[None] % model.c.vocab_size
@@ -77,8 +79,7 @@ def measure_costs(model, context=64, repeats=50):
     for T in WIDTHS:
         passes[T, "before"] = partial(read, 1)
         passes[T, ""] = partial(read, T)
-    if hasattr(model, "rehearse"):      # machine.recorded
-        model.rehearse(lambda: [passes[T, ""]() for T in WIDTHS])
+    model.rehearse(lambda: [passes[T, ""]() for T in WIDTHS])
     times = interleave({
         **parts,
         "empty": partial(eager.run, x, here, cache, []),
@@ -111,8 +112,8 @@ def measure_step(model, twin, context=64, repeats=20):
         m.unembed(m.run(m.embed(token), at, cache))
 
     steps = {"model": partial(step, model), "twin": partial(step, twin)}
-    if hasattr(model, "rehearse"):
-        model.rehearse(lambda: [act() for act in steps.values()])
+    model = stand_in(model)
+    model.rehearse(lambda: [act() for act in steps.values()])
     times = interleave(steps, repeats)
     return times["twin"] / times["model"]
 
@@ -141,8 +142,7 @@ def read_costs(path, c):
 
 def kept_costs(model):
     """The Costs of this model on this machine, in seconds, measured if no valid table is kept."""
-    how = getattr(model, "how", "eager"), getattr(model, "widths", None)
-    path = cache_file(f"costs-{identity(model, how)}.json")
+    path = cache_file(f"costs-{identity(model, type(stand_in(model)).__name__)}.json")
     if costs := read_beside(path, read_costs, model.c):
         return costs
     note("costs", f"measuring what a pass takes, about {SECONDS:.0f} seconds")

@@ -471,10 +471,22 @@ TABLE = {
     "machine/quant.py": [
         ("Int8.__init__", "torch.maximum(-low, high)", "high", "the largest weight, not the largest "
          "magnitude", "quant::int8_by_hand"),
-        ("Int4.__init__", "low + 8 * step.float()", "low", "codes are taken from the least weight, where "
-         "torch takes them from the middle", "quant::int4_by_hand"),
-        ("unpack_nibbles", "[packed & 15, packed >> 4]", "[packed >> 4, packed & 15]", "the first of two "
-         "stands in the high bits", "quant::int4_by_hand")],
+        ("Int4.full", "offset + codes * step", "codes * step", "the least weight of a group is taken for 0",
+         "quant::int4_by_hand"),
+        ("unpack_nibbles", "[steps & 15, steps >> 4]", "[steps >> 4, steps & 15]", "the first 32 of a step "
+         "stand in the high bits", "quant::int4_by_hand")],
+    "machine/few.py": [
+        ("FewRows.floats", "norm.offset + ", "", "1 + w is taken for w",
+         "rows::a_pass_is_the_eager_one_with_the_same_bits[gemma2-torch.float32]"),
+        ("FewRows.block", "if i % 2 == 0 else None", "", "every attention has a window",
+         "rows::a_pass_is_the_eager_one_with_the_same_bits[gemma2-torch.float32]"),
+        ("FewRows.masks", "[None, self.c.window]", "[None, None]", "in a tree no attention has a window",
+         "rows::a_tree_also_while_it_grows[gemma2]"),
+        ("FewRows.listed", "i in traced or ", "", "a head reads the state at the end of the pass",
+         "rows::a_pass_is_the_eager_one_with_the_same_bits[llama-torch.float32]")],
+    "machine/rows.py": [
+        ("check", "torch.equal(call(lib, rows[:count], describe(w), torch.float32), y[:count])", "True",
+         "rows are not compared", "rows::what_is_compiled_wrongly_is_not_kept")],
     "methods/within.py": [
         ("Within.propose", "r.p[b, :len(r.new[b])]", "r.p[b, 1:1 + len(r.new[b])]", "each q is that of the "
          "next token", "within::exact_law[lookup]"),
@@ -525,26 +537,8 @@ TABLE = {
         ("Home.move_in", "there.copy_(kept)", "kept.copy_(kept)", "a cache in use loses its keys",
          "recorded::new_caches_replay_what_was_recorded_with_others[skip-llama]")],
     "machine/recorded.py": [
-        ("Recorded.make_program", "shift // 2 * 2", "shift", "a window is taken for none",
-         "recorded::one_program_reads_any_window_any_part_of_a_cache_and_any_block_like_its_own"),
-        ("Recorded.place", "(B, width, products, dim, x.dtype", "(B, width, products, 0, x.dtype",
-         "what a head joins and what it joined share a recording",
-         "heads::a_head_is_saved_and_loaded[eagle, fused]"),
-        ("Recorded.play", "program_key(key) in self.loaded", "False",
-         "a width that is new after the rehearsal runs eagerly for ever",
-         "recorded::programs_with_packed_matrices_serve_other_blocks_too"),
         ("Recorded.record", "all((d <= most for d in off))", "not max(off) > most", "NaN passes the check",
          "recorded::a_wrong_recording_is_refused")],
-    "machine/program.py": [
-        ("write", "'emulate_precision_casts': True", "'emulate_precision_casts': False",
-         "half types round where the compiler likes",
-         "recorded::exact_rows_depend_neither_on_the_width_nor_on_the_cuts"),
-        ("Weights.__torch_function__", "self.vectors.append(w)", "pass",
-         "what is folded from the norms is left out",
-         "recorded::programs_with_packed_matrices_serve_other_blocks_too"),
-        ("Compiled.__init__", "int(name.removeprefix('_frozen_param'))", "name",
-         "matrices are dealt out in the order of their names",
-         "recorded::programs_with_packed_matrices_serve_other_blocks_too")],
     "machine/fused.py": [
         ("Fused.forward", "mask[:, 0]", "None", "each token sees those after it", "fused::a_prompt[7-llama]"),
         ("Fused.forward", ", scale=self.scale", "", "query_scale ignored", "fused::a_prompt[20-llama]"),
@@ -562,14 +556,13 @@ TABLE = {
         ("shell", "layer % 2", "0", "every attention is compiled as one with a window",
          "recorded::joined_blocks_are_the_blocks[gemma2]")],
     "machine/exact.py": [
-        ("Exact.pieces", "pad(part, max(count, self.rows))", "part", "a single row is not padded",
+        ("Exact.read", "pad(x, ROWS)", "x", "a short piece is not padded",
          "exact::every_pass_has_one_shape"),
-        ("Exact.run", "max(1, self.most // self.rows)", "B", "large batches are read at once",
+        ("Exact.read", "cache.k.shape[3]", "int(slots.max()) + ROWS", "the slots that are read vary",
          "exact::every_pass_has_one_shape"),
-        ("Exact.read", "cache.k.shape[3]", "int(here.max()) + self.rows", "the slots that are read vary",
-         "exact::every_pass_has_one_shape"),
-        ("equal_rows", "sum(map(torch.equal, rows(start, T), want[:T]))", "T", "rows are not compared",
-         "exact::rows_are_compared_before_passes_stay_whole[torch.float32]")],
+        ("Exact.run", "self.parts[cache], strict=True)", "self.parts[cache][::-1], strict=True)",
+         "texts of a batch change their caches",
+         "exact::recorded_passes_are_exact_too[torch.float32-llama]")],
     "lab/rules.py": [
         ("DoNoHarm.begin", "replace(self.past)", "self.past", "all rows share one estimate",
          "no_harm::do_no_harm_estimates_by_hand"),

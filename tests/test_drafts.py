@@ -1,4 +1,5 @@
 """The Plan that generate.py's flags ask for: what drafts, and what is read for it."""
+import copy
 import json
 import shutil
 
@@ -12,7 +13,6 @@ import generate
 from control import MOST, Costs
 from lab.m2r2 import M2R2
 from machine.quant import Int4, byte_costs
-from machine.recorded import Recorded
 from methods import heads
 from support import drafts, measure
 
@@ -42,7 +42,7 @@ def test_a_draft_vocabulary_shortens_the_head(call, plan, tmp_path):
     call.refuses(["x", "--draft-vocab", path], tmp_path, "vocab.json", "4095")
 
 
-def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp_path, monkeypatch):
+def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp_path):
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
     L = stories[0].c.n_layers
     pace = plan("--draft", "auto", "--skip", "a3,m4", "--gamma", "5",
@@ -52,16 +52,11 @@ def test_auto_weighs_what_is_named_or_lies_beside_the_weights(plan, stories, tmp
     (tmp_path / "skip.json").write_text('{"attn": [2]}')
     pace = plan("--draft", "auto", "--model", tmp_path).make()
     assert pace.arms[-1].name == "skip set" and pace.arms[-1].drafter.model.share == 1024 / 4096
-    for blocks, e in (5, round(L / 6)), (1, 1):     # an exit as deep as a piece shares its programs
-        monkeypatch.setattr("machine.recorded.PIECE", blocks)
-        arms = drafts.candidates(Recorded(stories[0], "compile"), byte_costs(stories[0]))
-        assert [arm.name for arm in arms] == [f"exit {e}"]
 
 
 def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
-    """In bfloat16, for which there is a product of int4, and if bytes count. Its price is the measured one,
-    and grows with what both read."""
-    monkeypatch.setattr(drafts, "LARGE", 0)
+    """If bytes count, beside trained heads, too. Its price is measured, and grows with what both read."""
+    monkeypatch.setattr(drafts, "MEASURED", 0)
     monkeypatch.setattr(drafts, "kept_costs", byte_costs)
     monkeypatch.setattr(drafts, "measure_step", lambda model, twin: 0.4)
     (tmp_path / "tokenizer.json").write_bytes((STORIES / "tokenizer.json").read_bytes())
@@ -74,9 +69,10 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
     arm = arms(half, tmp_path)["few bits"]
     assert isinstance(arm.drafter.model.head, Int4) and len(arm.drafter.sublayers) == 2 * half.c.n_layers
     assert arm.price(0) == pytest.approx(0.4) and 0.4 < arm.price(1000) < 1
-    assert "few bits" not in arms(stories[0].float(), tmp_path), "no product"
-    assert "few bits" not in arms(half, STORIES), "there are trained heads"
-    monkeypatch.setattr(drafts, "LARGE", 64e6)
+    assert arm.drafter.model.head.rounds, "a draft may round what it multiplies"
+    assert "few bits" not in arms(copy.deepcopy(stories[0]).double(), tmp_path), "no product"
+    assert "few bits" in arms(half, STORIES) and len(arms(half, STORIES)) == 2, "beside trained heads"
+    monkeypatch.setattr(drafts, "MEASURED", 64e6)
     assert "few bits" not in arms(half, tmp_path), "a small model lies in the processor's caches"
 
 
@@ -103,7 +99,7 @@ def test_costs_are_measured_once_for_large_models_only(call, plan, stories, tmp_
     table = Costs((0.1, 1 / 3) * stories[0].c.n_layers, 0.7, ((1, 1.0), (17, 4 / 3)), 1e-6, 64)
     measured = []
     monkeypatch.setattr(measure, "quick", lambda model: measured.append(model) or table)
-    monkeypatch.setattr(drafts, "LARGE", 1e3)
+    monkeypatch.setattr(drafts, "MEASURED", 1e3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert plan().make().costs is table and "measuring" in call.capsys.readouterr().err
     first, second = as_json(call), as_json(call)

@@ -9,11 +9,13 @@ from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
 
 from kvcache import KVCache
 from layerskip import SelfDraft, without
-from machine.exact import MOST, Exact, few_suffice
+from machine.exact import Exact, exactly
+from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
+from machine.standin import StandIn
+from machine.tapes import Tape
 from methods.heads import Eagle, Kangaroo
-from methods.standin import StandIn
 from methods.suffix import Suffix
 from methods.trees import Siblings
 from methods.within import Within
@@ -57,21 +59,30 @@ def dtype(request):
     return request.param
 
 
+MODES = {"rows": exactly, "eights": Exact}      # the loops in C++; passes of eight rows
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request):
+    """A model in exact passes."""
+    return MODES[request.param]
+
+
 @pytest.fixture(scope="module")
-def plain(dtype):
+def plain(mode, dtype):
     """(family, probs) -> what plain decoding writes, computed once."""
     return functools.cache(
-        lambda family, probs: write(Exact(make(LIVELY[family]).to(dtype)), PROMPTS, probs=probs))
+        lambda family, probs: write(mode(make(LIVELY[family]).to(dtype)), PROMPTS, probs=probs))
 
 
-# --- passes of one shape
+# --- passes
 
 
 @each_family
 @pytest.mark.parametrize("name", WAYS)
-def test_drafted_is_plain_to_the_bit(plain, family, name, dtype):
+def test_drafted_is_plain_to_the_bit(plain, mode, family, name, dtype):
     """In a ragged batch, greedy and sampled; and up to an end of text inside a draft."""
-    m = Exact(make(LIVELY[family]).to(dtype))
+    m = mode(make(LIVELY[family]).to(dtype))
     for probs, judge, ends in (to_probs, verify, False), (warm, verify, False), (warm, verify_block, True):
         want = plain(family, probs)
         eos = want[0][0][7] if ends else None
@@ -84,7 +95,8 @@ def test_every_pass_has_one_shape():
     """A prompt of 13 tokens and a draft of 10, too. What differs is rounded away in these small models."""
     class Spy(StandIn):
         def __init__(self, model):
-            self.model, self.seen = model, set()
+            super().__init__(model)
+            self.seen = set()
 
         def run(self, x, at, cache=None, *args):
             self.seen.add((*x.shape[:2], at.end, at.slots.shape[1]))
@@ -97,9 +109,18 @@ def test_every_pass_has_one_shape():
     assert spy.seen == {(1, 8, 60, 8)}
 
 
+def test_in_c_all_passes_are_made_of_the_loops(monkeypatch):
+    """Prompts and batches, too."""
+    m = exactly(make(LIVELY["llama"]).float())
+    monkeypatch.setattr(m.model, "run", pytest.fail)
+    assert isinstance(m, FewRows)
+    write(m, [PROMPTS[0] + [1] * 20, PROMPTS[1]], SelfDraft(m, range(8), 3), seeds=[1, 2])
+    assert isinstance(exactly(make(LIVELY["llama"])), Exact), "float64"
+
+
 @each_family
-def test_a_text_is_the_same_alone_and_in_any_company(plain, family, dtype):
-    m = Exact(make(LIVELY[family]).to(dtype))
+def test_a_text_is_the_same_alone_and_in_any_company(plain, mode, family, dtype):
+    m = mode(make(LIVELY[family]).to(dtype))
     for probs in to_probs, warm:
         others = write(m, PROMPTS[::-1], None, probs, SEEDS[::-1])
         assert same(plain(family, probs), others[::-1])
@@ -123,9 +144,9 @@ def test_passes_without_it_differ(family):
 
 
 @each_family
-def test_near_the_end_of_the_context(family, dtype):
+def test_near_the_end_of_the_context(mode, family, dtype):
     """Dead rows go to a dead slot."""
-    m = Exact(make(LIVELY[family]).to(dtype))
+    m = mode(make(LIVELY[family]).to(dtype))
     prompts = [PROMPTS[0] * 7, PROMPTS[1]]
     plain = write(m, prompts, probs=warm, seeds=[1, 2], slots=72)
     assert len(plain[0][0]) == 8
@@ -135,7 +156,7 @@ def test_near_the_end_of_the_context(family, dtype):
 @each_family
 def test_recorded_passes_are_exact_too(family, dtype):
     m = make(LIVELY[family]).to(dtype)
-    fast = Exact(Recorded(m, "paper", widths=(8,), say=pytest.fail, exact=True), 8, pads=False)
+    fast = Exact(Recorded(m, Tape, widths=(8,), say=pytest.fail, exact=True))
     plain = write(fast, PROMPTS, probs=warm)
     assert fast.replays()
     for name in ("exit", "half a block", "skip", "eagle"):
@@ -143,26 +164,10 @@ def test_recorded_passes_are_exact_too(family, dtype):
             assert same(plain, write(fast, PROMPTS, WAYS[name](fast), warm)), name
 
 
-def test_a_tree_is_refused():
-    m = Exact(make(LIVELY["llama"]))
+def test_a_tree_is_refused(mode):
+    m = mode(make(LIVELY["llama"]).float())
     with pytest.raises(ValueError, match="tree"):
         write(m, PROMPTS, Siblings(SelfDraft(m, range(8), 3), [2, 1]))
-
-
-def test_rows_are_compared_before_passes_stay_whole(dtype):
-    """Where few rows suffice, two do what eight do."""
-    m = make(LIVELY["llama"]).to(dtype)
-    if few_suffice(m, PROMPTS[0]):
-        two = Exact(m, 2, MOST)
-        assert same(write(two, PROMPTS, probs=warm), write(two, PROMPTS, WAYS["exit"](two), warm))
-
-    class Uneven(Exact):
-        """Wide passes come out a little otherwise."""
-
-        def run(self, x, *args):
-            return super().run(x, *args) * (1 + 0.01 * (x.shape[1] == 16))
-
-    assert not few_suffice(Uneven(m), PROMPTS[0])
 
 
 # --- the race

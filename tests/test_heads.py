@@ -13,6 +13,7 @@ from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.quant import quantise
 from machine.recorded import Recorded
+from machine.tapes import Tape
 from methods import heads
 from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from methods.then import Then
@@ -74,7 +75,7 @@ test_exact_law = promises.exact_law({
 
 def test_a_head_drafts_for_stand_ins_too(models):
     """Models whose passes are recorded, and those in few bits."""
-    fast = Recorded(models["llama"], "paper")
+    fast = Recorded(models["llama"], Tape)
     for m in (fast, quantise(models["llama"])):
         assert promises.write(m, DRAFTERS["kangaroo"](m), 12) == promises.write(m, None, 12)
     *_, (state, _) = rounds(fast, PROMPTS[:1], 12, DRAFTERS["kangaroo"](fast))
@@ -192,7 +193,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     assert twin.ranks == [0.5, 0.25] and twin.shape == saved.shape and type(twin) is type(saved)
     before, after = saved.weights.state_dict(), twin.weights.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    fast, ids = Recorded(models["gemma2"], "paper"), [4, 9, 0, 2, 16, 3]
+    fast, ids = Recorded(models["gemma2"], Tape), [4, 9, 0, 2, 16, 3]
     (tmp_path / "draft_vocab.json").write_text(json.dumps({"ids": ids}))
     head = heads.load(tmp_path, fast)
     assert head.step.output == len(ids) / fast.c.vocab_size

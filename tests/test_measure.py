@@ -9,6 +9,7 @@ from tiny import GEMMA, LLAMA, make
 from control import Costs
 from machine.quant import quantise
 from machine.recorded import Recorded
+from machine.tapes import Tape
 from support import measure
 from support.measure import WIDTHS, identity, kept_costs, measure_costs, measure_step, read_costs
 
@@ -60,7 +61,7 @@ def test_a_step_of_a_copy_is_relative_to_the_models(models, monkeypatch):
         return {"model": 4.0, "twin": 1.0}
 
     monkeypatch.setattr(measure, "interleave", fake)
-    fast = Recorded(models["llama"], "paper")
+    fast = Recorded(models["llama"], Tape)
     twin = fast.alongside(quantise(models["llama"], "int4"))
     monkeypatch.setattr(twin, "run", lambda x, at, cache: seen.append((at.first, at.end)) or x)
     assert measure_step(fast, twin) == 0.25
@@ -108,8 +109,8 @@ def test_where_nothing_can_be_kept_the_run_goes_on(monkeypatch, measured, capsys
 
 
 def test_a_recorded_model_replays_passes_and_has_its_own_table(models, measured, monkeypatch):
-    recorded, made = Recorded(models["llama"], "paper"), []
+    recorded, made = Recorded(models["llama"], Tape), []
     assert kept_costs(recorded) != kept_costs(models["llama"]) and len(measured) == 2
-    monkeypatch.setattr(Recorded, "record", lambda self, key, *args: made.append(key[0]) or False)
+    monkeypatch.setattr(Recorded, "record", lambda self, tapes, key, *args: made.append(key.sublayers))
     measure_costs(recorded, repeats=2)
     assert {*made} == {None, tuple(range(12))}, "no sub-layer alone"

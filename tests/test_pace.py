@@ -12,10 +12,11 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, smal
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
 from layerskip import SelfDraft, without
+from machine.standin import StandIn
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
 from methods.pace import REST, STAKE, Pace
-from methods.standin import StandIn
+from methods.standin import ShortHead
 from sampling import Coins, to_probs
 from speculative import ModelDraft, generate, rounds
 
@@ -227,8 +228,8 @@ def test_candidates_and_their_prices(models):
         price, whole = costs.pricing(subs, 3 / 17), costs.pricing(range(12))
         assert arm.price(50) == price(50) / whole(50) != costs.step(subs, 3 / 17)
     dear = replace(costs, call=0.8 * costs.head)    # a step costs what most of the head does
-    assert not any(hasattr(arm.drafter.model, "share") for arm in candidates(m, dear, SKIP, [1] * 10))
-    assert all(hasattr(arm.drafter.model, "share") for arm in candidates(m, dear, SKIP, [1, 2, 3]))
+    assert not any(isinstance(arm.drafter.model, ShortHead) for arm in candidates(m, dear, SKIP, [1] * 10))
+    assert all(isinstance(arm.drafter.model, ShortHead) for arm in candidates(m, dear, SKIP, [1, 2, 3]))
 
 
 def test_of_trained_heads_the_best_by_their_training_is_a_candidate(models):

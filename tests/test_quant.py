@@ -15,6 +15,7 @@ import checkpoint
 from control import weight_costs
 from kvcache import KVCache
 from layerskip import SelfDraft, without
+from machine import rows
 from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, rebuild, unpack_nibbles
 from methods.standin import ShortHead
 from model import Placement
@@ -49,17 +50,17 @@ def test_the_codebook_is_the_published_one():
 
 def test_int8_by_hand():
     q = Int8(torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.0, 0.0], [254.0, 2.9, -3.1]]))
-    assert q.codes.tolist() == [[64, -127, 32], [0, 0, 0], [127, 1, -2]]
+    assert q.codes[:, :3].tolist() == [[64, -127, 32], [0, 0, 0], [127, 1, -2]] and not q.codes[:, 3:].any()
     assert q.full(torch.float64)[0].tolist() == pytest.approx([64 * 2 / 127, -2, 32 * 2 / 127])
     assert q.full(torch.bfloat16)[1:].tolist() == [[0, 0, 0], [254, 2, -4]]
 
 
 def test_int8_in_half_types():
-    """A scale of 8.7e-8 is rounded to 6e-8, and 185 would wrap to -71. Codes are rounded once."""
-    assert Int8(torch.full((1, 4), 1.1e-5).half()).codes.tolist() == [[127] * 4]
+    """A scale of 8.7e-8 would be 6e-8 in float16, and 185 would wrap to -71. Codes are rounded once."""
+    assert Int8(torch.full((1, 4), 1.1e-5).half()).codes[0, :4].tolist() == [127] * 4
     w = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = Int8(w)
-    assert torch.equal(q.codes[0], (w[0].double() / q.scale.double()).round().to(torch.int8))
+    assert torch.equal(q.codes[0], (w[0].float() / q.scale).round().to(torch.int8))
 
 
 def test_int4_by_hand():
@@ -67,7 +68,7 @@ def test_int4_by_hand():
     row = torch.cat([torch.arange(-8.0, 8).repeat(2), torch.full((3,), 0.25)])[None]
     q = Int4(row)
     assert unpack_nibbles(q.codes)[0, :16].tolist() == [*range(16)]
-    assert q.scales[0, 0].tolist() == [1, 0], "a step and a middle"
+    assert q.groups[0, :, 0].tolist() == [1, -8], "a step and an offset"
     assert torch.equal(q.full(torch.float32)[:, :32], row[:, :32])
     assert (q.full(torch.float32)[:, 32:] - row[:, 32:]).abs().max() <= 0.25 / 15 / 2
 
@@ -75,18 +76,17 @@ def test_int4_by_hand():
 @pytest.mark.parametrize("shape", [(32, 96), (40, 96), (32, 70)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_int4_is_off_by_half_a_step(dtype, shape):
-    """In torch's order and in ours: plain loops over rows, groups and weights, rounded as the dtype is."""
+    """Plain loops over rows, groups and weights. Steps and offsets are rounded to bfloat16."""
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     q = Int4(w)
     full = q.full(torch.float32)
     assert full.shape == shape
-    assert q.fused == (dtype == torch.bfloat16 and shape[0] % 16 == 0 and shape[1] % 32 == 0)
     for got, row in zip(full.tolist(), w.float().tolist(), strict=True):
         for g in range(0, shape[1], 32):
             group = row[g : g + 32] + [0.0] * (32 - len(row[g : g + 32]))
             step = (max(group) - min(group)) / 15
             off = max(abs(a - b) for a, b in zip(got[g : g + 32], group, strict=False))
-            assert off <= (0.5 + 0.1 * (dtype == torch.bfloat16)) * step + 1e-6
+            assert off <= 0.6 * step + 1e-6
 
 
 def test_nf4_by_hand():
@@ -112,9 +112,9 @@ def test_nf4_by_hand():
 @pytest.mark.parametrize("dtype, device, near", [
     (torch.float64, "cpu", 1e-12), (torch.bfloat16, "cpu", 2e-2), (torch.bfloat16, "cuda", 2e-2)], ids=str)
 def test_the_product_is_that_of_the_matrix_it_stands_for(kind, dtype, device, near, monkeypatch):
-    """Also where torch has one of its own; x may be a view."""
-    fused = Mock(wraps=torch._weight_int8pack_mm)
-    monkeypatch.setattr(torch, "_weight_int8pack_mm", fused)
+    """Also where rows.cpp has one of its own, which is for at most 16 rows; x may be a view."""
+    few = Mock(wraps=rows.call)
+    monkeypatch.setattr(rows, "call", few)
     torch.manual_seed(0)
     q = KINDS[kind](torch.randn(130, 96).to(dtype).to(device))
     whole, block = q.full(dtype).cpu().double(), torch.randn(3, 17, 96)
@@ -123,7 +123,7 @@ def test_the_product_is_that_of_the_matrix_it_stands_for(kind, dtype, device, ne
         y, want = F.linear(x, q), x.cpu().double() @ whole.T
         assert y.shape == want.shape and y.dtype == dtype and y.is_cuda == (device == "cuda")
         assert (y.cpu().double() - want).norm() / want.norm() < near
-    assert fused.call_count == 4 * ((kind, dtype, device) == ("int8", torch.bfloat16, "cpu"))
+    assert few.call_count == 3 * (kind != "nf4" and dtype == torch.bfloat16 and device == "cpu")
 
 
 def test_nothing_else_takes_it_for_a_matrix():
@@ -163,7 +163,7 @@ def test_costs_by_bytes():
     m = make(replace(FAMILIES["llama"], n_layers=2, dim=256, hidden_dim=512))
     c, weights = byte_costs(m), weight_costs(m.c)
     assert c.step(range(4), 0.5) == pytest.approx(weights.step(range(4), 0.5))
-    for kind, bits in (("int8", 8), ("int4", 4 + 4), ("nf4", 4.13)):  # of int4's, two float64 for 32
+    for kind, bits in (("int8", 8), ("int4", 5), ("nf4", 4.13)):
         own = byte_costs(quantise(m, kind))
         assert own.head == c.head == 17 * 256 * 8
         assert sum(own.sublayers) / sum(c.sublayers) == pytest.approx(bits / 64, rel=0.1)

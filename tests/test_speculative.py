@@ -13,7 +13,8 @@ from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, m
 
 from kvcache import KVCache
 from layerskip import SelfDraft, without
-from methods.standin import ShortHead, StandIn
+from machine.standin import StandIn
+from methods.standin import ShortHead
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, prefill, rounds
 from verification import verify
@@ -107,7 +108,7 @@ test_drafts_are_right = promises.right_drafts({     # of SelfDraft: test_layersk
 def test_a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not(models, truth):
     """Sharing is right for whatever wraps the target, and wrong for a model of other weights, which only
     drafts on the target's cache. One of another shape cannot."""
-    m, wrapped = models["llama"], StandIn()
+    m, wrapped = models["llama"], StandIn(models["llama"])
     wrapped.model = m
     for target, drafted in ((wrapped, m), (m, copy(wrapped))):
         _, r = next(rounds(target, PROMPTS, 9, SelfDraft(drafted, range(8), 2)))

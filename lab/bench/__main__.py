@@ -9,13 +9,12 @@
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
     python -m lab.bench exact        what changes a text that is the same to the bit, and what does not
-    python -m lab.bench packed       blocks of tokens by plain and by packed matrices, on a CPU; --fast: and
-                                     by each way to multiply inside recorded passes
+    python -m lab.bench rows         products with few rows, beside the time of reading the matrices
     python -m lab.bench prompts      how long a prompt is read, beside transformers
     python -m lab.bench block        block verification beside token by token
     python -m lab.bench heads        trained heads: chains and trees of them, beside drafts without training
     python -m lab.bench search       the search for a skip set against the truth of all 4,096
-    python -m lab.bench real         a real public model, over recorded plain decoding: see lab/bench/real.py
+    python -m lab.bench real         a real public model, over plain decoding: see lab/bench/real.py
     python -m lab.bench beyond       M2R2, ProphetNet, HAMburger and a sparse self-draft, trained and measured
 """
 import argparse
@@ -39,15 +38,16 @@ from lab.bench import (
     heads,
     plain,
     quant,
+    rows,
     search,
 )
 from lab.bench.real import KINDS, run_real
-from lab.bench.shared import SETS, WEIGHTS
+from lab.bench.shared import DEFAULT, SETS, WEIGHTS
 from support import cli
 from support.files import write_file
 
 RUNS = {    # -> (Markdown, data)
-    "counts": counts.run, "plain": plain.run, "packed": plain.run_packed,
+    "counts": counts.run, "plain": plain.run, "rows": rows.run,
     "prompts": plain.run_prompts, "costs": costs.run_costs,
     "help": costs.run_help, "check": check.run, "self": drafters.run, "dynamic": dynamic.run,
     "quant": quant.run, "block": block.run, "heads": heads.run, "real": run_real, "search": search.run,
@@ -63,14 +63,14 @@ class Flags(argparse.Namespace):
 def parse(argv):
     p = cli.Parser(usage="python -m lab.bench WHAT [flags]", description="Measure.", allow_abbrev=False)
     p.add_argument("what", choices=RUNS)
-    p.add_argument("--model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-llama"))
+    p.add_argument("--model", metavar="DIR", default=DEFAULT)
     p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
     p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
                    "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
     p.add_argument("--quick", nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or N")
-    p.add_argument("--fast", action="store_true", help="in recorded passes; plain: also in them")
+    p.add_argument("--fast", action="store_true", help="in fast passes; plain: also in them")
     p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
                    "a3,m4 or a skip.json (the last three: by default the one beside the weights)")
     p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "

@@ -4,7 +4,7 @@ from tqdm import tqdm
 from control import weight_costs
 from lab.bench.shared import SETS, figures, forecast, load, page, prompt_ids, table
 from layerskip import early_exit
-from machine.recorded import Recorded
+from machine.exact import fast
 from search import Teacher
 from speculative import generate, rounds
 from support.cli import read_skip
@@ -15,7 +15,7 @@ from support.stats import compare
 def run_costs(a):
     model, _ = load(a)
     if a.fast:
-        model = Recorded(model)
+        model = fast(model)
     costs = measure_costs(model, repeats=a.repeats or 100)
     weights = weight_costs(model.c)
     names = [f"{kind} {i}" for i in range(model.c.n_layers) for kind in ("attention", "MLP")]
@@ -23,7 +23,7 @@ def run_costs(a):
                 strict=True)
     rows = [[name, f"{1e6 * seconds:.0f}", f"{seconds / costs.whole:.4f}", f"{count / weights.whole:.4f}"]
             for name, seconds, count in parts]
-    how = "in recorded passes, " * a.fast
+    how = "in fast passes, " * a.fast
     lines = [f"one token after 64 others, {how}{a.model}, {a.dtype}; {a.machine}; medians", "",
              *table(["part", "microseconds", "share", "share by weights"], rows),
              *table(["tokens in a block", *(str(T) for T, _ in costs.passes)],

@@ -15,7 +15,7 @@ from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm, Gate
 from layerskip import SelfDraft, early_exit, without
-from machine.recorded import Recorded
+from machine.standin import stand_in
 from methods.heads import count
 from methods.pace import COPY
 from methods.standin import ShortHead
@@ -118,10 +118,9 @@ class Bench:
         prompts = checked or range(len(self.prompts))
         if self.greedy:
             self.check_texts(methods, prompts)
-        if isinstance(self.model, Recorded):    # whatever is not recorded by then runs eagerly
-            ours = [m for m in methods.values() if not m.ask]
-            self.model.rehearse(lambda: [
-                self.write(make, i) for make in [m.start() for m in ours] for i in prompts])
+        ours = [m for m in methods.values() if not m.ask]       # what a GPU has not recorded by then is eager
+        stand_in(self.model).rehearse(lambda: [
+            self.write(make, i) for make in [m.start() for m in ours] for i in prompts])
         self.run(methods, title)
         plain = methods["plain"]
         return {name: row(m, plain, texts) | m.facts | {"parted": self.parted(m, plain)}
@@ -156,10 +155,7 @@ def metered(models, heads=()):
 
         def acted(*args, **kwargs):
             spent.append(weights(*args, **kwargs))
-            seen = len(spent)
-            done = act(*args, **kwargs)
-            del spent[seen:]    # a recorded pass calls itself for its segments
-            return done
+            return act(*args, **kwargs)
 
         setattr(thing, name, acted)
         patched.append((thing, name))

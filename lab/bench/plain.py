@@ -1,21 +1,20 @@
-"""Plain decoding, measured beside transformers; how long prompts are read; and ways to multiply."""
+"""Plain decoding, measured beside transformers; and how long prompts are read."""
 import tempfile
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import checkpoint
 from kvcache import KVCache
-from lab.bench.shared import WEIGHTS, figures, load, page, random_model, table
+from lab.bench.shared import DEFAULT, WEIGHTS, figures, load, page, random_model, table
+from machine.exact import fast
 from machine.fused import fuse
-from machine.packed import gain, pack, packs
-from machine.recorded import Recorded
+from machine.quant import size
 from model import Config, Placement
-from speculative import generate, prefill, rounds
+from speculative import generate, prefill
 from support.measure import interleave
 
 SHAPE_110M = Config(vocab_size=32_000, dim=768, n_layers=12, n_heads=12, n_kv_heads=12, head_dim=64,
@@ -49,28 +48,24 @@ def compiled(theirs, prompt, new):
             said = run(tokens, past_key_values=cache, cache_position=at, logits_to_keep=1)
             tokens, at, run = said.logits[:, -1:].argmax(-1).clone(), at[-1:] + 1, one
             found.append(tokens)
-        return torch.cat(found, 1)[0].tolist()
+        return torch.cat(found, 1).tolist()
 
     return write
 
 
-def recorded(fast, prompt, new):
-    """A function that continues the prompt by a Recorded, whose passes are all recorded now. It returns the
-    ids."""
+def rehearsed(model, prompt, new):
+    """A function that continues the prompt and returns [its ids]. The model, a StandIn, gets ready now."""
     def write():
-        return [token for _, r in rounds(fast, [prompt], new) for token in r.new[0]]
+        return generate(model, [prompt], new)[0]
 
-    fast.rehearse(write)
+    model.rehearse(write)
     return write
 
 
-def matrices(model):
-    """The model's own matrix-vector products for one token, and nothing else: the bound for batch 1."""
-    widths = {w.shape[1] for w in model.parameters() if w.dim() == 2}
-    x = {n: torch.ones(1, 1, n, dtype=model.tok.dtype, device=model.tok.device) for n in widths}
-    weights = [w for b in model.blocks for w in (b.attn.wqkv, b.attn.wo, b.mlp.gate_up, b.mlp.down)]
-    weights.append(model.tok if model.head is None else model.head)
-    return lambda: [F.linear(x[w.shape[1]], w) for w in weights]
+def reading(count, device):
+    """A function that reads so many bytes, as fast as memory allows: it sums a tensor of that size."""
+    x = torch.ones(count // 4, device=device)
+    return lambda: x.sum().item()
 
 
 def step(model, T, at, sublayers=None):
@@ -87,7 +82,7 @@ def agree(ours, theirs):
     return next((i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y), len(ours))
 
 
-def measure(model, theirs, prompt, new, repeats, fast):
+def measure(model, theirs, prompt, new, repeats, in_fast_passes):
     """All of `plain` for one model, as a dict for JSON."""
     def both(prompts, count):
         ids = torch.tensor(prompts, device=theirs.device)
@@ -95,22 +90,29 @@ def measure(model, theirs, prompt, new, repeats, fast):
                 "ours": lambda: generate(model, prompts, count)[0]}
 
     ways = both([prompt], new)
-    if fast:
+    others = {}
+    if in_fast_passes:
+        quick = fast(model)
         ways |= {"transformers, compiled": compiled(theirs, prompt, new),
-                 "ours, recorded": recorded(Recorded(model), prompt, new)}
+                 "ours, fast": rehearsed(quick, prompt, new)}
+        read = reading(size(model.blocks) + size(model.tok if model.head is None else model.head),
+                       model.tok.device)
+        others = {"first token": rehearsed(quick, prompt, 1), "weights": lambda: [read() for _ in range(new)]}
     texts = {name: way()[0] for name, way in ways.items()}
-    seconds, bound = interleave(ways, repeats), interleave({"": matrices(model)}, 10 * repeats)[""] * new
+    seconds = interleave(ways | others, repeats)
+    rows = {name: {"rate": new / seconds[name], "ratio": seconds["transformers"] / seconds[name],
+                   "same": agree(texts[name], texts["transformers"])} for name in ways}
+    if in_fast_passes:
+        token = (seconds["ours, fast"] - seconds["first token"]) / (new - 1)
+        rows["ours, fast"]["share"] = seconds["weights"] / new / token
     blocks = interleave({T: step(model, T, 64) for T in BLOCKS}, 5 * repeats)
     batches = {B: interleave(both([prompt] * B, new // 4), repeats) for B in BATCHES}
-    return {"ways": {name: {"rate": new / s, "ratio": seconds["transformers"] / s, "bound": bound / s,
-                            "same": agree(texts[name], texts["transformers"])}
-                     for name, s in seconds.items()},
-            "blocks": [s / blocks[1] for s in blocks.values()],
+    return {"ways": rows, "blocks": [s / blocks[1] for s in blocks.values()],
             "batches": [s["transformers"] / s["ours"] for s in batches.values()]}
 
 
-WAYS = {"tokens/s": "{rate:.1f}", "times transformers": "{ratio:.2f}", "of the bound": "{bound:.2f}",
-        "same first tokens": "{same}"}
+WAYS = {"tokens/s": "{rate:.1f}", "times transformers": "{ratio:.2f}",
+        "share of the memory bound": "{share:.2f}", "same first tokens": "{same}"}
 
 
 def run(a):
@@ -118,13 +120,15 @@ def run(a):
 
     _, tokenizer = checkpoint.load(WEIGHTS / "stories-llama", "cpu")
     prompt, repeats, results = checkpoint.encode(tokenizer, TEXT * 4, 0)[:32], a.repeats or 5, {}
-    shapes = {"stories-llama": None, "stories-gemma2": None, "110M shape": SHAPE_110M}  # None: in weights/
+    shapes = {Path(a.model).name: Path(a.model)}
+    if a.model == DEFAULT:
+        shapes |= {"stories-gemma2": WEIGHTS / "stories-gemma2", "110M shape": SHAPE_110M}
     dtypes = torch.bfloat16, torch.float32
     with tempfile.TemporaryDirectory() as made:
-        for (name, c), dtype in tqdm([*product(shapes.items(), dtypes)], disable=None):
-            folder = Path(made) if c else WEIGHTS / name
-            if c:
-                checkpoint.save(random_model(c, dtype), folder, tokenizer)
+        for (name, folder), dtype in tqdm([*product(shapes.items(), dtypes)], disable=None):
+            if isinstance(folder, Config):
+                checkpoint.save(random_model(folder, dtype), Path(made), tokenizer)
+                folder = Path(made)
             model, _ = checkpoint.load(folder, a.device, dtype)
             theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(a.device)
             theirs.generation_config.eos_token_id = None    # both write all the tokens
@@ -164,40 +168,3 @@ def run_prompts(a):
     words = f"reading a prompt; {a.model}, {a.dtype}; {a.machine}; medians of interleaved runs"
     names = ["tokens", "transformers, tokens/s", *(f"{name}, times as fast" for name in ours)]
     return page([words, "", *table(names, rows)]), {"rows": rows}
-
-
-class Multiplies(Recorded):
-    """Recorded passes that all multiply in one way: see `Recorded.products`."""
-
-    def __init__(self, model, way):
-        super().__init__(model)
-        self.way = way
-
-    def products(self, rows, packs):
-        return self.way
-
-
-@torch.inference_mode()
-def run_packed(a):
-    """What a pass over a block of tokens takes, by each way to multiply."""
-    forms = {"F.linear": load(a)[0], "packed": load(a)[0]}
-    plain = forms["F.linear"]
-    if not packs(plain.tok.dtype):
-        raise ValueError(f"this processor packs no matrices in {a.dtype}: try --dtype float32")
-    keep = gain(forms["packed"], 1) < 0.95
-    pack(forms["packed"], keep)
-    passes = {(form, T): step(model, T, 100) for form, model in forms.items() for T in BLOCKS}
-    if a.fast:
-        forms |= {f"recorded, {way}": Multiplies(plain, way) for way in ("library", "sums", "packed")}
-        for form in [*forms][2:]:
-            mine = {(form, T): step(forms[form], T, 100) for T in BLOCKS}
-            forms[form].rehearse(lambda mine=mine: [act() for act in mine.values()])
-            passes |= mine
-    times = interleave(passes, a.repeats or 15)
-    one = min(seconds for (_, T), seconds in times.items() if T == 1)
-    rows = [[form, *(f"{1e3 * times[form, T]:.1f} ({times[form, T] / one:.2f})" for T in BLOCKS)]
-            for form in forms]
-    words = (f"{a.model}, {a.dtype}; {a.machine}; ms a pass (in fastest passes over one token); "
-             f"packed: {'single rows by the plain matrix' if keep else 'nothing else'}")
-    data = {f"{form} {T}": seconds for (form, T), seconds in times.items()}
-    return page([words, "", *table(["tokens", *map(str, BLOCKS)], rows)]), {"times": data}

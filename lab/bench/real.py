@@ -11,17 +11,17 @@ from lab.bench.heads import shapes
 from lab.bench.shared import forecast, load, page, tables
 from lab.train_heads import ask
 from layerskip import SelfDraft, early_exit, without
+from machine.exact import fast
 from machine.fused import fuse
-from machine.packed import pack_where_it_pays
 from machine.quant import quantise, rebuild
-from machine.recorded import Recorded
+from machine.rows import multiplies
+from machine.standin import stand_in
 from methods import heads
 from methods.arms import candidates
 from methods.pace import COPY, Pace
 from methods.suffix import Suffix
 from search import Teacher
 from speculative import Drafter, NGram
-from support.drafts import recorded_with
 from support.files import read_texts
 from support.measure import kept_costs, measure_step
 from verification import verify_block
@@ -77,10 +77,10 @@ def ways(a, model, trained, twins):
             methods[f"{name}, {shape}"] = Method(lambda loaded=loaded, levels=levels, parents=parents: (
                 lambda model, small: loaded[model.tok.dtype].drafter(levels, parents)),
                 gamma=None if parents else levels)
-    c = None if trained else measure_step(model, twins["int4"][model.tok.dtype])
+    c = multiplies(model) and measure_step(model, twins["int4"][model.tok.dtype])
     methods["auto"] = living(lambda model: Pace(model, candidates(
         model, costs, heads=[loaded[model.tok.dtype] for loaded in trained.values()],
-        rough=(twins["int4"][model.tok.dtype], c)), costs))
+        rough=(twins["int4"][model.tok.dtype], c) if c else None), costs))
     return methods
 
 
@@ -97,14 +97,15 @@ def run_real(a):
     twins = {kind: {} for kind in ("int8", "int4")}
     for dtype in (a.dtype, "float64"):
         m = load(a, dtype)[0]
-        made = {kind: quantise(m, kind, head=kind) for kind in twins}   # of the weights as they are
+        made = {kind: quantise(m, kind, head=kind, rounds=True) for kind in twins}
         if dtype != "float64":
-            m = Recorded(fuse(m)) if a.fast else pack_where_it_pays(fuse(m))
+            m = fast(fuse(m)) if a.fast else fuse(m)
+        m = stand_in(m)
         models[dtype] = m, None
         for kind, twin in made.items():
             if dtype == "float64":
                 rebuild(twin)
-            twins[kind][m.tok.dtype] = recorded_with(m, twin)
+            twins[kind][m.tok.dtype] = m.alongside(twin)
     model, where = models[a.dtype][0], Path(a.heads or f"{a.model}/heads")
     trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
                for file in sorted(where.glob(f"*/{heads.FILE}"))}

@@ -1,4 +1,5 @@
 """What the benchmarks share: models, prompts, forecasts and tables."""
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,13 +7,15 @@ import torch
 
 import checkpoint
 from control import best_along
-from machine.recorded import Recorded
+from machine.exact import fast
+from machine.standin import stand_in
 from model import Config, Transformer
 from support.cli import read_beside
 from support.files import read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = ROOT / "weights"
+DEFAULT = os.path.relpath(WEIGHTS / "stories-llama")    # of --model
 SETS = "stories", "dialogues", "maths", "code"
 LLAMA = Config(vocab_size=128_256, dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, head_dim=64,
                hidden_dim=8192, max_len=4096, tied=True)
@@ -39,12 +42,13 @@ def load(a, dtype=None, folder=None):
 
 
 def load_both(a, small=None):
-    """({dtype: (model, small model or None)}, tokenizer): as timed (--fast: recorded), and in float64."""
+    """({dtype: (model, small model or None)}, tokenizer): as timed (--fast: in fast passes), and in
+    float64."""
     models = {}
     for dtype in (a.dtype, "float64"):
         model, tokenizer = load(a, dtype)
-        models[dtype] = (Recorded(model) if a.fast and dtype == a.dtype else model,
-                         small and load(a, dtype, small)[0])
+        model = fast(model) if a.fast and dtype == a.dtype else stand_in(model)
+        models[dtype] = model, small and model.alongside(load(a, dtype, small)[0])
     return models, tokenizer
 
 

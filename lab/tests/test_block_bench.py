@@ -1,7 +1,10 @@
-"""Small tables: block verification beside token by token, packed matrices beside plain ones, long prompts,
-and exact texts."""
+"""Small tables: block verification beside token by token, plain decoding, products of few rows, long prompts,
+exact texts."""
+import pytest
+import torch
+
 from lab.bench import __main__ as bench
-from lab.bench import block, exact, plain
+from lab.bench import block, exact, plain, rows
 
 
 def test_block_verification_accepts_more(monkeypatch):
@@ -14,10 +17,29 @@ def test_block_verification_accepts_more(monkeypatch):
     assert 1 < row["tau"]["token by token"] and 1 < row["tau"]["block"] and "| 1.0 | 2 / 2 / 2 |" in text
 
 
-def test_packed_matrices():
-    a = bench.parse(["packed", "--model", "weights/stories-plain", "--dtype", "float32", "--repeats", "1"])
-    text, data = plain.run_packed(a)
-    assert "| packed |" in text and min(data["times"].values()) > 0
+def test_plain_decoding_beside_transformers(monkeypatch):
+    """With --fast it stopped at the first comparison of two texts."""
+    monkeypatch.setattr(plain, "BATCHES", (1, 2))
+    monkeypatch.setattr(plain, "compiled", lambda theirs, prompt, new: lambda: plain.their_text(
+        theirs, torch.tensor([prompt]), new).tolist())      # compiling takes half a minute
+    text, data = plain.run(bench.parse(["plain", "--fast", "--model", "weights/stories-plain", "--new", "8",
+                                        "--repeats", "1"]))
+    assert [*data["results"]] == ["stories-plain, bfloat16", "stories-plain, float32"]
+    for found in data["results"].values():
+        assert found["ways"].keys() == {"transformers", "ours", "transformers, compiled", "ours, fast"}
+    ways = found["ways"]
+    assert all(way["same"] == 8 for way in ways.values()) and ways["ours, fast"]["share"] > 0
+
+
+def test_products_of_few_rows():
+    """Of every form, from one row to sixteen, beside reading its bytes; and where there are no loops."""
+    flags = ["rows", "--model", "weights/stories-plain", "--repeats", "1"]
+    text, data = rows.run(bench.parse([*flags, "--dtype", "float32"]))
+    forms = "F.linear", "the loop", "int8", "int8, x rounded", "int4", "int4, x rounded"
+    assert {*data["times"]} == {f"{form}, {what}" for form in forms for what in (*rows.ROWS, "memory")}
+    assert all(f"| {form} | " in text for form in forms) and min(data["times"].values()) > 0
+    with pytest.raises(ValueError, match="^no loops for float64 on cpu"):
+        rows.run(bench.parse([*flags, "--dtype", "float64"]))
 
 
 def test_reading_a_prompt(monkeypatch):
@@ -28,10 +50,11 @@ def test_reading_a_prompt(monkeypatch):
 
 
 def test_what_changes_an_exact_text_and_what_does_not():
-    a = bench.parse(["exact", "--model", "weights/stories-plain", "--new", "8"])
+    a = bench.parse(["exact", "--model", "weights/stories-plain", "--new", "8", "--repeats", "1"])
     text, data = exact.run(a)
     counts = {what: rows for (what, _), rows in data["counts"]}
-    for what in "drafted by an exit", "drafted by lookup", "in a batch of four":
+    kept = "drafted by an exit", "drafted by lookup", "in blocks of 3", "in blocks of 7", "in a batch of four"
+    for what in kept:
         texts, equal, compared = counts[what]
         assert texts == 4 and equal == compared == 4 * 8, what
-    assert "| in a batch of four | 4 of 4 | 100% | 4 of 4 | 100% |" in text
+    assert "| in a batch of four | 4 of 4 | 100% | " in text and min(data["cost"].values()) > 0

@@ -2,7 +2,6 @@
 import json
 import shutil
 import sys
-from functools import partial
 
 import pytest
 from tiny import command
@@ -12,7 +11,6 @@ from lab import within
 from lab.bench import __main__ as bench
 from lab.bench import llamacpp
 from lab.bench.shared import WEIGHTS
-from machine.recorded import Recorded
 from methods import heads
 
 call = command(bench.main)
@@ -31,7 +29,7 @@ def folder(tmp_path):
 
 
 def test_the_copy_in_few_bits_is_made_once_for_all_runs(folder):
-    """It was made anew for each run, whose passes nothing had recorded then."""
+    """It was made again for each run."""
     model, _ = checkpoint.load(folder, "cpu")
     assert within.lookup(model, 3).model is within.lookup(model, 5).model
 
@@ -39,7 +37,6 @@ def test_the_copy_in_few_bits_is_made_once_for_all_runs(folder):
 def test_two_levels_are_told_by_the_formula_and_measured(folder, monkeypatch, capsys):
     monkeypatch.setattr(within, "NEW", 24)
     monkeypatch.setattr(within, "REPEATS", 1)
-    monkeypatch.setattr(within, "Recorded", partial(Recorded, how="paper"))
     assert within.run(["--model", str(folder), "--prompts", "1"]) is None
     head, _, *rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     assert head[-2:] == ["measured", "int4 alone"]

@@ -1,0 +1,179 @@
+"""Passes over few rows on a CPU, in one call each: a stand-in for the model.
+
+A pass of a small model is hundreds of tiny operations, and starting them takes longer than
+computing them. `pass.cpp` has all of them as loops. So a block of up to `FEW` tokens costs what its
+bytes cost, and a row of logits has the same bits in every block. What is longer, such as a prompt,
+goes to PyTorch, where products of many rows are faster.
+"""
+import ctypes
+from ctypes import byref, c_long
+
+import torch
+from torch import nn
+
+from checkpoint import put
+from kvcache import KVCache
+from machine import rows
+from machine.quant import Looped, Matrix
+from machine.rows import FEW, FLOATS, Block, Model, Pass, Weight, describe
+from machine.standin import StandIn, distance, tolerance
+from model import Placement, visible
+from support import files
+
+WIDE = 512      # numbers of a head that a pass has room for
+NORMS = "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q_norm", "attn.k_norm"
+MATRICES = "attn.wqkv", "attn.wo", "mlp.gate_up", "mlp.down"
+
+
+class FewRows(StandIn):
+    """Stands in for a Transformer that is not being trained. Do not move, cast or train the model
+    later: the loops keep addresses."""
+    many = False    # whether passes over more than `FEW` rows are made of the loops, too
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.kept = []      # what the structs point to
+        self.lists = {}     # {(sub-layers, taps): both as arrays}
+        self.lib = rows.library()
+        self.shape = None   # the Model, if it can be computed in C++
+        self.output = None  # its head
+        c = self.c
+        if self.lib and self.tok.dtype in FLOATS and not self.tok.is_cuda and c.head_dim <= WIDE:
+            self.describe()
+        if self.shape:
+            self.check()
+
+    def describe(self):
+        """Describe the model to C++, unless a matrix is of a kind that the loops do not know."""
+        c = self.c
+        blocks = [self.block(i) for i in range(c.n_layers)]
+        if None in blocks:
+            return
+        for name, w in list(self.model.named_parameters(recurse=False)):    # a head's own
+            if w.dim() == 2 and w is not self.tok and w is not self.model.head:
+                put(self.model, name, Looped(w.detach()))
+        hidden = max(block.gate_up.n // 2 for block in blocks)
+        self.array = (Block * len(blocks))(*blocks)
+        self.shape = Model(
+            self.array, c.dim, c.n_heads, c.n_kv_heads, c.head_dim, hidden, c.act == "gelu",
+            c.norm_eps, self.blocks[0].attn.scale, c.attn_softcap or 0.0)
+        self.output = describe(self.tok if self.model.head is None else self.model.head)
+        self.final = self.floats(self.norm)
+
+    @torch.inference_mode()
+    def check(self):
+        """Compare a pass over three tokens with the model's own. What differs is not used."""
+        subs = [2 * i + kind for i, b in enumerate(self.blocks)
+                for kind, name in enumerate(("attn", "mlp")) if name in b._modules]
+        g = torch.Generator().manual_seed(0)
+        x = torch.randn(1, 3, self.c.dim, generator=g).to(self.tok.dtype)
+        at = Placement.span(0, 3)
+        caches = [KVCache(self.c, 1, 4, self.attention_dtype()) for _ in range(2)]
+        want = self.model.run(x, at, caches[0], subs)
+        off = distance(self.run(x, at, caches[1], subs), want)
+        if not off <= tolerance(x.dtype, len(subs)):
+            self.shape = None
+            files.note("rows", f"passes stay eager, because those of pass.cpp are off by {off:.2g}")
+
+    def block(self, i):
+        """The Block of block i; None if a matrix is of a kind that the loops do not know. The
+        blocks of trained heads may lack some parts."""
+        parts = dict(self.blocks[i].named_modules())
+        tensors = dict(self.blocks[i].named_parameters())
+        tensors |= {name: part for name, part in parts.items() if isinstance(part, Matrix)}
+        there = [describe(tensors[name]) if name in tensors else Weight() for name in MATRICES]
+        if None in there:
+            return None
+        bias = None
+        if "attn.bias" in tensors:
+            bias = self.keep(tensors["attn.bias"].detach().float())
+        norms = [self.floats(parts.get(name)) for name in NORMS]
+        window = self.c.window if i % 2 == 0 else None
+        return Block(*norms, bias, *there, window or 0)
+
+    def floats(self, norm):
+        """The address of a norm's weight in float32, as it multiplies; None if there is no norm."""
+        if norm is None or isinstance(norm, nn.Identity):
+            return None
+        return self.keep(norm.offset + norm.weight.detach().float())
+
+    def keep(self, t):
+        self.kept.append(t.contiguous())
+        return self.kept[-1].data_ptr()
+
+    def takes(self, count):
+        """Whether a pass over so many rows is made of the loops."""
+        return self.many or count <= FEW
+
+    @torch.inference_mode()
+    def run(self, x, at, cache=None, sublayers=None, trace=None):
+        """`Transformer.run`."""
+        B, T, dim = x.shape
+        if self.shape is None or cache is None or not self.takes(B * T):
+            return self.model.run(x, at, cache, sublayers, trace)
+        if sublayers is None:
+            sublayers = range(2 * self.c.n_layers)
+        if not len(sublayers):
+            return x
+        trace = {} if trace is None else trace
+        order, places, taps = self.listed(tuple(sublayers), tuple(trace))
+        S = cache.k.shape[3]
+        positions = at.positions[:, -T:].expand(B, T).contiguous()
+        slots = positions
+        if at.slots is not at.positions:
+            slots = at.slots[:, -T:].expand(B, T).contiguous()
+        masks = None
+        end = S
+        if at.tree is not None or at.slots is not at.positions:
+            masks = self.masks(at, B)
+            end = at.end
+        cos, sin = self.model.angles(at.end)
+        x = x.contiguous()
+        out = x.new_empty(len(taps), B, T, dim)
+        strides = cache.k.stride()
+        p = Pass(
+            order, places, len(sublayers), B, T, end, torch.get_num_threads(),
+            positions.data_ptr(), slots.data_ptr(), masks.data_ptr() if masks is not None else None,
+            cos.data_ptr(), sin.data_ptr(), cache.k.data_ptr(), cache.v.data_ptr(),
+            *strides[:3], x.data_ptr(), out.data_ptr())
+        self.lib.run_pass(byref(self.shape), byref(p), c_long(FLOATS[x.dtype]))
+        for i, y in zip(taps, out, strict=True):
+            if i in trace:
+                trace[i] = y
+        return out[-1]
+
+    def listed(self, sublayers, traced):
+        """(the sub-layers, for each its place among the outputs or -1) as addresses, and the
+        sub-layers whose outputs are returned, the last one's last."""
+        key = sublayers, traced
+        if key not in self.lists:
+            taps = [i for i in sublayers if i in traced or i == sublayers[-1]]
+            places = [taps.index(i) if i in taps else -1 for i in sublayers]
+            arrays = [(c_long * len(sublayers))(*numbers) for numbers in (sublayers, places)]
+            self.kept += arrays
+            self.lists[key] = *map(ctypes.addressof, arrays), taps
+        return self.lists[key]
+
+    def masks(self, at, B):
+        """Who sees whom, for a tree: (1 or 2, B, T, end) bytes, without and with a window."""
+        positions, slots = torch.broadcast_tensors(at.positions, at.slots)
+        windows = [None] if self.c.window is None else [None, self.c.window]
+        seen = [visible(positions, slots, at.end, at.tree, window) for window in windows]
+        return torch.stack([m.expand(B, -1, -1) for m in seen]).to(torch.uint8)
+
+    @torch.inference_mode()
+    def unembed(self, x, some=None):
+        """`Transformer.unembed`."""
+        weight = self.output
+        if some is not None and self.shape:
+            weight = describe(some)
+        if weight is None or not self.takes(x.shape[:2].numel()):
+            return self.model.unembed(x, some)
+        cap = self.c.final_softcap or 0.0
+        return rows.call(self.lib, x, weight, x.dtype, self.final, self.c.norm_eps, cap)
+
+    def alongside(self, model):
+        return FewRows(model)
+
+    def replays(self):
+        return self.shape is not None

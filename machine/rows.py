@@ -1,0 +1,159 @@
+"""The C++ of rows.cpp and pass.cpp, compiled once per machine and called by ctypes.
+
+    library()               what is compiled, or None where that cannot be done
+    product(x, w)           y = x w^T for few rows, each with the same bits alone and among others
+    Weight, Block, ...      the structs that both languages share, field by field
+
+Compiling takes some five seconds. The result lies in the user's cache folder, under a name made of
+the source, the compiler and the processor. It is kept only after it has passed `check`.
+"""
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from ctypes import POINTER, Structure, byref, c_float, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from support import files
+from support.cli import machine
+
+FEW = 16    # rows up to which the loop is faster than the library's product
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}    # a `Kind` in rows.cpp
+INT8, INT4, ROUNDED = 3, 4, 2      # of int8 and int4; what rounding x adds to them
+SOURCES = [Path(__file__).with_name(name) for name in ("rows.cpp", "bits.cpp", "pass.cpp")]
+
+
+class Weight(Structure):
+    """`Weight` in rows.cpp. It holds addresses only: its tensors must outlive it."""
+    _fields_ = [("data", c_void_p), ("scale", c_void_p), ("groups", c_void_p),
+                ("n", c_long), ("k", c_long), ("kind", c_long)]
+
+
+class Block(Structure):
+    """`Block` in pass.cpp."""
+    _fields_ = [*((name, c_void_p) for name in ("attn_norm", "attn_post", "mlp_norm", "mlp_post",
+                                                "q_norm", "k_norm", "bias")),
+                *((name, Weight) for name in ("wqkv", "wo", "gate_up", "down")),
+                ("window", c_long)]
+
+
+class Model(Structure):
+    """`Model` in pass.cpp."""
+    _fields_ = [("blocks", POINTER(Block)),
+                *((name, c_long) for name in ("dim", "heads", "kv_heads", "head_dim", "hidden",
+                                              "gelu")),
+                *((name, c_float) for name in ("eps", "scale", "softcap"))]
+
+
+class Pass(Structure):
+    """`Pass` in pass.cpp."""
+    _fields_ = [("sublayers", c_void_p), ("taps", c_void_p),
+                *((name, c_long) for name in ("count", "B", "T", "end", "threads")),
+                *((name, c_void_p) for name in ("positions", "slots", "masks", "cos", "sin",
+                                                "keys", "values")),
+                *((name, c_long) for name in ("layer", "text", "head")),
+                ("x", c_void_p), ("out", c_void_p)]
+
+
+# --- compiling
+
+
+def compiler():
+    """The C++ compiler's command. Raises FileNotFoundError, in one line, if there is none."""
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    command = os.environ.get("CXX", usual)
+    if not shutil.which(command):
+        raise FileNotFoundError("no C++ compiler: install g++ or clang, or name it in CXX")
+    return command
+
+
+def flags():
+    """Flags for this machine. What may not be among them: -ffast-math, which reorders sums."""
+    native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+    threads = [] if sys.platform == "darwin" else ["-fopenmp"]
+    return ["-O3", "-std=c++17", native, *threads, "-fno-math-errno", "-fno-trapping-math",
+            "-Wno-psabi", "-shared", "-fPIC"]
+
+
+def build(path):
+    """Compile the sources into the file `path`. Raises OSError or ValueError, in one line."""
+    command = compiler()
+    files.check_writable(path)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / path.name
+        run = subprocess.run([command, *flags(), str(SOURCES[-1]), "-o", str(made)],
+                             capture_output=True, text=True)
+        if run.returncode:
+            said = run.stderr.strip().splitlines() or [f"status {run.returncode}"]
+            raise ValueError(f"{command}, which failed: {said[0]}")
+        check(ctypes.CDLL(str(made)))
+        files.keep(path, made.read_bytes())
+
+
+@cache
+def library():
+    """The compiled functions; None, after one line that says why, where there are none."""
+    try:
+        version = subprocess.run([compiler(), "--version"], capture_output=True).stdout
+        facts = [source.read_bytes() for source in SOURCES]
+        facts += [version, " ".join(flags()).encode(), machine(torch.device("cpu")).encode()]
+        name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
+        path = files.cache_file(f"rows-{name}.so")
+        if not path.is_file():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.note("rows", "compiling the loops of machine/rows.cpp, once per machine")
+            build(path)
+        return ctypes.CDLL(str(path))
+    except (OSError, ValueError) as e:
+        files.note("rows", f"few rows are multiplied by the library, because of {e}")
+        return None
+
+
+def check(lib):
+    """Raise ValueError if a product is wrong, or if a row depends on the rows beside it."""
+    x = torch.linspace(-1, 1, FEW * 100).sin().view(FEW, 100)
+    for dtype in FLOATS:
+        w = torch.linspace(-2, 2, 70 * 100).cos().view(70, 100).to(dtype)
+        rows = x.to(dtype)
+        y = call(lib, rows, describe(w), torch.float32)
+        if not torch.allclose(y, rows.float() @ w.float().T, atol=1e-3):
+            raise ValueError(f"a product in {dtype} is wrong")
+        for count in range(1, FEW):
+            if not torch.equal(call(lib, rows[:count], describe(w), torch.float32), y[:count]):
+                raise ValueError(f"a row in {dtype} depends on the rows beside it")
+
+
+# --- calling
+
+
+def describe(w):
+    """The Weight of a matrix: a contiguous tensor on the CPU, or a `quant.Matrix` that stores whole
+    numbers. None for any other."""
+    if isinstance(w, torch.Tensor):
+        if w.is_cuda or w.dtype not in FLOATS or not w.is_contiguous():
+            return None
+        return Weight(w.data_ptr(), None, None, *w.shape, FLOATS[w.dtype])
+    return w.describe()
+
+
+def multiplies(model):
+    """Whether the products of this model's few rows are those of machine/rows.cpp."""
+    return model.tok.dtype in FLOATS and not model.tok.is_cuda and library() is not None
+
+
+def call(lib, x, weight, dtype, norm=None, eps=0.0, cap=0.0):
+    """y (..., N) of x (..., K), as `run_product` in pass.cpp has it."""
+    x = x.to(dtype).contiguous()
+    y = torch.empty(*x.shape[:-1], weight.n, dtype=dtype)
+    rows = x.numel() // weight.k
+    lib.run_product(c_long(FLOATS[dtype]), byref(weight), c_void_p(norm), c_float(eps),
+                    c_float(cap), c_void_p(x.data_ptr()), c_void_p(y.data_ptr()), c_long(rows),
+                    c_long(torch.get_num_threads()))
+    return y

@@ -1,0 +1,239 @@
+"""Passes over few rows in C++: products by a four-line reference, passes by the eager model, and bits that
+depend neither on the number of rows, nor on how a text is cut, nor on the number of threads."""
+import platform
+import re
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import GEMMA, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_family, make, small
+
+from kvcache import KVCache
+from layerskip import SelfDraft, without
+from machine import few, rows
+from machine.few import FewRows
+from machine.quant import Int4, Int8, quantise
+from methods.heads import Eagle, Kangaroo
+from methods.standin import ShortHead
+from methods.trees import Siblings, ancestors
+from model import Placement
+from sampling import Coins, to_probs
+from speculative import ModelDraft, NGram, generate, prefill
+
+HALF = torch.bfloat16, torch.float16
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+SHAPES = (5, 8), (70, 100), (33, 64), (64, 576), (16, 1500)     # of matrices, (N, K)
+
+
+def kinds(w):
+    """{what: (a matrix of this kind, the numbers that it stands for, how far a product may be off)}"""
+    found = {"plain": (w, w, 1e-6)}
+    for kind in Int8, Int4:
+        q, rounds = kind(w), kind(w)
+        rounds.rounds = True
+        found[kind.__name__] = q, q.full(torch.float64), 1e-6
+        found[f"{kind.__name__}, x rounded"] = rounds, q.full(torch.float64), 1e-2
+    return found
+
+
+@dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_is_the_product_and_a_row_of_it_has_the_same_bits_in_any_company(shape, dtype):
+    """Before rounding: half types would hide what differs. On one thread and on two."""
+    g = torch.Generator().manual_seed(0)
+    w = torch.randn(shape, generator=g).to(dtype)
+    x = torch.randn(20, shape[1], generator=g).to(dtype).float()
+    for what, (matrix, numbers, near) in kinds(w).items():
+        weight = rows.describe(matrix)
+        y = rows.call(rows.library(), x, weight, torch.float32)
+        want = x.double() @ numbers.double().T
+        assert (y - want).norm() < near * want.norm(), what
+        for count in range(1, 20):
+            assert torch.equal(rows.call(rows.library(), x[:count], weight, torch.float32), y[:count]), what
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3 - min(threads, 2))
+        assert torch.equal(rows.call(rows.library(), x, weight, torch.float32), y), what
+        torch.set_num_threads(threads)
+
+
+@dtypes
+@each_family
+@torch.inference_mode()
+def test_a_pass_is_the_eager_one_with_the_same_bits(family, dtype):
+    """In blocks of 1 to 16 tokens, in two parts, in a batch, in a longer cache."""
+    model = make(LIVELY[family]).to(dtype)
+    fast = FewRows(model)
+    tokens = torch.tensor([[1, 5, 3, 2, 9, 4, 4, 7] * 6])
+    near = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}[dtype]
+
+    def read(m, T, parts=(None,), texts=1, slots=60, trace=None):
+        """The logits of rows 20 to 35, in blocks of T tokens."""
+        cache = KVCache(m.c, texts, slots, m.attention_dtype())
+        prefill(model, tokens[:, :20].expand(texts, -1), cache)
+        found = []
+        for start in range(20, 36, T):
+            x = m.embed(tokens[:, start : min(36, start + T)].expand(texts, -1))
+            at = Placement.span(start, start + x.shape[1])
+            for part in parts:
+                x = m.run(x, at, cache, part, trace)
+            found.append(m.unembed(x)[-1:])
+        return torch.cat(found, 1)
+
+    want, whole = read(model, 16), read(fast, 16)
+    assert fast.replays() and (whole - want).norm() < near * want.norm()
+    for T in range(1, 16):
+        assert torch.equal(read(fast, T), whole), T
+    assert torch.equal(read(fast, 4, parts=([*range(5)], [*range(5, 12)])), whole)
+    assert torch.equal(read(fast, 4, texts=3), whole) and torch.equal(read(fast, 5, slots=124), whole)
+    trace = dict.fromkeys([3, 6, 11])
+    read(fast, 16, trace=trace)
+    seen = dict.fromkeys(trace)
+    read(model, 16, trace=seen)
+    for tap, state in seen.items():
+        assert (trace[tap] - state).norm() < near * state.norm()
+
+
+VARIANTS = {    # what the two families leave out
+    "biases, normed queries and keys": replace(LLAMA, qkv_bias=True, qk_norm=True),
+    "all before it, no window": replace(GEMMA, window=None, n_layers=2),
+    "one key-value head, odd sizes": replace(
+        LLAMA, n_heads=3, n_kv_heads=1, head_dim=10, dim=30, hidden_dim=70)}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.inference_mode()
+def test_other_shapes(name):
+    model = make(VARIANTS[name]).float()
+    fast, x = FewRows(model), torch.randn(2, 5, model.c.dim)
+    got, want = (KVCache(model.c, 2, 12, torch.float32) for _ in range(2))
+    for at in Placement.span(0, 5), Placement.span(5, 10):
+        y = fast.run(x, at, got)
+        assert (y - model.run(x, at, want)).abs().max() < 1e-4
+        assert torch.allclose(fast.unembed(y), model.unembed(y), atol=1e-4)
+    assert fast.replays()
+    assert torch.allclose(got.k, want.k, atol=1e-4) and torch.allclose(got.v, want.v, atol=1e-4)
+
+
+@each_family
+@torch.inference_mode()
+def test_a_tree_also_while_it_grows(family):
+    """A root, two children and a grandchild; the last two are also read in a pass of their own."""
+    model = make(LIVELY[family]).float()
+    fast, nodes = FewRows(model), torch.tensor([[3, 7, 1, 9], [5, 2, 2, 8]])
+    tree = ancestors(torch.tensor([[0, 0, 1]]))
+    places = torch.tensor([[6, 7, 7, 8], [0, 1, 1, 2]])
+    slots = places[:, :1] + torch.arange(4)
+    whole = Placement(places, slots, 0, 10, tree)
+    first = Placement(places[:, :2], slots[:, :2], 0, 8, tree[:, :2, :2])
+    caches = [KVCache(model.c, 2, 24, torch.float32) for _ in range(2)]
+    for cache in caches:
+        prefill(model, torch.arange(12).view(2, 6) % 17, cache)
+    x = model.embed(nodes)
+    want = model.run(x, whole, caches[1])
+    assert torch.allclose(fast.run(x, whole, caches[0]), want, atol=1e-4)
+    parts = [fast.run(x[:, :2], first, caches[0]),
+             fast.run(x[:, 2:], whole._replace(tree=tree[:, 2:]), caches[0])]
+    assert torch.allclose(torch.cat(parts, 1), want, atol=1e-4)
+
+
+DRAFTERS = {
+    "none": lambda m: None,
+    "exit, stopped": lambda m: SelfDraft(m, range(8), Unsure(5)),
+    "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 3),
+    "model": lambda m: ModelDraft(m.alongside(small(m).to(m.tok.dtype)),
+                                  Says(lambda state: sum(map(len, state.known)) % 6)),
+    "n-gram": lambda m: NGram(10, 1),
+    "int8": lambda m: SelfDraft(m.alongside(quantise(m, "int8", "int8", rounds=True)), range(12), 3),
+    "int4": lambda m: SelfDraft(m.alongside(quantise(m, "int4", "int4", rounds=True)), range(12), 3),
+    "int4, short": lambda m: SelfDraft(
+        ShortHead(m.alongside(quantise(m, "int4", "int4", rounds=True)), [3, 5, 9]), range(12), 3),
+    "eagle": lambda m: fitted(Eagle(m), m).drafter(3),
+    "eagle, tree": lambda m: Siblings(fitted(Eagle(m), m).drafter(3), [2, 1]),
+    "kangaroo": lambda m: fitted(Kangaroo(m, 2), m).drafter(3)}
+
+
+def fitted(head, model):
+    head.own = model.alongside(head.own)
+    return head
+
+
+@each_family
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_texts_are_plain_ones_also_in_half_types(family, name, dtype):
+    """Alone, == to plain decoding in the same passes, and without any flag: a round has at most 16 rows."""
+    fast = FewRows(make(LIVELY[family]).to(dtype))
+    for prompt in PROMPTS:
+        want, _ = generate(fast, [prompt], 24)
+        assert generate(fast, [prompt], 24, DRAFTERS[name](fast))[0] == want
+    warm = [to_probs, lambda logits: to_probs(logits, 1.2, top_p=0.9)][name == "none"]
+    assert len(generate(fast, PROMPTS, 20, DRAFTERS[name](fast), warm, Coins(7))[0]) == 4
+
+
+def test_what_it_does_not_know_runs_eagerly():
+    """float64, NF4, many rows, no cache."""
+    wide, nf4 = make(LLAMA), FewRows(quantise(make(LLAMA).float(), "nf4"))
+    assert not FewRows(wide).replays() and not nf4.replays()
+    assert generate(FewRows(wide), PROMPTS, 8) == generate(wide, PROMPTS, 8)
+    model = make(LLAMA).float()
+    fast, x = FewRows(model), torch.randn(1, few.FEW + 1, model.c.dim)
+    assert torch.equal(fast.run(x, Placement.span(0, 17)), model.run(x, Placement.span(0, 17)))
+    caches = [KVCache(model.c, 1, 30, torch.float32) for _ in range(2)]
+    at = Placement.span(0, 17)
+    assert torch.equal(fast.run(x, at, caches[0]), model.run(x, at, caches[1]))
+
+
+# --- compiling
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    rows.library.cache_clear()
+    yield tmp_path
+    rows.library.cache_clear()
+
+
+@pytest.mark.parametrize("command, why", [("no-such-compiler", "CXX"), ("false", "failed")])
+def test_without_a_compiler_one_line_says_so(folder, monkeypatch, capsys, command, why):
+    monkeypatch.setenv("CXX", command)
+    model = make(LLAMA).float()
+    fast = FewRows(model)
+    assert generate(fast, PROMPTS, 8) == generate(model, PROMPTS, 8) and not fast.replays()
+    q = Int8(torch.randn(8, 64))
+    assert torch.allclose(q.product(torch.ones(1, 64)), q.full(torch.float32).sum(1), atol=1e-4)
+    said = [line for line in capsys.readouterr().err.splitlines() if "because of" in line]
+    assert len(said) == 1 and why in said[0]
+
+
+def test_what_is_compiled_wrongly_is_not_kept(folder, monkeypatch, tmp_path_factory, capsys):
+    """A row that depends on those beside it by a last bit: a float32 shows it, a rounded number may not."""
+    source = tmp_path_factory.mktemp("wrong")
+    for file in rows.SOURCES:
+        text = file.read_text()
+        text = text.replace("vf sum[M][2] = {};", "vf sum[M][2] = {}; if (M > 4) sum[0][0] += 1e-7f;")
+        (source / file.name).write_text(text)
+    monkeypatch.setattr(rows, "SOURCES", [source / file.name for file in rows.SOURCES])
+    assert rows.library() is None and not list(folder.rglob("*.so"))
+    assert "depends on the rows beside it" in capsys.readouterr().err
+
+
+MACHINES = {"this one": rows.flags()}
+if platform.machine() == "x86_64":
+    MACHINES |= {"any": ["-march=x86-64"], "AVX2": ["-mavx2", "-mfma"], "AVX-512": ["-march=skylake-avx512"],
+                 "AVX512_BF16": ["-march=cooperlake"]}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_it_compiles_for_other_processors_and_nothing_is_spilt(name, tmp_path):
+    """The sums of a tile stay in registers while the loop runs."""
+    made = tmp_path / "rows.s"
+    command = [rows.compiler(), "-O3", "-std=c++17", "-Wno-psabi", "-fopenmp", *MACHINES[name]]
+    subprocess.run([*command, "-fPIC", "-S", "-o", made, rows.SOURCES[-1]], check=True)
+    many = re.S | re.M
+    tiles = re.findall(r"^_Z4tileI6Floats.*?:\n(.*?)\.cfi_endproc", made.read_text(), many)
+    loops = [loop for tile in tiles for _, loop in re.findall(r"^(\.L\w+):\n(.*?)\n\tj\w+\t\1\n", tile, many)]
+    lines = [line for loop in loops if "prefetch" in loop for line in loop.splitlines()]
+    spilt = [line for line in lines if re.search(r"mov\w+\t%[xyz]mm\d+, .*%r[sb]p", line)]
+    assert lines and (not spilt or name == "any"), spilt
