@@ -197,6 +197,7 @@ class Writer:
 
 
 def run(a):
+    drafts.check_processes(a)
     drafts.load_own(a)
     for path in filter(None, (a.picture, a.page)):
         check_writable(Path(path))

@@ -292,8 +292,6 @@ def check(a):
         if getattr(a, flag) is not None and flag not in SOURCES[kind].flags:
             raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see "
                              "--help")
-    if SOURCES[kind].make is trained and parallel.place()[1] > 1:
-        raise ValueError("trained heads work in one process, not in several")
     if kind == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     if a.rule is not None and a.tree:
@@ -303,6 +301,13 @@ def check(a):
     for flag, least, most in (("gamma", 0, 1000), ("tree", 1, 128)):
         if getattr(a, flag) is not None and not least <= getattr(a, flag) <= most:
             raise ValueError(f"--{flag} must be from {least} to {most}, got {getattr(a, flag)}")
+
+
+def check_processes(a):
+    """Raises ValueError, in one line, for what goes with one process only."""
+    if SOURCES[kind_of(a)].make is trained and parallel.place()[1] > 1:
+        raise ValueError("trained heads read whole matrices of the model, and several processes "
+                         "hold only parts of them: run one process, or choose another --draft")
 
 
 def load_own(a):

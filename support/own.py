@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from machine import parallel
 from methods.trees import Tree
 from speculative import Draft, Drafter, Reuse, Rule, Wrapper
 
@@ -183,7 +184,7 @@ class Checked(Called, Wrapper):
             wrong = fault(draft, state)
         if wrong:
             raise ValueError(f"{self.where('propose')}: {wrong}")
-        return draft
+        return parallel.agreed_draft(draft)
 
     def observe(self, state, r):
         self.rounds += 1
@@ -288,7 +289,7 @@ class CheckedRule(Called, Rule):
         if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
             raise ValueError(f"{self.where('how_far')}: how_far must return a whole number, or a "
                              f"list of one for each row (B = {B}), not {gammas!r}")
-        return gammas
+        return parallel.agreed(gammas)
 
     def stops(self, k, logits, token):
         with self.calling("stop"):
@@ -297,7 +298,7 @@ class CheckedRule(Called, Rule):
         if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
             raise ValueError(f"{self.where('stop')}: stop must return a list of True or False for "
                              f"each row (B = {B}), as `.tolist()` makes it, not {stops!r}")
-        return stops
+        return parallel.agreed(stops)
 
     def learn(self, state, r):
         with self.calling("learn"):

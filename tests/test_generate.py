@@ -265,7 +265,7 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
 @pytest.mark.parametrize("argv, culprit", [
     (["-"], "standard input"), (["--prompt-file", "/dev/null"], "a pipe"), (["x", "--fast"], "--fast"),
     (["x", "--exact"], "--exact"),
-    (["x", "--draft", "eagle"], "trained heads work in one process")])
+    (["x", "--draft", "eagle"], "run one process")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
     monkeypatch.setattr(generate.parallel, "place", lambda: (0, 2))
     call.refuses(argv, tmp_path, culprit)
