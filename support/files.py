@@ -3,7 +3,6 @@ nothing.
 
 A new file replaces the old one only once all of it is on the disk.
 """
-import itertools
 import json
 import os
 import sys
@@ -140,10 +139,11 @@ def parse(text):
         return None
 
 
-def resume(path, header):
-    """Prepare a log of JSON lines for appending. Returns the lines below its `header` that an
-    earlier run wrote, up to one that a kill cut off; none if the old header differs. Raises
-    ValueError for a folder that holds something else."""
+def resume(path, header, keys):
+    """Prepare a log for appending: a `header` and lines of JSON objects with these keys. Returns
+    the objects that an earlier run wrote, except a last one that a kill cut off; none if the old
+    header differs. Raises ValueError for a damaged log, and for a folder that holds something
+    else."""
     text = read_text(path) if path.is_file() else ""
     found, *lines = map(parse, text.split("\n"))
     if isinstance(found, dict) and found.keys() == header.keys() and found != header:
@@ -152,7 +152,10 @@ def resume(path, header):
         raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
     if found != header:
         lines = []
-    lines = list(itertools.takewhile(bool, lines))
+    lines = lines[:-1]      # a whole line ends with a newline, after which nothing is left
+    if not all(isinstance(line, dict) and line.keys() >= keys for line in lines):
+        raise ValueError(f"{path} is damaged, or another program wrote to it: repair it, or name "
+                         "another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
     return lines
@@ -226,7 +229,9 @@ def find_weights(folder):
 
 def cache_file(name):
     """The path, in the user's cache folder, of a file that can be made again."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):     # ignored, as the XDG specification says
+        home = os.path.expanduser("~/.cache")
     return Path(home) / "self-speculative-decoding" / name
 
 

@@ -25,6 +25,16 @@ def test_a_failure_leaves_the_old_file(error, monkeypatch, tmp_path):
     assert tree(tmp_path) == {str(path): b"old"}
 
 
+@pytest.mark.parametrize("home", ["caches", "", None])
+def test_a_cache_folder_that_is_no_absolute_path_is_ignored(home, monkeypatch, tmp_path):
+    """As the XDG specification says; else the cache would lie wherever a program runs."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if home is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+    assert files.cache_file("x") == tmp_path / ".cache" / "self-speculative-decoding" / "x"
+
+
 def test_permissions_links_and_what_cannot_be_written(tmp_path):
     """New files have what the umask leaves, old ones keep theirs, and a link stays a link."""
     old, link, dangling = tmp_path / "old", tmp_path / "link", tmp_path / "dangling"

@@ -44,7 +44,7 @@ from lab.bench import (
 from lab.bench.real import KINDS, run_real
 from lab.bench.shared import SETS, WEIGHTS
 from support import cli
-from support.files import write_file
+from support.files import check_writable, write_file
 
 RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "packed": plain.run_packed,
@@ -87,8 +87,12 @@ def parse(argv):
     a = p.parse_args(argv, Flags())
     if a.new < 8 or a.repeats is not None and a.repeats < 1:
         raise ValueError("--new must be at least 8 and --repeats at least 1")
-    if a.out and not Path(a.out).resolve().parent.is_dir():
-        raise ValueError(f"--out {a.out}: no such folder")
+    if a.out is not None:
+        if not os.path.basename(a.out).strip("."):
+            raise ValueError(f"--out {a.out!r} names a folder: name two files in it, without their suffix, "
+                             "such as FOLDER/costs")
+        for suffix in (".json", ".md"):
+            check_writable(Path(a.out + suffix))
     checkpoint.find_device(a.device)
     return a
 
@@ -102,8 +106,8 @@ def run(argv):
     data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__, **data}
     print(text)
     if a.out:
-        write_file(Path(f"{a.out}.md"), text + "\n")
-        write_file(Path(f"{a.out}.json"), json.dumps(data, indent=1) + "\n")
+        write_file(Path(a.out + ".json"), json.dumps(data, indent=1) + "\n")
+        write_file(Path(a.out + ".md"), text + "\n")
     return data.get("status")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import GEMMA, PROMPTS, command, make
 
+import checkpoint
 from control import Costs, weight_costs
 from lab.bench import __main__ as bench
 from lab.bench import costs as bench_costs
@@ -18,6 +19,7 @@ from lab.bench.shared import WEIGHTS
 from layerskip import SelfDraft
 from methods.standin import ShortHead
 from speculative import Drafter, ModelDraft, rounds
+from support.measure import read_costs
 
 DRAFT = WEIGHTS / "stories-draft"
 call = command(bench.main)
@@ -64,6 +66,22 @@ def test_help_by_hand(call, monkeypatch, tmp_path):
     call.refuses(["heads", "--heads", tmp_path], tmp_path, "no trained heads")
     monkeypatch.setitem(sys.modules, "transformers", None)
     call.refuses(["check", "--model", DRAFT], tmp_path, "transformers is not installed")
+
+
+@pytest.mark.parametrize("out, culprit", [
+    ("none/x", "none/x.json"), ("none/", "folder"), ("taken", "taken.md"), ("there/", "folder"),
+    ("there/.", "folder"), ("", "folder")])
+def test_results_that_could_not_be_written_are_refused_before_they_are_measured(call, tmp_path, out, culprit):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "taken.md").mkdir()
+    call.refuses(["costs", "--out", out and f"{tmp_path}/{out}"], tmp_path, "--out" if out == "" else culprit)
+
+
+def test_the_search_takes_the_table_of_costs(call, tmp_path):
+    assert call("costs", "--model", DRAFT, "--repeats", "1", "--out", tmp_path / "costs")[0] == 0
+    c = checkpoint.read_config(DRAFT)
+    found = json.loads((tmp_path / "costs.json").read_text())
+    assert list(read_costs(tmp_path / "costs.json", c).sublayers) == found["sublayers"]
 
 
 def test_a_method_that_writes_another_text_stops_the_benchmark(models):
