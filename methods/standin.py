@@ -5,8 +5,10 @@ calls can take its place anywhere, and change one of them.
 """
 import math
 from collections import Counter
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 
 class StandIn:
@@ -39,6 +41,26 @@ class ShortHead(StandIn):
         short = self.model.unembed(x, self.rows)                                # (B, T, N)
         logits = short.new_full((*x.shape[:2], self.model.c.vocab_size), -math.inf)
         return logits.index_copy_(2, self.ids, short)                           # (B, T, V)
+
+
+class Padded(StandIn):
+    """A draft model with the target's tokenizer and another number of padded rows (Qwen2.5 0.5B has
+    151,936 ids, 7B has 152,064), as a model with the target's `vocab_size`.
+
+    It never drafts an id that only it has, because its logit is cut off. An id that only the target
+    has gets the logit -inf, so q = 0; should the text hold one, it reads its own last id instead.
+    """
+
+    def __init__(self, model, vocab_size):
+        self.model = model
+        self.c = replace(model.c, vocab_size=vocab_size)
+
+    def embed(self, tokens):
+        return self.model.embed(tokens.clamp(max=self.model.c.vocab_size - 1))
+
+    def unembed(self, x):
+        more = self.c.vocab_size - self.model.c.vocab_size
+        return F.pad(self.model.unembed(x), (0, more), value=-math.inf)     # below 0: `pad` cuts off
 
 
 def most_frequent(texts, count):

@@ -19,7 +19,7 @@ from machine.quant import KINDS, byte_costs, quantise, reads_int4, size
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
-from methods.standin import ShortHead
+from methods.standin import Padded, ShortHead
 from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
 from speculative import ModelDraft, NGram
@@ -110,7 +110,10 @@ def small_model(ask):
     if tokenizer.get_vocab() != ask.tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
-    return ask.plan(partial(ModelDraft, ask.short(recorded_with(ask.model, other))))
+    drafting = ask.short(recorded_with(model, other))
+    if other.c.vocab_size != model.c.vocab_size:
+        drafting = Padded(drafting, model.c.vocab_size)
+    return ask.plan(partial(ModelDraft, drafting))
 
 
 def few_bits(ask):

@@ -1,6 +1,7 @@
 """The Plan that generate.py's flags ask for: what drafts, and what is read for it."""
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -140,6 +141,23 @@ def test_draft_model_of_another_tokenizer(call, tmp_path):
     vocab[a], vocab[b] = vocab[b], vocab[a]
     file.write_text(json.dumps(spec))
     call.refuses(["x", "--draft", tmp_path / "other"], tmp_path, "other: its tokenizer differs")
+
+
+@pytest.mark.parametrize("rows", [4000, 4160])
+def test_draft_model_of_another_padded_vocabulary(call, stories, tmp_path, rows):
+    """As Qwen2.5 0.5B beside 7B; also with a draft vocabulary."""
+    plain = as_json(call, "--draft", "none")["outputs"]
+    model, tokenizer = checkpoint.load(SMALL, "cpu")
+    model.c = replace(model.c, vocab_size=rows)
+    for name in {"tok", "head"} if model.head is not None else {"tok"}:
+        w = getattr(model, name).detach()
+        w = torch.cat([w, w[:100]])[:rows]      # what stands in padded rows may be likely
+        checkpoint.put(model, name, torch.nn.Parameter(w, requires_grad=False))
+    checkpoint.save(model, tmp_path / "other", tokenizer)
+    (tmp_path / "vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
+    for more in [], ["--draft-vocab", tmp_path / "vocab.json"]:
+        r = as_json(call, "--draft", tmp_path / "other", *more)
+        assert r["outputs"] == plain and r["accepted"] > 0
 
 
 # --- a reader's own
