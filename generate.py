@@ -21,7 +21,7 @@ from machine.fused import fuse
 from machine.packed import Packed, pack_where_it_pays
 from machine.quant import KINDS
 from machine.recorded import Recorded
-from sampling import Coins, Race, to_probs
+from sampling import Coins, Race, row_seeds, to_probs
 from speculative import check_prompts, rounds
 from support import chat, cli, drafts, own, page, show, stats
 from support.files import check_writable, guarded, numbered_texts, write_file
@@ -60,7 +60,7 @@ def flags():
              "(compiling takes some minutes, once per machine)")
     add("--exact", action="store_true",
         help="the same text to the bit with every draft, at any temperature: passes of one "
-             "shape, and random numbers that belong to positions")
+             "shape, and random numbers that belong to a position and a row of the batch")
     add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true",
@@ -149,7 +149,7 @@ class Writer:
         look = to_probs
         coins = Coins(a.seed)
         if a.exact and a.temperature > 0:   # greedily nothing depends on them
-            coins = Race(a.seed)
+            coins = Race(row_seeds(a.seed, len(self.prompts)))
         if player:
             coins = player.coins
             look = player.look

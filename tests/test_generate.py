@@ -18,6 +18,7 @@ import generate
 from control import MOST
 from machine.quant import KINDS
 from machine.recorded import Recorded
+from sampling import row_seeds
 from speculative import generate as write
 from support import stats
 
@@ -129,6 +130,22 @@ def test_exact_texts_are_those_of_plain_decoding_when_sampled_too(call, once, tm
         status, out, _ = call(*texts, *flags, *more, "--exact", "--max-new", "16", "--json", "--compare")
         r = json.loads(out)
         assert status == 0 and r["identical"] is True and r["exact"] in (2, 8) and r["dtype"] == "bfloat16"
+
+
+def test_a_prompt_that_stands_in_a_batch_four_times_gives_four_exact_samples(call, tmp_path):
+    """Each is the text of a run alone with the seed of its row, whatever drafts."""
+    (tmp_path / "same.txt").write_text("Once upon a time\n" * 4)
+    flags = ["--exact", "--temperature", "1", "--json", *SHORT]
+
+    def texts(*argv):
+        return [output["ids"] for output in json.loads(call(*argv, *flags)[1])["outputs"]]
+
+    four = texts("--prompt-file", tmp_path / "same.txt", "--seed", "5", "--draft", "exit")
+    assert len(set(map(tuple, four))) == 4
+    seeds = row_seeds(5, 4)
+    assert seeds[0] == 5
+    for seed, text in zip(seeds, four, strict=True):
+        assert texts("Once upon a time", "--seed", str(seed), "--draft", "none") == [text]
 
 
 def test_where_exact_texts_differ_no_near_tie_excuses_it(call, once, monkeypatch):
