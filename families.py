@@ -4,7 +4,7 @@ The one thing to remember: a setting that this library would compute wrongly is 
 error names it.
 """
 from model import Config
-from support.files import guarded, read_json
+from support.files import check_folder, guarded, read_json
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -159,6 +159,7 @@ FAMILIES = {"llama": llama, "gemma2": gemma2, "qwen2": qwen2, "qwen3": qwen3}
 def read_config(folder):
     """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises
     ValueError for anything that this library would compute wrongly."""
+    check_folder(folder)
     path = folder / "config.json"
     given = read_json(path)
     eos = read_eos(folder, given)

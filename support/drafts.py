@@ -24,6 +24,7 @@ from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
 from speculative import ModelDraft, NGram
 from support import cli, own
+from support.files import download_first
 from support.measure import kept_costs, measure_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -285,7 +286,8 @@ def kind_of(a):
         if (Path(a.draft) / file).is_file():
             return kind
     raise ValueError(f"--draft {a.draft}: neither a folder with a small model or with trained "
-                     f"heads, nor FILE.py:NAME, nor one of {', '.join(NAMED)}")
+                     f"heads, nor FILE.py:NAME, nor one of {', '.join(NAMED)}"
+                     f"{download_first(a.draft)}")
 
 
 def check(a):
@@ -295,6 +297,8 @@ def check(a):
         if getattr(a, flag) is not None and flag not in SOURCES[kind].flags:
             raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see "
                              "--help")
+    if kind == "none" and a.gamma:
+        raise ValueError("--gamma does not go with --draft none, which drafts nothing")
     if kind == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     if a.rule is not None and a.tree:

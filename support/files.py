@@ -5,6 +5,7 @@ A new file replaces the old one only once all of it is on the disk.
 """
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -79,6 +80,22 @@ def check_there(path):
                                 "off: download it again")
     if not path.exists() or path.is_dir():
         raise FileNotFoundError(f"{path}: no such file")
+
+
+def check_folder(folder):
+    """Raise FileNotFoundError, in one line, where there is no folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder{download_first(folder)}")
+
+
+def download_first(name):
+    """How to get a folder of this name, to end a message with, if the name may be that of a model on
+    the Hugging Face hub, OWNER/MODEL."""
+    owner, _, model = str(name).partition("/")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or Path(owner).exists():
+        return ""
+    return ("; if it is a model on the Hugging Face hub, download it first: "
+            f"hf download {name} --local-dir runs/{model}")
 
 
 def check_fetched(path, start):
