@@ -264,8 +264,6 @@ class CheckedRule(Called, Rule):
     def __init__(self, text, rule):
         self.text = text
         self.inner = rule
-        if rule.stop:
-            self.stop = self.stops
 
     @property
     def most(self):
@@ -274,6 +272,14 @@ class CheckedRule(Called, Rule):
     @most.setter
     def most(self, most):
         self.inner.most = most
+
+    @property
+    def stop(self):
+        return self.inner.stop and self.stops
+
+    @stop.setter
+    def stop(self, stop):
+        self.inner.stop = stop
 
     def begin(self, state):
         with self.calling("begin"):
