@@ -4,7 +4,7 @@ The one thing to remember: a setting that this library would compute wrongly is 
 error names it.
 """
 from model import Config
-from support.files import guarded, read_json
+from support.files import check_folder, guarded, read_json
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -22,10 +22,12 @@ DEFAULTS = {    # of keys that config.json leaves out; None: derived from other 
         attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096),
     "qwen2": dict(
         num_key_value_heads=32, head_dim=None, rms_norm_eps=1e-6, rope_theta=1e4,
-        tie_word_embeddings=False, max_position_embeddings=32768, hidden_act="silu"),
+        tie_word_embeddings=False, max_position_embeddings=32768, hidden_act="silu",
+        sliding_window=4096, max_window_layers=28),
     "qwen3": dict(
         num_key_value_heads=32, head_dim=128, rms_norm_eps=1e-6, rope_theta=1e4,
-        tie_word_embeddings=False, max_position_embeddings=32768, hidden_act="silu")}
+        tie_word_embeddings=False, max_position_embeddings=32768, hidden_act="silu",
+        sliding_window=4096, max_window_layers=28)}
 NUMBERS = {     # fields of Config that are positive numbers, and their keys
     "vocab_size": "vocab_size", "dim": "hidden_size", "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads", "head_dim": "head_dim",
@@ -34,6 +36,7 @@ NUMBERS = {     # fields of Config that are positive numbers, and their keys
 GEMMA2 = {      # the same for those that only Gemma-2 has
     "window": "sliding_window", "attn_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping"}
+NULLS = {*GEMMA2.values(), "num_key_value_heads"}   # null has a meaning: none, as many as heads
 SCALINGS = {    # of the rotation: what each kind needs
     "default": (),
     "linear": ("factor",),
@@ -47,9 +50,11 @@ class Settings:
 
     def __init__(self, given, family):
         rope = given.get("rope_scaling") or given.get("rope_parameters") or {}
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError(f"rotary settings by layer type are not supported: {[*rope]}")
         self.raw = dict(DEFAULTS[family])
         for key, value in (given | rope).items():
-            if value is not None or key in GEMMA2.values():     # null: no soft-cap
+            if value is not None or key in NULLS:
                 self.raw[key] = value
 
     def __getitem__(self, key):
@@ -80,6 +85,14 @@ class Settings:
         named = self["layer_types"] or []
         self.check("layer_types", all(
             name == kinds[i % len(kinds)] for i, name in enumerate(named)))
+
+    def never_slide(self):
+        """For Qwen, where a window slides over the layers from number `max_window_layers` on, unless
+        `layer_types` says for each whether it does."""
+        slides = self["use_sliding_window"] and self["sliding_window"] is not None
+        if self["layer_types"] is None and slides:
+            self.check("use_sliding_window", self["max_window_layers"] >= self["num_hidden_layers"])
+        self.alternate("full_attention")
 
     def scaling(self):
         """`Config.rope_scaling`."""
@@ -126,14 +139,14 @@ def gemma2(s):
 
 
 def qwen2(s):
-    s.alternate("full_attention")
-    s.without("use_sliding_window", "use_mrope")
+    s.never_slide()
+    s.without("use_mrope")
     return {"act": s.act("hidden_act"), "qkv_bias": True}
 
 
 def qwen3(s):
-    s.alternate("full_attention")
-    s.without("use_sliding_window", "attention_bias")
+    s.never_slide()
+    s.without("attention_bias")
     return {"act": s.act("hidden_act"), "qk_norm": True}
 
 
@@ -146,6 +159,7 @@ FAMILIES = {"llama": llama, "gemma2": gemma2, "qwen2": qwen2, "qwen3": qwen3}
 def read_config(folder):
     """config.json (and the end-of-text ids of generation_config.json) as a Config. Raises
     ValueError for anything that this library would compute wrongly."""
+    check_folder(folder)
     path = folder / "config.json"
     given = read_json(path)
     eos = read_eos(folder, given)
@@ -155,9 +169,12 @@ def read_config(folder):
         if family is None:
             raise ValueError("it has no model_type, which names the architecture, "
                              "such as llama or gemma2")
-        if family not in FAMILIES or names not in (None, [ARCHITECTURES[family]]):
-            raise ValueError(f"architecture {names or family}: need one of "
-                             f"{[*ARCHITECTURES.values()]}")
+        if family not in FAMILIES:
+            raise ValueError(f"model_type {family!r} is not supported: need one of "
+                             f"{', '.join(FAMILIES)}")
+        if names not in (None, [ARCHITECTURES[family]]):
+            raise ValueError(f"architectures {names} is not supported for model_type {family!r}: "
+                             f"need [{ARCHITECTURES[family]!r}]")
         s = Settings(given, family)
         s.without("quantization_config", "mlp_bias", "use_bidirectional_attention")
         s.raw["num_key_value_heads"] = s["num_key_value_heads"] or s["num_attention_heads"]

@@ -20,7 +20,7 @@ from machine.exact import exactly, fast
 from machine.fused import fuse
 from machine.quant import KINDS
 from machine.standin import StandIn
-from sampling import Coins, Race, to_probs
+from sampling import Coins, Race, row_seeds, to_probs
 from speculative import check_prompts, rounds
 from support import chat, cli, drafts, own, page, show, stats
 from support.files import check_writable, guarded, numbered_texts, write_file
@@ -59,7 +59,8 @@ def flags():
              "machine; as a CUDA graph on a GPU")
     add("--exact", action="store_true",
         help="the same text to the bit with every draft, at any temperature: a row of logits "
-             "depends on its text alone, and random numbers belong to positions")
+             "depends on its text alone, and random numbers belong to a position and a row of the "
+             "batch")
     add("--quant", choices=KINDS, help="store the matrices of the model's blocks in few bits")
     add = p.add_argument_group("what is shown").add_argument
     add("--compare", action="store_true",
@@ -146,7 +147,7 @@ class Writer:
         look = to_probs
         coins = Coins(a.seed)
         if a.exact and a.temperature > 0:   # greedily nothing depends on them
-            coins = Race(a.seed)
+            coins = Race(row_seeds(a.seed, len(self.prompts)))
         if player:
             coins = player.coins
             look = player.look
@@ -194,6 +195,7 @@ class Writer:
 
 
 def run(a):
+    drafts.check_processes(a)
     drafts.load_own(a)
     for path in filter(None, (a.picture, a.page)):
         check_writable(Path(path))

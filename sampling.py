@@ -147,6 +147,17 @@ class Coins:
         return ids.clamp_(max=cdf.shape[-1] - 1)[..., 0]
 
 
+def row_seeds(seed, rows):
+    """A seed for each row of a batch: the first row has `seed` itself, so it writes what it would
+    write alone, and row b has number b of the seed's stream, times 2^53. (A `Race` of the first row
+    begins at number V, so the streams have nothing in common.)
+
+    >>> row_seeds(7, 3)
+    [7, 151215513962380, 8113330931062309]
+    """
+    return [seed, *(int(u * 2**53) for u in uniforms(seed, 1, rows - 1).tolist())]
+
+
 class Race(Coins):
     """Coins that belong to places: a token depends on the seed, its position and p, and on nothing
     else.
@@ -163,7 +174,8 @@ class Race(Coins):
     where TV is half the sum of |p - q| (Daliri, Musco and Suresh 2024, arXiv 2408.07978,
     drafter-invariant decoding).
 
-    seed: a number, or a list of one for each row of a batch.
+    seed: a list of one for each row of a batch, as `row_seeds` makes it; or one number, by which
+    all rows run the same races, and equal prompts get equal texts.
 
     >>> p = torch.tensor([[[0.5, 0.3, 0.2]]])
     >>> [Race(seed).settle(p, torch.tensor([[7]])).argmax().item() for seed in (0, 1)]

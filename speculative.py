@@ -31,7 +31,10 @@ from verification import verify
 
 @dataclass
 class State:
-    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds all but its last token."""
+    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds all but its last token.
+
+    A drafter only reads it, with one exception: it may write to the cache's slots from n - 1 on,
+    because the target's next pass overwrites them before it reads them."""
     tokens: torch.Tensor       # (B, S) slot = position; entries from n on are dead
     n: torch.Tensor            # (B,) how many tokens of each row are known
     known: list[list[int]]     # the known tokens on the host: reading them does not wait for a GPU
@@ -489,9 +492,8 @@ class NGram(Drafter):
         if n < 1:
             raise ValueError(f"n, the number of tokens to look up, must be at least 1, got {n}")
         if self.rule.stop:
-            raise ValueError("an n-gram is copied at once, with no logits for "
-                             f"{type(self.rule).__name__} to stop at: give it a rule without a "
-                             "stop, or a whole number")
+            raise ValueError("an n-gram is copied at once, with no logits to stop at: give it a "
+                             "rule without a stop, or a whole number")
         self.n = n
 
     def begin(self, state, trace):

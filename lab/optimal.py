@@ -7,6 +7,7 @@ the optimum, which is the value of a linear program. docs/optimal.md says what c
 """
 import statistics
 from itertools import product
+from pathlib import Path
 
 import torch
 
@@ -16,7 +17,7 @@ from methods.trees import verify_tree
 from notebooks.outcomes import every_path, probability, total
 from notebooks.plots import HUES, axes
 from support import cli
-from support.files import replacing
+from support.files import check_writable, replacing
 from verification import verify_block
 
 V = 3
@@ -217,6 +218,8 @@ def main(argv=None):
         return
     if a.pairs < 1:
         raise ValueError(f"--pairs must be at least 1, got {a.pairs}")
+    if a.picture:
+        check_writable(Path(a.picture))
     shapes, one_place = tables(a.pairs)
     names = ["token by token", "block", "traversal", "optimum", "agreement"]
     print(f"| accepted tokens, mean of {a.pairs} pairs | {' | '.join(names)} |", "|---" * 6 + "|", sep="\n")

@@ -284,20 +284,22 @@ def fresh_run(a, device, text):
 def open_run(a, fresh=fresh_run):
     """A fresh Run, or with --resume the one that --out holds. Raises ValueError where --out holds anything
     else. fresh: makes a Run from the flags, the device, and the text of the checkpoint or None."""
-    out, state = Path(a.out), None
+    out, state, text = Path(a.out), None, None
     if out.exists() and any(out.iterdir()):
         if not (a.resume and (out / STATE).is_file()):
             raise ValueError(f"{out} is not empty: continue its run with --resume, or name another --out")
         with checkpoint.guarded(f"{out / STATE}: not a checkpoint of this program, or damaged"):
             state = torch.load(out / STATE, "cpu", weights_only=True)
-        if state["command"] != a.command:
+            command = state["command"]
+            text = corpus.Corpus(**state["text"] | {
+                "tokenizer": Tokenizer.from_str(state["text"]["tokenizer"])})
+        if command != a.command:
             raise ValueError(f"{out} holds another run, which only the same flags continue: "
-                             f"{state['command']} --resume")
-    text = state and corpus.Corpus(**state["text"] | {
-        "tokenizer": Tokenizer.from_str(state["text"]["tokenizer"])})
+                             f"{command} --resume")
     run = fresh(a, checkpoint.find_device(a.device), text)
     if state:
-        run.restore(state)
+        with checkpoint.guarded(f"{out / STATE}: not a checkpoint of this run, or damaged"):
+            run.restore(state)
     else:
         out.mkdir(parents=True, exist_ok=True)
         run.before = {name: run.evaluate(tokens) for name, tokens in run.text.valid.items()}

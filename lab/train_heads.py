@@ -92,6 +92,10 @@ def parse(argv):
         train.add_numbers(one.add_argument_group("shape"), SHAPE[kind])
     a = whole.parse_args(argv)
     a.command = train.command_line("lab.train_heads", argv)
+    for flag in ("text", "temperature", "opening", "prompts", "ask"):
+        if a.data and getattr(a, flag) != p.get_default(flag):
+            raise ValueError(f"--{flag} is about what the model writes, and --data names other texts: leave "
+                             "one of them out")
     if a.kind == "medusa" and a.vocab and a.markov:
         raise ValueError("the bias by the token before is of all tokens: --vocab goes with --markov 0")
     return a

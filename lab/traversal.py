@@ -1,6 +1,6 @@
 """Traversal verification: what block verification is to a chain, for a tree.
 
-Recursive rejection (`verification.verify_tree`) starts at the root and never goes below a rejected node.
+Recursive rejection (`methods.trees.verify_tree`) starts at the root and never goes below a rejected node.
 Here the walk starts at the leaves: a path of likely tokens is accepted as a whole, also where its first token
 alone would have been rejected. It is exact and accepts a little more (`python -m lab.bench block`), but each
 step depends on the one before: a loop on the host for every row. Among siblings alone both are the same.

@@ -2,11 +2,14 @@
 
     python -m lab.verdict --model DIR --prompt "Once upon a time" ours.txt theirs.txt
 
-A file holds what was written after the prompt: the text, or in .json a list of token ids. The two logits
-are those of the model in float64. Exit status 0: equal, or a near-tie; 1: rounding does not explain it; 2:
-bad input.
+A file holds what was written after the prompt: the text, or in .json a list of token ids. What is compared
+are the ids of prompt and text together, because a token may cross the border between them: after "time" the
+text "s up" changes the prompt's last token. The two logits are those of the model in float64.
+
+Exit status 0: equal, or a near-tie; 1: rounding does not explain it; 2: bad input.
 """
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,36 +27,44 @@ def parse(argv):
     p.add_argument("texts", nargs=2, metavar="FILE", help="a text that was written, or in .json its ids")
     p.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder")
     p.add_argument("--prompt", required=True, metavar="TEXT", help="what both texts continue")
-    p.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16",
+    p.add_argument("--dtype", choices=["bfloat16", "float16", "float32", "float64"], default="bfloat16",
                    help="in which the engines computed (default: bfloat16)")
     return p.parse_args(argv)
 
 
-def ids_of(path, tokenizer, prompt):
-    """The ids of a continuation. A text is encoded with its prompt, as tokens may cross the border."""
-    text = Path(path).read_text(encoding="utf-8")
+def ids_of(path, prompt, encode):
+    """The ids of a prompt and its continuation. encode: from a text to ids."""
+    # trap: read as text, different ends of lines would be the same
+    text = Path(path).read_bytes().decode("utf-8-sig")
     if Path(path).suffix != ".json":
-        return tokenizer.encode(prompt + text, add_special_tokens=False).ids[
-            len(tokenizer.encode(prompt, add_special_tokens=False).ids) :]
+        return encode(prompt + text)
     ids = json.loads(text)
-    if not (isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
+    if not (isinstance(ids, list) and all(type(i) is int for i in ids)):
         raise ValueError("a .json file must hold a list of token ids")
-    return ids
+    return encode(prompt) + ids
 
 
 def run(argv):
     a = parse(argv)
     model, tokenizer = checkpoint.load(a.model, "cpu", torch.float64)
-    prompt = checkpoint.encode(tokenizer, a.prompt, model.c.bos)
+
+    def encode(text):
+        return checkpoint.encode(tokenizer, text, model.c.bos)
+
     found = []
     for path in a.texts:
         with guarded(path):
-            found.append(ids_of(path, tokenizer, a.prompt))
-    check_prompts(model, [prompt + ids for ids in found], 1, a.texts)
-    if found[0] == found[1]:
-        print(f"equal: {len(found[0])} tokens")
+            found.append(ids_of(path, a.prompt, encode))
+    check_prompts(model, found, 1, a.texts)
+    prompt = os.path.commonprefix([encode(a.prompt), *found])   # all but a token that crosses the border
+    ours, theirs = (ids[len(prompt) :] for ids in found)
+    if ours == theirs:
+        print(f"equal: {len(ours)} tokens")
         return 0
-    d = parting(model, prompt, *found, getattr(torch, a.dtype))
+    if not prompt:
+        raise ValueError(f"the texts change the first token of the prompt {a.prompt!r}, and nothing comes "
+                         "before it: name a longer prompt")
+    d = parting(model, prompt, ours, theirs, getattr(torch, a.dtype))
     words = [tokenizer.decode([i]) for i in d["ids"]]
     if len(words) < 2:
         print(f"after {d['position']} equal tokens one text ends, and the other goes on with {words[0]!r}")

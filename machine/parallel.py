@@ -13,12 +13,13 @@ full state.
     everything              embeddings, norms           has what the others have
 
 So the logits are the same bits everywhere, and so are the tokens drawn from them. If two GPUs
-differ after all, the draw of rank 0 counts (`Agreed`). (Shoeybi et al. 2019, Megatron-LM, arXiv
-1909.08053, section 3.)
+differ after all, the draw of rank 0 counts (`Agreed`). The same holds for what a reader's own
+drafter or rule returns, which may depend on random numbers of each process (`agreed`). (Shoeybi et
+al. 2019, Megatron-LM, arXiv 1909.08053, section 3.)
 """
 import os
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -117,7 +118,8 @@ class Joined(Matrix):
 
     def __getitem__(self, ids):
         """Some rows, on every process: what a `ShortHead` copies. (len(ids), K)"""
-        return self.gather(self.own.T.contiguous()).T[ids]
+        own = self.own.full(self.dtype) if isinstance(self.own, Matrix) else self.own
+        return self.gather(own.T.contiguous()).T[ids]
 
 
 def join(model):
@@ -151,6 +153,34 @@ class Agreed(Coins):
     def shared(self, outcome):
         talk(dist.broadcast, outcome, 0)
         return outcome
+
+
+def agreed(value):
+    """The value that rank 0 has; any other process may have another, as one with random numbers of
+    its own does. Tensors must be on the CPU."""
+    if place() == (0, 1):
+        return value
+    box = [value]
+    talk(dist.broadcast_object_list, box, 0)
+    return box[0]
+
+
+def agreed_draft(draft):
+    """The Draft of rank 0, without what the model has already computed for it."""
+    if place() == (0, 1):
+        return draft
+    device = draft.tokens.device
+    return moved(agreed(moved(replace(draft, reuse=None), "cpu")), device)
+
+
+def moved(draft, device):
+    """A Draft with its tensors on another device."""
+    tensors = {}
+    for field in fields(draft):
+        value = getattr(draft, field.name)
+        if isinstance(value, torch.Tensor):
+            tensors[field.name] = value.to(device)
+    return replace(draft, **tensors)
 
 
 @contextmanager

@@ -265,7 +265,10 @@ def quantise(model, kind="int8", head=None, rounds=False):
         w = twin.tok if twin.head is None else twin.head
         if isinstance(w, Matrix):
             w = w.full(model.tok.dtype)
-        put(twin, "head", KINDS[head](w.detach()))
+        if w is None:   # several processes share it: each quantises its own rows
+            put(twin.head, "own", KINDS[head](twin.head.own.detach()))
+        else:
+            put(twin, "head", KINDS[head](w.detach()))
     for module in twin.modules():
         if isinstance(module, Whole):
             module.rounds = rounds

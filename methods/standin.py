@@ -1,8 +1,10 @@
-"""A draft vocabulary: a model with a shorter output head."""
+"""Draft models with another vocabulary: a shorter output head, and a head with other padding."""
 import math
 from collections import Counter
+from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 
 from machine.standin import Around
 
@@ -28,6 +30,26 @@ class ShortHead(Around):
         short = self.model.unembed(x, self.rows)                                # (B, T, N)
         logits = short.new_full((*x.shape[:2], self.model.c.vocab_size), -math.inf)
         return logits.index_copy_(2, self.ids, short)                           # (B, T, V)
+
+
+class Padded(Around):
+    """A draft model with the target's tokenizer and another number of padded rows (Qwen2.5 0.5B has
+    151,936 ids, 7B has 152,064), as a model with the target's `vocab_size`.
+
+    It never drafts an id that only it has, because its logit is cut off. An id that only the target
+    has gets the logit -inf, so q = 0; should the text hold one, it reads its own last id instead.
+    """
+
+    def __init__(self, model, vocab_size):
+        super().__init__(model)
+        self.c = replace(model.c, vocab_size=vocab_size)
+
+    def embed(self, tokens):
+        return self.model.embed(tokens.clamp(max=self.model.c.vocab_size - 1))
+
+    def unembed(self, x):
+        more = self.c.vocab_size - self.model.c.vocab_size
+        return F.pad(self.model.unembed(x), (0, more), value=-math.inf)     # below 0: `pad` cuts off
 
 
 def most_frequent(texts, count):

@@ -11,13 +11,17 @@ import argparse
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 VERSION, DIGEST = 4, "e9df71315c95"  # of the traces: if new ones differ, change both
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +29,7 @@ TRACES = ROOT / "porting" / "traces"
 STORIES = TRACES / "stories"
 STEPS = ["safetensors", "norm", "rope", "mask and attention", "sub-layer", "forward", "cache",
          "coins and sampling", "round", "race"]
+MOST = 2**26    # bytes of a port's output; all right answers together take 1 MB
 ROLLED = 999  # the number of the case that is made anew each time: see `rolled`
 
 # --- what is compared
@@ -185,35 +190,85 @@ def rolled(request, expect, folder):
 # --- the port
 
 
-def ask(command, requests, seconds):
-    """{number: answer}, and what else went wrong, in words; None if nothing did."""
-    text = "".join(json.dumps(absolute(request)) + "\n" for request in requests)
-    try:
-        done = subprocess.run(command, input=text.encode(), capture_output=True, timeout=seconds)
-        out, err, status = done.stdout, done.stderr, done.returncode
-    except subprocess.TimeoutExpired as e:
-        out, err, status = e.stdout or b"", e.stderr or b"", None
-    except OSError as e:
-        here = f"; did you mean ./{command[0]}?" * Path(command[0]).is_file()
-        raise ValueError(f"{command[0]}: cannot be run ({e.strerror}){here}") from None
-    answers, trouble = {}, None
-    for i, line in enumerate(out.decode(errors="replace").splitlines(), 1):
+class Answers:
+    """What a port prints, read line by line while it runs: {number: answer}, what is wrong, in words, and
+    the end of its standard error. Of a port that prints for ever only so much is read and kept."""
+
+    def __init__(self, port):
+        self.port, self.found, self.trouble, self.err = port, {}, None, b""
+        self.readers = [Thread(target=read, daemon=True) for read in (self.read, self.read_errors)]
+        for reader in self.readers:
+            reader.start()
+
+    def read(self):
+        left, number = MOST, 0
+        while line := self.port.stdout.readline(left + 1):
+            left, number = left - len(line), number + 1
+            if left < 0:
+                self.trouble = f"it was stopped because it printed more than {MOST >> 20} MB"
+                return end(self.port)
+            self.take(number, line.decode(errors="replace").rstrip("\r\n"))
+
+    def take(self, number, line):
         try:
             answer = json.loads(line)
-            answers.setdefault(answer["case"], answer)
+            self.found.setdefault(answer["case"], answer)
             if isinstance(answer["case"], str):
-                trouble = trouble or f'line {i}: "case" is the string {answer["case"]!r}, not a number'
+                self.trouble = self.trouble or (
+                    f'line {number}: "case" is the string {answer["case"]!r}, not a number')
         except (ValueError, KeyError, TypeError, RecursionError):
             why = " (nan and inf are not JSON)" if re.search(r"\b(nan|inf)\b", line) else ""
-            trouble = trouble or f"line {i} of what it printed is no answer{why}: {line[:70]!r}"
+            self.trouble = self.trouble or (
+                f"line {number} of what it printed is no answer{why}: {line[:70]!r}")
+
+    def read_errors(self):
+        while part := self.port.stderr.read1():
+            self.err = (self.err + part)[-10_000:]
+
+    def wait(self):
+        """Until the port's pipes are closed, which they are once all that it started has ended."""
+        for reader in self.readers:
+            reader.join(5)      # trap: what has left the port's group may hold a pipe open for ever
+
+
+def end(port):
+    """End the port and what it started, such as the program that a wrapper script calls."""
+    if os.name == "posix":
+        with suppress(ProcessLookupError, PermissionError):     # all of them have ended
+            os.killpg(port.pid, signal.SIGKILL)
+    port.kill()
+
+
+def ask(command, requests, seconds):
+    """{number: answer}, and what else went wrong, in words; None if nothing did."""
+    with tempfile.TemporaryFile() as questions:
+        questions.write("".join(json.dumps(absolute(request)) + "\n" for request in requests).encode())
+        questions.seek(0)
+        try:
+            port = subprocess.Popen(command, stdin=questions, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                    start_new_session=True)     # a group of its own, for `end`
+        except OSError as e:
+            here = f"; did you mean ./{command[0]}?" * Path(command[0]).is_file()
+            raise ValueError(f"{command[0]}: cannot be run ({e.strerror}){here}") from None
+    answers, late = Answers(port), None
+    try:
+        port.wait(seconds)
+    except subprocess.TimeoutExpired:
+        late = f"it was stopped after {seconds} seconds"
+    finally:
+        end(port)
+        status = port.wait()
+        answers.wait()
+    found, trouble = dict(answers.found), answers.trouble
     if status != 0:
-        trouble = f"it ended with status {status}" if status else f"it was stopped after {seconds} seconds"
-        trouble += f", with {len(answers)} cases answered"
-        if last := last_words(err.decode(errors="replace")):
+        stopped = trouble if trouble and trouble.startswith("it was stopped") else None
+        trouble = late or stopped or f"it ended with status {status}"
+        trouble += f", with {len(found)} cases answered"
+        if last := last_words(answers.err.decode(errors="replace")):
             trouble += f", and its last words are {last[:200]!r}"
-        if missing := [r["case"] for r in requests if r["case"] not in answers]:
+        if missing := [r["case"] for r in requests if r["case"] not in found]:
             trouble += f"; the first without an answer is case {missing[0]}"
-    return answers, trouble
+    return found, trouble
 
 
 def last_words(err):

@@ -118,5 +118,13 @@ def main(run, argv):
     except KeyboardInterrupt:
         return 130
     line = "".join(char if char.isprintable() else "\ufffd" for char in " ".join(message.split()))
-    print(f"{os.path.basename(run.__code__.co_filename)}: {line}", file=sys.stderr)
+    print(f"{name_of(run)}: {line}", file=sys.stderr)
     return 2
+
+
+def name_of(run):
+    """The name of a command as it is typed: that of the file of `run`, or of a package's folders."""
+    path = Path(run.__code__.co_filename)
+    if path.name == "__main__.py":
+        return f"{path.parts[-3]}.{path.parts[-2]}"
+    return path.name

@@ -19,11 +19,12 @@ from machine.standin import stand_in
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
-from methods.standin import ShortHead
+from methods.standin import Padded, ShortHead
 from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
 from speculative import ModelDraft, NGram
 from support import cli, own
+from support.files import download_first
 from support.measure import kept_costs, measure_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,7 +112,10 @@ def small_model(ask):
     if tokenizer.get_vocab() != ask.tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
-    return ask.plan(partial(ModelDraft, ask.short(stand_in(ask.model).alongside(other))))
+    drafting = ask.short(stand_in(model).alongside(other))
+    if other.c.vocab_size != model.c.vocab_size:
+        drafting = Padded(drafting, model.c.vocab_size)
+    return ask.plan(partial(ModelDraft, drafting))
 
 
 def few_bits(ask):
@@ -278,7 +282,8 @@ def kind_of(a):
         if (Path(a.draft) / file).is_file():
             return kind
     raise ValueError(f"--draft {a.draft}: neither a folder with a small model or with trained "
-                     f"heads, nor FILE.py:NAME, nor one of {', '.join(NAMED)}")
+                     f"heads, nor FILE.py:NAME, nor one of {', '.join(NAMED)}"
+                     f"{download_first(a.draft)}")
 
 
 def check(a):
@@ -288,8 +293,8 @@ def check(a):
         if getattr(a, flag) is not None and flag not in SOURCES[kind].flags:
             raise ValueError(f"--{flag.replace('_', '-')} does not go with --draft {kind}; see "
                              "--help")
-    if SOURCES[kind].make is trained and parallel.place()[1] > 1:
-        raise ValueError("trained heads work in one process, not in several")
+    if kind == "none" and a.gamma:
+        raise ValueError("--gamma does not go with --draft none, which drafts nothing")
     if kind == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     if a.rule is not None and a.tree:
@@ -299,6 +304,13 @@ def check(a):
     for flag, least, most in (("gamma", 0, 1000), ("tree", 1, 128)):
         if getattr(a, flag) is not None and not least <= getattr(a, flag) <= most:
             raise ValueError(f"--{flag} must be from {least} to {most}, got {getattr(a, flag)}")
+
+
+def check_processes(a):
+    """Raises ValueError, in one line, for what goes with one process only."""
+    if SOURCES[kind_of(a)].make is trained and parallel.place()[1] > 1:
+        raise ValueError("trained heads read whole matrices of the model, and several processes "
+                         "hold only parts of them: run one process, or choose another --draft")
 
 
 def load_own(a):

@@ -3,9 +3,9 @@ nothing.
 
 A new file replaces the old one only once all of it is on the disk.
 """
-import itertools
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -82,6 +82,22 @@ def check_there(path):
         raise FileNotFoundError(f"{path}: no such file")
 
 
+def check_folder(folder):
+    """Raise FileNotFoundError, in one line, where there is no folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder{download_first(folder)}")
+
+
+def download_first(name):
+    """How to get a folder of this name, to end a message with, if the name may be that of a model on
+    the Hugging Face hub, OWNER/MODEL."""
+    owner, _, model = str(name).partition("/")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or Path(owner).exists():
+        return ""
+    return ("; if it is a model on the Hugging Face hub, download it first: "
+            f"hf download {name} --local-dir runs/{model}")
+
+
 def check_fetched(path, start):
     """Raise ValueError for the pointer that Git leaves in place of a file that LFS has not
     fetched."""
@@ -140,10 +156,11 @@ def parse(text):
         return None
 
 
-def resume(path, header):
-    """Prepare a log of JSON lines for appending. Returns the lines below its `header` that an
-    earlier run wrote, up to one that a kill cut off; none if the old header differs. Raises
-    ValueError for a folder that holds something else."""
+def resume(path, header, keys):
+    """Prepare a log for appending: a `header` and lines of JSON objects with these keys. Returns
+    the objects that an earlier run wrote, except a last one that a kill cut off; none if the old
+    header differs. Raises ValueError for a damaged log, and for a folder that holds something
+    else."""
     text = read_text(path) if path.is_file() else ""
     found, *lines = map(parse, text.split("\n"))
     if isinstance(found, dict) and found.keys() == header.keys() and found != header:
@@ -152,7 +169,10 @@ def resume(path, header):
         raise ValueError(f"{path.parent} is not empty, and no search made it: name another --out")
     if found != header:
         lines = []
-    lines = list(itertools.takewhile(bool, lines))
+    lines = lines[:-1]      # a whole line ends with a newline, after which nothing is left
+    if not all(isinstance(line, dict) and line.keys() >= keys for line in lines):
+        raise ValueError(f"{path} is damaged, or another program wrote to it: repair it, or name "
+                         "another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, "".join(json.dumps(line) + "\n" for line in [header, *lines]))
     return lines
@@ -226,7 +246,9 @@ def find_weights(folder):
 
 def cache_file(name):
     """The path, in the user's cache folder, of a file that can be made again."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):     # ignored, as the XDG specification says
+        home = os.path.expanduser("~/.cache")
     return Path(home) / "self-speculative-decoding" / name
 
 

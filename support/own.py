@@ -1,6 +1,8 @@
 """The reader's own drafter or rule: `--draft FILE.py:NAME`, `--rule FILE.py:NAME`.
 
-What goes wrong in that file is one line that names its line, as for all other bad input.
+Whatever goes wrong in that file becomes one line that names its line, as for all other bad input.
+That includes what the file returns, and what it may not change: of the `State`, a drafter writes to
+nothing but the cache's slots after the text.
 """
 import importlib.util
 import inspect
@@ -11,7 +13,11 @@ from pathlib import Path
 
 import torch
 
-from speculative import Draft, Drafter, Rule, Wrapper
+from machine import parallel
+from methods.trees import Tree
+from speculative import Draft, Drafter, Reuse, Rule, Wrapper
+
+WATCHED = 8     # rounds in which the cache is compared: all of it is read twice for that
 
 
 def names_a_file(text):
@@ -40,12 +46,27 @@ def load(text):
 
 def drafter(text, model, gamma):
     """The drafter NAME(model, gamma). gamma: a number, or the Rule of --rule."""
-    return Checked(made(text, Drafter, "(model, gamma)", model, gamma))
+    found = made(text, Drafter, "(model, gamma)", model, gamma)
+    where = place(text, type(found), load(text))
+    fine = isinstance(found, Wrapper) or isinstance(getattr(found, "rule", None), Rule)
+    if not fine:
+        raise ValueError(f"{where}: the drafter has no rule: call super().__init__(gamma) in its "
+                         "__init__")
+    last = 2 * model.c.n_layers - 1
+    taps = found.taps
+    if not isinstance(taps, tuple | list) or not all(tap in range(last + 1) for tap in taps):
+        raise ValueError(f"{where}: taps must be a tuple of sub-layers from 0 to {last}, "
+                         f"not {taps!r}")
+    return Checked(text, found)
 
 
 def rule(text, gamma):
     """The rule NAME(gamma)."""
-    return made(text, Rule, "(gamma)", gamma)
+    found = made(text, Rule, "(gamma)", gamma)
+    if not isinstance(getattr(found, "most", None), int):
+        raise ValueError(f"{place(text, type(found), load(text))}: the rule has no whole number "
+                         "`most`: call super().__init__(gamma) in its __init__")
+    return CheckedRule(text, found)
 
 
 def made(text, kind, takes, *args):
@@ -80,24 +101,211 @@ def blamed(*texts):
         raise ValueError(f"{Path(file).name}, line {line}: {type(e).__name__}: {e}") from e
 
 
-class Checked(Wrapper):
+def place(text, *things):
+    """"FILE, line N", where the file begins to define the first of these functions and classes that
+    it defines; FILE.py:NAME, which is `text`, if it defines none of them."""
+    path = Path(text.rpartition(":")[0]).resolve()
+    for thing in things:
+        try:
+            if Path(inspect.getsourcefile(thing)).resolve() == path:
+                return f"{path.name}, line {inspect.getsourcelines(thing)[1]}"
+        except (TypeError, OSError):    # no source, as for a `partial`
+            pass
+    return text
+
+
+class Called:
+    """A base for what stands in for the object that FILE.py:NAME made, and calls its methods."""
+
+    def where(self, method):
+        """The line to blame for what this method of the reader's object returned."""
+        kind = type(self.inner)
+        return place(self.text, getattr(kind, method), kind, load(self.text))
+
+    @contextmanager
+    def calling(self, method):
+        """Blame the file for any error. Only errors that the library words itself stay."""
+        try:
+            with blamed(self.text):
+                yield
+        except (ValueError, OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as e:
+            raise ValueError(f"{self.where(method)}: {type(e).__name__}: {e}") from e
+
+
+class Checked(Called, Wrapper):
     """Around a reader's drafter: it says in one line what is wrong with a draft, where the loop
     would fail later, far from the cause. It cannot see whether q is what the tokens were drawn
     from."""
 
+    def __init__(self, text, drafter):
+        Wrapper.__init__(self, drafter)
+        self.text = text
+        self.inner = drafter
+        self.rounds = 0
+
+    @contextmanager
+    def reading(self, method, state):
+        """The same as `calling`. A method that changes the text or the loop's state is refused."""
+        with self.calling(method):
+            before = self.read_only(state)
+            yield
+            after = self.read_only(state)
+            changed = [name for name in before if before[name] != after[name]]
+        if changed:
+            raise ValueError(f"{self.where(method)}: {method} changes {changed[0]}, which a drafter "
+                             "may only read")
+
+    def read_only(self, state):
+        """{name: a copy of what a drafter may not change}"""
+        known = [list(text) for text in state.known]
+        rows = zip(state.tokens.tolist(), known, strict=True)
+        facts = {
+            "state.known": known,
+            "state.left": list(state.left),
+            "state.n": state.n.tolist(),
+            "state.tokens": [row[: len(text)] for row, text in rows]}
+        if self.rounds <= WATCHED:
+            for name, kept in (("keys", state.cache.k), ("values", state.cache.v)):
+                rows = [kept[:, b, :, : len(text) - 1] for b, text in enumerate(known)]
+                raw = [row.contiguous().view(torch.uint8).cpu().numpy().tobytes() for row in rows]
+                facts[f"the {name} of the text in state.cache"] = raw
+        return facts
+
+    def begin(self, state, trace):
+        self.rounds = 0
+        with self.reading("begin", state):
+            super().begin(state, trace)
+
     def propose(self, state):
-        draft = super().propose(state)
-        if not isinstance(draft, Draft):
-            raise ValueError(f"propose must return a Draft, not a {type(draft).__name__}")
-        tokens = draft.tokens
+        with self.reading("propose", state):
+            draft = super().propose(state)
+            wrong = fault(draft, state)
+        if wrong:
+            raise ValueError(f"{self.where('propose')}: {wrong}")
+        return parallel.agreed_draft(draft)
+
+    def observe(self, state, r):
+        self.rounds += 1
+        with self.reading("observe", state):
+            super().observe(state, r)
+
+
+def fault(draft, state):
+    """What is wrong with a draft, in words; None if nothing is."""
+    B = len(state.known)
+    V = state.model.c.vocab_size
+    if not isinstance(draft, Draft):
+        return f"propose must return a Draft, not {kind_of(draft)}"
+    tokens = draft.tokens
+    if not is_tensor(tokens, state, torch.long) or tokens.dim() != 2 or len(tokens) != B:
+        return (f"Draft.tokens must be (B, K) int64 ids with B = {B}, as `state.send` makes them of "
+                f"lists, not {kind_of(tokens)}")
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
+        return f"Draft.tokens must be ids from 0 to {V - 1}"
+    K = tokens.shape[1]
+    length = draft.length
+    if length is None:
+        length = torch.full_like(state.n, K)
+    fine = is_tensor(length, state, torch.long) and length.shape == (B,)
+    if not fine or not 0 <= int(length.min()) <= int(length.max()) <= K:
+        return (f"Draft.length must be (B,) int64 numbers from 0 to K = {K} with B = {B}, not "
+                f"{kind_of(length)}")
+    live = torch.arange(K, device=length.device) < length[:, None]
+    if draft.q is not None and (wrong := fault_of_q(draft.q, tokens, live, V, state)):
+        return wrong
+    if not isinstance(draft.reuse, Reuse | None):
+        return f"Draft.reuse must be a Reuse, not {kind_of(draft.reuse)}"
+    if isinstance(draft, Tree):
+        parents = draft.parents
+        fine = is_tensor(parents, state, torch.long) and parents.shape in ((1, K), (B, K))
+        if not fine or any(not 0 <= row[k] <= k for row in parents.tolist() for k in range(K)):
+            return "Tree.parents must be (B or 1, K) int64, with each parent before its child"
+    return None
+
+
+def fault_of_q(q, tokens, live, V, state):
+    """The same for its q. live (B, K): the places that count."""
+    shape = (*tokens.shape, V)
+    if not is_tensor(q, state) or not q.is_floating_point() or q.shape != shape:
+        return (f"Draft.q must be (B, K, V) = {shape}, the distributions that the tokens were drawn "
+                f"from, not {kind_of(q)}")
+    if not live.any():
+        return None
+    rows = q[live].double()
+    sums = rows.sum(-1)
+    if not (rows >= 0).all() or not ((sums - 1).abs() < 0.01).all():
+        return ("Draft.q must hold distributions, as `state.probs(logits)` makes them of logits: "
+                f"its numbers run from {float(rows.min()):.3g}, and its rows sum to "
+                f"{float(sums.min()):.3g} to {float(sums.max()):.3g}")
+    if not (q.gather(2, tokens[..., None])[..., 0][live] > 0).all():
+        return "Draft.q is 0 for a drafted token, which cannot have been drawn from it"
+    return None
+
+
+def is_tensor(value, state, dtype=None):
+    """Whether it is a tensor of this dtype, by default any, on the device of the state."""
+    if not isinstance(value, torch.Tensor) or value.device != state.tokens.device:
+        return False
+    return dtype in (None, value.dtype)
+
+
+def kind_of(value):
+    """What a value is, in the words of a message."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+    return type(value).__name__
+
+
+class CheckedRule(Called, Rule):
+    """Around a reader's rule: it says in one line what is wrong with what the rule returns."""
+
+    def __init__(self, text, rule):
+        self.text = text
+        self.inner = rule
+
+    @property
+    def most(self):
+        return self.inner.most
+
+    @most.setter
+    def most(self, most):
+        self.inner.most = most
+
+    @property
+    def stop(self):
+        return self.inner.stop and self.stops
+
+    @stop.setter
+    def stop(self, stop):
+        self.inner.stop = stop
+
+    def begin(self, state):
+        with self.calling("begin"):
+            self.inner.begin(state)
+
+    def how_far(self, state):
+        with self.calling("how_far"):
+            gammas = self.inner.how_far(state)
         B = len(state.known)
-        V = state.model.c.vocab_size
-        if tokens.dtype != torch.long or tokens.dim() != 2 or len(tokens) != B:
-            raise ValueError(f"Draft.tokens must be (B, K) int64 ids with B = {B}, not "
-                             f"{tuple(tokens.shape)} {tokens.dtype}")
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
-            raise ValueError(f"Draft.tokens must be ids from 0 to {V - 1}")
-        if draft.q is not None and draft.q.shape != (*tokens.shape, V):
-            raise ValueError(f"Draft.q must be (B, K, V) = {(*tokens.shape, V)}, the distributions "
-                             f"that the tokens were drawn from, not {tuple(draft.q.shape)}")
-        return draft
+        numbers = gammas
+        if not isinstance(gammas, list):
+            numbers = [gammas] * B
+        if len(numbers) != B or not all(isinstance(gamma, int) for gamma in numbers):
+            raise ValueError(f"{self.where('how_far')}: how_far must return a whole number, or a "
+                             f"list of one for each row (B = {B}), not {gammas!r}")
+        return parallel.agreed(gammas)
+
+    def stops(self, k, logits, token):
+        with self.calling("stop"):
+            stops = self.inner.stop(k, logits, token)
+        B = len(token)
+        if not isinstance(stops, list) or [type(stop) for stop in stops] != [bool] * B:
+            raise ValueError(f"{self.where('stop')}: stop must return a list of True or False for "
+                             f"each row (B = {B}), as `.tolist()` makes it, not {stops!r}")
+        return parallel.agreed(stops)
+
+    def learn(self, state, r):
+        with self.calling("learn"):
+            self.inner.learn(state, r)

@@ -19,6 +19,7 @@ from support.files import VOCAB
 from support.measure import read_costs
 
 LOG = "trials.jsonl"
+KEYS = {"bits", "value", "alpha", "c", "gamma", "speedup", "theta"}     # of a trial, see `search`
 FOUND = "skip.json"
 
 
@@ -87,7 +88,10 @@ def run(argv):
         vocab = most_frequent(texts, a.draft_vocab)
         short = ShortHead(model, vocab["ids"])
     calibration = Calibration(model, tokenizer, documents, a.tokens, probs, short)
-    entries = files.resume(out / LOG, header(a, model, tokenizer, documents, costs, space))
+    first = header(a, model, tokenizer, documents, costs, space)
+    entries = files.resume(out / LOG, first, KEYS)
+    for name in (FOUND, VOCAB):
+        files.check_writable(out / name)
     trials = search(space, partial(speedup, calibration, costs), a.trials, a.seed, entries)
     with open(out / LOG, "a") as log:
         for entry in tqdm(trials, initial=len(entries), total=a.trials, unit="trial", disable=None):

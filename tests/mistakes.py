@@ -356,6 +356,8 @@ TABLE = {
         ("NGram.enter", "= i + self.n", "= i + self.n + 1", "copies from one token too late",
          "speculative::ngram_copies_the_latest_continuation[once]")],
     "methods/standin.py": [
+        ("Padded.unembed", "-math.inf", "0.0", "an id that the draft model lacks is drafted",
+         "speculative::ids_that_only_one_model_has_are_never_drafted[12]"),
         ("ShortHead.unembed", "-math.inf", "0.0", "tokens outside the draft vocabulary are drawn",
          "layerskip::a_short_head_knows_its_tokens_and_no_other")],
     "layerskip.py": [
@@ -499,7 +501,9 @@ TABLE = {
          "within::inside_a_drafter_forgets_what_the_target_did_not_judge[eagle-llama]")],
     "machine/parallel.py": [
         ("Added.product", "talk(dist.all_reduce, y)", "pass", "nothing is added up",
-         "parallel::several_processes_write_the_text_of_one")],
+         "parallel::several_processes_write_the_text_of_one"),
+        ("agreed_draft", "agreed(moved(", "(moved(", "each process verifies its own draft",
+         "parallel::every_source_drafts_in_two_processes_or_says_why_not")],
     "methods/drafting.py": [
         ("Reader.observe", "len(state.known[0]) - lengths[0]", "len(state.known[0])",
          "states are noted where the next round begins",
@@ -560,7 +564,7 @@ TABLE = {
          "exact::every_pass_has_one_shape"),
         ("Exact.read", "cache.k.shape[3]", "int(slots.max()) + ROWS", "the slots that are read vary",
          "exact::every_pass_has_one_shape"),
-        ("Exact.run", "self.parts[cache], strict=True)", "self.parts[cache][::-1], strict=True)",
+        ("Exact.run", "part(cache, b) for b", "part(cache, 0) for b",
          "texts of a batch change their caches",
          "exact::recorded_passes_are_exact_too[torch.float32-llama]")],
     "lab/rules.py": [

@@ -106,7 +106,11 @@ def test_end_of_text_ids_come_in_every_form(tmp_path):
 
 @pytest.mark.parametrize("kind, more", [
     ("Gemma2", {}), ("Gemma2", dict(attn_logit_softcapping=None, final_logit_softcapping=None)),
-    ("Qwen2", {}), ("Qwen3", {}),
+    ("Qwen2", {}), ("Qwen3", {}), ("Qwen2", dict(num_key_value_heads=None)),
+    ("Qwen3", dict(num_key_value_heads=None, use_sliding_window=True)),
+    ("Qwen2", dict(use_sliding_window=True, max_window_layers=2)),
+    ("Qwen3", dict(use_sliding_window=True, max_window_layers=0, sliding_window=None)),
+    ("Qwen2", dict(use_sliding_window=True, max_window_layers=0, layer_types=["full_attention"] * 2)),
     ("Llama", {}), ("Llama", dict(num_key_value_heads=None, head_dim=None, rope_scaling=None))], ids=str)
 def test_what_a_config_leaves_out_is_what_transformers_takes(kind, more, tmp_path):
     import transformers
@@ -142,7 +146,11 @@ def test_every_form_is_understood_as_by_transformers(family, name, tmp_path):
 
 
 REFUSED = [
-    (LLAMA, dict(architectures=["MistralForCausalLM"], model_type="mistral"), "Mistral"),
+    (LLAMA, dict(architectures=["MistralForCausalLM"], model_type="mistral"), "model_type 'mistral'"),
+    (QWEN["qwen2"], dict(model_type="qwen2_moe"), "model_type 'qwen2_moe'"),
+    (QWEN["qwen2"], dict(architectures=["Qwen2Model"]), "['Qwen2Model'] is not supported for model_type"),
+    (LLAMA, dict(rope_parameters={"full_attention": {"rope_type": "default"}}), "by layer type"),
+    (QWEN["qwen2"], dict(rope_scaling={"full_attention": {"rope_type": "default"}}), "by layer type"),
     (LLAMA, dict(model_type=None), "no model_type"), (LLAMA, dict(head_dim=7), "head_dim 7"),
     (LLAMA, dict(quantization_config={"quant_method": "gptq"}), "gptq"), (LLAMA, dict(mlp_bias=True), "bias"),
     (GEMMA, dict(use_bidirectional_attention=True), "bidirectional"),
@@ -156,7 +164,7 @@ REFUSED = [
     (LLAMA, dict(bos_token_id=-1), "-1"), (LLAMA, dict(num_hidden_layers=10**5), "100000 layers"),
     (LLAMA, dict(rope_scaling=LINEAR | {"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
     (LLAMA, dict(hidden_size="32"), "'32'"), (LLAMA, dict(attention_bias=True), "attention_bias"),
-    (QWEN["qwen2"], dict(use_sliding_window=True), "use_sliding_window"),
+    (QWEN["qwen2"], dict(use_sliding_window=True, max_window_layers=5), "use_sliding_window"),
     (QWEN["qwen3"], dict(attention_bias=True), "attention_bias True"),
     (QWEN["qwen3"], dict(layer_types=["sliding_attention"] * 6), "layer_types"),
     (GEMMA, dict(sliding_window=None), "window"), (LLAMA, dict(hidden_size=2**60), "shape")]

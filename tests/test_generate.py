@@ -18,6 +18,7 @@ from control import MOST
 from machine.quant import KINDS
 from machine.recorded import Recorded
 from machine.tapes import Tape
+from sampling import row_seeds
 from speculative import generate as write
 from support import stats
 
@@ -129,6 +130,22 @@ def test_exact_texts_are_those_of_plain_decoding_when_sampled_too(call, once, tm
         status, out, _ = call(*texts, *flags, *more, "--exact", "--max-new", "16", "--json", "--compare")
         r = json.loads(out)
         assert status == 0 and r["identical"] is True and r["exact"] and r["dtype"] == "bfloat16"
+
+
+def test_a_prompt_that_stands_in_a_batch_four_times_gives_four_exact_samples(call, tmp_path):
+    """Each is the text of a run alone with the seed of its row, whatever drafts."""
+    (tmp_path / "same.txt").write_text("Once upon a time\n" * 4)
+    flags = ["--exact", "--temperature", "1", "--json", *SHORT]
+
+    def texts(*argv):
+        return [output["ids"] for output in json.loads(call(*argv, *flags)[1])["outputs"]]
+
+    four = texts("--prompt-file", tmp_path / "same.txt", "--seed", "5", "--draft", "exit")
+    assert len(set(map(tuple, four))) == 4
+    seeds = row_seeds(5, 4)
+    assert seeds[0] == 5
+    for seed, text in zip(seeds, four, strict=True):
+        assert texts("Once upon a time", "--seed", str(seed), "--draft", "none") == [text]
 
 
 def test_where_exact_texts_differ_no_near_tie_excuses_it(call, once, monkeypatch):
@@ -249,6 +266,9 @@ def test_as_a_program_from_another_folder(tmp_path):
     (["x", "--gamma", "1001"], "--gamma"), (["x", "--draft", "skip"], "--skip"),
     (["x", "--skip", "a3", "--exit-layer", "2"], "--skip"),
     (["x", "--draft", "ngram", "--exit-layer", "2"], "--exit-layer"), (["x", "--tree", "3"], "--tree"),
+    (["x", "--draft", "none", "--gamma", "2"], "--gamma does not go with --draft none"),
+    (["x", "--model", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B --local-dir runs/Qwen3-0.6B"),
+    (["x", "--draft", "Qwen/Qwen3-0.6B"], "hf download Qwen/Qwen3-0.6B"),
     (["x", "--draft", "nowhere"], "nowhere"), (["x", "--draft", "eagle", "--draft-vocab", "v"], "-vocab"),
     (["--prompt-file", "nowhere.txt"], "nowhere.txt"), (["x", "--chat"], "chat template"),
     (["x", "--model", SMALL, "--draft", "medusa"], "lab.train_heads medusa"),
@@ -265,7 +285,7 @@ def test_bad_input_is_one_line(call, argv, culprit, tmp_path):
 @pytest.mark.parametrize("argv, culprit", [
     (["-"], "standard input"), (["--prompt-file", "/dev/null"], "a pipe"), (["x", "--fast"], "--fast"),
     (["x", "--exact"], "--exact"),
-    (["x", "--draft", "eagle"], "trained heads work in one process")])
+    (["x", "--draft", "eagle"], "run one process")])
 def test_what_goes_with_one_process_only(call, monkeypatch, argv, culprit, tmp_path):
     monkeypatch.setattr(generate.parallel, "place", lambda: (0, 2))
     call.refuses(argv, tmp_path, culprit)

@@ -90,6 +90,9 @@ def test_a_table_that_makes_no_sense_is_refused_and_a_short_one_read(tmp_path, d
     (tmp_path / "costs.json").write_text(json.dumps(good | damage))
     with pytest.raises(ValueError, match="costs.json: not a table of costs"):
         read_costs(tmp_path / "costs.json", LLAMA)
+    with pytest.raises(ValueError, match="costs.json: not a table of costs"):
+        (tmp_path / "costs.json").write_text('{"loss": 1.5}')
+        read_costs(tmp_path / "costs.json", LLAMA)
     (tmp_path / "costs.json").write_text('{"sublayers": [1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2], "head": 5}')
     assert read_costs(tmp_path / "costs.json", LLAMA) == Costs((1, 2) * 6, 5, ((1, 1.0),))
 

@@ -1,4 +1,5 @@
 """Several processes write the text of one, token for token; and none hangs when another dies."""
+import io
 import json
 import multiprocessing
 import os
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +23,13 @@ import generate as command
 from layerskip import SelfDraft
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
+from methods import heads
 from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
 from sampling import Coins, to_probs
 from speculative import ModelDraft, generate
+from support import drafts
 
 ROOT = Path(__file__).parent.parent
 SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in (LIVELY | QWEN).items()}
@@ -181,6 +185,58 @@ def test_sizes_that_do_not_fit_are_refused(folders):
 
 
 # --- the command
+
+RANDOM = """import os, random
+from speculative import Draft, Drafter, Rule
+luck = random.Random(int(os.environ.get("RANK", 0)))
+class Mine(Drafter):
+    def __init__(self, model, gamma):
+        super().__init__(gamma)
+    def propose(self, state):
+        K = luck.randrange(1, self.rule.most + 1)
+        return Draft(state.send([[luck.choice(text) for _ in range(K)] for text in state.known]))
+class Lucky(Rule):
+    def how_far(self, state):
+        return luck.randrange(self.most + 1)
+    def stop(self, k, logits, token):
+        return [luck.random() < 0.3 for _ in token]
+"""
+
+
+def each_source(folder):
+    """{--draft and more flags: the ids that generate.py writes, or the line that refuses it} for every row
+    of the table; some rows sample."""
+    kinds = {"model": folder / "words", "heads": folder / "heads", "file": f"{folder}/mine.py:Mine"}
+    more = {"skip": ["--skip", "a1"], "int8": ["--draft-vocab", folder / "few.json"],
+            "file": ["--temperature", 1], "exit": ["--rule", f"{folder}/mine.py:Lucky"]}
+    found = {}
+    for kind in drafts.SOURCES:
+        out = io.StringIO()
+        words = ["ab ab ab", "--model", folder / "words", "--device", "cpu", "--max-new", 12, "--json",
+                 "--draft", kinds.get(kind, kind), *more.get(kind, [])]
+        try:
+            with redirect_stdout(out):
+                command.run(command.parse([str(word) for word in words]))
+            found[kind] = json.loads(out.getvalue())["outputs"][0]["ids"]
+        except (ValueError, OSError) as e:
+            found[kind] = str(e)
+    return found
+
+
+def test_every_source_drafts_in_two_processes_or_says_why_not(folders, tmp_path):
+    """Also a drafter and a rule with random numbers of their own, other ones in each process."""
+    (folders / "heads").mkdir()
+    (folders / "heads" / heads.FILE).touch()
+    (folders / "mine.py").write_text(RANDOM)
+    (folders / "few.json").write_text('{"ids": [5, 9, 20, 31]}')
+    (first, _, err), (second, _, other) = spawn(tmp_path / "group", 2, each_source, folders)
+    assert err == other == "" and first == second
+    alone = each_source(folders)
+    refused = {kind for kind, got in first.items() if isinstance(got, str)}
+    assert refused == {*heads.KINDS, "heads"} and all("processes" in first[kind] for kind in refused)
+    for kind in drafts.SOURCES.keys() - refused:
+        assert first[kind] == alone[kind], kind
+    assert all(alone[kind] == alone["none"] for kind in drafts.NAMED.keys() - refused)
 
 
 def test_torchrun_writes_one_text():

@@ -4,6 +4,7 @@ import json
 import math
 import runpy
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,27 @@ def test_a_port_that_gives_no_answer(call, body, words):
     seconds = 1 if "sleep" in body else 60
     status, out, _ = call("--seconds", seconds, "--case", 301, "--case", 302, *script(body))
     assert status == 1 and words in out and "301 --   302 --" in out
+
+
+def test_a_port_that_prints_for_ever_is_stopped(call, monkeypatch):
+    """By what it prints, be it one line, or by its time."""
+    monkeypatch.setattr(check, "MOST", 2**20)
+    for body in ("while True: print('{}')", "while True: sys.stdout.write('x' * 9999)"):
+        status, out, _ = call("--case", 301, *script(body))
+        assert status == 1 and "stopped because it printed more than 1 MB, with 0 cases answered" in out
+    monkeypatch.setattr(check, "MOST", 2**40)
+    status, out, _ = call("--seconds", 1, "--case", 301, *script("while True: print('x', file=sys.stderr)"))
+    assert status == 1 and "stopped after 1.0 seconds" in out and "its last words are 'x'" in out
+
+
+@pytest.mark.parametrize("last, words", [("wait", "stopped after 1.0 seconds"), ("exit 0", "0 of 1 cases"),
+                                         ("exit 3", "status 3")])
+def test_what_a_port_has_started_ends_with_it(call, tmp_path, last, words):
+    """Else the child would hold the port's pipe open, and its reader would go on."""
+    port, before = tmp_path / "port.sh", threading.active_count()
+    port.write_text(f"sleep 100 &\n{last}\n")
+    status, out, _ = call("--seconds", 1, "--case", 301, "sh", port)
+    assert status == 1 and words in out and threading.active_count() == before
 
 
 def test_which_cases_are_asked_for(call, tmp_path):

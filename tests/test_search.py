@@ -171,6 +171,10 @@ def test_a_search_that_was_killed_goes_on_where_it_was(call, flags):
     for left in (log, log[:-9], lines[0]):
         Path("out/trials.jsonl").write_bytes(left)
         assert "anew" not in call(*flags())[2] and contents("out") == want
+    for other in (b"7\n", b'{"step": 1}\n', b"half of a line\n"):  # as another program may have added
+        Path("out/trials.jsonl").write_bytes(b"".join(lines[:3]) + other + lines[3])
+        call.refuses(flags(), Path("out"), "out/trials.jsonl is damaged")
+    Path("out/trials.jsonl").write_bytes(log)
     assert "anew" in call(*flags(seed=1))[2] and contents("out") != want
 
 
@@ -186,8 +190,11 @@ def test_another_model_text_or_space_is_another_search(flags):
     ({"model": "none"}, "none"), ({"text": "no.txt"}, "no.txt"), ({"costs": "no.json"}, "no.json"),
     ({"tokens": 15}, "--tokens"), ({"top_p": 0}, "top_p"), ({"protect": 6}, "0 to 5"),
     ({"protect": [*range(6)]}, "not all"),
-    ({"draft_vocab": 64}, "draft vocabulary of 64"), ({"out": "taken"}, "taken")], ids=str)
+    ({"draft_vocab": 64}, "draft vocabulary of 64"), ({"out": "taken"}, "taken"),
+    ({"out": "logged"}, "logged")], ids=str)
 def test_bad_input_is_one_line(change, word, call, flags, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "poems.txt").touch()
+    (tmp_path / "logged").mkdir()
+    (tmp_path / "logged" / "trials.jsonl").write_text('{"loss": 1.5}\n')   # another program's
     call.refuses(flags(**change), tmp_path, word)

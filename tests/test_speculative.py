@@ -9,12 +9,12 @@ import promises
 import pytest
 import torch
 from promises import reader
-from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, small
+from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, small
 
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.standin import StandIn
-from methods.standin import ShortHead
+from methods.standin import Padded, ShortHead
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, prefill, rounds
 from verification import verify
@@ -44,6 +44,11 @@ class Shifting(SelfDraft):
         return super().propose(state)
 
 
+def padded(m, V):
+    """A draft model with V ids, which stands in for one with those of m."""
+    return Padded(make(replace(m.c, n_layers=1, vocab_size=V), 7, m.tok.device), m.c.vocab_size)
+
+
 DRAFTERS = {
     "none": lambda m: None,
     "ngram": lambda m: NGram(4, 2),
@@ -55,6 +60,8 @@ DRAFTERS = {
     "ngram, gated": lambda m: NGram(on_and_off(), 1),
     "another model's skip": lambda m: ModelDraft(make(m.c, 9, m.tok.device), 3, [0, 1, 3, 4, 8]),
     "exit, short head": lambda m: SelfDraft(ShortHead(m, [4, 9, 0, 2, 16, 3]), range(8), 4),
+    "model of fewer ids": lambda m: ModelDraft(padded(m, 12), 4),
+    "model of more ids": lambda m: ModelDraft(padded(m, 20), 4),
     "long": lambda m: SelfDraft(m, range(10), 12),  # longer than the spare slots after the limit
 }
 RESTLESS = {"shifting": Shifting, "model": lambda m: ModelDraft(m, Says(lambda state: known(state) % 6))}
@@ -103,6 +110,16 @@ def test_what_is_shared_is_handed_over_and_not_run_again(models, monkeypatch, su
 
 test_drafts_are_right = promises.right_drafts({     # of SelfDraft: test_layerskip.py
     "model": lambda m, far: reader(small(m), on_and_off(), far)})
+
+
+@pytest.mark.parametrize("V", [12, 20])
+def test_ids_that_only_one_model_has_are_never_drafted(models, V):
+    m = models["llama"]
+    stand_in, both = padded(m, V), min(V, 17)
+    q = stand_in.unembed(read(stand_in, [1, 5, 16])[0]).softmax(-1)
+    want = stand_in.model(torch.tensor([[1, 5, both - 1]]))[..., :both].softmax(-1)
+    assert q.shape == (1, 3, 17) and q[..., both:].sum() == 0
+    assert (q[..., :both] - want).abs().max() < 1e-12
 
 
 def test_a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not(models, truth):
@@ -171,7 +188,9 @@ LAWS = {
     "exit, stopped": (TINY, lambda m: SelfDraft(m, range(4), Unsure(2))),
     "model, gated": (TINY, lambda m: ModelDraft(make(replace(TINY, n_layers=1), 7),
                                                 Says(lambda state: 2 * (len(state.known[0]) > 3)))),
-    "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2))}
+    "gemma2 short head": (TINY_GEMMA, lambda m: SelfDraft(ShortHead(m, [1, 2]), [0, 2, 3, 5], 2)),
+    "model of fewer ids": (TINY, lambda m: ModelDraft(padded(m, 2), 2)),
+    "gemma2 model of more ids": (TINY_GEMMA, lambda m: ModelDraft(padded(m, 5), 2))}
 test_exact_law = promises.exact_law(LAWS)
 test_exact_law_of_a_ragged_batch = promises.exact_law_of_a_ragged_batch(LAWS, ["exit, stopped"])
 

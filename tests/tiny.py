@@ -190,8 +190,9 @@ class Command:
         before = tree(folder)
         status, out, err = self(*argv)
         assert (status, out) == (2, "") and err.count("\n") == 1 and err.endswith("\n"), (status, out, err)
-        program = self.main.__module__.split(".")[-1]
-        assert err.startswith(f"{program}.py: ") and all(str(word) in err for word in words), err
+        *package, program = self.main.__module__.split(".")
+        program = ".".join(package) if program == "__main__" else f"{program}.py"
+        assert err.startswith(f"{program}: ") and all(str(word) in err for word in words), err
         assert tree(folder) == before, "something was written or lost"
 
 

@@ -44,7 +44,7 @@ from lab.bench import (
 from lab.bench.real import KINDS, run_real
 from lab.bench.shared import DEFAULT, SETS, WEIGHTS
 from support import cli
-from support.files import write_file
+from support.files import check_writable, write_file
 
 RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "rows": rows.run,
@@ -54,6 +54,54 @@ RUNS = {    # -> (Markdown, data)
     "beyond": beyond.run, "exact": exact.run}
 
 
+LOADS = "model", "dtype", "device"
+RUN = *LOADS, "new", "repeats", "quick"
+READS = {   # the flags of each, beside --out
+    "counts": (), "plain": ("model", "device", "new", "repeats", "fast"), "rows": (*LOADS, "repeats"),
+    "prompts": (*LOADS, "repeats"), "costs": (*LOADS, "repeats", "fast"),
+    "help": (*LOADS, "new", "quick", "skip"), "check": ("model", "device", "new", "quick", "skip"),
+    "self": (*RUN, "fast", "skip", "draft-vocab", "draft-model", "prompts", "only"),
+    "dynamic": (*RUN, "fast", "skip", "draft-vocab", "only"),
+    "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),
+    "heads": (*RUN, "fast", "prompts", "heads"), "real": (*RUN, "fast", "prompts", "heads", "only"),
+    "search": (*LOADS, "new", "repeats"), "beyond": ("model", "device", "new", "quick", "twin"),
+    "exact": (*LOADS, "new", "repeats", "fast")}
+
+
+def at_least(least):
+    def read(text):
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return int(text)
+
+    read.__name__ = "int"       # which argparse names if `text` is no number
+    return read
+
+
+FLAGS = {
+    "model": dict(metavar="DIR", default=DEFAULT),
+    "dtype": dict(choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16"),
+    "device": dict(choices=["cpu", "cuda"], default="cpu"),
+    "new": dict(type=at_least(8), default=128, metavar="N", help="tokens to write"),
+    "repeats": dict(type=at_least(1), metavar="N", help="how often each is run (plain 5, self 2, dynamic 1: "
+                    "some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)"),
+    "quick": dict(nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or N"),
+    "fast": dict(action="store_true", help="in fast passes; plain: also in them"),
+    "skip": dict(metavar="SET", help="this skip set, a3,m4 or a skip.json (self, dynamic, block: by default "
+                 "the one beside the weights)"),
+    "draft-vocab": dict(metavar="FILE", help="the tokens of this file, the most frequent first (by default "
+                        "draft_vocab.json beside the weights)"),
+    "draft-model": dict(metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
+                        help="a small model with the same tokenizer"),
+    "prompts": dict(nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
+                    help=f"only these of {', '.join(SETS)}; real: {', '.join(KINDS)}"),
+    "only": dict(nargs="+", metavar="WORD", help="only ways to draft with one of these words in their names, "
+                 "and plain decoding; llama.cpp (real) only if named"),
+    "heads": dict(metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one"),
+    "twin": dict(metavar="DIR", help="a model trained plainly, beside --model"),
+    "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
+
+
 class Flags(argparse.Namespace):
     @property
     def machine(self):
@@ -61,34 +109,22 @@ class Flags(argparse.Namespace):
 
 
 def parse(argv):
-    p = cli.Parser(usage="python -m lab.bench WHAT [flags]", description="Measure.", allow_abbrev=False)
-    p.add_argument("what", choices=RUNS)
-    p.add_argument("--model", metavar="DIR", default=DEFAULT)
-    p.add_argument("--dtype", choices=["float32", "bfloat16", "float16", "float64"], default="bfloat16")
-    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    p.add_argument("--new", type=int, default=128, metavar="N", help="tokens to write")
-    p.add_argument("--repeats", type=int, metavar="N", help="how often each is run (plain 5, self 2, "
-                   "dynamic 1: some 35 methods, 128 tokens after each of 32 prompts, at two temperatures)")
-    p.add_argument("--quick", nargs="?", type=int, const=1, metavar="N", help="one prompt of each kind, or N")
-    p.add_argument("--fast", action="store_true", help="in fast passes; plain: also in them")
-    p.add_argument("--skip", metavar="SET", help="help, check, self, dynamic, block: this skip set, "
-                   "a3,m4 or a skip.json (the last three: by default the one beside the weights)")
-    p.add_argument("--draft-vocab", metavar="FILE", help="self, dynamic: the tokens of this file, the "
-                   "most frequent first (by default draft_vocab.json beside the weights)")
-    p.add_argument("--draft-model", metavar="DIR", default=os.path.relpath(WEIGHTS / "stories-draft"),
-                   help="self: a small model with the same tokenizer")
-    p.add_argument("--prompts", nargs="+", metavar="KIND", choices=(*SETS, *KINDS),
-                   help=f"self, heads, block: only these of {', '.join(SETS)}; real: {', '.join(KINDS)}")
-    p.add_argument("--only", nargs="+", metavar="WORD", help="self, dynamic, real: only ways to draft with "
-                   "one of these words in their names, and plain decoding; llama.cpp (real) only if named")
-    p.add_argument("--heads", metavar="DIR", help="heads, real: trained heads (MODEL/heads); block: one")
-    p.add_argument("--twin", metavar="DIR", help="beyond: a model trained plainly, beside --model")
-    p.add_argument("--out", metavar="PATH", help="write PATH.json and PATH.md")
+    p = cli.Parser(usage="python -m lab.bench WHAT [flags]", allow_abbrev=False, epilog=__doc__,
+                   description="Measure. `WHAT --help` lists the flags that WHAT reads.",
+                   formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = p.add_subparsers(dest="what", required=True, metavar="WHAT")
+    for what, flags in READS.items():
+        one = kinds.add_parser(what, usage=f"python -m lab.bench {what} [flags]", allow_abbrev=False)
+        one.set_defaults(device="cpu")
+        for flag in (*flags, "out"):
+            one.add_argument(f"--{flag}", **FLAGS[flag])
     a = p.parse_args(argv, Flags())
-    if a.new < 8 or a.repeats is not None and a.repeats < 1:
-        raise ValueError("--new must be at least 8 and --repeats at least 1")
-    if a.out and not Path(a.out).resolve().parent.is_dir():
-        raise ValueError(f"--out {a.out}: no such folder")
+    if a.out is not None:
+        if not os.path.basename(a.out).strip("."):
+            raise ValueError(f"--out {a.out!r} names a folder: name two files in it, without their suffix, "
+                             "such as FOLDER/costs")
+        for suffix in (".json", ".md"):
+            check_writable(Path(a.out + suffix))
     checkpoint.find_device(a.device)
     return a
 
@@ -102,8 +138,8 @@ def run(argv):
     data = {"flags": vars(a), "machine": a.machine, "torch": torch.__version__, **data}
     print(text)
     if a.out:
-        write_file(Path(f"{a.out}.md"), text + "\n")
-        write_file(Path(f"{a.out}.json"), json.dumps(data, indent=1) + "\n")
+        write_file(Path(a.out + ".json"), json.dumps(data, indent=1) + "\n")
+        write_file(Path(a.out + ".md"), text + "\n")
     return data.get("status")
 
 

@@ -233,6 +233,14 @@ def own_methods(L, exits, skip, cost, vocab=None):
     return methods
 
 
+def check_only(words, names):
+    """Raises ValueError for a word of --only that stands in none of these names."""
+    for word in words or ():
+        if not any(word in name for name in names):
+            raise ValueError(f"--only {word!r}: no way to draft has that in its name; here are "
+                             f"{', '.join(names)}")
+
+
 def chosen(methods, words):
     """Those of the methods that --only names, and plain decoding."""
     return {name: m for name, m in methods.items()
@@ -358,6 +366,7 @@ def column(a, bench, skip, vocab, title):
     texts, cost, exits = pilot(bench, L)
     methods = own_methods(L, exits[:3], skip, cost, vocab)
     methods |= their_methods(a, bench, exits[0][0], a.draft_model)
+    check_only(a.only, methods)
     return bench.table(chosen(methods, a.only), texts, title)
 
 

@@ -5,7 +5,7 @@ from functools import cache, partial
 from itertools import product
 
 from control import Confidence, weight_costs
-from lab.bench.drafters import COPY, Bench, Method, chosen, fixed, header, ruled
+from lab.bench.drafters import COPY, Bench, Method, check_only, chosen, fixed, header, ruled
 from lab.bench.shared import SETS, beside, load_both, page, prompt_ids, tables
 from lab.clasp import CLaSp, KnapSpec
 from lab.rules import AdaptiveExit, AnnealedConfidence, DoNoHarm, Entropy, Schedule, Thompson
@@ -131,6 +131,7 @@ def run(a):
     for title, flags in (("greedy", {}), ("T 0.8", {"temperature": 0.8})):
         bench = Bench(models, prompts, flags, a.new, repeats, trained[model.tok.dtype])
         methods, names = all_methods(model.c, skip, vocab, trained, costs)
+        check_only(a.only, methods)
         results[title] = column(bench, chosen(methods, a.only), names, kinds, title)
     lines = header(a, repeats, " on the first prompt of each kind; regret against the best fixed draft, or "
                    "none, of each prompt; the last columns are ratios by the clock")

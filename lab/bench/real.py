@@ -5,7 +5,7 @@ from pathlib import Path
 
 from control import expected_speedup, weight_costs
 from lab.bench import llamacpp
-from lab.bench.drafters import Bench, Method, chosen, fixed, header, their_methods
+from lab.bench.drafters import Bench, Method, check_only, chosen, fixed, header, their_methods
 from lab.bench.dynamic import living
 from lab.bench.heads import shapes
 from lab.bench.shared import forecast, load, page, tables
@@ -110,14 +110,15 @@ def run_real(a):
     trained = {file.parent.name: {m.tok.dtype: heads.load(file.parent, m) for m, _ in models.values()}
                for file in sorted(where.glob(f"*/{heads.FILE}"))}
     for T, kind in product((0.0, 0.8), a.prompts or KINDS):
-        methods = chosen(ways(a, model, trained, twins), a.only)
+        methods, theirs = ways(a, model, trained, twins), {}
         bench = Bench(models, chat_ids(a, kind, tokenizer), {"temperature": T} if T else {}, a.new,
                       a.repeats or 1, judge=verify_block)
         if not T:
+            theirs = their_methods(a, bench, max(1, model.c.n_layers // 6))
+            theirs |= llamacpp.ways(llamas, model.c, a.new)
+            check_only(a.only, methods | theirs)
             promised[kind] = untrained(bench)
-        theirs = {} if T else chosen(their_methods(a, bench, max(1, model.c.n_layers // 6))
-                                     | llamacpp.ways(llamas, model.c, a.new), a.only)
-        rows = bench.table(methods | theirs, (), kind, checked=[0])
+        rows = bench.table(chosen(methods | theirs, a.only), (), kind, checked=[0])
         results[f"{kind}, T {T:g}"] = {name: promise(methods.get(name), r) for name, r in rows.items()}
     lines = header(a, a.repeats or 1, " on the first prompt of each kind")
     lines += ["What the formula promises of drafts without training, by weights:", "",

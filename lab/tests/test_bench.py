@@ -9,15 +9,17 @@ import pytest
 import torch
 from tiny import GEMMA, PROMPTS, command, make
 
+import checkpoint
 from control import Costs, weight_costs
 from lab.bench import __main__ as bench
 from lab.bench import costs as bench_costs
-from lab.bench import drafters
+from lab.bench import drafters, dynamic
 from lab.bench.drafters import Bench, Method, Sample
 from lab.bench.shared import WEIGHTS
 from layerskip import SelfDraft
 from methods.standin import ShortHead
 from speculative import Drafter, ModelDraft, rounds
+from support.measure import read_costs
 
 DRAFT = WEIGHTS / "stories-draft"
 call = command(bench.main)
@@ -60,10 +62,38 @@ def test_help_by_hand(call, monkeypatch, tmp_path):
     assert f"--skip a1,m1 --gamma {draft['gamma']} --compare" in found["verdict"]
     out, _ = promised(dear)     # for each of four prompts its last token and 8 new ones
     assert " 36 tokens of its own answers" in out and "No gain: " in out and "against c 0.62" in out
-    call.refuses(["help", "--repeats", "0"], tmp_path, "--repeats at least 1")
+    call.refuses(["costs", "--repeats", "0"], tmp_path, "--repeats: must be at least 1, got 0")
+    call.refuses(["help", "--repeats", "1"], tmp_path, "unrecognized arguments: --repeats")
+    call.refuses(["self", "--twin", DRAFT], tmp_path, "unrecognized arguments: --twin")
+    call.refuses(["plain", "--model", DRAFT], tmp_path, "unrecognized arguments: --model")
+    call.refuses(["help", "--model", "someone/a-model"], tmp_path, "hf download someone/a-model")
     call.refuses(["heads", "--heads", tmp_path], tmp_path, "no trained heads")
     monkeypatch.setitem(sys.modules, "transformers", None)
     call.refuses(["check", "--model", DRAFT], tmp_path, "transformers is not installed")
+
+
+@pytest.mark.parametrize("out, culprit", [
+    ("none/x", "none/x.json"), ("none/", "folder"), ("taken", "taken.md"), ("there/", "folder"),
+    ("there/.", "folder"), ("", "folder")])
+def test_results_that_could_not_be_written_are_refused_before_they_are_measured(call, tmp_path, out, culprit):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "taken.md").mkdir()
+    call.refuses(["costs", "--out", out and f"{tmp_path}/{out}"], tmp_path, "--out" if out == "" else culprit)
+
+
+def test_the_search_takes_the_table_of_costs(call, tmp_path):
+    assert call("costs", "--model", DRAFT, "--repeats", "1", "--out", tmp_path / "costs")[0] == 0
+    c = checkpoint.read_config(DRAFT)
+    found = json.loads((tmp_path / "costs.json").read_text())
+    assert list(read_costs(tmp_path / "costs.json", c).sublayers) == found["sublayers"]
+
+
+@pytest.mark.parametrize("what", ["self", "dynamic"])
+def test_a_word_that_no_way_to_draft_has_is_refused_before_any_is_timed(call, monkeypatch, tmp_path, what):
+    monkeypatch.setattr(Bench, "table", lambda *args: pytest.fail("it measures"))
+    monkeypatch.setattr(dynamic, "kept_costs", lambda model: weight_costs(model.c))
+    flags = ["--model", DRAFT, "--quick", "--new", "8", "--only", "plain", "mistyped"]
+    call.refuses([what, *flags], tmp_path, "--only 'mistyped': no way to draft", "exit 1")
 
 
 def test_a_method_that_writes_another_text_stops_the_benchmark(models):

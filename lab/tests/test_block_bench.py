@@ -11,7 +11,7 @@ def test_block_verification_accepts_more(monkeypatch):
     monkeypatch.setattr(block, "GAMMAS", (4,))
     monkeypatch.setattr(block, "TEMPERATURES", (1.0,))
     a = bench.parse(["block", "--model", "weights/stories-plain", "--dtype", "float32", "--new", "24",
-                     "--repeats", "1", "--quick", "--prompts", "stories"])
+                     "--quick", "--prompts", "stories"])
     text, data = block.run(a)
     (row,) = data["rows"]
     assert 1 < row["tau"]["token by token"] and 1 < row["tau"]["block"] and "| 1.0 | 2 / 2 / 2 |" in text

@@ -187,7 +187,12 @@ def test_what_cannot_be_resumed_is_refused(call, flags, begin, tmp_path):
     call.refuses(flags(), tmp_path, "--resume")
     call.refuses(flags(resume=True, lr=0.1), tmp_path, "another run")
     call.refuses(flags(out="", resume=True), tmp_path, "--out")     # a folder of other files
-    path.write_bytes(path.read_bytes()[:-100])
+    own = path.read_bytes()
+    whole = torch.load(path, weights_only=True)
+    for state in ({"epoch": 3}, [1, 2], whole | {"text": {}}, whole | {"weights": {"w": torch.ones(2)}}):
+        torch.save(state, path)     # another program's
+        call.refuses(flags(resume=True), tmp_path, path, "not a checkpoint of this")
+    path.write_bytes(own[:-100])
     call.refuses(flags(resume=True), tmp_path, path, "damaged")
 
 

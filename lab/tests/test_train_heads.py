@@ -125,7 +125,7 @@ def test_a_resumed_training_does_not_write_its_text_again(folder, tmp_path, monk
 
 @pytest.mark.parametrize("more, word", [
     (["--steps", "1"], "--steps"), (["--lr", "0"], "--lr"),
-    (["--context", "65"], "65"), (["--data", "none"], "none"), (["--model", "none"], "none")])
+    (["--context", "65"], "65"), (["--data", "x"], "--text is about"), (["--model", "none"], "none")])
 def test_bad_input_is_refused(folder, tmp_path, call, more, word):
     call.refuses(line("medusa", folder, tmp_path / "out") + more, tmp_path, word)
 
