@@ -78,6 +78,14 @@ def write(folder, out, brief=False):
     write_lines(out / "rounds.jsonl", rounds)
 
 
+def write_half(out):
+    """The answers in bfloat16 to the cases of single functions and of whole passes."""
+    lines = []
+    for request in check.half_cases(check.read_lines(check.TRACES / "cases.jsonl")):
+        lines.append({"case": request["case"], "answer": answer(request)[0]})
+    write_lines(out / "bfloat16.jsonl", lines)
+
+
 def write_mistakes(out):
     """The fingerprint of each wrong answer of each wrong port. One that equals the fingerprint of
     the right answer is left out: a right answer must not be called a mistake."""
@@ -146,6 +154,7 @@ def main(argv):
     torch.set_num_threads(1)  # these models are too small to share
     if argv == ["core"]:
         write(check.TRACES, check.TRACES)
+        write_half(check.TRACES)
         write_mistakes(check.TRACES)
         if digest() != check.DIGEST:
             print(f"These are not the traces of version {check.VERSION}. If others have those, raise VERSION "
