@@ -25,7 +25,8 @@ from porting.wrong_ports import ENGINES, MISTAKES, answers, wrong_engine, wrong_
 
 MARGIN = 1e-4
 ENGINE_MARGIN = 1e-3
-MAY_FAIL = {"verification.py": ["token", "block"], "methods/trees.py": ["tree"]}  # others: "race"
+MAY_FAIL = {"verification.py": ["token", "block"], "methods/trees.py": ["tree"],
+            "porting/library_engine.py": ["race", "match"]}     # others: "race"
 TOLERANCE = [1e-6, 1e-5, 1e-5, 1e-5, 1e-5, 1e-4, 1e-4, 1e-5, 1e-3, 1e-3]  # of a new case, by its step
 
 
