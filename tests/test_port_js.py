@@ -1,5 +1,5 @@
-"""The port in JavaScript: it passes the kit whole, writes what Python writes on every shipped model, and
-cuts texts into the same tokens. Node is a tool of these tests alone; without it they only warn."""
+"""The port in JavaScript: it passes the kit whole, writes what Python writes on every shipped
+model, and cuts texts into the same tokens. Where there is no node, these tests only warn."""
 import json
 import shutil
 import subprocess
@@ -40,7 +40,7 @@ def test_it_passes_the_whole_kit(call):
 
 @torch.inference_mode()
 def test_its_rounds_are_those_of_python_on_every_shipped_model():
-    """Greedy and at temperature 0.8, drafting with the first half of the blocks: tokens, p and q."""
+    """Greedy and at temperature 0.8, drafting with half of the blocks: tokens, p and q."""
     requests = []
     for name in SHIPPED:
         folder = check.ROOT / "weights" / name
@@ -48,14 +48,16 @@ def test_its_rounds_are_those_of_python_on_every_shipped_model():
         prompt = read_tokenizer(folder).encode("Once upon a time").ids
         for temperature in (0.0, 0.8):
             sampling = {"temperature": temperature, "top_k": None, "top_p": None, "min_p": None}
-            drafter = {"kind": "sublayers", "gamma": 3, "sublayers": list(range(L // 2 * 2)), "widths": []}
-            requests.append({"case": len(requests), "op": "rounds", "model": str(folder), "eos": [0],
-                             "prompts": [prompt], "max_new": 40, "seed": 7, "sampling": sampling,
-                             "drafter": drafter, "trees": False})
+            half = list(range(L // 2 * 2))
+            drafter = {"kind": "sublayers", "gamma": 3, "sublayers": half, "widths": []}
+            requests.append({
+                "case": len(requests), "op": "rounds", "trees": False, "model": str(folder),
+                "prompts": [prompt], "max_new": 40, "seed": 7, "eos": [0],
+                "sampling": sampling, "drafter": drafter})
     for request, got in zip(requests, node(ENGINE, lines=requests) or [], strict=False):
         want = json.loads(json.dumps(answer(request, torch.float32)[0]))
         assert check.differ(want, got, 1e-3, []) is None, request["model"]
-        assert any(a for line in want["rounds"] for a in line["accepted"]), "the draft is worth something"
+        assert any(line["accepted"] != [0] for line in want["rounds"])
 
 
 @pytest.mark.parametrize("name", SHIPPED)
