@@ -90,7 +90,10 @@ class Browser:
 
     def close(self):
         self.session = None
-        self.send("Browser.close")
-        self.process.wait(timeout=30)
-        self.input.close()
-        os.close(self.out)
+        try:
+            self.send("Browser.close")
+            self.process.wait(timeout=30)
+        finally:
+            self.process.kill()
+            self.input.close()
+            os.close(self.out)

@@ -17,10 +17,11 @@ from porting.web import bundle
 from sampling import Coins, to_probs
 from speculative import rounds
 
-STATE = """(...states) => new Promise(done => {
+STATE = """(...states) => new Promise((done, fail) => {
     const look = () => states.includes(document.body.dataset.state)
         ? done(document.body.dataset.state) : setTimeout(look, 20);
     look();
+    setTimeout(() => fail("still " + document.body.dataset.state), 200_000);    // so that no test hangs
 })"""
 call = command(bundle.main)
 
