@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 
-.PHONY: demo test test-lab test-all gpu-proof gpu-rehearsal mistakes mutation exercises smollm lint picture notebooks benchmarks clean
+.PHONY: demo test test-lab test-all gpu-proof gpu-rehearsal mistakes mutation port-js live exercises smollm lint picture notebooks benchmarks clean
 
 demo: $(VENV)/run
 	@echo "== in float32: is the text the very same?"
@@ -38,6 +38,15 @@ mutation: $(VENV)/dev
 	$(PY) -m pip install --quiet mutmut==3.8.1
 	OMP_NUM_THREADS=1 $(VENV)/bin/mutmut run '$(FILE).*'
 	$(VENV)/bin/mutmut results
+
+# The port in JavaScript against the porting kit. Node 20 is all that it needs.
+port-js:
+	$(PYTHON) porting/check.py node porting/web/engine.js
+
+# The port in JavaScript on a page that writes and drafts, served to this machine alone.
+live:
+	@echo "open http://127.0.0.1:8000/docs/live.html    (Ctrl-C ends it)"
+	@$(PYTHON) -m http.server --bind 127.0.0.1 8000 2> /dev/null
 
 exercises: $(VENV)/dev
 	$(PY) exercises/check.py

@@ -2,6 +2,7 @@
 
     python porting/engine.py ./my-engine                  all of them
     python porting/engine.py --rule token ./my-engine     those of one rule; may be repeated
+    python porting/engine.py --texts 20000 ./my-engine    one with noise of its own: by many texts
 
 An engine is any program that reads one JSON case per line and prints one answer per line, as in
 check.py. It needs no model: p, q, the drafted tokens and the uniforms are given. README.md, "Only
@@ -11,6 +12,7 @@ import argparse
 import itertools
 import json
 import math
+import random
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,9 +23,10 @@ sys.path.insert(0, str(ROOT))
 from porting import check  # noqa: E402
 
 CASES = Path(__file__).with_name("engine.json")
-RULES = ["token", "block", "tree", "race"]      # in which order they are reported
+RULES = ["token", "block", "tree", "race", "match"]     # in which order they are reported
 KEPT_HERE = {"answer", "margin", "wrong", "law"}    # what the engine does not get
 EXACT = 1e-6                                    # how far the numbers of a law may be off
+SURE = 4.0      # standard deviations: a right engine is called wrong once in 30,000 tests
 
 # --- what is sent
 
@@ -61,20 +64,12 @@ def law_of(case, answers):
     """The answers to all draws of a law: how far the text is off, in total variation, and how many
     tokens are accepted on average. Each text is completed with draws from p, whose rows depend on
     the place alone."""
-    parents = case.get("parents") or range(len(case["p"]) - 1)
-    places = [0]
-    for parent in parents:
-        places.append(places[parent] + 1)
-    p = [case["p"][places.index(place)] for place in range(max(places) + 1)]
+    p = places_of(case)
     written = Counter()
     accepted = 0.0
     for (chance, tokens, _), answer in zip(draws(case), answers, strict=True):
-        text = [answer["token"]]
-        node = answer["accepted"]
-        while node > 0:
-            text.insert(0, tokens[node - 1])
-            node = parents[node - 1]
-        written[tuple(text)] += chance
+        text = text_of(case, tokens, answer)
+        written[text] += chance
         accepted += chance * (len(text) - 1)
     law = Counter()
     for text, chance in written.items():
@@ -82,6 +77,28 @@ def law_of(case, answers):
             law[text + rest] += chance * chance_of(rest, p[len(text) :])
     texts = itertools.product(range(len(p[0])), repeat=len(p))
     return {"off": sum(abs(law[text] - chance_of(text, p)) for text in texts) / 2, "accepted": accepted}
+
+
+def parents_of(case):
+    return case.get("parents") or range(len(case["p"]) - 1)
+
+
+def places_of(case):
+    """The rows of p by their place in the text. In a law, siblings have the same row."""
+    places = [0]
+    for parent in parents_of(case):
+        places.append(places[parent] + 1)
+    return [case["p"][places.index(place)] for place in range(max(places) + 1)]
+
+
+def text_of(case, tokens, answer):
+    """The accepted tokens, and the one after them."""
+    text = [answer["token"]]
+    node = answer["accepted"]
+    while node > 0:
+        text.insert(0, tokens[node - 1])
+        node = parents_of(case)[node - 1]
+    return tuple(text)
 
 
 def chance_of(tokens, p):
@@ -161,6 +178,99 @@ def explain(cases, mistakes, found):
     return [f"This answer is that of an engine in which {name}." for name in names(first)]
 
 
+# --- an engine whose noise cannot be given: its texts are counted
+
+
+def many_requests(case, count, noise):
+    """Requests without uniforms. Their drafts are drawn here, from q."""
+    request = {key: value for key, value in case.items() if key not in KEPT_HERE}
+    for i in range(count):
+        tokens = case["tokens"]
+        if case["q"] is not None:
+            tokens = [noise.choices(range(len(row)), row)[0] for row in case["q"]]
+        yield request | {"case": 1_000_000 * case["case"] + i, "tokens": tokens}
+
+
+def chi_squared(counts, chances):
+    """How far the counts of all texts are from their chances, in standard deviations (Wilson and
+    Hilferty's approximation), and the degrees of freedom.
+
+    >>> round(chi_squared([60, 40], [0.5, 0.5])[0], 1)
+    1.7
+    """
+    total = sum(counts)
+    possible = [(c, x * total) for c, x in zip(counts, chances, strict=True) if x > 0]
+    free = len(possible) - 1
+    if sum(c for c, _ in possible) < total:
+        return math.inf, free
+    if free == 0:
+        return 0.0, free
+    distance = sum((c - x) ** 2 / x for c, x in possible)
+    spread = 2 / (9 * free)
+    return ((distance / free) ** (1 / 3) - 1 + spread) / math.sqrt(spread), free
+
+
+def seen_from(free, count):
+    """The total variation at which `count` texts show a wrong law in 99 of 100 runs, or less. A law
+    that is off by d has a noncentrality of at least 4 count d^2."""
+    spread = 2 / (9 * free)
+    limit = free * (1 - spread + SURE * math.sqrt(spread)) ** 3
+    more = 0.0
+    while free + more - 2.33 * math.sqrt(2 * (free + 2 * more)) < limit:
+        more += 0.5
+    return math.sqrt(more / (4 * count))
+
+
+def judge_texts(case, requests, answers, noise):
+    """What the texts of a law say, in words, and whether they are right. They are completed with
+    draws from p."""
+    p = places_of(case)
+    V = len(p[0])
+    replies = [answers.get(request["case"]) for request in requests]
+    if any(reply is None or reply.get("todo") for reply in replies):
+        return "todo", False
+    if trouble := check.first(form(case, reply) for reply in replies):
+        return trouble, False
+    written = Counter()
+    lengths = []
+    for request, reply in zip(requests, replies, strict=True):
+        text = text_of(case, request["tokens"], reply)
+        lengths.append(len(text) - 1)
+        rest = [noise.choices(range(V), row)[0] for row in p[len(text) :]]
+        written[(*text, *rest)] += 1
+    texts = list(itertools.product(range(V), repeat=len(p)))
+    chances = [chance_of(text, p) for text in texts]
+    away, free = chi_squared([written[text] for text in texts], chances)
+    if away > SURE:
+        return "the text has another law: its counts are not those of p", False
+    count = len(lengths)
+    mean = sum(lengths) / count
+    error = math.sqrt(sum((n - mean) ** 2 for n in lengths)) / count
+    want = case["answer"]["accepted"]
+    words = f"{mean:.4f} drafted tokens are accepted on average, and ours {want:.4f}"
+    if abs(mean - want) > SURE * error + 1 / count:
+        return f"the law is right, but {words}", False
+    if free > 0:
+        words += f"; a law that is off by {seen_from(free, count):.3f} is seen 99 times of 100"
+    return f"right: {words}", True
+
+
+def check_texts(command, cases, count, seconds):
+    """Prints what each law says; returns whether all are right."""
+    noise = random.Random(0)
+    laws = [case for case in cases if "law" in case]
+    sent = {case["case"]: list(many_requests(case, count, noise)) for case in laws}
+    answers, trouble = check.ask(command, list(itertools.chain(*sent.values())), seconds)
+    right = []
+    for case in laws:
+        words, good = judge_texts(case, sent[case["case"]], answers, noise)
+        right.append(good)
+        print(f"{case['rule']:5} case {case['case']}: {words}")
+    if trouble:
+        print(f"The engine: {trouble}")
+    return all(right) and not trouble
+
+
 def report(cases, mistakes, found):
     """What is printed: a line for each rule, then its first difference and what explains it."""
     lines = []
@@ -182,6 +292,8 @@ def report(cases, mistakes, found):
 def main(argv=None):
     a = argparse.ArgumentParser(description="Check how an engine verifies drafts.")
     a.add_argument("--rule", action="append", choices=RULES, help="only this rule; may be repeated")
+    a.add_argument("--texts", type=int, metavar="N",
+                   help="for an engine with noise of its own: N texts of each law, no uniforms")
     a.add_argument("--seconds", type=float, default=300, help="stop the engine after this time (default 300)")
     a.add_argument("command", nargs=argparse.REMAINDER, help="the engine, such as ./my-engine")
     args = a.parse_args(argv)
@@ -189,7 +301,11 @@ def main(argv=None):
         a.error("name an engine, such as ./my-engine")
     kit = json.loads(CASES.read_text(encoding="utf-8"))
     cases = [case for case in kit["cases"] if case["rule"] in (args.rule or RULES)]
+    if args.texts is not None and args.texts < 100:
+        a.error("--texts needs at least 100 texts to say anything")
     try:
+        if args.texts:
+            return int(not check_texts(args.command, cases, args.texts, args.seconds))
         sent = [request for case in cases for request in requests_of(case)]
         answers, trouble = check.ask(args.command, sent, args.seconds)
     except ValueError as e:

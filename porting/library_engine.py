@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from methods.trees import verify_tree  # noqa: E402
-from sampling import Coins, Race  # noqa: E402
+from sampling import Coins, Race, one_hot  # noqa: E402
 from verification import verify, verify_block  # noqa: E402
 
-RULES = {"token": verify, "block": verify_block, "tree": verify_tree, "race": Race}
+RULES = {
+    "token": verify, "block": verify_block, "tree": verify_tree, "race": Race, "match": verify}
 
 
 def answer(r, rules=RULES, coins=None, dtype=torch.float64):
@@ -36,6 +37,10 @@ def answer(r, rules=RULES, coins=None, dtype=torch.float64):
     coins.pool = torch.tensor(r["uniforms"], dtype=torch.float64)
     tokens = torch.tensor([r["tokens"]], dtype=torch.long)
     length = torch.tensor([r["length"]])
+    if r["rule"] == "match":    # p becomes what is written at each place, whatever was drafted
+        p = one_hot(coins.choose(p), p)
+        q = None
+        coins = Coins()         # one-hots: no coin decides anything
     if r["rule"] == "tree":
         parents = torch.tensor([r["parents"]], dtype=torch.long)
         accepted, token = rules["tree"](p, tokens, parents, coins, q, length)

@@ -174,10 +174,10 @@ def attend(r, dtype, coins):
 def sublayer(r, dtype, coins):
     m, x, first = load(ROOT / r["model"], dtype), unpack(r["x"], dtype), r["first"]
     at, layer = model.Placement.span(first, first + len(x)), r["sublayer"] // 2
-    cache = KVCache(m.c, 1, at.end, dtype)
+    cache = KVCache(m.c, 1, at.end, m.attention_dtype())
     if r["past"]:
-        cache.k[layer, 0, :, :first], cache.v[layer, 0, :, :first] = (
-            unpack(r["past"][name], dtype) for name in ("k", "v"))
+        cache.k[layer, 0, :, :first] = unpack(r["past"]["k"])
+        cache.v[layer, 0, :, :first] = unpack(r["past"]["v"])
     y = {"x": pack(m.run(x[None], at, cache, [r["sublayer"]])[0])}
     if r["past"]:
         y |= {"k": pack(cache.k[layer, 0, :, first:]), "v": pack(cache.v[layer, 0, :, first:])}
@@ -378,9 +378,11 @@ OPS = dict(
 
 
 @torch.inference_mode()
-def answer(request, dtype=torch.float64):
-    """The answer to a case, and the margin of its closest decision."""
+def answer(request, dtype=None):
+    """The answer to a case, and the margin of its closest decision. dtype: by default the one that
+    the case names, else float64."""
     coins = Watch()
+    dtype = dtype or getattr(torch, request.get("dtype", "float64"))
     return OPS[request["op"]](request, dtype, coins), coins.margin
 
 

@@ -335,7 +335,7 @@ OPS = {
     "weights": lambda r: {"tensors": {n: fingerprint(x) for n, x in read_weights(r["model"]).items()}},
     "norm": lambda r: {"y": pack(norm(tensor(r["x"]), tensor(r["weight"]), r["eps"], r["offset"]))},
     "frequencies": lambda r: {"freqs": pack(frequencies(r["head_dim"], r["theta"], r["scaling"]))},
-    "rotate": lambda r: {"y": pack(rotate(tensor(r["x"]), r["positions"], tensor(r["freqs"])))},
+    "rotate": lambda r: {"y": pack(rotate(tensor(r["x"]), r["positions"], r["freqs"]["data"]))},
     "visible": lambda r: {"mask": visible(r["positions"], r["end"], r["window"])},
     "softcap": lambda r: {"y": pack(softcap(tensor(r["x"]), r["cap"]))},
     "attend": lambda r: {"y": pack(attend(tensor(r["q"]), tensor(r["k"]), tensor(r["v"]), r["mask"],

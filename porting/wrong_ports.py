@@ -18,6 +18,9 @@ MISTAKES = [  # function of numpy_port.py, what stands there once, what instead,
     ("rotate", "i, i + len(freqs)", "2 * i, 2 * i + 1", "rope pairs neighbours instead of halves"),
     ("rotate", "a * cos - b * sin, b * cos + a * sin", "a * cos + b * sin, b * cos - a * sin",
      "rope turns the other way"),
+    ("rotate", "position * f), math.sin(position * f)",
+     "np.float32(position) * np.float32(f)), math.sin(np.float32(position) * np.float32(f))",
+     "angles are computed in float32"),
     ("frequencies", "2 * i", "i", "the exponent of a frequency is i / D instead of 2i / D"),
     ("frequencies", 'scaling["rope_type"] == "llama3"', "False",
      "llama3 scaling divides every frequency"),
@@ -105,6 +108,10 @@ MISTAKES = [  # function of numpy_port.py, what stands there once, what instead,
      "`accepted` counts guesses after an end of text"),
     ("one_text", 'next((i + 1 for i, t in enumerate(new) if t in r["eos"]), len(new))', "len(new)",
      "text goes on after an end of text inside a draft"),
+    ("rounds", 'm, texts, lines = (Model(r["model"]), [list(prompt) for prompt in r["prompts"]], [])',
+     'r = r | {"eos": r["eos"][:1]}\n'
+     'm, texts, lines = (Model(r["model"]), [list(prompt) for prompt in r["prompts"]], [])',
+     "only the first id of `eos` ends a text"),
     ("rounds", "m.max_len - len(text)", "m.max_len - len(text) - 1",
      "the last place of the context stays empty"),
     ("propose", "more - 1", "more", "a round drafts one token more than has room"),
@@ -145,6 +152,8 @@ REPLACED = "torch.where(rejected[:, None], {}, p)"
 CHANCE = "mass / (mass + 1 - weight[:, 1:])"
 ROWS = {        # file: [(function, what stands there once, what instead, "an engine in which ...")]
     "verification.py": [
+        ("verify", "B, K = tokens.shape", "B, K = tokens.shape\np = one_hot(coins.choose(p), p)",
+         "a draft is accepted if p draws it, too: that is exact, but it is the rule `match`"),
         ("verify", "coins.flip(ratio[..., 0])", "(coins.flip(ratio[..., 0]) | True)",
          "every draft is accepted"),
         ("verify", "coins.flip(ratio[..., 0])",
@@ -225,6 +234,17 @@ ROWS = {        # file: [(function, what stands there once, what instead, "an en
         ("Race.settle", "u.neg_().log1p_().neg_()", "u.log_().neg_()", "e is -log(u), not -log(1 - u)"),
         ("Race.settle", "(nan=torch.inf)", "(nan=0.0)", "u = 0 beside p = 0 wins: 0 / 0")],
     "porting/library_engine.py": [
+        ("answer", "p = one_hot(coins.choose(p), p)",
+         "coins.pool = coins.pool.roll(1)\np = one_hot(coins.choose(p), p)",
+         "a place is drawn with the uniform of the place before"),
+        ("answer", "one_hot(coins.choose(p), p)", "one_hot(p.argmax(-1), p)",
+         "the likeliest token of p is written, without a draw"),
+        ("answer", 'return {"accepted": int(accepted), "token": int(token)}', """
+if r["rule"] == "match" and accepted < length:
+    coins.pool = torch.tensor(r["uniforms"][-1:], dtype=torch.float64)
+    token = coins.choose(torch.tensor(r["p"][int(accepted)]))
+return {"accepted": int(accepted), "token": int(token)}""",
+         "after a rejected draft the token is drawn again, from p"),
         ("answer", 'q = race.settle(q, place[:, :-1])',
          'q = rules["race"](r["seed"] + 1).settle(q, place[:, :-1])', "the draft has noise of its own"),
         ("answer", "race.settle(q, place[:, :-1])", "race.settle(q, place[:, 1:])",

@@ -31,10 +31,12 @@ call = command(engine.main)
 # --- the cases
 
 
-def test_there_are_two_hundred_and_laws_among_them():
-    assert len(CASES) == 200 and [case["case"] for case in CASES] == list(range(1, 201))
+def test_there_are_over_two_hundred_and_laws_among_them():
+    assert [case["case"] for case in CASES] == list(range(1, 225))
     assert min(Counter(case["rule"] for case in CALLS).values()) >= 20 and len(LAWS) >= 12
-    assert {case["rule"] for case in LAWS} == {"token", "block", "tree"}
+    assert {case["rule"] for case in LAWS} == {"token", "block", "tree", "match"}
+    sums = [sum(row) for case in CASES for row in [*case["p"], *(case["q"] or [])]]
+    assert max(sums) == pytest.approx(1, abs=1e-6)
     assert KIT["mistakes"] == [mistake for *_, mistake in ENGINES]
 
 
@@ -180,6 +182,65 @@ def test_an_engine_in_c_passes(call, tmp_path):
     assert status == 0 and re.search(r"^token (\d+) of \1 cases right$", out, re.M)
     status, out, _ = call(built)
     assert status == 1 and re.search(r"^block 0 of \d+ cases right, the others todo$", out, re.M)
+
+
+def with_own_noise(accepts, left):
+    """An engine of the rule `token` that draws for itself. accepts: a token's chance by its p and q;
+    left: its weight after a rejection."""
+    noise = random.Random(1)
+
+    def reply(r):
+        V, accepted = len(r["p"][0]), 0
+        q = r["q"] or [[float(v == token) for v in range(V)] for token in r["tokens"]]
+        while accepted < r["length"]:
+            token = r["tokens"][accepted]
+            if noise.random() >= accepts(r["p"][accepted][token], q[accepted][token]):
+                break
+            accepted += 1
+        weights = r["p"][accepted]
+        if accepted < r["length"]:
+            weights = list(map(left, weights, q[accepted]))
+        return {"accepted": accepted, "token": noise.choices(range(V), weights)[0]}
+    return reply
+
+
+def test_many_texts_tell_an_engine_with_its_own_noise():
+    def said(reply):
+        noise, found = random.Random(2), []
+        for case in LAWS:
+            if case["rule"] == "token":
+                sent = list(engine.many_requests(case, 2000, noise))
+                answers = {r["case"]: reply(r) for r in sent}
+                found.append(engine.judge_texts(case, sent, answers, noise))
+        return found
+
+    right = said(with_own_noise(lambda p, q: p / q, lambda p, q: max(p - q, 0)))
+    assert all(good for _, good in right) and "99 times of 100" in right[1][0]
+    from_p = said(with_own_noise(lambda p, q: p / q, lambda p, q: p))
+    assert sum("another law" in words for words, _ in from_p) >= 4
+    never = said(with_own_noise(lambda p, q: 0.0, lambda p, q: p))
+    assert all("the law is right, but 0.0000 drafted tokens" in words for words, _ in never)
+
+
+def test_what_many_texts_can_see_by_hand():
+    """60 and 40 of 100 tosses are some two standard deviations from a fair coin. Four times as many
+    texts see half the distance. A text that p never writes is one too many."""
+    assert engine.chi_squared([60, 40], [0.5, 0.5]) == (pytest.approx(1.7, abs=0.05), 1)
+    assert engine.chi_squared([9, 1], [1.0, 0.0])[0] == math.inf
+    assert engine.seen_from(8, 400) == pytest.approx(2 * engine.seen_from(8, 1600))
+    assert 0.02 < engine.seen_from(26, 20000) < 0.04
+
+
+def test_the_worked_example_with_transformers(call, tmp_path):
+    """The code in README.md: it passes, and is refused if it hands over probabilities as logits."""
+    readme = (PORTING / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall("```python\n(.*?)```", readme, re.S)
+    code = next(block for block in blocks if "transformers" in block)
+    port = tmp_path / "port.py"
+    for source, right in ((code, True), (code.replace(": K + 1]]).log()", ": K + 1]])"), False)):
+        port.write_text(source)
+        status, out, _ = call("--rule", "token", "--texts", 500, sys.executable, port)
+        assert status == int(not right) and ("another law" in out) == (not right), out
 
 
 def script(body):
