@@ -73,6 +73,8 @@ class Watch:
             message = f"{kind}: {message}"
             message += (f"\nraised at     line {line}: {statement}" if line else
                         "\nraised by     the test, which cannot use what came back: another shape or type?")
+            if "view size is not compatible" in message:
+                message += "\nlikely        an input may be a slice or a transpose: take reshape, not view"
         about = (getattr(getattr(node, "function", None), "__doc__", "") or
                  node.name.removeprefix("test_").partition("[")[0].replace("_", " "))
         if "given" not in message:

@@ -59,9 +59,9 @@ def compare(got, want, mistakes, given="the worked example of this test", rtol=1
     """got must be want; if it is a well-known wrong answer, say which mistake gives it."""
     if not isinstance(got, torch.Tensor):
         fail(given, short(want), f"{got!r:.200}", "that is no tensor")
-    want = torch.as_tensor(want, dtype=got.dtype)
-    if got.shape != want.shape:
-        fail(given, f"shape {tuple(want.shape)}", f"shape {tuple(got.shape)}", known(got, mistakes))
+    want = want if isinstance(want, torch.Tensor) else torch.as_tensor(want, dtype=got.dtype)
+    if got.shape != want.shape or got.dtype != want.dtype:
+        fail(given, *(f"shape {tuple(t.shape)} in {t.dtype}" for t in (want, got)), known(got, mistakes))
     if not torch.allclose(got, want, rtol=rtol, atol=1e-12):
         expected, came, off = where(got, want)
         near = NEAR if torch.allclose(got, want, rtol=1e-5, atol=1e-7) else None
