@@ -442,7 +442,7 @@ def powers(half: int, theta: float) -> torch.Tensor:
     return torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
 
 def frequencies(head_dim: int, theta: float, scaling: dict | None = None, device=None) -> torch.Tensor:
-    found = powers(head_dim // 2, theta)
+    found = powers(head_dim // 2, theta).to(device)
     if scaling is None:
         return found
     keep = torch.zeros_like(found)

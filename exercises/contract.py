@@ -108,12 +108,14 @@ def wrong(form, value):
     fits = [want in (None, n) for want, n in zip(form.shape, value.shape, strict=False)]
     if len(form.shape) != value.dim() or not all(fits):
         return "another shape"
+    if value.layout != torch.strided:
+        return "another layout: a plain, dense tensor is wanted"
     if not (value.dtype == form.dtype or form.dtype is None and value.is_floating_point()):
         return "another dtype: ids and counts are int64, masks bool, and numbers keep the type that came in"
     if value.device.type != torch.device(form.device).type:
         return "another device: make new tensors with device=..., or from a tensor that came in"
-    if value.layout != torch.strided or any(n > 1 and step == 0 for n, step in zip(
-            value.shape, value.stride(), strict=True)):
+    repeats = [n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True)]
+    if value.numel() and any(repeats):
         return "its elements share memory, as after `expand`: the caller may change one of them; clone it"
     return None
 

@@ -26,7 +26,7 @@ def frozen(x):
     """A copy of everything in x that must not change. Spending coins and writing to a cache is allowed, so
     of coins only the seeds are copied, and of a cache nothing."""
     if isinstance(x, torch.Tensor):
-        return x.detach().clone()
+        return None if x.is_meta else x.detach().clone()
     if isinstance(x, (int, float, str, range, type(None))):
         return x
     if isinstance(x, torch.nn.Module):
@@ -57,9 +57,9 @@ def changed(old, new, name):
 
 
 def tensors(x, name=""):
-    """(name, tensor) for every tensor in x that is not empty."""
+    """(name, tensor) for every tensor in x that has numbers."""
     if isinstance(x, torch.Tensor):
-        return [(name, x)] * bool(x.numel())
+        return [(name, x)] * bool(x.numel() and not x.is_meta)
     if isinstance(x, (list, tuple)):
         return [pair for i, part in enumerate(x) for pair in tensors(part, f"{name}[{i}]")]
     if isinstance(x, dict):
@@ -111,8 +111,11 @@ def public(places):
 
 
 def replaced(originals):
-    """The name of what an answer has put something else in place of, which is taken back; None if nothing."""
-    found = [row for row in originals if vars(row[0]).get(row[1]) is not row[2]]
+    """The name of what an answer has put something else in place of, which is taken back; None if nothing.
+    Torch itself wraps some of its functions when more of it is loaded."""
+    found = [(place, name, value) for place, name, value in originals
+             if (now := vars(place).get(name)) is not value
+             and not str(getattr(now, "__module__", "")).startswith("torch")]
     for place, name, value in found:
         setattr(place, name, value)
     return f"{found[0][0].__name__}.{found[0][1]}" if found else None

@@ -48,11 +48,14 @@ def tests(**names):
 TASKS = [
     Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1, tests(
         model="softcap_by_hand softcap_leaves_its_input_and_type_alone rotate_by_hand "
-        "rotate_serves_every_shape", properties="rotation_keeps_lengths_and_knows_distances_only")),
+        "rotate_serves_every_shape softcap_and_rotate_hand_gradients_on",
+        properties="rotation_keeps_lengths_and_knows_distances_only")),
     Task(2, "frequencies", "model.py", ("frequencies",), 30, 2, tests(
-        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand")),
+        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand "
+        "frequencies_of_drawn_settings")),
     Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1, tests(
-        by_hand="a_norm_of_two_numbers", model="the_norm_of_gemma2_works_in_float32")),
+        by_hand="a_norm_of_two_numbers a_norm_of_any_shape_and_type a_norm_hands_gradients_on",
+        model="the_norm_of_gemma2_works_in_float32")),
     Task(4, "visible", "model.py", ("visible",), 40, 2, tests(
         model="visible_in_the_first_block visible_behind_a_filled_cache visible_for_rows_at_different_places "
         "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",

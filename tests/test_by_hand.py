@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from teach import compare, fail, known, no_other_chance, promise, short
+from teach import compare, fail, known, learns, no_other_chance, promise, short
 from test_sampling import ALMOST_ONE, from_p
 from tiny import GEMMA, LLAMA, Fixed, wide
 
@@ -356,6 +356,32 @@ def test_a_norm_of_two_numbers(offset):
         "Gemma-2 multiplies by offset + w, which is 1 + w": x / math.sqrt(mean + 0.5) * (1 - offset + w)}
     compare(norm(x), x / math.sqrt(mean + 0.5) * (offset + w), other,
             f"x = [3, 4], the weight [1, 2], eps = .5, offset = {offset}", rtol=1e-9)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_of_any_shape_and_type(dtype, offset):
+    """In float16 a square of 300 overflows, so that the norm needs a wider type."""
+    norm = RMSNorm(replace(LLAMA, norm_offset=offset), 4).to(dtype).requires_grad_(False)
+    norm.weight.copy_(wide([1.5, -0.5, 2.0, 0.25]))
+    for shape in ((4,), (2, 1, 3, 4), (0, 4)):
+        x = (torch.arange(math.prod(shape)) * 37.0 % 600 - 300).view(shape).to(dtype)
+        wide_x = x.double()
+        want = wide_x / (wide_x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        want = want * (offset + norm.weight.double())
+        in_own = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (offset + norm.weight)
+        compare(norm(x), want.to(dtype), {
+            "the squares overflow in float16: compute in float32 or wider, and round at the end": in_own},
+            f"x {shape} in {dtype}, numbers from -300 to 300, offset = {offset}", 2 * torch.finfo(dtype).eps)
+    norm.to("meta")(torch.empty(2, 4, dtype=dtype, device="meta"))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_hands_gradients_on(offset):
+    norm = RMSNorm(replace(LLAMA, norm_offset=offset), 3).double()
+    norm.weight.data = wide([1.0, 2.0, -0.5])
+    x = wide([[3.0, 4.0, -1.0], [0.5, 2.0, 1.0]])
+    learns(lambda: norm(x), {"x": x, "self.weight": norm.weight}, f"x (2, 3), offset = {offset}")
 
 
 PAST = 2    # slots that are filled before the block
