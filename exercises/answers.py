@@ -52,7 +52,7 @@ WRONG = {
         "qk[..., :-1, :] * self.scale": {
             "qk[..., :-1, :]": "the scores are not scaled",
             "qk[..., :-1, :] * D ** -0.5": "take self.scale"},
-        "F.linear(y.to(x.dtype), self.wo)": {"F.linear(y, self.wo.to(y.dtype))": "has the type of x"},
+        "F.linear(y.to(x.dtype), self.wo)": {"F.linear(y, self.wo.to(y.dtype))": "another dtype"},
         "scores = softcap(scores, self.c.attn_softcap)": {
             "scores = softcap(scores, self.c.attn_softcap or 50.0)": "without a soft-cap",
             "pass": "the soft-cap of the scores is missing",

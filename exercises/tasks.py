@@ -61,7 +61,8 @@ TASKS = [
         "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
         properties="visible_is_its_definition")),
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
-        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types")),
+        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types an_attention_of_qwen "
+        "an_attention_hands_gradients_on")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
         by_hand="a_write", model="cached_blocks_equal_the_full_pass[3-gemma2]",
         properties="a_cache_is_a_table_of_slots")),

@@ -131,10 +131,11 @@ def test_a_choice_costs_one_uniform():
 # --- the cache: slots of one number each, so that they can be read
 
 
-def to(*slots, end=None):
-    """A Placement at these slots of each row."""
+def to(*slots, end=None, positions=None):
+    """A Placement at these slots of each row, by default those of its positions."""
     slots = torch.tensor(slots)
-    return Placement(slots, slots, int(slots.min()), int(slots.max()) + 1 if end is None else end)
+    positions = slots if positions is None else torch.tensor(positions)
+    return Placement(positions, slots, int(positions.min()), int(slots.max()) + 1 if end is None else end)
 
 
 WRITES = {  # writes (layer, keys, where, maybe start), the keys that the last one returns, and mistakes
@@ -158,6 +159,16 @@ WRITES = {  # writes (layer, keys, where, maybe start), the keys that the last o
             "the slots are not contiguous: each token goes to its own": [[1, 7, 8, 0, 0], [9, 10, 6, 0, 0]],
             "`at.end` is ignored: it says where to stop reading, wherever the block ends":
                 [[1, 7, 3, 8], [9, 5, 10, 0]]}),
+    "more to read than was written": (
+        [(0, [[1, 2, 3, 4], [5, 6, 7, 8]], Placement.span(1, 5)),
+         (0, [[9], [10]], Placement.span(1, 2)._replace(end=4))], [[0, 9, 2, 3], [0, 10, 6, 7]], {
+            "it was written up to `at.end`; T tokens go to T slots": [[0, 9, 9, 9], [0, 10, 10, 10]],
+            "`at.end` is ignored: it says where to stop reading": [[0, 9], [0, 10]]}),
+    "siblings": (
+        [(0, [[1, 2]], Placement.span(0, 2)), (0, [[3, 4, 5]], to([2, 3, 4], positions=[[2, 3, 3]]))],
+        [[1, 2, 3, 4, 5]], {
+            "tokens went to their positions, which siblings share; take `at.slots`": [[1, 2, 3, 5, 0]],
+            "tokens went to their positions; take `at.slots`": [[1, 2, 3, 4, 0]]}),
     "layers": ([(0, [[1, 2]], Placement.span(0, 2)), (1, [[3]], Placement.span(2, 3))], [[0, 0, 3]], {
         "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}),
     "start": ([(0, [[1, 2, 3, 4]], Placement.span(0, 4)), (0, [[5]], Placement.span(4, 5), 3)], [[4, 5]], {
@@ -396,6 +407,8 @@ ATTENTION = {
     "late": "the mask is added before the soft-cap, which turns -inf into -cap: the hidden become visible",
     "no cap": "the soft-cap of the scores is missing (Gemma-2)",
     "mask": "the mask is ignored",
+    "first mask": "every row gets the mask of row 0; each has its own",
+    "flat": "the heads of a token belong side by side: (B, T, H, D), so transpose before you reshape",
     "new": "only the block's own keys are read; what `store` returns holds the slots before it, too",
     "tile": "queries and keys are paired wrongly: G queries that stand side by side share a key"}
 
@@ -403,17 +416,18 @@ ATTENTION = {
 def slow_attention(a, x, cos, sin, mask, past, mistake=None):
     """Attention.forward head by head, by its definition; with a mistake that a student might make."""
     (B, T, _), (Hkv, N, D), cap = x.shape, a.grouped, a.c.attn_softcap
-    qkv = (x @ a.wqkv.T).view(B, T, Hkv, N, D)
+    qkv = a.project(x).double()                 # it has tests of its own
     q, k, v, G = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :], N - 2
 
     def turn(h):
-        c, s = (t if h.dim() == 5 else t[:, 0] for t in (cos, sin))
+        c, s = (t if h.dim() == 5 else t.squeeze(-2) for t in (cos, sin))
         return h * c + h.roll(D // 2, -1) * s
 
     q = q if mistake == "still" else turn(q)
     k = k if mistake in ("still", "keys") else turn(k)
     v = turn(v) if mistake == "values" else v
     keys, values = (torch.cat(two, 1) for two in zip(past, (k, v), strict=True))    # (B, S, Hkv, D)
+    mask = mask[:1] if mistake == "first mask" else mask
     if mistake == "new":
         keys, values, mask = k, v, mask[..., PAST:]
     scale = {"scale": 1.0, "default": D**-0.5}.get(mistake, a.scale)
@@ -425,25 +439,43 @@ def slow_attention(a, x, cos, sin, mask, past, mistake=None):
         scores = scores if mistake == "no cap" or cap is None else torch.tanh(scores / cap) * cap
         scores = scores if mistake in ("late", "mask") else scores + mask[:, 0, 0]
         heads.append(torch.einsum("bts,bsd->btd", scores.softmax(-1), values[:, :, own]))
-    return torch.cat(heads, -1) @ a.wo.T
+    if mistake == "flat":
+        heads = [torch.stack(heads, 1).reshape(B, T, -1)]
+    return torch.nn.functional.linear(torch.cat(heads, -1).to(a.wo.dtype), a.wo)
 
 
-def some_attention(dtype=torch.float64):
-    """One block of three tokens after two that are kept, in two rows; values that no two mistakes share.
-    dtype: of the angles, of the mask, and of what is stored."""
-    c = replace(GEMMA, dim=8, n_heads=4, n_kv_heads=2, head_dim=4, query_scale=0.7, attn_softcap=1.5)
+SHAPES = {  # rows, tokens, query heads, key heads, and what is each row's own
+    "two rows": (2, 3, 4, 2, ""),
+    "rows that differ": (3, 3, 6, 3, "positions, mask"),
+    "one token": (3, 1, 4, 1, "mask"),
+    "one query for each key": (2, 2, 3, 3, "positions")}
+
+
+def some_attention(name="two rows", dtype=torch.float64, **fields):
+    """A block of tokens after two that are kept; values that no two mistakes share. dtype: of the angles, of
+    the mask, and of what is stored."""
+    B, T, H, Hkv, own = SHAPES[name]
+    c = replace(GEMMA, dim=8, n_heads=H, n_kv_heads=Hkv, head_dim=4, query_scale=0.7, attn_softcap=1.5,
+                **fields)
     a, made = Attention(c).double().requires_grad_(False), torch.Generator().manual_seed(1)
-    for w in (a.wqkv, a.wo):
+    for w in a.parameters():
         w.copy_(torch.randn(w.shape, generator=made, dtype=torch.float64))
     x, *past = (torch.randn(*shape, generator=made, dtype=torch.float64)
-                for shape in ((2, 3, 8), (2, PAST, 2, 4), (2, PAST, 2, 4)))
-    cos, sin = (t[:, None, None].to(dtype) for t in rope(torch.arange(PAST, PAST + 3), frequencies(4, 50.0)))
-    mask = torch.full((2, 1, 1, 3, PAST + 3), -math.inf, dtype=dtype).triu(PAST + 1)
+                for shape in ((B, T, 8), (B, PAST, Hkv, 4), (B, PAST, Hkv, 4)))
+    at = torch.arange(PAST, PAST + T)
+    if "positions" in own:
+        at = at + 5 * torch.arange(B)[:, None]
+    cos, sin = (t[..., None, None, :].to(dtype) for t in rope(at, frequencies(4, 50.0)))
+    mask = torch.full((B, 1, 1, T, PAST + T), -math.inf, dtype=dtype).triu(PAST + 1)
+    if "mask" in own:       # each row has one slot of the past that is dead
+        mask[torch.arange(B), ..., torch.arange(B) % PAST] = -math.inf
+        mask[-1] = 0
 
     def store(k, v):
-        given = f"2 rows, 2 key-value heads, 3 tokens, head dimension 4, cos in {dtype}"
-        if k.shape != (2, 2, 3, 4) or v.shape != (2, 2, 3, 4):
-            fail(given, "store(k, v), both (2, 2, 3, 4)", f"{tuple(k.shape)} and {tuple(v.shape)}",
+        shape = B, Hkv, T, 4
+        given = f"{B} rows, {Hkv} key-value heads, {T} tokens, head dimension 4, cos in {dtype}"
+        if k.shape != shape or v.shape != shape:
+            fail(given, f"store(k, v), both {shape}", f"{tuple(k.shape)} and {tuple(v.shape)}",
                  "store wants (B, Hkv, T, D)")
         if not k.dtype == v.dtype == dtype:
             fail(given, f"store(k, v), both in {dtype}", f"{k.dtype} and {v.dtype}",
@@ -454,23 +486,41 @@ def some_attention(dtype=torch.float64):
     return a, x, cos, sin, mask, past, store
 
 
-def test_an_attention_after_a_filled_cache():
-    a, x, cos, sin, mask, past, store = some_attention()
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_attention_after_a_filled_cache(name):
+    a, x, cos, sin, mask, past, store = some_attention(name)
+    B, T, H, Hkv, own = SHAPES[name]
+    given = (f"{B} rows of {T} tokens after two kept ones, {H} heads in {Hkv} groups, scale .7, soft-cap 1.5"
+             + f"; each row has its own {own}" * bool(own))
     compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past),
             {why: slow_attention(a, x, cos, sin, mask, past, name) for name, why in ATTENTION.items()},
-            "two rows of three tokens after two kept ones, four heads in two groups, scale .7, soft-cap 1.5",
-            rtol=1e-8)
+            given, rtol=1e-8)
     a.c = replace(a.c, attn_softcap=None)
     compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past), {},
-            "the same, without a soft-cap (Llama)", rtol=1e-8)
+            f"{given}; the same without a soft-cap (Llama)", rtol=1e-8)
+    compare(a(x, cos, sin, mask[:1], store), slow_attention(a, x, cos, sin, mask[:1], past), {},
+            f"{given}; the same with one mask for all rows", rtol=1e-8)
     free = a(x, cos, sin, None, store)      # as for one token: nothing is hidden
     compare(free, slow_attention(a, x, cos, sin, 0 * mask.clamp(min=0), past), {}, "the same, no mask", 1e-8)
 
 
 def test_an_attention_keeps_types():
     """States and weights in bfloat16, angles in float32: what a model has on a CPU."""
-    a, x, cos, sin, mask, _, store = some_attention(torch.float32)
-    out = a.bfloat16()(x.bfloat16(), cos, sin, mask, store)
-    if out.dtype != torch.bfloat16:
-        fail("x and weights in bfloat16, cos and sin in float32", "bfloat16 comes out", str(out.dtype),
-             "what comes out has the type of x")
+    a, x, cos, sin, mask, past, store = some_attention(dtype=torch.float32)
+    got = a.bfloat16()(x.bfloat16(), cos, sin, mask, store)
+    want = slow_attention(a, x.bfloat16(), cos.double(), sin.double(), mask.double(), past)
+    share = float((got == want).double().mean())
+    promise(share > 0.9, "x and weights in bfloat16, cos and sin in float32", "rounded once before wo",
+            f"{share:.0%} of the numbers are this", "attention works in the type of cos")
+
+
+def test_an_attention_of_qwen():
+    """`project` adds a bias and norms queries and keys."""
+    a, x, cos, sin, mask, past, store = some_attention(qkv_bias=True, qk_norm=True)
+    compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past), {},
+            "Qwen: a bias, and norms of queries and keys, which self.project(x) adds", rtol=1e-8)
+
+
+def test_an_attention_hands_gradients_on():
+    a, x, cos, sin, mask, _, store = some_attention("rows that differ")
+    learns(lambda: a(x, cos, sin, mask, store), {"x": x, "self.wqkv": a.wqkv, "self.wo": a.wo}, "three rows")
