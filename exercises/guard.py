@@ -144,9 +144,9 @@ def watched(name, original):
         with no_other_chance(called):
             result = call.answer(*bound.args, **bound.kwargs)
         check_surroundings(called, call.originals, modes, returned)
+        check(called, given, kept, before, result, name in ITSELF)
         bound.apply_defaults()
         contract.check(name, called, bound.arguments, result)
-        check(called, given, kept, before, result, name in ITSELF)
         kept[:] = [*kept, result][-KEPT:] if name != "KVCache.write" else []
         return result
     return call

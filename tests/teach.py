@@ -116,8 +116,10 @@ def look(got, want, mistakes, given="the worked example of this test"):
     """got (T, S) must look like want; if it is a well-known wrong answer, say which mistake gives it."""
     got = picture(got)
     if got != want:
-        fail(given, " ".join(want), " ".join(got),
-             next((why for why, wrong in mistakes.items() if got == wrong), None))
+        why = next((why for why, wrong in mistakes.items() if got == wrong), None)
+        rows = [t for t, row in enumerate(want) if len(want) <= 12 or row != got[t]][:12]
+        at = f"; rows {rows}, which differ" * (len(want) > 12)
+        fail(given + at, " ".join(want[t] for t in rows), " ".join(got[t] for t in rows), why)
 
 
 # --- distributions

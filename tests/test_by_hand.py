@@ -1,7 +1,9 @@
 """Functions of the library by hand, each alone: worked examples small enough to follow on paper, and beside
 each the answers that well-known mistakes give."""
 import math
+import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -70,6 +72,9 @@ def check_probabilities(name, V=None):
     settings, p, want, mistakes = PROBS[name]
     given = f"the logits log {short(p)}, of which the softmax gives just these numbers, and {settings}"
     logits = from_p(*p)
+    falling = sorted(want, reverse=True)
+    if falling != want:
+        mistakes = mistakes | {"these are in falling order; put each back at its id": falling}
     if V is not None:
         given += f"; {V:,} tokens, of which all others have the logit -10,000"
         logits, want = among(logits, V, -1e4), among(want, V)
@@ -89,6 +94,34 @@ def test_probabilities(name):
 @pytest.mark.parametrize("name", PROBS)
 def test_probabilities_of_a_large_vocabulary(name):
     check_probabilities(name, 49_152)
+
+
+def slow_probs(logits, temperature, top_k=None, top_p=None, min_p=None, mistake=None):
+    """By its definition, token by token; with a mistake that a student might make."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k if temperature else 1]
+    p, raw = ([math.exp((logits[i] - max(logits)) / (t or 1)) for i in order] for t in (temperature, 1))
+    p, total, kept = [x / sum(p) for x in p], 0.0, {}
+    for i, x, old in zip(order, p, raw, strict=True):
+        likely = (old if mistake == "raw" else x / p[0]) >= (min_p or 0)
+        if likely and (top_p is None or total < top_p - 1e-12):
+            kept[i] = x
+        total += x
+    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
+
+
+def test_probabilities_of_drawn_settings():
+    """Temperatures from 0.02 to 500, with all cuts, ties, and tokens that are ruled out."""
+    draw = random.Random(0)
+    for _ in range(300):
+        logits = [draw.choice([draw.gauss(0, 3), draw.gauss(0, 3), 1.0, -math.inf]) for _ in range(
+            draw.randint(0, 9))] + [draw.gauss(0, 3)]
+        t = draw.choice([0.0, *[math.exp(draw.uniform(-4, 6)) for _ in range(9)]])
+        settings = [draw.choice([None, draw.randint(1, 12)]), draw.choice([None, draw.uniform(0.01, 1)]),
+                    draw.choice([None, draw.uniform(0.01, 1)])]
+        compare(to_probs(wide(logits), t, *settings), slow_probs(logits, t, *settings), {
+            "min_p compares the probabilities before the temperature; it comes last":
+                slow_probs(logits, t, *settings, mistake="raw")},
+            f"logits {short(logits)}, temperature, top_k, top_p, min_p = {short([t, *settings])}", 1e-9)
 
 
 # --- choices
@@ -118,6 +151,23 @@ def test_choices(weights, us, want, mistakes):
         if not isinstance(got[-1], torch.Tensor) or got[-1].shape != (1,):
             fail(given, "for weights (1, V) an index of shape (1,)", f"{got[-1]!r:.100}")
     compare(torch.cat(got), want, mistakes, given)
+
+
+def test_choices_of_drawn_weights():
+    """Rows spend the uniforms in their order, whatever their number, their size and their type."""
+    draw = random.Random(0)
+    for size in (1e-200, 1e-3, 1.0, 1e30):
+        for rows in (1, 2, 3, 7):
+            V = draw.randint(1, 9)
+            weights = [[draw.choice([0.0, draw.random()]) for _ in range(V)] + [0.5] for _ in range(rows)]
+            us = [draw.random() for _ in weights]
+            want = [next(i for i, total in enumerate(accumulate(row)) if total > u * math.fsum(row))
+                    for row, u in zip(weights, us, strict=True)]
+            given = f"{rows} rows of weights, {size:g} times {short(weights)}, u = {short(us)}"
+            compare(Fixed(*us).choose(size * wide(weights)), want, {}, f"{given}: each row takes the next u")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        got = Fixed(0.3, 0.8).choose(torch.tensor([[1.0, 2, 5], [1, 2, 5]], dtype=dtype))
+        compare(got, [1, 2], {}, f"the weights 1 2 5 in {dtype}, u = .3 and .8")
 
 
 def test_a_choice_costs_one_uniform():
@@ -245,6 +295,17 @@ def test_winners_of_a_race(offset):
         f"{offset}")
 
 
+def test_winners_of_a_race_share_what_has_one_row():
+    """One row of positions, or one seed, stands for all rows; and the winners have the type of p."""
+    p = wide([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])[:, None].repeat(1, 50, 1)
+    position = torch.arange(50)[None] + 1000
+    for dtype in (torch.float32, torch.float64):
+        for seeds in ([7, -1, 12], [5]):
+            got = Race(seeds).settle(p.to(dtype), position, 2)
+            compare(got, slow_race(p.to(dtype), position, 2, seeds * (4 - len(seeds))), {},
+                    f"three rows of p in {dtype}, positions 1000 to 1049 in one row, seeds {seeds}")
+
+
 def test_what_has_no_chance_never_wins():
     """Of one seed number 16 of the stream is 0: that of token 0 at position 4."""
     seed = signed(-17 * 0x9E3779B97F4A7C15 % 2**64)
@@ -317,6 +378,53 @@ def test_best_gamma_within_its_bounds():
             "most = 4, least = 2, and blocks of 1 to 5 tokens that take 1, 1, 2, 3, 4")
 
 
+def test_best_gamma_of_drawn_costs():
+    """Passes of any price, bounds on both sides, and drafts that never or always pass."""
+    draw = random.Random(0)
+    for _ in range(150):
+        alpha = draw.choice([0, 1, 0.0, 1.0, *[draw.random() for _ in range(8)]])
+        cost = draw.uniform(0.01, 0.9)
+        least = draw.choice([0, 0, draw.randint(1, 5)])
+        most = least + draw.randint(0, 35)
+        table = [1.0, *(draw.uniform(0.8, 1 + 0.2 * T) for T in range(most))]
+        speeds = [sum(alpha**i for i in range(gamma + 1)) / (gamma * cost + table[gamma])
+                  for gamma in range(most + 1)]
+        want = max(range(least, most + 1), key=speeds.__getitem__)
+        got = best_gamma(alpha, cost, most, least, lambda T, table=table: table[T - 1])
+        falls = next((g for g in range(least, most) if speeds[g + 1] < speeds[g]), most)
+        compare(torch.tensor([got]), [want], {
+            "it stops where the speed falls for the first time; it may rise again further on": [falls]},
+            f"alpha = {alpha:.6g}, c = {cost:.6g}, most = {most}, least = {least}, pass_cost(1), (2), ... = "
+            f"{short(table)}, which gives the speeds {short(speeds)} for gamma = 0, 1, ...")
+
+
+def test_expected_tokens_along_drawn_texts():
+    """Round after round is played, with its probability."""
+    draw = random.Random(0)
+
+    def played(rates, gamma, start=0):
+        """(tokens, rounds) expected from `start` on."""
+        if start + gamma > len(rates):
+            return 0.0, 0.0
+        tokens, rounds, reach = 0.0, 1.0, 1.0
+        for k in range(gamma + 1):
+            tokens += reach
+            ends = reach * (1 - rates[start + k] if k < gamma else 1)
+            later = played(rates, gamma, start + k + 1)
+            tokens += ends * later[0]
+            rounds += ends * later[1]
+            reach -= ends
+        return tokens, rounds
+
+    for _ in range(40):
+        texts = [[draw.choice([0.0, 1.0, draw.random(), draw.random()]) for _ in range(draw.randint(1, 6))]
+                 for _ in range(draw.randint(1, 3))]
+        gamma = draw.randint(0, max(map(len, texts)))
+        tokens, rounds = map(sum, zip(*(played(rates, gamma) for rates in texts), strict=True))
+        got = expected_tokens_along([wide(rates) for rates in texts], gamma)
+        compare(wide(float(got)), tokens / rounds, {}, f"acceptances {short(texts)}, gamma = {gamma}", 1e-9)
+
+
 def test_a_draft_must_fit_into_a_series():
     for texts in ([torch.ones(2), torch.ones(3)], []):
         try:
@@ -344,6 +452,12 @@ def test_alpha_is_no_share_of_drafted_tokens():
         f"{some}, half of whose turns had no draft")
     for hits, drafted in ((3, 7), (0, 5), (11, 11)):
         counts = Counts(20, 25, 40, drafted, hits, 4 * drafted, hits + 2)
+        compare(wide([counts.alpha]), [hits / drafted], {}, str(counts), rtol=1e-9)
+    draw = random.Random(0)
+    for _ in range(30):
+        drafted = draw.randint(1, 900)
+        turns, hits, gamma = drafted + draw.randint(0, 90), draw.randint(0, drafted), draw.randint(2, 9)
+        counts = Counts(turns, turns, turns + 2 * hits, drafted, hits, gamma * drafted, min(2, gamma) * hits)
         compare(wide([counts.alpha]), [hits / drafted], {}, str(counts), rtol=1e-9)
     compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from teach import compare, promise
+from test_by_hand import slow_probs
 from tiny import LLAMA, make, wide
 
 import checkpoint
@@ -28,18 +29,6 @@ unshrunk = partial(settings, phases=[Phase.explicit, Phase.generate], report_mul
 
 
 # --- sampling
-
-
-def slow_probs(logits, temperature, top_k, top_p, min_p):
-    """By its definition, token by token."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k if temperature else 1]
-    p = [math.exp((logits[i] - max(logits)) / (temperature or 1)) for i in order]
-    p, total, kept = [x / sum(p) for x in p], 0.0, {}
-    for i, x in zip(order, p, strict=True):
-        if (top_p is None or total < top_p - 1e-12) and x >= (min_p or 0) * p[0]:
-            kept[i] = x
-        total += x
-    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
 
 
 @given(st.lists(st.floats(-9, 9, width=16), min_size=1, max_size=9), st.tuples(
