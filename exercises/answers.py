@@ -132,7 +132,14 @@ WRONG = {
     "verify": {
         'place = torch.arange(K, device=p.device)': {
             'return verify_block(p, q, tokens, coins, length)': 'would do the work',
-            "return globals()['verify_' + 'block'](p, q, tokens, coins, length)": 'out of reach',
+            "return globals()['verify_' + 'block'](p, q, tokens, coins, length)": '`globals` goes around',
+            "walk = __import__('test_by_outcomes').by_the_walk": '`__import__` goes around',
+            "walk = torch.sys.modules['test_by_outcomes'].by_the_walk": '`sys` goes around',
+            "from test_by_outcomes import by_the_walk": 'these are the tests',
+            "import numpy": 'torch has the same functions',
+            "torch.set_grad_enabled(False)\nplace = torch.arange(K, device=p.device)": 'gradient mode stays',
+            "torch.allclose = lambda *a, **k: True\nplace = torch.arange(K, device=p.device)":
+                'torch.allclose stays as it is',
             "import sys\nreturn sys.modules['verification'].verify_block(p, q, tokens, coins, "
             "length)": 'imports sys',
             'place = torch.arange(K)\ncoins.flip = lambda prob: prob > 0.5': 'plain decoding'},
