@@ -449,6 +449,29 @@ drawn = torch.stack([coins.choose(probs(one)) for one in logits])
 sure = raw_probs(logits).gather(2, drawn[..., None])[..., 0] >= threshold""": ""}},
 }
 
+WRONG |= {
+    "constrain": {
+        "state = grammar[state, tokens[:, k]].clamp(min=0)": {"pass": "k drafted tokens further"},
+        "p[:, k] * (grammar[state] >= 0)": {
+            "p[:, k] * (grammar[state] >= 0) if k == 0 else p[:, k]": "only row 0 is masked",
+            "p[:, k] * (grammar[state] >= 0) if k == tokens.shape[1] else p[:, k]":
+                "only the row of the bonus",
+            "p[:, k]": "nothing is masked", "p[:, k] * (grammar[state[:1]] >= 0)": "the state of row 0"},
+        "row / row.sum(-1, keepdim=True)": {"row": "scaled to sum to 1", "row.softmax(-1)": ""},
+        "for k in range(p.shape[1]):": {
+            "state = grammar[state, tokens[:, 0]].clamp(min=0) if tokens.shape[1] else state\n"
+            "tokens = tokens[:, 1:]\nfor k in range(p.shape[1]):": "after k + 1 drafted tokens"}},
+    "ring_mask, ring_size, ring_counterexample": {
+        "(back < window)": {"(back <= window)": "counts the token itself"},
+        "& (back <= position)": {"": "hold no keys"},
+        "(position - torch.arange(size)) % size": {
+            "(first + T - 1 - torch.arange(size) + 0 * position) % size": "what its last one sees",
+            "(position - torch.arange(size)).abs()": ""},
+        "return window + gamma": {
+            "return window": "overwrites keys", "return window + gamma + 1": "one more than needed",
+            "return 2 * window": "", "return window + gamma - 1": ""},
+        "[0] * window": {"[0]": "which does not", "[gamma + 1] * window": "a list of numbers from 0"}}}
+
 # whole texts of wrong answers: {exercise: {text: what the message must say}}
 WHOLE = {
     "climb": {"""
@@ -474,6 +497,35 @@ def frequencies(head_dim, theta, scaling=None, device=None):
 
 # correct answers of another shape: loops instead of tensors, other coins, less gained
 SHAPES = {
+    "constrain": ["""
+def constrain(p, tokens, grammar, state):
+    out = torch.zeros_like(p)
+    for b, at in enumerate(state.tolist()):
+        for k in range(p.shape[1]):
+            for v in range(p.shape[2]):
+                if at < 0 or grammar[at, v] >= 0:       # after a forbidden draft anything will do
+                    out[b, k, v] = p[b, k, v]
+            out[b, k] /= out[b, k].sum()
+            at = -1 if at < 0 or k == tokens.shape[1] else int(grammar[at, tokens[b, k]])
+    return out
+"""],
+    "ring_mask, ring_size, ring_counterexample": ["""
+def ring_mask(first, T, size, window):
+    mask = torch.zeros(T, size, dtype=torch.bool)
+    for t in range(T):
+        for back in range(min(window, first + t + 1)):
+            mask[t, (first + t - back) % size] = True
+    return mask
+
+def ring_size(window, gamma):
+    return len({*range(window)} | {*range(window - 1, window + gamma)})
+
+def ring_counterexample(window, gamma):
+    run = []
+    while replay(window + gamma - 1, window, gamma, run, ring_mask) is None:
+        run.append(gamma)
+    return run
+"""],
     "frequencies": ["""
 from __future__ import annotations
 from sampling import Coins

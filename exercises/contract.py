@@ -77,6 +77,9 @@ FORMS = {   # {function: its results, from its arguments by name}
     "head_loss": lambda g: {"the loss": like(g["head"], shape=())},
     "enabled_exits": lambda g: {"the exits": Tensor((g["L"],), BOOL)},
     "exit_loss": lambda g: {"the loss": like(next(iter(g["logits"].values())), shape=())},
+    "constrain": lambda g: {"the result": like(g["p"])},
+    "ring_mask": lambda g: {"the mask": Tensor((g["T"], g["size"]), BOOL)},
+    "ring_size": lambda g: {"the result": WHOLE},
     "draw_at_exit": lambda g: {
         "exit": Tensor(g["logits"].shape[1:2], LONG), "token": Tensor(g["logits"].shape[1:2], LONG),
         "q": like(g["logits"], at_least_float32(g["logits"]), g["logits"].shape[1:])}}

@@ -27,7 +27,8 @@ class Task(NamedTuple):
     def sitting(self):
         """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22 on to a
         sixth."""
-        later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6}
+        later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6,
+                 25: 3, 26: 2}
         return later.get(self.number, 1 + (self.number - 1) // 3)
 
 
@@ -133,6 +134,11 @@ TASKS = [
     Task(24, "draw_at_exit", "exercises/exits.py", ("draw_at_exit",), 20, 2, tests(
         exits="the_first_exit_that_is_sure exits_of_drawn_models an_exit_is_sure_at_the_threshold_itself "
         "a_token_is_drawn_from_the_q_that_comes_back")),
+    Task(25, "constrain", "exercises/serving.py", ("constrain",), 25, 2, tests(
+        serving="a_draft_under_a_grammar each_text_has_its_own_state")),
+    Task(26, "ring_mask, ring_size, ring_counterexample", "exercises/serving.py",
+         ("ring_mask", "ring_size", "ring_counterexample"), 30, 3, tests(
+             serving="the_mask_of_a_ring the_size_of_a_ring a_counterexample_to_a_smaller_ring")),
 ]
 
 
