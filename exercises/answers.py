@@ -16,7 +16,8 @@ WRONG = {
             "x": "the *other* half of x", "-x.roll(x.shape[-1] // 2, -1)": "it turns the wrong way"}},
     "frequencies": {
         "scaling['original_max_position_embeddings']": {"1000": ""},
-        "device=device,": {"": "another device"},
+        "torch.arange(0, head_dim, 2, device=device, dtype=torch.float64)": {
+            "torch.arange(0, head_dim, 2, dtype=torch.float64)": "another device"},
         "torch.arange(0, head_dim, 2,": {
             "torch.arange(0, head_dim // 2, 1,": "the exponent is 2i / D",
             "-torch.arange(0, head_dim, 2,": "the exponent is negative"},

@@ -105,20 +105,27 @@ def settings():
 
 
 def public(places):
-    """[(where, name, value)] of what other code calls there."""
-    return [(place, name, value) for place in places for name, value in list(vars(place).items())
-            if not name.startswith("_") and callable(value)]
+    """[(place, names, values)] of what other code calls there."""
+    found = []
+    for place in places:
+        rows = {name: value for name, value in vars(place).items() if name[0] != "_" and callable(value)}
+        found.append((place, list(rows), list(rows.values())))
+    return found
 
 
 def replaced(originals):
     """The name of what an answer has put something else in place of, which is taken back; None if nothing.
     Torch itself wraps some of its functions when more of it is loaded."""
-    found = [(place, name, value) for place, name, value in originals
-             if (now := vars(place).get(name)) is not value
-             and not str(getattr(now, "__module__", "")).startswith("torch")]
-    for place, name, value in found:
-        setattr(place, name, value)
-    return f"{found[0][0].__name__}.{found[0][1]}" if found else None
+    other = None
+    for place, names, values in originals:
+        now = [*map(vars(place).get, names)]
+        if now == values:       # by identity, in one step
+            continue
+        for name, value, there in zip(names, values, now, strict=True):
+            if there is not value and not str(getattr(there, "__module__", "")).startswith("torch"):
+                setattr(place, name, value)
+                other = f"{place.__name__}.{name}"
+    return other
 
 
 def watched(name, original):
