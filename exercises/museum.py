@@ -10,6 +10,7 @@ import ast
 import difflib
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,16 +98,15 @@ def round_of(e, tools):
         for _ in range(e.case.get("rounds", 1)):
             text = round_after(text, coins)
         while len(text) < len(right) and not set(eos) & set(text):
-            row = right[len(text)]
-            if grammar is not None:
-                row = masked(row, grammar, text)
-            text = [*text, int(coins.choose(row))]
+            text = [*text, int(coins.choose(masked(right[len(text)], grammar, text)))]
         return tuple(text)
     return once
 
 
 def masked(row, grammar, text):
-    """p after a text, without what a grammar forbids; it starts in state 0."""
+    """p after a text, without what the grammar forbids, if there is one; it starts in state 0."""
+    if grammar is None:
+        return row
     state = 0
     for token in text:
         state = max(0, int(grammar[state, token]))
@@ -130,13 +130,6 @@ def in_a_ring(slots, coins):
     return tuple(text[2:4])
 
 
-def from_a_window():
-    """The right law of this text."""
-    found = {(0, 1): 1.0}
-    for _ in range(2):
-        found = {(*text, t): weight * abs(1 - t - 0.8 + 0.3 * sum(text[-2:]))
-                 for text, weight in found.items() for t in (0, 1)}
-    return {text[2:]: weight for text, weight in found.items()}
 
 
 def law_by_points(run, coins, points):
@@ -163,22 +156,17 @@ def laws(e, tools=None):
             model, [1], 3, 1, 1, lambda x: to_probs(x, 1.0), coins) for t in new))
             for rounds in (tools[e.scope], minimal.rounds))
     if e.scope == "ring_size":
-        return law(lambda coins: in_a_ring(tools["ring_size"](2, 1), coins)), from_a_window()
-    right = {(): 1.0}
+        return tuple(law(partial(in_a_ring, slots)) for slots in (tools["ring_size"](2, 1), 99))
+    right, grammar = {(): 1.0}, e.case.get("grammar")
+    grammar = None if grammar is None else torch.tensor(grammar)
     for row in to_probs(wide(e.p).log(), **e.case.get("sampling", WARM)):
         right = {(*text, *more): weight * chance for text, weight in right.items()
                  for more, chance in ([((), 1.0)] if set(e.case.get("eos", ())) & set(text) else
-                                      after(row, e.case.get("grammar"), text))}
+                                      [((t,), x) for t, x in enumerate(masked(row, grammar, text).tolist())])}
     run = round_of(e, tools)
     if "points" in e.case:
         return law_by_points(run, tools["Coins"], e.case["points"]()), right
     return law(run), right
-
-
-def after(row, grammar, text):
-    """[((token,), its probability), ...] after a text."""
-    row = row if grammar is None else masked(row, torch.tensor(grammar), text)
-    return [((t,), x) for t, x in enumerate(row.tolist())]
 
 
 def off(e, tools=None):
