@@ -15,6 +15,9 @@ WRONG = {
             "x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)": "x_i is paired with its neighbour",
             "x": "the *other* half of x", "-x.roll(x.shape[-1] // 2, -1)": "it turns the wrong way"}},
     "frequencies": {
+        "scaling['original_max_position_embeddings']": {"1000": ""},
+        "torch.arange(0, head_dim, 2, device=device, dtype=torch.float64)": {
+            "torch.arange(0, head_dim, 2, dtype=torch.float64)": "another device"},
         "torch.arange(0, head_dim, 2,": {
             "torch.arange(0, head_dim // 2, 1,": "the exponent is 2i / D",
             "-torch.arange(0, head_dim, 2,": "the exponent is negative"},
@@ -28,7 +31,9 @@ WRONG = {
             "F.layer_norm(x, self.weight.shape, self.weight, None, self.eps)": "this is LayerNorm",
             "x / (x.square().mean(-1, keepdim=True).sqrt() + self.eps) * self.weight": "inside the root",
             "x / (x.square().sum(-1, keepdim=True) + self.eps).sqrt() * self.weight": "not their sum",
-            "F.rms_norm(x, self.weight.shape, None, self.eps)": "the weight is missing"},
+            "F.rms_norm(x, self.weight.shape, None, self.eps)": "the weight is missing",
+            "x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight": "overflow in float16",
+            "F.rms_norm(x, self.weight.shape, self.weight.detach(), self.eps)": "no detach"},
         "self.offset + self.weight.to(wide)": {
             "self.weight.to(wide)": "Gemma-2 multiplies by offset + w"},
         "torch.promote_types(x.dtype, torch.float32)": {"x.dtype": "rounded to bfloat16"}},
@@ -52,13 +57,17 @@ WRONG = {
         "qk[..., :-1, :] * self.scale": {
             "qk[..., :-1, :]": "the scores are not scaled",
             "qk[..., :-1, :] * D ** -0.5": "take self.scale"},
-        "F.linear(y.to(x.dtype), self.wo)": {"F.linear(y, self.wo.to(y.dtype))": "has the type of x"},
+        "y.view(B, Hkv, G, T, D).permute(0, 3, 1, 2, 4).reshape(B, T, -1)": {
+            "y.reshape(B, T, -1)": "belong side by side"},
+        "self.project(x)": {"F.linear(x, self.wqkv).unflatten(-1, self.grouped)": "self.project(x) adds"},
+        "F.linear(y.to(x.dtype), self.wo)": {"F.linear(y, self.wo.to(y.dtype))": "another dtype"},
         "scores = softcap(scores, self.c.attn_softcap)": {
             "scores = softcap(scores, self.c.attn_softcap or 50.0)": "without a soft-cap",
             "pass": "the soft-cap of the scores is missing",
             "if mask is not None:\n    scores.view(B, Hkv, G, T, -1).add_(mask)\n"
             "scores, mask = softcap(scores, self.c.attn_softcap), None": "before the soft-cap"},
-        "add_(mask)": {"add_(0 * mask.clamp(min=0))": "the mask is ignored"},
+        "add_(mask)": {"add_(mask[:1])": "each has its own", "add_(mask if T > 1 else 0)": "mask is ignored",
+                       "add_(0 * mask.clamp(min=0))": "the mask is ignored"},
         "k, v = store(k.transpose(1, 2), v.transpose(1, 2))": {
             "mask = None if mask is None else mask[..., -T:]\n"
             "k, v = (k.transpose(1, 2), v.transpose(1, 2))": "block's own keys"}},
@@ -69,8 +78,10 @@ WRONG = {
             "return keys[:, :, :at.end], values[:, :, :at.end]": "`start` is ignored",
             "last = int(at.slots.max())\nreturn keys[:, :, start:last + 1], values[:, :, start:last + 1]":
                 "`at.end` is ignored"},
+        "slice(at.first, at.first + T)": {"slice(at.first, at.end)": "T tokens go to T slots"},
         "values[:, :, here] = v": {"values[:, :, here] = k": "stored where values belong"},
         "at.slots[:, None, -T:, None].expand_as(k)": {
+            "at.positions[:, None, -T:, None].expand_as(k)": "their positions",
             "at.slots[:1, None, -T:, None].expand_as(k)": "all rows went to row 0's slots",
             "(at.slots[:, :1] + torch.arange(T))[:, None, :, None].expand_as(k)": "not contiguous"},
         "self.layers[layer]": {
@@ -84,7 +95,8 @@ WRONG = {
         "one_hot(logits.max(-1).indices, logits)": {
             "logits.softmax(-1)": "is the exact one-hot"},
         "logits.amax(-1, keepdim=True)": {"logits.max()": "the largest of each row"},
-        "max(temperature, 1e-30)": {"temperature": "NaN", "max(temperature, 0.001)": ""},
+        "max(temperature, 1e-30)": {"min(max(temperature, 1e-30), 5)": "", "temperature": "NaN",
+                                    "max(temperature, 0.001)": ""},
         "/ max(temperature, 1e-30)": {"* temperature": "not multiplied"},
         "p.cumsum(-1) - p >= top_p": {
             "p.cumsum(-1) > top_p": "with which the mass reaches top_p",
@@ -92,6 +104,9 @@ WRONG = {
         "p < min_p * p[..., :1]": {
             "p < min_p": "the bound is min_p times",
             "p <= min_p * p[..., :1]": "times the largest stays"},
+        "torch.zeros_like(logits).scatter_(-1, ids, p / p.sum(-1, keepdim=True))": {
+            "torch.nn.functional.pad(p / p.sum(-1, keepdim=True), (0, logits.shape[-1] - p.shape[-1]))":
+                "falling order"},
         "p / p.sum(-1, keepdim=True)": {"p": "what stays must be scaled to sum to 1"},
         "order.values[..., :top_k].softmax(-1)": {
             "order.values.softmax(-1)[..., :top_k]": "is scaled first",
@@ -118,7 +133,14 @@ WRONG = {
     "verify": {
         'place = torch.arange(K, device=p.device)': {
             'return verify_block(p, q, tokens, coins, length)': 'would do the work',
-            "return globals()['verify_' + 'block'](p, q, tokens, coins, length)": 'out of reach',
+            "return globals()['verify_' + 'block'](p, q, tokens, coins, length)": '`globals` goes around',
+            "walk = __import__('test_by_outcomes').by_the_walk": '`__import__` goes around',
+            "walk = torch.sys.modules['test_by_outcomes'].by_the_walk": '`sys` goes around',
+            "from test_by_outcomes import by_the_walk": 'these are the tests',
+            "import numpy": 'torch has the same functions',
+            "torch.set_grad_enabled(False)\nplace = torch.arange(K, device=p.device)": 'gradient mode stays',
+            "torch.allclose = lambda *a, **k: True\nplace = torch.arange(K, device=p.device)":
+                'torch.allclose stays as it is',
             "import sys\nreturn sys.modules['verification'].verify_block(p, q, tokens, coins, "
             "length)": 'imports sys',
             'place = torch.arange(K)\ncoins.flip = lambda prob: prob > 0.5': 'plain decoding'},
@@ -141,8 +163,13 @@ WRONG = {
             "torch.where(rejected[:, None], p.scatter(1, tokens[row, accepted.clamp(max=K - 1), None], 0.0), "
             "p)": "is set to zero"},
         "one_hot(tokens, p)": {
-            "torch.ones_like(p[:, :K])": "replaced by a token from p"},
+            "torch.ones_like(p[:, :K])": "replaced by a token from p",
+            "one_hot(tokens, p)\nlength = torch.full_like(row, K)": "`length` is ignored",
+            "one_hot(tokens[:1], p).expand(B, -1, -1)": "each row has its own rows"},
+        "p[:, :K].gather(2, drafted)": {"p[:, 1:].gather(2, drafted)": "judged by the row of p after it"},
         "p[row, accepted]": {
+            "torch.where((accepted < length)[:, None], p[:, 0], p[row, accepted])\n"
+            "q = q[:, :1].expand(-1, K, -1)": "from row 0 of p and q",
             "p[row, accepted.clamp(max=K - 1)]": "the row of p that judged the last draft"},
         "(accepted, coins.choose(": {
             "(accepted + (accepted == length), coins.choose(": "the bonus token is counted as accepted"},
@@ -184,6 +211,7 @@ WRONG = {
         "Reuse(shared, ": {"Reuse(len(subs), ": "after its first gap"},
         "x = m.run(x, state.span(k, k + 1), state.cache, subs[shared:]": {
             "x = xs[-1] = m.run(x, state.span(k, k + 1), state.cache, subs[shared:]": "after all sub-layers"},
+        "self.is_target and xs": {"xs": "only where self.is_target"},
         "self.sublayers": {"range(12)": "it drafts with all sub-layers"},
         "at = state.span(k, k + 1)": {
             "at = state.span(0, 1)": "stands at the position of the first",
@@ -265,6 +293,7 @@ WRONG = {
             "p[row, parents[:, k]].gather(1, token) /": "later siblings are judged by p itself"},
         "(falls, less / mass, left)": {"(falls, less, left)": "must be scaled to sum to 1"},
         "rest[row, node]": {
+            "rest[row % 2, node]": "each row has its own rows",
             "p[row, node]": "replaced by a token from p", "rest[row, 0 * node]": "drawn at the root"},
         "parents[:, k] == node": {"parents[:, k] <= node": "a node is accepted whose parent was not"}},
     "Race.settle": {
@@ -323,10 +352,11 @@ WRONG = {
         "alphas.items()": {
             "[max(alphas.items(), key=lambda pair: pair[1])]": "the highest alpha is not the best draft",
             "[min(alphas.items())]": "try every pair"},
-        "range(1, most + 1)": {"range(1, most)": "try every pair", "range(1, 9)": "try every pair",
+        "range(1, most + 1)": {"range(1, min(most, 16) + 1)": "try every pair",
+                               "range(1, most)": "try every pair", "range(1, 9)": "try every pair",
                                "range(2, most + 1)": "try every pair"},
         "(16, 0, 1.0)": {"(16, 0, 0.0)": "(16, 0, 1.0), is a choice", "(0, 0, 1.0)": "16 bits"},
-        "return best": {"return (*best[:2], best[2] * 1.0001)": "expected", "return best[:2]": "speed)"}},
+        "return best": {"return (*best[:2], best[2] * 1.0001)": "expected", "return best[:2]": "3 results"}},
     "pass_seconds, largest_batch": {
         "max(read, computed)": {
             "read + computed": "not their sum", "min(read, computed)": "not the shorter",
@@ -347,44 +377,57 @@ WRONG = {
         "return rows": {"return rows + 1": "one too many"},
         "return 0": {"return 1": "0 texts"}},
     "head_loss": {
-        "head[:, :N]": {"head[:, -N:]": ""},
-        "target[:, ahead:].detach()": {
-            "target[:, ahead:]": "simple as its head", "target[:, 1:].detach()": "`ahead` is ignored",
-            "target.detach()": "with row t of the target"},
-        "p * head[:, :N].log_softmax(-1)": {
-            "F.one_hot(p.argmax(-1), p.shape[-1]) * head[:, :N].log_softmax(-1)": "most likely token alone",
-            "p * head[:, :N].softmax(-1).log()": "take log_softmax",
-            "p * head[:, :N].detach().log_softmax(-1)": "without one",
-            "head[:, :N].softmax(-1) * p.log()": "p and q are swapped",
-            "p * (head[:, :N].log_softmax(-1) - p.log())": "this is the divergence"},
+        "head[:, :N][counts]": {"head[:, -N:][counts]": ""},
+        "target[:, ahead:][counts].detach()": {
+            "target[:, ahead:][counts]": "simple as its head",
+            "target[:, 1:][:, :N][counts].detach()": "`ahead` is ignored",
+            "target[:, :N][counts].detach()": "with row t of the target"},
+        "p * head[:, :N][counts].log_softmax(-1)": {
+            "F.one_hot(p.argmax(-1), p.shape[-1]) * head[:, :N][counts].log_softmax(-1)":
+                "most likely token alone",
+            "p * head[:, :N][counts].softmax(-1).log()": "take log_softmax",
+            "p * head[:, :N][counts].detach().log_softmax(-1)": "without one",
+            "head[:, :N][counts].softmax(-1) * p.log()": "p and q are swapped",
+            "p * (head[:, :N][counts].log_softmax(-1) - p.log())": "this is the divergence"},
         "length[:, None] - ahead": {
             "length[:, None]": "length - ahead - 1", "N + 0 * length[:, None]": "`length` is ignored",
             "length[:1, None] - ahead": ""},
-        "far[counts].sum()": {"(far * counts).sum()": "0 times NaN"},
+        "-(p * head[:, :N][counts].log_softmax(-1)).sum()": {
+            "-(target[:, ahead:].detach().softmax(-1) * head[:, :N].log_softmax(-1)).sum(-1)[counts].sum()":
+                "select first",
+            "-(target[:, ahead:].detach().softmax(-1) * head[:, :N].log_softmax(-1)).sum(-1)\n"
+            "far = (far * counts).sum()": "0 times NaN",
+            "-(p * head[:, :N][counts].log_softmax(-1)).sum()\nfar = far.float()": "another dtype"},
         "counts.sum().clamp(min=1)": {
-            "1": "this is the sum", "counts.sum()": "0 / 0", "length.sum()": "have no target"},
-        "return far[counts].sum() / counts.sum().clamp(min=1)": {
+            "1": "this is the sum", "counts.sum()": "0 / 0", "length.sum()": "have no target",
+            "head[..., 0].numel()": "over all B T rows", "counts.numel()": "over B (T - ahead) rows"},
+        "return far / counts.sum().clamp(min=1)": {
+            "far = -(target[:, ahead:].detach().softmax(-1) * head[:, :N].log_softmax(-1)).sum(-1)\n"
             "return torch.stack([row[on].mean() for row, on in zip(far, counts)]).mean()":
                 "the mean of the texts' means"}},
     "enabled_exits, exit_loss": {
         "on[-1] = True": {"pass": "every step trains it"},
         "(block - step) % every": {
             "(block + step) % every": "the wrong way", "block % every": "`step` is ignored"},
-        "2 * L * step // steps": {"L * step // steps": "after half of the steps",
+        "2 * L * step // steps": {"int(step / (steps / (2 * L)))": "multiply first",
+                                  "L * step // steps": "after half of the steps",
                                   "step // max(1, steps // (2 * L))": "need not be a whole number"},
         "block >= L - 1 - 2 * L * step // steps": {
             "block <= 2 * L * step // steps": "it goes down from the last one"},
         "if block == L - 1:": {
             "if False:": "`scale` cancels", "weight = 1.0\nif False:": "all exits count alike",
             "weight = scale * block\nif False:": "the square of the depth"},
-        "L - 1 + scale * sum(range(L - 1))": {"L - 1 + sum(range(L - 1))": ""},
+        "max(1, L - 1) + scale * sum(range(L - 1))": {"L - 1 + sum(range(L - 1))": ""},
+        "return loss / weights": {"return loss.detach() / weights": "no detach"},
         "F.cross_entropy(said[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())": {
             "F.cross_entropy(said.flatten(0, 1), tokens.flatten())": "which it has read",
             "F.cross_entropy(said[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction='sum')":
                 "their mean"},
         "loss / weights": {"loss": "divide by the sum of the weights"}},
     "draw_at_exit": {
-        "raw_probs(logits)": {"probs(logits)": "a one-hot is always sure"},
+        "raw_probs(logits)": {
+            "raw_probs(torch.stack([one for one in logits[:-1]] + [logits[-1]] * (len(logits) > 1)))": "",
+            "probs(logits)": "a one-hot is always sure"},
         ">= threshold": {"> threshold": ">=, not >", ">= min(threshold, 0.9)": ""},
         "(~sure[:-1]).long().cumprod(0).sum(0)": {
             "sure.long().argmax(0)": "where no exit is sure",
@@ -406,6 +449,29 @@ WRONG = {
 drawn = torch.stack([coins.choose(probs(one)) for one in logits])
 sure = raw_probs(logits).gather(2, drawn[..., None])[..., 0] >= threshold""": ""}},
 }
+
+WRONG |= {
+    "constrain": {
+        "state = grammar[state, tokens[:, k]].clamp(min=0)": {"pass": "k drafted tokens further"},
+        "p[:, k] * (grammar[state] >= 0)": {
+            "p[:, k] * (grammar[state] >= 0) if k == 0 else p[:, k]": "only row 0 is masked",
+            "p[:, k] * (grammar[state] >= 0) if k == tokens.shape[1] else p[:, k]":
+                "only the row of the bonus",
+            "p[:, k]": "nothing is masked", "p[:, k] * (grammar[state[:1]] >= 0)": "the state of row 0"},
+        "row / row.sum(-1, keepdim=True)": {"row": "scaled to sum to 1", "row.softmax(-1)": ""},
+        "for k in range(p.shape[1]):": {
+            "state = grammar[state, tokens[:, 0]].clamp(min=0) if tokens.shape[1] else state\n"
+            "tokens = tokens[:, 1:]\nfor k in range(p.shape[1]):": "after k + 1 drafted tokens"}},
+    "ring_mask, ring_size, ring_counterexample": {
+        "(back < window)": {"(back <= window)": "counts the token itself"},
+        "& (back <= position)": {"": "hold no keys"},
+        "(position - torch.arange(size)) % size": {
+            "(first + T - 1 - torch.arange(size) + 0 * position) % size": "what its last one sees",
+            "(position - torch.arange(size)).abs()": ""},
+        "return window + gamma": {
+            "return window": "overwrites keys", "return window + gamma + 1": "one more than needed",
+            "return 2 * window": "", "return window + gamma - 1": ""},
+        "[0] * window": {"[0]": "which does not", "[gamma + 1] * window": "a list of numbers from 0"}}}
 
 # whole texts of wrong answers: {exercise: {text: what the message must say}}
 WHOLE = {
@@ -432,6 +498,35 @@ def frequencies(head_dim, theta, scaling=None, device=None):
 
 # correct answers of another shape: loops instead of tensors, other coins, less gained
 SHAPES = {
+    "constrain": ["""
+def constrain(p, tokens, grammar, state):
+    out = torch.zeros_like(p)
+    for b, at in enumerate(state.tolist()):
+        for k in range(p.shape[1]):
+            for v in range(p.shape[2]):
+                if at < 0 or grammar[at, v] >= 0:       # after a forbidden draft anything will do
+                    out[b, k, v] = p[b, k, v]
+            out[b, k] /= out[b, k].sum()
+            at = -1 if at < 0 or k == tokens.shape[1] else int(grammar[at, tokens[b, k]])
+    return out
+"""],
+    "ring_mask, ring_size, ring_counterexample": ["""
+def ring_mask(first, T, size, window):
+    mask = torch.zeros(T, size, dtype=torch.bool)
+    for t in range(T):
+        for back in range(min(window, first + t + 1)):
+            mask[t, (first + t - back) % size] = True
+    return mask
+
+def ring_size(window, gamma):
+    return len({*range(window)} | {*range(window - 1, window + gamma)})
+
+def ring_counterexample(window, gamma):
+    run = []
+    while replay(window + gamma - 1, window, gamma, run, ring_mask) is None:
+        run.append(gamma)
+    return run
+"""],
     "frequencies": ["""
 from __future__ import annotations
 from sampling import Coins
@@ -442,7 +537,7 @@ def powers(half: int, theta: float) -> torch.Tensor:
     return torch.tensor([theta ** (-i / half) for i in range(half)], dtype=torch.float64)
 
 def frequencies(head_dim: int, theta: float, scaling: dict | None = None, device=None) -> torch.Tensor:
-    found = powers(head_dim // 2, theta)
+    found = powers(head_dim // 2, theta).to(device)
     if scaling is None:
         return found
     keep = torch.zeros_like(found)

@@ -38,7 +38,7 @@ def wrong_answers(task):
 TRAPS = """
 import torch
 
-FIRST, LAST = {}, {}
+FIRST = {}
 
 def spoil(x):
     if isinstance(x, torch.Tensor):
@@ -47,44 +47,25 @@ def spoil(x):
         x.append(0) if isinstance(x, list) else x.clear()
     for part in vars(x).values() if hasattr(x, "known") else x if isinstance(x, (list, tuple)) else ():
         spoil(part)
-
-def every(change, x):
-    if isinstance(x, tuple):
-        return tuple(every(change, part) for part in x)
-    if hasattr(x, "tokens"):
-        for name, part in vars(x).items():
-            setattr(x, name, every(change, part))
-    return change(x)
-
-def half(x):
-    return x.float() if isinstance(x, torch.Tensor) and x.dtype == torch.float64 else x
-
-def again(x):
-    if not isinstance(x, torch.Tensor):
-        return x
-    old = LAST.setdefault((x.shape, x.dtype), torch.empty_like(x))
-    return old.copy_(x)
 """
 KINDS = {   # mistakes that any function can make: {kind: (code, what the message must say)}
     "random": ("torch.rand(1)\nreturn right(*given)", "random numbers of your own"),
-    "constant": ("return FIRST.setdefault(0, right(*given))", ""),
-    "again": ("return every(again, right(*given))", None),
-    "float32": ("return every(half, right(*given))", None)}
+    "constant": ("return FIRST.setdefault(0, right(*given))", "")}
 OBJECTS = set("self coins step store score allowed pass_cost rule layer device probs".split())
 NUMBERS = set("cap head_dim theta end window start temperature top_k top_p min_p best offset alpha gamma "
               "cost most least plain seconds drafted verified share bits size bandwidth call group rows "
-              "width cache flops ahead step steps L every scale threshold".split())
+              "width cache flops ahead step steps L every scale threshold first T size window".split())
 
 
 def traps(task):
     """(kind, text, words of the message) for each function: the original in a wrapper that makes a mistake,
-    such as changing an argument. Words are None where the answer may pass."""
+    such as changing an argument."""
     for name in task.functions:
         node = splice.find(ast.parse(splice.source(task.module)), name)
         arguments = [arg.arg for arg in node.args.args]
         kinds = dict(KINDS) if arguments else {}
         for i, argument in enumerate(arguments):
-            if argument not in OBJECTS:
+            if argument not in OBJECTS and (name, argument) != ("ring_counterexample", "gamma"):
                 kinds[f"`{argument}` ignored"] = (
                     f"given[{i}] = FIRST.setdefault({i}, given[{i}])\nreturn right(*given)", "")
             if argument not in OBJECTS | NUMBERS:
@@ -115,7 +96,7 @@ def cases(task):
     for text, says in wrong_answers(task):
         yield task, f"wrong: {says}", text, "failed", says
     for what, text, says in traps(task):
-        yield task, f"trap: {what}", text, None if says is None else "failed", says
+        yield task, f"trap: {what}", text, "failed", says
 
 
 def problem(job):
@@ -124,8 +105,6 @@ def problem(job):
         return diagnosed(job)
     task, what, text, status, words = job
     verdict = grade(task, text)
-    if status is None:
-        return verdict.message if "raised by     the test" in verdict.message else ""
     if verdict.status != status:
         return f"{task.name}, {what}: {verdict.status}, expected {status}\n{verdict.message}"
     if words not in verdict.message:

@@ -12,11 +12,12 @@ def head_loss(head, target, ahead, length):
     head, target (B, T, V): logits. Row t of the head predicts what row t + ahead of the target does.
     length (B,): how many rows of each text are text; those after them hold anything, even NaN.
     """
-    p = target[:, ahead:].detach().softmax(-1)                                  # (B, N, V)
-    N = p.shape[1]
-    far = -(p * head[:, :N].log_softmax(-1)).sum(-1)                            # (B, N)
-    counts = torch.arange(N) < length[:, None] - ahead
-    return far[counts].sum() / counts.sum().clamp(min=1)
+    N = max(0, head.shape[1] - ahead)
+    counts = torch.arange(N, device=head.device) < length[:, None] - ahead      # (B, N)
+    # trap: select before the product: a row that is left out after it still gets a gradient of 0 * NaN
+    p = target[:, ahead:][counts].detach().softmax(-1)                          # (rows, V)
+    far = -(p * head[:, :N][counts].log_softmax(-1)).sum()
+    return far / counts.sum().clamp(min=1)
 
 
 def enabled_exits(step, steps, L, every=None):
@@ -46,8 +47,8 @@ def exit_loss(logits, tokens, L, scale):
     weights = 0.0
     for block, said in logits.items():
         weight = scale * sum(range(block + 1))
-        if block == L - 1:
-            weight = L - 1 + scale * sum(range(L - 1))
+        if block == L - 1:      # trap: of a single exit the formula's weight is 0, and 0 / 0 no loss
+            weight = max(1, L - 1) + scale * sum(range(L - 1))
         loss = loss + weight * F.cross_entropy(said[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         weights += weight
     return loss / weights

@@ -73,6 +73,8 @@ class Watch:
             message = f"{kind}: {message}"
             message += (f"\nraised at     line {line}: {statement}" if line else
                         "\nraised by     the test, which cannot use what came back: another shape or type?")
+            if "view size is not compatible" in message:
+                message += "\nlikely        an input may be a slice or a transpose: take reshape, not view"
         about = (getattr(getattr(node, "function", None), "__doc__", "") or
                  node.name.removeprefix("test_").partition("[")[0].replace("_", " "))
         if "given" not in message:
@@ -121,7 +123,10 @@ def run_tests(folder, task, limit):
                                                 f"{e}\nraised at     line {line}: {statement}"}
         watch.write()
         os._exit(0)
-    argv = ["-x", "-p", "no:cacheprovider", "-p", "no:faulthandler", f"--basetemp={folder}/made", "--tb=no"]
+    # without what the tests here do not need and takes longer than most of them
+    unused = ("cacheprovider", "faulthandler", "unraisableexception", "threadexception")
+    argv = ["-x", "--assert=plain", "--tb=no", f"--basetemp={folder}/made"]
+    argv += [f"-pno:{one}" for one in unused]
     pytest.main([*argv, *(f"tests/{test}" for test in task.tests)], plugins=[watch])
     os._exit(0)
 

@@ -1,15 +1,21 @@
-"""Runs an answer in its own namespace and checks every call: no argument may change, no result may share
-memory with an argument or another result, and all random numbers come from the coins. So no test of an
-exercise needs to check these.
+"""Runs an answer in its own namespace and checks every call before a test reads its result. The result has
+the type, shape, dtype and device of contract.py. No argument may change, and nothing that an argument
+returned when it was called. No result may share memory with an argument or another result. All random numbers
+come from the coins, and torch stays as it was. So no test of an exercise needs to check these. Every tensor
+comes with other strides than a fresh one has, as slices and transposes do in the library.
 """
 import functools
 import importlib
 import inspect
+import math
+import random
 import sys
 import types
 from itertools import combinations
 
 import torch
+
+from exercises import contract
 
 # These may return an argument, or a part of one.
 ITSELF = {"softcap", "KVCache.write", "climb", "counterexample"}
@@ -20,7 +26,7 @@ def frozen(x):
     """A copy of everything in x that must not change. Spending coins and writing to a cache is allowed, so
     of coins only the seeds are copied, and of a cache nothing."""
     if isinstance(x, torch.Tensor):
-        return x.detach().clone()
+        return None if x.is_meta else x.detach().clone()
     if isinstance(x, (int, float, str, range, type(None))):
         return x
     if isinstance(x, torch.nn.Module):
@@ -51,9 +57,9 @@ def changed(old, new, name):
 
 
 def tensors(x, name=""):
-    """(name, tensor) for every tensor in x that is not empty."""
+    """(name, tensor) for every tensor in x that has numbers."""
     if isinstance(x, torch.Tensor):
-        return [(name, x)] * bool(x.numel())
+        return [(name, x)] * bool(x.numel() and not x.is_meta)
     if isinstance(x, (list, tuple)):
         return [pair for i, part in enumerate(x) for pair in tensors(part, f"{name}[{i}]")]
     if isinstance(x, dict):
@@ -70,6 +76,58 @@ def share(a, b):
     return bool(torch.isin(one, two).any())
 
 
+def strided(x):
+    """The same values, as tensors that are not contiguous: last dimension first, with gaps between them."""
+    if isinstance(x, torch.Tensor):
+        order = list(range(x.dim()))[::-1]
+        turned = x.permute(order)
+        return torch.stack([turned, turned], -1)[..., 0].permute(order)
+    if isinstance(x, dict):
+        return {key: strided(value) for key, value in x.items()}
+    return [strided(part) for part in x] if isinstance(x, list) else x
+
+
+def recorded(function, returned):
+    """The function; what it returns is appended to `returned`, together with a copy."""
+    def call(*args, **kwargs):
+        found = function(*args, **kwargs)
+        returned.append((found, frozen(found)))
+        return found
+    return call
+
+
+def settings():
+    """What any code can change in torch for all other code."""
+    return {"the gradient mode": torch.is_grad_enabled(),
+            "the default dtype": torch.get_default_dtype(),
+            "the default device": torch.get_default_device(),
+            "the number of threads": torch.get_num_threads()}
+
+
+def public(places):
+    """[(place, names, values)] of what other code calls there."""
+    found = []
+    for place in places:
+        rows = {name: value for name, value in vars(place).items() if name[0] != "_" and callable(value)}
+        found.append((place, list(rows), list(rows.values())))
+    return found
+
+
+def replaced(originals):
+    """The name of what an answer has put something else in place of, which is taken back; None if nothing.
+    Torch itself wraps some of its functions when more of it is loaded."""
+    other = None
+    for place, names, values in originals:
+        now = [*map(vars(place).get, names)]
+        if now == values:       # by identity, in one step
+            continue
+        for name, value, there in zip(names, values, now, strict=True):
+            if there is not value and not str(getattr(there, "__module__", "")).startswith("torch"):
+                setattr(place, name, value)
+                other = f"{place.__name__}.{name}"
+    return other
+
+
 def watched(name, original):
     """A stand-in for the original: it calls `call.answer`, which `install` sets, and checks the call."""
     arguments, kept = inspect.signature(original), []
@@ -80,14 +138,44 @@ def watched(name, original):
             no_other_chance,  # trap: above, it would load the library before the answer is put in
         )
 
-        given = dict(arguments.bind(*args, **kwargs).arguments)
-        called, before = f"a call of {name}({', '.join(given)})", frozen([given, kept])
+        bound, returned = arguments.bind(*args, **kwargs), {}
+        given = bound.arguments
+        for key, value in given.items():
+            if callable(value) and not isinstance(value, torch.nn.Module):
+                returned[key] = []
+                given[key] = recorded(value, returned[key])
+            else:
+                given[key] = strided(value)
+        called, before, modes = f"a call of {name}({', '.join(given)})", frozen([given, kept]), settings()
+        given = dict(given)
         with no_other_chance(called):
-            result = call.answer(*args, **kwargs)
+            result = call.answer(*bound.args, **bound.kwargs)
+        check_surroundings(called, call.originals, modes, returned)
         check(called, given, kept, before, result, name in ITSELF)
+        bound.apply_defaults()
+        contract.check(name, called, bound.arguments, result)
         kept[:] = [*kept, result][-KEPT:] if name != "KVCache.write" else []
         return result
     return call
+
+
+def check_surroundings(called, originals, modes, returned):
+    """Fail the test if this call changed what other code uses. returned: {argument: [(what a call of it
+    returned, a copy)]}."""
+    from teach import fail
+
+    other = replaced(originals)
+    if other:
+        fail(called, f"{other} stays as it is", "another one in its place",
+             "all code that runs later would call yours; give it a name of your own")
+    for what, now in settings().items():
+        if now != modes[what]:
+            fail(called, f"{what} stays {modes[what]}", now, "it holds for all code that runs later; "
+                 "to change it for a while, write `with torch.no_grad():` and the like")
+    for key, found in returned.items():
+        if any(changed(copy, frozen(now), "") for now, copy in found):
+            fail(called, f"what `{key}` returned stays as it is", "it has changed", "something is done "
+                 "in place; what `store` returns, for one, is the cache itself: work on a clone")
 
 
 def check(called, given, kept, before, result, itself):
@@ -131,6 +219,10 @@ def install(module, names, code):
         setattr(place, last, property(calls[name]) if isinstance(old, property) else calls[name])
     vars(own).update({key: value for key, value in vars(library).items() if not key.startswith("__")})
     exec(code, vars(own))
+    from teach import no_other_chance  # noqa: F401  with it come the modules that no answer may change
+
+    modules = [sys.modules[name] for name in ("teach", "tiny", "pytest", "sampling")]
+    originals = public([torch, torch.Tensor, torch.nn.functional, math, random, *modules, modules[-1].Coins])
     for place, name in places:
         outer, _, last = name.rpartition(".")
         new = vars(vars(own)[outer])[last] if outer else vars(own)[name]
@@ -138,7 +230,7 @@ def install(module, names, code):
         for free, cell in zip(new.__code__.co_freevars, new.__closure__ or (), strict=True):
             if free == "__class__":     # so that `super()` finds the library's class
                 cell.cell_contents = place
-        calls[name].answer = new
+        calls[name].answer, calls[name].originals = new, originals
     for place, name in places:
         if "." in name:
             setattr(own, name.split(".")[0], place)

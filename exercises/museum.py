@@ -10,6 +10,7 @@ import ast
 import difflib
 import random
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from tiny import TINY, Fixed, Says, law, make, wide  # noqa: E402
 
 import minimal  # noqa: E402
+from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
 from speculative import State, chain, until  # noqa: E402
@@ -28,7 +30,8 @@ from tests.mistakes import bare, change, find  # noqa: E402
 from verification import verify  # noqa: E402
 
 OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until, "to_probs": to_probs,
-        "Coins": Coins, "rounds_with_cache": minimal.rounds_with_cache}
+        "Coins": Coins, "rounds_with_cache": minimal.rounds_with_cache, "constrain": constrain,
+        "ring_size": ring_size}
 WARM = {"temperature": 1.0}
 
 
@@ -40,7 +43,7 @@ class Exhibit(NamedTuple):
     changes: tuple          # and how: (what stands there, what instead), ...
     p: list = ()            # (K+1, V)
     q: list | None = None   # (K, V), or None: the draft is copied
-    case: dict = {}         # what else is given: copied, eos, sampling, points
+    case: dict = {}         # what else is given: copied, eos, sampling, points, grammar, rounds
 
 
 # --- the law of a verifier
@@ -66,13 +69,14 @@ def diff(e):
 
 
 def round_of(e, tools):
-    """run(coins) -> the text that one round writes, completed with draws from p to as many tokens as p has
-    rows, or to an end of text."""
+    """run(coins) -> the text that one round writes, or some rounds, completed with draws from p to as many
+    tokens as p has rows, or to an end of text."""
     sampling, eos = (e.case.get(key, default) for key, default in (("sampling", WARM), ("eos", ())))
-    right = to_probs(wide(e.p).log(), **sampling)                               # (K+1, V)
-    K = len(right) - 1
+    grammar = torch.tensor(e.case["grammar"]) if "grammar" in e.case else None
+    right = to_probs(wide(e.p).log(), **sampling)                               # (N, V)
+    K = len(e.q or e.case["copied"])
 
-    def once(coins):
+    def round_after(before, coins):
         state = State(torch.zeros(1, 9).long(), torch.tensor([1]), [[0]], [9], None, None,
                       lambda x: to_probs(x, **sampling), coins, (), torch.arange(9)[None])
         if e.q is None:
@@ -80,16 +84,52 @@ def round_of(e, tools):
         else:
             draft = tools["chain"](state, lambda token, k: wide(e.q)[k].log()[None, None], Says(K))
             tokens, q = draft.tokens, draft.q
-        p = tools["to_probs"](wide(e.p).log(), **sampling)[None]
+        p = tools["to_probs"](wide(e.p)[len(before) : len(before) + K + 1].log(), **sampling)[None]
+        if grammar is not None:
+            p = tools["constrain"](p, tokens, grammar, torch.tensor([0]))
         if e.scope == "verify_tree":        # a chain is a tree, too
             accepted, token = tools["verify_tree"](p, tokens, torch.arange(K)[None], coins, q)
         else:
             accepted, token = tools["verify"](p, q, tokens, coins)
-        text = tools["until"](eos, [*tokens[0, : int(accepted)].tolist(), int(token)])
+        return tools["until"](eos, [*before, *tokens[0, : int(accepted)].tolist(), int(token)])
+
+    def once(coins):
+        text = []
+        for _ in range(e.case.get("rounds", 1)):
+            text = round_after(text, coins)
         while len(text) < len(right) and not set(eos) & set(text):
-            text = [*text, int(coins.choose(right[len(text)]))]
+            text = [*text, int(coins.choose(masked(right[len(text)], grammar, text)))]
         return tuple(text)
     return once
+
+
+def masked(row, grammar, text):
+    """p after a text, without what the grammar forbids, if there is one; it starts in state 0."""
+    if grammar is None:
+        return row
+    state = 0
+    for token in text:
+        state = max(0, int(grammar[state, token]))
+    row = row * (grammar[state] >= 0)
+    return row / row.sum()
+
+
+def in_a_ring(slots, coins):
+    """The text that two rounds write of a layer with a window of 2, after the tokens 0 and 1, drafting one
+    token from 1/2, 1/2. Its p of token 1 is 0.8, and 0.3 less for each 1 that it reads."""
+    text, ring, q = [0, 1], {0: 0, 1: 1}, wide([[0.5, 0.5]])
+    for _ in range(2):
+        last = len(text) - 1
+        draft = coins.choose(q)
+        ring[last % slots] = text[last]
+        ring[(last + 1) % slots] = int(draft)
+        ones = [sum(ring[s] for s in range(slots) if row[s]) for row in ring_mask(last, 2, slots, 2).tolist()]
+        p = wide([[0.2 + 0.3 * n, 0.8 - 0.3 * n] for n in ones])
+        accepted, token = verify(p[None], q[None], draft[None], coins)
+        text += [int(draft)] * int(accepted) + [int(token)]
+    return tuple(text[2:4])
+
+
 
 
 def law_by_points(run, coins, points):
@@ -99,6 +139,7 @@ def law_by_points(run, coins, points):
     for row in points:
         one = kind(*row)
         one.noise = -(-row[-3:]).log1p()        # of a race of three tokens: see `sampling.Race`
+        one.seed = int(row[-4] * 2**40)
         text = run(one)
         found[text] = found.get(text, 0.0) + 1 / len(points)
     return found
@@ -114,11 +155,14 @@ def laws(e, tools=None):
         return tuple(law(lambda coins, rounds=rounds: tuple(t for *_, new in rounds(
             model, [1], 3, 1, 1, lambda x: to_probs(x, 1.0), coins) for t in new))
             for rounds in (tools[e.scope], minimal.rounds))
-    right = {(): 1.0}
-    for row in to_probs(wide(e.p).log(), **e.case.get("sampling", WARM)).tolist():
+    if e.scope == "ring_size":
+        return tuple(law(partial(in_a_ring, slots)) for slots in (tools["ring_size"](2, 1), 99))
+    right, grammar = {(): 1.0}, e.case.get("grammar")
+    grammar = None if grammar is None else torch.tensor(grammar)
+    for row in to_probs(wide(e.p).log(), **e.case.get("sampling", WARM)):
         right = {(*text, *more): weight * chance for text, weight in right.items()
                  for more, chance in ([((), 1.0)] if set(e.case.get("eos", ())) & set(text) else
-                                      [((t,), x) for t, x in enumerate(row)])}
+                                      [((t,), x) for t, x in enumerate(masked(row, grammar, text).tolist())])}
     run = round_of(e, tools)
     if "points" in e.case:
         return law_by_points(run, tools["Coins"], e.case["points"]()), right
@@ -210,7 +254,15 @@ EXHIBITS = [
             [HALF, HALF], [HALF], {"eos": [0]}),
     Exhibit("rejected drafts stay in the cache", "minimal.py", "rounds_with_cache",
             (("len(tokens) + left", "4 * (len(tokens) + left)"),
-             ("before += len(new)", "before += len(xs)")))]
+             ("before += len(new)", "before += len(xs)"))),
+    Exhibit("the draft draws the same number each round", "speculative.py", "chain",
+            (("token = state.coins.choose(q)", "token = Coins(state.coins.seed + 1).choose(q)"),),
+            [HALF] * 4, [HALF], {"points": sobol, "rounds": 2}),
+    Exhibit("one state of the grammar for the whole block", "exercises/serving.py", "constrain",
+            (("state = grammar[state, tokens[:, k]].clamp(min=0)", "pass"),),
+            [HALF, HALF], [HALF], {"grammar": [[1, -1], [-1, 0]]}),
+    Exhibit("a ring of as many slots as the window", "exercises/serving.py", "ring_size",
+            (("return window + gamma", "return window"),))]
 
 
 # --- which of these five is wrong?
@@ -242,7 +294,7 @@ def show(e):
     yield from diff(e)
     if e.p:
         drawn = f"q {rows(e.q)}" if e.q else f"the draft {e.case['copied']}, copied"
-        extra = [f", {key} {e.case[key]}" for key in ("eos", "sampling") if key in e.case]
+        extra = [f", {key} {e.case[key]}" for key in e.case if key not in ("copied", "points")]
         yield f"p {rows(e.p)}   {drawn}{''.join(extra)}"
     yield f"off by {off(e):.3f}"
 

@@ -12,8 +12,12 @@ from pathlib import Path
 from tests.mistakes import Stale, find
 
 ROOT = Path(__file__).resolve().parent.parent
-HARMLESS = {"__future__", "math", "random", "itertools", "functools", "collections", "dataclasses", "typing",
-            "torch", "sampling"}
+HARMLESS = {"__future__", "bisect", "collections", "copy", "dataclasses", "functools", "heapq", "itertools",
+            "math", "operator", "random", "sampling", "torch", "typing"}
+AROUND = {  # ways to code that is not in scope
+    "__import__", "__builtins__", "__loader__", "__spec__", "__globals__", "__dict__", "__code__",
+    "__closure__", "__wrapped__", "__subclasses__", "_getframe", "eval", "exec", "globals", "importlib",
+    "inspect", "open", "os", "_os", "sys", "_sys"}
 RIVALS = {"verification.py": ("verify", "verify_block"), "methods/trees.py": ("verify_tree",)}
 JUDGES = {name for row in RIVALS.values() for name in row}      # each could stand in for another one
 
@@ -144,8 +148,30 @@ def check_imports(node, module):
                  [inner.module or "."] if isinstance(inner, ast.ImportFrom) else [])
         for name in names:
             if name.split(".")[0] not in known:
-                raise Refused(f"line {inner.lineno}: it imports {name}; an exercise needs torch and math "
-                              "alone")
+                raise Refused(f"line {inner.lineno}: it imports {name}; {why_not(name)}")
+
+
+def why_not(name):
+    """Why an exercise does without a module."""
+    if name.split(".")[0] == "numpy":
+        return ("its arrays know neither gradients nor devices, and change dtypes silently; torch has "
+                "the same functions under nearly the same names")
+    if (ROOT / "tests" / f"{name}.py").exists():
+        return "these are the tests: write the function itself"
+    return "an exercise needs torch and math alone"
+
+
+def check_ways_around(node):
+    """Raise Refused for the usual ways to reach code that is not in scope, such as that of the tests. It
+    stops nobody who means it; it says that this is no answer."""
+    for inner in ast.walk(node):
+        named = {getattr(inner, key, None) for key in ("id", "attr", "value")} if isinstance(
+            inner, (ast.Name, ast.Attribute, ast.Constant)) else {
+            alias.name for alias in getattr(inner, "names", ()) if isinstance(alias, ast.alias)}
+        found = {name for name in named if isinstance(name, str)} & AROUND
+        if found:
+            raise Refused(f"line {getattr(inner, 'lineno', node.lineno)}: `{found.pop()}` goes around the "
+                          "exercise, to code that is not in scope: write the function itself")
 
 
 def check_rivals(node, names):
@@ -215,4 +241,5 @@ def code(module, names, text, file="answer.py"):
         check_debugger(node)
         check_imports(node, module)
         check_rivals(node, names)
+        check_ways_around(node)
     return compile(ast.Module(body, []), file, "exec", dont_inherit=True)

@@ -27,7 +27,8 @@ class Task(NamedTuple):
     def sitting(self):
         """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22 on to a
         sixth."""
-        later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6}
+        later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6,
+                 25: 3, 26: 2}
         return later.get(self.number, 1 + (self.number - 1) // 3)
 
 
@@ -48,45 +49,52 @@ def tests(**names):
 TASKS = [
     Task(1, "softcap, rotate", "model.py", ("softcap", "rotate"), 10, 1, tests(
         model="softcap_by_hand softcap_leaves_its_input_and_type_alone rotate_by_hand "
-        "rotate_serves_every_shape", properties="rotation_keeps_lengths_and_knows_distances_only")),
+        "rotate_serves_every_shape softcap_and_rotate_hand_gradients_on",
+        properties="rotation_keeps_lengths_and_knows_distances_only")),
     Task(2, "frequencies", "model.py", ("frequencies",), 30, 2, tests(
-        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand")),
+        model="frequencies_by_hand frequencies_of_linear_scaling_by_hand frequencies_of_llama3_by_hand "
+        "frequencies_of_drawn_settings")),
     Task(3, "RMSNorm.forward", "model.py", ("RMSNorm.forward",), 20, 1, tests(
-        by_hand="a_norm_of_two_numbers", model="the_norm_of_gemma2_works_in_float32")),
+        by_hand="a_norm_of_two_numbers a_norm_of_any_shape_and_type a_norm_hands_gradients_on",
+        model="the_norm_of_gemma2_works_in_float32")),
     Task(4, "visible", "model.py", ("visible",), 40, 2, tests(
         model="visible_in_the_first_block visible_behind_a_filled_cache visible_for_rows_at_different_places "
         "visible_within_a_window visible_where_slots_are_not_positions visible_in_a_tree",
         properties="visible_is_its_definition")),
     Task(5, "Attention.forward", "model.py", ("Attention.forward",), 45, 3, tests(
-        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types")),
+        by_hand="an_attention_after_a_filled_cache an_attention_keeps_types an_attention_of_qwen "
+        "an_attention_hands_gradients_on")),
     Task(6, "KVCache.write", "kvcache.py", ("KVCache.write",), 25, 2, tests(
         by_hand="a_write", model="cached_blocks_equal_the_full_pass[3-gemma2]",
         properties="a_cache_is_a_table_of_slots")),
     Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
-        by_hand="probabilities probabilities_of_a_large_vocabulary",
+        by_hand="probabilities probabilities_of_drawn_settings probabilities_of_a_large_vocabulary",
         sampling="top_p_1_does_nothing_even_to_a_long_tail of_thousands_of_ties_the_lower_ids_stay "
         "a_tiny_temperature_is_no_nan top_k_beyond_the_vocabulary_keeps_all each_row_stands_for_itself "
         "half_types_are_raised_and_float64_stays a_setting_out_of_range_is_named")),
     Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1, tests(
-        by_hand="choices a_choice_costs_one_uniform",
+        by_hand="choices choices_of_drawn_weights a_choice_costs_one_uniform",
         sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
         "choices_have_any_shape_of_rows weights_of_which_none_counts_give_an_id_all_the_same")),
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
         by_outcomes="verify_drawn_drafts verify_copied_drafts verify_a_rare_token "
-        "where_nothing_is_left[one_row] verify_rows_stand_for_themselves where_p_is_almost_q[verify] "
+        "where_nothing_is_left[one_row] verify_rows_stand_for_themselves a_batch_without_a_draft[verify] "
+        "where_p_is_almost_q[verify] "
         "verify_refuses_another_vocabulary long_drafts_of_a_large_vocabulary[verify-None] "
         "long_drafts_of_a_large_vocabulary[verify-9]", layerskip="the_text_of_a_self_draft_is_the_targets")),
     Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
-        "chain_lengths", layerskip="the_text_of_a_self_draft_is_the_targets")),
+        "chain_lengths chain_rows_of_drawn_rules", layerskip="the_text_of_a_self_draft_is_the_targets")),
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
         layerskip="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
+        "a_copy_in_few_bits_hands_nothing_over "
         "the_text_of_a_self_draft_is_the_targets")),
     Task(12, "expected_tokens, best_gamma", "control.py",
          ("expected_tokens", "expected_tokens_along", "best_gamma"), 40, 2, tests(
         by_hand="expected_tokens_of_a_number best_gamma_of_a_number expected_tokens_along_texts "
-        "best_gamma_within_its_bounds a_draft_must_fit_into_a_series",
+        "best_gamma_within_its_bounds best_gamma_of_drawn_costs a_draft_must_fit_into_a_series "
+        "expected_tokens_along_drawn_texts",
         control="expected_tokens_along_a_series_by_trying_every_outcome best_gamma_by_brute_force")),
     Task(13, "predict, expected_improvement", "search.py",
          ("GaussianProcess.predict", "expected_improvement"), 40, 2, tests(
@@ -99,6 +107,7 @@ TASKS = [
     Task(15, "verify_tree", "methods/trees.py", ("verify_tree",), 60, 3, tests(
         by_outcomes="verify_tree_drawn_siblings verify_tree_copied_siblings "
         "where_nothing_is_left[one_walk] verify_tree_rows_stand_for_themselves "
+        "a_batch_without_a_draft[verify_tree] "
         "where_p_is_almost_q[verify_tree] where_p_is_almost_q[siblings] "
         "long_drafts_of_a_large_vocabulary[verify_tree-None]")),
     Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1, tests(
@@ -106,22 +115,30 @@ TASKS = [
     Task(17, "counterexample", "exercises/published.py", ("counterexample",), 25, 2,
          tests(published="a_counterexample_to_the_first_failure")),
     Task(18, "draft_cost, speed, break_even", "exercises/published.py", ("draft_cost", "speed", "break_even"),
-         20, 2, tests(published="a_published_run")),
+         20, 2, tests(published="a_published_run drawn_runs")),
     Task(19, "Race.settle", "sampling.py", ("Race.settle",), 25, 2, tests(
-        by_hand="winners_of_a_race what_has_no_chance_never_wins",
+        by_hand="winners_of_a_race winners_of_a_race_share_what_has_one_row what_has_no_chance_never_wins",
         exact="a_race_is_of_the_seed_the_place_and_the_token the_law_of_a_race "
         "a_draft_by_the_model_itself_wins_every_race")),
     Task(20, "cost_in_bits, best_bits", "exercises/economics.py", ("cost_in_bits", "best_bits"), 25, 2,
-         tests(economics="the_cost_of_few_bits the_best_bits")),
+         tests(economics="the_cost_of_few_bits the_best_bits the_best_bits_on_drawn_machines")),
     Task(21, "pass_seconds, largest_batch", "exercises/economics.py", ("pass_seconds", "largest_batch"),
-         20, 2, tests(economics="the_time_of_a_pass the_largest_batch")),
+         20, 2, tests(economics="the_time_of_a_pass the_largest_batch "
+                              "the_largest_batch_of_drawn_machines")),
     Task(22, "head_loss", "exercises/exits.py", ("head_loss",), 20, 2, tests(
-        exits="the_loss_of_a_head what_a_head_need_not_learn a_head_learns_and_its_teacher_does_not")),
+        exits="the_loss_of_a_head what_a_head_need_not_learn a_head_learns_and_its_teacher_does_not "
+        "what_is_no_text_leaves_no_gradient")),
     Task(23, "enabled_exits, exit_loss", "exercises/exits.py", ("enabled_exits", "exit_loss"), 25, 2, tests(
-        exits="the_exits_of_a_step the_exits_by_hand the_loss_of_the_exits the_loss_of_two_exits_by_hand")),
+        exits="the_exits_of_a_step the_exits_by_hand the_loss_of_the_exits the_loss_of_two_exits_by_hand "
+        "the_loss_of_the_exits_trains_them")),
     Task(24, "draw_at_exit", "exercises/exits.py", ("draw_at_exit",), 20, 2, tests(
-        exits="the_first_exit_that_is_sure an_exit_is_sure_at_the_threshold_itself "
+        exits="the_first_exit_that_is_sure exits_of_drawn_models an_exit_is_sure_at_the_threshold_itself "
         "a_token_is_drawn_from_the_q_that_comes_back")),
+    Task(25, "constrain", "exercises/serving.py", ("constrain",), 25, 2, tests(
+        serving="a_draft_under_a_grammar each_text_has_its_own_state")),
+    Task(26, "ring_mask, ring_size, ring_counterexample", "exercises/serving.py",
+         ("ring_mask", "ring_size", "ring_counterexample"), 30, 3, tests(
+             serving="the_mask_of_a_ring the_size_of_a_ring a_counterexample_to_a_smaller_ring")),
 ]
 
 

@@ -1,11 +1,13 @@
 """Functions of the library by hand, each alone: worked examples small enough to follow on paper, and beside
 each the answers that well-known mistakes give."""
 import math
+import random
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
-from teach import compare, fail, known, no_other_chance, promise, short
+from teach import compare, fail, known, learns, no_other_chance, promise, short
 from test_sampling import ALMOST_ONE, from_p
 from tiny import GEMMA, LLAMA, Fixed, wide
 
@@ -70,6 +72,9 @@ def check_probabilities(name, V=None):
     settings, p, want, mistakes = PROBS[name]
     given = f"the logits log {short(p)}, of which the softmax gives just these numbers, and {settings}"
     logits = from_p(*p)
+    falling = sorted(want, reverse=True)
+    if falling != want:
+        mistakes = mistakes | {"these are in falling order; put each back at its id": falling}
     if V is not None:
         given += f"; {V:,} tokens, of which all others have the logit -10,000"
         logits, want = among(logits, V, -1e4), among(want, V)
@@ -88,7 +93,35 @@ def test_probabilities(name):
 
 @pytest.mark.parametrize("name", PROBS)
 def test_probabilities_of_a_large_vocabulary(name):
-    check_probabilities(name, 49_152)
+    check_probabilities(name, 16_384)
+
+
+def slow_probs(logits, temperature, top_k=None, top_p=None, min_p=None, mistake=None):
+    """By its definition, token by token; with a mistake that a student might make."""
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k if temperature else 1]
+    p, raw = ([math.exp((logits[i] - max(logits)) / (t or 1)) for i in order] for t in (temperature, 1))
+    p, total, kept = [x / sum(p) for x in p], 0.0, {}
+    for i, x, old in zip(order, p, raw, strict=True):
+        likely = (old if mistake == "raw" else x / p[0]) >= (min_p or 0)
+        if likely and (top_p is None or total < top_p - 1e-12):
+            kept[i] = x
+        total += x
+    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
+
+
+def test_probabilities_of_drawn_settings():
+    """Temperatures from 0.02 to 500, with all cuts, ties, and tokens that are ruled out."""
+    draw = random.Random(0)
+    for _ in range(300):
+        logits = [draw.choice([draw.gauss(0, 3), draw.gauss(0, 3), 1.0, -math.inf]) for _ in range(
+            draw.randint(0, 9))] + [draw.gauss(0, 3)]
+        t = draw.choice([0.0, *[math.exp(draw.uniform(-4, 6)) for _ in range(9)]])
+        settings = [draw.choice([None, draw.randint(1, 12)]), draw.choice([None, draw.uniform(0.01, 1)]),
+                    draw.choice([None, draw.uniform(0.01, 1)])]
+        compare(to_probs(wide(logits), t, *settings), slow_probs(logits, t, *settings), {
+            "min_p compares the probabilities before the temperature; it comes last":
+                slow_probs(logits, t, *settings, mistake="raw")},
+            f"logits {short(logits)}, temperature, top_k, top_p, min_p = {short([t, *settings])}", 1e-9)
 
 
 # --- choices
@@ -120,6 +153,23 @@ def test_choices(weights, us, want, mistakes):
     compare(torch.cat(got), want, mistakes, given)
 
 
+def test_choices_of_drawn_weights():
+    """Rows spend the uniforms in their order, whatever their number, their size and their type."""
+    draw = random.Random(0)
+    for size in (1e-200, 1e-3, 1.0, 1e30):
+        for rows in (1, 2, 3, 7):
+            V = draw.randint(1, 9)
+            weights = [[draw.choice([0.0, draw.random()]) for _ in range(V)] + [0.5] for _ in range(rows)]
+            us = [draw.random() for _ in weights]
+            want = [next(i for i, total in enumerate(accumulate(row)) if total > u * math.fsum(row))
+                    for row, u in zip(weights, us, strict=True)]
+            given = f"{rows} rows of weights, {size:g} times {short(weights)}, u = {short(us)}"
+            compare(Fixed(*us).choose(size * wide(weights)), want, {}, f"{given}: each row takes the next u")
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        got = Fixed(0.3, 0.8).choose(torch.tensor([[1.0, 2, 5], [1, 2, 5]], dtype=dtype))
+        compare(got, [1, 2], {}, f"the weights 1 2 5 in {dtype}, u = .3 and .8")
+
+
 def test_a_choice_costs_one_uniform():
     coins = Fixed(0.1, 0.9, 0.5)
     coins.choose(wide([[0.5, 0.5], [0.5, 0.5]]))
@@ -131,10 +181,11 @@ def test_a_choice_costs_one_uniform():
 # --- the cache: slots of one number each, so that they can be read
 
 
-def to(*slots, end=None):
-    """A Placement at these slots of each row."""
+def to(*slots, end=None, positions=None):
+    """A Placement at these slots of each row, by default those of its positions."""
     slots = torch.tensor(slots)
-    return Placement(slots, slots, int(slots.min()), int(slots.max()) + 1 if end is None else end)
+    positions = slots if positions is None else torch.tensor(positions)
+    return Placement(positions, slots, int(positions.min()), int(slots.max()) + 1 if end is None else end)
 
 
 WRITES = {  # writes (layer, keys, where, maybe start), the keys that the last one returns, and mistakes
@@ -158,6 +209,16 @@ WRITES = {  # writes (layer, keys, where, maybe start), the keys that the last o
             "the slots are not contiguous: each token goes to its own": [[1, 7, 8, 0, 0], [9, 10, 6, 0, 0]],
             "`at.end` is ignored: it says where to stop reading, wherever the block ends":
                 [[1, 7, 3, 8], [9, 5, 10, 0]]}),
+    "more to read than was written": (
+        [(0, [[1, 2, 3, 4], [5, 6, 7, 8]], Placement.span(1, 5)),
+         (0, [[9], [10]], Placement.span(1, 2)._replace(end=4))], [[0, 9, 2, 3], [0, 10, 6, 7]], {
+            "it was written up to `at.end`; T tokens go to T slots": [[0, 9, 9, 9], [0, 10, 10, 10]],
+            "`at.end` is ignored: it says where to stop reading": [[0, 9], [0, 10]]}),
+    "siblings": (
+        [(0, [[1, 2]], Placement.span(0, 2)), (0, [[3, 4, 5]], to([2, 3, 4], positions=[[2, 3, 3]]))],
+        [[1, 2, 3, 4, 5]], {
+            "tokens went to their positions, which siblings share; take `at.slots`": [[1, 2, 3, 5, 0]],
+            "tokens went to their positions; take `at.slots`": [[1, 2, 3, 4, 0]]}),
     "layers": ([(0, [[1, 2]], Placement.span(0, 2)), (1, [[3]], Placement.span(2, 3))], [[0, 0, 3]], {
         "`layer` is ignored: all layers share the slots of one": [[1, 2, 3]]}),
     "start": ([(0, [[1, 2, 3, 4]], Placement.span(0, 4)), (0, [[5]], Placement.span(4, 5), 3)], [[4, 5]], {
@@ -234,6 +295,17 @@ def test_winners_of_a_race(offset):
         f"{offset}")
 
 
+def test_winners_of_a_race_share_what_has_one_row():
+    """One row of positions, or one seed, stands for all rows; and the winners have the type of p."""
+    p = wide([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])[:, None].repeat(1, 50, 1)
+    position = torch.arange(50)[None] + 1000
+    for dtype in (torch.float32, torch.float64):
+        for seeds in ([7, -1, 12], [5]):
+            got = Race(seeds).settle(p.to(dtype), position, 2)
+            compare(got, slow_race(p.to(dtype), position, 2, seeds * (4 - len(seeds))), {},
+                    f"three rows of p in {dtype}, positions 1000 to 1049 in one row, seeds {seeds}")
+
+
 def test_what_has_no_chance_never_wins():
     """Of one seed number 16 of the stream is 0: that of token 0 at position 4."""
     seed = signed(-17 * 0x9E3779B97F4A7C15 % 2**64)
@@ -306,6 +378,53 @@ def test_best_gamma_within_its_bounds():
             "most = 4, least = 2, and blocks of 1 to 5 tokens that take 1, 1, 2, 3, 4")
 
 
+def test_best_gamma_of_drawn_costs():
+    """Passes of any price, bounds on both sides, and drafts that never or always pass."""
+    draw = random.Random(0)
+    for _ in range(150):
+        alpha = draw.choice([0, 1, 0.0, 1.0, *[draw.random() for _ in range(8)]])
+        cost = draw.uniform(0.01, 0.9)
+        least = draw.choice([0, 0, draw.randint(1, 5)])
+        most = least + draw.randint(0, 35)
+        table = [1.0, *(draw.uniform(0.8, 1 + 0.2 * T) for T in range(most))]
+        speeds = [sum(alpha**i for i in range(gamma + 1)) / (gamma * cost + table[gamma])
+                  for gamma in range(most + 1)]
+        want = max(range(least, most + 1), key=speeds.__getitem__)
+        got = best_gamma(alpha, cost, most, least, lambda T, table=table: table[T - 1])
+        falls = next((g for g in range(least, most) if speeds[g + 1] < speeds[g]), most)
+        compare(torch.tensor([got]), [want], {
+            "it stops where the speed falls for the first time; it may rise again further on": [falls]},
+            f"alpha = {alpha:.6g}, c = {cost:.6g}, most = {most}, least = {least}, pass_cost(1), (2), ... = "
+            f"{short(table)}, which gives the speeds {short(speeds)} for gamma = 0, 1, ...")
+
+
+def test_expected_tokens_along_drawn_texts():
+    """Round after round is played, with its probability."""
+    draw = random.Random(0)
+
+    def played(rates, gamma, start=0):
+        """(tokens, rounds) expected from `start` on."""
+        if start + gamma > len(rates):
+            return 0.0, 0.0
+        tokens, rounds, reach = 0.0, 1.0, 1.0
+        for k in range(gamma + 1):
+            tokens += reach
+            ends = reach * (1 - rates[start + k] if k < gamma else 1)
+            later = played(rates, gamma, start + k + 1)
+            tokens += ends * later[0]
+            rounds += ends * later[1]
+            reach -= ends
+        return tokens, rounds
+
+    for _ in range(40):
+        texts = [[draw.choice([0.0, 1.0, draw.random(), draw.random()]) for _ in range(draw.randint(1, 6))]
+                 for _ in range(draw.randint(1, 3))]
+        gamma = draw.randint(0, max(map(len, texts)))
+        tokens, rounds = map(sum, zip(*(played(rates, gamma) for rates in texts), strict=True))
+        got = expected_tokens_along([wide(rates) for rates in texts], gamma)
+        compare(wide(float(got)), tokens / rounds, {}, f"acceptances {short(texts)}, gamma = {gamma}", 1e-9)
+
+
 def test_a_draft_must_fit_into_a_series():
     for texts in ([torch.ones(2), torch.ones(3)], []):
         try:
@@ -334,6 +453,12 @@ def test_alpha_is_no_share_of_drafted_tokens():
     for hits, drafted in ((3, 7), (0, 5), (11, 11)):
         counts = Counts(20, 25, 40, drafted, hits, 4 * drafted, hits + 2)
         compare(wide([counts.alpha]), [hits / drafted], {}, str(counts), rtol=1e-9)
+    draw = random.Random(0)
+    for _ in range(30):
+        drafted = draw.randint(1, 900)
+        turns, hits, gamma = drafted + draw.randint(0, 90), draw.randint(0, drafted), draw.randint(2, 9)
+        counts = Counts(turns, turns, turns + 2 * hits, drafted, hits, gamma * drafted, min(2, gamma) * hits)
+        compare(wide([counts.alpha]), [hits / drafted], {}, str(counts), rtol=1e-9)
     compare(wide([Counts().alpha]), [0.0], {}, "nothing drafted yet: no division by zero, but 0")
 
 
@@ -358,6 +483,32 @@ def test_a_norm_of_two_numbers(offset):
             f"x = [3, 4], the weight [1, 2], eps = .5, offset = {offset}", rtol=1e-9)
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_norm_of_any_shape_and_type(dtype, offset):
+    """In float16 a square of 300 overflows, so that the norm needs a wider type."""
+    norm = RMSNorm(replace(LLAMA, norm_offset=offset), 4).to(dtype).requires_grad_(False)
+    norm.weight.copy_(wide([1.5, -0.5, 2.0, 0.25]))
+    for shape in ((4,), (2, 1, 3, 4), (0, 4)):
+        x = (torch.arange(math.prod(shape)) * 37.0 % 600 - 300).view(shape).to(dtype)
+        wide_x = x.double()
+        want = wide_x / (wide_x.square().mean(-1, keepdim=True) + norm.eps).sqrt()
+        want = want * (offset + norm.weight.double())
+        in_own = x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (offset + norm.weight)
+        compare(norm(x), want.to(dtype), {
+            "the squares overflow in float16: compute in float32 or wider, and round at the end": in_own},
+            f"x {shape} in {dtype}, numbers from -300 to 300, offset = {offset}", 2 * torch.finfo(dtype).eps)
+    norm.to("meta")(torch.empty(2, 4, dtype=dtype, device="meta"))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_norm_hands_gradients_on(offset):
+    norm = RMSNorm(replace(LLAMA, norm_offset=offset), 3).double()
+    norm.weight.data = wide([1.0, 2.0, -0.5])
+    x = wide([[3.0, 4.0, -1.0], [0.5, 2.0, 1.0]])
+    learns(lambda: norm(x), {"x": x, "self.weight": norm.weight}, f"x (2, 3), offset = {offset}")
+
+
 PAST = 2    # slots that are filled before the block
 
 
@@ -370,6 +521,8 @@ ATTENTION = {
     "late": "the mask is added before the soft-cap, which turns -inf into -cap: the hidden become visible",
     "no cap": "the soft-cap of the scores is missing (Gemma-2)",
     "mask": "the mask is ignored",
+    "first mask": "every row gets the mask of row 0; each has its own",
+    "flat": "the heads of a token belong side by side: (B, T, H, D), so transpose before you reshape",
     "new": "only the block's own keys are read; what `store` returns holds the slots before it, too",
     "tile": "queries and keys are paired wrongly: G queries that stand side by side share a key"}
 
@@ -377,17 +530,18 @@ ATTENTION = {
 def slow_attention(a, x, cos, sin, mask, past, mistake=None):
     """Attention.forward head by head, by its definition; with a mistake that a student might make."""
     (B, T, _), (Hkv, N, D), cap = x.shape, a.grouped, a.c.attn_softcap
-    qkv = (x @ a.wqkv.T).view(B, T, Hkv, N, D)
+    qkv = a.project(x).double()                 # it has tests of its own
     q, k, v, G = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :], N - 2
 
     def turn(h):
-        c, s = (t if h.dim() == 5 else t[:, 0] for t in (cos, sin))
+        c, s = (t if h.dim() == 5 else t.squeeze(-2) for t in (cos, sin))
         return h * c + h.roll(D // 2, -1) * s
 
     q = q if mistake == "still" else turn(q)
     k = k if mistake in ("still", "keys") else turn(k)
     v = turn(v) if mistake == "values" else v
     keys, values = (torch.cat(two, 1) for two in zip(past, (k, v), strict=True))    # (B, S, Hkv, D)
+    mask = mask[:1] if mistake == "first mask" else mask
     if mistake == "new":
         keys, values, mask = k, v, mask[..., PAST:]
     scale = {"scale": 1.0, "default": D**-0.5}.get(mistake, a.scale)
@@ -399,25 +553,43 @@ def slow_attention(a, x, cos, sin, mask, past, mistake=None):
         scores = scores if mistake == "no cap" or cap is None else torch.tanh(scores / cap) * cap
         scores = scores if mistake in ("late", "mask") else scores + mask[:, 0, 0]
         heads.append(torch.einsum("bts,bsd->btd", scores.softmax(-1), values[:, :, own]))
-    return torch.cat(heads, -1) @ a.wo.T
+    if mistake == "flat":
+        heads = [torch.stack(heads, 1).reshape(B, T, -1)]
+    return torch.nn.functional.linear(torch.cat(heads, -1).to(a.wo.dtype), a.wo)
 
 
-def some_attention(dtype=torch.float64):
-    """One block of three tokens after two that are kept, in two rows; values that no two mistakes share.
-    dtype: of the angles, of the mask, and of what is stored."""
-    c = replace(GEMMA, dim=8, n_heads=4, n_kv_heads=2, head_dim=4, query_scale=0.7, attn_softcap=1.5)
+SHAPES = {  # rows, tokens, query heads, key heads, and what is each row's own
+    "two rows": (2, 3, 4, 2, ""),
+    "rows that differ": (3, 3, 6, 3, "positions, mask"),
+    "one token": (3, 1, 4, 1, "mask"),
+    "one query for each key": (2, 2, 3, 3, "positions")}
+
+
+def some_attention(name="two rows", dtype=torch.float64, **fields):
+    """A block of tokens after two that are kept; values that no two mistakes share. dtype: of the angles, of
+    the mask, and of what is stored."""
+    B, T, H, Hkv, own = SHAPES[name]
+    c = replace(GEMMA, dim=8, n_heads=H, n_kv_heads=Hkv, head_dim=4, query_scale=0.7, attn_softcap=1.5,
+                **fields)
     a, made = Attention(c).double().requires_grad_(False), torch.Generator().manual_seed(1)
-    for w in (a.wqkv, a.wo):
+    for w in a.parameters():
         w.copy_(torch.randn(w.shape, generator=made, dtype=torch.float64))
     x, *past = (torch.randn(*shape, generator=made, dtype=torch.float64)
-                for shape in ((2, 3, 8), (2, PAST, 2, 4), (2, PAST, 2, 4)))
-    cos, sin = (t[:, None, None].to(dtype) for t in rope(torch.arange(PAST, PAST + 3), frequencies(4, 50.0)))
-    mask = torch.full((2, 1, 1, 3, PAST + 3), -math.inf, dtype=dtype).triu(PAST + 1)
+                for shape in ((B, T, 8), (B, PAST, Hkv, 4), (B, PAST, Hkv, 4)))
+    at = torch.arange(PAST, PAST + T)
+    if "positions" in own:
+        at = at + 5 * torch.arange(B)[:, None]
+    cos, sin = (t[..., None, None, :].to(dtype) for t in rope(at, frequencies(4, 50.0)))
+    mask = torch.full((B, 1, 1, T, PAST + T), -math.inf, dtype=dtype).triu(PAST + 1)
+    if "mask" in own:       # each row has one slot of the past that is dead
+        mask[torch.arange(B), ..., torch.arange(B) % PAST] = -math.inf
+        mask[-1] = 0
 
     def store(k, v):
-        given = f"2 rows, 2 key-value heads, 3 tokens, head dimension 4, cos in {dtype}"
-        if k.shape != (2, 2, 3, 4) or v.shape != (2, 2, 3, 4):
-            fail(given, "store(k, v), both (2, 2, 3, 4)", f"{tuple(k.shape)} and {tuple(v.shape)}",
+        shape = B, Hkv, T, 4
+        given = f"{B} rows, {Hkv} key-value heads, {T} tokens, head dimension 4, cos in {dtype}"
+        if k.shape != shape or v.shape != shape:
+            fail(given, f"store(k, v), both {shape}", f"{tuple(k.shape)} and {tuple(v.shape)}",
                  "store wants (B, Hkv, T, D)")
         if not k.dtype == v.dtype == dtype:
             fail(given, f"store(k, v), both in {dtype}", f"{k.dtype} and {v.dtype}",
@@ -428,23 +600,41 @@ def some_attention(dtype=torch.float64):
     return a, x, cos, sin, mask, past, store
 
 
-def test_an_attention_after_a_filled_cache():
-    a, x, cos, sin, mask, past, store = some_attention()
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_attention_after_a_filled_cache(name):
+    a, x, cos, sin, mask, past, store = some_attention(name)
+    B, T, H, Hkv, own = SHAPES[name]
+    given = (f"{B} rows of {T} tokens after two kept ones, {H} heads in {Hkv} groups, scale .7, soft-cap 1.5"
+             + f"; each row has its own {own}" * bool(own))
     compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past),
             {why: slow_attention(a, x, cos, sin, mask, past, name) for name, why in ATTENTION.items()},
-            "two rows of three tokens after two kept ones, four heads in two groups, scale .7, soft-cap 1.5",
-            rtol=1e-8)
+            given, rtol=1e-8)
     a.c = replace(a.c, attn_softcap=None)
     compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past), {},
-            "the same, without a soft-cap (Llama)", rtol=1e-8)
+            f"{given}; the same without a soft-cap (Llama)", rtol=1e-8)
+    compare(a(x, cos, sin, mask[:1], store), slow_attention(a, x, cos, sin, mask[:1], past), {},
+            f"{given}; the same with one mask for all rows", rtol=1e-8)
     free = a(x, cos, sin, None, store)      # as for one token: nothing is hidden
     compare(free, slow_attention(a, x, cos, sin, 0 * mask.clamp(min=0), past), {}, "the same, no mask", 1e-8)
 
 
 def test_an_attention_keeps_types():
     """States and weights in bfloat16, angles in float32: what a model has on a CPU."""
-    a, x, cos, sin, mask, _, store = some_attention(torch.float32)
-    out = a.bfloat16()(x.bfloat16(), cos, sin, mask, store)
-    if out.dtype != torch.bfloat16:
-        fail("x and weights in bfloat16, cos and sin in float32", "bfloat16 comes out", str(out.dtype),
-             "what comes out has the type of x")
+    a, x, cos, sin, mask, past, store = some_attention(dtype=torch.float32)
+    got = a.bfloat16()(x.bfloat16(), cos, sin, mask, store)
+    want = slow_attention(a, x.bfloat16(), cos.double(), sin.double(), mask.double(), past)
+    share = float((got == want).double().mean())
+    promise(share > 0.9, "x and weights in bfloat16, cos and sin in float32", "rounded once before wo",
+            f"{share:.0%} of the numbers are this", "attention works in the type of cos")
+
+
+def test_an_attention_of_qwen():
+    """`project` adds a bias and norms queries and keys."""
+    a, x, cos, sin, mask, past, store = some_attention(qkv_bias=True, qk_norm=True)
+    compare(a(x, cos, sin, mask, store), slow_attention(a, x, cos, sin, mask, past), {},
+            "Qwen: a bias, and norms of queries and keys, which self.project(x) adds", rtol=1e-8)
+
+
+def test_an_attention_hands_gradients_on():
+    a, x, cos, sin, mask, _, store = some_attention("rows that differ")
+    learns(lambda: a(x, cos, sin, mask, store), {"x": x, "self.wqkv": a.wqkv, "self.wo": a.wo}, "three rows")

@@ -1,7 +1,9 @@
 """`verify`, `verify_tree` and `chain` by their outcomes, all enumerated: what counts is the distribution
 of the text. A verifier that keeps few drafts may be right all the same, so each text is completed by p before
 it is compared, and what is kept is only remarked on."""
+import itertools
 import math
+import random
 from functools import partial
 from typing import NamedTuple
 
@@ -110,6 +112,9 @@ MISTAKES = {    # of `verify` and `verify_tree`
     "p": "a rejected draft is replaced by a token from p; it must come from max(p - q, 0), or the drafts' "
          "favourites come twice as often",
     "abs": "the replacement is drawn from |p - q|; what q has too much of must be cut off: max(p - q, 0)",
+    "next row": "draft k is judged by the row of p after it; row k judges it, and row 0 the first one",
+    "row 0": "the replacement is drawn from row 0 of p and q; take the rows of the rejected draft",
+    "next p": "the replacement is drawn from the row of p after the rejected draft's",
     "last row": "the bonus token is drawn from the row of p that judged the last draft; it has a row of "
                 "its own, one further",
     "again": "the bonus is skipped: after a draft that was accepted whole its last token comes once more",
@@ -130,7 +135,8 @@ def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
     live, rest, chance = len(tokens) if length is None else length, list(p), []
     for k, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         left = p[parent] if mistake == "same p" else rest[parent]
-        chance.append(left[token] / q[k][token])
+        judge = p[parent + 1] if mistake == "next row" else left
+        chance.append(judge[token] / q[k][token])
         if mistake == "upside down":
             chance[k] = 1 / chance[k]
         if mistake in ("threshold", "agree"):
@@ -153,7 +159,9 @@ def by_the_walk(p, q, tokens, parents, coins, length, mistake=None):
     if mistake == "again" and node == live > 0:
         return node, tokens[-1]
     last = p[max(0, node - 1)] if node == live else rest[node]
-    left = {"p": p[node], "root": rest[0], "last row": last}.get(mistake, rest[node])
+    ends = node == live
+    left = {"p": p[node], "root": rest[0], "last row": last, "row 0": rest[node if ends else 0],
+            "next p": p[node if ends else node + 1]}.get(mistake, rest[node])
     return node, int(left.argmax() if mistake == "sure" else coins.choose(left))
 
 
@@ -247,35 +255,64 @@ def test_where_p_is_almost_q(verifier, parents):
                    otherwise=LATER)
 
 
-def rows_stand_for_themselves(verifier, parents, lengths, drawn, dead):
-    """Two texts in one batch: number `drawn` has drafts from q, the other one a greedy target. What a row
-    does not propose may hold anything, even NaN: `dead`."""
+def rows_stand_for_themselves(verifier, parents, lengths, unsure, dead=None):
+    """Some texts in one batch. Row `unsure` has drafts from q; the targets of the others are sure of each
+    token, and some of their drafts are right. What a row does not propose may hold anything, even NaN:
+    `dead`. None: all drafts are copied, and there is no q."""
+    B = len(lengths)
+    eye = torch.eye(3, dtype=torch.float64)
+    tables = [eye[[(t + 1 + b) % 3 for t in range(3)] + [b % 3]] for b in range(B)]
+    tables[unsure] = P
+    drafts = [[b % 3, (2 * b + 1 + b % 2) % 3] for b in range(B)]
+
     def once(coins):
-        tokens, q, way = planted(coins, parents[drawn], SMALL)
-        certain, hot = [2, 0], torch.eye(3, dtype=torch.float64)[[2, 0]]
-        rows = [(tokens, torch.stack(q), way, P),
-                (certain, hot, planted(coins, parents[1 - drawn], GREEDY, certain)[2], GREEDY.p)]
-        ids, qs, ways, tables = zip(*(reversed(rows) if drawn else rows), strict=True)
-        p = torch.stack([after(way, table) for way, table in zip(ways, tables, strict=True)])
-        qs = torch.stack(qs)
-        qs[torch.arange(2) >= torch.tensor(lengths)[:, None]] = dead
-        node, token = verifier(p, torch.tensor(ids), qs, coins, torch.tensor(lengths))
+        rows = [planted(coins, parents[b], SMALL, None if b == unsure and dead is not None else drafts[b])
+                for b in range(B)]
+        p = torch.stack([after(way, table) for (*_, way), table in zip(rows, tables, strict=True)])
+        ids, qs = torch.tensor([tokens for tokens, *_ in rows]), None
+        if dead is not None:
+            qs = torch.stack([eye[tokens] if q is None else torch.stack(q) for tokens, q, _ in rows])
+            qs[torch.arange(2) >= torch.tensor(lengths)[:, None]] = dead
+        whole = min(lengths) == 2
+        node, token = verifier(p, ids, qs, coins, None if whole else torch.tensor(lengths))
         if not all(0 <= n <= most for n, most in zip(node, lengths, strict=True)):
             fail(f"rows of {lengths} proposals", "no more accepted than proposed", node.tolist(), DEAD)
+        ways = [way for *_, way in rows]
         return tuple((*way[n], t)[:3] for way, n, t in zip(ways, node.tolist(), token.tolist(), strict=True))
 
-    tables = [GREEDY.p if b == 1 - drawn else P for b in range(2)]
-    same_law(once, completed({((), ()): 1.0}, *tables, count=3), {}, f"two rows that propose {lengths} "
-             f"tokens, and q of the dead ones is {dead}; {{texts: probability}}",
+    drawn = "copied: q = None" if dead is None else f"drawn, and q of the dead ones is {dead}"
+    same_law(once, completed({((),) * B: 1.0}, *tables, count=3), {},
+             f"{B} rows that propose {lengths} tokens, which are {drawn}; {{texts: probability}}",
              "each row has its own rows of p and q, its own parents, and its own length; where NaN came, "
              "what is dead is computed with: 0 * NaN is NaN, so choose with torch.where or by an index",
              lambda found: completed(found, *tables, count=3))
 
 
-@pytest.mark.parametrize("drawn, lengths, dead", [(0, [2, 1], math.nan), (1, [0, 2], 0.2)])
-def test_verify_rows_stand_for_themselves(drawn, lengths, dead):
+BATCHES = [(0, [2, 1], math.nan), (1, [0, 2], 0.2), (0, [2, 1, 0, 2], math.nan), (2, [1, 0, 2, 1], 0.2),
+           (3, [0, 1, 2, 2], math.nan), (1, [2, 2, 2], 0.2), (0, [1, 2, 0], None), (1, [2, 1, 2, 0], None),
+           (2, [0, 2, 1, 2], None), (3, [2, 2, 2, 2], None)]
+batches = pytest.mark.parametrize("unsure, lengths, dead", BATCHES, ids=str)
+
+
+@batches
+def test_verify_rows_stand_for_themselves(unsure, lengths, dead):
     rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify(p, q, tokens, coins, length),
-                              [range(2)] * 2, lengths, drawn, dead)
+                              [range(2)] * len(lengths), lengths, unsure, dead)
+
+
+@pytest.mark.parametrize("verifier", [
+    lambda p, tokens, coins: verify(p, None, tokens, coins),
+    lambda p, tokens, coins: verify_tree(p, tokens, tokens[:1], coins)], ids=["verify", "verify_tree"])
+def test_a_batch_without_a_draft(verifier):
+    """Plain decoding of three texts: one token each, from the row's own p."""
+    def once(coins):
+        accepted, token = verifier(P[:3, None], torch.zeros(3, 0).long(), coins)
+        promise(not accepted.any(), "three texts, K = 0", "[0, 0, 0] accepted", accepted)
+        return tuple(token.tolist())
+
+    want = {ids: float(P[range(3), ids].prod()) for ids in itertools.product(range(3), repeat=3)}
+    same_law(once, want, {}, "three texts, K = 0 and q = None; {tokens: probability}",
+             "each row draws from its own p")
 
 
 @pytest.mark.parametrize("verifier", [one_row, one_walk])
@@ -431,6 +468,29 @@ def test_chain_lengths(want, left, lengths, stop):
         fail("gamma = 0", "q = None and no step", f"{short(q)}, {steps} steps")
 
 
+def test_chain_rows_of_drawn_rules():
+    """Any lengths, stops at any place, and of each live token the q that it was drawn from."""
+    deal = random.Random(0)
+    for seed in range(60):
+        B = deal.randint(1, 4)
+        known = [[deal.randrange(3) for _ in range(deal.randint(1, 3))] for _ in range(B)]
+        want, left = ([deal.randint(0, 7) for _ in range(B)] for _ in range(2))
+        stops = [[deal.random() < 0.2 for _ in range(B)] for _ in range(8)]
+        most = [max(0, min(n, room - 1)) for n, room in zip(want, left, strict=True)]
+        ends = [next((k + 1 for k in range(8) if stops[k][b]), 9) for b in range(B)]
+        rule = Says(want, lambda k, logits, token, stops=stops: stops[k])
+        rows, q, _ = draft(rule, Coins(seed), known, left)
+        given = f"rows that want {want} tokens, may still emit {left}, and are stopped after token {ends}"
+        longer = [end if end <= max(most) else n for n, end in zip(most, ends, strict=True)]
+        compare(torch.tensor([len(row) for row in rows]), list(map(min, most, ends)), {
+            "a stop after a row's own end makes the row longer": longer}, f"{given} (9: never): the lengths")
+        for b, row in enumerate(rows):
+            if row:
+                before = [known[b][-1], *row[:-1]]
+                compare(q[b, : len(row)], best_two(LOGITS[before]), {},
+                        f"{given}; q of row {b}, which drafted {row} after token {known[b][-1]}")
+
+
 # --- verify_tree
 
 
@@ -453,11 +513,12 @@ def test_verify_tree_copied_siblings(parents, tokens, tables):
                    parents, max(1, min(len(parents), 4)), tokens, NAMED[tables])
 
 
-@pytest.mark.parametrize("parents, lengths, dead, drawn", [
-    ([[0, 0], [0, 1]], [1, 2], math.nan, 0), ([[0, 0], [0, 1]], [1, 2], math.nan, 1),
-    ([[0, 0]], [2, 1], 0.2, 0)], ids=str)
-def test_verify_tree_rows_stand_for_themselves(parents, lengths, dead, drawn):
-    """Each row has its parents, or one row of them stands for all; of one row only one node is proposed."""
+@batches
+@pytest.mark.parametrize("parents", [[[0, 0], [0, 1]], [[0, 0]]], ids=["own parents", "shared parents"])
+def test_verify_tree_rows_stand_for_themselves(parents, unsure, lengths, dead):
+    """Each row has its parents, or one row of them stands for all."""
+    B = len(lengths)
+    given = torch.tensor(parents if len(parents) == 1 else (parents * B)[:B])
     rows_stand_for_themselves(
-        lambda p, tokens, q, coins, length: verify_tree(p, tokens, torch.tensor(parents), coins, q, length),
-        parents * (3 - len(parents)), lengths, drawn, dead)
+        lambda p, tokens, q, coins, length: verify_tree(p, tokens, given, coins, q, length),
+        given.expand(B, 2).tolist(), lengths, unsure, dead)

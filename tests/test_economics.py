@@ -1,4 +1,6 @@
 """What drafting gains on a machine: exercises 20 and 21, exercises/economics.py."""
+import random
+
 import pytest
 from teach import compare, fail, short
 from tiny import wide
@@ -83,9 +85,7 @@ PICKS = {"the most tokens are not the best speed: divide by gamma c + pass_cost(
          "plain decoding, (16, 0, 1.0), is a choice, too, and here it is the fastest": "forced"}
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_the_best_bits(name):
-    alphas, machine, pass_cost, most, want = CHOICES[name]
+def check_bits(alphas, machine, pass_cost, most, want):
     costs = [round(cost_in_bits(bits, *machine), 4) for bits in alphas]
     given = (f"alphas = {alphas}, which cost {costs}, a pass over 2 tokens {pass_cost(2)} and over 4 "
              f"{pass_cost(4)}, most = {most}")
@@ -94,7 +94,7 @@ def test_the_best_bits(name):
         fail(given, "(bits, gamma, speed)", f"{got!r:.100}")
     if got[:2] != want:
         why = [why for why, mistake in PICKS.items()
-               if fastest(*CHOICES[name][:4], mistake) == got[:2] != want]
+               if fastest(alphas, machine, pass_cost, most, mistake) == got[:2] != want]
         if got[0] != want[0] and got[0] == max(alphas, key=alphas.get):
             why.append("the highest alpha is not the best draft: its bits cost more")
         fail(given, f"{want[0]} bits and gamma = {want[1]}", f"{got[0]} bits and gamma = {got[1]}",
@@ -104,6 +104,24 @@ def test_the_best_bits(name):
     speed = expected_tokens(alpha, gamma) / (gamma * cost + pass_cost(gamma + 1))
     compare(wide([got[2]]), [speed], {"this is the number of tokens: divide by the price": [
         expected_tokens(alpha, gamma)]}, given, 1e-9)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_best_bits(name):
+    check_bits(*CHOICES[name])
+
+
+def test_the_best_bits_on_drawn_machines():
+    """Passes that get dearer or cheaper anyhow, drafts that always pass, and long ones."""
+    draw = random.Random(0)
+    for _ in range(80):
+        alphas = {bits: draw.choice([0.0, 1.0, *[draw.random() for _ in range(6)]])
+                  for bits in draw.sample([2, 3, 4, 5, 6, 8], draw.randint(1, 4))}
+        machine = draw.uniform(1e8, 1e10), draw.uniform(1e10, 3e12), draw.choice([0.0, draw.uniform(0, 0.01)])
+        most = draw.randint(1, 30)
+        table = [1.0, *(draw.uniform(0.8, 1 + 0.2 * T) for T in range(max(4, most)))]
+        given = alphas, machine, lambda T, table=table: table[T - 1], most
+        check_bits(*given, fastest(*given))
 
 
 # --- a batch
@@ -141,8 +159,9 @@ def test_the_time_of_a_pass():
 
 
 def roofline(cache):
+    """A pass over a billion weights, at 100 GB/s and 10 TFLOPS."""
     def seconds(rows, width):
-        return pass_seconds(rows, width, 1e9, cache, 1e11, 1e13)
+        return max((2e9 + rows * cache) / 1e11, 2e9 * rows * width / 1e13)
     return seconds
 
 
@@ -160,10 +179,8 @@ BATCHES = {     # alpha, gamma, cost, seconds, most; the largest batch
     "long drafts": (0.8, 6, 0.05, roofline(1e6), 500, 53)}
 
 
-@pytest.mark.parametrize("name", BATCHES)
-def test_the_largest_batch(name):
-    alpha, gamma, cost, seconds, most, want = BATCHES[name]
-
+def check_batch(alpha, gamma, cost, seconds, most, want, otherwise=None):
+    """otherwise: what to say where a mistake would be named by chance."""
     def gains(rows, width=gamma + 1, base=None, price=0.0):
         verify_cost = seconds(rows, width) / seconds(base or rows, 1)
         return expected_tokens(alpha, gamma) / ((gamma + price) * cost + verify_cost) > 1
@@ -185,4 +202,25 @@ def test_the_largest_batch(name):
         fail(f"alpha = {alpha}, gamma = {gamma}, cost = {cost}, most = {most}; a plain pass over 1, 8 and 64 "
              f"rows takes {short([seconds(rows, 1) for rows in (1, 8, 64)])} s, one that verifies "
              f"{short([seconds(rows, gamma + 1) for rows in (1, 8, 64)])} s", f"{want} texts", f"{got!r:.60}",
-             next((why for why, wrong in mistakes.items() if wrong == got and type(got) is int), None))
+             otherwise or next((why for why, wrong in mistakes.items() if wrong == got), None))
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_largest_batch(name):
+    check_batch(*BATCHES[name])
+
+
+def test_the_largest_batch_of_drawn_machines():
+    """Passes that take any time: a batch that loses says nothing about a larger one."""
+    draw = random.Random(0)
+    for number in range(80):
+        alpha, gamma = draw.choice([1.0, draw.random()]), draw.randint(1, 9)
+        cost, most = draw.uniform(0.01, 0.3), draw.randint(1, 40)
+
+        def seconds(rows, width, number=number):
+            return 1 + 4 * width**0.5 * random.Random(f"{number} {rows} {width}").random()
+
+        gains = [rows for rows in range(1, most + 1) if expected_tokens(alpha, gamma)
+                 > gamma * cost + seconds(rows, gamma + 1) / seconds(rows, 1)]
+        check_batch(alpha, gamma, cost, seconds, most, max(gains, default=0),
+                    "a batch that loses says nothing about a larger one: look at each")

@@ -85,7 +85,10 @@ def test_the_specifications_are_true():
 REFUSED = [  # number of the exercise, what is changed, and the one line that says so
     (2, ("if scaling is None:", "if scaling is None"), "line 9: this is not Python yet"),
     (3, ("def forward", "def backward"), "`RMSNorm.forward` is not there any more"),
-    (5, ("        G = N - 2", "        from numpy import dot as G"), "line 7: it imports numpy"),
+    (5, ("        G = N - 2", "        from numpy import dot as G"), "line 7: it imports numpy; its arrays"),
+    (5, ("        G = N - 2", "        from torch import os as G"), "line 7: `os` goes around"),
+    (9, ("    B, K = tokens.shape", "    B = getattr(torch, 'sys').modules"), "line 19: `sys` goes around"),
+    (9, ("    B, K = tokens.shape", "    import test_by_outcomes as B"), "line 19: .* these are the tests"),
     (3, ("    def forward", "    def helper(self):\n        return 1\n\n    def forward"),
      "line 2: put `helper` outside of its class"),
     (9, ("    B, K = tokens.shape", "    return verify_tree(p, tokens, tokens, coins, q)"),
@@ -155,6 +158,13 @@ def test_a_hollow_module_is_the_library_without_the_functions(task):
         splice.code(task.module, task.functions, stub)
 
 
+def test_harmless_modules_may_be_imported():
+    """Right answers take a heap, a bisection or a copy."""
+    task = choose("8")
+    text = "import bisect, heapq, operator, copy\n" + answer(task)
+    splice.code(task.module, task.functions, text)
+
+
 def test_helpers_come_along_and_of_two_definitions_the_last_one_counts():
     task = choose("KVCache.write")
     head = "  def write(self, layer, k, v, at, start=0):\n    return "
@@ -192,7 +202,7 @@ def put_answer(out, number, old, new):
 def test_one_clear_line_for_each_kind_of_accident(out):
     """While the tests run: prints, errors, an exit; and files that are missing or stubs."""
     put_answer(out, "1", "    return x if", '    print("here I am")\n    return x if')
-    put_answer(out, "6", "here = slice", "__import__('os')._exit(0); here = slice")
+    put_answer(out, "6", "here = slice", "getattr(torch, 'o' + 's')._exit(0); here = slice")
     put_answer(out, "8", "class Coins", "from torch import coins as torch\n\nclass Coins")
     put_answer(out, "10", "token = state.coins.choose(q)", "token = nothing")
     (out / file_name(choose("9"))).unlink()

@@ -1,11 +1,13 @@
 """What trains a draft, and which exit drafts a token: exercises 22 to 24, exercises/exits.py."""
+import itertools
 import math
+import random
 from functools import partial
 from itertools import accumulate
 
 import pytest
 import torch
-from teach import compare, fail, look, promise, same_law, short
+from teach import compare, learns, look, promise, same_law, short
 from test_sampling import from_p
 from tiny import warm, wide
 
@@ -45,6 +47,10 @@ def head_by_rows(head, target, ahead, length, mistake=None):
     rows = sum(texts, [])
     if mistake == "sum":
         return sum(rows)
+    if mistake == "B T":
+        return sum(rows) / head.shape[0] / T
+    if mistake == "B N":
+        return sum(rows) / head.shape[0] / (T - ahead)
     if mistake == "texts":
         return sum(sum(text) / len(text) for text in texts if text) / len(texts)
     return sum(rows) / max(1, len(rows))
@@ -60,6 +66,8 @@ HEADS = {
     "one more": "the last row that counts is row length - ahead - 1; its target is the text's last row",
     "all rows": "divide by the rows that count: the last `ahead` of a text have no target",
     "sum": "this is the sum; divide by the number of rows that count",
+    "B T": "this is the mean over all B T rows; divide by the number of rows that count",
+    "B N": "this is the mean over B (T - ahead) rows; divide by the number of rows that count",
     "texts": "this is the mean of the texts' means; every row counts alike, whatever text it is in"}
 
 
@@ -120,12 +128,32 @@ def test_a_head_learns_and_its_teacher_does_not():
     compare(head.grad, want, {}, f"{given}: the gradient of the head's logits is (q - p) / rows", 1e-9)
 
 
+def test_what_is_no_text_leaves_no_gradient():
+    """The rows after a text hold NaN: their gradient is 0, and that of the others stays what it is."""
+    grads = []
+    for filling in (0.0, math.nan):
+        head, target = (numbers(seed, 2, 5, 3) for seed in (3, 4))
+        target[1, 3:] = filling
+        head.requires_grad_()
+        head_loss(head, target, 1, torch.tensor([5, 3])).backward()
+        grads.append(head.grad)
+    poisoned = grads[0].clone()
+    poisoned[1, 2:4] = math.nan
+    compare(grads[1], grads[0], {
+        "rows that do not count were left out after the product: in the backward pass 0 times NaN is NaN; "
+        "select first": poisoned},
+        "2 texts of [5, 3] rows out of 5, ahead = 1, the target is NaN after a text: the head's gradient",
+        1e-9)
+
+
 # --- the exits
 
 
 def schedule(step, steps, L, every, mistake=None):
     """The exits of a step, as `look` draws them."""
-    interval = {"whole": max(1, steps // (2 * L)), "late": steps / L}.get(mistake, steps / (2 * L))
+    known = 2 * L * step // steps       # in whole numbers: step / (steps / (2 * L)) can round below one
+    known = {"whole": step // max(1, steps // (2 * L)), "late": L * step // steps,
+             "float": int(step / (steps / (2 * L)))}.get(mistake, known)
     row = ""
     for block in range(L):
         if every:
@@ -133,7 +161,7 @@ def schedule(step, steps, L, every, mistake=None):
             on = (block - by) % every == 0
         else:
             place = block if mistake == "upwards" else L - 1 - block
-            on = place <= int(step / interval)
+            on = place <= known
         row += ".x"[on or block == L - 1 and mistake != "last"]
     return row
 
@@ -144,20 +172,20 @@ SCHEDULES = {
     "still": "`step` is ignored: the exits rotate",
     "whole": "1 / (2 L) of the steps need not be a whole number: round at the end",
     "late": "all exits are on after half of the steps",
+    "float": "a division of floats can come out just below a whole number: multiply first, 2 L step // steps",
     "upwards": "it begins with the first blocks; it goes down from the last one"}
 
 
 @pytest.mark.parametrize("L, every, steps", [
-    (6, 3, 9), (5, 2, 100), (4, 1, 8), (3, 5, 8), (4, None, 16), (4, None, 12), (7, None, 30), (2, None, 2)])
+    (6, 3, 9), (5, 2, 100), (4, 1, 8), (3, 5, 8), (4, None, 16), (4, None, 12), (7, None, 30), (2, None, 2),
+    (14, None, 36), (1, None, 5), (1, 2, 5), (11, None, 1000), (24, None, 7), (9, 4, 30)])
 def test_the_exits_of_a_step(L, every, steps):
     def pictures(mistake=None):
-        return [schedule(step, steps, L, every, mistake) for step in range(min(steps, 12))]
+        return [schedule(step, steps, L, every, mistake) for step in asked]
 
-    got = [enabled_exits(step, steps, L, every) for step in range(min(steps, 12))]
-    given = f"steps 0, 1, 2, ... of {steps}, L = {L}, every = {every}; x: this exit is trained"
-    for on in got:
-        if not isinstance(on, torch.Tensor) or (on.shape, on.dtype) != ((L,), torch.bool):
-            fail(given, f"a tensor ({L},) of bools", f"{on!r:.100}")
+    asked = range(0, steps, 1 + steps // 40)
+    got = [enabled_exits(step, steps, L, every) for step in asked]
+    given = f"the steps {asked} of {steps}, L = {L}, every = {every}; x: this exit is trained"
     look(torch.stack(got), pictures(), {why: pictures(name) for name, why in SCHEDULES.items()}, given)
 
 
@@ -205,6 +233,21 @@ def test_the_loss_of_the_exits(L, trained, scale):
     mistakes = {why: exits_by_rows(logits, tokens, L, scale, name) for name, why in EXITS.items()}
     compare(exit_loss(logits, tokens, L, scale), exits_by_rows(logits, tokens, L, scale), mistakes,
             f"random logits of the exits {trained} of {L}, scale = {scale}, 2 texts of 5 tokens", 1e-9)
+
+
+def test_the_loss_of_the_exits_trains_them():
+    logits = {block: numbers(block, 2, 4, 3) for block in (1, 2)}
+    learns(lambda: exit_loss(logits, torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]]), 3, 0.7),
+           {f"logits[{block}]": x for block, x in logits.items()}, "the exits 1 and 2 of three")
+
+
+def test_a_model_of_one_block_has_one_exit():
+    """Its weight by the formula is 0; whatever it is, the mean is the cross-entropy of this exit."""
+    said = numbers(1, 2, 4, 3)
+    tokens = torch.tensor([[0, 1, 2, 0], [2, 2, 1, 0]])
+    for scale in (0.0, 0.5):
+        want = exits_by_rows({0: said}, tokens, 1, scale, "alike")
+        assert float(exit_loss({0: said}, tokens, 1, scale)) == pytest.approx(want)
 
 
 def test_the_loss_of_two_exits_by_hand():
@@ -256,6 +299,19 @@ def test_the_first_exit_that_is_sure(threshold, probs):
         "q is what the token is drawn from, with temperature and cuts: probs(logits)": wide(P)[at]},
         given, 1e-9)
     promise(token.shape == (3,), given, "tokens (B,)", token)
+
+
+def test_exits_of_drawn_models():
+    """Any number of exits, one included, and of rows."""
+    draw = random.Random(0)
+    for E, B in itertools.product((1, 2, 5), (1, 2, 4)):
+        logits, threshold = numbers(E + 9 * B, E, B, 3), draw.uniform(0.4, 0.9)
+        sure = (logits.softmax(-1).amax(-1) >= threshold).T.tolist()
+        want = [row.index(True) if True in row else E - 1 for row in sure]
+        exits, _, q = draw_at_exit(logits, threshold, COLD, Coins(0))
+        given = f"{E} exits, {B} rows, threshold {threshold:.4g}; the exits that are sure, row by row: {sure}"
+        compare(exits, want, {}, given)
+        compare(q, COLD(logits)[want, range(B)], {}, given, 1e-9)
 
 
 def test_an_exit_is_sure_at_the_threshold_itself():

@@ -131,7 +131,7 @@ def test_expected_improvement_is_exact_far_below_the_best_and_never_negative():
     below = [-4.0 - i / 2 for i in range(16)]  # torch's ndtr of a few is exact, that of many is not
     want = [u * math.erfc(-u / 2**0.5) / 2 + math.exp(-u * u / 2) / (2 * math.pi)**0.5 for u in below]
     got = expected_improvement(wide(below), torch.ones(16).double(), 0.0)
-    compare(got / wide(want), torch.ones(16), {},
+    compare(got / wide(want), torch.ones(16).double(), {},
             "means of -4, -4.5 to -11.5, deviations of 1, the best 0: what came divided by the exact value. "
             "Far below, ndtr is not exact enough", 1e-8)
     many = torch.linspace(-60, 60, 100_001, dtype=torch.float64)

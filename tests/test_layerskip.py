@@ -1,6 +1,7 @@
 """Skip sets, how users write them, and how often a text accepts a draft, as in the loop. And drafting itself,
 beside the drafts that well-known mistakes give: these tests grade an exercise."""
 import json
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -151,10 +152,10 @@ def test_what_lies_beside_weights_by_chance_is_left_out(tmp_path, name, read, ou
 TARGET = make(LLAMA)
 
 
-def begun(sublayers, prompts, taps=()):
+def begun(sublayers, prompts, taps=(), model=TARGET):
     """A state after one plain round, and the draft of a SelfDraft that has begun there. Temperature 1."""
     state, _ = next(rounds(TARGET, prompts, 20, probs=warm, coins=Coins(3)))
-    state.taps, drafter = taps, SelfDraft(TARGET, sublayers, 3)
+    state.taps, drafter = taps, SelfDraft(model, sublayers, 3)
     drafter.begin(state, {})
     return state, drafter.propose(state)
 
@@ -243,6 +244,20 @@ def test_what_a_draft_hands_over_is_the_targets(name, rows, record_property):
             fail(given + ", taps (0, 1, 9)", f"a trace of the taps before {first}", sorted(trace))
         for tap, got in trace.items():
             compare(got[b], states[tap + 1], {}, f"{given}: the trace after sub-layer {tap}", rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", SUBLAYERS)
+@torch.inference_mode()
+def test_a_copy_in_few_bits_hands_nothing_over(name):
+    """Its states are rough, and the target would go on from them."""
+    rough = deepcopy(TARGET)
+    for w in rough.parameters():
+        w.copy_((4 * w).round() / 4)
+    _, draft = begun(SUBLAYERS[name], TEXTS["three rows"], (0, 1, 9), rough)
+    if draft.reuse is not None:
+        fail(f"a copy of the target in few bits drafts with the sub-layers {SUBLAYERS[name]}", "reuse = None",
+             f"the states before sub-layer {draft.reuse.first}", "a copy's states are not the target's, and "
+             "its text would change: hand them over only where self.is_target is true")
 
 
 @pytest.mark.parametrize("name", SUBLAYERS)

@@ -4,13 +4,15 @@ import itertools
 import json
 import math
 import struct
+from functools import partial
 
 import expected
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from teach import compare, promise
+from test_by_hand import slow_probs
 from tiny import LLAMA, make, wide
 
 import checkpoint
@@ -22,21 +24,11 @@ from sampling import Coins, to_probs, uniforms
 
 settings.register_profile("here", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("here")
+# of an exercise: to shrink an input on which a student's answer fails would take half a minute
+unshrunk = partial(settings, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
 
 
 # --- sampling
-
-
-def slow_probs(logits, temperature, top_k, top_p, min_p):
-    """By its definition, token by token."""
-    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k if temperature else 1]
-    p = [math.exp((logits[i] - max(logits)) / (temperature or 1)) for i in order]
-    p, total, kept = [x / sum(p) for x in p], 0.0, {}
-    for i, x in zip(order, p, strict=True):
-        if (top_p is None or total < top_p - 1e-12) and x >= (min_p or 0) * p[0]:
-            kept[i] = x
-        total += x
-    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
 
 
 @given(st.lists(st.floats(-9, 9, width=16), min_size=1, max_size=9), st.tuples(
@@ -84,6 +76,7 @@ def test_coins_are_splitmix64_in_purchases_of_any_size(seed, counts):
 
 
 @given(st.data(), st.integers(1, 7), st.integers(0, 30), st.none() | st.integers(1, 24), st.integers(1, 3))
+@unshrunk()
 def test_visible_is_its_definition(data, M, first, window, rows):
     """One tree or a tree for each row, of a block that may be the last part of what the tree knows."""
     T, g = data.draw(st.integers(1, M)), torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -106,6 +99,7 @@ def test_visible_is_its_definition(data, M, first, window, rows):
 
 
 @given(st.integers(1, 8), st.integers(0, 400), st.integers(0, 400), st.integers(0, 99))
+@unshrunk()
 def test_rotation_keeps_lengths_and_knows_distances_only(half, i, j, shift):
     freqs, g = frequencies(2 * half, 500.0), torch.Generator().manual_seed(half)
     x, y = torch.randn(2, 2 * half, generator=g, dtype=torch.float64)
@@ -123,7 +117,7 @@ def test_rotation_keeps_lengths_and_knows_distances_only(half, i, j, shift):
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 3))
-@settings(max_examples=20)
+@unshrunk(max_examples=20)
 def test_a_cache_is_a_table_of_slots(data, B, T):
     """Writes at any slots of any rows, moves that overlap: the same as in nested lists."""
     S, D, cache, table = 6, LLAMA.head_dim, KVCache(LLAMA, B, 6, torch.float64), {}

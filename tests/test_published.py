@@ -1,4 +1,6 @@
 """Two published results: exercises 17 and 18, exercises/published.py."""
+import random
+
 import torch
 from teach import compare, fail, promise, short
 from tiny import law, wide
@@ -50,9 +52,19 @@ def test_a_published_run():
             [s for s, *_ in rows],
         "the passes of the target come first: only what is left can pay for drafts":
             [(1 + g * s) / d for s, g, _, d, _ in rows]}, given, 1e-5)
-    for run, want in (((0.5, 12.0, 40, 10), 0.35), ((2.0, 100.0, 25, 30), 0.8), ((0.01, 1.0, 100, 50), 0.5)):
-        compare(wide([draft_cost(*run)]), [want], {}, f"(plain, seconds, drafted, verified) = {run}", 1e-9)
-    rows = [(0.5, 4, 0.1, 4, 1), (0.25, 8, 0.02, 9, 1.5), (0.75, 1, 0.3, 1, 1)]
-    given = f"(share, gamma, cost, drafted, verified) = {rows}"
-    compare(wide([speed(*row) for row in rows]), [3 / 1.4, 3 / 1.68, 1.75 / 1.3], {}, given, 1e-9)
-    compare(wide([break_even(s, g, d, v) for s, g, _, d, v in rows]), [0.5, 1.5 / 9, 0.75], {}, given, 1e-9)
+
+
+def test_drawn_runs():
+    draw = random.Random(0)
+    for _ in range(30):
+        share, gamma, cost = draw.random(), draw.randint(1, 9), draw.uniform(0.01, 2)
+        drafted, verified = draw.uniform(1, 12), draw.uniform(1, 3)
+        plain = draw.uniform(1e-3, 2)
+        row = share, gamma, cost, drafted, verified
+        run = plain, plain * (drafted * cost + verified), drafted, verified
+        compare(wide([draft_cost(*run)]), [cost], {}, f"(plain, seconds, drafted, verified) = {run}", 1e-9)
+        tokens = 1 + gamma * share
+        compare(wide([speed(*row)]), [tokens / (drafted * cost + verified)], {},
+                f"(share, gamma, cost, drafted, verified) = {row}", 1e-9)
+        compare(wide([break_even(share, gamma, drafted, verified)]), [(tokens - verified) / drafted], {},
+                f"(share, gamma, drafted, verified) = {(share, gamma, drafted, verified)}", 1e-9)

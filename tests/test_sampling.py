@@ -94,7 +94,7 @@ def test_each_row_stands_for_itself():
     for s in (dict(temperature=0.0), *SETTINGS):
         p, given = to_probs(logits, **s), f"logits (3, 2, 20), {s}"
         promise(p.shape == logits.shape, given, "(3, 2, 20)", str(tuple(p.shape)))
-        compare(p.sum(-1), torch.ones(3, 2), {}, f"{given}: the sums")
+        compare(p.sum(-1), torch.ones(3, 2).double(), {}, f"{given}: the sums")
         for at in (1, (2, 1)):
             compare(to_probs(logits[at], **s), p[at], {}, f"{given}: the part {at} alone")
     apart = torch.tensor([[0.1, 0.2, 0.4], [3e6, 0.0, 1.0]])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_by_outcomes import one_row, rows_stand_for_themselves, writes_the_law
+from test_by_outcomes import batches, one_row, rows_stand_for_themselves, writes_the_law
 from test_speculative import LAWS
 from tiny import LIVELY, PROMPTS, law, make, wide
 
@@ -27,11 +27,10 @@ def test_copied_drafts():
     writes_the_law(one_block, "copied proposals", range(2), 3, [2, 0])
 
 
-@pytest.mark.parametrize("dead", [0.0, torch.nan])
-@pytest.mark.parametrize("drawn, lengths", [(0, [2, 1]), (1, [0, 2])])
-def test_rows_stand_for_themselves(drawn, lengths, dead):
+@batches
+def test_rows_stand_for_themselves(unsure, lengths, dead):
     rows_stand_for_themselves(lambda p, tokens, q, coins, length: verify_block(p, q, tokens, coins, length),
-                              [range(2)] * 2, lengths, drawn, dead)
+                              [range(2)] * len(lengths), lengths, unsure, dead)
 
 
 SOME = ["exit", "exit, stopped", "ngram", "gemma2 skip"]
