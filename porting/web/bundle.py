@@ -28,7 +28,7 @@ def in_int8(tensors):
     for name, tensor in tensors.items():
         if tensor.dim() == 2:
             matrix = Int8(tensor.float())
-            stored[name] = matrix.codes
+            stored[name] = matrix.codes[:, : matrix.columns].contiguous()
             stored[f"{name}.scale"] = matrix.scale
         else:
             stored[name] = tensor.float()
