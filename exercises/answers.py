@@ -327,7 +327,7 @@ WRONG = {
             "torch.tensor([[3.0], [3.01]])": "look at the second"}},
     "draft_cost, speed, break_even": {
         "(seconds / plain - verified) / drafted": {
-            "0.967098": "(plain, seconds, drafted, verified) =", "seconds / plain / drafted": "subtract them first",
+            "0.967098": "drafted, verified) =", "seconds / plain / drafted": "subtract them first",
             "(seconds - verified * plain) / drafted": "these are seconds"},
         "(1 + gamma * share) / (drafted * cost + verified)": {
             "(1 + 2 * share) / (drafted * cost + verified)": "drafted, verified) =",
