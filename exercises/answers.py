@@ -327,10 +327,10 @@ WRONG = {
             "torch.tensor([[3.0], [3.01]])": "look at the second"}},
     "draft_cost, speed, break_even": {
         "(seconds / plain - verified) / drafted": {
-            "0.967098": "(0.5, 12.0, 40, 10)", "seconds / plain / drafted": "subtract them first",
+            "0.967098": "drafted, verified) =", "seconds / plain / drafted": "subtract them first",
             "(seconds - verified * plain) / drafted": "these are seconds"},
         "(1 + gamma * share) / (drafted * cost + verified)": {
-            "(1 + 2 * share) / (drafted * cost + verified)": "(0.5, 4, 0.1, 4, 1)",
+            "(1 + 2 * share) / (drafted * cost + verified)": "drafted, verified) =",
             "sum(share ** i for i in range(gamma + 1)) / (drafted * cost + verified)": "and no alpha",
             "(1 + gamma * share) / (gamma * cost + 1)": "count the passes"},
         "(1 + gamma * share - verified) / drafted": {
