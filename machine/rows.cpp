@@ -133,7 +133,8 @@ static void tile(const Weight &w, long bits, long n, const char *x, float *y) {
     vf sum[M][2] = {};
     for (long k = 0; k < whole; k += STEP) {
         At at = {row + k * bits / 8, steps + k / 32, offsets + k / 32};
-        for (int i = 0; i < STEP * bits / 8; i += 64) __builtin_prefetch(at.data + AHEAD + i);
+        // into the second cache (2): in the first, weights would take the place of x
+        for (int i = 0; i < STEP * bits / 8; i += 64) __builtin_prefetch(at.data + AHEAD + i, 0, 2);
         S::template add<M>(sum, at, x, k, K);
     }
     if (whole < K) {                            // the rest of a row; x is padded with zeros

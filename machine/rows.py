@@ -1,8 +1,8 @@
-"""The C++ of rows.cpp and pass.cpp, compiled once per machine and called by ctypes.
+"""The C++ of rows.cpp, bits.cpp and pass.cpp, compiled once per machine and called by ctypes.
 
     library()               what is compiled, or None where that cannot be done
-    product(x, w)           y = x w^T for few rows, each with the same bits alone and among others
-    Weight, Block, ...      the structs that both languages share, field by field
+    describe(w)             a matrix as a Weight, one of the structs that both languages share
+    call(library(), x, ...) y = x w^T for few rows, each with the same bits alone and among others
 
 Compiling takes some five seconds. The result lies in the user's cache folder, under a name made of
 the source, the compiler and the processor. It is kept only after it has passed `check`.

@@ -49,7 +49,9 @@ def test_reading_a_prompt(monkeypatch):
     assert [row[0] for row in data["rows"]] == ["8", "80"] and "| fused, times as fast |" in text
 
 
-def test_what_changes_an_exact_text_and_what_does_not():
+def test_what_changes_an_exact_text_and_what_does_not(monkeypatch):
+    monkeypatch.setattr(exact, "BLOCKS", (3, 7))
+    monkeypatch.setattr(exact, "MORE", (100,))
     a = bench.parse(["exact", "--model", "weights/stories-plain", "--new", "8", "--repeats", "1"])
     text, data = exact.run(a)
     counts = {what: rows for (what, _), rows in data["counts"]}
