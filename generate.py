@@ -207,7 +207,8 @@ def run(a):
             raise ValueError(f"--{flag} works in one process, not in several")
     dtype = a.dtype and getattr(torch, a.dtype)
     quant = KINDS.get(a.quant)
-    model, tokenizer = checkpoint.load(a.model, device, dtype, quant, parallel.place())
+    part = parallel.place() if world > 1 else None
+    model, tokenizer = checkpoint.load(a.model, device, dtype, quant, part)
     if world > 1:
         model = parallel.join(model)
     else:

@@ -150,6 +150,9 @@ class Agreed(Coins):
     def choose(self, weights):
         return self.shared(self.coins.choose(weights))
 
+    def settle(self, p, position, offset=0):    # what is drawn from it is shared
+        return self.coins.settle(p, position, offset)
+
     def shared(self, outcome):
         talk(dist.broadcast, outcome, 0)
         return outcome

@@ -27,7 +27,7 @@ from methods import heads
 from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
-from sampling import Coins, to_probs
+from sampling import Coins, Race, to_probs
 from speculative import ModelDraft, generate
 from support import drafts
 
@@ -175,6 +175,11 @@ def test_each_process_reads_only_its_slices(folders, monkeypatch, family):
     assert (m.c.n_heads, m.c.n_kv_heads, m.c.hidden_dim, m.c.vocab_size) == (2, 1, 12, 17)
     own, all_of_it = (sum(byte_costs(model).sublayers) for model in (m, whole))
     assert own == pytest.approx(all_of_it / 4, rel=0.1), "a share costs its own bytes"
+
+
+def test_a_race_is_a_race_among_processes_too():
+    p, places = torch.full((2, 3, 7), 1 / 7), torch.tensor([[4, 5, 6]])
+    assert torch.equal(parallel.Agreed(Race(5)).settle(p, places), Race(5).settle(p, places))
 
 
 def test_sizes_that_do_not_fit_are_refused(folders):
