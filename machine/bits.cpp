@@ -91,10 +91,16 @@ static void round_row(const float *x, long count, char *to) {
     for (long k = 0; k < count; k += STEP) {
         long n = count - k < STEP ? count - k : STEP;
         float largest = 0;
-        for (long i = 0; i < n; i++) largest = fmaxf(largest, fabsf(x[k + i]));
-        float scale = largest / 127, inverse = scale > 0 ? 1 / scale : 0;
+        #pragma omp simd reduction(max : largest)
+        for (long i = 0; i < n; i++) {
+            float size = fabsf(x[k + i]);
+            largest = size > largest ? size : largest;
+        }
+        float scale = largest / 127;
+        float inverse = scale > 0 ? 1 / scale : 0;
         int8_t *codes = (int8_t *)to + k;
-        for (long i = 0; i < n; i++) codes[i] = (int8_t)nearbyintf(x[k + i] * inverse);
+        #pragma omp simd
+        for (long i = 0; i < n; i++) codes[i] = (int8_t)(int32_t)nearbyintf(x[k + i] * inverse);
         float *sums = (float *)(to + K + k);
         for (int i = 0; i < STEP; i += 4)
             sums[i / 4] = scale * (codes[i] + codes[i + 1] + codes[i + 2] + codes[i + 3]);

@@ -13,6 +13,7 @@ from PIL import Image
 from test_show import STORIES
 from tiny import make_round
 
+from machine import rows
 from notebooks import plots
 from support.show import Generation
 
@@ -26,6 +27,7 @@ each = pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 @each
 def test_runs_from_top_to_bottom(path):
     """From its own folder, as Jupyter does."""
+    rows.library()      # what it says while it compiles, once per machine, is no warning
     notebook = execute["execute"](path, path.parent)
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
     assert counts == list(range(1, len(counts) + 1))

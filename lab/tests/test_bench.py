@@ -65,7 +65,7 @@ def test_help_by_hand(call, monkeypatch, tmp_path):
     call.refuses(["costs", "--repeats", "0"], tmp_path, "--repeats: must be at least 1, got 0")
     call.refuses(["help", "--repeats", "1"], tmp_path, "unrecognized arguments: --repeats")
     call.refuses(["self", "--twin", DRAFT], tmp_path, "unrecognized arguments: --twin")
-    call.refuses(["plain", "--model", DRAFT], tmp_path, "unrecognized arguments: --model")
+    call.refuses(["plain", "--dtype", "float32"], tmp_path, "unrecognized arguments: --dtype")
     call.refuses(["help", "--model", "someone/a-model"], tmp_path, "hf download someone/a-model")
     call.refuses(["heads", "--heads", tmp_path], tmp_path, "no trained heads")
     monkeypatch.setitem(sys.modules, "transformers", None)
