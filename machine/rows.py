@@ -83,9 +83,9 @@ def flags():
 
 
 def build(path):
-    """Compile the sources into the file `path`. Raises OSError or ValueError, in one line."""
+    """Compile the sources, and keep the result in the file `path`. Returns the library. Raises
+    OSError or ValueError, in one line, where it cannot be compiled or does not pass its check."""
     command = compiler()
-    files.check_writable(path)
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / path.name
         run = subprocess.run([command, *flags(), str(SOURCES[-1]), "-o", str(made)],
@@ -93,8 +93,13 @@ def build(path):
         if run.returncode:
             said = run.stderr.strip().splitlines() or [f"status {run.returncode}"]
             raise ValueError(f"{command}, which failed: {said[0]}")
-        check(ctypes.CDLL(str(made)))
-        files.keep(path, made.read_bytes())
+        lib = ctypes.CDLL(str(made))
+        check(lib)
+        try:
+            files.keep(path, made.read_bytes())
+        except OSError as e:
+            files.note("rows", f"not kept, so the next run compiles again: {e}")
+    return lib
 
 
 @cache
@@ -103,17 +108,21 @@ def library():
     try:
         version = subprocess.run([compiler(), "--version"], capture_output=True).stdout
         facts = [source.read_bytes() for source in SOURCES]
-        facts += [version, " ".join(flags()).encode(), machine(torch.device("cpu")).encode()]
+        facts += [version, " ".join(flags()).encode(), processor().encode()]
         name = hashlib.sha256(b"\0".join(facts)).hexdigest()[:16]
         path = files.cache_file(f"rows-{name}.so")
-        if not path.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.note("rows", "compiling the loops of machine/rows.cpp, once per machine")
-            build(path)
-        return ctypes.CDLL(str(path))
+        if path.is_file():
+            return ctypes.CDLL(str(path))
+        files.note("rows", "compiling the loops of machine/rows.cpp, once per machine")
+        return build(path)
     except (OSError, ValueError) as e:
         files.note("rows", f"few rows are multiplied by the library, because of {e}")
         return None
+
+
+def processor():
+    """The name of the processor, whatever the number of threads."""
+    return machine(torch.device("cpu")).rpartition(",")[0]
 
 
 def check(lib):

@@ -3,7 +3,9 @@ depend neither on the number of rows, nor on how a text is cut, nor on the numbe
 import platform
 import re
 import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from model import Placement
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, prefill
 
+ROOT = Path(__file__).resolve().parent.parent
 HALF = torch.bfloat16, torch.float16
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 SHAPES = (5, 8), (70, 100), (33, 64), (64, 576), (16, 1500)     # of matrices, (N, K)
@@ -205,6 +208,13 @@ def test_without_a_compiler_one_line_says_so(folder, monkeypatch, capsys, comman
     assert torch.allclose(q.product(torch.ones(1, 64)), q.full(torch.float32).sum(1), atol=1e-4)
     said = [line for line in capsys.readouterr().err.splitlines() if "because of" in line]
     assert len(said) == 1 and why in said[0]
+
+
+def test_two_processes_may_compile_at_once(folder):
+    command = [sys.executable, "-c", "from machine import rows; print(rows.library() is not None)"]
+    runs = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [run.communicate()[0] for run in runs] == ["True\n"] * 2
+    assert [path.suffix for path in (folder / "self-speculative-decoding").iterdir()] == [".so"]
 
 
 def test_what_is_compiled_wrongly_is_not_kept(folder, monkeypatch, tmp_path_factory, capsys):
