@@ -41,9 +41,15 @@ struct Pass {                   // B texts, T tokens of each, S slots of the cac
 
 // --- numbers: a float, a bfloat16, a float16, by the model's type
 
+#ifdef __aarch64__
+typedef __fp16 float16;
+#else
+typedef _Float16 float16;
+#endif
+
 template <Kind type> struct Number { typedef uint16_t Stored; };
 template <> struct Number<FLOAT32> { typedef float Stored; };
-template <> struct Number<FLOAT16> { typedef _Float16 Stored; };
+template <> struct Number<FLOAT16> { typedef float16 Stored; };
 
 template <Kind type> INLINE float load(const void *x, long i) {
     auto number = ((const typename Number<type>::Stored *)x)[i];
