@@ -44,7 +44,8 @@ class Exact(Around):
             pieces = zip(text[None].split(ROWS, 1), here[None].split(ROWS, 1), strict=True)
             read = [self.read(piece, where, own, sublayers, trace or ()) for piece, where in pieces]
             ys.append(torch.cat([y for y, _ in read], 1))
-            traces.append({tap: torch.cat([seen[tap] for _, seen in read], 1) for tap in read[0][1]})
+            taps = read[0][1]
+            traces.append({tap: torch.cat([seen[tap] for _, seen in read], 1) for tap in taps})
         for tap in traces[0]:
             trace[tap] = torch.cat([seen[tap] for seen in traces])
         return torch.cat(ys)
@@ -62,8 +63,8 @@ class Exact(Around):
         """`Transformer.unembed`."""
         B, T, dim = x.shape
         pieces = x.reshape(1, B * T, dim).split(ROWS, 1)
-        logits = [self.model.unembed(pad(piece, ROWS), rows)[:, : piece.shape[1]] for piece in pieces]
-        return torch.cat(logits, 1).view(B, T, -1)
+        logits = [self.model.unembed(pad(piece, ROWS), rows) for piece in pieces]
+        return torch.cat(logits, 1)[:, : B * T].view(B, T, -1)      # only the last has dead rows
 
 
 class ExactRows(FewRows):

@@ -14,7 +14,7 @@ from torch import nn
 from checkpoint import put
 from kvcache import KVCache
 from machine import rows
-from machine.quant import Looped, Matrix
+from machine.quant import Looped, Matrix, Whole
 from machine.rows import FEW, FLOATS, Block, Model, Pass, Weight, describe
 from machine.standin import StandIn, distance, tolerance
 from model import Placement, visible
@@ -71,8 +71,11 @@ class FewRows(StandIn):
         caches = [KVCache(self.c, 1, 4, self.attention_dtype()) for _ in range(2)]
         want = self.model.run(x, at, caches[0], subs)
         off = distance(self.run(x, at, caches[1], subs), want)
-        if not off <= tolerance(x.dtype, len(subs)):
+        # trap: where x is rounded, a last bit can move a number to its neighbour
+        rough = any(isinstance(part, Whole) and part.rounds for part in self.model.modules())
+        if not off <= tolerance(torch.bfloat16 if rough else x.dtype, len(subs)):
             self.shape = None
+            self.output = None
             files.note("rows", f"passes stay eager, because those of pass.cpp are off by {off:.2g}")
 
     def block(self, i):

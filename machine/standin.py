@@ -1,5 +1,5 @@
-"""What stands in for a model. A loop or a drafter calls `embed`, `run` and `unembed` of its model, so
-an object that answers these calls can take its place anywhere, and change how they are computed.
+"""What stands in for a model. A loop or a drafter calls `embed`, `run` and `unembed` of its model.
+So an object that answers these calls can take its place anywhere, and compute them in another way.
 """
 import torch
 

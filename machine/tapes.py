@@ -1,5 +1,5 @@
-"""Recordings of a pass: simulated ones for tests, and CUDA graphs; and the memory of the caches whose
-addresses a graph holds.
+"""Recordings of a pass: simulated ones for tests, and CUDA graphs; and the memory of the caches
+whose addresses a graph holds.
 """
 import math
 from functools import partial

@@ -252,3 +252,12 @@ def test_it_compiles_for_other_processors_and_nothing_is_spilt(name, tmp_path):
     lines = [line for loop in loops if "prefetch" in loop for line in loop.splitlines()]
     spilt = [line for line in lines if re.search(r"mov\w+\t%[xyz]mm\d+, .*%r[sb]p", line)]
     assert name == "NEON" or lines and (not spilt or name == "any"), spilt
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_a_copy_that_rounds_is_checked_as_roughly_as_it_rounds(kind, capsys):
+    """In float32, too, where a last bit that differs moves some numbers of x to their neighbours."""
+    model = make(replace(LLAMA, dim=512, hidden_dim=1024, n_layers=24), seed=1).float()
+    for w in model.blocks.parameters():
+        w.data *= 8
+    assert FewRows(quantise(model, kind, kind, rounds=True)).replays(), capsys.readouterr().err
