@@ -27,7 +27,8 @@ import torch
 import checkpoint
 import generate
 from control import Confidence, weight_costs
-from kvcache import KVCache
+from drafter import NGram
+from kvcache import KVCache, prefill
 from lab.bench.plain import TEXT, rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
@@ -35,7 +36,7 @@ from machine.quant import KINDS, quantise
 from machine.recorded import Recorded
 from machine.tapes import Graph, Tape
 from model import SPARE, Placement
-from speculative import NGram, prefill, rounds
+from speculative import rounds
 from support import cli
 from support.files import write_file
 from support.measure import interleave

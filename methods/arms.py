@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from control import MOST, Beta, expected_speedup, outcomes
+from drafter import Drafter, Rule
 from layerskip import SelfDraft, early_exit
 from machine.standin import stand_in
 from methods.drafting import Reader
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
 from sampling import raw_probs
-from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
 TRUST = 0.98    # the same for a bin of confidence, after each token in it

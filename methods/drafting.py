@@ -9,12 +9,12 @@ not run D itself yet. `methods.trees.Siblings` adds siblings to the chains of an
 import torch
 import torch.nn.functional as F
 
-from kvcache import KVCache
+from drafter import Drafter, chain, observed
+from kvcache import KVCache, pick
 from layerskip import SelfDraft, early_exit, same_model
 from machine.standin import stand_in
 from methods.trees import branch
 from model import Placement
-from speculative import Drafter, chain, observed, pick
 
 
 def unit(x):

@@ -374,7 +374,8 @@ print("text so far:", tokenizer.decode(state.known[0]))
 # We decode greedily, so all three must write the same text.
 
 # %%
-from speculative import ModelDraft, NGram, generate
+from drafter import ModelDraft, NGram
+from speculative import generate
 
 drafters = {"first blocks": lambda gamma: SelfDraft(model, range(2 * EXIT), gamma),
             "n-gram": lambda gamma: NGram(gamma, 2)}

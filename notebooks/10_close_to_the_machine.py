@@ -22,7 +22,8 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 from model import Placement
 from support.files import read_prompts
 from kvcache import KVCache
-from speculative import generate, prefill
+from kvcache import prefill
+from speculative import generate
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)

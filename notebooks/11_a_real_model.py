@@ -257,7 +257,7 @@ from functools import partial
 
 from kvcache import KVCache
 from model import Placement
-from speculative import prefill
+from kvcache import prefill
 from support.measure import interleave, measure_step
 
 n = len(chat[0])

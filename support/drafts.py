@@ -12,6 +12,7 @@ import torch
 
 import checkpoint
 from control import MOST
+from drafter import ModelDraft, NGram
 from layerskip import SelfDraft, early_exit, without
 from machine import parallel, rows
 from machine.quant import KINDS, byte_costs, quantise, size
@@ -22,7 +23,6 @@ from methods.pace import Pace
 from methods.standin import Padded, ShortHead
 from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
-from speculative import ModelDraft, NGram
 from support import cli, own
 from support.files import download_first
 from support.measure import kept_costs, measure_step

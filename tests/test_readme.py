@@ -46,7 +46,7 @@ def test_every_quoted_command_and_link_works(monkeypatch):
             assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
-LIBRARY = ["model", "kvcache", "sampling", "verification", "speculative", "layerskip", "control",
+LIBRARY = ["model", "kvcache", "sampling", "verification", "drafter", "speculative", "layerskip", "control",
            "families", "checkpoint", "search", "minimal"]   # in reading order: each imports only earlier ones
 ALSO = {"methods": {"machine", "support"}, "machine": {"support"}, "support": {"methods", "machine"},
         "search": {"support"}}      # which is a command, too

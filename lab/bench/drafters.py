@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 import control
 from control import expected_tokens_along, round_cost, weight_costs
+from drafter import Drafter, ModelDraft, NGram
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm, Gate
@@ -23,7 +24,7 @@ from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram, rounds
+from speculative import rounds
 from support.cli import read_skip, read_vocab
 from support.measure import measure_costs
 from support.stats import Timed, parting
