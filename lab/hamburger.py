@@ -29,7 +29,7 @@ from methods.heads import graft
 from model import Placement
 from speculative import Drafter, Rule, chain, generate
 from support import cli
-from support.files import read_prompts
+from support.texts import read_prompts
 
 STORIES = Path(__file__).parents[1] / "weights" / "stories-llama"
 SURE, SHARE = 0.05, 0.3     # nats; and relative to the largest entropy in the entry (the paper's code)

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from lab.aside import ScratchTail
 from lab.transfer import own_weights
 from layerskip import SelfDraft, early_exit
-from machine.standin import StandIn
 from methods.drafting import unit
 from methods.heads import Head, Kangaroo, Step, count
-from model import Placement
+from model import Placement, StandIn
 
 
 class TwoRowDraft(SelfDraft):

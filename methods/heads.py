@@ -34,15 +34,13 @@ from torch import nn
 
 import checkpoint
 from control import MOST, weight_costs
+from files import replacing
 from layerskip import early_exit
-from machine.standin import stand_in
 from methods import drafting
 from methods.drafting import unit
-from methods.standin import ShortHead
+from methods.standin import VOCAB, ShortHead, read_vocab
 from methods.trees import Siblings
 from model import Placement, Transformer
-from support.cli import read_vocab
-from support.files import VOCAB, replacing
 
 FILE = "heads.safetensors"
 AHEAD = 4   # tokens that a prophet learns to predict from one state
@@ -364,7 +362,7 @@ def load(folder, model, kinds=KINDS):
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in about["ranks"]]
     if "own" in vars(head):
-        head.own = stand_in(model).alongside(head.own)
+        head.own = model.alongside(head.own)
     if vocab.is_file():
         head = shorter(head, read_vocab(vocab, model.c.vocab_size))
     return head

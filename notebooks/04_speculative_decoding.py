@@ -38,7 +38,7 @@ import inspect
 
 import minimal
 from search import Teacher
-from support.files import read_prompts
+from support.texts import read_prompts
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:80]

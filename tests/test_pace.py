@@ -12,11 +12,11 @@ from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, smal
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
 from layerskip import SelfDraft, without
-from machine.standin import StandIn
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
 from methods.pace import REST, STAKE, Pace
 from methods.standin import ShortHead
+from model import StandIn
 from sampling import Coins, to_probs
 from speculative import ModelDraft, generate, rounds
 

@@ -21,7 +21,7 @@ from methods.standin import ShortHead
 from sampling import to_probs
 from search import Calibration, Space, Teacher, Trial, speedup
 from support import cli, search
-from support.files import BOUNDARY
+from support.texts import BOUNDARY
 
 TEXTS = ["Once upon a time", "She saw", "x", "never read"]      # 16 tokens, 7, 1
 SMALL = dict(vocab_size=64, n_layers=3)

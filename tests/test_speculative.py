@@ -13,8 +13,8 @@ from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, m
 
 from kvcache import KVCache
 from layerskip import SelfDraft, without
-from machine.standin import StandIn
 from methods.standin import Padded, ShortHead
+from model import StandIn
 from sampling import Coins, to_probs
 from speculative import ModelDraft, NGram, generate, prefill, rounds
 from verification import verify

@@ -14,8 +14,9 @@ from layerskip import early_exit
 from methods.arms import candidates
 from methods.dynamic import DEL
 from methods.pace import Pace
+from methods.standin import read_vocab
 from speculative import NGram
-from support.cli import read_skip, read_vocab
+from support.cli import read_skip
 from support.drafts import trained_beside
 from support.measure import kept_costs
 
