@@ -504,7 +504,9 @@ TABLE = {
          "parallel::several_processes_write_the_text_of_one"),
         ("agreed_draft", "agreed(moved(", "(moved(", "each process verifies its own draft",
          "parallel::every_source_drafts_in_two_processes_or_says_why_not")],
-    "methods/drafting.py": [
+    "methods/base.py": [
+        ("graft", "min(i, last)", "0", "the head starts as the first block",
+         "heads::a_head_starts_as_a_part_of_the_model[llama]"),
         ("Reader.observe", "len(state.known[0]) - lengths[0]", "len(state.known[0])",
          "states are noted where the next round begins",
          "heads::drafts_are_what_training_sees[kangaroo-alone-llama]"),
@@ -515,9 +517,7 @@ TABLE = {
         ("Reader.catch_up", "(stop - start, stop", "(stop - start, self.late", "each part is the last one",
          "heads::drafts_are_what_training_sees[eagle-in_turns-llama]")],
     "methods/heads.py": [
-        ("graft", "min(i, last)", "0", "the head starts as the first block",
-         "heads::a_head_starts_as_a_part_of_the_model[llama]"),
-        ("pricing", "step.weights", "count(head)", "a head of several steps counts as a whole for each token",
+        ("pricing", "price.weights", "head.count()", "a head of several steps counts as one for each token",
          "pace::trained_heads_and_their_prices[llama]")],
     "methods/dynamic.py": [
         ("DEL.score", "self.omega * self.counts", "self.counts", "old counts do not fade",
