@@ -36,9 +36,9 @@ SITTINGS = (  # what each is about, and what to read before it
     ("1: numbers into angles and lengths", "`minimal.py`, `notebooks/01_forward_pass.ipynb`"),
     ("2: attention and its memory", "`notebooks/02_kv_cache.ipynb`"),
     ("3: chance", "`notebooks/03_sampling.ipynb`, `notebooks/04_speculative_decoding.ipynb`"),
-    ("4: drafts and their worth", "`notebooks/05_layer_skipping.ipynb`"),
-    ("5: search and trees", "`notebooks/06_search.ipynb`, `methods/trees.py`"),
-    ("6: drafts that are trained", "`notebooks/08_trained_heads.ipynb`"))
+    ("4: drafts and their worth", "`notebooks/06_layer_skipping.ipynb`"),
+    ("5: search and trees", "`notebooks/07_search.ipynb`, `methods/trees.py`"),
+    ("6: drafts that are trained", "`notebooks/09_trained_heads.ipynb`"))
 
 
 COURSE = "exercises/tests"      # where the tests of functions stand that are not the library's
