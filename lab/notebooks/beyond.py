@@ -20,8 +20,8 @@
 # The training runs in this notebook take seconds, and only show how each idea works. The answers are those
 # of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
 #
-# You need notebooks [5](../../notebooks/05_layer_skipping.ipynb) and
-# [8](../../notebooks/08_trained_heads.ipynb). About 40 minutes.
+# You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
+# [9](../../notebooks/09_trained_heads.ipynb). About 40 minutes.
 
 # %%
 # %run ../../notebooks/start.py

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 8. Trained heads: small modules that learn to draft
+# # 9. Trained heads: small modules that learn to draft
 #
 # So far a part of the model has drafted. A *head* is a small module that is trained to predict what the
 # model will write. (It is neither an attention head nor the output head.) The model itself stays
@@ -9,7 +9,7 @@
 # > **A head reads states that the target has computed anyway. So it drafts well at a fraction of
 # > the cost of a pass, and its drafts are verified like any others.**
 #
-# You need [5, layer skipping](05_layer_skipping.ipynb), and [7, trees](07_trees.ipynb) for the trees
+# You need [6, layer skipping](06_layer_skipping.ipynb), and [8, trees](08_trees.ipynb) for the trees
 # near the end. About 35 minutes.
 
 # %%
@@ -153,7 +153,7 @@ figure
 # - **EAGLE** (arXiv 2401.15077) runs none of the model's blocks. One block of its own reads each token
 #   together with the target's final state of the token before it. For drafted tokens there is no such
 #   state yet, so it uses its own output. (EAGLE-3, arXiv 2503.01840, reads a mix of three states:
-#   [notebook 11](11_a_real_model.ipynb).)
+#   [notebook 13](13_a_real_model.ipynb).)
 # - **Medusa** reads the final state of the last token that was read. Its heads predict three tokens at
 #   once. But the second head does not know what the first one has drafted.
 # - **The prophet** (lucidrains; not ProphetNet) is a small decoder. It starts from that final state, then
@@ -252,7 +252,7 @@ figure
 #
 # ## A tree of heads
 #
-# Notebook 7 applies to heads, too: their second and third choices make trees. How often each choice is
+# Notebook 8 applies to heads, too: their second and third choices make trees. How often each choice is
 # the target's token was measured when the heads were trained and is stored with them, so `best_tree` can
 # pick the shape. A parent 0 in a shape is the last known token, and k is drafted token k. (Medusa's tree
 # may branch anywhere. Of EAGLE only the first choices are continued here; in its paper others are, too.)
@@ -363,5 +363,5 @@ print(f"per token, {1 - float(kept):.2%} of the probability has moved")
 # %% [markdown]
 # `generate.py --draft eagle` drafts with a head, and `--tree 8` with a tree of it.
 #
-# Next: [adapting](09_adapting.ipynb). The best way to draft changes with the text. How can a program
+# Next: [adapting](10_adapting.ipynb). The best way to draft changes with the text. How can a program
 # choose while it writes?
