@@ -3,7 +3,6 @@ itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
 from lab import plots
-from methods.heads import count
 from support import cli
 from support.files import write_file
 
@@ -56,7 +55,7 @@ def head_card(run, tables):
     about = ("Trained heads, made by this repository's `lab/train_heads.py`. They draft for the model with "
              "whose frozen weights they were trained, and for no other.")
     shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
-    facts = {"shape": f"{shape}; {count(head) / 1e6:.2f} M weights in bfloat16",
+    facts = {"shape": f"{shape}; {head.count() / 1e6:.2f} M weights in bfloat16",
              "data": ", ".join(a.data) or f"own text at temperature {a.temperature:g}"}
     words = ("Before: at the start. Step: the first, second, ... token that a head predicts. Loss: "
              "KL(p || q) in nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")
