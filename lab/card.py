@@ -5,7 +5,6 @@ from pathlib import Path
 from files import write_file
 from lab import plots
 from machine.kept import hardware
-from methods.heads import count
 
 CARD = """# {title}
 
@@ -56,7 +55,7 @@ def head_card(run, tables):
     about = ("Trained heads, made by this repository's `lab/train_heads.py`. They draft for the model with "
              "whose frozen weights they were trained, and for no other.")
     shape = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in head.shape.items())
-    facts = {"shape": f"{shape}; {count(head) / 1e6:.2f} M weights in bfloat16",
+    facts = {"shape": f"{shape}; {head.count() / 1e6:.2f} M weights in bfloat16",
              "data": ", ".join(a.data) or f"own text at temperature {a.temperature:g}"}
     words = ("Before: at the start. Step: the first, second, ... token that a head predicts. Loss: "
              "KL(p || q) in nats. Overlap: the sum of min(p, q), the acceptance at temperature 1.")

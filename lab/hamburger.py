@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
-from methods.heads import graft
+from methods.base import graft
 from model import Placement
 from speculative import Drafter, Rule, chain, generate
 from support import cli

@@ -6,7 +6,7 @@ from functools import partial
 
 from control import MOST, Beta, expected_speedup, outcomes
 from layerskip import SelfDraft, early_exit
-from methods.drafting import Reader
+from methods.base import Reader
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
 from sampling import raw_probs
@@ -86,13 +86,13 @@ def head_draft(head, costs, vocab=None):
     none."""
     if vocab:
         head = shorter(head, vocab)
-    rule = Calibrated(gamma=head.step.most)
+    rule = Calibrated(gamma=head.price.longest)
     if head.ranks:
-        rule = Calibrated(gamma=head.step.most, prior=head.ranks[0], tests=KNOWN)
+        rule = Calibrated(gamma=head.price.longest, prior=head.ranks[0], tests=KNOWN)
     drafter = head.drafter(rule)
-    arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs), most=head.step.most)
+    arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs), most=head.price.longest)
     if isinstance(drafter, Reader):     # it first reads what was written
-        trunk = head.step.trunk
+        trunk = head.price.trunk
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
         if trunk:   # without a trunk it is EAGLE's block, which reads that together with D
             arm.once = own

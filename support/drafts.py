@@ -140,8 +140,8 @@ def trained(ask):
             f"python -m lab.train_heads {kind} --model {a.model} --text 3e3 --tokens 6e3 --out "
             f"{folder}")
     head = heads.load(folder, model, kinds_of(folder))
-    most = head.step.most
-    where = f" after block {head.step.trunk}" if head.step.trunk else ""
+    most = head.price.longest
+    where = f" after block {head.price.trunk}" if head.price.trunk else ""
     gamma = a.gamma
     if gamma is None:
         gamma = min(most, MOST if a.tree or a.rule else 3)

@@ -15,7 +15,6 @@ from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm, Gate
 from layerskip import SelfDraft, early_exit, without
-from methods.heads import count
 from methods.pace import COPY
 from methods.standin import ShortHead, read_vocab
 from methods.suffix import Suffix
@@ -169,7 +168,7 @@ def metered(models, heads=()):
         name = next((name for name in READS if name in vars(type(head))), None)
         if name:
             one = next(head.weights.parameters())[0].numel()    # of an Eagle this is a row of its matrix
-            own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
+            own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": head.count(),
                    "join": one * head.model.c.dim}[name]
             watch(head, name, lambda *_, own=own: own)
     try:

@@ -53,7 +53,7 @@ def fixed_drafts(L, exits, skip, vocab, trained):
     methods |= fixed("skip set", skip, 2) if skip else {}
     methods |= fixed(f"exit {e}, draft vocabulary", subs, 2, vocab) if vocab else {}
     for i, head in enumerate(next(iter(trained.values()))):
-        gamma = min(3, head.step.most)
+        gamma = min(3, head.price.longest)
         methods[f"{head.kind}, gamma {gamma}"] = Method(lambda i=i, gamma=gamma: lambda model, small: (
             trained[model.tok.dtype][i].drafter(gamma)))
     return methods

@@ -69,9 +69,9 @@ def ways(a, model, trained, twins):
                 lambda model, small: SelfDraft(made[model.tok.dtype], range(2 * L), g)), gamma=g)
     for name, loaded in trained.items():
         head = next(iter(loaded.values()))
-        drafts = {f"gamma {g}": (g, None) for g in CHAINS if g <= head.step.most}
+        drafts = {f"gamma {g}": (g, None) for g in CHAINS if g <= head.price.longest}
         tree = shapes(head, heads.pricing(head)(0))[f"tree of {NODES}"]
-        drafts[f"tree of {NODES}"] = min(NODES, head.step.most), tree
+        drafts[f"tree of {NODES}"] = min(NODES, head.price.longest), tree
         for shape, (levels, parents) in drafts.items():
             methods[f"{name}, {shape}"] = Method(lambda loaded=loaded, levels=levels, parents=parents: (
                 lambda model, small: loaded[model.tok.dtype].drafter(levels, parents)),

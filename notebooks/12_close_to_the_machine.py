@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 10. Close to the machine: what a token waits for
+# # 12. Close to the machine: what a token waits for
 #
 # What does the machine do during a pass? It launches operations, and it reads bytes. We count both. Then
 # we look at what the folder `machine/` does about them: a product that reads a matrix once for several
@@ -11,7 +11,7 @@
 # > Fewer bits shorten the wait, and several devices share it.**
 #
 # You need [2, the cache](02_kv_cache.ipynb), [4, speculative decoding](04_speculative_decoding.ipynb)
-# and [5, layer skipping](05_layer_skipping.ipynb). About 45 minutes.
+# and [6, layer skipping](06_layer_skipping.ipynb). About 45 minutes.
 
 # %%
 # %run start.py
@@ -465,7 +465,7 @@ figure
 # so the text stays exact. For NF4 the whole matrix is rebuilt each time, which saves memory and no time.
 #
 # This model was trained for its exits. On one that was not, exits fail and all blocks in four bits gain:
-# [notebook 11](11_a_real_model.ipynb) shows both.
+# [notebook 13](13_a_real_model.ipynb) shows both.
 #
 # ## Two processes, one text
 #
@@ -637,6 +637,6 @@ assert smaller < blocks <= 16 / 4.1
 print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} times")
 
 # %% [markdown]
-# Next: [a real model](11_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
+# Next: [a real model](13_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
 #
 # In the lab: [beyond](../lab/notebooks/beyond.ipynb), four ideas rebuilt small.
