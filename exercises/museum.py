@@ -27,7 +27,7 @@ from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
 from speculative import State, until  # noqa: E402
-from tests.mistakes import bare, change, find  # noqa: E402
+from support.cuts import bare, change, find  # noqa: E402
 from verification import verify  # noqa: E402
 
 OURS = {"verify": verify, "verify_tree": verify_tree, "chain": chain, "until": until, "to_probs": to_probs,

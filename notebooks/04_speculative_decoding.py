@@ -38,11 +38,11 @@ import inspect
 
 import minimal
 from search import Teacher
-from support.files import read_prompts
+from support.texts import read_prompts
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:80]
-agree = Teacher(model, story, probs).acceptance(range(2 * EXIT))        # (T,): notebook 5; 1 where p = q
+agree = Teacher(model, story, probs).acceptance(range(2 * EXIT))        # (T,): notebook 6; 1 where p = q
 after = 5 + int((agree[5:] - 0.6).abs().argmin())               # not among the first words; closest to 0.6
 place = story[: after + 1]                                      # the text up to there
 with torch.device(device):                                      # minimal.py makes its tensors on one device
@@ -520,7 +520,7 @@ figure
 # nothing to gain.
 #
 # What the clock says is another matter, because c depends on the machine:
-# [notebook 5](05_layer_skipping.ipynb).
+# [notebook 6](06_layer_skipping.ipynb).
 #
 # ## Questions
 #
@@ -577,4 +577,4 @@ for gamma in (1, 3, 7):
 print("ceil(n / (gamma + 1)): this finds bugs that no comparison of texts can find")
 
 # %% [markdown]
-# Next: [layer skipping](05_layer_skipping.ipynb). Which part of the model should draft?
+# Next: [layer skipping](06_layer_skipping.ipynb). Which part of the model should draft?

@@ -4,23 +4,23 @@
                                         test; with words, only rows with one of them in their file,
                                         function or reason
 
-`change` is the one engine that plants mistakes in source text; exercises and ports use it, too. It works on
-the code of one function as `ast.unparse` writes it, without docstring, so that comments, line breaks and the
-place of a function in its file break no row. Mistakes in functions that are exercises stand in
-exercises/answers.py, where a message must also name each of them.
+support/cuts.py plants them. Mistakes in functions that are exercises stand in exercises/answers.py, where a
+message must also name each of them.
 """
-import ast
 import multiprocessing
 import os
 import sys
 import tempfile
-import textwrap
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from support.cuts import Stale, change  # noqa: E402
+
 WORKERS, LIMIT = min(2, os.cpu_count() or 1), 120     # seconds for one mistake
 
 
@@ -37,68 +37,6 @@ def node_id(short):
     """`file::name[case]` of the table as pytest has it: test_file.py::test_name[case]"""
     file, name = short.split("::")
     return f"test_{file}.py::test_{name}"
-
-
-class Stale(Exception):
-    """A row that no longer fits the code."""
-
-
-# --- the engine
-
-
-def find(tree, scope):
-    """The function or class `scope` in a parsed file: the last one of that name, as in Python."""
-    node = tree
-    for part in filter(None, scope.split(".")):
-        kinds = ast.FunctionDef, ast.ClassDef
-        node = next((n for n in reversed(node.body) if isinstance(n, kinds) and n.name == part), None)
-        if node is None:
-            raise Stale(f"there is no {scope}")
-    return node
-
-
-def bare(node):
-    """The code of a function, class or file as `ast.unparse` writes it, without docstrings."""
-    tree = ast.parse(ast.unparse(node))
-    for n in ast.walk(tree):
-        if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(n) is not None:
-            n.body = n.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def normal(fragment):
-    """A fragment as `ast.unparse` writes it; one that is not Python by itself stays as it is."""
-    try:
-        return ast.unparse(ast.parse(textwrap.dedent(fragment).strip()))
-    except SyntaxError:
-        return fragment
-
-
-def change(source, scope, old, new):
-    """The source with `new` in place of `old` inside `scope` ("": the whole file). Raises Stale unless `old`
-    stands there exactly once."""
-    node = find(ast.parse(source), scope)
-    code, old, new = bare(node), normal(old), normal(new)
-    depths = [" " * n for n in range(0, 40, 4)] if "\n" in old else [""]
-    found = [(pad, code.count(textwrap.indent(old, pad).lstrip())) for pad in depths]
-    hits = [pad for pad, count in found if count == 1]
-    if not hits or len(hits) < len([count for _, count in found if count]):
-        count = max(count for _, count in found)
-        raise Stale(f"found {count} times in {scope or 'the file'}: {old!r}\n{code}")
-    pad = hits[0] if "\n" in old else line_indent(code, old)
-    code = code.replace(textwrap.indent(old, hits[0]).lstrip(), textwrap.indent(new, pad).lstrip())
-    if not scope:
-        return code + "\n"
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-    lines = source.splitlines()
-    lines[first : node.end_lineno] = textwrap.indent(code, " " * node.col_offset).splitlines()
-    return "\n".join(lines) + "\n"
-
-
-def line_indent(code, old):
-    """The indentation of the line in which `old` begins."""
-    line = code[code.rfind("\n", 0, code.index(old)) + 1 :]
-    return line[: len(line) - len(line.lstrip())]
 
 
 # --- trying them
@@ -505,7 +443,9 @@ TABLE = {
          "parallel::several_processes_write_the_text_of_one"),
         ("agreed_draft", "agreed(moved(", "(moved(", "each process verifies its own draft",
          "parallel::every_source_drafts_in_two_processes_or_says_why_not")],
-    "methods/drafting.py": [
+    "methods/base.py": [
+        ("graft", "min(i, last)", "0", "the head starts as the first block",
+         "heads::a_head_starts_as_a_part_of_the_model[llama]"),
         ("Reader.observe", "len(state.known[0]) - lengths[0]", "len(state.known[0])",
          "states are noted where the next round begins",
          "heads::drafts_are_what_training_sees[kangaroo-alone-llama]"),
@@ -516,9 +456,7 @@ TABLE = {
         ("Reader.catch_up", "(stop - start, stop", "(stop - start, self.late", "each part is the last one",
          "heads::drafts_are_what_training_sees[eagle-in_turns-llama]")],
     "methods/heads.py": [
-        ("graft", "min(i, last)", "0", "the head starts as the first block",
-         "heads::a_head_starts_as_a_part_of_the_model[llama]"),
-        ("pricing", "step.weights", "count(head)", "a head of several steps counts as a whole for each token",
+        ("pricing", "price.weights", "head.count()", "a head of several steps counts as one for each token",
          "pace::trained_heads_and_their_prices[llama]")],
     "methods/dynamic.py": [
         ("DEL.score", "self.omega * self.counts", "self.counts", "old counts do not fade",

@@ -12,7 +12,8 @@ from teach import equal
 from tiny import DEVICES, LIVELY, PROMPTS, each_family, law, make, warm
 
 from drafter import ModelDraft, Wrapper
-from methods.drafting import ProphetDraft, Reader
+from methods.base import Reader
+from methods.prophet import ProphetDraft
 from sampling import Coins, to_probs
 from speculative import generate, rounds
 from verification import verify

@@ -14,13 +14,12 @@ from machine.exact import Exact, exactly
 from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
-from machine.standin import StandIn
 from machine.tapes import Tape
 from methods.heads import Eagle, Kangaroo
 from methods.suffix import Suffix
 from methods.trees import Siblings
 from methods.within import Within
-from model import Placement
+from model import Placement, StandIn
 from sampling import Race, to_probs
 from speculative import rounds
 from verification import verify, verify_block

@@ -14,8 +14,8 @@ from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, m
 from drafter import ModelDraft, NGram
 from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
-from machine.standin import StandIn
 from methods.standin import Padded, ShortHead
+from model import StandIn
 from sampling import Coins, to_probs
 from speculative import generate, rounds
 from verification import verify

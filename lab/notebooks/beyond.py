@@ -20,8 +20,8 @@
 # The training runs in this notebook take seconds, and only show how each idea works. The answers are those
 # of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
 #
-# You need notebooks [5](../../notebooks/05_layer_skipping.ipynb) and
-# [8](../../notebooks/08_trained_heads.ipynb). About 40 minutes.
+# You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
+# [9](../../notebooks/09_trained_heads.ipynb). About 40 minutes.
 
 # %%
 # %run ../../notebooks/start.py
@@ -79,14 +79,13 @@ print(tokenizer.decode(held_out[:60].tolist()))
 # %%
 from lab.bench.beyond import taught
 from lab.m2r2 import M2R2
-from methods.heads import count
 
 E = max(1, L // 6)
 few = "--exit-layer", str(E), "--batch", "4", "--context", "64", "--lr", "4e-3", "--warmup", "5"
 heads = {"bare exit": M2R2(model, E, 0), "Kangaroo": taught(model, text, 6144, "kangaroo", *few),
          "M2R2": taught(model, text, 6144, "m2r2", *few)}
 for name, head in heads.items():
-    print(f"{name:10} {count(head):8,} weights of its own")
+    print(f"{name:10} {head.count():8,} weights of its own")
 
 # %% [markdown]
 # Where does each row stand? Compare the state of the fast row after each of its blocks with the states of the

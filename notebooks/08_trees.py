@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 7. Trees: several drafted tokens for one place
+# # 8. Trees: several drafted tokens for one place
 #
 # A chain of drafted tokens ends at its first rejection: every token after it is lost. What if a second
 # drafted token for the same place were ready? Then the draft is a *tree*. The target reads all of it in
@@ -9,8 +9,8 @@
 # > takes something away from p, and the next sibling is tried against what is left. So a tree changes
 # > how many tokens a pass writes, but not their distribution.**
 #
-# You need [4, speculative decoding](04_speculative_decoding.ipynb), and [5, layer
-# skipping](05_layer_skipping.ipynb) for the early exit that drafts here. About 45 minutes.
+# You need [4, speculative decoding](04_speculative_decoding.ipynb), and [6, layer
+# skipping](06_layer_skipping.ipynb) for the early exit that drafts here. About 45 minutes.
 
 # %%
 # %run start.py
@@ -23,7 +23,7 @@ from model import Placement
 from layerskip import SelfDraft
 from sampling import Coins, to_probs
 from search import Teacher
-from support.files import read_prompts
+from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -530,5 +530,5 @@ for seed in range(50):
 print("50 seeds: the same node and the same token")
 
 # %% [markdown]
-# Next: [trained heads](08_trained_heads.ipynb). So far a part of the model has drafted. What can a
+# Next: [trained heads](09_trained_heads.ipynb). So far a part of the model has drafted. What can a
 # small module do that is trained to draft?

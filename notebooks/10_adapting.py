@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 9. Adapting: drafts that change while they run
+# # 10. Adapting: drafts that change while they run
 #
 # No way of drafting is best for every text. On a story an early exit may predict well, on code it may
 # be enough to copy earlier lines, and on some texts nothing helps. A program should find this out
@@ -10,7 +10,7 @@
 # > **The cost of an experiment is known before it is made. So a program can
 # > save up for it, and never lose more than it has saved.**
 #
-# You need [5, layer skipping](05_layer_skipping.ipynb), and [6, search](06_search.ipynb).
+# You need [6, layer skipping](06_layer_skipping.ipynb), and [7, search](07_search.ipynb).
 # About 45 minutes.
 
 # %%
@@ -20,7 +20,7 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 
 # %%
 from model import Placement
-from support.files import read_prompts
+from support.texts import read_prompts
 from control import weight_costs
 
 torch.set_grad_enabled(False)
@@ -165,7 +165,7 @@ figure
 #
 # SWIFT (arXiv 2410.06916) searches for sub-layers to skip *on the text that it is writing*. After the
 # first tokens, its window, it scores one candidate set per round. Most candidates are random; every
-# 25th is chosen by a Gaussian process (notebook 6). The score is the *matchness*: how often the set's
+# 25th is chosen by a Gaussian process (notebook 7). The score is the *matchness*: how often the set's
 # likeliest token is the next token of the window. A candidate that beats the current set replaces it.
 #
 # **Predict:** the candidates skip as many sub-layers as the first set, so c hardly changes. How much
@@ -231,7 +231,7 @@ print(f"the search itself cost as much as {len(scores) * costs.step(swift.kept(s
 
 # %% [markdown]
 # Little, for three reasons. SWIFT's sets keep more than half of the model, so a drafted token is
-# expensive. The best of many scores from a short window is flattered by chance (notebook 6): on the
+# expensive. The best of many scores from a short window is flattered by chance (notebook 7): on the
 # whole text the two sets are hardly further apart than one standard error. And scoring a set costs about
 # as much as a drafted token, so our one short text ends before the search has paid for itself. In the
 # paper the search goes on over many requests, which share its cost, and the models are large and lose
@@ -483,5 +483,5 @@ assert Suffix(7).follow(seen, (0,), 2) == (1.5, [1, 3])
 print("0.75 + 0.75 = 1.5")
 
 # %% [markdown]
-# Next: [close to the machine](10_close_to_the_machine.ipynb). What does a pass really cost, and what if
+# Next: [close to the machine](12_close_to_the_machine.ipynb). What does a pass really cost, and what if
 # its weights had fewer bits?

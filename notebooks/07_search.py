@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 6. Search: which sub-layers to skip?
+# # 7. Search: which sub-layers to skip?
 #
 # A model of L blocks has 2L sub-layers, so there are 2^(2L) sets to skip: far more than we can score.
 # Draft & Verify (Zhang et al. 2023, [2309.08168](https://arxiv.org/abs/2309.08168)) lets a Gaussian
@@ -10,7 +10,7 @@
 # > **For every set the process predicts a value and how uncertain that value is. The next trial goes
 # > where the expected improvement is largest. And the best of many trials promises too much.**
 #
-# You need [5, layer skipping](05_layer_skipping.ipynb), and to know what a normal distribution and a
+# You need [6, layer skipping](06_layer_skipping.ipynb), and to know what a normal distribution and a
 # covariance are. About 45 minutes.
 
 # %%
@@ -24,7 +24,7 @@ import numpy as np
 
 from control import best_gamma, expected_speedup, weight_costs
 from search import Calibration, Space, speedup
-from support.files import read_prompts
+from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -36,7 +36,7 @@ print(f"2^{2 * L} = {2.0 ** (2 * L):.1e} sets, scored on {sum(map(len, calibrati
 # %% [markdown]
 # ## What a set is worth
 #
-# One pass over a text gives the acceptances (`Teacher`, notebook 5), the weights give c, and together
+# One pass over a text gives the acceptances (`Teacher`, notebook 6), the weights give c, and together
 # they give the speed-up with the best gamma. `search.speedup` combines them. Scoring one set is a
 # *trial*. It needs no stopwatch (Draft & Verify times each trial), so it returns the same value every
 # time. It follows the acceptances *along* the text, round by round. The formula with their mean alone
@@ -690,7 +690,7 @@ assert torch.isclose(kernel(distances(a, b, groups), flat), torch.full((1, 1), 0
 print("covariance 0.8, which is the signal")
 
 # %% [markdown]
-# **2.** Suppose the objective is alpha alone. (SWIFT, in notebook 9, does something like this; it calls
+# **2.** Suppose the objective is alpha alone. (SWIFT, in notebook 10, does something like this; it calls
 # its score *matchness*.) Which set does the search find?
 #
 # <details><summary>Answer</summary>
@@ -719,5 +719,5 @@ assert not shipped or between_stories > between_sets
 print(f"standard deviation of a lead, between stories {between_stories:.3f}; between sets {between_sets:.3f}")
 
 # %% [markdown]
-# Next: [trees](07_trees.ipynb). So far each draft is a single chain of tokens. What if a draft offers
+# Next: [trees](08_trees.ipynb). So far each draft is a single chain of tokens. What if a draft offers
 # several tokens for the same place?

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 11. A real model
+# # 13. A real model
 #
 # The models of the other notebooks were made for this repository: small, and trained so that their first
 # blocks can draft. SmolLM2-135M-Instruct was not. It is a public chat model, a Llama of 30 blocks, small
@@ -12,8 +12,8 @@
 # > **Measure alpha and c before you write any code. The formula tells you
 # > what will fail.**
 #
-# You need [5, layer skipping](05_layer_skipping.ipynb), [8, trained heads](08_trained_heads.ipynb), and of
-# [10](10_close_to_the_machine.ipynb) what four bits keep. About 45 minutes; all cells together run for
+# You need [6, layer skipping](06_layer_skipping.ipynb), [9, trained heads](09_trained_heads.ipynb), and of
+# [12](12_close_to_the_machine.ipynb) what four bits keep. About 45 minutes; all cells together run for
 # about two of them.
 
 # %%
@@ -25,7 +25,7 @@ COUNT, NEW = 4, 40                      # prompts of each kind, tokens of each a
 from control import best_gamma, expected_speedup, expected_tokens, weight_costs
 from lab.train_heads import ask
 from speculative import generate, rounds
-from support.files import read_prompts, read_texts
+from support.texts import read_prompts, read_texts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -123,7 +123,7 @@ figure
 # ## Skipping layers
 #
 # Perhaps some sub-layer in the middle does little. We leave out each of the 60 alone. Two of the answers
-# are for choosing what to leave out, the others for scoring the choice (notebook 6).
+# are for choosing what to leave out, the others for scoring the choice (notebook 7).
 
 # %%
 every = [*range(2 * L)]
@@ -184,7 +184,7 @@ for count in (1, 2, 4, 8, 16):
 # ## The model itself, in four bits
 #
 # A skip set stays right only if it keeps nearly all. So keep *all* sub-layers, and store their weights in
-# fewer bits ([notebook 10](10_close_to_the_machine.ipynb)). Such a copy is so close to the model that it
+# fewer bits ([notebook 12](12_close_to_the_machine.ipynb)). Such a copy is so close to the model that it
 # needs no cache of its own: it reads the model's keys and values and writes rough ones for the tokens that
 # it drafts. The pass that verifies them overwrites these.
 #
@@ -312,7 +312,7 @@ figure
 #
 # This *flatters* int4: the weights in our file had been through four bits once, and a second rounding to a
 # similar grid loses less. And by the clock int4 gains only where a product reads few bits directly, as the
-# loop of [notebook 10](10_close_to_the_machine.ipynb) does on a CPU.
+# loop of [notebook 12](12_close_to_the_machine.ipynb) does on a CPU.
 # [BENCHMARKS](../lab/BENCHMARKS.md#the-model-itself-in-few-bits) has all five kinds of text, in fast passes.
 #
 # **Try it:** draft with the first half of the blocks in int4: `SelfDraft(twins["int4"], every[:L], 1)`. What
@@ -336,7 +336,7 @@ print(f"c {c:.2f} instead of {by_bytes['int4']:.2f}, alpha {found.alpha:.2f} ins
 # %% [markdown]
 # ## Copying
 #
-# *Suffix decoding* ([notebook 9](09_adapting.ipynb)) trains nothing and runs nothing: it looks for the
+# *Suffix decoding* ([notebook 10](10_adapting.ipynb)) trains nothing and runs nothing: it looks for the
 # last tokens earlier in the text, prompt included, and copies what followed there. Its c is 0. So any
 # alpha pays, if a pass over several tokens costs no more than a pass over one.
 #
@@ -388,7 +388,7 @@ assert by_tau[0] == "chat" and by_tau[-2:] == ["translation", "code_edits"]
 # On chat the copy in four bits gains, but each of its tokens costs a third of a pass. A draft that is far
 # cheaper has to learn what the model says. EAGLE's head is one block. Ours reads the next token and a mix
 # of three states of the target, after 7, 15 and all 30 blocks. (The mix is EAGLE-3's, arXiv 2503.01840; the
-# first EAGLE, arXiv 2401.15077, reads the last state alone, as in notebook 8.) It has few weights of its
+# first EAGLE, arXiv 2401.15077, reads the last state alone, as in notebook 9.) It has few weights of its
 # own. But then comes the output head.
 
 # %%
@@ -398,8 +398,8 @@ eagle = heads.load(MODEL / "heads" / "eagle", model)
 head_share, vocab = costs.head / costs.whole, set(eagle.own.ids.tolist())
 print(f"of a pass, the blocks are {1 - head_share:.0%}, the output head {head_share:.0%}: "
       f"as much as {costs.head / sum(costs.sublayers[:2]):.0f} blocks; "
-      f"EAGLE's own weights would be {eagle.step.weights / costs.whole:.0%}")
-print(f"c with the whole output head {head_share + eagle.step.weights / costs.whole:.2f}, "
+      f"EAGLE's own weights would be {eagle.price.weights / costs.whole:.0%}")
+print(f"c with the whole output head {head_share + eagle.price.weights / costs.whole:.2f}, "
       f"with {len(vocab):,} of its {model.c.vocab_size:,} tokens {heads.pricing(eagle)(0):.2f}")
 assert [1 + tap // 2 for tap in eagle.taps] == [7, 15, 30]
 
@@ -487,7 +487,7 @@ assert GAMMA != 2 or [kind for kind, gamma in best.items() if gamma] == ["code_e
 # At twice the cost hardly any: only code edits, by little, and there the formula is optimistic (question 4).
 # Where nothing brings more than 1.00, `best_gamma` returns 0: draft nothing. `generate.py --draft auto`
 # decides this while it writes. It weighs copies, this head and the model in four bits before every draft, and
-# stops where nothing pays ([notebook 9](09_adapting.ipynb)).
+# stops where nothing pays ([notebook 10](10_adapting.ipynb)).
 # [BENCHMARKS](../lab/BENCHMARKS.md#a-real-model) has what all this brings by the clock.
 #
 # ## Questions

@@ -1,5 +1,5 @@
 # %% [markdown]
-# # 10. Close to the machine: what a token waits for
+# # 12. Close to the machine: what a token waits for
 #
 # What does the machine do during a pass? It launches operations, and it reads bytes. We count both. Then
 # we look at what the folder `machine/` does about them: a product that reads a matrix once for several
@@ -11,7 +11,7 @@
 # > Fewer bits shorten the wait, and several devices share it.**
 #
 # You need [2, the cache](02_kv_cache.ipynb), [4, speculative decoding](04_speculative_decoding.ipynb)
-# and [5, layer skipping](05_layer_skipping.ipynb). About 45 minutes.
+# and [6, layer skipping](06_layer_skipping.ipynb). About 45 minutes.
 
 # %%
 # %run start.py
@@ -20,7 +20,7 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 
 # %%
 from model import Placement
-from support.files import read_prompts
+from support.texts import read_prompts
 from kvcache import KVCache
 from kvcache import prefill
 from speculative import generate
@@ -316,7 +316,7 @@ Markdown(next(text for text in paragraphs if text.startswith("|") and "transform
 # **Predict:** does the wrong program change a text of plain decoding? And one that was drafted?
 
 # %% jupyter={"source_hidden": true}
-from machine import standin
+from machine import tolerance
 
 G = c.n_heads // c.n_kv_heads
 
@@ -346,11 +346,11 @@ def by_wrong_program(width, say=lambda message: None):
 
 
 right = generate(model, [prompt], 32)[0][0]
-limits = standin.TOLERANCE
+limits = tolerance.TOLERANCE
 messages = []
-standin.TOLERANCE = dict.fromkeys(limits, torch.inf)            # without the check
+tolerance.TOLERANCE = dict.fromkeys(limits, torch.inf)            # without the check
 texts = {"plain": by_wrong_program(1), "drafted": by_wrong_program(4)}
-standin.TOLERANCE = limits
+tolerance.TOLERANCE = limits
 texts["drafted, checked"] = by_wrong_program(4, messages.append)
 for name, text in texts.items():
     print(f"{name}: {'the right text' if text == right else tokenizer.decode(text)!r}")
@@ -466,7 +466,7 @@ figure
 # so the text stays exact. For NF4 the whole matrix is rebuilt each time, which saves memory and no time.
 #
 # This model was trained for its exits. On one that was not, exits fail and all blocks in four bits gain:
-# [notebook 11](11_a_real_model.ipynb) shows both.
+# [notebook 13](13_a_real_model.ipynb) shows both.
 #
 # ## Two processes, one text
 #
@@ -638,6 +638,6 @@ assert smaller < blocks <= 16 / 4.1
 print(f"the whole model is {smaller:.2f} times smaller, its blocks {blocks:.2f} times")
 
 # %% [markdown]
-# Next: [a real model](11_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
+# Next: [a real model](13_a_real_model.ipynb), which was not trained for drafting. Does it pay there?
 #
 # In the lab: [beyond](../lab/notebooks/beyond.ipynb), four ideas rebuilt small.
