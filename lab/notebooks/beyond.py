@@ -24,7 +24,7 @@
 # [9](../../notebooks/09_trained_heads.ipynb). About 40 minutes.
 
 # %%
-# %run ../../notebooks/start.py
+# %run start.py
 MODEL = ROOT / "weights" / "stories-llama"      # or a folder with your own Llama or Gemma-2
 SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures is checked for this model
 
