@@ -17,7 +17,7 @@ from exercises import diagnose, splice  # noqa: E402
 from exercises.answers import SHAPES, WHOLE, WRONG  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
-from tests.mistakes import change  # noqa: E402
+from support.cuts import change  # noqa: E402
 
 WORKERS = min(2, os.cpu_count() or 1)
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from support import cuts  # noqa: E402
 from tests import mistakes  # noqa: E402
 
 COUNT = 6
@@ -45,8 +46,8 @@ def mutated(case):
     """The lines of the function with its mistake, and the numbers, from 1, of the lines that it changes."""
     m = row(case)
     source = (ROOT / m.file).read_text(encoding="utf-8")
-    right, wrong = (mistakes.bare(mistakes.find(ast.parse(text), m.scope)).splitlines()
-                    for text in (source, mistakes.change(source, m.scope, m.old, m.new)))
+    right, wrong = (cuts.bare(cuts.find(ast.parse(text), m.scope)).splitlines()
+                    for text in (source, cuts.change(source, m.scope, m.old, m.new)))
     changes = difflib.SequenceMatcher(None, right, wrong, autojunk=False).get_opcodes()
     where = {n + 1 for kind, _, _, a, b in changes if kind != "equal" for n in range(a, max(b, a + 1))}
     return wrong, where

@@ -21,10 +21,11 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 from control import weight_costs
 from layerskip import SelfDraft
 from methods import heads
+from methods.base import unit
 from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from search import Teacher
 from speculative import generate
-from support.files import read_prompts
+from support.texts import read_prompts
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 model.requires_grad_(False)                                     # the model stays as it is
@@ -39,7 +40,7 @@ print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens 
 # output head (together `unembed`) turn x into the distribution of the *next* token. *Medusa* (arXiv
 # 2401.10774) predicts further tokens from the same state: head k predicts the token k places after the
 # next one. Ours adds one matrix W with a residual connection to u, which is x scaled to mean square 1
-# (`heads.unit`):
+# (`unit`):
 #
 # $$u = \frac{x}{\sqrt{\text{mean}(x^2)}}, \qquad
 # \text{logits} = \text{unembed}\big(u + \text{silu}(W u)\big)$$
@@ -53,11 +54,11 @@ print(f"{L} blocks; {len(stories)} stories with {sum(map(len, stories))} tokens 
 fresh = Medusa(model, 1)
 teacher = Teacher(model, stories[0], lambda logits: logits.softmax(-1))
 x = teacher.states[-1]                                          # (1, T, dim): the final states
-assert torch.allclose(fresh.after(x, 0, None), model.unembed(heads.unit(x)), atol=1e-3)
+assert torch.allclose(fresh.after(x, 0, None), model.unembed(unit(x)), atol=1e-3)
 print("the fresh head predicts what the output head predicts: the next token, not the one after it")
 own = model.c.vocab_size * model.c.dim
-print(f"one of our heads has {heads.count(fresh):,} weights; "
-      f"with an output matrix of its own {heads.count(fresh) + own:,}")
+print(f"one of our heads has {fresh.count():,} weights; "
+      f"with an output matrix of its own {fresh.count() + own:,}")
 
 # %% [markdown]
 # Now we train it. The teacher is the model itself: for each place of a text, the target's own
@@ -172,7 +173,7 @@ def trained(kind, fresh):
 shipped = {one.kind: trained(one.kind, one) for one in kinds if one.kind != "exit_block"}
 prices = {kind: heads.pricing(one)(0) for kind, one in shipped.items()}
 for kind, one in shipped.items():
-    print(f"{kind:9} {heads.count(one):8,} weights, {one.step.trunk} blocks of the model per drafted token: "
+    print(f"{kind:9} {one.count():8,} weights, {one.price.trunk} blocks of the model per drafted token: "
           f"c = {prices[kind]:.2f}")
 print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 
@@ -207,7 +208,7 @@ def measure(drafter, prompts=prompts):
 _, _, plain = measure(None)
 table = {}
 for kind, one in shipped.items():
-    most = min(GAMMA, one.step.most)                            # Medusa drafts one token per head
+    most = min(GAMMA, one.price.longest)                            # Medusa drafts one token per head
     table[kind] = *measure(one.drafter(most)), most * prices[kind]
 for e in (max(1, L // 8), max(1, L // 6)):
     subs = list(range(2 * e))
@@ -267,7 +268,7 @@ from methods.trees import best_tree
 NODES, gained = 8, {}
 for kind in ("eagle", "medusa"):
     one = shipped[kind]
-    most = min(GAMMA, one.step.most)
+    most = min(GAMMA, one.price.longest)
     shape = best_tree(one.ranks or [0.5, 0.15, 0.08], NODES, prices[kind], 0.0, one.branches, levels=most)
     chain, tree = (measure(one.drafter(most, some))[0] for some in (None, shape))
     gained[kind] = chain, tree
@@ -305,8 +306,8 @@ print(f"a tree of {len(shape)}: tau {wide:.2f}; EAGLE's chain: {gained['eagle'][
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
-assert shipped["medusa"].step.most == shipped["medusa"].steps < shipped["eagle"].step.most
-print({kind: one.step.most for kind, one in shipped.items()})
+assert shipped["medusa"].price.longest == shipped["medusa"].steps < shipped["eagle"].price.longest
+print({kind: one.price.longest for kind, one in shipped.items()})
 
 # %% [markdown]
 # **2.** The heads were trained on text that is mostly stories. What happens on code: is the text still
@@ -338,8 +339,8 @@ print(f"eagle: tau {table['eagle'][0]:.2f} on stories, {tau:.2f} on code")
 output = costs.head / costs.whole
 print(f"the output head alone: c = {output:.3f}; eagle {prices['eagle']:.3f}, medusa {prices['medusa']:.3f}")
 if SHIPPED:
-    assert heads.count(shipped["eagle"]) > 4 * heads.count(shipped["medusa"])
-    assert shipped["eagle"].step.weights > 10 * shipped["medusa"].step.weights
+    assert shipped["eagle"].count() > 4 * shipped["medusa"].count()
+    assert shipped["eagle"].price.weights > 10 * shipped["medusa"].price.weights
     assert output < prices["medusa"] < prices["eagle"] < 2 * prices["medusa"]
 
 # %% [markdown]

@@ -25,7 +25,7 @@ COUNT, NEW = 4, 40                      # prompts of each kind, tokens of each a
 from control import best_gamma, expected_speedup, expected_tokens, weight_costs
 from lab.train_heads import ask
 from speculative import generate, rounds
-from support.files import read_prompts, read_texts
+from support.texts import read_prompts, read_texts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -260,7 +260,7 @@ from functools import partial
 
 from kvcache import KVCache
 from model import Placement
-from speculative import prefill
+from kvcache import prefill
 from support.measure import interleave, measure_step
 
 n = len(chat[0])
@@ -402,8 +402,8 @@ eagle = heads.load(MODEL / "heads" / "eagle", model)
 head_share, vocab = costs.head / costs.whole, set(eagle.own.ids.tolist())
 print(f"of a pass, the blocks are {1 - head_share:.0%}, the output head {head_share:.0%}: "
       f"as much as {costs.head / sum(costs.sublayers[:2]):.0f} blocks; "
-      f"EAGLE's own weights would be {eagle.step.weights / costs.whole:.0%}")
-print(f"c with the whole output head {head_share + eagle.step.weights / costs.whole:.2f}, "
+      f"EAGLE's own weights would be {eagle.price.weights / costs.whole:.0%}")
+print(f"c with the whole output head {head_share + eagle.price.weights / costs.whole:.2f}, "
       f"with {len(vocab):,} of its {model.c.vocab_size:,} tokens {heads.pricing(eagle)(0):.2f}")
 assert [1 + tap // 2 for tap in eagle.taps] == [7, 15, 30]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from porting.check import ROOT
 from porting.library_engine import RULES, answer
-from tests.mistakes import ROOT, change
+from support.cuts import change
 
 SOURCE = Path(__file__).with_name("numpy_port.py").read_text(encoding="utf-8")
 

@@ -4,23 +4,23 @@
                                         test; with words, only rows with one of them in their file,
                                         function or reason
 
-`change` is the one engine that plants mistakes in source text; exercises and ports use it, too. It works on
-the code of one function as `ast.unparse` writes it, without docstring, so that comments, line breaks and the
-place of a function in its file break no row. Mistakes in functions that are exercises stand in
-exercises/answers.py, where a message must also name each of them.
+support/cuts.py plants them. Mistakes in functions that are exercises stand in exercises/answers.py, where a
+message must also name each of them.
 """
-import ast
 import multiprocessing
 import os
 import sys
 import tempfile
-import textwrap
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from support.cuts import Stale, change  # noqa: E402
+
 WORKERS, LIMIT = min(2, os.cpu_count() or 1), 120     # seconds for one mistake
 
 
@@ -37,68 +37,6 @@ def node_id(short):
     """`file::name[case]` of the table as pytest has it: test_file.py::test_name[case]"""
     file, name = short.split("::")
     return f"test_{file}.py::test_{name}"
-
-
-class Stale(Exception):
-    """A row that no longer fits the code."""
-
-
-# --- the engine
-
-
-def find(tree, scope):
-    """The function or class `scope` in a parsed file: the last one of that name, as in Python."""
-    node = tree
-    for part in filter(None, scope.split(".")):
-        kinds = ast.FunctionDef, ast.ClassDef
-        node = next((n for n in reversed(node.body) if isinstance(n, kinds) and n.name == part), None)
-        if node is None:
-            raise Stale(f"there is no {scope}")
-    return node
-
-
-def bare(node):
-    """The code of a function, class or file as `ast.unparse` writes it, without docstrings."""
-    tree = ast.parse(ast.unparse(node))
-    for n in ast.walk(tree):
-        if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(n) is not None:
-            n.body = n.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
-
-
-def normal(fragment):
-    """A fragment as `ast.unparse` writes it; one that is not Python by itself stays as it is."""
-    try:
-        return ast.unparse(ast.parse(textwrap.dedent(fragment).strip()))
-    except SyntaxError:
-        return fragment
-
-
-def change(source, scope, old, new):
-    """The source with `new` in place of `old` inside `scope` ("": the whole file). Raises Stale unless `old`
-    stands there exactly once."""
-    node = find(ast.parse(source), scope)
-    code, old, new = bare(node), normal(old), normal(new)
-    depths = [" " * n for n in range(0, 40, 4)] if "\n" in old else [""]
-    found = [(pad, code.count(textwrap.indent(old, pad).lstrip())) for pad in depths]
-    hits = [pad for pad, count in found if count == 1]
-    if not hits or len(hits) < len([count for _, count in found if count]):
-        count = max(count for _, count in found)
-        raise Stale(f"found {count} times in {scope or 'the file'}: {old!r}\n{code}")
-    pad = hits[0] if "\n" in old else line_indent(code, old)
-    code = code.replace(textwrap.indent(old, hits[0]).lstrip(), textwrap.indent(new, pad).lstrip())
-    if not scope:
-        return code + "\n"
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)]) - 1
-    lines = source.splitlines()
-    lines[first : node.end_lineno] = textwrap.indent(code, " " * node.col_offset).splitlines()
-    return "\n".join(lines) + "\n"
-
-
-def line_indent(code, old):
-    """The indentation of the line in which `old` begins."""
-    line = code[code.rfind("\n", 0, code.index(old)) + 1 :]
-    return line[: len(line) - len(line.lstrip())]
 
 
 # --- trying them
@@ -243,6 +181,10 @@ TABLE = {
         ("rounds_with_cache", "span(before, before + len", "span(before + 1, before + 1 + len",
          "the other blocks read one position too late", "minimal::it_is_the_loop_at_batch_1")],
     "kvcache.py": [
+        ("prefill", "i * chunk", "i", "prefill: chunks in the wrong slots",
+         "model::cached_blocks_equal_the_full_pass[3-llama]"),
+        ("prefill", "chunk, 1)", "chunk, 1)[:-1] or [tokens]", "prefill skips the short last chunk",
+         "model::cached_blocks_equal_the_full_pass[1-llama]"),
         ("KVCache.write", "keys[:, :, start", "keys[:, :, max(0, start - 1)", "a single token reads W + 1 "
          "slots", "by_hand::a_write[start]"),
         ("KVCache.write", "slots, v)", "slots, k)", "copied and pasted: ragged rows store keys as values",
@@ -287,18 +229,9 @@ TABLE = {
          "verify_block::drawn_drafts[2-None]"),
         ("verify_block", "one_hot(tokens, p)", "torch.ones_like(p[:, :K])",
          "the q of copies is 1 everywhere", "verify_block::copied_drafts")],
-    "speculative.py": [
+    "drafter.py": [
         ("chain", "k - 1)", "k)", "the draft runs the race of the next place",
          "exact::a_draft_by_the_model_itself_wins_every_race"),
-        ("State.span", "(first - 1, stop - 1", "(first, stop", "State.span off by one, ragged rows",
-         "speculative::greedy_identity[none-llama-cpu]"),
-        ("State.after", "(self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)",
-         "self.n[:, None] + steps", "positions beyond the limit are not clamped",
-         "speculative::context_limit[llama-long]"),
-        ("prefill", "i * chunk", "i", "prefill: chunks in the wrong slots",
-         "model::cached_blocks_equal_the_full_pass[3-llama]"),
-        ("prefill", "chunk, 1)", "chunk, 1)[:-1] or [tokens]", "prefill skips the short last chunk",
-         "model::cached_blocks_equal_the_full_pass[1-llama]"),
         ("chain", "state.coins.choose(q", "q.argmax(-1", "an argmax draw with a soft q",
          "speculative::exact_law[exit]"),
         ("chain", "append(q", "append(logits.softmax(-1)", "the q handed over is not the one drawn from",
@@ -307,29 +240,10 @@ TABLE = {
          "speculative::empty_skip_set_needs_the_fewest_passes[1-llama]"),
         ("chain", "min(lengths[b], k + 1)", "min(lengths[b], k + 2)", "drafting stops one step late",
          "control::no_step_is_computed_once_all_rows_have_ended"),
-        ("commit", "1, K + 2", "0, K + 1", "commit writes one slot too early",
-         "speculative::greedy_identity[none-llama-cpu]"),
-        ("commit", "out.scatter_(1, accepted[:, None], next_token[:, None]",
-         "torch.cat([draft.tokens, next_token[:, None]], 1", "the next token is put after the whole draft",
-         "speculative::greedy_identity[ngram-llama-cpu]"),
-        ("commit", " if state.left[b] else []", "", "finished rows do not freeze",
-         "speculative::greedy_identity[ngram-llama-cpu]"),
-        ("until", "in eos", "in eos and i == len(tokens) - 1", "only the last token of a round can end it",
-         "speculative::end_of_text_at_every_position[llama-skip]"),
-        ("until", "enumerate(tokens", "reversed([*enumerate(tokens)]", "the latest end-of-text ends, not the "
-         "earliest", "speculative::end_of_text_at_every_position[gemma2-skip]"),
-        ("rounds", "set(eos)", "set(list(eos)[:1])", "only one end-of-text id counts",
-         "speculative::end_of_text_at_every_position[llama-ngram]"),
-        ("commit", "min(int(yes), len(new)", "int(yes", "accepted counts what end-of-text cut off",
-         "speculative::what_an_end_of_text_cuts_off_was_never_tested[0-llama]"),
         ("Draft.fit", "min(K, left - 1)", "min(K, left)", "max_new overshoots: no room for the token "
          "behind", "speculative::drafts_never_overrun_even_if_they_ignore_what_is_left[4]"),
-        ("rounds", "min(max_new, model.c.max_len - len(text))", "max_new", "the context limit is ignored",
-         "speculative::context_limit[llama-none]"),
         ("Draft.fit", "torch.minimum(length, draft.length)", "length",
          "the drafter's length is ignored", "golden::golden_counts[stories-llama]"),
-        ("one_round", "Pass(logits,", "Pass(logits if logits.isfinite().all() else None,",
-         "a check that waits for the device each round", "paper_gpu::one_wait_a_round[llama-1-plain]"),
         ("NGram.enter", "[tuple(text[i:i + self.n])] = i + self.n", ".setdefault(tuple(text[i:i + self.n]), "
          "i + self.n)", "copies what followed the first time, not the last",
          "speculative::ngram_copies_the_latest_continuation[once]"),
@@ -347,14 +261,39 @@ TABLE = {
          "speculative::drafts_never_overrun_even_if_they_ignore_what_is_left[4]"),
         ("Draft.cut", "cut(K + 1", "cut(K", "cut: the last known token forgotten",
          "speculative::drafts_never_overrun_even_if_they_ignore_what_is_left[4]"),
-        ("commit", " if len(new) > yes else kept[b]", "", "what an end of text cut off counts as refused",
-         "speculative::what_an_end_of_text_cuts_off_was_never_tested[0-llama]"),
-        ("one_round", " | ran.trace", "", "a trace begins where the verifier does",
-         "heads::drafts_are_what_training_sees[kangaroo-in_turns-llama]"),
         ("wanted", "left - 1", "left", "gamma clipped one too late",
          "sampling::a_round_spends_drafts_then_flips_then_one_choice"),
         ("NGram.enter", "= i + self.n", "= i + self.n + 1", "copies from one token too late",
          "speculative::ngram_copies_the_latest_continuation[once]")],
+    "speculative.py": [
+        ("State.span", "(first - 1, stop - 1", "(first, stop", "State.span off by one, ragged rows",
+         "speculative::greedy_identity[none-llama-cpu]"),
+        ("State.after", "(self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)",
+         "self.n[:, None] + steps", "positions beyond the limit are not clamped",
+         "speculative::context_limit[llama-long]"),
+        ("commit", "1, K + 2", "0, K + 1", "commit writes one slot too early",
+         "speculative::greedy_identity[none-llama-cpu]"),
+        ("commit", "out.scatter_(1, accepted[:, None], next_token[:, None]",
+         "torch.cat([draft.tokens, next_token[:, None]], 1", "the next token is put after the whole draft",
+         "speculative::greedy_identity[ngram-llama-cpu]"),
+        ("commit", " if state.left[b] else []", "", "finished rows do not freeze",
+         "speculative::greedy_identity[ngram-llama-cpu]"),
+        ("until", "in eos", "in eos and i == len(tokens) - 1", "only the last token of a round can end it",
+         "speculative::end_of_text_at_every_position[llama-skip]"),
+        ("until", "enumerate(tokens", "reversed([*enumerate(tokens)]", "the latest end-of-text ends, not the "
+         "earliest", "speculative::end_of_text_at_every_position[gemma2-skip]"),
+        ("rounds", "set(eos)", "set(list(eos)[:1])", "only one end-of-text id counts",
+         "speculative::end_of_text_at_every_position[llama-ngram]"),
+        ("commit", "min(int(yes), len(new)", "int(yes", "accepted counts what end-of-text cut off",
+         "speculative::what_an_end_of_text_cuts_off_was_never_tested[0-llama]"),
+        ("rounds", "min(max_new, model.c.max_len - len(text))", "max_new", "the context limit is ignored",
+         "speculative::context_limit[llama-none]"),
+        ("one_round", "Pass(logits,", "Pass(logits if logits.isfinite().all() else None,",
+         "a check that waits for the device each round", "paper_gpu::one_wait_a_round[llama-1-plain]"),
+        ("commit", " if len(new) > yes else kept[b]", "", "what an end of text cut off counts as refused",
+         "speculative::what_an_end_of_text_cuts_off_was_never_tested[0-llama]"),
+        ("one_round", " | ran.trace", "", "a trace begins where the verifier does",
+         "heads::drafts_are_what_training_sees[kangaroo-in_turns-llama]")],
     "methods/standin.py": [
         ("Padded.unembed", "-math.inf", "0.0", "an id that the draft model lacks is drafted",
          "speculative::ids_that_only_one_model_has_are_never_drafted[12]"),
@@ -504,7 +443,9 @@ TABLE = {
          "parallel::several_processes_write_the_text_of_one"),
         ("agreed_draft", "agreed(moved(", "(moved(", "each process verifies its own draft",
          "parallel::every_source_drafts_in_two_processes_or_says_why_not")],
-    "methods/drafting.py": [
+    "methods/base.py": [
+        ("graft", "min(i, last)", "0", "the head starts as the first block",
+         "heads::a_head_starts_as_a_part_of_the_model[llama]"),
         ("Reader.observe", "len(state.known[0]) - lengths[0]", "len(state.known[0])",
          "states are noted where the next round begins",
          "heads::drafts_are_what_training_sees[kangaroo-alone-llama]"),
@@ -515,9 +456,7 @@ TABLE = {
         ("Reader.catch_up", "(stop - start, stop", "(stop - start, self.late", "each part is the last one",
          "heads::drafts_are_what_training_sees[eagle-in_turns-llama]")],
     "methods/heads.py": [
-        ("graft", "min(i, last)", "0", "the head starts as the first block",
-         "heads::a_head_starts_as_a_part_of_the_model[llama]"),
-        ("pricing", "step.weights", "count(head)", "a head of several steps counts as a whole for each token",
+        ("pricing", "price.weights", "head.count()", "a head of several steps counts as one for each token",
          "pace::trained_heads_and_their_prices[llama]")],
     "methods/dynamic.py": [
         ("DEL.score", "self.omega * self.counts", "self.counts", "old counts do not fade",

@@ -79,14 +79,13 @@ print(tokenizer.decode(held_out[:60].tolist()))
 # %%
 from lab.bench.beyond import taught
 from lab.m2r2 import M2R2
-from methods.heads import count
 
 E = max(1, L // 6)
 few = "--exit-layer", str(E), "--batch", "4", "--context", "64", "--lr", "4e-3", "--warmup", "5"
 heads = {"bare exit": M2R2(model, E, 0), "Kangaroo": taught(model, text, 6144, "kangaroo", *few),
          "M2R2": taught(model, text, 6144, "m2r2", *few)}
 for name, head in heads.items():
-    print(f"{name:10} {count(head):8,} weights of its own")
+    print(f"{name:10} {head.count():8,} weights of its own")
 
 # %% [markdown]
 # In these few seconds neither of them learns anything that could be seen: that takes the long run below.
