@@ -19,7 +19,7 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 # %%
 from sampling import Coins, to_probs
 from speculative import generate
-from support.files import read_prompts
+from files import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
@@ -210,10 +210,9 @@ assert "our loop" not in ways or all(T == same for T, same in equal.items())
 # **Predict:** of 100 rows, how many are equal in passes as usual?
 
 # %% jupyter={"source_hidden": true}
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from machine.exact import exactly
 from model import Placement
-from speculative import prefill
 
 half, _ = checkpoint.load(MODEL, "cpu", torch.bfloat16)
 made = exactly(half)
