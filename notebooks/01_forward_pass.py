@@ -345,7 +345,7 @@ plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 # is the most likely token already that of the whole model?
 
 # %%
-from support.files import read_prompts
+from support.texts import read_prompts
 
 
 def agreement_on(kind):

@@ -38,7 +38,7 @@ import inspect
 
 import minimal
 from search import Teacher
-from support.files import read_prompts
+from support.texts import read_prompts
 
 probs = lambda z: to_probs(z, temperature=1.0, top_k=8)
 story = checkpoint.encode(tokenizer, read_prompts("stories")[0]["text"], c.bos)[:80]
@@ -374,7 +374,8 @@ print("text so far:", tokenizer.decode(state.known[0]))
 # We decode greedily, so all three must write the same text.
 
 # %%
-from speculative import ModelDraft, NGram, generate
+from drafter import ModelDraft, NGram
+from speculative import generate
 
 drafters = {"first blocks": lambda gamma: SelfDraft(model, range(2 * EXIT), gamma),
             "n-gram": lambda gamma: NGram(gamma, 2)}

@@ -24,7 +24,7 @@ import numpy as np
 
 from control import best_gamma, expected_speedup, weight_costs
 from search import Calibration, Space, speedup
-from support.files import read_prompts
+from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

@@ -23,7 +23,7 @@ from model import Placement
 from layerskip import SelfDraft
 from sampling import Coins, to_probs
 from search import Teacher
-from support.files import read_prompts
+from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -46,7 +46,8 @@ print(f"{L} blocks, of which the first {EXIT} draft")
 from itertools import islice
 
 from methods.trees import Siblings, ancestors
-from speculative import Wrapper, rounds
+from drafter import Wrapper
+from speculative import rounds
 
 
 class Kept(Wrapper):    # remembers the last draft as it was, before verification cuts it to a chain
@@ -108,7 +109,7 @@ plots.tree_and_mask(SHAPE, ancestors(torch.tensor([SHAPE]))[0], [str(k) for k in
 
 # %%
 from kvcache import KVCache
-from speculative import prefill
+from kvcache import prefill
 
 n, K = len(known), len(parents)
 cache = KVCache(c, 1, n + K, model.attention_dtype(), device)

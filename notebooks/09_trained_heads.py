@@ -25,7 +25,7 @@ from methods.base import unit
 from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from search import Teacher
 from speculative import generate
-from support.files import read_prompts
+from support.texts import read_prompts
 
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
 model.requires_grad_(False)                                     # the model stays as it is

@@ -20,7 +20,7 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 
 # %%
 from model import Placement
-from support.files import read_prompts
+from support.texts import read_prompts
 from control import weight_costs
 
 torch.set_grad_enabled(False)

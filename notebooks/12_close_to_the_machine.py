@@ -20,9 +20,10 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 
 # %%
 from model import Placement
-from support.files import read_prompts
+from support.texts import read_prompts
 from kvcache import KVCache
-from speculative import generate, prefill
+from kvcache import prefill
+from speculative import generate
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)
@@ -315,7 +316,7 @@ Markdown(next(text for text in paragraphs if text.startswith("|") and "transform
 # **Predict:** does the wrong program change a text of plain decoding? And one that was drafted?
 
 # %% jupyter={"source_hidden": true}
-from machine import standin
+from machine import tolerance
 
 G = c.n_heads // c.n_kv_heads
 
@@ -345,11 +346,11 @@ def by_wrong_program(width, say=lambda message: None):
 
 
 right = generate(model, [prompt], 32)[0][0]
-limits = standin.TOLERANCE
+limits = tolerance.TOLERANCE
 messages = []
-standin.TOLERANCE = dict.fromkeys(limits, torch.inf)            # without the check
+tolerance.TOLERANCE = dict.fromkeys(limits, torch.inf)            # without the check
 texts = {"plain": by_wrong_program(1), "drafted": by_wrong_program(4)}
-standin.TOLERANCE = limits
+tolerance.TOLERANCE = limits
 texts["drafted, checked"] = by_wrong_program(4, messages.append)
 for name, text in texts.items():
     print(f"{name}: {'the right text' if text == right else tokenizer.decode(text)!r}")

@@ -25,7 +25,7 @@ COUNT, NEW = 4, 40                      # prompts of each kind, tokens of each a
 from control import best_gamma, expected_speedup, expected_tokens, weight_costs
 from lab.train_heads import ask
 from speculative import generate, rounds
-from support.files import read_prompts, read_texts
+from support.texts import read_prompts, read_texts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)
@@ -257,7 +257,7 @@ from functools import partial
 
 from kvcache import KVCache
 from model import Placement
-from speculative import prefill
+from kvcache import prefill
 from support.measure import interleave, measure_step
 
 n = len(chat[0])

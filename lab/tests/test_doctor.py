@@ -45,7 +45,7 @@ def test_the_limit_and_the_break_even_point(call):
 
 
 def test_the_worked_examples():
-    assert doctest.testmod(doctor) == (0, 4)
+    assert doctest.testmod(doctor) == (0, 5)
 
 
 def test_what_is_no_line_is_refused(call, tmp_path):
