@@ -86,7 +86,7 @@ TASKS = [
         "where_p_is_almost_q[verify] "
         "verify_refuses_another_vocabulary long_drafts_of_a_large_vocabulary[verify-None] "
         "long_drafts_of_a_large_vocabulary[verify-9]", layerskip="the_text_of_a_self_draft_is_the_targets")),
-    Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
+    Task(10, "chain", "drafter.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
         "chain_lengths chain_rows_of_drawn_rules", layerskip="the_text_of_a_self_draft_is_the_targets")),

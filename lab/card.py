@@ -2,9 +2,9 @@
 itself writes it, so it cannot describe any other run."""
 from pathlib import Path
 
+from files import write_file
 from lab import plots
-from support import cli
-from support.files import write_file
+from machine.kept import hardware
 
 CARD = """# {title}
 
@@ -26,7 +26,7 @@ def write(run, title, about, facts, words, thing, tables):
     """A card in Markdown and its picture, into the folder of the run. facts: {name: value}; words: what the
     table's words mean; thing: what its columns are, one after the other; tables: {file: {what: [values]}}."""
     facts |= {"tokens": f"{run.step * run.block:,}", "command": f"`{run.a.command}`",
-              "hardware, time": f"{cli.machine(run.device)}, {run.seconds / 60:.0f} minutes"}
+              "hardware, time": f"{hardware(run.device)}, {run.seconds / 60:.0f} minutes"}
     columns = range(1, 1 + len(next(iter(tables.values()))["loss"]))
     rows = [f"| {thing} | " + " | ".join(map(str, columns)) + " |", "|---" * (1 + len(columns)) + "|"]
     rows += [f"| {what}, {Path(name).stem} | " + " | ".join(f"{x:.2f}" for x in values) + " |"

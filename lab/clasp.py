@@ -4,9 +4,9 @@ our tables an early exit gains more than either."""
 import torch
 
 from control import Confidence, best_gamma, expected_speedup, weight_costs
+from kvcache import pick
 from lab.aside import aside
 from layerskip import SelfDraft, same_model
-from speculative import pick
 
 
 def nearest(states, run, times, most, least=-1.0):

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from lab.aside import ScratchTail
 from lab.transfer import own_weights
 from layerskip import SelfDraft, early_exit
-from machine.standin import StandIn
 from methods.base import Head, Price, unit
 from methods.kangaroo import Kangaroo
-from model import Placement
+from model import Placement, StandIn
 
 
 class TwoRowDraft(SelfDraft):

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 
 from control import MOST, Beta, Confidence, best_gamma, confidence, outcomes
+from drafter import Rule
 from methods.arms import Calibrated
 from sampling import raw_probs
-from speculative import Rule
 
 
 class AdaptiveExit(Rule):

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from control import MOST, Beta, expected_speedup, outcomes
+from drafter import Drafter, Rule
 from layerskip import SelfDraft, early_exit
-from machine.standin import stand_in
 from methods.base import Reader
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
 from sampling import raw_probs
-from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
 TRUST = 0.98    # the same for a bin of confidence, after each token in it
@@ -77,7 +76,7 @@ class Arm:
 
 def self_draft(name, model, sublayers, costs):
     """The Arm of a SelfDraft. model: the target, or a ShortHead around it."""
-    own = costs.pricing(sublayers, stand_in(model).share)
+    own = costs.pricing(sublayers, model.share)
     whole = costs.pricing(range(2 * model.c.n_layers))
     return Arm(name, SelfDraft(model, sublayers, Calibrated()), lambda n: own(n) / whole(n))
 
@@ -127,7 +126,7 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None):
         arms = [head_draft(head, costs, vocab) for head in heads]
         return [max(arms, key=partial(promised, costs)), *copied]
     drafting = ShortHead(model, vocab) if vocab else model
-    layers = sorted({max(1, round(L * part)) for part in stand_in(model).exits} - {L})
+    layers = sorted({max(1, round(L * part)) for part in model.exits} - {L})
     drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from control import MOST
-from kvcache import KVCache
+from drafter import Drafter, observed
+from kvcache import KVCache, pick
 from layerskip import same_model
-from machine.standin import stand_in
 from methods.trees import Siblings
 from model import Placement, Transformer
-from speculative import Drafter, observed, pick
 
 
 def unit(x):
@@ -134,7 +133,7 @@ class Reader(Drafter):
         self.own = head.own
         self.taps = head.taps
         self.unread = 0
-        self.widest = stand_in(self.own).widest
+        self.widest = self.own.widest
 
     def begin(self, state, trace):
         same_model(self.head.model, state)

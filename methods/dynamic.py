@@ -8,9 +8,9 @@ published ones.
 import torch
 
 from control import Confidence, best_gamma, expected_speedup, weight_costs
+from kvcache import pick
 from layerskip import SelfDraft, early_exit, same_model
 from sampling import raw_probs
-from speculative import pick
 
 
 def overlaps(probs, p, logits):

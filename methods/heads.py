@@ -24,14 +24,12 @@ from safetensors.torch import save_file
 
 import checkpoint
 from control import weight_costs
-from machine.standin import stand_in
+from files import replacing
 from methods.eagle import Eagle
 from methods.kangaroo import ExitBlock, Kangaroo
 from methods.medusa import Medusa
 from methods.prophet import Prophet
-from methods.standin import ShortHead
-from support.cli import read_vocab
-from support.files import VOCAB, replacing
+from methods.standin import VOCAB, ShortHead, read_vocab
 
 KINDS = {head.kind: head for head in (Kangaroo, ExitBlock, Eagle, Medusa, Prophet)}
 FILE = "heads.safetensors"
@@ -110,7 +108,7 @@ def load(folder, model, kinds=KINDS):
         head.weights.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
         head.ranks = [float(r) for r in about["ranks"]]
     if head.own:
-        head.own = stand_in(model).alongside(head.own)
+        head.own = model.alongside(head.own)
     if vocab.is_file():
         head = shorter(head, read_vocab(vocab, model.c.vocab_size))
     return head

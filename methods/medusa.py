@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drafter import chain
 from methods.base import Head, LastState, Price, unit
 from methods.trees import branch
-from speculative import chain
 
 
 class Medusa(Head):

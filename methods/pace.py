@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from control import MOST, Beta, weight_costs
+from drafter import Drafter, Wrapper
 from layerskip import same_model
 from methods.arms import FADE, KNOWN, Arm, candidates
 from methods.suffix import DEPTH, Suffix
-from speculative import Drafter, Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
 MARGIN = 0.05   # an arm must promise this much more than plain decoding

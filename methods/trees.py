@@ -19,8 +19,9 @@ from itertools import accumulate
 
 import torch
 
+from drafter import Draft, Wrapper
 from sampling import one_hot
-from speculative import Draft, Pass, Wrapper
+from speculative import Pass
 
 # --- a tree as a draft
 

@@ -59,7 +59,7 @@ plots.draw_sublayers(drafts, {name: shared_prefix(subs) for name, subs in drafts
 
 # %%
 from search import Calibration
-from support.files import read_prompts
+from support.texts import read_prompts
 
 stories = [line["text"] for line in read_prompts("stories")]
 text = Calibration(model, tokenizer, stories, 512)              # greedy: p and q are one-hot

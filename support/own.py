@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from drafter import Draft, Drafter, Reuse, Rule, Wrapper
 from machine import parallel
 from methods.trees import Tree
-from speculative import Draft, Drafter, Reuse, Rule, Wrapper
 
 WATCHED = 8     # rounds in which the cache is compared: all of it is read twice for that
 

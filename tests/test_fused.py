@@ -6,11 +6,10 @@ import torch
 from test_model import LAYOUTS, error, some_x
 from tiny import GEMMA, LLAMA, QWEN, make
 
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from machine import fused
 from machine.fused import Fused, fuse
 from model import Placement
-from speculative import prefill
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from promises import Watched, compared
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, warm
 
 from control import Confidence
+from drafter import Drafter, ModelDraft, NGram, Wrapper
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.quant import quantise
@@ -19,7 +20,7 @@ from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from methods.then import Then
 from methods.trees import Siblings
 from sampling import Coins
-from speculative import Drafter, ModelDraft, NGram, Wrapper, generate, rounds
+from speculative import generate, rounds
 
 
 def wild(head, size=0.3):

@@ -12,9 +12,8 @@ import torch
 from teach import compare, learns, look, promise
 from tiny import FAMILIES, GEMMA, LLAMA, each_family, make
 
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from model import Placement, RMSNorm, Transformer, frequencies, rope, rotate, softcap, visible
-from speculative import prefill
 
 
 def error(got, want):

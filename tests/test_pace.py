@@ -11,14 +11,15 @@ from test_heads import wild
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
+from drafter import ModelDraft
 from layerskip import SelfDraft, without
-from machine.standin import StandIn
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet
 from methods.pace import REST, STAKE, Pace
 from methods.standin import ShortHead
+from model import StandIn
 from sampling import Coins, to_probs
-from speculative import ModelDraft, generate, rounds
+from speculative import generate, rounds
 
 SKIP, IDS = without(6, attn=[1, 4], mlp=[2]), [4, 9, 0, 2, 16, 3]
 CHEAP = Costs((0.02,) * 8 + (2.5,) * 4, 0.01)   # self-drafts are nearly free

@@ -20,6 +20,7 @@ from tiny import LIVELY, LLAMA, PROMPTS, QWEN, make
 
 import checkpoint
 import generate as command
+from drafter import ModelDraft
 from layerskip import SelfDraft
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
@@ -28,7 +29,7 @@ from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
 from sampling import Coins, Race, to_probs
-from speculative import ModelDraft, generate
+from speculative import generate
 from support import drafts
 
 ROOT = Path(__file__).parent.parent
@@ -192,7 +193,7 @@ def test_sizes_that_do_not_fit_are_refused(folders):
 # --- the command
 
 RANDOM = """import os, random
-from speculative import Draft, Drafter, Rule
+from drafter import Draft, Drafter, Rule
 luck = random.Random(int(os.environ.get("RANK", 0)))
 class Mine(Drafter):
     def __init__(self, model, gamma):

@@ -11,12 +11,13 @@ import torch
 from promises import reader
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, small
 
-from kvcache import KVCache
+from drafter import ModelDraft, NGram
+from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
-from machine.standin import StandIn
 from methods.standin import Padded, ShortHead
+from model import StandIn
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, generate, prefill, rounds
+from speculative import generate, rounds
 from verification import verify
 
 FULL = range(12)

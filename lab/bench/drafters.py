@@ -11,19 +11,19 @@ from tqdm import tqdm
 
 import control
 from control import expected_tokens_along, round_cost, weight_costs
+from drafter import Drafter, ModelDraft, NGram
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm, Gate
 from layerskip import SelfDraft, early_exit, without
-from machine.standin import stand_in
 from methods.pace import COPY
-from methods.standin import ShortHead
+from methods.standin import ShortHead, read_vocab
 from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram, rounds
-from support.cli import read_skip, read_vocab
+from speculative import rounds
+from support.cli import read_skip
 from support.measure import measure_costs
 from support.stats import Timed, parting
 from verification import verify
@@ -118,7 +118,7 @@ class Bench:
         if self.greedy:
             self.check_texts(methods, prompts)
         ours = [m for m in methods.values() if not m.ask]       # what a GPU has not recorded by then is eager
-        stand_in(self.model).rehearse(lambda: [
+        self.model.rehearse(lambda: [
             self.write(make, i) for make in [m.start() for m in ours] for i in prompts])
         self.run(methods, title)
         plain = methods["plain"]

@@ -13,9 +13,9 @@ import checkpoint
 from lab import train, train_heads
 from methods import heads
 from methods.heads import Medusa
+from methods.standin import read_vocab
 from model import Placement
 from speculative import generate, rounds
-from support.cli import read_vocab
 
 FLAGS = dict(context=24, batch=8, tokens=1.6e4, text=4000, lr=0.01, warmup=3, temperature=0.9, device="cpu")
 KINDS = {"kangaroo": "--exit-layer 2", "m2r2": "--exit-layer 2", "prophet": "", "eagle": "",
