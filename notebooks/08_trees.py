@@ -176,7 +176,7 @@ def narrate(seed):
     u = uniforms(seed, 0, K).tolist()
     node, _, tale = walk(p, tokens, parents, q, u)
     for at, k, had, drawn, chance, ok in tale:
-        print(f"after {names[at]:9} try {names[k + 1]:9} left {had:.2g}  q {drawn:.2g}  chance {chance:.2f}  "
+        print(f"after {names[at]:9} try {names[k + 1]:9} left {had:.3f}  q {drawn:.3f}  chance {chance:.2f}  "
               f"u {u[k]:.2f}  {'accepted' if ok else 'rejected'}")
     print("then the next token is drawn from what is left after", names[node])
 
@@ -283,10 +283,11 @@ print("p:      ", [round(v, 4) for v in p6.tolist()])
 print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 
 # %% [markdown]
-# The rule is called *recursive rejection*. SpecInfer (arXiv 2305.09781, May 2023) verifies trees with it,
-# and draws every sibling from the whole q, or from another draft model. Multi-candidate verification
-# (2401.06706, January 2024) draws without replacement, and so do the trees of Sequoia (2402.12374) and of
-# recursive speculative decoding (2402.14160), both of February 2024.
+# The rule is called *recursive rejection*. SpecInfer (arXiv 2305.09781, May 2023) verifies trees with it
+# under the name *multi-step speculative sampling*, and draws every sibling from the whole q, or from
+# another draft model. Multi-candidate verification (2401.06706, January 2024) draws without replacement,
+# and so do the trees of Sequoia (2402.12374) and of recursive speculative decoding (2402.14160), both of
+# February 2024.
 #
 # It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first that
 # passes a stricter test; it is exact, too. *Typical acceptance* (Medusa, 2401.10774) accepts any token
@@ -371,6 +372,11 @@ for cost, shape in shapes.items():
     print(f"the best tree of 8 where a level costs {cost:.2f} passes: {shape}")
 
 # %% [markdown]
+# One shape for all rounds is a compromise. *EAGLE-2* (arXiv 2406.16858) grows a new tree in each round:
+# level by level, it continues the nodes with the largest product of the draft's probabilities along their
+# path, and at last keeps the best nodes of all. Where the draft is sure, its tree is deep, and where it
+# is not, wide.
+#
 # Free nodes are an assumption, too. On a GPU that waits for memory, a pass over 16 tokens costs about
 # as much as a pass over one. On a CPU it does not, and a large tree can lose. `python -m lab.bench
 # heads` measures it.
