@@ -39,7 +39,7 @@ class KVCache:
             keys[:, :, here] = k
             values[:, :, here] = v
         else:
-            slots = at.slots[:, None, -T:, None].expand_as(k)
+            slots = at.slots[:, None, :, None].expand_as(k)
             keys.scatter_(2, slots, k)
             values.scatter_(2, slots, v)
         return keys[:, :, start : at.end], values[:, :, start : at.end]

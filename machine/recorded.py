@@ -149,7 +149,7 @@ class Recorded(StandIn):
         if block.same:
             masks = self.bands(block.first, width, at.end)
         else:
-            masks = stack_masks(self.model, at, width)
+            masks = stack_masks(self.model, at)
         positions = at.positions[:, -width:].expand(B, width).contiguous()
         slots = at.slots[:, -width:].expand(B, width).contiguous()
         masks = masks.expand(-1, B, *masks.shape[2:]).contiguous()
