@@ -259,6 +259,9 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     chunk = 256     # tokens of a prompt that are read at once: the scores of more take more memory
+    widest = 256    # tokens that a drafter may read at once
+    share = 1.0     # of the output head that a draft reads
+    exits = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks after which it is good to leave
 
     def __init__(self, c):
         super().__init__()
@@ -271,6 +274,7 @@ class Transformer(nn.Module):
         scale = torch.tensor(c.embed_scale, dtype=torch.float64)
         self.register_buffer("scale", scale, persistent=False)
         self.table = None
+        self.beside = {}    # {name: text} of the files that lie beside its weights
 
     def embed(self, tokens):
         """(B, T) ids -> (B, T, dim)."""
@@ -358,3 +362,39 @@ class Transformer(nn.Module):
         """(B, T) ids -> logits (B, T, V), without a cache."""
         at = Placement.span(0, tokens.shape[1], tokens.device)
         return self.unembed(self.run(self.embed(tokens), at))
+
+    # --- what a `StandIn` may do in another way
+
+    def bare(self):
+        """The Transformer itself."""
+        return self
+
+    def alongside(self, model):
+        """Another model of the same run, such as a draft, computed in the same way."""
+        return model
+
+    def rehearse(self, write):
+        """Get ready for all passes that write() makes, before anything is timed."""
+
+    def replays(self):
+        """Whether passes are computed faster than here."""
+        return False
+
+
+class StandIn:
+    """Takes the place of a model. A subclass does some things in another way, and the model answers
+    everything else."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        if name == "model":     # trap: copy.copy looks it up before it is set: endless recursion
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+def put(module, key, value):
+    """Replace a parameter of a module by `value`, a parameter or a module."""
+    delattr(module, key)
+    setattr(module, key, value)

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from lab.aside import ScratchTail
 from lab.transfer import own_weights
 from layerskip import SelfDraft, early_exit
-from machine.standin import StandIn
-from methods.drafting import unit
-from methods.heads import Head, Kangaroo, Step, count
-from model import Placement
+from methods.base import Head, Price, unit
+from methods.kangaroo import Kangaroo
+from model import Placement, StandIn
 
 
 class TwoRowDraft(SelfDraft):
@@ -37,17 +36,17 @@ class M2R2(Head, StandIn):
     states counts in training, beside the distributions. The head stands in for its model while it drafts.
     Not here are the paper's gate, which drafted too far when we tried it, and its loading of experts.
     """
-    kind, draft = "m2r2", TwoRowDraft
+    kind = "m2r2"
 
     def __init__(self, model, exit_layer, rank=None, align=0.1):
         (L, dim), E = (model.c.n_layers, model.c.dim), len(early_exit(model.c.n_layers, exit_layer)) // 2
         if rank is None:
-            rank = max(1, round(count(Kangaroo(model, exit_layer)) / (2 * dim * E)))
+            rank = max(1, round(Kangaroo(model, exit_layer).count() / (2 * dim * E)))
         self.model, self.shape = model, {"exit_layer": E, "rank": rank, "align": align}
         self.taps = [2 * -(-i * L // E) - 1 for i in range(1, 1 + E)]
         down = 0.02 * torch.randn(E, rank, dim, generator=torch.Generator().manual_seed(0))
         self.weights = own_weights(model, down=down, up=torch.zeros(E, dim, rank))
-        self.step = Step(trunk=E, weights=count(self), reads=True)
+        self.price = Price(trunk=E, weights=self.count(), reads=True)
 
     def rise(self, x, at, cache, trace=None):
         """The states after each of the first E blocks, (B, T, dim) each. Of the rows x (B, T, dim) those that
@@ -82,6 +81,9 @@ class M2R2(Head, StandIn):
         self.states = torch.stack(rows, 2)                                      # (B, T, E, dim)
         self.ahead = torch.stack([trace[tap] for tap in self.taps], 2)
         yield 0, self.model.unembed(rows[-1])
+
+    def chains(self, rule):
+        return TwoRowDraft(self, rule)
 
     def besides(self):
         """What counts in training besides the distributions: how far the accelerated states are from where

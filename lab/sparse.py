@@ -14,9 +14,9 @@ MagicDec (arXiv 2408.11049) drafts in this way with all weights; docs/papers.md 
 import torch
 
 from control import best_gamma, expected_speedup
+from drafter import Drafter, chain
 from layerskip import same_model
 from model import Placement
-from speculative import Drafter, chain
 
 
 def sparse(at, end, sinks, window):

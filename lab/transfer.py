@@ -6,8 +6,8 @@ from torch import nn
 
 from control import weight_costs
 from lab.aside import ScratchTail
-from methods.drafting import MedusaDraft
-from methods.heads import Head, Step, count
+from methods.base import Head, Price
+from methods.medusa import MedusaDraft
 from model import Placement
 
 
@@ -42,7 +42,7 @@ class Transfer(Head):
     t = 0 is a predicting stream of ProphetNet (arXiv 2001.04063), with a learnt embedding; t = L is a Medusa
     head without its residual block. The pseudo states start as copies.
     """
-    kind, draft, branches = "transfer", TransferDraft, True
+    kind, branches = "transfer", True
 
     def __init__(self, model, inject_layer, steps):
         L, dim = model.c.n_layers, model.c.dim
@@ -53,7 +53,7 @@ class Transfer(Head):
         self.weights = own_weights(model, matrix=torch.eye(dim).repeat(steps, 1, 1),
                                    bias=torch.zeros(steps, dim))
         above = sum(weight_costs(model.c).sublayers[2 * inject_layer :])    # one pass of them for all rows
-        self.step = Step(weights=(count(self) + above) / steps, most=steps)
+        self.price = Price(weights=(self.count() + above) / steps, longest=steps)
 
     def spread(self, x):
         """The pseudo states of each token: (B, T, dim) -> (B, T, steps, dim)."""
@@ -72,6 +72,9 @@ class Transfer(Head):
         x = x.unflatten(1, (T, -1))                                             # (B, T, steps, dim)
         for k in range(1, self.steps + 1):
             yield k, m.unembed(x[:, :-k, k - 1])
+
+    def drafter(self, rule, shape=None):
+        return TransferDraft(self, rule, shape)
 
 
 def riders(T, N, device=None):

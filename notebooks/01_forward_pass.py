@@ -11,8 +11,8 @@
 # a shorter list to draft its own next tokens, and then checks them with the whole list.
 #
 # You need Python, and to know what a matrix product and a softmax are. About 45 minutes. The notebook
-# also runs on a model of your own: change `MODEL` in the first cell. (`start.py` finds the repository
-# and imports `torch`, `checkpoint` and `plots`. JupyterLab folds the cells that only draw.)
+# also runs on a model of your own: change `MODEL`. (The first cell finds the repository and imports
+# `torch`, `checkpoint` and `plots`. JupyterLab folds it, as it does the cells that only draw.)
 #
 # Where it says *Predict*, write down your answer before you run the next cell.
 
@@ -345,7 +345,7 @@ plots.draw_lens(said, sure, depths, labels[-9:], tokenizer)
 # is the most likely token already that of the whole model?
 
 # %%
-from support.files import read_prompts
+from support.texts import read_prompts
 
 
 def agreement_on(kind):

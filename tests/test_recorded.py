@@ -11,7 +11,8 @@ import torch
 from paper_gpu import PaperGPU
 from tiny import FAMILIES, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_family, make, small
 
-from kvcache import KVCache
+from drafter import ModelDraft, NGram
+from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine.blocks import Bands, joined, piece, run_piece, stack_masks, widen
 from machine.recorded import Recorded
@@ -19,7 +20,7 @@ from machine.tapes import Graph, Tape
 from methods.trees import ancestors
 from model import Placement
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, generate, prefill, rounds
+from speculative import generate, rounds
 
 DRAFTERS = {
     "none": lambda m: None,

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tiny import GEMMA, LIVELY, LLAMA, PROMPTS, Says, Unsure, each_family, make, small
 
-from kvcache import KVCache
+from drafter import ModelDraft, NGram
+from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine import few, rows
 from machine.few import FewRows
@@ -22,7 +23,7 @@ from methods.standin import ShortHead
 from methods.trees import Siblings, ancestors
 from model import Placement
 from sampling import Coins, to_probs
-from speculative import ModelDraft, NGram, generate, prefill
+from speculative import generate
 
 ROOT = Path(__file__).resolve().parent.parent
 HALF = torch.bfloat16, torch.float16

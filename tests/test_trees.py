@@ -13,6 +13,7 @@ from test_sampling import Ledger
 from test_speculative import on_and_off
 from tiny import LIVELY, PROMPTS, TINY, each_family, make, read, small, warm
 
+from drafter import Draft, Drafter, ModelDraft, NGram
 from kvcache import KVCache
 from layerskip import SelfDraft
 from methods import trees
@@ -21,7 +22,7 @@ from methods.trees import Siblings, Tree, ancestors, rank_acceptance, tree_token
 from model import Placement
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Draft, Drafter, ModelDraft, NGram, generate, rounds
+from speculative import generate, rounds
 from verification import verify
 
 

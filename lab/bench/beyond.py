@@ -106,7 +106,7 @@ def accelerated(model, text, prompts, new, exits):
             c = heads.pricing(head)(0)
             alpha = train_heads.evaluate(head, held_out, CONTEXT, SIZES.measured)["agreement"][0]
             found[f"exit {e}, {name}"] = {
-                "rows": 2 if head.shape.get("rank") else 1, "weights": heads.count(head), "c": c,
+                "rows": 2 if head.shape.get("rank") else 1, "weights": head.count(), "c": c,
                 "alpha": alpha, **worth(model, prompts, head.drafter(GAMMA), new, partial(mul, c))}
     return found
 
