@@ -58,14 +58,13 @@ def pick(x, index):
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
-def prefill(model, tokens, cache, chunk=None, sublayers=None, trace=None):
-    """Run the model over tokens (B, T) into slots 0 .. T-1, `chunk` tokens at a time, by default
-    the model's. Returns x (B, T, dim); sublayers and trace are those of `Transformer.run`."""
-    chunk = chunk or model.chunk
+def prefill(model, tokens, cache, sublayers=None, trace=None):
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `model.chunk` tokens at a time. Returns
+    x (B, T, dim). `Transformer.run` explains sublayers and trace."""
     xs = []
     traces = []
-    for i, part in enumerate(tokens.split(chunk, 1)):
-        first = i * chunk
+    for i, part in enumerate(tokens.split(model.chunk, 1)):
+        first = i * model.chunk
         at = Placement.span(first, first + part.shape[1], tokens.device)
         traces.append(dict.fromkeys(trace or ()))
         xs.append(model.run(model.embed(part), at, cache, sublayers, traces[-1]))

@@ -159,7 +159,7 @@ def metered(models, heads=()):
         setattr(thing, name, acted)
         patched.append((thing, name))
 
-    for model in (*models, *(head.own for head in heads if hasattr(head, "own"))):
+    for model in (*models, *(head.own for head in heads if head.own)):
         costs, V, every = weight_costs(model.c), model.c.vocab_size, range(2 * model.c.n_layers)
         watch(model, "run", lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
             costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
