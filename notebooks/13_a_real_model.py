@@ -161,10 +161,10 @@ once, often, never = limit
 print(f"c 0.9 and always right: {once:.2f} with gamma 1, {often:.2f} with gamma 16, at most {never:.2f}")
 
 # %% [markdown]
-# None of these sets gains even two per cent. (Two answers are little text: the ± is what they differ by
-# chance, and neighbouring lines of this list cannot be told apart.) A draft that costs c can bring at
-# most 1/c, with an endless draft that is always right. To gain, a skip set has to leave out *much* and
-# stay right, and here it does not.
+# None of these sets gains even two per cent. (The ± is the standard error of two answers, which is little
+# text: neighbouring lines of this list cannot be told apart.) A draft that costs c can bring at most 1/c,
+# with an endless draft that is always right. To gain, a skip set has to leave out *much* and stay right,
+# and here it does not.
 #
 # **Try it:** leave out whole blocks instead, the least important ones first: sort the blocks by the sum of
 # the two bars. Does any number of them gain?
@@ -460,13 +460,6 @@ figure
 # %% [markdown]
 # Alpha is far above c everywhere. The order is not certain: bars that overlap could change places with
 # other prompts.
-#
-# **Try it:** set `GAMMA` to 4 in the cell above. What happens to tau, and what to alpha?
-#
-# <details><summary>Answer</summary>
-# Tau rises a little, as a fourth token is seldom reached. Alpha is that of the first token. It does not
-# depend on gamma, except for where the rounds happen to begin.
-# </details>
 #
 # ## A smaller sibling
 #

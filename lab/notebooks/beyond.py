@@ -151,8 +151,8 @@ for (n, seed), loss in losses.items():
     print(f"{n} stream{'s' * (n > 1)}, seed {seed}: {loss:.3f} nats per token of held-out text")
 streams = [losses[3, seed] - losses[1, seed] for seed in range(2)]
 seeds = [losses[n, 1] - losses[n, 0] for n in (1, 3)]
-print("three streams instead of one:", ", ".join(f"{gap:+.3f}" for gap in streams),
-      "; another seed:", ", ".join(f"{gap:+.3f}" for gap in seeds))
+print("three streams instead of one: {:+.3f}, {:+.3f};".format(*streams),
+      "another seed: {:+.3f}, {:+.3f}".format(*seeds))
 assert not SHIPPED or min(streams) > max(map(abs, seeds)), "a little more than the seeds differ"
 
 # %%
@@ -261,8 +261,9 @@ figure
 
 # %% [markdown]
 # Further to the right a step says more tokens, and the text is further from the model's. At the far left,
-# where every step says a single token, longer training looks *worse*: there the untrained trunk still is
-# the model, and what it learns for the sake of the other tokens moves it away.
+# where every step says a single token, longer training looks *worse*. There the trunk alone speaks, and a
+# trunk that has hardly learnt is still nearly the model. What it learns for the sake of the other tokens
+# moves it away.
 #
 # Now let the untouched model check what a step says. Then it is a drafter like any other, and exact. But
 # each of its steps is a pass of a model as large as the target, so a checked step costs two passes.
