@@ -458,8 +458,8 @@ print(f"our drafts: {seen.tau:.2f} tokens per round; predicted with alpha {seen.
 assert Path(MODEL).name != "stories-llama" or 0.04 < right / seen.tau - 1 < 0.08
 
 # %% [markdown]
-# The formula with alpha is too high by 6 %: after the first place, fewer were accepted on the whole, and
-# the last draft of each text is cut short. With the yield in its place it is useless.
+# The formula with alpha is a little too high. After the first place, fewer were accepted on the whole,
+# and the last draft of each text is cut short. With the yield in its place it is useless.
 #
 # ## The economics: when to turn it off
 #
@@ -578,5 +578,5 @@ assert Suffix(7).follow(seen, (0,), 2) == (1.5, [1, 3])
 print("0.75 + 0.75 = 1.5")
 
 # %% [markdown]
-# Next: [the same text](05_the_same_text.ipynb). The distribution is that of the model alone. Can the text
-# be the same, too, whatever drafts?
+# Next: [the same text](05_the_same_text.ipynb). Drafting keeps the distribution. Can it keep the text
+# itself?

@@ -209,10 +209,10 @@ figure
 #
 # ## How far to draft? A rule decides
 #
-# A fixed gamma is a compromise. A *rule* decides anew in each round, and no rule can change the text.
-# We follow one of them, **do no harm**. It estimates alpha from what happened to its own drafts. It
-# drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not final.
-# Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
+# A fixed gamma is a compromise. A *rule* decides in each round how far to draft, and no rule can change
+# the text. We follow one of them, **do no harm**. It estimates alpha from what happened to its own
+# drafts. It drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not
+# final. Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
 # tries one, in case the text has become easier. (`control.Confidence` instead ends a draft after an
 # unsure token, as Draft & Verify and Kangaroo do; `lab/rules.py` has the rules of other papers.)
 #
