@@ -109,8 +109,8 @@ print(cached[cached.index("        # Draft") : cached.index("        accepted, t
 # %% [markdown]
 # - The first blocks read D, the last known token, and each drafted token as it comes. What they make of
 #   it (`xs`) is kept: the whole model would compute the same.
-# - The other blocks read all of them in one pass. So a round reads the weights of the first blocks gamma
-#   + 1 times, and those of the others once.
+# - The other blocks read all of them in one pass. So a round reads the weights of the first blocks
+#   gamma + 1 times, and those of the others once.
 # - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites it.
 #
 # The two write the same text with the same random numbers:

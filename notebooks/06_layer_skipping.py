@@ -488,8 +488,8 @@ print("with a threshold that no token reaches, each draft has one token:", lengt
 # **4.** The estimate of alpha is exactly c. Should we draft?
 #
 # <details><summary>Answer</summary>
-# It makes no difference for one token: it adds alpha tokens for c passes, and (1 + alpha) / (1 + c) is
-# 1. Two tokens already lose.
+# It makes no difference for one token: it adds alpha tokens for c passes, and
+# (1 + alpha) / (1 + c) is 1. Two tokens already lose.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

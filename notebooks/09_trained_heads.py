@@ -186,8 +186,8 @@ print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 # Each head now drafts chains of three tokens. (Kangaroo's paper also stops a draft where the head is
 # unsure, and Medusa's and EAGLE's draft trees.) They write eight stories, now at temperature 0, where a
 # token is accepted if it is the target's likeliest. `tau` is the number of tokens per pass. A round takes
-# one pass and the cost of its draft. So if only the weights that are read count, the speed-up is tau / (1
-# + cost of a draft). For comparison we measure two early exits, which need no weights of their own.
+# one pass and the cost of its draft. So if only the weights that are read count, the speed-up is
+# tau / (1 + cost of a draft). For comparison we measure two early exits, which need no weights of their own.
 #
 # **Predict:** which one has the highest tau? Is it also the fastest?
 

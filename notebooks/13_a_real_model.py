@@ -341,8 +341,8 @@ print(f"c {c:.2f} instead of {by_bytes['int4']:.2f}, alpha {found.alpha:.2f} ins
 # ## Copying
 #
 # *Suffix decoding* ([notebook 4](04_speculative_decoding.ipynb)) trains nothing and runs nothing: it
-# looks for the last tokens earlier in the text, prompt included, and copies what followed there. Its c is
-# 0. So any alpha pays, if a pass over several tokens costs no more than a pass over one.
+# looks for the last tokens earlier in the text, prompt included, and copies what followed there. Its c
+# is 0. So any alpha pays, if a pass over several tokens costs no more than a pass over one.
 #
 # **Predict:** on which of five kinds of text will it bring most: chat, summaries of a text in the prompt,
 # small edits of code in the prompt, maths, translation?
