@@ -494,7 +494,8 @@ print("with a threshold that no token reaches, each draft has one token:", lengt
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert abs(expected_speedup(0.3, 1, 0.3) - 1) < 1e-12 and expected_speedup(0.3, 2, 0.3) < 1
-print([round(expected_speedup(0.3, gamma, 0.3), 3) for gamma in range(4)])
+for gamma in range(4):
+    print(f"alpha 0.3, c 0.3, gamma {gamma}: {expected_speedup(0.3, gamma, 0.3):.3f} times plain decoding")
 
 # %% [markdown]
 # Next: [search](07_search.ipynb). There are 2^(2L) skip sets. Which one is best?
