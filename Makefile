@@ -55,7 +55,7 @@ exercises: $(VENV)/dev
 	$(PY) exercises/check.py
 
 picture: $(VENV)/run
-	$(PY) docs/loop.py
+	$(PY) docs/pictures.py
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --picture docs/run.svg
 	$(PY) generate.py "Once upon a time" --draft exit --max-new 90 --gamma 3 --temperature 0.8 --top-p 0.95 --page docs/run.html
 

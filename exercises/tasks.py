@@ -37,7 +37,8 @@ SITTINGS = (  # what each is about, and what to read before it
     ("2: attention and its memory", "`notebooks/02_kv_cache.ipynb`"),
     ("3: chance", "`notebooks/03_sampling.ipynb`, `notebooks/04_speculative_decoding.ipynb`"),
     ("4: drafts and their worth", "`notebooks/06_layer_skipping.ipynb`"),
-    ("5: search and trees", "`notebooks/07_search.ipynb`, `methods/trees.py`"),
+    ("5: search, trees and races",
+     "`notebooks/05_the_same_text.ipynb`, `notebooks/07_search.ipynb`, `methods/trees.py`"),
     ("6: drafts that are trained", "`notebooks/09_trained_heads.ipynb`"))
 
 
