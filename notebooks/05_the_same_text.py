@@ -19,7 +19,7 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 # %%
 from sampling import Coins, to_probs
 from speculative import generate
-from files import read_prompts
+from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, "cpu", torch.float32)

@@ -21,7 +21,7 @@ SHIPPED = MODEL.name == "stories-llama"         # what the text says of figures 
 # %%
 from control import weight_costs
 from speculative import generate, rounds
-from files import read_prompts
+from support.texts import read_prompts
 
 torch.set_grad_enabled(False)
 model, tokenizer = checkpoint.load(MODEL, dtype=torch.float32)

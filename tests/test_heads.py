@@ -202,7 +202,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     assert promises.write(fast, head.drafter(2), 12) == promises.write(models["gemma2"], None, 12)
     for _, r in rounds(fast, PROMPTS[:1], 9, head.drafter(1), warm, Coins(1)):
         assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids), "and no others"
-    own = getattr(getattr(head, "own", None), "model", None)    # what the ShortHead stands for
+    own = head.own and head.own.model       # what the ShortHead stands for
     assert own is None or isinstance(own, Recorded) and own.lead is fast, "they are rehearsed together"
 
 
@@ -210,7 +210,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
 def test_heads_of_other_weights_draft_and_of_another_shape_do_not(tmp_path, models, kind):
     m, other = models["llama"], make(LIVELY["llama"])
     other.blocks[3].mlp.down.data[5, 7] += 0.5
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="the same model that decodes"):
         generate(other, PROMPTS, 9, kind(m, 2).drafter(2))
     heads.save(wild(kind(m, 2)), tmp_path)
     found = heads.load(tmp_path, other)
