@@ -66,7 +66,7 @@ READS = {   # the flags of each, beside --out
     "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),
     "heads": (*RUN, "fast", "prompts", "heads"), "real": (*RUN, "fast", "prompts", "heads", "only"),
     "search": (*LOADS, "new", "repeats"), "beyond": ("model", "device", "new", "quick", "twin"),
-    "exact": (*LOADS, "new", "repeats", "fast")}
+    "exact": (*LOADS, "new", "repeats", "fast", "prompts")}
 
 
 def at_least(least):
@@ -103,6 +103,10 @@ FLAGS = {
     "out": dict(metavar="PATH", help="write PATH.json and PATH.md")}
 
 
+OTHERWISE = {("exact", "prompts"): dict(
+    type=at_least(1), metavar="N", help="of N prompts, how many drafted texts equal plain decoding's")}
+
+
 class Flags(argparse.Namespace):
     @property
     def machine(self):
@@ -118,7 +122,7 @@ def parse(argv):
         one = kinds.add_parser(what, usage=f"python -m lab.bench {what} [flags]", allow_abbrev=False)
         one.set_defaults(device="cpu")
         for flag in (*flags, "out"):
-            one.add_argument(f"--{flag}", **FLAGS[flag])
+            one.add_argument(f"--{flag}", **OTHERWISE.get((what, flag), FLAGS[flag]))
     a = p.parse_args(argv, Flags())
     if a.out is not None:
         if not os.path.basename(a.out).strip("."):
