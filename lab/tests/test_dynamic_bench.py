@@ -30,7 +30,8 @@ def test_by_weights_it_is_never_slower_than_it_promises(family, rows):
     ways = candidates(m, costs, SKIP, None, heads) + candidates(m, costs, None, IDS)
     with metered([m], heads) as read:
         for some in (*([way] for way in ways), ways):
-            drafter = Pace(m, some, costs, risk=0.1)
+            drafter = Pace(m, some, costs)
+            drafter.balance = 20.0
             begin = drafter.lookup.begin    # the prompt's own reading apart
             drafter.lookup.begin = lambda state, trace, begin=begin: (begin(state, trace), read.clear())
             generate(m, PROMPTS[:rows], 40, drafter)
