@@ -1,32 +1,35 @@
-"""Where drafts come from, how far they go, and what a loop needs to know of one.
+"""Where drafts come from, how far they go, and what the loop needs to know of one.
 
-The one thing to remember: no drafter and no rule can change the distribution of the text. A drafter
-hands over tokens with the very q that they were drawn from, and the loop does the rest.
+The one thing to remember: no drafter can change the distribution of the text. It hands over tokens
+with the very q that they were drawn from, and the loop does the rest.
 """
+from __future__ import annotations
+
 import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvcache import KVCache, pick, prefill
-from model import SPARE
+from model import SPARE, Placement, Transformer
 
 
 @dataclass
 class Reuse:
-    """What a draft with the target's own sub-layers computed: the target's pass skips it."""
+    """What a draft with the target's own sub-layers computed, and the target's pass need not."""
     first: int                 # the pass begins at this sub-layer
     x: torch.Tensor            # (B, K+1, dim) what enters it
     trace: dict                # {tap: (B, K+1, dim)} of the taps before it
 
-    def cut(self, T):
+    def cut(self, T: int) -> Reuse:
         """The same for the first T tokens of the block."""
         return Reuse(self.first, self.x[:, :T], {tap: x[:, :T] for tap, x in self.trace.items()})
 
 
 @dataclass
 class Draft:
-    """What a drafter proposes: a chain of tokens for each row. For trees: `methods.trees.Tree`."""
+    """What a drafter proposes, a chain of tokens for each row. (A tree is a `methods.trees.Tree`.)"""
     tokens: torch.Tensor                # (B, K)
     q: torch.Tensor | None = None       # (B, K, V) the very tensors that tokens were drawn from;
     #                                     None: tokens were copied, so q is one-hot
@@ -37,7 +40,7 @@ class Draft:
     def none(cls, state):
         return cls(state.tokens[:, :0])
 
-    def cut(self, K):
+    def cut(self, K: int) -> Draft:
         """The first K drafted tokens."""
         if self.tokens.shape[1] <= K:
             return self
@@ -46,65 +49,65 @@ class Draft:
         reuse = self.reuse and self.reuse.cut(K + 1)
         return replace(self, tokens=self.tokens[:, :K], q=q, length=length, reuse=reuse)
 
-    def fit(self, state):
-        """The draft as it is verified: `length` leaves room in each row for the token after it."""
-        draft = self.cut(max(state.left) - 1)
+    def fit(self, state) -> Draft:
+        """The draft as it is verified. Its `length` leaves room in each row for the token after it."""
+        draft = self.cut(max(state.room))
         K = draft.tokens.shape[1]
-        length = state.send([max(0, min(K, left - 1)) for left in state.left])
+        length = state.send([min(K, room) for room in state.room])
         if draft.length is not None:
             length = torch.minimum(length, draft.length)
         return replace(draft, length=length)
 
-    def place(self, state):
-        """The Placement of its block: the last known token and the K drafted ones."""
+    def place(self, state) -> Placement:
+        """The Placement of its block, which is the last known token and the K drafted ones."""
         return state.span(0, self.tokens.shape[1] + 1)
 
-    def judge(self, state, passed, verify):
-        """By the Pass over its block. Returns (draft, Pass, how many tokens are accepted (B,), the
-        token after them (B,)). A tree first turns the draft and the Pass into a chain."""
-        accepted, next_token = verify(passed.p, self.q, self.tokens, state.coins, self.length)
-        return self, passed, accepted, next_token
+    def judge(self, state, r, verify):
+        """Verify the draft by the pass in a Round r. Returns the Round, how many tokens are accepted
+        (B,), and the token after them (B,). A tree turns its Round into the Round of a chain."""
+        return r, *verify(r.p, self.q, self.tokens, state.coins, self.length)
 
 
 class Rule:
     """How far to draft. `how_far` is called before each draft and `learn` after each round. A rule
-    may have a `stop`, called after each drawn token (see `chain`). No rule can change the
+    may have a method `stop`, which `chain` calls after each drawn token. No rule can change the
     distribution of the text. This one always drafts the same number of tokens."""
     stop = None
 
-    def __init__(self, gamma):
+    def __init__(self, gamma: int):
         if not (isinstance(gamma, int) and gamma >= 0):
             raise ValueError("gamma, how many tokens to draft, must be a whole number from 0 up, "
                              f"got {gamma}")
-        self.most = gamma
+        self.longest = gamma
 
     def begin(self, state):
         """Called before the first round of a run. What was learnt in earlier runs may stay."""
 
-    def how_far(self, state):
-        """How many tokens to draft: an int, or a list with one for each row."""
-        return self.most
+    def how_far(self, state) -> int | list[int]:
+        """How many tokens to draft, for all rows or as a list with a number for each."""
+        return self.longest
 
     def learn(self, state, r):
         """Called after a Round r."""
 
 
 class Drafter:
-    """Where drafts come from. This one drafts nothing: plain decoding.
+    """Where drafts come from. This one drafts nothing, which is plain decoding.
 
-    rule: a Rule, or a whole number for the constant one. taps: the target's sub-layers whose
-    outputs it reads. `begin` gets those of the prompt, `Round.trace` holds those of the round.
+    A whole number as `rule` stands for a Rule that always drafts so many. `taps` are the target's
+    sub-layers whose outputs the drafter reads. `begin` gets the outputs for the prompt, and
+    `Round.trace` holds those of a round.
     """
-    taps = ()
+    taps: tuple[int, ...] = ()
 
-    def __init__(self, rule=0):
+    def __init__(self, rule: Rule | int = 0):
         self.rule = rule if isinstance(rule, Rule) else Rule(rule)
 
     def begin(self, state, trace):
-        """Called once the prompt is read. trace: {tap: (B, T, dim)}"""
+        """Called once the prompt is read. trace is {tap: (B, T, dim)}."""
         self.rule.begin(state)
 
-    def propose(self, state):
+    def propose(self, state) -> Draft:
         """The next Draft."""
         return Draft.none(state)
 
@@ -127,9 +130,9 @@ def observed(drafter, state, r):
 
 
 class Wrapper(Drafter):
-    """A drafter around others: it forwards each call to all, and takes the draft of the first."""
+    """A drafter around others, which forwards each call to all and takes the draft of the first."""
 
-    def __init__(self, *drafters):
+    def __init__(self, *drafters: Drafter):
         self.drafters = drafters
         self.taps = tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
@@ -145,22 +148,22 @@ class Wrapper(Drafter):
             drafter.observe(state, r)
 
 
-def wanted(state, rule):
+def wanted(state, rule: Rule) -> list[int]:
     """How many tokens each row drafts, with room for the token after them."""
     gammas = rule.how_far(state)
     if isinstance(gammas, int):
         gammas = [gammas] * len(state.left)
-    return [max(0, min(gamma, left - 1)) for gamma, left in zip(gammas, state.left, strict=True)]
+    return [min(gamma, room) for gamma, room in zip(gammas, state.room, strict=True)]
 
 
-def chain(state, step, rule):
-    """Draw a chain of tokens one by one: what every drafter with a model does. Returns a Draft.
+def chain(state, step: Callable, rule: Rule) -> Draft:
+    """Draw a chain of tokens one by one, as every drafter with a model does.
 
-    step(token (B, 1), k) reads `token`, which stands at offset k (0: the last known token), and
-    returns the raw logits (B, 1, V) of the token after it. A rule's stop(k, logits (B, V), token
-    (B,)) says after each draw which rows stop there, a list of bools. *The drawn token stays*:
-    discarding it for its value would change the distribution of the text. While any row goes on,
-    all rows draw and spend uniforms:
+    step(token (B, 1), k) reads `token`, which stands k tokens after the last known one, and returns
+    the raw logits (B, 1, V) of the token after it. After each draw, a rule's stop(k, logits (B, V),
+    token (B,)) returns a list of bools, which tells the rows that stop there. *The drawn token
+    stays*, because discarding it for its value would change the distribution of the text. While any
+    row goes on, all rows draw and spend uniforms:
 
         row 0   a b c d   length 4
         row 1   a ! . .   length 2: it stopped at "!", which is still part of its draft
@@ -190,14 +193,10 @@ def chain(state, step, rule):
 
 class NGram(Drafter):
     """Prompt lookup (Saxena 2023): copy what followed the previous occurrence of the text's last n
-    tokens. Raises ValueError for a rule that stops between tokens: all are copied at once.
+    tokens. All are copied at once, so a rule that stops between tokens raises ValueError."""
 
-    again: a copy that reaches the end of the text goes on by repeating itself, as in LZ77: a text
-    that repeats two tokens often repeats them again. As published, the copy ends there."""
-
-    def __init__(self, rule, n, again=False):
+    def __init__(self, rule: Rule | int, n: int):
         super().__init__(rule)
-        self.again = again
         if n < 1:
             raise ValueError(f"n, the number of tokens to look up, must be at least 1, got {n}")
         if self.rule.stop:
@@ -217,7 +216,7 @@ class NGram(Drafter):
 
     def enter(self, state):
         for b, text in enumerate(state.known):
-            last = len(text) - self.n  # the final n-gram: nothing follows it yet
+            last = len(text) - self.n  # where the final n-gram starts, which nothing follows yet
             for i in range(self.done[b], last):
                 self.index[b][tuple(text[i : i + self.n])] = i + self.n
             self.done[b] = max(self.done[b], last)
@@ -225,13 +224,10 @@ class NGram(Drafter):
     def found(self, state):
         """The ids after the previous occurrence of each row's final n-gram; empty if it is new."""
         hits = []
-        lengths = wanted(state, self.rule)
-        for text, index, most in zip(state.known, self.index, lengths, strict=True):
-            first = index.get(tuple(text[-self.n :]), len(text))
-            hit = text[first : first + most]
-            if self.again:
-                hit = (hit * most)[:most]
-            hits.append(hit)
+        for b, length in enumerate(wanted(state, self.rule)):
+            text = state.known[b]
+            first = self.index[b].get(tuple(text[-self.n :]), len(text))
+            hits.append(text[first : first + length])
         return hits
 
     def propose(self, state):
@@ -244,19 +240,20 @@ class NGram(Drafter):
 
 
 class ModelDraft(Drafter):
-    """Draft with another model of the same vocabulary, which has its own cache (Leviathan et al.
-    2023): a smaller model, or some sub-layers of one.
+    """Draft with a smaller model of the same vocabulary, or with some sub-layers of one. It has its
+    own cache (Leviathan et al. 2023).
 
     Before each draft it reads the tokens it has not read yet, at least the last two known ones.
-    After a fully accepted draft two are missing: the last drafted token and the bonus token.
+    After a fully accepted draft two are missing, the last drafted token and the bonus token.
     Otherwise one is. Reading a token again only rewrites the same keys and values, so both cases
     share this code.
     """
     ahead = observed
 
-    def __init__(self, model, rule, sublayers=None):
+    def __init__(self, model: Transformer, rule: Rule | int, sublayers: Sequence[int] | None = None):
         super().__init__(rule)
-        self.model, self.sublayers = model, sublayers
+        self.model = model
+        self.sublayers = sublayers
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -271,15 +268,15 @@ class ModelDraft(Drafter):
                              f"need {needed}")
         dtype = self.model.attention_dtype()
         self.cache = KVCache(c, *state.tokens.shape, dtype, state.tokens.device)
-        prompts = state.tokens[:, : max(map(len, state.known))]
+        prompts = state.tokens[:, : max(state.lengths)]
         prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
-        self.held = [len(text) for text in state.known]     # how many slots agree with the text
+        self.held = state.lengths       # how many slots agree with the text
 
     def run(self, tokens, at):
         return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
 
     def propose(self, state):
-        lengths = [len(text) for text in state.known]
+        lengths = state.lengths
         unread = [n - held for n, held in zip(lengths, self.held, strict=True)]
         T = min(max(lengths), max(2, *unread))
 

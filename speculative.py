@@ -1,9 +1,10 @@
-"""Draft, verify, repeat: one loop for every drafter. p is the target's distribution, q the draft's.
+"""Draft, verify, repeat. This is the one loop for every drafter.
 
 The one thing to remember: plain decoding is speculative decoding with an empty draft.
 
-One round, with K = 3 tokens drafted after D, the last known token (in the first round the prompt's
-last). Every round reads D itself, too, because it needs the distribution of the token after D.
+Below is one round. K = 3 tokens are drafted after D, the last known token, which in the first round
+is the prompt's last. Every round reads D as well, because it needs the distribution of the token
+after D. p is the target's distribution, q the draft's.
 
     slot      7   8   9   10
     block     D   d1  d2  d3     one pass of the target reads it
@@ -14,10 +15,11 @@ last). Every round reads D itself, too, because it needs the distribution of the
                                  bonus token would have been drawn from row 3
     next              t   e1     the next block starts at slot 9 and overwrites what d2 and d3 left
 """
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,154 +31,37 @@ from sampling import Coins, raw_probs, to_probs
 from verification import verify
 
 
-@dataclass
-class State:
-    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds all but its last token.
-
-    A drafter only reads it, with one exception: it may write to the cache's slots from n - 1 on,
-    because the target's next pass overwrites them before it reads them."""
-    tokens: torch.Tensor       # (B, S) slot = position; entries from n on are dead
-    n: torch.Tensor            # (B,) how many tokens of each row are known
-    known: list[list[int]]     # the known tokens on the host: reading them does not wait for a GPU
-    left: list[int]            # how many tokens each row may still write; 0 = finished
-    cache: KVCache
-    model: Transformer         # the target
-    probs: Callable            # logits -> distribution, the same for target and draft
-    coins: Coins
-    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter reads
-    slots: torch.Tensor        # (1, S) 0, 1, 2, ...: `span` takes slices of it
-
-    def span(self, first, stop):
-        """The Placement of the offsets first .. stop-1, counted from each row's last known token
-        (offset 0)."""
-        last = [len(text) - 1 for text in self.known]
-        start = min(last) + first
-        end = max(last) + stop
-        if len(last) == 1 and not self.n.is_cuda:
-            here = self.slots[:, start:end]
-            return Placement(here, here, start, end, same=True)
-        slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
-        return Placement(slots, slots, max(0, start), min(end, self.tokens.shape[1]))
-
-    def back(self, T, stop):
-        """The Placement of the T tokens before the offset `stop`, and the index of each row's last
-        (B, 1). A row with fewer tokens starts at its first one and reads on into dead slots."""
-        at = self.span(stop - T, stop)
-        missing = at.slots[:, :1].clamp(max=0)      # (B, 1) 0 or less
-        moved = at._replace(positions=at.positions - missing, slots=at.slots - missing)
-        return moved, T - 1 + missing
-
-    def after(self, steps):
-        """The positions of `steps` (B or 1, T), counted from the first unknown token. (B, T)"""
-        # a row near its limit overshoots if another drafts more: clamp to a dead slot
-        return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
-
-    def last(self):
-        """The last known token of each row. (B, 1)"""
-        return self.read(self.n[:, None] - 1)
-
-    def read(self, slots):
-        """The tokens at `slots` (B, T). (B, T)"""
-        return self.tokens.gather(1, slots)
-
-    def send(self, rows):
-        """Copy host numbers (lists or a tensor) to the state's device, without waiting for it."""
-        t = torch.as_tensor(rows)
-        if self.n.is_cuda:
-            return t.pin_memory().to(self.n.device, non_blocking=True)
-        return t
-
-
-class Pass(NamedTuple):
-    """What one pass of the target gave, with a row for each token of the block."""
-    logits: torch.Tensor       # (B, K+1, V) after the soft-cap, before the temperature
-    p: torch.Tensor            # (B, K+1, V)
-    trace: dict                # {tap: (B, K+1, dim)} the residual stream after each of `taps`
-
-
-@dataclass
-class Round:
-    """What happened in one draft-verify round, for stepping, colours, statistics and traces."""
-    draft: Draft               # as verified: `length` leaves room for the token after the draft
-    logits: torch.Tensor       # (B, K+1, V) these and the next two are those of the Pass
-    p: torch.Tensor            # (B, K+1, V)
-    trace: dict                # {tap: (B, K+1, dim)}
-    accepted: torch.Tensor     # (B,) on the CPU; never more than len(new)
-    proposed: torch.Tensor     # (B,) on the CPU; how many were drafted, up to an end of text
-    new: list[list[int]]       # tokens appended to each row, cut after the first end-of-text id
-    sure: list[list[float]]    # the target's probability of each new token: see `raw_probs`
-
-
-def check_prompts(model, prompts, max_new, names=None):
-    """Raise ValueError, with a one-line message, for prompts that cannot be continued. names: what
-    to call them there."""
-    c = model.c
-    names = names or [f"prompt {b}" for b in range(len(prompts))]
-    if max_new < 0:
-        raise ValueError(f"max_new must be at least 0, got {max_new}")
-    for name, prompt in zip(names, prompts, strict=True):
-        if not len(prompt):
-            raise ValueError(f"{name} is empty: give it at least one token, such as the "
-                             "begin-of-text id")
-        if len(prompt) >= c.max_len:
-            raise ValueError(f"{name} has {len(prompt)} tokens and fills the context of "
-                             f"{c.max_len}")
-        bad = next((t for t in prompt if not 0 <= t < c.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"{name} holds token id {bad}, but ids run from 0 to "
-                             f"{c.vocab_size - 1}")
-
-
-def rounds(model, prompts: Sequence[Sequence[int]], max_new: int, drafter: Drafter | None = None,
-           probs=to_probs, coins: Coins | None = None, eos=(), cache: KVCache | None = None,
-           verify=verify) -> Iterator[tuple[State, Round]]:
+def rounds(model: Transformer, prompts: Sequence[Sequence[int]], max_new: int,
+           drafter: Drafter | None = None, probs: Callable = to_probs, coins: Coins | None = None,
+           eos: Iterable[int] = (), cache: KVCache | None = None,
+           verify: Callable = verify) -> Iterator[tuple[State, Round]]:
     """Continue every prompt, yielding (state, round) after each draft-verify round. It is a
-    generator: a notebook can step through it, and a program can stream, colour or count the tokens.
+    generator, so a notebook can step through it, and a program can stream, colour or count tokens.
 
-    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (by default there
-    is none: pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context.
-    Without a drafter every draft is empty: plain decoding. cache: one from an earlier run, to be
-    reused; its content need not be erased if it is finite. verify: `verify` or `verify_block`.
+    prompts is a ragged list of lists of ids. A row ends at the first id in `eos` (none by default,
+    so pass `model.c.eos`), after max_new tokens, or when prompt and answer fill the context.
+    Without a drafter every draft is empty, which is plain decoding. A `cache` of an earlier run can
+    be reused, and its content need not be erased if it is finite. `verify` may be `verify_block`.
     Raises ValueError for prompts that cannot be continued, a cache that does not fit, and logits
     that are NaN or infinite.
     """
     check_prompts(model, prompts, max_new)
     drafter = drafter or Drafter()
-    known = [list(map(int, prompt)) for prompt in prompts]
-    left = [min(max_new, model.c.max_len - len(text)) for text in known]
-    lengths = [len(text) + more for text, more in zip(known, left, strict=True)]
-    S = max(lengths, default=0) + SPARE
-    device = model.tok.device
-    if cache is None:
-        cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
-    _, rows, _, slots, _ = cache.k.shape
-    if rows != len(known) or slots < S:
-        raise ValueError(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} are "
-                         "needed")
-    state = State(
-        tokens=torch.tensor([text + [0] * (S - len(text)) for text in known], device=device),
-        n=torch.tensor([len(text) for text in known], device=device),
-        known=known,
-        left=left,
-        cache=cache,
-        model=model,
-        probs=probs,
-        coins=coins or Coins(),
-        taps=drafter.taps,
-        slots=torch.arange(S, device=device)[None])
+    state = State.start(model, prompts, max_new, drafter.taps, probs, coins or Coins(), cache)
     return loop(state, drafter, set(eos), verify)
 
 
 @torch.inference_mode()  # faster than no_grad; clone a Round's tensors to train on them
 def loop(state, drafter, eos, verify):
-    model = state.model
-    if max(state.left, default=0) > 0:      # read the prompts; padding falls into dead slots
+    if any(state.left):     # read the prompts; padding falls into dead slots
         trace = dict.fromkeys(state.taps)
-        x = prefill(model, state.tokens[:, : max(map(len, state.known))], state.cache, trace=trace)
+        prompts = state.tokens[:, : max(state.lengths)]
+        x = prefill(state.model, prompts, state.cache, trace=trace)
         last = pick(x, state.n[:, None] - 1)                                    # (B, 1, dim)
-        check_finite(raw_probs(model.unembed(last))[:, 0, :1].tolist(), x.dtype)
+        chances = raw_probs(state.model.unembed(last))                          # (B, 1, V)
+        check_finite(chances[:, 0, :1].tolist(), x.dtype)
         drafter.begin(state, trace)
-    while max(state.left, default=0) > 0:
+    while any(state.left):
         r = one_round(state, drafter, verify, eos)
         # 6. Let the drafter learn from it.
         drafter.observe(state, r)
@@ -199,18 +84,50 @@ def one_round(state, drafter, verify, eos=frozenset()):
     logits = model.unembed(x)                                                   # (B, K+1, V)
     p = state.coins.settle(state.probs(logits), at.positions)
     # 4. Verify: how many drafted tokens are accepted, and which token follows them?
-    verdict = draft.judge(state, Pass(logits, p, trace), verify)
+    r, accepted, token = draft.judge(state, Round(draft, logits, p, trace), verify)
     # 5. Append them: n grows, and the next block starts at the new last token. No rollback.
-    return commit(state, *verdict, eos)
+    return commit(state, r, accepted, token, eos)
 
 
-def check_finite(chances, dtype):
-    """Raise ValueError, with a one-line message, if a row has a probability that is NaN. Where a
-    logit is NaN or +inf, all are."""
-    for b, row in enumerate(chances):
-        if math.isnan(sum(row)):
-            raise ValueError(f"the model's logits for row {b} are NaN or infinite: "
-                             f"its weights are damaged, or {dtype} is too narrow for them")
+def commit(state, r, accepted, token, eos):
+    """Append the accepted tokens and the token after them to each row, and write down in the Round
+    what happened. It is the only wait for the device in a round without a stop rule."""
+    K = r.draft.tokens.shape[1]
+    out = F.pad(r.draft.tokens, (0, 1)).scatter_(1, accepted[:, None], token[:, None])  # (B, K+1)
+    state.tokens.scatter_(1, state.span(1, K + 2).slots, out)
+    sure = raw_probs(r.logits).gather(2, out[..., None])[..., 0]                # (B, K+1)
+    tokens, sure, accepted, offered = fetch(
+        out, sure, accepted[:, None], r.draft.length[:, None])
+    check_finite(sure, r.logits.dtype)
+
+    r.new = []
+    r.sure = []
+    kept = []
+    proposed = []
+    for b, [count] in enumerate(accepted):
+        new = until(eos, tokens[b][: count + 1]) if state.left[b] else []
+        state.known[b] += new
+        state.left[b] -= len(new)
+        if eos.intersection(new):
+            state.left[b] = 0
+        r.new.append(new)
+        r.sure.append(sure[b][: len(new)])
+        kept.append(min(count, len(new)))
+        # what an end of text cut off was never tested
+        proposed.append(offered[b][0] if len(new) > count else kept[b])
+    r.accepted = torch.tensor(kept)
+    r.proposed = torch.tensor(proposed)
+    state.n = state.send(state.lengths)
+    return r
+
+
+def fetch(*tensors):
+    """Copy tensors (B, n) to the host as lists, with one wait for the device instead of one for
+    each tensor."""
+    # float32 and float64 hold every token id exactly, half precision would not
+    together = torch.cat(tensors, 1).cpu()
+    parts = together.split([t.shape[1] for t in tensors], 1)
+    return [part.to(t.dtype).tolist() for part, t in zip(parts, tensors, strict=True)]
 
 
 def until(eos, tokens):
@@ -225,48 +142,18 @@ def until(eos, tokens):
     return tokens
 
 
-def commit(state, draft, passed, accepted, next_token, eos):
-    """Append the accepted tokens and the next one. Returns the Round. It is the only wait for the
-    device in a round without a stop rule."""
-    K = draft.tokens.shape[1]
-    out = F.pad(draft.tokens, (0, 1))
-    out = out.scatter_(1, accepted[:, None], next_token[:, None])               # (B, K+1)
-    state.tokens.scatter_(1, state.span(1, K + 2).slots, out)
-    chances = raw_probs(passed.logits).gather(2, out[..., None])[..., 0]        # (B, K+1)
-    # one copy to the host; float32 and float64 hold every token id exactly, half types would not
-    facts = torch.cat([accepted[:, None], draft.length[:, None], chances, out], 1).tolist()
-    check_finite([row[2 : K + 3] for row in facts], passed.logits.dtype)
-
-    news = []
-    sure = []
-    kept = []
-    proposed = []
-    for b, (yes, offered, *row) in enumerate(facts):
-        tokens = [int(token) for token in row[K + 1 :]]
-        new = until(eos, tokens[: int(yes) + 1]) if state.left[b] else []
-        state.known[b] += new
-        state.left[b] -= len(new)
-        if eos.intersection(new):
-            state.left[b] = 0
-        news.append(new)
-        sure.append(row[: len(new)])
-        kept.append(min(int(yes), len(new)))
-        # what an end of text cut off was never tested
-        proposed.append(int(offered) if len(new) > yes else kept[b])
-    state.n = state.send([len(text) for text in state.known])
-    kept, proposed = torch.tensor([kept, proposed])
-    return Round(draft, *passed, kept, proposed, news, sure)
-
-
-def generate(model, prompts, max_new, drafter=None, probs=to_probs, coins=None, eos=(), cache=None,
-             verify=verify):
+def generate(model: Transformer, prompts: Sequence[Sequence[int]], max_new: int,
+             drafter: Drafter | None = None, probs: Callable = to_probs, coins: Coins | None = None,
+             eos: Iterable[int] = (), cache: KVCache | None = None,
+             verify: Callable = verify) -> tuple[list[list[int]], int]:
     """The continuation of every prompt as ids, and the number of target passes after the prompt."""
     steps = rounds(model, prompts, max_new, drafter, probs, coins, eos, cache, verify)
     return collect(steps, len(prompts))
 
 
 def collect(steps, rows):
-    """Run `rounds` to its end: the ids written into each row, and the number of target passes."""
+    """Run `rounds` to its end. Returns the ids written into each row, and the number of target
+    passes."""
     outputs = [[] for _ in range(rows)]
     passes = 0
     for _, r in steps:
@@ -274,3 +161,139 @@ def collect(steps, rows):
         for output, new in zip(outputs, r.new, strict=True):
             output += new
     return outputs, passes
+
+
+# --- what the loop holds
+
+
+@dataclass
+class State:
+    """The state of the loop. Row b is tokens[b, :n[b]]; the cache holds all but its last token.
+
+    A drafter only reads it, with one exception. It may write to the cache's slots from n - 1 on,
+    because the target's next pass overwrites them before it reads them."""
+    tokens: torch.Tensor       # (B, S) slot = position; entries from n on are dead
+    n: torch.Tensor            # (B,) how many tokens of each row are known
+    known: list[list[int]]     # the known tokens on the host: reading them does not wait for a GPU
+    left: list[int]            # how many tokens each row may still write; 0 = finished
+    cache: KVCache
+    model: Transformer         # the target
+    probs: Callable            # logits -> distribution, the same for target and draft
+    coins: Coins
+    taps: tuple[int, ...]      # the sub-layers whose outputs the drafter reads
+    slots: torch.Tensor        # (1, S) 0, 1, 2, ...: `span` takes slices of it
+
+    @classmethod
+    def start(cls, model, prompts, max_new, taps, probs, coins, cache=None):
+        """The state before the first round, with a new cache if none is given."""
+        known = [list(map(int, prompt)) for prompt in prompts]
+        left = [min(max_new, model.c.max_len - len(text)) for text in known]
+        lengths = [len(text) + more for text, more in zip(known, left, strict=True)]
+        S = max(lengths, default=0) + SPARE
+        device = model.tok.device
+        if cache is None:
+            cache = KVCache(model.c, len(known), S, model.attention_dtype(), device)
+        _, rows, _, slots, _ = cache.k.shape
+        if rows != len(known) or slots < S:
+            raise ValueError(f"a cache of {rows} rows and {slots} slots, but {len(known)} and {S} "
+                             "are needed")
+        tokens = torch.tensor([text + [0] * (S - len(text)) for text in known], device=device)
+        n = torch.tensor([len(text) for text in known], device=device)
+        return cls(tokens, n, known, left, cache, model, probs, coins, taps,
+                   slots=torch.arange(S, device=device)[None])
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens of each row are known: n on the host."""
+        return [len(text) for text in self.known]
+
+    @property
+    def room(self) -> list[int]:
+        """How many tokens each row may still draft, since one more follows every draft."""
+        return [max(0, left - 1) for left in self.left]
+
+    def span(self, first: int, stop: int) -> Placement:
+        """The Placement of the offsets first .. stop-1, counted from each row's last known token
+        (offset 0)."""
+        lengths = self.lengths
+        start = min(lengths) - 1 + first
+        end = max(lengths) - 1 + stop
+        if len(lengths) == 1 and not self.n.is_cuda:
+            here = self.slots[:, start:end]
+            return Placement(here, here, start, end, same=True)
+        slots = self.after(torch.arange(first - 1, stop - 1, device=self.n.device))
+        return Placement(slots, slots, max(0, start), min(end, self.tokens.shape[1]))
+
+    def back(self, T: int, stop: int) -> tuple[Placement, torch.Tensor]:
+        """The Placement of the T tokens before the offset `stop`, and the index of each row's last
+        (B, 1). A row with fewer tokens starts at its first one and reads on into dead slots."""
+        at = self.span(stop - T, stop)
+        missing = at.slots[:, :1].clamp(max=0)      # (B, 1) 0 or less
+        moved = at._replace(positions=at.positions - missing, slots=at.slots - missing)
+        return moved, T - 1 + missing
+
+    def after(self, steps):
+        """The positions of `steps` (B or 1, T), counted from the first unknown token. (B, T)"""
+        # a row near its limit overshoots if another drafts more: clamp to a dead slot
+        return (self.n[:, None] + steps).clamp_(max=self.tokens.shape[1] - 1)
+
+    def last(self):
+        """The last known token of each row. (B, 1)"""
+        return self.read(self.n[:, None] - 1)
+
+    def read(self, slots):
+        """The tokens at `slots` (B, T). (B, T)"""
+        return self.tokens.gather(1, slots)
+
+    def send(self, numbers):
+        """Copy host numbers (lists or a tensor) to the state's device, without waiting for it."""
+        t = torch.as_tensor(numbers)
+        if self.n.is_cuda:
+            return t.pin_memory().to(self.n.device, non_blocking=True)
+        return t
+
+
+@dataclass
+class Round:
+    """One draft-verify round, for stepping, colours, statistics and traces. The pass of the target
+    gives the first four fields, and `commit` fills in the rest."""
+    draft: Draft               # as verified: `length` leaves room for the token after the draft
+    logits: torch.Tensor       # (B, K+1, V) after the soft-cap, before the temperature
+    p: torch.Tensor            # (B, K+1, V)
+    trace: dict                # {tap: (B, K+1, dim)} the residual stream after each of `taps`
+    accepted: torch.Tensor | None = None    # (B,) on the CPU; never more than len(new)
+    proposed: torch.Tensor | None = None    # (B,) on the CPU; drafted tokens up to an end of text
+    new: list[list[int]] | None = None      # tokens appended to each row, up to an end of text
+    sure: list[list[float]] | None = None   # the target's `raw_probs` of each new token
+
+
+# --- what cannot be continued
+
+
+def check_prompts(model, prompts, max_new, names=None):
+    """Raise ValueError, with a one-line message, for prompts that cannot be continued. The message
+    calls them by their `names`."""
+    c = model.c
+    names = names or [f"prompt {b}" for b in range(len(prompts))]
+    if max_new < 0:
+        raise ValueError(f"max_new must be at least 0, got {max_new}")
+    for name, prompt in zip(names, prompts, strict=True):
+        if not len(prompt):
+            raise ValueError(f"{name} is empty: give it at least one token, such as the "
+                             "begin-of-text id")
+        if len(prompt) >= c.max_len:
+            raise ValueError(f"{name} has {len(prompt)} tokens and fills the context of "
+                             f"{c.max_len}")
+        bad = next((t for t in prompt if not 0 <= t < c.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"{name} holds token id {bad}, but ids run from 0 to "
+                             f"{c.vocab_size - 1}")
+
+
+def check_finite(chances, dtype):
+    """Raise ValueError, with a one-line message, if a row has a probability that is NaN. Where a
+    logit is NaN or +inf, all are."""
+    for b, row in enumerate(chances):
+        if math.isnan(sum(row)):
+            raise ValueError(f"the model's logits for row {b} are NaN or infinite: "
+                             f"its weights are damaged, or {dtype} is too narrow for them")

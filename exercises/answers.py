@@ -179,18 +179,18 @@ class RMSNorm(nn.Module):
         return (wide / length * (self.offset + self.weight.double())).to(x.dtype)
 """],
     "visible": ["""
-def chain_of(M):
-    return torch.tensor([[j <= i for j in range(M)] for i in range(M)])
+def chain_of(T):
+    return torch.tensor([[j <= i for j in range(T)] for i in range(T)])
 
 def visible(positions, slots, end, tree=None, window=None):
-    B, M = slots.shape
-    tree = (chain_of(M) if tree is None else tree).expand(B, -1, M)
-    mask = torch.zeros(B, T := tree.shape[1], end, dtype=torch.bool)
+    B, T = slots.shape
+    tree = (chain_of(T) if tree is None else tree).expand(B, T, T)
+    mask = torch.zeros(B, T, end, dtype=torch.bool)
     for b in range(B):
         at = {int(s): int(p) for s, p in zip(slots[b], positions[b])}
         places = {int(s): j for j, s in enumerate(slots[b])}
         for t in range(T):
-            i = int(positions[b, M - T + t])
+            i = int(positions[b, t])
             for s in range(end):
                 seen = bool(tree[b, t, places[s]]) if s in places else s < min(i, int(slots[b, 0]))
                 mask[b, t, s] = seen and (window is None or i - at.get(s, s) < window)
@@ -200,7 +200,7 @@ def visible(positions, slots, end, tree=None, window=None):
 class KVCache:
     def write(self, layer, k, v, at, start=0):
         B, _, T, _ = k.shape
-        slots = at.slots[:, -T:].expand(B, T)
+        slots = at.slots.expand(B, T)
         for b in range(B):
             for t in range(T):
                 self.k[layer, b, :, int(slots[b, t])] = k[b, :, t]

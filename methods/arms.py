@@ -37,7 +37,7 @@ class Calibrated(Rule):
     def how_far(self, state):
         self.sure = []
         self.reach = [self.skill.mean()] * len(state.known)
-        return self.most
+        return self.longest
 
     def stop(self, k, logits, token):
         sure = raw_probs(logits).amax(-1).nan_to_num(0.0)   # NaN is no index; the loop reports it

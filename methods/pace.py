@@ -84,8 +84,8 @@ class Pace(Wrapper):
 
     def look(self, state):
         """The Forecast of the next round."""
-        n = max(map(len, state.known))
-        room = max(0, min(self.most, max(state.left) - 1))
+        n = max(state.lengths)
+        room = min(self.most, max(state.room))
         return Forecast(n, room, self.whole(n) / self.costs.whole)
 
     def cost(self, arm, g):
@@ -149,7 +149,7 @@ class Pace(Wrapper):
         rule.bars = [rate * (further + more - less) for less, more in pairwise(self.passes[2:])]
         while length < most and self.covered(self.cost(arm, length + 1)):
             length += 1
-        rule.most = length
+        rule.longest = length
         return length
 
     def propose(self, state):

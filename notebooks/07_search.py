@@ -113,8 +113,8 @@ figure
 # Most sets gain a little, few gain much, and the best sets have a low c. The very best one is an early
 # exit: this model was trained to be left early. A search must find it without knowing that.
 #
-# A search can work only if similar sets have similar values. Here is the mean difference between the
-# values of two sets, by the number of bits in which they differ:
+# A search can work only if similar sets have similar values. Do they? Here is the mean difference between
+# the values of two sets, by the number of bits in which they differ:
 
 # %% jupyter={"source_hidden": true}
 numbers = torch.arange(2**n)
@@ -126,13 +126,11 @@ for flips in sorted({1, 2, 3, n // 2, n}):
 assert not shipped or list(differ.values()) == sorted(differ.values())
 
 # %% [markdown]
-# The more bits differ, the more the values do. A search can use that.
-#
 # We cannot draw a landscape over twelve bits. But we can walk through a part of it and flip one bit per
 # step (a *Gray code*). This walk visits all 64 combinations of six bits. The others stay as they are in
 # the best set.
 
-# %%
+# %% jupyter={"source_hidden": true}
 six = min(6, n)
 order = [k ^ (k >> 1) for k in range(2**six)]                   # Gray code: neighbours differ in one bit
 base = top & ~(2**six - 1)                                      # all other bits as in the best set
@@ -245,9 +243,9 @@ figure
 # %% [markdown]
 # Five trials are too few: they have ordinary values, so the process is certain that every set is
 # ordinary, and the path lies above the band. After twenty trials it knows which bits matter: what it
-# learns about a bit elsewhere holds here, too. After sixty the band is narrow, holds nearly all sets,
-# and still misses many on the path. The path runs past the best sets of all, the process has seen
-# nothing as good, and it pulls every extreme set towards the mean.
+# learns about a bit elsewhere also holds here. After sixty the band is narrow, holds nearly all sets, and
+# still misses many on the path. The path runs past the best sets of all, the process has seen nothing as
+# good, and it pulls every extreme set towards the mean.
 #
 # **Try it:** set `SEED` to 1, 2 and 3. Which of the two shares depends more on the luck of the draw?
 #
@@ -383,7 +381,7 @@ figure
 #
 # `search.py` has searched a larger space, in which each sub-layer but the first two may be skipped on its
 # own. The best of 200 trials on our 512 tokens is in `skip.json`: the exit after 2 blocks, plus one
-# attention far above. The simplest rivals are the early exits, which lie in that space, too. We add the
+# attention far above. The simplest rivals are the early exits, which also lie in that space. We add the
 # found set's relatives: the same exit, plus any *other* sub-layer.
 #
 # We score each of them twice, as a mean over stories. (So far all tokens counted equally, whichever story
@@ -551,8 +549,8 @@ figure
 #   hard to beat. Llamas without such training were [slower](https://huggingface.co/blog/layerskip) with
 #   exits than without drafts; there a search has no such rival.
 #
-# **Try it:** not every fall is the curse. Here is the best exit on the first 256 tokens of the last four
-# stories. How much less will it be worth on all of their tokens? And the other exits? Set `FEW = 10**6`.
+# **Try it:** not every fall is the curse. Here is the best exit on the first 256 tokens of four stories.
+# How much less will it be worth on all of their tokens? And the other exits? Set `FEW = 10**6`.
 
 # %%
 FEW = 256
@@ -562,9 +560,9 @@ print(f"{sum(map(len, text.ids))} tokens: {max(at, key=at.get)} is best, with {m
 
 # %% [markdown]
 # <details><summary>Answer</summary>
-# All exits are worth less, most of them nearly as much less as the winner. So most of the fall is not the
-# luck of the winner: 256 tokens are hardly more than one story, and that story is easier than the others.
-# The exit that won on it is also the best on all tokens.
+# All exits are worth less, and the best ones nearly as much less as the winner. So most of its fall is
+# not its luck: 256 tokens are hardly more than one story, and that story is easier than the others. The
+# exit that won on it is also the best on all tokens.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
@@ -572,10 +570,13 @@ last_four = Calibration(model, tokenizer, stories[4:], 10**6)
 whole = {name: speedup(last_four, costs, subs).speedup for name, subs in exits.items()}
 falls = {name: at[name] - whole[name] for name in exits}
 winner = max(at, key=at.get)
-mean_fall = sum(falls.values()) / len(falls)
+five = sorted(at, key=at.get)[-5:]
+mean_fall = sum(falls[name] for name in five) / len(five)
 print(f"{winner} on all {sum(map(len, last_four.ids))} tokens: {whole[winner]:.2f}, "
-      f"less by {falls[winner]:.2f}; the {len(exits)} exits are worth less by {mean_fall:.2f} on average")
-assert not shipped or FEW != 256 or min(falls.values()) > 0 and winner == max(whole, key=whole.get)
+      f"less by {falls[winner]:.2f}; the five best exits are worth less by {mean_fall:.2f} on average")
+if shipped and FEW == 256:
+    assert min(falls.values()) > 0 and winner == max(whole, key=whole.get)
+    assert 0.7 * falls[winner] < mean_fall < falls[winner]
 
 # %% [markdown]
 # ## Does it transfer?

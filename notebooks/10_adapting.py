@@ -112,7 +112,7 @@ drafter, table, chosen, lengths = DEL(model, gamma=8), [], [], []
 for _, r in rounds(model, [prompt], 80, drafter):
     hits, misses = drafter.counts[:2]
     table.append((hits + 1) / (hits + misses + 2))              # (L-1,) DEL's estimates of alpha
-    chosen.append(len(drafter.sublayers) // 2 if drafter.rule.most else None)
+    chosen.append(len(drafter.sublayers) // 2 if drafter.rule.longest else None)
     lengths.append(int(r.proposed))
 table = torch.stack(table)                                      # (rounds, L-1)
 print(f"{len(table)} rounds wrote 80 tokens; the exits it chose: {sorted(set(chosen) - {None})}")

@@ -266,12 +266,12 @@ class CheckedRule(Called, Rule):
         self.inner = rule
 
     @property
-    def most(self):
-        return self.inner.most
+    def longest(self):
+        return self.inner.longest
 
-    @most.setter
-    def most(self, most):
-        self.inner.most = most
+    @longest.setter
+    def longest(self, longest):
+        self.inner.longest = longest
 
     @property
     def stop(self):

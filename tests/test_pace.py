@@ -121,7 +121,7 @@ def test_the_first_draft(price, alpha, most, drafted):
 
 def test_a_longer_text_makes_passes_dearer(models):
     drafter = Pace(models["llama"], [], Costs((1.0,) * 12, 8.0, slot=0.1))
-    now = drafter.look(SimpleNamespace(known=[[1] * 5, [1] * 50], left=[3, 9]))
+    now = drafter.look(SimpleNamespace(lengths=[5, 50], room=[2, 8]))
     assert (now.n, now.grown, now.room) == (50, 50 / 20, 8)
 
 
@@ -283,7 +283,7 @@ def test_trained_heads_and_their_prices(models, family):
 
 def test_what_makes_no_sense(models):
     m = models["llama"]
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="model that decodes"):
         generate(m, PROMPTS, 4, Pace(make(LLAMA, 9)))
     drafter = Pace(m, candidates(m, CHEAP, SKIP), CHEAP, most=0)
     assert generate(m, PROMPTS[:1], 9, drafter)[1] == 9 and drafter.chosen == {"nothing": 9}

@@ -199,11 +199,11 @@ class Mine(Drafter):
     def __init__(self, model, gamma):
         super().__init__(gamma)
     def propose(self, state):
-        K = luck.randrange(1, self.rule.most + 1)
+        K = luck.randrange(1, self.rule.longest + 1)
         return Draft(state.send([[luck.choice(text) for _ in range(K)] for text in state.known]))
 class Lucky(Rule):
     def how_far(self, state):
-        return luck.randrange(self.most + 1)
+        return luck.randrange(self.longest + 1)
     def stop(self, k, logits, token):
         return [luck.random() < 0.3 for _ in token]
 """

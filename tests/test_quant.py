@@ -204,7 +204,7 @@ def test_a_rough_draft_reads_exact_keys(family):
         at = Placement.span(len(ids) - 1 + k, len(ids) + k)
         q = warm(t.unembed(t.run(t.embed(block[:, k : k + 1]), at, cache)))
         assert torch.allclose(q[0, 0], r.draft.q[0, k], atol=1e-9)
-    with pytest.raises(ValueError, match="a copy of it in few bits"):
+    with pytest.raises(ValueError, match="a quantised copy of it"):
         generate(m, [ids], 3, SelfDraft(small(m), range(4), 2))
 
 

@@ -21,7 +21,7 @@
 # of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
 #
 # You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
-# [9](../../notebooks/09_trained_heads.ipynb). About 40 minutes.
+# [9](../../notebooks/09_trained_heads.ipynb). About 35 minutes.
 
 # %%
 # %run start.py
@@ -109,7 +109,7 @@ for name, head in heads.items():
 # token then runs three times as many blocks.
 # </details>
 #
-# The answer, after as many tokens of training for each, at equal numbers of weights:
+# The answer, with the same number of training tokens and of weights for each:
 
 # %% jupyter={"source_hidden": true}
 def gap(folder, e):
@@ -138,7 +138,7 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a
 # relative of this is open: does the loss of the streams help the model's own? Only a comparison can tell:
 # the same tiny model, from the same seed, on the same batches, with one stream (plain training) and with
-# three. Two seeds, because a seed alone moves the loss, too.
+# three. Two seeds, because the seed alone also moves the loss.
 #
 # **Predict:** will the gap between one and three streams be larger than that between two seeds?
 
@@ -151,8 +151,8 @@ for (n, seed), loss in losses.items():
     print(f"{n} stream{'s' * (n > 1)}, seed {seed}: {loss:.3f} nats per token of held-out text")
 streams = [losses[3, seed] - losses[1, seed] for seed in range(2)]
 seeds = [losses[n, 1] - losses[n, 0] for n in (1, 3)]
-print("three streams instead of one:", ", ".join(f"{gap:+.3f}" for gap in streams),
-      "; another seed:", ", ".join(f"{gap:+.3f}" for gap in seeds))
+print("three streams instead of one: {:+.3f}, {:+.3f};".format(*streams),
+      "another seed: {:+.3f}, {:+.3f}".format(*seeds))
 assert not SHIPPED or min(streams) > max(map(abs, seeds)), "a little more than the seeds differ"
 
 # %%
@@ -261,8 +261,9 @@ figure
 
 # %% [markdown]
 # Further to the right a step says more tokens, and the text is further from the model's. At the far left,
-# where every step says a single token, longer training looks *worse*: there the untrained trunk still is
-# the model, and what it learns for the sake of the other tokens moves it away.
+# where every step says a single token, longer training looks *worse*. There the trunk alone speaks, and a
+# trunk that has hardly learnt is still nearly the model. What it learns for the sake of the other tokens
+# moves it away.
 #
 # Now let the untouched model check what a step says. Then it is a drafter like any other, and exact. But
 # each of its steps is a pass of a model as large as the target, so a checked step costs two passes.
@@ -346,7 +347,8 @@ if SHIPPED and long:
 Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else later
 
 # %% [markdown]
-# On our texts a draft must see much: with a window of 64, a third of the text, alpha is 0.88.
+# On our texts a draft must see much of what came before: even a window of 64, a third of the text, costs
+# some of its alpha.
 #
 # ## Questions
 #

@@ -19,7 +19,7 @@ from machine import rows
 from notebooks import plots
 from support.show import Generation
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 execute = runpy.run_path(str(FOLDER / "execute.py"))
 SOURCES = execute["sources"]()
@@ -39,7 +39,9 @@ def test_runs_from_top_to_bottom(path):
 
 @each
 def test_what_is_committed_was_made_from_its_source(path):
-    made = nbformat.read(path.with_suffix(".ipynb"), 4).cells
+    notebook = nbformat.read(path.with_suffix(".ipynb"), 4)
+    assert execute["minutes"](notebook) <= 45, "too long for a sitting"
+    made = notebook.cells
     source = execute["read"](path).cells
     cells, source = ([(c.cell_type, c.source) for c in part] for part in (made, source))
     assert cells == source, "run `make notebooks`"
