@@ -549,11 +549,9 @@ TABLE = {
         ("Fused.forward", "T < LONG", "T < 0", "short blocks round in another way, too",
          "fused::a_short_block_has_the_very_bits_of_explicit_attention")],
     "machine/blocks.py": [
-        ("Bands.draw", "ahead <= -window", "ahead < -window", "a window is one slot too long",
-         "recorded::masks_of_chains_are_cut_from_one_line[gemma2]"),
-        ("ends", "i % 2 or ", "", "a head reads the state at the end of a piece",
+        ("Piece.__call__", "self.traced)", "self.traced[1:])", "a head reads another state than it asked for",
          "recorded::a_traced_pass_is_that_of_an_eager_pass[llama]"),
-        ("widen", ".clamp(max=end - 1)", "", "padding is written beyond what is read",
+        ("Piece.unpack", ".clamp(max=len(cos) - 1)", "", "padding is written beyond what is read",
          "recorded::a_replayed_block_is_the_eager_one[False-llama]"),
         ("widen", "tree[:, -dead:, -dead:] = itself", "pass", "a dead token sees nothing, and is NaN",
          "recorded::a_tree_is_replayed_also_while_it_grows[llama]"),
