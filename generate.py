@@ -15,15 +15,15 @@ import torch
 
 import checkpoint
 import sampling
+from files import check_writable, guarded, write_file
 from machine import parallel
 from machine.exact import exactly, fast
 from machine.fused import fuse
 from machine.quant import KINDS
-from machine.standin import StandIn
 from sampling import Coins, Race, row_seeds, to_probs
 from speculative import check_prompts, rounds
 from support import chat, cli, drafts, own, page, show, stats
-from support.files import check_writable, guarded, numbered_texts, write_file
+from support.texts import numbered_texts
 from verification import verify, verify_block
 
 WEIGHTS = Path(__file__).resolve().parent / "weights"
@@ -138,7 +138,7 @@ class Writer:
         """What stands in for the model, as the flags say."""
         if self.a.exact:
             return exactly(model, self.a.fast)
-        return fast(model) if self.a.fast else StandIn(model)
+        return fast(model) if self.a.fast else model
 
     def rounds(self, drafter, player=None):
         """What `speculative.rounds` yields. player: the page's, to record coins and

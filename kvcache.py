@@ -13,6 +13,8 @@ overwritten. One rule makes this work: a layer that runs a block must hold every
 """
 import torch
 
+from model import Placement
+
 
 class KVCache:
     def __init__(self, c, batch, slots, dtype, device=None):
@@ -37,7 +39,7 @@ class KVCache:
             keys[:, :, here] = k
             values[:, :, here] = v
         else:
-            slots = at.slots[:, None, -T:, None].expand_as(k)
+            slots = at.slots[:, None, :, None].expand_as(k)
             keys.scatter_(2, slots, k)
             values.scatter_(2, slots, v)
         return keys[:, :, start : at.end], values[:, :, start : at.end]
@@ -49,3 +51,23 @@ class KVCache:
             source = src[None, :, None, :, None].expand(shape)
             target = dst[None, :, None, :, None].expand(shape)
             t.scatter_(3, target, t.gather(3, source))
+
+
+def pick(x, index):
+    """The vectors of x (B, T, dim) at `index` (B, N) in each row. (B, N, dim)"""
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+
+
+def prefill(model, tokens, cache, sublayers=None, trace=None):
+    """Run the model over tokens (B, T) into slots 0 .. T-1, `model.chunk` tokens at a time. Returns
+    x (B, T, dim). `Transformer.run` explains sublayers and trace."""
+    xs = []
+    traces = []
+    for i, part in enumerate(tokens.split(model.chunk, 1)):
+        first = i * model.chunk
+        at = Placement.span(first, first + part.shape[1], tokens.device)
+        traces.append(dict.fromkeys(trace or ()))
+        xs.append(model.run(model.embed(part), at, cache, sublayers, traces[-1]))
+    for tap in trace or ():
+        trace[tap] = torch.cat([part[tap] for part in traces], 1)
+    return torch.cat(xs, 1)

@@ -7,7 +7,7 @@ A copy in few bits hands nothing over: all that it computes is a little rough.
 """
 import torch
 
-from speculative import Drafter, Reuse, chain
+from drafter import Drafter, Reuse, chain
 
 
 def without(n_layers, attn=(), mlp=()):

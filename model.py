@@ -96,13 +96,12 @@ def rotate(x, cos, sin):
 
 
 def visible(positions, slots, end, tree=None, window=None):
-    """Which slots 0 .. end-1 may each token of the block read? (B, M), (B, M) -> (B, T, end) bool.
+    """Which slots 0 .. end-1 may each token of a block read? (B, T), (B, T) -> (B, T, end) bool
 
-    The block is the last T of the M given tokens. M > T only while a tree grows: earlier passes
-    have read the others. Of the slots before the first of the M, a token sees those below its own
-    position, since there slot = position. Of the M tokens it sees those that `tree` (B or 1, T, M)
-    or (T, M) marks; without a tree, itself and those before it. `window` hides the keys that are
-    `window` or more positions back.
+    Among the slots before the block, a token sees all those below its own position, since slot =
+    position there. Within the block it sees the tokens that `tree` (B or 1, T, T) or (T, T) marks,
+    or without a tree itself and the tokens before it. `window` hides the keys that are `window` or
+    more positions back.
 
     >>> at = torch.tensor([[2, 3]])         # a block of two tokens, after two filled slots
     >>> visible(at, at, end=5).int().tolist()       # slot 4 is not known yet: no token sees it
@@ -110,17 +109,15 @@ def visible(positions, slots, end, tree=None, window=None):
     >>> visible(at, at, end=5, window=2).int().tolist()
     [[[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]]]
     """
-    B, M = slots.shape
+    B, T = slots.shape
     slot = torch.arange(end, device=slots.device)
     if tree is None:
-        tree = torch.ones(M, M, dtype=torch.bool, device=slots.device).tril()
-    T = tree.shape[-2]
-    own = positions[:, M - T :]                                                 # (B, T)
-    mask = slot < torch.minimum(slots[:, :1], own)[..., None]               # (B, T, S) before the M
-    mask = mask.scatter(2, slots[:, None].expand(B, T, M), tree.expand(B, T, M))  # among the M
+        tree = torch.ones(T, T, dtype=torch.bool, device=slots.device).tril()
+    mask = slot < torch.minimum(slots[:, :1], positions)[..., None]         # (B, T, end) before it
+    mask = mask.scatter(2, slots[:, None].expand(B, T, T), tree.expand(B, T, T))    # within it
     if window is not None:
-        key = slot.expand(B, end).scatter(1, slots, positions)        # (B, S) position of each slot
-        mask = mask & (own[..., None] - key[:, None] < window)
+        key = slot.expand(B, end).scatter(1, slots, positions)      # (B, end) position of each slot
+        mask = mask & (positions[..., None] - key[:, None] < window)
     return mask
 
 
@@ -128,15 +125,14 @@ class Placement(NamedTuple):
     """Where the T tokens of a block stand.
 
     The position sets the rotation; the slot is the place in the cache. They differ where several
-    tokens share a position: siblings in a tree, or the drafts that `search.Teacher` scores. M > T
-    only while a tree grows: then the block is the last T of the M tokens. `first` and `end` are
-    numbers on the host, so that a pass never waits for a GPU.
+    tokens share a position, like siblings in a tree and the drafts that `search.Teacher` scores.
+    `first` and `end` are numbers on the host, so that a pass never waits for a GPU.
     """
-    positions: torch.Tensor             # (B or 1, M)
-    slots: torch.Tensor                 # (B or 1, M)
+    positions: torch.Tensor             # (B or 1, T)
+    slots: torch.Tensor                 # (B or 1, T)
     first: int                          # the lowest position of the block in any row
     end: int                            # one past the last slot that is read
-    tree: torch.Tensor | None = None    # (B or 1, T, M) who sees whom, see `visible`; None: a chain
+    tree: torch.Tensor | None = None    # (B or 1, T, T) who sees whom, see `visible`; None: a chain
     same: bool = False                  # every row stands at positions and slots first .. first+T-1
 
     @classmethod
@@ -259,6 +255,9 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     chunk = 256     # tokens of a prompt that are read at once: the scores of more take more memory
+    widest = 256    # tokens that a drafter may read at once
+    share = 1.0     # of the output head that a draft reads
+    exits = 1 / 12, 1 / 6, 1 / 4, 1 / 3     # parts of the blocks after which it is good to leave
 
     def __init__(self, c):
         super().__init__()
@@ -271,6 +270,7 @@ class Transformer(nn.Module):
         scale = torch.tensor(c.embed_scale, dtype=torch.float64)
         self.register_buffer("scale", scale, persistent=False)
         self.table = None
+        self.beside = {}    # {name: text} of the files that lie beside its weights
 
     def embed(self, tokens):
         """(B, T) ids -> (B, T, dim)."""
@@ -305,12 +305,13 @@ class Transformer(nn.Module):
         value is set to x (B, T, dim) after that sub-layer. table, masks: what `angles` and
         `build_masks` return, if the caller has them."""
         c = self.c
-        T = x.shape[1]
         start = 0                           # the first slot that sliding layers read
         if c.window is not None:
             start = max(0, at.first + 1 - c.window)
-        masks = masks or self.build_masks(at, T, start)
-        here = slice(at.first, at.first + T) if at.same else at.positions[:, -T:]
+        masks = masks or self.build_masks(at, start)
+        here = at.positions
+        if at.same:
+            here = slice(at.first, at.first + x.shape[1])   # a view, no copy
         cos, sin = table or self.angles(at.end)
         cos = cos[here].unflatten(-2, (-1, 1, 1))               # (T, 1, 1, D) or (B, T, 1, 1, D)
         sin = sin[here].unflatten(-2, (-1, 1, 1))
@@ -332,12 +333,12 @@ class Transformer(nn.Module):
                 trace[i] = x
         return x
 
-    def build_masks(self, at, T, start):
-        """{window: mask}, (B or 1, 1, 1, T, S): 0 where visible, -inf elsewhere; a mask of None
-        hides nothing. The key None is for layers without a window: they read all slots, the others
-        those from `start` on."""
+    def build_masks(self, at, start):
+        """{window: mask}, (B or 1, 1, 1, T, S), which is 0 where visible and -inf elsewhere. A mask
+        of None hides nothing. The key None is for layers without a window, which read all slots.
+        The others read the slots from `start` on."""
         reads = {None: 0, self.c.window: start}
-        if T == 1 and at.same:
+        if at.same and at.slots.shape[1] == 1:
             return dict.fromkeys(reads)
         positions, slots = torch.broadcast_tensors(at.positions, at.slots)
         zeros = torch.zeros((), dtype=self.attention_dtype(), device=slots.device)
@@ -358,3 +359,39 @@ class Transformer(nn.Module):
         """(B, T) ids -> logits (B, T, V), without a cache."""
         at = Placement.span(0, tokens.shape[1], tokens.device)
         return self.unembed(self.run(self.embed(tokens), at))
+
+    # --- what a `StandIn` may do in another way
+
+    def bare(self):
+        """The Transformer itself."""
+        return self
+
+    def alongside(self, model):
+        """Another model of the same run, such as a draft, computed in the same way."""
+        return model
+
+    def rehearse(self, write):
+        """Get ready for all passes that write() makes, before anything is timed."""
+
+    def replays(self):
+        """Whether passes are computed faster than here."""
+        return False
+
+
+class StandIn:
+    """Takes the place of a model. A subclass does some things in another way, and the model answers
+    everything else."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        if name == "model":     # trap: copy.copy looks it up before it is set: endless recursion
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+
+def put(module, key, value):
+    """Replace a parameter of a module by `value`, a parameter or a module."""
+    delattr(module, key)
+    setattr(module, key, value)

@@ -9,7 +9,7 @@ import symtable
 import tokenize
 from pathlib import Path
 
-from tests.mistakes import Stale, find
+from support.cuts import Stale, find
 
 ROOT = Path(__file__).resolve().parent.parent
 HARMLESS = {"__future__", "bisect", "collections", "copy", "dataclasses", "functools", "heapq", "itertools",
@@ -156,7 +156,7 @@ def why_not(name):
     if name.split(".")[0] == "numpy":
         return ("its arrays know neither gradients nor devices, and change dtypes silently; torch has "
                 "the same functions under nearly the same names")
-    if (ROOT / "tests" / f"{name}.py").exists():
+    if any((ROOT / folder / f"{name}.py").exists() for folder in ("tests", "exercises/tests")):
         return "these are the tests: write the function itself"
     return "an exercise needs torch and math alone"
 

@@ -16,7 +16,7 @@ class Task(NamedTuple):
     functions: tuple[str, ...]
     minutes: int
     stars: int              # difficulty, 1 to 3
-    tests: tuple[str, ...]  # node ids below tests/; the first failure is reported: clear ones stand first
+    tests: tuple[str, ...]  # node ids; the first failure is reported: clear ones stand first
 
     @property
     def text(self):
@@ -36,14 +36,19 @@ SITTINGS = (  # what each is about, and what to read before it
     ("1: numbers into angles and lengths", "`minimal.py`, `notebooks/01_forward_pass.ipynb`"),
     ("2: attention and its memory", "`notebooks/02_kv_cache.ipynb`"),
     ("3: chance", "`notebooks/03_sampling.ipynb`, `notebooks/04_speculative_decoding.ipynb`"),
-    ("4: drafts and their worth", "`notebooks/05_layer_skipping.ipynb`"),
-    ("5: search and trees", "`notebooks/06_search.ipynb`, `methods/trees.py`"),
-    ("6: drafts that are trained", "`notebooks/08_trained_heads.ipynb`"))
+    ("4: drafts and their worth", "`notebooks/06_layer_skipping.ipynb`"),
+    ("5: search, trees and races",
+     "`notebooks/05_the_same_text.ipynb`, `notebooks/07_search.ipynb`, `methods/trees.py`"),
+    ("6: drafts that are trained", "`notebooks/09_trained_heads.ipynb`"))
 
 
-def tests(**names):
+COURSE = "exercises/tests"      # where the tests of functions stand that are not the library's
+
+
+def tests(folder="tests", /, **names):
     """The node ids of {file: names of its tests}."""
-    return tuple(f"test_{file}.py::test_{name}" for file, row in names.items() for name in row.split())
+    return tuple(f"{folder}/test_{file}.py::test_{name}" for file, row in names.items()
+                 for name in row.split())
 
 
 TASKS = [
@@ -82,7 +87,7 @@ TASKS = [
         "where_p_is_almost_q[verify] "
         "verify_refuses_another_vocabulary long_drafts_of_a_large_vocabulary[verify-None] "
         "long_drafts_of_a_large_vocabulary[verify-9]", layerskip="the_text_of_a_self_draft_is_the_targets")),
-    Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
+    Task(10, "chain", "drafter.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
         "chain_lengths chain_rows_of_drawn_rules", layerskip="the_text_of_a_self_draft_is_the_targets")),
@@ -113,32 +118,32 @@ TASKS = [
     Task(16, "alpha", "support/stats.py", ("Counts.alpha",), 10, 1, tests(
         by_hand="alpha_is_no_share_of_drafted_tokens")),
     Task(17, "counterexample", "exercises/published.py", ("counterexample",), 25, 2,
-         tests(published="a_counterexample_to_the_first_failure")),
+         tests(COURSE, published="a_counterexample_to_the_first_failure")),
     Task(18, "draft_cost, speed, break_even", "exercises/published.py", ("draft_cost", "speed", "break_even"),
-         20, 2, tests(published="a_published_run drawn_runs")),
+         20, 2, tests(COURSE, published="a_published_run drawn_runs")),
     Task(19, "Race.settle", "sampling.py", ("Race.settle",), 25, 2, tests(
         by_hand="winners_of_a_race winners_of_a_race_share_what_has_one_row what_has_no_chance_never_wins",
         exact="a_race_is_of_the_seed_the_place_and_the_token the_law_of_a_race "
         "a_draft_by_the_model_itself_wins_every_race")),
     Task(20, "cost_in_bits, best_bits", "exercises/economics.py", ("cost_in_bits", "best_bits"), 25, 2,
-         tests(economics="the_cost_of_few_bits the_best_bits the_best_bits_on_drawn_machines")),
+         tests(COURSE, economics="the_cost_of_few_bits the_best_bits the_best_bits_on_drawn_machines")),
     Task(21, "pass_seconds, largest_batch", "exercises/economics.py", ("pass_seconds", "largest_batch"),
-         20, 2, tests(economics="the_time_of_a_pass the_largest_batch "
+         20, 2, tests(COURSE, economics="the_time_of_a_pass the_largest_batch "
                               "the_largest_batch_of_drawn_machines")),
-    Task(22, "head_loss", "exercises/exits.py", ("head_loss",), 20, 2, tests(
-        exits="the_loss_of_a_head what_a_head_need_not_learn a_head_learns_and_its_teacher_does_not "
-        "what_is_no_text_leaves_no_gradient")),
-    Task(23, "enabled_exits, exit_loss", "exercises/exits.py", ("enabled_exits", "exit_loss"), 25, 2, tests(
-        exits="the_exits_of_a_step the_exits_by_hand the_loss_of_the_exits the_loss_of_two_exits_by_hand "
-        "the_loss_of_the_exits_trains_them")),
-    Task(24, "draw_at_exit", "exercises/exits.py", ("draw_at_exit",), 20, 2, tests(
-        exits="the_first_exit_that_is_sure exits_of_drawn_models an_exit_is_sure_at_the_threshold_itself "
-        "a_token_is_drawn_from_the_q_that_comes_back")),
-    Task(25, "constrain", "exercises/serving.py", ("constrain",), 25, 2, tests(
-        serving="a_draft_under_a_grammar each_text_has_its_own_state")),
+    Task(22, "head_loss", "exercises/exits.py", ("head_loss",), 20, 2,
+         tests(COURSE, exits="the_loss_of_a_head what_a_head_need_not_learn "
+               "a_head_learns_and_its_teacher_does_not what_is_no_text_leaves_no_gradient")),
+    Task(23, "enabled_exits, exit_loss", "exercises/exits.py", ("enabled_exits", "exit_loss"), 25, 2,
+         tests(COURSE, exits="the_exits_of_a_step the_exits_by_hand the_loss_of_the_exits "
+               "the_loss_of_two_exits_by_hand the_loss_of_the_exits_trains_them")),
+    Task(24, "draw_at_exit", "exercises/exits.py", ("draw_at_exit",), 20, 2,
+         tests(COURSE, exits="the_first_exit_that_is_sure exits_of_drawn_models "
+               "an_exit_is_sure_at_the_threshold_itself a_token_is_drawn_from_the_q_that_comes_back")),
+    Task(25, "constrain", "exercises/serving.py", ("constrain",), 25, 2,
+         tests(COURSE, serving="a_draft_under_a_grammar each_text_has_its_own_state")),
     Task(26, "ring_mask, ring_size, ring_counterexample", "exercises/serving.py",
-         ("ring_mask", "ring_size", "ring_counterexample"), 30, 3, tests(
-             serving="the_mask_of_a_ring the_size_of_a_ring a_counterexample_to_a_smaller_ring")),
+         ("ring_mask", "ring_size", "ring_counterexample"), 30, 3,
+         tests(COURSE, serving="the_mask_of_a_ring the_size_of_a_ring a_counterexample_to_a_smaller_ring")),
 ]
 
 

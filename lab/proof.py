@@ -27,17 +27,19 @@ import torch
 import checkpoint
 import generate
 from control import Confidence, weight_costs
-from kvcache import KVCache
+from drafter import NGram
+from files import write_file
+from kvcache import KVCache, prefill
 from lab.bench.plain import TEXT, rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
+from machine.kept import hardware
 from machine.quant import KINDS, quantise
 from machine.recorded import Recorded
 from machine.tapes import Graph, Joined, Program, Tape
 from model import SPARE, Placement
-from speculative import NGram, prefill, rounds
+from speculative import rounds
 from support import cli
-from support.files import write_file
 from support.measure import interleave
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,7 +134,7 @@ def profiled(a, model, ids, make, promised):
 def shapes(a, page):
     """Large models of random weights in bfloat16: what memory allows, and what is made of it."""
     read = bandwidth(a)
-    page.row("memory", lambda: {"GB/s": read / 1e9, "device": cli.machine(torch.device(a.device))})
+    page.row("memory", lambda: {"GB/s": read / 1e9, "device": hardware(torch.device(a.device))})
     for name, c in (TINY if a.tiny else {name: SHAPES[name] for name in NAMES}).items():
         try:
             shape(a, page, name, c, read)
@@ -360,7 +362,7 @@ def run(argv):
 
 def contents(out, a, states):
     """The table of contents, after each part."""
-    lines = [f"{cli.machine(torch.device(a.device))}; torch {torch.__version__}"
+    lines = [f"{hardware(torch.device(a.device))}; torch {torch.__version__}"
              + "; a rehearsal: no figure means anything" * a.tiny, "",
              "| file | state | what it proves |", "|---|---|---|"]
     lines += [f"| {name}.txt | {states[name]} | {part.proves} |" for name, part in PARTS.items()]

@@ -76,8 +76,8 @@ class Piece(NamedTuple):
         else slots and positions (B, W), and masks (1 or 2, B, 1, 1, W, S)."""
         if self.chain:
             return [at.slots[:, :1].expand(B, 1).contiguous()]
-        here = [t[:, -W:].expand(B, W).contiguous() for t in (at.slots, at.positions)]
-        masks = torch.stack([*model.build_masks(at, W, 0).values()])
+        here = [t.expand(B, W).contiguous() for t in (at.slots, at.positions)]
+        masks = torch.stack([*model.build_masks(at, 0).values()])
         return [*here, masks.expand(-1, B, *masks.shape[2:]).contiguous()]
 
     def unpack(self, model, W, tensors):
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
             steps = torch.arange(W, device=slots.device)
             slots = (slots + steps).clamp(max=len(cos) - 1)     # dead tokens follow the block
             at = Placement(slots, slots, 0, len(cos))
-            masks = model.build_masks(at, W, 0)
+            masks = model.build_masks(at, 0)
         else:
             positions, masks, cos, sin, *caches = tensors
             at = Placement(positions, slots, 0, len(cos))

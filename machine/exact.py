@@ -13,13 +13,12 @@ import torch
 from machine.blocks import pad, widen
 from machine.few import FewRows
 from machine.recorded import Recorded
-from machine.standin import Around
-from model import Placement
+from model import Placement, StandIn
 
 ROWS = 8    # of every pass
 
 
-class Exact(Around):
+class Exact(StandIn):
     """Every pass with a cache reads `ROWS` tokens of one text. A longer one is cut into pieces,
     also a prompt; a shorter one gets dead rows, which land after the block, where nothing is read.
     Raises ValueError for a tree: its keys stand in other slots until they are accepted, and sums

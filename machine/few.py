@@ -11,14 +11,13 @@ from ctypes import byref, c_long
 import torch
 from torch import nn
 
-from checkpoint import put
+import files
 from kvcache import KVCache
 from machine import rows
 from machine.quant import Looped, Matrix, Whole
 from machine.rows import FEW, FLOATS, Block, Model, Pass, Weight, describe
-from machine.standin import StandIn, distance, tolerance
-from model import Placement, visible
-from support import files
+from machine.tolerance import distance, tolerance
+from model import Placement, StandIn, put, visible
 
 WIDE = 512      # numbers of a head that a pass has room for
 NORMS = "attn_norm", "attn_post", "mlp_norm", "mlp_post", "attn.q_norm", "attn.k_norm"

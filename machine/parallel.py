@@ -28,9 +28,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from checkpoint import put
 from machine.quant import Matrix
-from model import Transformer
+from model import Transformer, put
 from sampling import Coins
 
 LIMIT = timedelta(minutes=5)  # how long a process waits for others that are still loading weights

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+import files
 from machine.blocks import Piece, pad, widen
-from machine.standin import StandIn, distance, tolerance
 from machine.tapes import Home, Joined
-from model import Transformer
-from support import files
+from machine.tolerance import distance, tolerance
+from model import StandIn, Transformer
 
 TRIES = 3       # recordings of a pass that may fail their check before it stays eager
 REACH = 256     # texts up to this length share their recordings

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from control import MOST, Beta, expected_speedup, outcomes
+from drafter import Drafter, Rule
 from layerskip import SelfDraft, early_exit
-from machine.standin import stand_in
-from methods.drafting import Reader
+from methods.base import Reader
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
 from sampling import raw_probs
-from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
 TRUST = 0.98    # the same for a bin of confidence, after each token in it
@@ -38,7 +37,7 @@ class Calibrated(Rule):
         self.sure = []  # [token][row]: its tenth
         # the chance that all tokens so far, and the next, are accepted
         self.reach = [self.skill.mean()] * len(state.known)
-        return self.most
+        return self.longest
 
     def stop(self, k, logits, token):
         sure = raw_probs(logits).amax(-1).nan_to_num(0.0)   # NaN is no index; the loop reports it
@@ -77,7 +76,7 @@ class Arm:
 
 def self_draft(name, model, sublayers, costs):
     """The Arm of a SelfDraft. model: the target, or a ShortHead around it."""
-    own = costs.pricing(sublayers, stand_in(model).share)
+    own = costs.pricing(sublayers, model.share)
     whole = costs.pricing(range(2 * model.c.n_layers))
     return Arm(name, SelfDraft(model, sublayers, Calibrated()), lambda n: own(n) / whole(n))
 
@@ -87,13 +86,13 @@ def head_draft(head, costs, vocab=None):
     none."""
     if vocab:
         head = shorter(head, vocab)
-    rule = Calibrated(gamma=head.step.most)
+    rule = Calibrated(gamma=head.price.longest)
     if head.ranks:
-        rule = Calibrated(gamma=head.step.most, prior=head.ranks[0], tests=KNOWN)
+        rule = Calibrated(gamma=head.price.longest, prior=head.ranks[0], tests=KNOWN)
     drafter = head.drafter(rule)
-    arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs), most=head.step.most)
+    arm = Arm(head.kind.replace("_", " "), drafter, pricing(head, costs), most=head.price.longest)
     if isinstance(drafter, Reader):     # it first reads what was written
-        trunk = head.step.trunk
+        trunk = head.price.trunk
         own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
         if trunk:   # without a trunk it is EAGLE's block, which reads that together with D
             arm.once = own
@@ -127,7 +126,7 @@ def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None):
         arms = [head_draft(head, costs, vocab) for head in heads]
         return [max(arms, key=partial(promised, costs)), *copied]
     drafting = ShortHead(model, vocab) if vocab else model
-    layers = sorted({max(1, round(L * part)) for part in stand_in(model).exits} - {L})
+    layers = sorted({max(1, round(L * part)) for part in model.exits} - {L})
     drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip

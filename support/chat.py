@@ -10,8 +10,8 @@ from pathlib import Path
 import jinja2.ext
 import jinja2.sandbox
 
+from files import read_json, read_text
 from sampling import check
-from support.files import read_json, read_text
 
 
 class Generation(jinja2.ext.Extension):

@@ -12,19 +12,18 @@ import torch
 
 import checkpoint
 from control import MOST
+from drafter import ModelDraft, NGram
+from files import download_first
 from layerskip import SelfDraft, early_exit, without
 from machine import parallel, rows
 from machine.quant import KINDS, byte_costs, quantise, size
-from machine.standin import stand_in
 from methods import heads
 from methods.arms import candidates
 from methods.pace import Pace
-from methods.standin import Padded, ShortHead
+from methods.standin import Padded, ShortHead, read_vocab
 from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
-from speculative import ModelDraft, NGram
 from support import cli, own
-from support.files import download_first
 from support.measure import kept_costs, measure_step
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +66,7 @@ class Ask(NamedTuple):
         """A model, or with --draft-vocab a ShortHead around it."""
         if self.a.draft_vocab is None:
             return model
-        return ShortHead(model, cli.read_vocab(self.a.draft_vocab, model.c.vocab_size))
+        return ShortHead(model, read_vocab(self.a.draft_vocab, model.c.vocab_size))
 
 
 # --- the sources: each makes a Plan
@@ -112,7 +111,7 @@ def small_model(ask):
     if tokenizer.get_vocab() != ask.tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
-    drafting = ask.short(stand_in(model).alongside(other))
+    drafting = ask.short(model.alongside(other))
     if other.c.vocab_size != model.c.vocab_size:
         drafting = Padded(drafting, model.c.vocab_size)
     return ask.plan(partial(ModelDraft, drafting))
@@ -126,7 +125,7 @@ def few_bits(ask):
     if ask.a.skip is not None:
         sublayers = cli.read_skip(ask.a.skip, L)
     twin = quantise(model, ask.kind, head=ask.kind, rounds=True)
-    return ask.plan(partial(SelfDraft, ask.short(stand_in(model).alongside(twin)), sublayers))
+    return ask.plan(partial(SelfDraft, ask.short(model.alongside(twin)), sublayers))
 
 
 def trained(ask):
@@ -141,8 +140,8 @@ def trained(ask):
             f"python -m lab.train_heads {kind} --model {a.model} --text 3e3 --tokens 6e3 --out "
             f"{folder}")
     head = heads.load(folder, model, kinds_of(folder))
-    most = head.step.most
-    where = f" after block {head.step.trunk}" if head.step.trunk else ""
+    most = head.price.longest
+    where = f" after block {head.price.trunk}" if head.price.trunk else ""
     gamma = a.gamma
     if gamma is None:
         gamma = min(most, MOST if a.tree or a.rule else 3)
@@ -174,7 +173,7 @@ def auto(ask):
     alone = parallel.place()[1] == 1
     skip = named_or_beside(a.skip, folder / "skip.json", cli.read_skip, model.c.n_layers)
     vocab = named_or_beside(
-        a.draft_vocab, folder / "draft_vocab.json", cli.read_vocab, model.c.vocab_size)
+        a.draft_vocab, folder / "draft_vocab.json", read_vocab, model.c.vocab_size)
     found = []
     # heads fit only the weights that they lie beside; a skip set that is named takes their place
     if alone and not a.quant and a.skip is None:
@@ -187,7 +186,7 @@ def auto(ask):
 
     rough = None
     if measured and rows.multiplies(model):
-        twin = stand_in(model).alongside(quantise(model, "int4", head="int4", rounds=True))
+        twin = model.alongside(quantise(model, "int4", head="int4", rounds=True))
         rough = twin, measure_step(model, twin)
 
     def make():

@@ -225,8 +225,8 @@ WRITES = {  # writes (layer, keys, where, maybe start), the keys that the last o
         "`start` is ignored": [[1, 2, 3, 4, 5]],
         "it counts from the slot `start` on, this one included": [[5]]}),
     "one row of slots for all": (
-        [(0, [[1, 2], [3, 4]], to([9, 9, 2, 0], end=3))], [[2, 0, 1], [4, 0, 3]], {
-            "only the last T columns of `at.slots` are the block's": [[0, 0, 2], [0, 0, 4]]})}
+        [(0, [[1, 2], [3, 4]], to([2, 0], end=3))], [[2, 0, 1], [4, 0, 3]], {
+            "only the first row was written; one row of slots serves all": [[2, 0, 1], [0, 0, 0]]})}
 
 
 @pytest.mark.parametrize("name", WRITES)

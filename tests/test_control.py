@@ -14,7 +14,6 @@ from promises import reader
 from teach import compare
 from tiny import LIVELY, PROMPTS, TINY, Says, make_round, small, wide
 
-import speculative
 from control import (
     Beta,
     Confidence,
@@ -26,10 +25,11 @@ from control import (
     nested_cost,
     weight_costs,
 )
+from drafter import Draft, Drafter, ModelDraft, NGram, Rule, chain, wanted
 from layerskip import SelfDraft, early_exit, without
 from methods.then import Then
 from model import Config, Transformer
-from speculative import Draft, Drafter, ModelDraft, NGram, Rule, generate, rounds, wanted
+from speculative import generate, rounds
 
 
 def dice(most=6, ends=True):
@@ -93,7 +93,7 @@ def test_no_step_is_computed_once_all_rows_have_ended(models):
     state, _ = next(rounds(models["llama"], PROMPTS, 20))
     steps, ends = [], lambda k, logits, token: [False, k == 1, k == 0, k == 3]
     step = lambda token, k: steps.append(k) or torch.zeros(4, 1, 17)  # noqa: E731
-    draft = speculative.chain(state, step, Says([2, 6, 6, 6], ends))
+    draft = chain(state, step, Says([2, 6, 6, 6], ends))
     assert draft.length.tolist() == [2, 2, 1, 4] and steps == [0, 1, 2, 3]
 
 

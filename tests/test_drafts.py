@@ -15,6 +15,7 @@ from control import MOST, Costs
 from lab.m2r2 import M2R2
 from machine.quant import Int4, byte_costs
 from methods import heads
+from model import put
 from support import drafts, measure
 
 call = command(generate.main)
@@ -148,7 +149,7 @@ def test_draft_model_of_another_padded_vocabulary(call, stories, tmp_path, rows)
     for name in {"tok", "head"} if model.head is not None else {"tok"}:
         w = getattr(model, name).detach()
         w = torch.cat([w, w[:100]])[:rows]      # what stands in padded rows may be likely
-        checkpoint.put(model, name, torch.nn.Parameter(w, requires_grad=False))
+        put(model, name, torch.nn.Parameter(w, requires_grad=False))
     checkpoint.save(model, tmp_path / "other", tokenizer)
     (tmp_path / "vocab.json").write_text(json.dumps({"ids": [0, *range(200, 1223)]}))
     for more in [], ["--draft-vocab", tmp_path / "vocab.json"]:
@@ -217,7 +218,7 @@ def test_what_is_wrong_in_a_readers_file_is_one_line(call, mine, tmp_path, flags
 
 
 BASE = """import numpy, torch
-from speculative import Draft, Drafter, NGram, Rule
+from drafter import Draft, Drafter, NGram, Rule
 
 
 class Base(Drafter):

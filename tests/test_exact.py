@@ -7,21 +7,21 @@ import torch
 from teach import compare, promise, short
 from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
 
+from drafter import ModelDraft, NGram
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.exact import Exact, exactly
 from machine.few import FewRows
 from machine.quant import quantise
 from machine.recorded import Recorded
-from machine.standin import StandIn
 from machine.tapes import Tape
 from methods.heads import Eagle, Kangaroo
 from methods.suffix import Suffix
 from methods.trees import Siblings
 from methods.within import Within
-from model import Placement
+from model import Placement, StandIn
 from sampling import Race, to_probs
-from speculative import ModelDraft, NGram, rounds
+from speculative import rounds
 from verification import verify, verify_block
 
 WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3), "half a block": lambda m: SelfDraft(m, range(5), 2),

@@ -6,7 +6,8 @@ import pytest
 from safetensors import SafetensorError
 from tiny import tree
 
-from support import files
+import files
+from machine.kept import cache_file
 
 
 @pytest.mark.parametrize("error", [SafetensorError("full"), None])
@@ -43,7 +44,7 @@ def test_a_cache_folder_that_is_no_absolute_path_is_ignored(home, monkeypatch, t
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if home is not None:
         monkeypatch.setenv("XDG_CACHE_HOME", home)
-    assert files.cache_file("x") == tmp_path / ".cache" / "self-speculative-decoding" / "x"
+    assert cache_file("x") == tmp_path / ".cache" / "self-speculative-decoding" / "x"
 
 
 def test_permissions_links_and_what_cannot_be_written(tmp_path):

@@ -7,11 +7,13 @@ import torch
 from tiny import GEMMA, LLAMA, make
 
 from control import Costs
+from machine import kept
+from machine.kept import identity
 from machine.quant import quantise
 from machine.recorded import Recorded
 from machine.tapes import Tape
 from support import measure
-from support.measure import WIDTHS, identity, kept_costs, measure_costs, measure_step, read_costs
+from support.measure import WIDTHS, kept_costs, measure_costs, measure_step, read_costs
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def test_other_machines_models_and_types_have_other_tables(monkeypatch):
     same(torch.tensor([[1, 2, 3]]))     # nor does it matter what it has read so far
     names = [identity(m) for m in (model, same, make(LLAMA).float(), quantise(model, "int8"), make(GEMMA))]
     assert names[0] == names[1] and len(set(names)) == 4
-    monkeypatch.setattr(measure, "machine", lambda device: "another one, 64 threads")
+    monkeypatch.setattr(kept, "hardware", lambda device: "another one, 64 threads")
     assert identity(model) not in names
 
 

@@ -7,9 +7,9 @@ from test_control import outcome, state_of
 from tiny import TINY
 
 from control import Beta, best_gamma
+from drafter import NGram, wanted
 from lab.rules import DoNoHarm
 from layerskip import SelfDraft
-from speculative import NGram, wanted
 
 test_greedy_identity = promises.greedy_identity({
     "n-gram": lambda m: NGram(DoNoHarm(0.1, 3), 1)}, on=["cpu"])

@@ -11,14 +11,15 @@ from test_heads import wild
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
+from drafter import ModelDraft
 from layerskip import SelfDraft, without
-from machine.standin import StandIn
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
-from methods.heads import Eagle, Kangaroo, Medusa, Prophet, count
+from methods.heads import Eagle, Kangaroo, Medusa, Prophet
 from methods.pace import REST, STAKE, Pace
 from methods.standin import ShortHead
+from model import StandIn
 from sampling import Coins, to_probs
-from speculative import ModelDraft, generate, rounds
+from speculative import generate, rounds
 
 SKIP, IDS = without(6, attn=[1, 4], mlp=[2]), [4, 9, 0, 2, 16, 3]
 CHEAP = Costs((0.02,) * 8 + (2.5,) * 4, 0.01)   # self-drafts are nearly free
@@ -250,19 +251,19 @@ def test_trained_heads_and_their_prices(models, family):
                                (Eagle(m), 0, 0.0, sum(costs.sublayers[:2]))):      # with D
         arm = head_draft(head, costs, [1, 2, 3])
         trunk = costs.pricing(range(2 * E), 3 / 17)(50)
-        assert arm.price(50) == pytest.approx((trunk + 2 * count(head) + slots) / whole)
+        assert arm.price(50) == pytest.approx((trunk + 2 * head.count() + slots) / whole)
         arm.drafter.unread = 5
         found = arm.once, arm.late(costs.pass_cost)
         assert found == pytest.approx((once / costs.whole, own / costs.whole / 4))
     for head, steps in ((Medusa(m, 3), 3), (Prophet(m, 1), MOST)):
-        arm, own = head_draft(head, costs), 2 * count(head) / (steps if steps == 3 else 1)
+        arm, own = head_draft(head, costs), 2 * head.count() / (steps if steps == 3 else 1)
         assert arm.price(50) == pytest.approx((costs.head + own) / whole)
         assert (arm.most, arm.once, arm.late(costs.pass_cost)) == (steps, 0.0, 0.0)
         assert arm.drafter.rule.skill.mean() == 0.5
     head = Medusa(m, 2)
     head.ranks = [0.75, 0.125]
     arm, V = head_draft(head, costs, [1, 2, 3]), m.c.vocab_size
-    assert arm.price(50) == pytest.approx((3 / V * costs.head + count(head)) / whole)
+    assert arm.price(50) == pytest.approx((3 / V * costs.head + head.count()) / whole)
     assert arm.drafter.rule.skill == Beta(0.75 * KNOWN, 0.25 * KNOWN, 0.75)
 
 

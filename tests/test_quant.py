@@ -13,14 +13,14 @@ from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family,
 
 import checkpoint
 from control import weight_costs
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine import rows
 from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, rebuild, unpack_nibbles
 from methods.standin import ShortHead
 from model import Placement
 from search import Teacher
-from speculative import generate, prefill, rounds
+from speculative import generate, rounds
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 

@@ -9,10 +9,11 @@ import torch
 from teach import compare, promise, short
 from tiny import GEMMA, LLAMA, PROMPTS, Fixed, make, warm
 
+from drafter import ModelDraft, NGram, Rule
 from layerskip import SelfDraft
 from methods.then import Then
 from sampling import Coins, to_probs, uniforms
-from speculative import ModelDraft, NGram, Rule, generate, rounds
+from speculative import generate, rounds
 
 ALMOST_ONE = 1 - 2**-53    # the largest uniform there is
 SETTINGS = [dict(temperature=t, top_k=k, top_p=p, min_p=m) for t in (0.3, 1.7) for k in (None, 5)

@@ -5,6 +5,7 @@ import torch
 from test_heads import wild
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Unsure, each_family, make, small, warm
 
+from drafter import Drafter, ModelDraft, NGram
 from layerskip import SelfDraft
 from machine.quant import quantise
 from methods.heads import Eagle, Kangaroo, Medusa
@@ -12,7 +13,7 @@ from methods.suffix import Suffix
 from methods.then import Then
 from methods.within import Within
 from sampling import Coins
-from speculative import Drafter, ModelDraft, NGram, generate, rounds
+from speculative import generate, rounds
 
 
 def within(m, inner, rule=4):

@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 import checkpoint
+from files import check_writable, write_file
 from lab.bench import (
     beyond,
     block,
@@ -43,8 +44,8 @@ from lab.bench import (
 )
 from lab.bench.real import KINDS, run_real
 from lab.bench.shared import DEFAULT, SETS, WEIGHTS
+from machine.kept import hardware
 from support import cli
-from support.files import check_writable, write_file
 
 RUNS = {    # -> (Markdown, data)
     "counts": counts.run, "plain": plain.run, "rows": rows.run,
@@ -105,7 +106,7 @@ FLAGS = {
 class Flags(argparse.Namespace):
     @property
     def machine(self):
-        return cli.machine(torch.device(self.device))
+        return hardware(torch.device(self.device))
 
 
 def parse(argv):

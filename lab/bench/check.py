@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 import checkpoint
+from files import guarded
 from kvcache import KVCache
 from lab.bench.costs import promises
 from lab.bench.plain import their_text
@@ -18,7 +19,6 @@ from layerskip import SelfDraft, early_exit
 from model import Placement
 from speculative import generate
 from support.chat import read_template
-from support.files import guarded
 from support.stats import parting
 
 RIGHT, WRONG, NONE = "right", "DIFFERS", "-"

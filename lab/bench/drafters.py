@@ -11,20 +11,19 @@ from tqdm import tqdm
 
 import control
 from control import expected_tokens_along, round_cost, weight_costs
+from drafter import Drafter, ModelDraft, NGram
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm, Gate
 from layerskip import SelfDraft, early_exit, without
-from machine.standin import stand_in
-from methods.heads import count
 from methods.pace import COPY
-from methods.standin import ShortHead
+from methods.standin import ShortHead, read_vocab
 from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram, rounds
-from support.cli import read_skip, read_vocab
+from speculative import rounds
+from support.cli import read_skip
 from support.measure import measure_costs
 from support.stats import Timed, parting
 from verification import verify
@@ -119,7 +118,7 @@ class Bench:
         if self.greedy:
             self.check_texts(methods, prompts)
         ours = [m for m in methods.values() if not m.ask]       # what a GPU has not recorded by then is eager
-        stand_in(self.model).rehearse(lambda: [
+        self.model.rehearse(lambda: [
             self.write(make, i) for make in [m.start() for m in ours] for i in prompts])
         self.run(methods, title)
         plain = methods["plain"]
@@ -160,7 +159,7 @@ def metered(models, heads=()):
         setattr(thing, name, acted)
         patched.append((thing, name))
 
-    for model in (*models, *(head.own for head in heads if hasattr(head, "own"))):
+    for model in (*models, *(head.own for head in heads if head.own)):
         costs, V, every = weight_costs(model.c), model.c.vocab_size, range(2 * model.c.n_layers)
         watch(model, "run", lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
             costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
@@ -170,7 +169,7 @@ def metered(models, heads=()):
         name = next((name for name in READS if name in vars(type(head))), None)
         if name:
             one = next(head.weights.parameters())[0].numel()    # of an Eagle this is a row of its matrix
-            own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": count(head),
+            own = {"spread": one * getattr(head, "steps", 1), "after": one, "rise": head.count(),
                    "join": one * head.model.c.dim}[name]
             watch(head, name, lambda *_, own=own: own)
     try:

@@ -4,6 +4,7 @@ from itertools import product
 from pathlib import Path
 
 from control import expected_speedup, weight_costs
+from drafter import Drafter, NGram
 from lab.bench import llamacpp
 from lab.bench.drafters import Bench, Method, check_only, chosen, fixed, header, their_methods
 from lab.bench.dynamic import living
@@ -15,15 +16,13 @@ from machine.exact import fast
 from machine.fused import fuse
 from machine.quant import quantise, rebuild
 from machine.rows import multiplies
-from machine.standin import stand_in
 from methods import heads
 from methods.arms import candidates
 from methods.pace import COPY, Pace
 from methods.suffix import Suffix
 from search import Teacher
-from speculative import Drafter, NGram
-from support.files import read_texts
 from support.measure import kept_costs, measure_step
+from support.texts import read_texts
 from verification import verify_block
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts"
@@ -70,9 +69,9 @@ def ways(a, model, trained, twins):
                 lambda model, small: SelfDraft(made[model.tok.dtype], range(2 * L), g)), gamma=g)
     for name, loaded in trained.items():
         head = next(iter(loaded.values()))
-        drafts = {f"gamma {g}": (g, None) for g in CHAINS if g <= head.step.most}
+        drafts = {f"gamma {g}": (g, None) for g in CHAINS if g <= head.price.longest}
         tree = shapes(head, heads.pricing(head)(0))[f"tree of {NODES}"]
-        drafts[f"tree of {NODES}"] = min(NODES, head.step.most), tree
+        drafts[f"tree of {NODES}"] = min(NODES, head.price.longest), tree
         for shape, (levels, parents) in drafts.items():
             methods[f"{name}, {shape}"] = Method(lambda loaded=loaded, levels=levels, parents=parents: (
                 lambda model, small: loaded[model.tok.dtype].drafter(levels, parents)),
@@ -100,7 +99,7 @@ def run_real(a):
         made = {kind: quantise(m, kind, head=kind, rounds=True) for kind in twins}
         if dtype != "float64":
             m = fast(fuse(m)) if a.fast else fuse(m)
-        m = stand_in(m)
+        m = m
         models[dtype] = m, None
         for kind, twin in made.items():
             if dtype == "float64":

@@ -1,26 +1,112 @@
-"""Drafting with a trained head: four drafters for the kinds of heads in methods/heads.py.
+"""What all trained heads share. A trained head is a small module on a frozen model that drafts for
+it.
 
-A head drafts from states that the target computes anyway. They come as `taps` of the prompt and of
-every round, so a head follows the text even when another drafter drafts.
-
-The last token read is the one before the last known token D: the target chose D after it and has
-not run D itself yet. `methods.trees.Siblings` adds siblings to the chains of any of these drafters.
+A head learns to predict the model's next tokens from states that the model computes anyway. The
+model does not change, and neither does its text. Each kind is a file of its own: what it is, what
+it learns to predict, and how it drafts.
 """
+from collections import Counter
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
 import torch
 import torch.nn.functional as F
 
-from kvcache import KVCache
-from layerskip import SelfDraft, early_exit, same_model
-from machine.standin import stand_in
-from methods.trees import branch
-from model import Placement
-from speculative import Drafter, chain, observed, pick
+from control import MOST
+from drafter import Drafter, observed
+from kvcache import KVCache, pick
+from layerskip import same_model
+from methods.trees import Siblings
+from model import Placement, Transformer
 
 
 def unit(x):
     """x (..., dim), each vector scaled to a root mean square of 1, as the final norm does
     anyway."""
     return F.rms_norm(x, x.shape[-1:])
+
+
+def graft(model, first, count, hidden_dim=None, kind=Transformer):
+    """A Transformer, of this kind, that shares embedding, final norm and head with the model, and
+    has `count` blocks of its own. They start as copies of the model's from block `first` on, with
+    the first hidden_dim units of their MLPs. They attend to the whole text, without a sliding
+    window."""
+    last = model.c.n_layers - 1
+    units = hidden_dim or model.c.hidden_dim
+    c = replace(model.c, n_layers=count, hidden_dim=units, window=None)
+    own = kind(replace(c, vocab_size=1, tied=True)).to(model.tok.device, model.tok.dtype)
+    own.c = c
+    own.tok = model.tok
+    own.norm = model.norm
+    own.head = model.head
+    own.scale = model.scale
+    for i, mine in enumerate(own.blocks, first):
+        like = model.blocks[min(i, last)]
+        for name, p in mine.named_parameters():
+            w = attrgetter(name)(like)
+            if not isinstance(w, torch.Tensor):     # quantised
+                w = w.full(p.dtype)
+            if name == "mlp.gate_up":
+                w = w.unflatten(0, (2, -1))[:, :units].flatten(0, 1)
+            p.data.copy_(w[:, :units] if name == "mlp.down" else w)
+    return own
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one drafted token costs: `trunk` blocks of the model, `weights` of the head's own and the
+    share `output` of the output head. `reads` tells whether its attention covers the whole text,
+    and `longest` is the longest draft."""
+    weights: float
+    trunk: int = 0
+    output: float = 1.0
+    reads: bool = False
+    longest: int = MOST
+
+
+class Head:
+    """What all kinds share, and what a new kind declares.
+
+    It has `predict(tokens (B, T), trace, cache)` for training, which yields (k, logits (B, N, V)):
+    row n is what the head says of the token k places after the next one. trace holds the target's
+    states at `taps`, and cache its keys and values of the text. For drafting it has `chains`.
+    """
+    kind = ""           # its name
+    shape = {}          # the arguments of its constructor
+    model = None        # the frozen model
+    own = None          # a Transformer of a few blocks of its own that shares all else; see `graft`
+    weights = None      # a module that holds all that is trained
+    taps = ()           # the states of the target that it reads
+    price = None        # a Price: what a drafted token costs
+    branches = False    # whether any node of its trees may have children, or only first children
+    ranks = ()          # the chance that the model's greedy token is its first, second, ... choice
+
+    def state(self, trace):
+        """What it reads of a trace. (B, T, taps * dim)"""
+        return torch.cat([trace[tap] for tap in self.taps], -1)
+
+    def count(self):
+        """The number of its own weights."""
+        return sum(p.numel() for p in self.weights.parameters())
+
+    def predict(self, tokens, trace, cache):
+        raise NotImplementedError
+
+    def chains(self, rule):
+        """The drafter of chains with this head."""
+        raise NotImplementedError
+
+    def drafter(self, rule, shape=None):
+        """A drafter of chains, or of trees of this shape, a list of parents."""
+        families = Counter(shape).values()      # how many children each parent has
+        widths = [sum(size > i for size in families) for i in range(1, max(families, default=0))]
+        if widths:
+            return Siblings(self.chains(rule), widths)
+        return self.chains(rule)
+
+
+# --- drafting: a head gets what it reads as `taps` of the prompt and of every round, so it follows
+# the text even when another drafter drafts
 
 
 class Reader(Drafter):
@@ -47,7 +133,7 @@ class Reader(Drafter):
         self.own = head.own
         self.taps = head.taps
         self.unread = 0
-        self.most = stand_in(self.own).widest
+        self.widest = self.own.widest
 
     def begin(self, state, trace):
         same_model(self.head.model, state)
@@ -87,50 +173,13 @@ class Reader(Drafter):
     def catch_up(self, state, sublayers=None):
         """Read what is unread, at least one token. Returns the block's output at each row's last
         token. (B, 1, dim)"""
-        for start in range(self.late - self.unread, self.late, self.most):
-            stop = min(start + self.most, self.late)
+        for start in range(self.late - self.unread, self.late, self.widest):
+            stop = min(start + self.widest, self.late)
             at, last = state.back(stop - start, stop)
             x = self.own.run(self.inputs(state, at.slots), at, self.cache, sublayers)
         self.held = [len(text) - 1 + self.late for text in state.known]
         self.unread = 0
         return pick(x, last)
-
-
-class ExitDraft(Reader, SelfDraft):
-    """Early exit with an adapter before the model's head (Kangaroo, arXiv 2404.18911), whose cache
-    holds the text before D. The paper's second early exit is a rule: `control.Confidence(0.6)`."""
-
-    def __init__(self, head, rule):
-        sublayers = early_exit(head.model.c.n_layers, head.step.trunk)
-        super().__init__(head, head.model, sublayers, rule)
-
-    def logits(self, state, x, k):
-        if self.unread:     # only keys and values are needed: run the attention alone
-            self.catch_up(state, [0])
-        x = self.own.run(x, state.span(k, k + 1), self.cache, self.head.sublayers)
-        return self.own.unembed(x)
-
-
-class EagleDraft(Reader):
-    """A block that reads a token and the final state of the token before it; for a drafted token,
-    its own output instead of that state (EAGLE, arXiv 2401.15077). It reads D last, with all unread
-    tokens."""
-    late = 1
-
-    def inputs(self, state, slots):
-        tokens = state.read(slots.expand(len(self.noted), -1))
-        return self.own.enter(self.head.join(tokens, super().inputs(state, slots)))
-
-    def propose(self, state):
-        def step(token, k):
-            if k == 0:
-                self.said = self.catch_up(state)
-            else:
-                x = self.own.enter(self.head.join(token, self.said))
-                self.said = self.own.run(x, state.span(k, k + 1), self.cache)
-            return self.own.unembed(self.said)                                  # (B, 1, V)
-
-        return chain(state, step, self.rule)
 
 
 class LastState(Drafter):
@@ -158,56 +207,3 @@ class LastState(Drafter):
     def last(self, state):
         """The state of each row's last token read. (B, 1, dim)"""
         return pick(self.trace[self.taps[0]], state.send(self.index)[:, None])
-
-
-class MedusaDraft(LastState):
-    """All tokens at once: none depends on the others (Medusa, arXiv 2401.10774).
-
-    shape: None for a chain; else the parents of a tree, as `methods.trees.best_tree` makes them.
-    All rows draft as many of its levels as the rule says for any row. Raises ValueError for more
-    levels than heads.
-    """
-
-    def __init__(self, head, rule, shape=None):
-        super().__init__(head, rule)
-        self.shape = shape
-        if self.rule.most > head.steps:
-            raise ValueError(f"{head.steps} heads cannot draft {self.rule.most} tokens: "
-                             "one token each")
-
-    def propose(self, state):
-        last = self.last(state)
-        said = []
-
-        def step(token, k):
-            said.append(self.head.after(last, k, token))
-            return said[-1]                                                     # (B, 1, V)
-
-        draft = chain(state, step, self.rule)
-        if said and self.shape:
-            return branch(state, draft, torch.cat(said, 1), self.shape)
-        return draft
-
-
-class ProphetDraft(LastState):
-    """A small decoder writes the draft token by token, each round from the final state of the last
-    token read; it sees no other text (lucidrains' "prophet", after MEGABYTE, arXiv 2305.07185)."""
-
-    def begin(self, state, trace):
-        super().begin(state, trace)
-        own = self.head.own
-        self.cache = KVCache(own.c, *state.tokens.shape, own.attention_dtype(), state.n.device)
-
-    def propose(self, state):
-        own = self.head.own
-        last = self.last(state)
-
-        def step(token, k):     # slots count from the state, so all rows stand at the same place
-            x = own.embed(token)
-            at = Placement.span(k + 1, k + 2, x.device)
-            if k == 0:
-                x = torch.cat([unit(last), x], 1)
-                at = Placement.span(0, 2, x.device)
-            return own.unembed(own.run(x, at, self.cache)[:, -1:])              # (B, 1, V)
-
-        return chain(state, step, self.rule)

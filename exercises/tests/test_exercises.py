@@ -16,10 +16,10 @@ from exercises.check import answer
 from exercises.tasks import TASKS, choose, file_name
 from sampling import Coins
 from search import climb
-from tests.mistakes import find
+from support.cuts import find
 from verification import verify
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 each_task = pytest.mark.parametrize("task", TASKS, ids=[task.name for task in TASKS])
 
 
@@ -33,7 +33,7 @@ def out(tmp_path):
 def test_a_task_names_tests_that_exist(task):
     for test in task.tests:
         file, name = test.partition("[")[0].split("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), test
+        assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), test
 
 
 @each_task
@@ -41,7 +41,7 @@ def test_no_bare_assert_reaches_a_student(task):
     """It would say what was false, but neither what was given nor what is wrong: `teach.promise` does."""
     for test in task.tests:
         file, name = test.partition("[")[0].split("::")
-        node = find(ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")), name)
+        node = find(ast.parse((ROOT / file).read_text(encoding="utf-8")), name)
         assert not [n.lineno for n in ast.walk(node) if isinstance(n, ast.Assert)], test
 
 

@@ -45,7 +45,7 @@ def plant(monkeypatch, e):
 def inputs(node):
     """(what, call) for each set of arguments of a test."""
     file, name = node.partition("[")[0].split("::")
-    test = getattr(importlib.import_module(file.removesuffix(".py")), name)
+    test = getattr(importlib.import_module(Path(file).stem), name)
     sets = [{}]
     if "record_property" in inspect.signature(test).parameters:
         sets = [{"record_property": lambda *_: None}]
