@@ -1,5 +1,5 @@
-"""A KV cache that stores no length: slot = position in a text. A block of tokens sees itself and
-the slots before its own first slot.
+"""A KV cache that stores no length, because slot = position in a text. A block of tokens sees itself
+and the slots before its own first slot.
 
 The one thing to remember: rolling back is starting the next block earlier.
 
@@ -8,8 +8,8 @@ The one thing to remember: rolling back is starting the next block earlier.
     next round                t   e1     the block starts at t and overwrites what d2 and d3 left
 
 So there is no truncation, no padding mask and no realignment. The rows of a batch advance at
-different rates for free: a slot after the text is dead, and every mask hides it until it is
-overwritten. One rule makes this work: a layer that runs a block must hold every slot before it.
+different rates for free, because a slot after the text is dead, and every mask hides it until it is
+overwritten. All this rests on one rule. A layer that runs a block must hold every slot before it.
 """
 import torch
 
@@ -30,8 +30,9 @@ class KVCache:
         self.layers = list(zip(k, v, strict=True))      # views: a write indexes once
 
     def write(self, layer, k, v, at, start=0):
-        """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return what
-        these tokens may read: the slots start .. at.end-1, (B, Hkv, S, D)."""
+        """Store k, v (B, Hkv, T, D) in the slots of their tokens, `at` a Placement, and return the
+        keys and values that these tokens may read, from the slots start .. at.end-1, (B, Hkv, S, D).
+        """
         keys, values = self.layers[layer]
         T = k.shape[2]
         if at.same:

@@ -109,8 +109,8 @@ print(cached[cached.index("        # Draft") : cached.index("        accepted, t
 # %% [markdown]
 # - The first blocks read D, the last known token, and each drafted token as it comes. What they make of
 #   it (`xs`) is kept: the whole model would compute the same.
-# - The other blocks read all of them in one pass. So a round reads the weights of the first blocks gamma
-#   + 1 times, and those of the others once.
+# - The other blocks read all of them in one pass. So a round reads the weights of the first blocks
+#   gamma + 1 times, and those of the others once.
 # - Nothing is taken back after a rejection. The next round begins at a lower place and overwrites it.
 #
 # The two write the same text with the same random numbers:
@@ -458,8 +458,8 @@ print(f"our drafts: {seen.tau:.2f} tokens per round; predicted with alpha {seen.
 assert Path(MODEL).name != "stories-llama" or 0.04 < right / seen.tau - 1 < 0.08
 
 # %% [markdown]
-# The formula with alpha is too high by 6 %: after the first place, fewer were accepted on the whole, and
-# the last draft of each text is cut short. With the yield in its place it is useless.
+# The formula with alpha is a little too high. After the first place, fewer were accepted on the whole,
+# and the last draft of each text is cut short. With the yield in its place it is useless.
 #
 # ## The economics: when to turn it off
 #
@@ -578,5 +578,5 @@ assert Suffix(7).follow(seen, (0,), 2) == (1.5, [1, 3])
 print("0.75 + 0.75 = 1.5")
 
 # %% [markdown]
-# Next: [the same text](05_the_same_text.ipynb). The distribution is that of the model alone. Can the text
-# be the same, too, whatever drafts?
+# Next: [the same text](05_the_same_text.ipynb). Drafting keeps the distribution. Can it keep the text
+# itself?

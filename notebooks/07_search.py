@@ -243,9 +243,9 @@ figure
 # %% [markdown]
 # Five trials are too few: they have ordinary values, so the process is certain that every set is
 # ordinary, and the path lies above the band. After twenty trials it knows which bits matter: what it
-# learns about a bit elsewhere holds here, too. After sixty the band is narrow, holds nearly all sets,
-# and still misses many on the path. The path runs past the best sets of all, the process has seen
-# nothing as good, and it pulls every extreme set towards the mean.
+# learns about a bit elsewhere also holds here. After sixty the band is narrow, holds nearly all sets, and
+# still misses many on the path. The path runs past the best sets of all, the process has seen nothing as
+# good, and it pulls every extreme set towards the mean.
 #
 # **Try it:** set `SEED` to 1, 2 and 3. Which of the two shares depends more on the luck of the draw?
 #
@@ -381,7 +381,7 @@ figure
 #
 # `search.py` has searched a larger space, in which each sub-layer but the first two may be skipped on its
 # own. The best of 200 trials on our 512 tokens is in `skip.json`: the exit after 2 blocks, plus one
-# attention far above. The simplest rivals are the early exits, which lie in that space, too. We add the
+# attention far above. The simplest rivals are the early exits, which also lie in that space. We add the
 # found set's relatives: the same exit, plus any *other* sub-layer.
 #
 # We score each of them twice, as a mean over stories. (So far all tokens counted equally, whichever story

@@ -233,7 +233,7 @@ figure
 # {\sum \max(R - Q, 0)}}_{R'} \;=\; R$$
 #
 # After the last sibling, the token is drawn from what is left, so it has this distribution. Then what
-# follows the sibling before it has the right distribution, too, and so on, back to the first sibling,
+# follows the sibling before it has the right distribution as well, and so on, back to the first sibling,
 # where R is p. Q may depend on all earlier siblings, and that is what allows drawing without
 # replacement. In the library, R is `left` and Q is `q[:, k]`:
 
@@ -290,10 +290,10 @@ print("written:", [round(v, 4) for v in written(p6, q6).tolist()])
 # February 2024.
 #
 # It is not the only rule. *SpecTr* (2310.15141) draws k tokens independently and accepts the first that
-# passes a stricter test; it is exact, too. *Typical acceptance* (Medusa, 2401.10774) accepts any token
+# passes a stricter test, which is also exact. *Typical acceptance* (Medusa, 2401.10774) accepts any token
 # that p considers likely enough, without a coin (question 3). How much *any* exact rule can accept is a
-# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py)
-# computes it.
+# problem of optimal transport, and [lab/tests/test_traversal.py](../lab/tests/test_traversal.py) computes
+# it.
 #
 # ## Which shape?
 #
@@ -377,7 +377,7 @@ for cost, shape in shapes.items():
 # path, and at last keeps the best nodes of all. Where the draft is sure, its tree is deep, and where it
 # is not, wide.
 #
-# Free nodes are an assumption, too. On a GPU that waits for memory, a pass over 16 tokens costs about
+# Free nodes are an assumption as well. On a GPU that waits for memory, a pass over 16 tokens costs about
 # as much as a pass over one. On a CPU it does not, and a large tree can lose. `python -m lab.bench
 # heads` measures it.
 #
@@ -477,7 +477,7 @@ print("typical:", [round(v, 4) for v in typical.tolist()])
 # siblings then, and how many of them can be accepted?
 #
 # <details><summary>Answer</summary>
-# The library takes the next most likely tokens of the draft. p is a one-hot, too, so either one sibling
+# The library takes the next most likely tokens of the draft. p is also a one-hot, so either one sibling
 # is accepted or none.
 # </details>
 

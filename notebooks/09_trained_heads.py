@@ -186,8 +186,8 @@ print(f"of each c, the output head is {costs.head / costs.whole:.2f}")
 # Each head now drafts chains of three tokens. (Kangaroo's paper also stops a draft where the head is
 # unsure, and Medusa's and EAGLE's draft trees.) They write eight stories, now at temperature 0, where a
 # token is accepted if it is the target's likeliest. `tau` is the number of tokens per pass. A round takes
-# one pass and the cost of its draft, so the speed-up by weights is tau / (1 + cost of a draft). Two early
-# exits, which need no weights of their own, are measured beside them.
+# one pass and the cost of its draft. So if only the weights that are read count, the speed-up is
+# tau / (1 + cost of a draft). For comparison we measure two early exits, which need no weights of their own.
 #
 # **Predict:** which one has the highest tau? Is it also the fastest?
 
@@ -242,8 +242,8 @@ figure
 # Kangaroo has the highest tau, and EAGLE, whose tokens are cheaper, about the same speed-up: eight stories
 # do not tell them apart. The bare exits write about as many tokens per pass as EAGLE, but their drafts cost
 # about twice as much. Medusa is the cheapest and drafts worst: cheap drafts do not help much if they are
-# rejected. Speed by weights is not speed by the
-# clock: [BENCHMARKS.md](../lab/BENCHMARKS.md) has both, on more text.
+# rejected. These speed-ups count weights, not seconds: [BENCHMARKS.md](../lab/BENCHMARKS.md) has both, on
+# more text.
 #
 # **Try it:** set `GAMMA = 6`. For which drafters do you expect tau to rise, and for which the speed-up?
 #
@@ -255,10 +255,11 @@ figure
 #
 # ## A tree of heads
 #
-# Notebook 8 applies to heads, too: their second and third choices make trees. How often each choice is
-# the target's token was measured when the heads were trained and is stored with them, so `best_tree` can
-# pick the shape. A parent 0 in a shape is the last known token, and k is drafted token k. (Medusa's tree
-# may branch anywhere. Of EAGLE only the first choices are continued here; in its paper others are, too.)
+# The trees of notebook 8 work with heads as well: their second and third choices make trees. How often
+# each choice is the target's token was measured when the heads were trained and is stored with them, so
+# `best_tree` can pick the shape. A parent 0 in a shape is the last known token, and k is drafted token k.
+# (Medusa's tree may branch anywhere. Here EAGLE continues only its first choices; in the paper it
+# continues others as well.)
 #
 # **Predict:** does a tree help EAGLE more, or Medusa?
 

@@ -3,7 +3,7 @@
 #
 # What does the machine do during a pass? It launches operations, and it reads bytes. We count both. Then
 # we look at what the folder `machine/` does about them: a product that reads a matrix once for several
-# tokens, passes in one call, weights of few bits, one model on two processes. None of this changes the
+# tokens, passes in one call, quantised weights, one model on two processes. None of this changes the
 # text, except by rounding, and [notebook 5](05_the_same_text.ipynb) shows how even that can be avoided.
 #
 # > **A pass of a small model waits for operations to be launched, a pass of a large one for bytes to be
@@ -11,7 +11,7 @@
 # > Fewer bits shorten the wait, and several devices share it.**
 #
 # You need [2, the cache](02_kv_cache.ipynb), [4, speculative decoding](04_speculative_decoding.ipynb)
-# and [6, layer skipping](06_layer_skipping.ipynb). About 45 minutes.
+# and [6, layer skipping](06_layer_skipping.ipynb). About 40 minutes.
 
 # %%
 # %run start.py
@@ -225,8 +225,8 @@ for name in ways:
 # token costs, until the multiplications take longer than the reading.
 #
 # A product is not a pass. Between products there are norms, attention and additions, which are launched
-# one by one. So `machine/pass.cpp` has these as loops, too, and a whole pass is a single call from Python.
-# `fast(model)` stands in for the model and makes these calls.
+# one by one. So `machine/pass.cpp` has loops for these as well, and a whole pass is a single call from
+# Python. `fast(model)` stands in for the model and makes these calls.
 
 # %%
 from machine.exact import fast
@@ -279,8 +279,8 @@ assert all(expected_speedup(1.0, T - 1, 0.1, T) < 1 for T in few[1:]), "a loss, 
 # A GPU needs another remedy. There a library multiplies few rows well, but each kernel must be launched.
 # A *CUDA graph* is a stored list of kernels with a single launch: the pass is *recorded* once and
 # replayed from then on. We use a simulation of it, `Tape`, which is made for tests: it runs everything
-# again, but in memory of its own, so that whatever would break a graph breaks it, too. `Recorded` stands
-# in for the model, and the loop does not notice.
+# again, but in memory of its own, so that whatever would break a graph also breaks the simulation.
+# `Recorded` stands in for the model, and the loop does not notice.
 
 # %%
 from layerskip import SelfDraft, early_exit
@@ -405,7 +405,7 @@ for kind, twin in twins.items():
 
 # %% [markdown]
 # That sounds like much. But in a sum over many weights the errors partly cancel, and what counts is what
-# the model *predicts*. So a copy in few bits can draft for the model, without training. We measure how
+# the model *predicts*. So a quantised copy can draft for the model, without training. We measure how
 # often its greedy token is the model's own (alpha), on three stories, and what it reads (c), relative to a
 # pass in bfloat16.
 #
@@ -464,12 +464,12 @@ assert points["as it is"][-1][1] == 1 and points["int8"][-1][1] > 0.9
 figure
 
 # %% [markdown]
-# The first blocks in few bits, though not by much. At the same c, all blocks in four bits are right far
+# The first blocks, quantised, though not by much. At the same c, all blocks in four bits are right far
 # more often than an exit of the model as it is. But the first blocks are cheaper still, so the best gains
 # hardly differ. (The output head stays in 16 bits here. It is most of what the cheapest drafts read.) By
-# the *clock* such a draft gains only where a product reads the few bits directly. The loop does, for int8
-# and int4. To save multiplications as well, a draft may round x to int8, too: it only drafts, so the text
-# stays exact. For NF4 the whole matrix is rebuilt each time, which saves memory and no time.
+# the *clock* such a draft gains only where a product reads the quantised weights directly. The loop does,
+# for int8 and int4. To save multiplications as well, a draft may also round x to int8: it only drafts, so
+# the text stays exact. For NF4 the whole matrix is rebuilt each time, which saves memory and no time.
 #
 # This model was trained for its exits. On one that was not, exits fail and all blocks in four bits gain:
 # [notebook 13](13_a_real_model.ipynb) shows both.
@@ -533,7 +533,7 @@ print(f"{worlds[-1]} devices would be {eight:.2f} times as fast as one")
 # **1.** How many operations are launched for a block of four tokens, compared with one token?
 #
 # <details><summary>Answer</summary>
-# About as many: a product of four rows is one launch, too. A longer block also needs a mask, which
+# About as many: a product of four rows is also one launch. A longer block also needs a mask, which
 # takes a few launches, and copies where tokens and heads change places. So verifying a draft is cheap
 # even where only launches count.
 # </details>

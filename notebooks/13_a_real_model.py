@@ -252,7 +252,7 @@ assert max(gains, key=gains.get)[0] == "int4"
 
 # %% [markdown]
 # By the clock a step of the copy costs more than its bytes: attention works with the same keys as before,
-# and each operation is launched as before. A block of tokens costs more than one token, too. We measure
+# and each operation is launched as before. A block of tokens also costs more than one token. We measure
 # both, put them into the formula, and compare with the clock of the runs above.
 
 # %% jupyter={"source_hidden": true}
@@ -314,8 +314,8 @@ figure
 # By the clock both gain less, and the formula predicts it, given what steps and blocks cost here.
 #
 # This *flatters* int4: the weights in our file had been through four bits once, and a second rounding to
-# a similar grid loses less. And by the clock int4 gains only where a product reads few bits directly, as
-# the loop of [notebook 12](12_close_to_the_machine.ipynb) does on a CPU.
+# a similar grid loses less. And in seconds int4 gains only where a product reads the quantised weights
+# directly, as the loop of [notebook 12](12_close_to_the_machine.ipynb) does on a CPU.
 # [BENCHMARKS](../lab/BENCHMARKS.md#the-model-itself-in-few-bits) has all five kinds of text, in fast
 # passes.
 #
@@ -341,8 +341,8 @@ print(f"c {c:.2f} instead of {by_bytes['int4']:.2f}, alpha {found.alpha:.2f} ins
 # ## Copying
 #
 # *Suffix decoding* ([notebook 4](04_speculative_decoding.ipynb)) trains nothing and runs nothing: it
-# looks for the last tokens earlier in the text, prompt included, and copies what followed there. Its c is
-# 0. So any alpha pays, if a pass over several tokens costs no more than a pass over one.
+# looks for the last tokens earlier in the text, prompt included, and copies what followed there. Its c
+# is 0. So any alpha pays, if a pass over several tokens costs no more than a pass over one.
 #
 # **Predict:** on which of five kinds of text will it bring most: chat, summaries of a text in the prompt,
 # small edits of code in the prompt, maths, translation?
@@ -426,7 +426,7 @@ assert [t.id for t in seen.rows[0]] == answers[0], "the text of plain decoding"
 
 # %% [markdown]
 # The text is that of plain decoding, token for token. **Look** at the orange tokens: would you have found
-# them hard to guess, too?
+# them hard to guess as well?
 #
 # **Predict:** on which kind will this head be right most often, on which least? (Its short head was
 # chosen from English answers.)
@@ -491,8 +491,8 @@ stored = json.loads(PAIR.read_text(encoding="utf-8")) if PAIR.is_file() else Non
 Markdown(pair_table(stored) if stored else "*No pair has been measured yet.*")
 
 # %% [markdown]
-# More often than in a third of the cases, as always: alpha > c. And by the clock c can be larger than by
-# weights.
+# More often than it costs, as always: alpha > c. But c is measured in seconds here, and can be larger
+# than the ratio of the weights.
 #
 # ## When to turn it off
 #
@@ -567,9 +567,9 @@ print(len(rare), "of", len(seen.rows[0]), "tokens were never drafted:", [t.text 
 # **4.** The formula takes acceptances to be independent, with one alpha. Is what it says of tau right?
 #
 # <details><summary>Answer</summary>
-# Nearly, at gamma 2. Two errors work against each other. EAGLE's second token reads its own output instead
-# of the target's states, and is right less often. But acceptances come in groups: where a text is easy,
-# the next token is easy, too.
+# Nearly, at gamma 2. Two errors work against each other. EAGLE's second token reads its own output
+# instead of the target's states, and is right less often. But acceptances come in groups: where a text is
+# easy, the next token is often easy as well.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}

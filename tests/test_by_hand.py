@@ -170,14 +170,6 @@ def test_choices_of_drawn_weights():
         compare(got, [1, 2], {}, f"the weights 1 2 5 in {dtype}, u = .3 and .8")
 
 
-def test_a_choice_costs_one_uniform():
-    coins = Fixed(0.1, 0.9, 0.5)
-    coins.choose(wide([[0.5, 0.5], [0.5, 0.5]]))
-    if len(coins.uniforms) != 1:
-        fail("weights (2, V)", "two uniforms spent, one for each row", f"{3 - len(coins.uniforms)} spent",
-             "ports and recorded runs repeat the stream: each choice must cost one uniform")
-
-
 # --- the cache: slots of one number each, so that they can be read
 
 

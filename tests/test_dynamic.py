@@ -26,7 +26,7 @@ test_exact_law = promises.exact_law({
 
 def test_only_the_target_itself_can_teach(models):
     for build in DRAFTERS.values():
-        with pytest.raises(ValueError, match="give it the model that decodes"):
+        with pytest.raises(ValueError, match="the same model that decodes"):
             generate(models["llama"], PROMPTS, 4, build(make(LLAMA, 9)))
 
 

@@ -54,7 +54,10 @@ def same(a, b):
                for x, y in zip(a, b, strict=True))
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
 def dtype(request):
     return request.param
 
@@ -78,8 +81,12 @@ def plain(mode, dtype):
 # --- passes
 
 
+ROUGHEST = [(torch.bfloat16, name) for name in WAYS]
+OTHERS = [(dtype, name) for dtype in DTYPES[1:] for name in ("exit", "half a block", "eagle", "int4")]
+
+
 @each_family
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("dtype, name", ROUGHEST + OTHERS, indirect=["dtype"], ids=str)
 def test_drafted_is_plain_to_the_bit(plain, mode, family, name, dtype):
     """In a ragged batch, greedy and sampled; and up to an end of text inside a draft."""
     m = mode(make(LIVELY[family]).to(dtype))

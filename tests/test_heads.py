@@ -210,7 +210,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
 def test_heads_of_other_weights_draft_and_of_another_shape_do_not(tmp_path, models, kind):
     m, other = models["llama"], make(LIVELY["llama"])
     other.blocks[3].mlp.down.data[5, 7] += 0.5
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="the same model that decodes"):
         generate(other, PROMPTS, 9, kind(m, 2).drafter(2))
     heads.save(wild(kind(m, 2)), tmp_path)
     found = heads.load(tmp_path, other)

@@ -34,8 +34,7 @@ def with_heads(m):
 
 
 def cheap(m):
-    arms = [*candidates(m, CHEAP, SKIP), Arm("small", ModelDraft(small(m), Calibrated()), lambda n: 0.1)]
-    return Pace(m, arms, CHEAP, risk=0.5)
+    return Pace(m, candidates(m, CHEAP, SKIP, small=(small(m), 0.1)), CHEAP, risk=0.5)
 
 
 PACES = {"by weights": Pace, "cheap": cheap, "heads": with_heads,
@@ -269,7 +268,7 @@ def test_trained_heads_and_their_prices(models, family):
 
 def test_what_makes_no_sense(models):
     m = models["llama"]
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="model that decodes"):
         generate(m, PROMPTS, 4, Pace(make(LLAMA, 9)))
     drafter = Pace(m, candidates(m, CHEAP, SKIP), CHEAP, most=0)
     assert generate(m, PROMPTS[:1], 9, drafter)[1] == 9 and drafter.chosen == {"nothing": 9}

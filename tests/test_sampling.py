@@ -51,11 +51,6 @@ def test_of_thousands_of_ties_the_lower_ids_stay(k):
             "lowest ones (a sort keeps the order of ties only with stable=True)")
 
 
-def test_top_k_beyond_the_vocabulary_keeps_all():
-    for k in (2, 3, 10**6):
-        compare(to_probs(from_p(0.75, 0.25), 1.0, top_k=k), [0.75, 0.25], {}, f"two tokens, top_k = {k}")
-
-
 @halves
 def test_top_p_1_does_nothing_even_to_a_long_tail(dtype):
     """The running sum of 50,000 rounded numbers reaches 1 before its end."""

@@ -136,7 +136,7 @@ def test_a_stand_in_with_the_same_blocks_shares_and_a_copy_does_not(models, trut
     steps = [*rounds(m, PROMPTS, 9, SelfDraft(stranger, range(8), 2))]
     assert all(r.draft.reuse is None for _, r in steps)
     assert [text[-9:] for text in steps[-1][0].known] == [row[:9] for row in truth["llama"]]
-    with pytest.raises(ValueError, match="or a copy of it in few bits"):
+    with pytest.raises(ValueError, match="or with a quantised copy of it"):
         next(rounds(m, PROMPTS, 9, SelfDraft(small(m), range(4), 2)))
 
 

@@ -100,6 +100,6 @@ def test_what_chooses_among_drafters_is_refused(models):
     twin = quantise(m)
     with pytest.raises(ValueError, match="a Then cannot forget"):
         Within(twin, Then(NGram(2, 1), Eagle(twin).drafter(2)), 4)
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="model that decodes"):
         generate(m, PROMPTS, 6, Within(twin, Eagle(m).drafter(2), 4))
     assert generate(m, PROMPTS, 6, Within(twin, NGram(2, 1), 0)) == generate(m, PROMPTS, 6)

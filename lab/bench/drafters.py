@@ -163,8 +163,8 @@ def metered(models, heads=()):
         costs, V, every = weight_costs(model.c), model.c.vocab_size, range(2 * model.c.n_layers)
         watch(model, "run", lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
             costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
-        watch(model, "unembed", lambda x, rows=None, costs=costs, V=V: (
-            costs.head if rows is None else costs.head * len(rows) / V))
+        watch(model, "unembed", lambda x, only=None, costs=costs, V=V: (
+            costs.head if only is None else costs.head * len(only) / V))
     for head in heads:  # the output heads of a Medusa are counted where the model is told of them
         name = next((name for name in READS if name in vars(type(head))), None)
         if name:

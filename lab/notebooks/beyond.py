@@ -21,7 +21,7 @@
 # of `python -m lab.bench beyond`, which trains for half an hour; they are quoted at each section's end.
 #
 # You need notebooks [6](../../notebooks/06_layer_skipping.ipynb) and
-# [9](../../notebooks/09_trained_heads.ipynb). About 40 minutes.
+# [9](../../notebooks/09_trained_heads.ipynb). About 35 minutes.
 
 # %%
 # %run start.py
@@ -109,7 +109,7 @@ for name, head in heads.items():
 # token then runs three times as many blocks.
 # </details>
 #
-# The answer, after as many tokens of training for each, at equal numbers of weights:
+# The answer, with the same number of training tokens and of weights for each:
 
 # %% jupyter={"source_hidden": true}
 def gap(folder, e):
@@ -138,7 +138,7 @@ Markdown("\n".join(beyond.m2r2_lines(long["m2r2"]))) if long else later
 # In [lucidrains' repository](https://github.com/lucidrains/speculative-decoding) a question about a
 # relative of this is open: does the loss of the streams help the model's own? Only a comparison can tell:
 # the same tiny model, from the same seed, on the same batches, with one stream (plain training) and with
-# three. Two seeds, because a seed alone moves the loss, too.
+# three. Two seeds, because the seed alone also moves the loss.
 #
 # **Predict:** will the gap between one and three streams be larger than that between two seeds?
 
@@ -347,7 +347,8 @@ if SHIPPED and long:
 Markdown("\n".join(beyond.sparse_lines(long["sparse"], rows))) if long else later
 
 # %% [markdown]
-# On our texts a draft must see much: with a window of 64, a third of the text, alpha is 0.88.
+# On our texts a draft must see much of what came before: even a window of 64, a third of the text, costs
+# some of its alpha.
 #
 # ## Questions
 #

@@ -1,5 +1,5 @@
 """DoNoHarm, a rule of the lab: it drafts as far as pays, tries a useless draft as often as it has saved for,
-and changes no text. It stands alone, since a student's copy of the tests has no lab."""
+and changes no text."""
 import promises
 import pytest
 import torch
