@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from control import MOST, Beta, expected_tokens, outcomes
-from drafter import Drafter, Rule
+from drafter import Drafter, ModelDraft, Rule
 from layerskip import SelfDraft, early_exit
 from methods.base import Reader
 from methods.heads import pricing, shorter
@@ -102,20 +102,18 @@ def head_draft(head, costs, vocab=None):
     drafter = head.drafter(rule)
     drafting = by_token(pricing(head, costs))
     if isinstance(drafter, Reader):
-        drafting = with_reading(drafting, drafter, costs)
+        trunk = head.price.trunk
+        own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
+        # an adapter reads one token even if it missed none; EAGLE's block drafts with that one
+        drafting = with_reading(drafting, drafter, own, own if trunk else 0.0, costs)
     return Arm(head.kind.replace("_", " "), drafter, drafting, longest)
 
 
-def with_reading(drafting, reader, costs):
-    """What a Reader costs. Its own block first reads all that was written since it last drafted. One
-    token of that is part of every round: EAGLE's block drafts with it, and an adapter that follows
-    an exit reads it before the first drafted token."""
-    trunk = reader.head.price.trunk
-    own = sum(costs.sublayers[: 1 if trunk else 2]) / costs.whole
-    once = own if trunk else 0.0
-
+def with_reading(drafting, drafter, own, once, costs):
+    """The `drafting` of an Arm whose drafter first reads what was written since it last drafted. A
+    token of that costs `own`, and `once` if it is the only one."""
     def cost(n, g):
-        unread = costs.pass_cost(max(1, reader.unread), len(reader.held))
+        unread = costs.pass_cost(max(1, drafter.unread), len(drafter.held))
         return own * (unread - 1) + once * (g > 0) + drafting(n, g)
 
     return cost
@@ -133,25 +131,36 @@ def quantised(twin, c, costs):
     return Arm("few bits", SelfDraft(twin, every, rule), by_token(price))
 
 
-def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None):
+def small_model(model, c, costs):
+    """The Arm of a smaller model, whose step takes c of the target's, however long the text is."""
+    drafter = ModelDraft(model, Calibrated())
+    drafting = with_reading(lambda n, g: g * c, drafter, c, 0.0, costs)
+    return Arm("small model", drafter, drafting)
+
+
+def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=None):
     """The usual arms. Of trained heads it is the one that promises most. Without heads, these are
     exits after some parts of the blocks, and the skip set `skip` (its sub-layers) if there is one.
     They draft with the draft vocabulary `vocab` (its ids), if there is one and the shorter head
-    saves more than any step costs. The quantised copy joins them if there is one: `rough` holds it,
-    and what its step costs."""
+    saves more than any step costs. The quantised copy `rough` and the smaller model `small` join
+    them if there are any. Each is the model and what its step costs."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None
-    copies = [quantised(*rough, costs)] if rough else []
+    models = []
+    if rough:
+        models.append(quantised(*rough, costs))
+    if small:
+        models.append(small_model(*small, costs))
     if heads:
         arms = [head_draft(head, costs, vocab) for head in heads]
-        return [max(arms, key=partial(promised, costs)), *copies]
+        return [max(arms, key=partial(promised, costs)), *models]
     short = ShortHead(model, vocab) if vocab else model
     layers = sorted({max(1, round(L * part)) for part in model.exits} - {L})
     drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip
-    return [self_draft(name, short, subs, costs) for name, subs in drafts.items()] + copies
+    return [self_draft(name, short, subs, costs) for name, subs in drafts.items()] + models
 
 
 def promised(costs, arm):

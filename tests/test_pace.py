@@ -46,8 +46,7 @@ def with_heads(m):
 
 
 def cheap(m):
-    arms = [*candidates(m, CHEAP, SKIP), Arm("small", ModelDraft(small(m), Calibrated()), each(0.1))]
-    return bold(Pace(m, arms, CHEAP))
+    return bold(Pace(m, candidates(m, CHEAP, SKIP, small=(small(m), 0.1)), CHEAP))
 
 
 PACES = {"by weights": Pace, "cheap": cheap, "heads": with_heads,
