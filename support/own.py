@@ -63,9 +63,9 @@ def drafter(text, model, gamma):
 def rule(text, gamma):
     """The rule NAME(gamma)."""
     found = made(text, Rule, "(gamma)", gamma)
-    if not isinstance(getattr(found, "most", None), int):
+    if not isinstance(getattr(found, "longest", None), int):
         raise ValueError(f"{place(text, type(found), load(text))}: the rule has no whole number "
-                         "`most`: call super().__init__(gamma) in its __init__")
+                         "`longest`: call super().__init__(gamma) in its __init__")
     return CheckedRule(text, found)
 
 
