@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 
 import checkpoint
-import generate
 from control import Confidence, weight_costs
 from files import write_file
 from kvcache import KVCache
@@ -38,7 +37,7 @@ from machine.recorded import Recorded
 from machine.tapes import Graph, Tape
 from model import SPARE, Placement
 from speculative import NGram, prefill, rounds
-from support import cli
+from support import cli, generate
 from support.measure import interleave
 
 ROOT = Path(__file__).resolve().parents[1]

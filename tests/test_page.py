@@ -8,12 +8,12 @@ import torch
 from tiny import LLAMA, PROMPTS, make, play
 
 import checkpoint
-import generate
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Placement
 from sampling import Coins, to_probs
 from speculative import NGram, rounds
+from support import generate
 from support.page import Player
 
 FOLDER = Path(__file__).parent.parent / "weights" / "stories-llama"
