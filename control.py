@@ -9,8 +9,8 @@ the raw softmax, so that they have a meaning at temperature 0, too.
 from dataclasses import dataclass
 from itertools import pairwise
 
+from drafter import Rule
 from sampling import raw_probs
-from speculative import Rule
 
 MOST = 16  # the longest draft that is considered; a rule with a published limit may draft more
 

@@ -14,12 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from exercises import diagnose, splice  # noqa: E402
-from exercises.answers import SHAPES, WHOLE, WRONG  # noqa: E402
+from exercises.answers import SHAPES  # noqa: E402
 from exercises.grade import CONTEXT, grade  # noqa: E402
 from exercises.tasks import TASKS  # noqa: E402
-from support.cuts import change  # noqa: E402
+from support.cuts import change, read  # noqa: E402
 
 WORKERS = min(2, os.cpu_count() or 1)
+WRONG = read(Path(__file__).with_name("wrong.txt"))
 
 
 def answer(task):
@@ -29,10 +30,9 @@ def answer(task):
 
 def wrong_answers(task):
     """(text, what the message must say)"""
-    for old, rows in WRONG[task.name].items():
-        for new, says in rows.items():
-            yield change(answer(task), "", old, new), says
-    yield from WHOLE.get(task.name, {}).items()
+    for row in WRONG:
+        if row.file == task.name:
+            yield change(answer(task), "", row.old, row.new) if row.old else row.new, row.why
 
 
 TRAPS = """

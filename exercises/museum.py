@@ -22,10 +22,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from tiny import TINY, Fixed, Says, law, make, wide  # noqa: E402
 
 import minimal  # noqa: E402
+from drafter import chain  # noqa: E402
 from exercises.serving import constrain, ring_mask, ring_size  # noqa: E402
 from methods.trees import verify_tree  # noqa: E402
 from sampling import Coins, to_probs  # noqa: E402
-from speculative import State, chain, until  # noqa: E402
+from speculative import State, until  # noqa: E402
 from support.cuts import bare, change, find  # noqa: E402
 from verification import verify  # noqa: E402
 
@@ -229,9 +230,9 @@ EXHIBITS = [
              ("ids = torch.searchsorted(cdf, u * total, right=True)",
               "ids = arrives.argmin(-1, keepdim=True)")),
             [[0.1, 0.6, 0.3], [1.0, 0.0, 0.0]], [[0.6, 0.3, 0.1]], {"points": sobol}),
-    Exhibit("the draft is argmax, q is soft", "speculative.py", "chain",
+    Exhibit("the draft is argmax, q is soft", "drafter.py", "chain",
             (("token = state.coins.choose(q)", "token = q.argmax(-1)"),), [HALF, HALF], [[0.8, 0.2]]),
-    Exhibit("drawn from the cut q, judged by the whole one", "speculative.py", "chain",
+    Exhibit("drawn from the cut q, judged by the whole one", "drafter.py", "chain",
             (("qs.append(q)", "qs.append(logits.softmax(-1))"),),
             [[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
     of_verify("block verification by products of uniforms",
@@ -255,8 +256,9 @@ EXHIBITS = [
     Exhibit("rejected drafts stay in the cache", "minimal.py", "rounds_with_cache",
             (("len(tokens) + left", "4 * (len(tokens) + left)"),
              ("before += len(new)", "before += len(xs)"))),
-    Exhibit("the draft draws the same number each round", "speculative.py", "chain",
-            (("token = state.coins.choose(q)", "token = Coins(state.coins.seed + 1).choose(q)"),),
+    Exhibit("the draft draws the same number each round", "drafter.py", "chain",
+            (("token = state.coins.choose(q)",
+              "from sampling import Coins\ntoken = Coins(state.coins.seed + 1).choose(q)"),),
             [HALF] * 4, [HALF], {"points": sobol, "rounds": 2}),
     Exhibit("one state of the grammar for the whole block", "exercises/serving.py", "constrain",
             (("state = grammar[state, tokens[:, k]].clamp(min=0)", "pass"),),

@@ -37,7 +37,8 @@ SITTINGS = (  # what each is about, and what to read before it
     ("2: attention and its memory", "`notebooks/02_kv_cache.ipynb`"),
     ("3: chance", "`notebooks/03_sampling.ipynb`, `notebooks/04_speculative_decoding.ipynb`"),
     ("4: drafts and their worth", "`notebooks/06_layer_skipping.ipynb`"),
-    ("5: search and trees", "`notebooks/07_search.ipynb`, `methods/trees.py`"),
+    ("5: search, trees and races",
+     "`notebooks/05_the_same_text.ipynb`, `notebooks/07_search.ipynb`, `methods/trees.py`"),
     ("6: drafts that are trained", "`notebooks/09_trained_heads.ipynb`"))
 
 
@@ -74,10 +75,10 @@ TASKS = [
     Task(7, "to_probs", "sampling.py", ("to_probs",), 35, 2, tests(
         by_hand="probabilities probabilities_of_drawn_settings probabilities_of_a_large_vocabulary",
         sampling="top_p_1_does_nothing_even_to_a_long_tail of_thousands_of_ties_the_lower_ids_stay "
-        "a_tiny_temperature_is_no_nan top_k_beyond_the_vocabulary_keeps_all each_row_stands_for_itself "
+        "a_tiny_temperature_is_no_nan each_row_stands_for_itself "
         "half_types_are_raised_and_float64_stays a_setting_out_of_range_is_named")),
     Task(8, "Coins.choose", "sampling.py", ("Coins.choose",), 20, 1, tests(
-        by_hand="choices choices_of_drawn_weights a_choice_costs_one_uniform",
+        by_hand="choices choices_of_drawn_weights",
         sampling="a_token_of_weight_zero_is_never_chosen a_long_tail_of_small_weights_is_not_lost "
         "choices_have_any_shape_of_rows weights_of_which_none_counts_give_an_id_all_the_same")),
     Task(9, "verify", "verification.py", ("verify",), 45, 3, tests(
@@ -86,7 +87,7 @@ TASKS = [
         "where_p_is_almost_q[verify] "
         "verify_refuses_another_vocabulary long_drafts_of_a_large_vocabulary[verify-None] "
         "long_drafts_of_a_large_vocabulary[verify-9]", layerskip="the_text_of_a_self_draft_is_the_targets")),
-    Task(10, "chain", "speculative.py", ("chain",), 40, 2, tests(
+    Task(10, "chain", "drafter.py", ("chain",), 40, 2, tests(
         by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
         "chain_lengths chain_rows_of_drawn_rules", layerskip="the_text_of_a_self_draft_is_the_targets")),
@@ -98,8 +99,7 @@ TASKS = [
          ("expected_tokens", "expected_tokens_along", "best_gamma"), 40, 2, tests(
         by_hand="expected_tokens_of_a_number best_gamma_of_a_number expected_tokens_along_texts "
         "best_gamma_within_its_bounds best_gamma_of_drawn_costs a_draft_must_fit_into_a_series "
-        "expected_tokens_along_drawn_texts",
-        control="expected_tokens_along_a_series_by_trying_every_outcome best_gamma_by_brute_force")),
+        "expected_tokens_along_drawn_texts")),
     Task(13, "predict, expected_improvement", "search.py",
          ("GaussianProcess.predict", "expected_improvement"), 40, 2, tests(
              gaussian="predictions_by_the_dense_formula improvements_by_hand a_single_observation_is_enough "

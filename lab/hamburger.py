@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import checkpoint
+from drafter import Drafter, Rule, chain
 from methods.base import graft
 from model import Placement
-from speculative import Drafter, Rule, chain, generate
+from speculative import generate
 from support import cli
 from support.texts import read_prompts
 

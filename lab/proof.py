@@ -26,8 +26,9 @@ import torch
 
 import checkpoint
 from control import Confidence, weight_costs
+from drafter import NGram
 from files import write_file
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from lab.bench.plain import TEXT, rehearsed, step
 from lab.bench.shared import GEMMA, LLAMA, SHAPES, WEIGHTS, random_model
 from layerskip import SelfDraft, early_exit
@@ -36,7 +37,7 @@ from machine.quant import KINDS, quantise
 from machine.recorded import Recorded
 from machine.tapes import Graph, Tape
 from model import SPARE, Placement
-from speculative import NGram, prefill, rounds
+from speculative import rounds
 from support import cli, generate
 from support.measure import interleave
 

@@ -16,6 +16,7 @@ import torch
 
 import checkpoint
 from control import expected_speedup, nested_cost
+from drafter import Drafter
 from lab.bench.real import PROMPTS
 from lab.bench.shared import page, table
 from lab.train_heads import ask
@@ -25,7 +26,7 @@ from machine.quant import quantise
 from methods import heads
 from methods.suffix import Suffix
 from methods.within import Within
-from speculative import Drafter, rounds
+from speculative import rounds
 from support import cli
 from support.texts import read_texts
 

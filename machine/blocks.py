@@ -54,11 +54,11 @@ def widen(at, dead, end):
     return Placement(positions, slots, 0, end, tree)
 
 
-def stack_masks(model, at, T):
-    """What `Transformer.build_masks` returns for a block of T tokens, as one tensor: a mask for
+def stack_masks(model, at):
+    """What `Transformer.build_masks` returns as one tensor: a mask for
     layers without a window, and one for those with a window if there are any. (1 or 2, B or 1, 1,
     1, T, S)"""
-    return torch.stack([*model.build_masks(at, T, 0).values()])
+    return torch.stack([*model.build_masks(at, 0).values()])
 
 
 class Bands:

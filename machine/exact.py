@@ -58,11 +58,11 @@ class Exact(StandIn):
         y = self.model.run(pad(x, ROWS), at, cache, sublayers, seen)
         return y[:, :T], {tap: state[:, :T] for tap, state in seen.items() if state is not None}
 
-    def unembed(self, x, rows=None):
+    def unembed(self, x, only=None):
         """`Transformer.unembed`."""
         B, T, dim = x.shape
         pieces = x.reshape(1, B * T, dim).split(ROWS, 1)
-        logits = [self.model.unembed(pad(piece, ROWS), rows) for piece in pieces]
+        logits = [self.model.unembed(pad(piece, ROWS), only) for piece in pieces]
         return torch.cat(logits, 1)[:, : B * T].view(B, T, -1)      # only the last has dead rows
 
 

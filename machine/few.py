@@ -164,13 +164,13 @@ class FewRows(StandIn):
         return torch.stack([m.expand(B, -1, -1) for m in seen]).to(torch.uint8)
 
     @torch.inference_mode()
-    def unembed(self, x, some=None):
+    def unembed(self, x, only=None):
         """`Transformer.unembed`."""
         weight = self.output
-        if some is not None and self.shape:
-            weight = describe(some)
+        if only is not None and self.shape:
+            weight = describe(only)
         if weight is None or not self.takes(x.shape[:2].numel()):
-            return self.model.unembed(x, some)
+            return self.model.unembed(x, only)
         cap = self.c.final_softcap or 0.0
         return rows.call(self.lib, x, weight, x.dtype, self.final, self.c.norm_eps, cap)
 

@@ -149,7 +149,7 @@ class Recorded(StandIn):
         if block.same:
             masks = self.bands(block.first, width, at.end)
         else:
-            masks = stack_masks(self.model, at, width)
+            masks = stack_masks(self.model, at)
         positions = at.positions[:, -width:].expand(B, width).contiguous()
         slots = at.slots[:, -width:].expand(B, width).contiguous()
         masks = masks.expand(-1, B, *masks.shape[2:]).contiguous()
@@ -168,18 +168,18 @@ class Recorded(StandIn):
         return [t[:reach] for t in self.model.angles(reach)]
 
     @torch.inference_mode()
-    def unembed(self, x, rows=None):
+    def unembed(self, x, only=None):
         """`Transformer.unembed`; eagerly with a head of few rows, which is no more than a
         product."""
         T = x.shape[1]
         width = self.width(T)
         y = None
-        if rows is None and width:
+        if only is None and width:
             x = pad(x, width)
             key = Key(None, *x.shape[:2], 0, (x.dtype,))
             y = self.play(self.tapes, key, Transformer.unembed, (x,), [])
         if y is None:
-            y = self.model.unembed(x, rows)
+            y = self.model.unembed(x, only)
         return y[:, :T]
 
     def replays(self):

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from control import MOST, Beta, expected_speedup, outcomes
+from drafter import Drafter, Rule
 from layerskip import SelfDraft, early_exit
 from methods.base import Reader
 from methods.heads import pricing, shorter
 from methods.standin import ShortHead
 from sampling import raw_probs
-from speculative import Drafter, Rule
 
 FADE = 0.95     # the share of the counts that remains after each round
 TRUST = 0.98    # the same for a bin of confidence, after each token in it
@@ -37,7 +37,7 @@ class Calibrated(Rule):
         self.sure = []  # [token][row]: its tenth
         # the chance that all tokens so far, and the next, are accepted
         self.reach = [self.skill.mean()] * len(state.known)
-        return self.most
+        return self.longest
 
     def stop(self, k, logits, token):
         sure = raw_probs(logits).amax(-1).nan_to_num(0.0)   # NaN is no index; the loop reports it

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from control import MOST
-from kvcache import KVCache
+from drafter import Drafter, observed
+from kvcache import KVCache, pick
 from layerskip import same_model
 from methods.trees import Siblings
 from model import Placement, Transformer
-from speculative import Drafter, observed, pick
 
 
 def unit(x):

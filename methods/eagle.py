@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drafter import chain
 from methods.base import Head, Price, Reader, graft, unit
 from model import Placement, Transformer
-from speculative import chain
 
 
 class EagleBlock(Transformer):

@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from drafter import chain
 from methods.base import Head, LastState, Price, unit
 from methods.trees import branch
-from speculative import chain
 
 
 class Medusa(Head):
@@ -64,8 +64,8 @@ class MedusaDraft(LastState):
     def __init__(self, head, rule, shape=None):
         super().__init__(head, rule)
         self.shape = shape
-        if self.rule.most > head.steps:
-            raise ValueError(f"{head.steps} heads cannot draft {self.rule.most} tokens: "
+        if self.rule.longest > head.steps:
+            raise ValueError(f"{head.steps} heads cannot draft {self.rule.longest} tokens: "
                              "one token each")
 
     def propose(self, state):

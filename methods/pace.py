@@ -12,10 +12,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from control import MOST, Beta, weight_costs
+from drafter import Drafter, Wrapper
 from layerskip import same_model
 from methods.arms import FADE, KNOWN, Arm, candidates
 from methods.suffix import DEPTH, Suffix
-from speculative import Drafter, Wrapper
 
 STAKE = 2.0     # passes that may be lost before anything is won
 MARGIN = 0.05   # an arm must promise this much more than plain decoding
@@ -116,7 +116,7 @@ class Pace(Wrapper):
         """The Choice that promises most. What is little known is taken to be good: it is tried."""
         matched = self.lookup.matched
         known = [self.copied[m.bit_length()].mean() if m else 0.0 for m in matched]
-        self.copying.most = max(map(len, self.found))
+        self.copying.longest = max(map(len, self.found))
         options = [(self.copying, sum(known) / len(known))]
         options += [(arm, arm.drafter.rule.skill.high()) for arm in self.arms]
         best = 1 + MARGIN
@@ -141,7 +141,7 @@ class Pace(Wrapper):
         rule.bars = [rate * (price + more - less) for less, more in pairwise(verify_costs)]
         while length < most and self.covered(late + self.cost(arm, length + 1)):
             length += 1
-        rule.most = length
+        rule.longest = length
         return Choice(arm, length, late)
 
     def propose(self, state):

@@ -1,10 +1,10 @@
 """lucidrains' "prophet transformer": a small decoder writes the draft from one state of the model."""
 import torch
 
+from drafter import chain
 from kvcache import KVCache
 from methods.base import Head, LastState, Price, graft, unit
 from model import Placement
-from speculative import chain
 
 AHEAD = 4   # tokens that a prophet learns to predict from one state
 

@@ -209,10 +209,10 @@ figure
 #
 # ## How far to draft? A rule decides
 #
-# A fixed gamma is a compromise. A *rule* decides anew in each round, and no rule can change the text.
-# We follow one of them, **do no harm**. It estimates alpha from what happened to its own drafts. It
-# drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not final.
-# Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
+# A fixed gamma is a compromise. A *rule* decides in each round how far to draft, and no rule can change
+# the text. We follow one of them, **do no harm**. It estimates alpha from what happened to its own
+# drafts. It drafts as far as the formula says, and stops where drafting does not pay off. Stopping is not
+# final. Each round without a draft saves up 1 % of a pass. When that pays for one drafted token, the rule
 # tries one, in case the text has become easier. (`control.Confidence` instead ends a draft after an
 # unsure token, as Draft & Verify and Kangaroo do; `lab/rules.py` has the rules of other papers.)
 #
@@ -488,13 +488,14 @@ print("with a threshold that no token reaches, each draft has one token:", lengt
 # **4.** The estimate of alpha is exactly c. Should we draft?
 #
 # <details><summary>Answer</summary>
-# It makes no difference for one token: it adds alpha tokens for c passes, and (1 + alpha) / (1 + c) is
-# 1. Two tokens already lose.
+# It makes no difference for one token: it adds alpha tokens for c passes, and
+# (1 + alpha) / (1 + c) is 1. Two tokens already lose.
 # </details>
 
 # %% jupyter={"source_hidden": true, "outputs_hidden": true}
 assert abs(expected_speedup(0.3, 1, 0.3) - 1) < 1e-12 and expected_speedup(0.3, 2, 0.3) < 1
-print([round(expected_speedup(0.3, gamma, 0.3), 3) for gamma in range(4)])
+for gamma in range(4):
+    print(f"alpha 0.3, c 0.3, gamma {gamma}: {expected_speedup(0.3, gamma, 0.3):.3f} times plain decoding")
 
 # %% [markdown]
 # Next: [search](07_search.ipynb). There are 2^(2L) skip sets. Which one is best?

@@ -1,11 +1,46 @@
-"""Finds functions in source text and changes them: the one engine that plants mistakes, and that cuts
-exercises out of the library.
+"""Finds functions in source text and changes them. This one engine plants all mistakes: those that tests, the
+grader and the porting kit must notice, which stand in catalogues of one form.
 
 It works on the code of one function as `ast.unparse` writes it, without its docstring. Comments, line breaks
 and the place of a function in its file therefore do not matter.
 """
 import ast
+import itertools
 import textwrap
+from typing import NamedTuple
+
+
+class Change(NamedTuple):
+    """A row of a catalogue."""
+    file: str           # or an exercise
+    scope: str          # `function` or `Class.method`
+    old: str            # a piece of code that stands there once
+    new: str
+    why: str = ""       # what its author was thinking, or what breaks
+    shown: str = ""     # the test that must fail
+
+
+def read(path):
+    """The changes of a catalogue. A line begins with `#` (a file), `##` (a function), `-` (old code), `+`
+    (new code), `=` (why) or `@` (the test), and neighbours with the same mark belong together. A row leaves
+    out what is the same as in the row before it. All other lines are for readers."""
+    found = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for mark, group in itertools.groupby(lines, key=lambda line: line.partition(" ")[0]):
+        text = "\n".join(line.partition(" ")[2] for line in group)
+        if mark == "#":
+            file, scope, old = text, "", ""
+        elif mark == "##":
+            scope = text
+        elif mark == "-":
+            old = text
+        elif mark == "+":
+            found.append(Change(file, scope, old, text))
+        elif mark == "=":
+            found[-1] = found[-1]._replace(why=text.replace("\n", " "))
+        elif mark == "@":
+            found[-1] = found[-1]._replace(shown=text)
+    return found
 
 
 class Stale(Exception):

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 import checkpoint
 from control import MOST
+from drafter import ModelDraft, NGram
 from files import download_first
 from layerskip import SelfDraft, early_exit, without
 from machine import parallel, rows
@@ -24,7 +25,6 @@ from methods.standin import Padded, ShortHead, read_vocab
 from methods.suffix import Suffix
 from methods.trees import ancestors, best_tree
 from model import Transformer
-from speculative import ModelDraft, NGram
 from support import cli, own
 from support.measure import kept_costs, measure_step
 

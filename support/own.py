@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from drafter import Draft, Drafter, Reuse, Rule, Wrapper
 from machine import parallel
 from methods.trees import Tree
-from speculative import Draft, Drafter, Reuse, Rule, Wrapper
 
 WATCHED = 8     # rounds in which the cache is compared: all of it is read twice for that
 
@@ -266,12 +266,12 @@ class CheckedRule(Called, Rule):
         self.inner = rule
 
     @property
-    def most(self):
-        return self.inner.most
+    def longest(self):
+        return self.inner.longest
 
-    @most.setter
-    def most(self, most):
-        self.inner.most = most
+    @longest.setter
+    def longest(self, longest):
+        self.inner.longest = longest
 
     @property
     def stop(self):

@@ -170,14 +170,6 @@ def test_choices_of_drawn_weights():
         compare(got, [1, 2], {}, f"the weights 1 2 5 in {dtype}, u = .3 and .8")
 
 
-def test_a_choice_costs_one_uniform():
-    coins = Fixed(0.1, 0.9, 0.5)
-    coins.choose(wide([[0.5, 0.5], [0.5, 0.5]]))
-    if len(coins.uniforms) != 1:
-        fail("weights (2, V)", "two uniforms spent, one for each row", f"{3 - len(coins.uniforms)} spent",
-             "ports and recorded runs repeat the stream: each choice must cost one uniform")
-
-
 # --- the cache: slots of one number each, so that they can be read
 
 
@@ -225,8 +217,8 @@ WRITES = {  # writes (layer, keys, where, maybe start), the keys that the last o
         "`start` is ignored": [[1, 2, 3, 4, 5]],
         "it counts from the slot `start` on, this one included": [[5]]}),
     "one row of slots for all": (
-        [(0, [[1, 2], [3, 4]], to([9, 9, 2, 0], end=3))], [[2, 0, 1], [4, 0, 3]], {
-            "only the last T columns of `at.slots` are the block's": [[0, 0, 2], [0, 0, 4]]})}
+        [(0, [[1, 2], [3, 4]], to([2, 0], end=3))], [[2, 0, 1], [4, 0, 3]], {
+            "only the first row was written; one row of slots serves all": [[2, 0, 1], [0, 0, 0]]})}
 
 
 @pytest.mark.parametrize("name", WRITES)

@@ -12,9 +12,10 @@ import torch
 from teach import compare, fail, promise, same_law, short
 from tiny import Says, law, plant, wide
 
+from drafter import chain
 from methods.trees import verify_tree
 from sampling import Coins
-from speculative import State, chain
+from speculative import State
 from verification import verify
 
 

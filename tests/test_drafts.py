@@ -217,7 +217,7 @@ def test_what_is_wrong_in_a_readers_file_is_one_line(call, mine, tmp_path, flags
 
 
 BASE = """import numpy, torch
-from speculative import Draft, Drafter, NGram, Rule
+from drafter import Draft, Drafter, NGram, Rule
 
 
 class Base(Drafter):

@@ -7,6 +7,7 @@ import torch
 from teach import compare, promise, short
 from tiny import LIVELY, PROMPTS, Unsure, each_family, make, small
 
+from drafter import ModelDraft, NGram
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.exact import Exact, exactly
@@ -20,7 +21,7 @@ from methods.trees import Siblings
 from methods.within import Within
 from model import Placement, StandIn
 from sampling import Race, to_probs
-from speculative import ModelDraft, NGram, rounds
+from speculative import rounds
 from verification import verify, verify_block
 
 WAYS = {"exit": lambda m: SelfDraft(m, range(8), 3), "half a block": lambda m: SelfDraft(m, range(5), 2),
@@ -53,7 +54,10 @@ def same(a, b):
                for x, y in zip(a, b, strict=True))
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
 def dtype(request):
     return request.param
 
@@ -77,8 +81,12 @@ def plain(mode, dtype):
 # --- passes
 
 
+ROUGHEST = [(torch.bfloat16, name) for name in WAYS]
+OTHERS = [(dtype, name) for dtype in DTYPES[1:] for name in ("exit", "half a block", "eagle", "int4")]
+
+
 @each_family
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("dtype, name", ROUGHEST + OTHERS, indirect=["dtype"], ids=str)
 def test_drafted_is_plain_to_the_bit(plain, mode, family, name, dtype):
     """In a ragged batch, greedy and sampled; and up to an end of text inside a draft."""
     m = mode(make(LIVELY[family]).to(dtype))

@@ -4,6 +4,7 @@ import pytest
 from test_heads import wild
 from tiny import PROMPTS, QWEN, make, oracle, small
 
+from drafter import ModelDraft, NGram
 from layerskip import SelfDraft, without
 from machine.exact import Exact
 from machine.few import FewRows
@@ -12,7 +13,7 @@ from machine.recorded import Recorded
 from machine.tapes import Tape
 from methods.heads import Eagle, Kangaroo, Medusa
 from methods.trees import Siblings
-from speculative import ModelDraft, NGram, generate
+from speculative import generate
 
 DRAFTERS = {
     "plain": lambda m: None,

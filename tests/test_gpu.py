@@ -8,6 +8,7 @@ from paper_gpu import Paper
 from tiny import FAMILIES, LIVELY, PROMPTS, TINY, each_family, law, make
 
 from control import Confidence
+from drafter import NGram
 from layerskip import SelfDraft
 from machine.recorded import Recorded
 from machine.tapes import Graph, Tape
@@ -15,7 +16,7 @@ from methods.heads import Eagle, Kangaroo, Medusa
 from methods.suffix import Suffix
 from methods.trees import Siblings
 from sampling import Coins, to_probs, uniforms
-from speculative import NGram, generate, rounds
+from speculative import generate, rounds
 from verification import verify_block
 
 # how far logits may be from float64 ones of the same weights, root mean square. trap: TF32 is off by 1e-3

@@ -9,6 +9,7 @@ from promises import Watched, compared
 from tiny import LIVELY, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family, make, read, warm
 
 from control import Confidence
+from drafter import Drafter, ModelDraft, NGram, Wrapper
 from kvcache import KVCache
 from layerskip import SelfDraft, without
 from machine.quant import quantise
@@ -19,7 +20,7 @@ from methods.heads import Eagle, ExitBlock, Kangaroo, Medusa, Prophet
 from methods.then import Then
 from methods.trees import Siblings
 from sampling import Coins
-from speculative import Drafter, ModelDraft, NGram, Wrapper, generate, rounds
+from speculative import generate, rounds
 
 
 def wild(head, size=0.3):
@@ -201,7 +202,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
     assert promises.write(fast, head.drafter(2), 12) == promises.write(models["gemma2"], None, 12)
     for _, r in rounds(fast, PROMPTS[:1], 9, head.drafter(1), warm, Coins(1)):
         assert r.draft.q is None or r.draft.q[0, 0].nonzero()[:, 0].tolist() == sorted(ids), "and no others"
-    own = getattr(getattr(head, "own", None), "model", None)    # what the ShortHead stands for
+    own = head.own and head.own.model       # what the ShortHead stands for
     assert own is None or isinstance(own, Recorded) and own.lead is fast, "they are rehearsed together"
 
 
@@ -209,7 +210,7 @@ def test_a_head_is_saved_and_loaded(tmp_path, models, name):
 def test_heads_of_other_weights_draft_and_of_another_shape_do_not(tmp_path, models, kind):
     m, other = models["llama"], make(LIVELY["llama"])
     other.blocks[3].mlp.down.data[5, 7] += 0.5
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="the same model that decodes"):
         generate(other, PROMPTS, 9, kind(m, 2).drafter(2))
     heads.save(wild(kind(m, 2)), tmp_path)
     found = heads.load(tmp_path, other)

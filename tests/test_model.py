@@ -12,9 +12,8 @@ import torch
 from teach import compare, learns, look, promise
 from tiny import FAMILIES, GEMMA, LLAMA, each_family, make
 
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from model import Placement, RMSNorm, Transformer, frequencies, rope, rotate, softcap, visible
-from speculative import prefill
 
 
 def error(got, want):
@@ -33,7 +32,8 @@ def some_x(B, T):
 def test_cached_blocks_equal_the_full_pass(family, block):
     """Also where the window, 5, is shorter than the block, and where the last block is short."""
     m, tokens = make(FAMILIES[family]), torch.arange(40).view(2, 20) * 7 % 17
-    got = prefill(m, tokens, KVCache(m.c, 2, 24, torch.float64), block)
+    m.chunk = block
+    got = prefill(m, tokens, KVCache(m.c, 2, 24, torch.float64))
     off = error(got, m.run(m.embed(tokens), Placement.span(0, 20)))
     promise(off < 1e-12, f"a tiny {family} that reads two texts of 20 tokens in blocks of {block}",
             "the states of one pass over the whole text", f"states that are off by {off:.2g}",

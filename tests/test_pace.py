@@ -11,6 +11,7 @@ from test_heads import wild
 from tiny import LLAMA, PROMPTS, TINY_GEMMA, each_family, make, make_round, small, warm
 
 from control import MOST, Beta, Costs, expected_tokens, weight_costs
+from drafter import ModelDraft
 from layerskip import SelfDraft, without
 from methods.arms import FADE, KNOWN, TRUST, Arm, Calibrated, candidates, head_draft, self_draft
 from methods.heads import Eagle, Kangaroo, Medusa, Prophet
@@ -18,7 +19,7 @@ from methods.pace import REST, STAKE, Pace
 from methods.standin import ShortHead
 from model import StandIn
 from sampling import Coins, to_probs
-from speculative import ModelDraft, generate, rounds
+from speculative import generate, rounds
 
 SKIP, IDS = without(6, attn=[1, 4], mlp=[2]), [4, 9, 0, 2, 16, 3]
 CHEAP = Costs((0.02,) * 8 + (2.5,) * 4, 0.01)   # self-drafts are nearly free
@@ -268,7 +269,7 @@ def test_trained_heads_and_their_prices(models, family):
 
 def test_what_makes_no_sense(models):
     m = models["llama"]
-    with pytest.raises(ValueError, match="give it the model that decodes"):
+    with pytest.raises(ValueError, match="model that decodes"):
         generate(m, PROMPTS, 4, Pace(make(LLAMA, 9)))
     drafter = Pace(m, candidates(m, CHEAP, SKIP), CHEAP, most=0)
     assert generate(m, PROMPTS[:1], 9, drafter)[1] == 9 and drafter.chosen == {"nothing": 9}

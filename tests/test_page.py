@@ -8,11 +8,12 @@ import torch
 from tiny import LLAMA, PROMPTS, make, play
 
 import checkpoint
+from drafter import NGram
 from layerskip import SelfDraft
 from methods.then import Then
 from model import Placement
 from sampling import Coins, to_probs
-from speculative import NGram, rounds
+from speculative import rounds
 from support import generate
 from support.page import Player
 

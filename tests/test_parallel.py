@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tiny import LIVELY, LLAMA, PROMPTS, QWEN, make
 
 import checkpoint
+from drafter import ModelDraft
 from layerskip import SelfDraft
 from machine import parallel
 from machine.quant import KINDS, byte_costs, quantise
@@ -27,7 +28,7 @@ from methods.standin import ShortHead
 from methods.trees import Siblings
 from model import Transformer
 from sampling import Coins, Race, to_probs
-from speculative import ModelDraft, generate
+from speculative import generate
 from support import drafts
 from support import generate as command
 
@@ -192,17 +193,17 @@ def test_sizes_that_do_not_fit_are_refused(folders):
 # --- the command
 
 RANDOM = """import os, random
-from speculative import Draft, Drafter, Rule
+from drafter import Draft, Drafter, Rule
 luck = random.Random(int(os.environ.get("RANK", 0)))
 class Mine(Drafter):
     def __init__(self, model, gamma):
         super().__init__(gamma)
     def propose(self, state):
-        K = luck.randrange(1, self.rule.most + 1)
+        K = luck.randrange(1, self.rule.longest + 1)
         return Draft(state.send([[luck.choice(text) for _ in range(K)] for text in state.known]))
 class Lucky(Rule):
     def how_far(self, state):
-        return luck.randrange(self.most + 1)
+        return luck.randrange(self.longest + 1)
     def stop(self, k, logits, token):
         return [luck.random() < 0.3 for _ in token]
 """

@@ -13,14 +13,14 @@ from tiny import FAMILIES, PROMPTS, TINY, TINY_GEMMA, Says, Unsure, each_family,
 
 import checkpoint
 from control import weight_costs
-from kvcache import KVCache
+from kvcache import KVCache, prefill
 from layerskip import SelfDraft, without
 from machine import rows
 from machine.quant import KINDS, NF4, Int4, Int8, byte_costs, codebook, quantise, rebuild, unpack_nibbles
 from methods.standin import ShortHead
 from model import Placement
 from search import Teacher
-from speculative import generate, prefill, rounds
+from speculative import generate, rounds
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -204,7 +204,7 @@ def test_a_rough_draft_reads_exact_keys(family):
         at = Placement.span(len(ids) - 1 + k, len(ids) + k)
         q = warm(t.unembed(t.run(t.embed(block[:, k : k + 1]), at, cache)))
         assert torch.allclose(q[0, 0], r.draft.q[0, k], atol=1e-9)
-    with pytest.raises(ValueError, match="a copy of it in few bits"):
+    with pytest.raises(ValueError, match="a quantised copy of it"):
         generate(m, [ids], 3, SelfDraft(small(m), range(4), 2))
 
 

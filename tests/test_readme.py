@@ -45,8 +45,8 @@ def test_every_quoted_command_and_link_works(monkeypatch):
             assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
-LIBRARY = ["files", "model", "kvcache", "sampling", "verification", "speculative", "layerskip", "control",
-           "families", "checkpoint", "search", "minimal"]   # in reading order: each imports only earlier ones
+LIBRARY = ["files", "model", "kvcache", "sampling", "verification", "drafter", "speculative", "layerskip",
+           "control", "families", "checkpoint", "search", "minimal"]   # each imports only earlier ones
 ALSO = {"support": {"methods", "machine"}, "search": {"support"}}     # which is a command, too
 
 

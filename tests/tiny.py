@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafter import Draft, Rule
 from model import Config, Placement, Transformer
 from sampling import Coins, to_probs
-from speculative import Draft, Round, Rule, rounds
+from speculative import Round, rounds
 from support.page import Player
 
 torch.set_num_threads(1)  # these models are too small to share

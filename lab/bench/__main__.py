@@ -4,7 +4,7 @@
     python -m lab.bench plain        plain decoding beside transformers
     python -m lab.bench costs        what each sub-layer and the head take on this machine
     python -m lab.bench help         will a draft help this model? every exit, or a skip set, and a verdict
-    python -m lab.bench check        does this library compute your model right? beside transformers
+    python -m lab.bench check        is your model computed right? and the most that any draft could gain
     python -m lab.bench self         every way to draft, four kinds of text, beside transformers
     python -m lab.bench dynamic      drafts that adapt, on a stream of prompts whose kind changes
     python -m lab.bench quant        drafts and targets in few bits, measured, and on paper
@@ -60,7 +60,7 @@ RUN = *LOADS, "new", "repeats", "quick"
 READS = {   # the flags of each, beside --out
     "counts": (), "plain": ("model", "device", "new", "repeats", "fast"), "rows": (*LOADS, "repeats"),
     "prompts": (*LOADS, "repeats"), "costs": (*LOADS, "repeats", "fast"),
-    "help": (*LOADS, "new", "quick", "skip"), "check": ("model", "device", "new", "quick", "skip"),
+    "help": (*LOADS, "new", "quick", "skip"), "check": ("model", "device", "new", "fast"),
     "self": (*RUN, "fast", "skip", "draft-vocab", "draft-model", "prompts", "only"),
     "dynamic": (*RUN, "fast", "skip", "draft-vocab", "only"),
     "quant": RUN, "block": (*LOADS, "new", "quick", "skip", "prompts", "heads"),

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 import control
 from control import expected_tokens_along, round_cost, weight_costs
+from drafter import Drafter, ModelDraft, NGram
 from lab.bench.plain import their_text
 from lab.bench.shared import SETS, beside, forecast, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm, Gate
@@ -21,7 +22,7 @@ from methods.suffix import Suffix
 from methods.then import Then
 from sampling import Coins, to_probs
 from search import Teacher
-from speculative import Drafter, ModelDraft, NGram, rounds
+from speculative import rounds
 from support.cli import read_skip
 from support.measure import measure_costs
 from support.stats import Timed, parting
@@ -158,12 +159,12 @@ def metered(models, heads=()):
         setattr(thing, name, acted)
         patched.append((thing, name))
 
-    for model in (*models, *(head.own for head in heads if hasattr(head, "own"))):
+    for model in (*models, *(head.own for head in heads if head.own)):
         costs, V, every = weight_costs(model.c), model.c.vocab_size, range(2 * model.c.n_layers)
         watch(model, "run", lambda x, at, cache=None, sublayers=None, *_, costs=costs, every=every, **__: sum(
             costs.sublayers[i] for i in (every if sublayers is None else sublayers)))
-        watch(model, "unembed", lambda x, rows=None, costs=costs, V=V: (
-            costs.head if rows is None else costs.head * len(rows) / V))
+        watch(model, "unembed", lambda x, only=None, costs=costs, V=V: (
+            costs.head if only is None else costs.head * len(only) / V))
     for head in heads:  # the output heads of a Medusa are counted where the model is told of them
         name = next((name for name in READS if name in vars(type(head))), None)
         if name:

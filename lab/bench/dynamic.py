@@ -5,6 +5,7 @@ from functools import cache, partial
 from itertools import product
 
 from control import Confidence, weight_costs
+from drafter import NGram
 from lab.bench.drafters import COPY, Bench, Method, check_only, chosen, fixed, header, ruled
 from lab.bench.shared import SETS, beside, load_both, page, prompt_ids, tables
 from lab.clasp import CLaSp, KnapSpec
@@ -15,7 +16,6 @@ from methods.arms import candidates
 from methods.dynamic import DEL
 from methods.pace import Pace
 from methods.standin import read_vocab
-from speculative import NGram
 from support.cli import read_skip
 from support.drafts import trained_beside
 from support.measure import kept_costs

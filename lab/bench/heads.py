@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from drafter import NGram
 from lab.bench.drafters import COPY, Bench, Method, fixed, header, own_methods, pilot
 from lab.bench.shared import SETS, figures, load_both, page, prompt_ids, tables
 from lab.rules import DoNoHarm
@@ -13,7 +14,6 @@ from layerskip import early_exit
 from methods import heads
 from methods.then import Then
 from methods.trees import ancestors, best_tree, tree_tokens
-from speculative import NGram
 
 NODES = 8       # of a tree
 LEVELS = 8      # no chain or tree here is deeper

@@ -4,6 +4,7 @@ from itertools import product
 from pathlib import Path
 
 from control import expected_speedup, weight_costs
+from drafter import Drafter, NGram
 from lab.bench import llamacpp
 from lab.bench.drafters import Bench, Method, check_only, chosen, fixed, header, their_methods
 from lab.bench.dynamic import living
@@ -20,7 +21,6 @@ from methods.arms import candidates
 from methods.pace import COPY, Pace
 from methods.suffix import Suffix
 from search import Teacher
-from speculative import Drafter, NGram
 from support.measure import kept_costs, measure_step
 from support.texts import read_texts
 from verification import verify_block

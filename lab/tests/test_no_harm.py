@@ -1,5 +1,5 @@
 """DoNoHarm, a rule of the lab: it drafts as far as pays, tries a useless draft as often as it has saved for,
-and changes no text. It stands alone, since a student's copy of the tests has no lab."""
+and changes no text."""
 import promises
 import pytest
 import torch
@@ -7,9 +7,9 @@ from test_control import outcome, state_of
 from tiny import TINY
 
 from control import Beta, best_gamma
+from drafter import NGram, wanted
 from lab.rules import DoNoHarm
 from layerskip import SelfDraft
-from speculative import NGram, wanted
 
 test_greedy_identity = promises.greedy_identity({
     "n-gram": lambda m: NGram(DoNoHarm(0.1, 3), 1)}, on=["cpu"])
