@@ -53,6 +53,8 @@ class How:
     rule: str | None = None
     tree: int | None = None
     draft_vocab: str | None = None
+    draft_model: str | None = None
+    draft_quant: str | None = None
 
 
 class Target(NamedTuple):
@@ -135,24 +137,18 @@ def skip(ask):
 
 
 def small_model(ask):
-<<<<<<< HEAD
-    folder = ask.how.draft
-    model = ask.model
-    other, tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
-    if tokenizer.get_vocab() != ask.target.tokenizer.get_vocab():
-=======
-    quant = ask.a.draft_quant
-    other = ask.short(load_small(ask.a.draft, ask.model, ask.tokenizer, quant))
+    quant = ask.how.draft_quant
+    other = ask.short(load_small(ask.how.draft, ask.target, quant))
     where = "" if quant is None else f" in {quant}"
     return ask.plan(partial(ModelDraft, fit(other, ask.model)), where)
 
 
-def load_small(folder, model, tokenizer, quant=None):
-    """The model in a folder as a draft for `model`, computed in the same way. quant: the kind of
-    its matrices, if they are quantised."""
+def load_small(folder, target, quant=None):
+    """The model in a folder as a draft for the target, computed in the same way. quant: the kind
+    of its matrices, if they are quantised."""
+    model = target.model
     other, own_tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
-    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
->>>>>>> main
+    if own_tokenizer.get_vocab() != target.tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
     if quant is not None:
@@ -238,9 +234,8 @@ def auto(ask):
         twin = model.alongside(quantise(model, "int4", head="int4", rounds=True))
         rough = twin, measure_step(model, twin)
     small = None
-    if a.draft_model is not None:
-        other = load_small(a.draft_model, model, ask.tokenizer, a.draft_quant)
-        other = fit(other, model)
+    if how.draft_model is not None:
+        other = fit(load_small(how.draft_model, target, how.draft_quant), model)
         if measured:
             c = measure_step(model, other)
         else:
@@ -298,13 +293,9 @@ SOURCES = NAMED | {     # what a path can name
     "heads": Source(trained, 3, ("tree", "rule")),
     "file": Source(from_a_file, 3, ("rule",)),
 }
-<<<<<<< HEAD
-FLAGS = "exit_layer", "skip", "tree", "draft_vocab", "rule"     # which go with some sources only
-RANGES = {"gamma": (0, 1000), "tree": (1, 128)}
-=======
 FLAGS = (       # which go with some sources only
     "exit_layer", "skip", "tree", "draft_vocab", "draft_model", "draft_quant", "rule")
->>>>>>> main
+RANGES = {"gamma": (0, 1000), "tree": (1, 128)}
 
 
 def add_flags(group):
@@ -365,14 +356,10 @@ def check_flags(how):
                              "--help")
     if kind == "none" and how.gamma:
         raise ValueError("--gamma does not go with --draft none, which drafts nothing")
-<<<<<<< HEAD
-    if kind == "skip" and how.skip is None:
-=======
-    if kind == "auto" and a.draft_quant is not None and a.draft_model is None:
+    if kind == "auto" and how.draft_quant is not None and how.draft_model is None:
         raise ValueError("--draft-quant quantises a small model: name one with --draft DIR, or "
                          "with --draft-model DIR")
-    if kind == "skip" and a.skip is None:
->>>>>>> main
+    if kind == "skip" and how.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     if how.rule is not None and not own.names_a_file(how.rule):
         raise ValueError(f"--rule must be FILE.py:NAME, got {how.rule!r}")
