@@ -10,12 +10,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from teach import compare, fail, promise, same_law, short
-from tiny import Says, law, plant, wide
+from tiny import Says, law, plant, state_of, wide
 
 from drafter import chain
 from methods.trees import verify_tree
 from sampling import Coins
-from speculative import State
 from verification import verify
 
 
@@ -371,11 +370,8 @@ def two_steps(coins, mistake=None):
 
 def draft(rule, coins, known=([1, 0],), left=(9, 9)):
     """What chain returns for these texts: rows of live tokens, q (B, K, V), and how often it stepped."""
-    known, left = list(known), list(left)[: len(known)]
-    S, steps = max(map(len, known)) + 9, []
-    tokens = torch.tensor([text + [0] * (S - len(text)) for text in known])
-    n = torch.tensor([len(text) for text in known])
-    state = State(tokens, n, known, left, None, None, best_two, coins, (), torch.arange(S)[None])
+    steps = []
+    state = state_of(list(known), list(left)[: len(known)], best_two, coins)
 
     def step(token, k):
         steps.append(k)
