@@ -3,7 +3,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -237,19 +236,6 @@ def test_standard_input(call, monkeypatch, tmp_path):
     assert out["prompt"] == "Once upon\na time", "only the newline that ends the input goes"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
     call.refuses(["-"], tmp_path, "cannot take this prompt")
-
-
-def test_as_a_program_from_another_folder(tmp_path):
-    """A reader that stops early, such as `head`, causes no traceback."""
-    command = [sys.executable, ROOT / "generate.py", "Hi", "--max-new", "3"]
-    left, pipe = os.pipe()
-    os.close(left)  # before anything is written
-    programs = [subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.PIPE, text=True)
-                for out in (subprocess.PIPE, pipe)]  # side by side, as importing torch takes the longest
-    os.close(pipe)
-    (text, no_error), (_, no_traceback) = (program.communicate() for program in programs)
-    assert [program.returncode for program in programs] == [0, 141]
-    assert text.startswith("Hi") and no_error == no_traceback == ""
 
 
 # --- bad input
