@@ -1,5 +1,6 @@
 """Files are replaced as a whole."""
 import os
+from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError, safe_open
