@@ -271,6 +271,7 @@ class ModelDraft(Drafter):
         prompts = state.tokens[:, : max(state.lengths)]
         prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
         self.held = state.lengths       # how many slots agree with the text
+        self.unread = 1     # tokens that it reads before it drafts the first one
 
     def run(self, tokens, at):
         return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
@@ -299,3 +300,5 @@ class ModelDraft(Drafter):
         rows = zip(state.known, r.new, r.accepted.tolist(), strict=True)
         agree = [len(text) - len(new) + kept - 1 for text, new, kept in rows]
         self.held = list(map(min, self.held, agree))
+        missing = (len(text) - n for text, n in zip(state.known, self.held, strict=True))
+        self.unread = max(missing)

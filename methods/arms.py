@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from control import MOST, Beta, expected_speedup, outcomes
-from drafter import Drafter, Rule
+from drafter import Drafter, ModelDraft, Rule
 from layerskip import SelfDraft, early_exit
 from methods.base import Reader
 from methods.heads import pricing, shorter
@@ -112,25 +112,39 @@ def few_bits(twin, c, costs):
     return Arm("few bits", SelfDraft(twin, every, rule), price)
 
 
-def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None):
+def small_model(model, c, costs):
+    """The Arm of a smaller model, whose step takes c of the target's, however long the text is."""
+    drafter = ModelDraft(model, Calibrated())
+
+    def late(pass_cost):
+        return c * (pass_cost(max(1, drafter.unread)) - 1)
+
+    return Arm("small model", drafter, lambda n: c, late=late)
+
+
+def candidates(model, costs, skip=None, vocab=None, heads=(), rough=None, small=None):
     """The usual arms: of trained heads the one that promises most; without any, exits after some
-    parts of the blocks, and a skip set (its sub-layers) if there is one. And the quantised model, if
-    there is one: rough, the copy and what its step costs. Exits and skip sets draft with the draft
-    vocabulary `vocab` (its ids), if there is one and the shorter head saves more than any step
-    costs."""
+    parts of the blocks, and a skip set (its sub-layers) if there is one. And the quantised model and
+    a smaller one, if there are any: rough and small, each the model and what its step costs. Exits
+    and skip sets draft with the draft vocabulary `vocab` (its ids), if there is one and the shorter
+    head saves more than any step costs."""
     L = model.c.n_layers
     if vocab and costs.head * (1 - len(vocab) / model.c.vocab_size) < costs.call:
         vocab = None
-    copied = [few_bits(*rough, costs)] if rough else []
+    models = []
+    if rough:
+        models.append(few_bits(*rough, costs))
+    if small:
+        models.append(small_model(*small, costs))
     if heads:
         arms = [head_draft(head, costs, vocab) for head in heads]
-        return [max(arms, key=partial(promised, costs)), *copied]
+        return [max(arms, key=partial(promised, costs)), *models]
     drafting = ShortHead(model, vocab) if vocab else model
     layers = sorted({max(1, round(L * part)) for part in model.exits} - {L})
     drafts = {f"exit {e}": early_exit(L, e) for e in layers}
     if skip:
         drafts["skip set"] = skip
-    return [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()] + copied
+    return [self_draft(name, drafting, subs, costs) for name, subs in drafts.items()] + models
 
 
 def promised(costs, arm):

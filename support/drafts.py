@@ -106,15 +106,29 @@ def skip(ask):
 
 
 def small_model(ask):
-    folder, model = ask.a.draft, ask.model
-    other, tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
-    if tokenizer.get_vocab() != ask.tokenizer.get_vocab():
+    quant = ask.a.draft_quant
+    other = ask.short(load_small(ask.a.draft, ask.model, ask.tokenizer, quant))
+    where = "" if quant is None else f" in {quant}"
+    return ask.plan(partial(ModelDraft, fit(other, ask.model)), where)
+
+
+def load_small(folder, model, tokenizer, quant=None):
+    """The model in a folder as a draft for `model`, computed in the same way. quant: the kind of
+    its matrices, if they are quantised."""
+    other, own_tokenizer = checkpoint.load(folder, model.tok.device, model.tok.dtype)
+    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"{folder}: its tokenizer differs from the target's, so ids mean other "
                          "words")
-    drafting = ask.short(model.alongside(other))
-    if other.c.vocab_size != model.c.vocab_size:
-        drafting = Padded(drafting, model.c.vocab_size)
-    return ask.plan(partial(ModelDraft, drafting))
+    if quant is not None:
+        other = quantise(other, quant, head=quant, rounds=True)
+    return model.alongside(other)
+
+
+def fit(other, model):
+    """A draft model, padded to the vocabulary of the target if that differs."""
+    if other.c.vocab_size == model.c.vocab_size:
+        return other
+    return Padded(other, model.c.vocab_size)
 
 
 def few_bits(ask):
@@ -188,9 +202,18 @@ def auto(ask):
     if measured and rows.multiplies(model):
         twin = model.alongside(quantise(model, "int4", head="int4", rounds=True))
         rough = twin, measure_step(model, twin)
+    small = None
+    if a.draft_model is not None:
+        other = load_small(a.draft_model, model, ask.tokenizer, a.draft_quant)
+        other = fit(other, model)
+        if measured:
+            c = measure_step(model, other)
+        else:
+            c = byte_costs(other).whole / byte_costs(model).whole
+        small = other, c
 
     def make():
-        arms = candidates(model, costs, skip, vocab, found, rough)
+        arms = candidates(model, costs, skip, vocab, found, rough, small)
         return Pace(model, arms, costs, most=ask.gamma)
 
     return Plan("auto", make, ask.gamma, f"draft: auto, with costs {said}")
@@ -225,7 +248,7 @@ class Source(NamedTuple):
 
 
 NAMED = {
-    "auto": Source(auto, MOST, ("skip", "draft_vocab")),
+    "auto": Source(auto, MOST, ("skip", "draft_vocab", "draft_model", "draft_quant")),
     "none": Source(none, 0),
     "ngram": Source(ngram, 7, ("rule",)),
     "suffix": Source(suffix, 7, ("rule",)),
@@ -235,11 +258,12 @@ NAMED = {
 NAMED |= dict.fromkeys(KINDS, Source(few_bits, 3, ("skip", "draft_vocab", "rule")))
 NAMED |= dict.fromkeys(heads.KINDS, Source(trained, 3, ("tree", "rule")))
 SOURCES = NAMED | {     # what a path can name
-    "model": Source(small_model, 3, ("draft_vocab", "rule")),
+    "model": Source(small_model, 3, ("draft_vocab", "draft_quant", "rule")),
     "heads": Source(trained, 3, ("tree", "rule")),
     "file": Source(from_a_file, 3, ("rule",)),
 }
-FLAGS = "exit_layer", "skip", "tree", "draft_vocab", "rule"     # which go with some sources only
+FLAGS = (       # which go with some sources only
+    "exit_layer", "skip", "tree", "draft_vocab", "draft_model", "draft_quant", "rule")
 
 
 def add_flags(group):
@@ -265,6 +289,11 @@ def add_flags(group):
     add("--draft-vocab", metavar="FILE",
         help="draft with few tokens and a shorter output head (not for lookup and trained "
              "heads), as search.py --draft-vocab writes it")
+    add("--draft-model", metavar="DIR",
+        help="auto: choose among the usual drafts and this small model, which needs the same "
+             "tokenizer")
+    add("--draft-quant", choices=KINDS,
+        help="store the matrices of the small model in few bits (--draft DIR or --draft-model)")
 
 
 def kind_of(a):
@@ -294,6 +323,9 @@ def check(a):
                              "--help")
     if kind == "none" and a.gamma:
         raise ValueError("--gamma does not go with --draft none, which drafts nothing")
+    if kind == "auto" and a.draft_quant is not None and a.draft_model is None:
+        raise ValueError("--draft-quant quantises a small model: name one with --draft DIR, or "
+                         "with --draft-model DIR")
     if kind == "skip" and a.skip is None:
         raise ValueError("--draft skip needs --skip with the sub-layers, such as a3,m4 or a file")
     if a.rule is not None and a.tree:

@@ -78,6 +78,27 @@ def test_the_model_in_few_bits_is_a_candidate(stories, tmp_path, monkeypatch):
     assert "few bits" not in arms(half, tmp_path), "a small model lies in the processor's caches"
 
 
+def test_a_small_model_drafts_in_few_bits_alone_and_as_an_arm(call, plan, tmp_path):
+    quantised = "--draft-quant", "int4"
+    plain = as_json(call, "--draft", "none")["outputs"]
+    for flags in (["--draft", SMALL], ["--draft-model", SMALL], ["--draft-model", SMALL, "--fast"]):
+        assert as_json(call, *flags, *quantised)["outputs"] == plain
+    made = plan("--draft", SMALL, *quantised)
+    assert "in int4" in made.note and isinstance(made.make().model.head, Int4)
+    arms = {}
+    for bits in ((), quantised):
+        arms[bits] = plan("--draft-model", SMALL, *bits).make().arms[-1]
+    whole, few = arms.values()
+    assert isinstance(few.drafter.model.head, Int4) and few.name == whole.name == "small model"
+    assert few.price(0) < 0.25 * whole.price(0), "a price by the bytes of float32 and int4"
+    few.drafter.unread = 9
+    assert few.late(lambda T: float(T)) == pytest.approx(8 * few.price(0)), "it reads what others wrote"
+    call.refuses(["x", *quantised], tmp_path, "--draft-quant", "name one with --draft DIR")
+    call.refuses(["x", "--draft", "int8", *quantised], tmp_path, "--draft-quant does not go with")
+    call.refuses(["x", "--draft", SMALL, "--draft-model", SMALL], tmp_path, "--draft-model does not go with")
+    call.refuses(["x", "--draft-model", tmp_path], tmp_path, "config.json")
+
+
 def test_trained_heads_beside_the_weights_are_candidates(stories, tmp_path, capsys):
     """Those of other weights, too, but not those of another shape, and none for few bits."""
     model, _ = checkpoint.load(STORIES, "cpu", torch.float32)

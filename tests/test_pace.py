@@ -34,8 +34,7 @@ def with_heads(m):
 
 
 def cheap(m):
-    arms = [*candidates(m, CHEAP, SKIP), Arm("small", ModelDraft(small(m), Calibrated()), lambda n: 0.1)]
-    return Pace(m, arms, CHEAP, risk=0.5)
+    return Pace(m, candidates(m, CHEAP, SKIP, small=(small(m), 0.1)), CHEAP, risk=0.5)
 
 
 PACES = {"by weights": Pace, "cheap": cheap, "heads": with_heads,
