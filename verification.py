@@ -71,7 +71,7 @@ def verify_block(p, q, tokens, coins, length=None):
     weight = torch.stack(weights, 1)                                            # (B, K+1)
     residual = (weight[:, :-1, None] * p[:, :-1] - q).clamp_(min=0)             # (B, K, V)
     mass = F.pad(residual.sum(-1)[:, 1:], (0, 1))                               # (B, K)
-    number = live.cumsum(1)                                                     # (B, K) 1, 2, ...
+    number = torch.arange(1, 1 + tokens.shape[1], device=p.device)              # (K,) 1, 2, ...
     whole = number == live.sum(1, keepdim=True)
     chance = torch.where(whole, weight[:, 1:], mass / (mass + 1 - weight[:, 1:]))
     # trap: 0 / 0 where w = 1 and p = q: any chance is right, as the rest is always accepted
