@@ -254,6 +254,8 @@ class ModelDraft(Drafter):
         super().__init__(rule)
         self.model = model
         self.sublayers = sublayers
+        self.held = [0]     # of each row: how many slots agree with the text
+        self.unread = 1     # tokens that it reads before it drafts the first one
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -270,8 +272,8 @@ class ModelDraft(Drafter):
         self.cache = KVCache(c, *state.tokens.shape, dtype, state.tokens.device)
         prompts = state.tokens[:, : max(state.lengths)]
         prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
-        self.held = state.lengths       # how many slots agree with the text
-        self.unread = 1     # tokens that it reads before it drafts the first one
+        self.held = state.lengths
+        self.unread = 1
 
     def run(self, tokens, at):
         return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
