@@ -13,7 +13,7 @@ demo: $(VENV)/run
 	$(PY) generate.py "Once upon a time" --compare --exact
 
 test: $(VENV)/dev
-	$(PY) -m pytest -n auto --dist worksteal --ignore tests/test_notebooks.py
+	$(PY) -m pytest -n auto --dist worksteal
 	@echo "These were the library's tests. All others (course, ports, lab, notebooks, mistakes): make test-all"
 
 test-course: $(VENV)/dev
@@ -24,7 +24,7 @@ test-lab: $(VENV)/dev
 
 # All that can be tested without a GPU: what .ci/run does.
 test-all: lint test test-course test-lab mistakes exercises smollm
-	$(PY) -m pytest -n auto --dist worksteal tests/test_notebooks.py
+	$(PY) -m pytest -n auto --dist worksteal notebooks/tests
 
 # What only a GPU can show, in eight minutes; and the same without one, as a rehearsal: see docs/gpu.md.
 gpu-proof: $(VENV)/dev

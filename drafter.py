@@ -6,7 +6,7 @@ with the very q that they were drawn from, and the loop does the rest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,8 +156,8 @@ def wanted(state, rule: Rule) -> list[int]:
     return [min(gamma, room) for gamma, room in zip(gammas, state.room, strict=True)]
 
 
-def chain(state, step: Callable, rule: Rule) -> Draft:
-    """Draw a chain of tokens one by one, as every drafter with a model does.
+def chain(state, step, rule):
+    """Draw a chain of tokens one by one, as every drafter with a model does. Returns a Draft.
 
     step(token (B, 1), k) reads `token`, which stands k tokens after the last known one, and returns
     the raw logits (B, 1, V) of the token after it. After each draw, a rule's stop(k, logits (B, V),
@@ -254,6 +254,8 @@ class ModelDraft(Drafter):
         super().__init__(rule)
         self.model = model
         self.sublayers = sublayers
+        self.held = [0]     # of each row: how many slots agree with the text
+        self.unread = 1     # tokens that it reads before it drafts the first one
 
     def begin(self, state, trace):
         super().begin(state, trace)
@@ -270,7 +272,8 @@ class ModelDraft(Drafter):
         self.cache = KVCache(c, *state.tokens.shape, dtype, state.tokens.device)
         prompts = state.tokens[:, : max(state.lengths)]
         prefill(self.model, prompts, self.cache, sublayers=self.sublayers)
-        self.held = state.lengths       # how many slots agree with the text
+        self.held = state.lengths
+        self.unread = 1
 
     def run(self, tokens, at):
         return self.model.run(self.model.embed(tokens), at, self.cache, self.sublayers)
@@ -299,3 +302,5 @@ class ModelDraft(Drafter):
         rows = zip(state.known, r.new, r.accepted.tolist(), strict=True)
         agree = [len(text) - len(new) + kept - 1 for text, new, kept in rows]
         self.held = list(map(min, self.held, agree))
+        missing = (len(text) - n for text, n in zip(state.known, self.held, strict=True))
+        self.unread = max(missing)

@@ -229,8 +229,8 @@ class State:
         (B, 1). A row with fewer tokens starts at its first one and reads on into dead slots."""
         at = self.span(stop - T, stop)
         missing = at.slots[:, :1].clamp(max=0)      # (B, 1) 0 or less
-        moved = at._replace(positions=at.positions - missing, slots=at.slots - missing)
-        return moved, T - 1 + missing
+        here = at.slots - missing
+        return at._replace(positions=here, slots=here), T - 1 + missing
 
     def after(self, steps):
         """The positions of `steps` (B or 1, T), counted from the first unknown token. (B, T)"""

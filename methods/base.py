@@ -133,6 +133,7 @@ class Reader(Drafter):
         self.own = head.own
         self.taps = head.taps
         self.unread = 0
+        self.held = [0]     # of each row: how many slots of the cache agree with the text
         self.widest = self.own.widest
 
     def begin(self, state, trace):

@@ -95,7 +95,7 @@ figure
 #
 # A draft can fail. But its cost is known before the round: each drafted token costs c, and their number
 # is fixed by then. Pace keeps a balance. It starts at two passes, the *stake*. Each written token adds
-# one pass, which is what it would have cost without drafting, and a small extra, `risk`, of 1 %. Each
+# one pass, which is what it would have cost without drafting, and a small extra of 1 %. Each
 # round subtracts what it costs. A round begins only if the balance covers what it would lose with nothing
 # accepted, so the balance never falls below zero. That *is* the guarantee: by its table of costs, Pace
 # is never slower than plain decoding by more than 1 % and two passes. By the clock, it holds as far as

@@ -101,17 +101,17 @@ def measure_costs(model, context=64, repeats=50):
 
 @torch.inference_mode()
 def measure_step(model, twin, context=64, repeats=20):
-    """What a token takes in a copy of the model in few bits, relative to one in the model."""
+    """What a token takes in a model that drafts, the twin, relative to one in the model."""
     device = model.tok.device
-    cache = KVCache(model.c, 1, context + 8, model.attention_dtype(), device)
+    dtype = model.attention_dtype()
+    caches = {m: KVCache(m.c, 1, context + 8, dtype, device) for m in (model, twin)}
     at = Placement.span(context, context + 1, device)
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
 
     def step(m):
-        m.unembed(m.run(m.embed(token), at, cache))
+        m.unembed(m.run(m.embed(token), at, caches[m]))
 
     steps = {"model": partial(step, model), "twin": partial(step, twin)}
-    model = model
     model.rehearse(lambda: [act() for act in steps.values()])
     times = interleave(steps, repeats)
     return times["twin"] / times["model"]

@@ -23,13 +23,13 @@ from support.cuts import Stale, change, read  # noqa: E402
 WORKERS, LIMIT = min(2, os.cpu_count() or 1), 120     # seconds for one mistake
 
 
-def node_id(short):
-    """`file::name[case]` of the catalogue as pytest has it: test_file.py::test_name[case]"""
-    file, name = short.split("::")
-    return f"test_{file}.py::test_{name}"
+def node_id(m):
+    """`file::name[case]` of the catalogue as pytest has it: tests/test_file.py::test_name[case]"""
+    folder = "lab/tests" if m.file.startswith("lab/") else "tests"
+    return f"{folder}/test_{m.shown.replace('::', '.py::test_')}"
 
 
-MISTAKES = [m._replace(shown=node_id(m.shown)) for m in read(Path(__file__).with_suffix(".txt"))]
+MISTAKES = [m._replace(shown=node_id(m)) for m in read(Path(__file__).with_suffix(".txt"))]
 
 
 # --- trying them
@@ -48,7 +48,7 @@ def pytest_in(argv, out):
 
 def run_tests(tests, before="", limit=None, options=("--tb=no",), out=os.devnull):
     """pytest's exit status; None: out of time. before: a folder whose modules come before the library's."""
-    argv = [*options, "-o", f"pythonpath={before} . tests", *(f"tests/{test}" for test in tests)]
+    argv = [*options, "-o", f"pythonpath={before} . tests", *tests]
     process = multiprocessing.get_context("fork").Process(target=pytest_in, args=(argv, out))
     process.start()
     process.join(limit)

@@ -12,7 +12,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from teach import compare, promise
-from test_by_hand import slow_probs
 from tiny import LLAMA, make, wide
 
 import checkpoint
@@ -20,7 +19,7 @@ from kvcache import KVCache
 from layerskip import skipped, without
 from methods.trees import ancestors
 from model import Placement, frequencies, rope, rotate, visible
-from sampling import Coins, to_probs, uniforms
+from sampling import Coins, uniforms
 
 settings.register_profile("here", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("here")
@@ -29,13 +28,6 @@ unshrunk = partial(settings, phases=[Phase.explicit, Phase.generate], report_mul
 
 
 # --- sampling
-
-
-@given(st.lists(st.floats(-9, 9, width=16), min_size=1, max_size=9), st.tuples(
-    st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.none() | st.integers(1, 12),
-    st.none() | st.sampled_from([0.05, 0.37, 0.81, 1.0]), st.none() | st.sampled_from([0.07, 0.33, 1.0])))
-def test_to_probs_is_its_definition(logits, flags):
-    assert to_probs(wide(logits), *flags).tolist() == pytest.approx(slow_probs(logits, *flags))
 
 
 @given(st.data(), st.integers(1, 7))

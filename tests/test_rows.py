@@ -144,6 +144,8 @@ DRAFTERS = {
     "skip": lambda m: SelfDraft(m, without(6, attn=[1, 4], mlp=[2]), 3),
     "model": lambda m: ModelDraft(m.alongside(small(m).to(m.tok.dtype)),
                                   Says(lambda state: sum(map(len, state.known)) % 6)),
+    "model in int4": lambda m: ModelDraft(
+        m.alongside(quantise(small(m).to(m.tok.dtype), "int4", "int4", rounds=True)), 3),
     "n-gram": lambda m: NGram(10, 1),
     "int8": lambda m: SelfDraft(m.alongside(quantise(m, "int8", "int8", rounds=True)), range(12), 3),
     "int4": lambda m: SelfDraft(m.alongside(quantise(m, "int4", "int4", rounds=True)), range(12), 3),
@@ -228,9 +230,9 @@ def test_what_is_compiled_wrongly_is_not_kept(folder, monkeypatch, tmp_path_fact
 
 
 MACHINES = {"this one": rows.flags()}
-if platform.machine() == "x86_64":
-    MACHINES |= {"any": ["-march=x86-64"], "AVX2": ["-mavx2", "-mfma"], "AVX-512": ["-march=skylake-avx512"],
-                 "AVX512_BF16": ["-march=cooperlake"]}
+if platform.machine() == "x86_64":      # which is one of these
+    MACHINES = {"any": ["-march=x86-64"], "AVX2": ["-mavx2", "-mfma"], "AVX-512": ["-march=skylake-avx512"],
+                "AVX512_BF16": ["-march=cooperlake"]}
 CROSS = shutil.which("aarch64-linux-gnu-g++")
 if CROSS:
     MACHINES["NEON"] = ["-march=armv8.2-a"]

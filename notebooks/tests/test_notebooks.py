@@ -19,7 +19,7 @@ from machine import rows
 from notebooks import plots
 from support.show import Generation
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 execute = runpy.run_path(str(FOLDER / "execute.py"))
 SOURCES = execute["sources"]()
