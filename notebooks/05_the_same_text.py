@@ -80,10 +80,10 @@ side.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
 figure
 
 # %% [markdown]
-# Only AB. Its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the
-# whole draft always passes. AA pays part of that back, but on average more is accepted. Is the text still
-# exact? We ask the enumeration of notebook 4, with the model: three tokens, two drafted per round, and
-# only the two most likely tokens at each place.
+# Only AB. Its A has the ratio 1/2 and its B the ratio 2, which makes up for it, so the whole draft always
+# passes. AA pays part of that back, but on average more is accepted. Is the text still exact? We ask the
+# enumeration of notebook 4, with the model: three tokens, two drafted per round, and only the two most
+# likely tokens at each place.
 
 # %% jupyter={"source_hidden": true}
 from layerskip import SelfDraft
@@ -118,7 +118,7 @@ print(f"{len(plain)} texts; the largest difference in probability from plain dec
 #
 # So draw e_v from the seed, the *position* and v alone. Then a text depends on the seed and on p, and on
 # nothing else. A draft runs the same race with its own q. A drafted token is accepted if it also wins with
-# p; otherwise the winner with p is written. Whoever drafts, the text consists of winners with p.
+# p; otherwise the winner with p is written. No matter what drafts, the text consists of winners with p.
 #
 # The picture shows one place of a story: the times of eight tokens, with p and with q.
 
@@ -243,10 +243,10 @@ for name, one in {"as usual": half, "made exact": made}.items():
 assert set(shares.values()) == {1.0}, "made exact"
 
 # %% [markdown]
-# How many are equal as usual differs from machine to machine ([a
-# GPU](../lab/BENCHMARKS.md#on-a-gpu)), so nothing can be built on it. On a CPU with a C++ compiler,
-# `exactly` makes every pass of loops with one order, including the pass over the prompt. Elsewhere it
-# gives every pass the same shape: eight rows, some of which may be dead, over all slots of the cache.
+# How many are equal as usual differs from machine to machine ([a GPU](../lab/BENCHMARKS.md#on-a-gpu)), so
+# nothing can be built on it. On a CPU with a C++ compiler, `exactly` makes every pass of loops with one
+# order, including the pass over the prompt. Elsewhere it gives every pass the same shape: eight rows,
+# some of which may be dead, over all slots of the cache.
 #
 # ## Both together
 #
