@@ -91,10 +91,10 @@ TASKS = [
         + tests(COURSE, answers="long_drafts_of_a_large_vocabulary[verify-None] "
                 "long_drafts_of_a_large_vocabulary[verify-9]")),
     Task(10, "chain", "drafter.py", ("chain",), 40, 2, tests(
-        by_outcomes="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
+        COURSE, chain="chain_draws_each_token_after_the_one_before chain_returns_the_q_that_it_drew_from "
         "chain_keeps_the_token_that_stops_it chain_rows_draw_for_themselves chain_rows_end_one_by_one "
-        "chain_lengths", layerskip="the_text_of_a_self_draft_is_the_targets")
-        + tests(COURSE, answers="chain_rows_of_drawn_rules")),
+        "chain_lengths chain_rows_of_drawn_rules")
+        + tests(layerskip="the_text_of_a_self_draft_is_the_targets")),
     Task(11, "SelfDraft.propose", "layerskip.py", ("SelfDraft.propose",), 45, 3, tests(
         layerskip="a_draft_is_what_its_sublayers_say what_a_draft_hands_over_is_the_targets "
         "a_copy_in_few_bits_hands_nothing_over "
