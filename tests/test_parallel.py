@@ -19,7 +19,6 @@ import torch.distributed as dist
 from tiny import LIVELY, LLAMA, PROMPTS, QWEN, make
 
 import checkpoint
-import generate as command
 from drafter import ModelDraft
 from layerskip import SelfDraft
 from machine import parallel
@@ -31,6 +30,7 @@ from model import Transformer
 from sampling import Coins, Race, to_probs
 from speculative import generate
 from support import drafts
+from support import generate as command
 
 ROOT = Path(__file__).parent.parent
 SHAPES = {family: replace(c, n_layers=3, n_heads=8, n_kv_heads=4) for family, c in (LIVELY | QWEN).items()}
@@ -47,11 +47,11 @@ DRAFTERS = {  # (target, small model) -> drafter
 def written(folder):
     """{family and drafter: [text and passes, greedy; the same, sampled]}, and greedy texts in few bits: of
     plain decoding and of two drafts. Each process quantises its own slices."""
-    part, made = parallel.place(), {}
+    part, made = parallel.here(), {}
 
     def load(family, quant=None):
         m, _ = checkpoint.load(folder / family, "cpu", quant=quant, part=part)
-        return m if part == (0, 1) else parallel.join(m)
+        return m if part == (0, 1) else parallel.unite(m)
 
     small, _ = checkpoint.load(folder / "small", "cpu")
     for family in SHAPES:
@@ -74,7 +74,7 @@ def main(argv, victim=None, how=None, limit=60):
 
     def broadcast(*args):
         calls.append(0)
-        if len(calls) == 9 and parallel.place()[0] == victim:
+        if len(calls) == 9 and parallel.here()[0] == victim:
             os.kill(os.getpid(), how)
         return honest(*args)
 
