@@ -1,6 +1,8 @@
-"""The exercises: a table of functions of the library, with their tests, and what a student reads about each.
+"""The exercises are a table of functions of the library, each with its tests and what a student
+reads about it.
 
-Neither solutions nor stubs stand here: `splice` cuts them out of the library. The texts are in texts.md.
+There are no solutions and no stubs here, because `splice` cuts them out of the library. The texts
+are in texts.md.
 """
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +27,8 @@ class Task(NamedTuple):
 
     @property
     def sitting(self):
-        """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22 on to a
-        sixth."""
+        """Five of three exercises; the later ones belong to the fourth and the fifth, and from 22
+        on to a sixth."""
         later = {16: 4, 17: 5, 18: 4, 19: 5, 20: 4, 21: 4, 22: 6, 23: 6, 24: 6,
                  25: 3, 26: 2}
         return later.get(self.number, 1 + (self.number - 1) // 3)
