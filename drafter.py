@@ -6,7 +6,7 @@ with the very q that they were drawn from, and the loop does the rest.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -156,8 +156,8 @@ def wanted(state, rule: Rule) -> list[int]:
     return [min(gamma, room) for gamma, room in zip(gammas, state.room, strict=True)]
 
 
-def chain(state, step: Callable, rule: Rule) -> Draft:
-    """Draw a chain of tokens one by one, as every drafter with a model does.
+def chain(state, step, rule):
+    """Draw a chain of tokens one by one, as every drafter with a model does. Returns a Draft.
 
     step(token (B, 1), k) reads `token`, which stands k tokens after the last known one, and returns
     the raw logits (B, 1, V) of the token after it. After each draw, a rule's stop(k, logits (B, V),

@@ -25,8 +25,9 @@ WRONG = read(Path(__file__).with_name("wrong.txt"))
 
 
 def answer(task):
-    """The originals of a task, as they would stand in a student's file."""
-    return "\n".join(line for name in task.functions for line in [*splice.original(task.module, name), ""])
+    """The originals of a task and their helpers, as they would stand in a student's file."""
+    names = task.functions + splice.HELPERS.get(task.module, ())
+    return "\n".join(line for name in names for line in [*splice.original(task.module, name), ""])
 
 
 def wrong_answers(task):
@@ -84,7 +85,7 @@ def behind(task, name, node, body):
     lines = textwrap.dedent("\n".join(splice.original(task.module, name)[outer:])).splitlines()
     right = "\n".join(lines[len(node.decorator_list) :]).replace(f"def {node.name}(", "def right(", 1)
     head = splice.stub(task.module, name).rsplit("\n", 2)[0]
-    others = [line for other in task.functions if other != name
+    others = [line for other in task.functions + splice.HELPERS.get(task.module, ()) if other != name
               for line in splice.original(task.module, other)]
     return "\n".join([TRAPS, right, head, textwrap.indent(body, " " * (4 + 4 * outer)), *others, ""])
 

@@ -145,7 +145,9 @@ def copy_library(folder, task):
     for name in ("tests", "exercises/tests", "support", "methods", "machine"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / task.module).parent.mkdir(exist_ok=True)
-    cut = splice.RIVALS if splice.JUDGES & {*task.functions} else {task.module: task.functions}
+    cut = {task.module: task.functions}
+    if splice.JUDGES & {*task.functions}:
+        cut = {module: names + splice.HELPERS.get(module, ()) for module, names in splice.RIVALS.items()}
     for module, names in cut.items():
         (folder / module).write_text(splice.hollow(module, names), encoding="utf-8")
 

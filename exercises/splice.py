@@ -21,6 +21,7 @@ AROUND = {  # ways to code that is not in scope
     "inspect", "open", "os", "_os", "sys", "_sys"}
 RIVALS = {"verification.py": ("verify", "verify_block"), "methods/trees.py": ("verify_tree",)}
 JUDGES = {name for row in RIVALS.values() for name in row}      # each could stand in for another one
+HELPERS = {"verification.py": ("against", "next_token")}        # half the work of a judge
 
 
 class Refused(Exception):
