@@ -1,5 +1,6 @@
-"""A museum of bugs that real projects shipped: each verifier as a change of ours, the smallest input that
-shows it, and how far its law is from the target's, computed here. The tour is museum.md.
+"""A museum of bugs that real projects shipped. Each exhibit is a change of our code and the
+smallest input that shows it. How far its distribution is from the target's is computed here. The
+tour is museum.md.
 
     python exercises/museum.py                          all exhibits
     python exercises/museum.py --five 7                 five verifiers, of which one is wrong: which?
@@ -46,6 +47,11 @@ class Exhibit(NamedTuple):
     q: list | None = None   # (K, V), or None: the draft is copied
     case: dict = {}         # what else is given: copied, eos, sampling, points, grammar, rounds
 
+    @property
+    def where(self):
+        """Where its lines stand: those of `verify` also in the frame that it shares."""
+        return "" if self.file == "verification.py" else self.scope
+
 
 # --- the law of a verifier
 
@@ -55,7 +61,7 @@ def changed(e):
     ours = (ROOT / e.file).read_text(encoding="utf-8")
     source = ours
     for old, new in e.changes:
-        source = change(source, e.scope, old, new)
+        source = change(source, e.where, old, new)
     name = e.scope.split(".")[0]
     space = {"__name__": e.file.removesuffix(".py").replace("/", "."), "__file__": str(ROOT / e.file)}
     exec(compile(source, e.file, "exec"), space)    # our own source, with these lines changed
@@ -65,13 +71,13 @@ def changed(e):
 def diff(e):
     """The changed lines, as `-` and `+`."""
     *_, source, ours = changed(e)
-    old, new = (bare(find(ast.parse(text), e.scope)).splitlines() for text in (ours, source))
+    old, new = (bare(find(ast.parse(text), e.where)).splitlines() for text in (ours, source))
     return [line.rstrip() for line in difflib.ndiff(old, new) if line[0] in "+-"]
 
 
 def round_of(e, tools):
-    """run(coins) -> the text that one round writes, or some rounds, completed with draws from p to as many
-    tokens as p has rows, or to an end of text."""
+    """run(coins) -> the text that one round writes, or some rounds, completed with draws from p to
+    as many tokens as p has rows, or to an end of text."""
     sampling, eos = (e.case.get(key, default) for key, default in (("sampling", WARM), ("eos", ())))
     grammar = torch.tensor(e.case["grammar"]) if "grammar" in e.case else None
     right = to_probs(wide(e.p).log(), **sampling)                               # (N, V)
@@ -87,7 +93,7 @@ def round_of(e, tools):
         p = tools["to_probs"](wide(e.p)[len(before) : len(before) + K + 1].log(), **sampling)[None]
         if grammar is not None:
             p = tools["constrain"](p, tokens, grammar, torch.tensor([0]))
-        if e.scope == "verify_tree":        # a chain is a tree, too
+        if e.scope == "verify_tree":        # a chain is also a tree
             accepted, token = tools["verify_tree"](p, tokens, torch.arange(K)[None], coins, q)
         else:
             accepted, token = tools["verify"](p, q, tokens, coins)
@@ -115,8 +121,9 @@ def masked(row, grammar, text):
 
 
 def in_a_ring(slots, coins):
-    """The text that two rounds write of a layer with a window of 2, after the tokens 0 and 1, drafting one
-    token from 1/2, 1/2. Its p of token 1 is 0.8, and 0.3 less for each 1 that it reads."""
+    """The text that two rounds write of a layer with a window of 2, after the tokens 0 and 1,
+    drafting one token from 1/2, 1/2. Its p of token 1 is 0.8, and 0.3 less for each 1 that it
+    reads."""
     text, ring, q = [0, 1], {0: 0, 1: 1}, wide([[0.5, 0.5]])
     for _ in range(2):
         last = len(text) - 1
@@ -133,7 +140,8 @@ def in_a_ring(slots, coins):
 
 
 def law_by_points(run, coins, points):
-    """For a bug that uses a uniform twice: {text: share of the points (N, uniforms) at which it comes}."""
+    """For a bug that uses a uniform twice: {text: share of the points (N, uniforms) at which it
+    comes}."""
     kind = type("", (coins,), {"__init__": Fixed.__init__, "take": Fixed.take})
     found = {}
     for row in points:
@@ -146,7 +154,8 @@ def law_by_points(run, coins, points):
 
 
 def laws(e, tools=None):
-    """(the law of the exhibit's verifier, the right one): {text: probability}. tools: ours instead of it."""
+    """(the law of the exhibit's verifier, the right one): {text: probability}. tools: ours instead
+    of it."""
     if tools is None:
         name, function, *_ = changed(e)
         tools = OURS | {name: function}
@@ -170,8 +179,8 @@ def laws(e, tools=None):
 
 
 def off(e, tools=None):
-    """How far the law of an exhibit's verifier is from the target's: half the sum of the differences. 0: the
-    same law, 1: nothing in common."""
+    """How far the law of an exhibit's verifier is from the target's: half the sum of the
+    differences. 0: the same law, 1: nothing in common."""
     one, two = laws(e, tools)
     return sum(abs(one.get(key, 0.0) - two.get(key, 0.0)) for key in one.keys() | two.keys()) / 2
 
@@ -183,9 +192,9 @@ def sobol():
 
 # --- the exhibits
 
-RESIDUAL = "residual = (p - q).clamp_(min=0)"
-LAST = "return accepted, coins.choose(torch.where(some, residual, p))"
-PASSED = "passed = coins.flip(ratio[..., 0]) & (place < length[:, None])"
+RESIDUAL = "residual = (residual - q).clamp_(min=0)"
+LAST = "return coins.choose(torch.where(some, residual, p))"
+PASSED = "passed = coins.flip(ratio) & live"
 HALF, FIFTH = [0.5, 0.5], [0.2, 0.8]
 
 
@@ -195,33 +204,31 @@ def of_verify(name, changes, *rest):
 
 EXHIBITS = [
     of_verify("every draft is accepted",
-              ((PASSED, "passed = (ratio[..., 0] > 0.0) & (place < length[:, None])"),),
+              ((PASSED, "passed = (ratio > 0.0) & live"),),
               [HALF, HALF], [FIFTH]),
     of_verify("the residual through a softmax",
-              ((RESIDUAL, "residual = torch.where(rejected[:, None], (p - q).clamp(min=0).softmax(-1), p)"),),
+              ((RESIDUAL, "residual = (residual - q).clamp(min=0).softmax(-1)"),),
               [HALF, HALF], [FIFTH]),
     Exhibit("only the rejected token is set to zero", "methods/trees.py", "verify_tree",
             (("less = (left - q[:, k]).clamp_(min=0)", "less = left.scatter(1, token, 0.0)"),),
             [[0.2, 0.4, 0.4], [0.2, 0.4, 0.4]], [[0.6, 0.4, 0.0]]),
     of_verify("the replacement comes from the next row",
               (("p = p[row, accepted]", "p = p[row, accepted + rejected.long()]"),
-               ("q[row, accepted.clamp(max=K - 1)] * rejected[:, None]",
-                "q[row, accepted.clamp(max=K - 1)] * 0")),
+               (RESIDUAL, "residual = p")),
               [[1.0, 0.0], [0.0, 1.0]], [HALF]),
     of_verify("the bonus token is the likeliest one",
-              ((LAST, "return accepted, torch.where(rejected, coins.choose(torch.where(some, residual, p)), "
-                "p.argmax(-1))"),), [HALF, [0.6, 0.4]], [HALF]),
+              ((LAST, "token = coins.choose(torch.where(some, residual, p))\n"
+                "return torch.where(rejected, token, p.argmax(-1))"),), [HALF, [0.6, 0.4]], [HALF]),
     of_verify("the bonus token forgets the temperature, here 0.5",
-              ((LAST, "return accepted, coins.choose(torch.where(rejected[:, None], "
-                "torch.where(some, residual, p), p ** 0.5))"),), [HALF, FIFTH], [HALF]),
+              ((LAST, "p = torch.where(rejected[:, None], p, p ** 0.5)\n" + LAST),), [HALF, FIFTH], [HALF]),
     of_verify("one uniform decides twice",
-              ((PASSED, "u = coins.take(B * K, p.device).view(B, K)\n"
-                "passed = (u < ratio[..., 0]) & (place < length[:, None])"),
+              ((PASSED, "coins.spent = coins.take(ratio.numel(), p.device).view(ratio.shape)\n"
+                "passed = (coins.spent < ratio) & live"),
                (LAST, "fresh = coins.choose(torch.where(some, residual, p))\n"
                 "cdf = residual.cumsum(-1)\n"
-                "again = u.gather(1, accepted.clamp(max=K - 1)[:, None]) * cdf[:, -1:]\n"
-                "again = torch.searchsorted(cdf, again, right=True)[:, 0]\n"
-                "return accepted, torch.where(rejected, again, fresh)")),
+                "again = coins.spent.gather(1, accepted.clamp(max=live.shape[1] - 1)[:, None])\n"
+                "again = torch.searchsorted(cdf, again * cdf[:, -1:], right=True)[:, 0]\n"
+                "return torch.where(rejected, again, fresh)")),
               [[0.4, 0.4, 0.2]] * 2, [[0.2, 0.2, 0.6]], {"points": sobol}),
     Exhibit("draft and residual race by the same noise", "sampling.py", "Coins.choose",
             (("u = self.take(total.numel(), cdf.device).view(total.shape)",
@@ -235,12 +242,12 @@ EXHIBITS = [
             (("qs.append(q)", "qs.append(logits.softmax(-1))"),),
             [[0.5, 0.5, 0.0]] * 2, [[0.4, 0.3, 0.3]], {"sampling": WARM | {"top_k": 2}}),
     of_verify("block verification by products of uniforms",
-              ((PASSED, "u = coins.take(B * K, p.device).view(B, K).cumprod(1)\n"
-                "passed = (u <= ratio[..., 0].clamp(max=1).cumprod(1)) & (place < length[:, None])"),
-               ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * (place + 1)).amax(1)")),
+              ((PASSED, "u = coins.take(ratio.numel(), p.device).view(ratio.shape).cumprod(1)\n"
+                "passed = (u <= ratio.clamp(max=1).cumprod(1)) & live"),
+               ("accepted = passed.cumprod(1).sum(1)", "accepted = (passed * live.cumsum(1)).amax(1)")),
               [[1 / 3, 2 / 3]] * 3, [[2 / 3, 1 / 3]] * 2, {"points": sobol}),
     of_verify("the first draft is never tested",
-              ((PASSED, "passed = (coins.flip(ratio[..., 0]) | (place == 0)) & (place < length[:, None])"),),
+              ((PASSED, "passed = (coins.flip(ratio) | (live.cumsum(1) == 1)) & live"),),
               [[1.0, 0.0]] * 2, None, {"copied": [1]}),
     Exhibit("of equal logits the last one wins", "sampling.py", "to_probs",
             (("one_hot(logits.max(-1).indices, logits)",
@@ -269,12 +276,13 @@ EXHIBITS = [
 # --- which of these five is wrong?
 
 RIGHT = [   # other ways to write `verify`, all right
-    ((PASSED, PASSED.replace("ratio[..., 0]", "ratio[..., 0].clamp(max=1)")),),
-    ((RESIDUAL, "residual = p - torch.minimum(p, q)"),),
-    ((RESIDUAL, "residual = torch.maximum(p, q) - q"),),
-    (("accepted = passed.cumprod(1).sum(1)", "accepted = (passed.cumsum(1) == place + 1).sum(1)"),),
-    ((PASSED, "drawn = coins.choose(p)\npassed = (drawn[:, :K] == tokens) & (place < length[:, None])"),
-     (LAST, "return accepted, drawn[row, accepted]"))]
+    ((PASSED, PASSED.replace("ratio", "ratio.clamp(max=1)")),),
+    ((RESIDUAL, "residual = residual - torch.minimum(residual, q)"),),
+    ((RESIDUAL, "residual = torch.maximum(residual, q) - q"),),
+    (("accepted = passed.cumprod(1).sum(1)", "accepted = (passed.cumsum(1) == live.cumsum(1)).sum(1)"),),
+    ((PASSED, "drawn = coins.choose(p)\npassed = (drawn[:, :-1] == tokens) & live"),
+     ("return accepted, next_token(p, q, accepted, live, coins)",
+      "return accepted, drawn[torch.arange(len(p)), accepted]"))]
 
 
 def five(seed):
