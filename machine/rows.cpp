@@ -13,6 +13,7 @@
 // Each sum has two accumulators and adds in one order, whatever the number of rows, of outputs or
 // of threads. So a row of y has the same bits alone and among others.
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX512F__
@@ -25,6 +26,9 @@
 #endif
 #define STEP 64         // weights that are read together
 #define AHEAD 4096      // bytes between what is prefetched and what is used
+#define CACHE 32768     // bytes of x that the first cache holds. Longer rows are cut into pieces:
+#define PIECE 1024      // so many numbers of each row stay there,
+#define OUTPUTS 8       // while so many outputs use them
 #define INLINE static inline __attribute__((always_inline))
 
 // Vectors, which the compiler turns into the processor's own. They may begin at any address.
@@ -88,8 +92,9 @@ template <Kind kind> INLINE vf weights_of(At w, int i) {
 // --- one step: sum[m] += 64 weights times the numbers k .. k+63 of row m of x, of K in all
 
 template <Kind kind> struct Floats {            // x as float32
-    static long row(long K) { return 4 * K; }   // bytes of a row of x
-    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, long k, long K) {
+    static size_t row(size_t K) { return 4 * K; }   // bytes of a row of x
+    template <int M> INLINE void end(vf (*)[2], const uint16_t *, const char *, size_t) {}
+    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, size_t k, size_t K) {
         #pragma GCC unroll 16
         for (int i = 0; i < STEP / LANES; i++) {
             vf weights = weights_of<kind>(w, i);
@@ -102,8 +107,9 @@ template <Kind kind> struct Floats {            // x as float32
 
 #ifdef __AVX512BF16__
 struct Pairs {                                  // x as bfloat16: one instruction takes 32 pairs
-    static long row(long K) { return 2 * K; }
-    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, long k, long K) {
+    static size_t row(size_t K) { return 2 * K; }
+    template <int M> INLINE void end(vf (*)[2], const uint16_t *, const char *, size_t) {}
+    template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, size_t k, size_t K) {
         #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
             __m512bh weights = (__m512bh)_mm512_loadu_si512(w.data + 64 * i);
@@ -122,26 +128,42 @@ typedef Floats<BFLOAT16> Pairs;
 
 // --- the loops. S: what does a step; bits: of a weight
 
+// sum += the weights from .. to-1 of row n times x; later: what to prefetch meanwhile
 template <class S, int M>
-static void tile(const Weight &w, long bits, long n, const char *x, float *y) {
-    long K = pad(w.k);
-    long stored = bits < 16 ? K : w.k;          // weights of a row
-    long whole = stored / STEP * STEP;
-    const char *row = w.data + n * stored * bits / 8;
-    const uint16_t *steps = w.groups + n * K / 16;
-    const uint16_t *offsets = steps + K / 32;
-    vf sum[M][2] = {};
-    for (long k = 0; k < whole; k += STEP) {
-        At at = {row + k * bits / 8, steps + k / 32, offsets + k / 32};
+INLINE void add(const Weight &w, size_t bits, size_t n, size_t from, size_t to, const char *later,
+                const char *x, vf (*sum)[2]) {
+    size_t K = pad(w.k);
+    size_t stored = bits < 16 ? K : w.k;        // weights of a row
+    size_t whole = stored / STEP * STEP;
+    const uint16_t *steps = w.groups + (n * 2 * K + from) / 32;
+    At at = {w.data + (n * stored + from) * bits / 8, steps, steps + K / 32};
+    vf s[M][2];
+    #pragma GCC unroll 16
+    for (int i = 0; i < 2 * M; i++) s[i / 2][i % 2] = sum[i / 2][i % 2];
+    size_t k = from;
+    for (; k < to && k < whole; k += STEP) {
         // into the second cache (2): in the first, weights would take the place of x
-        for (int i = 0; i < STEP * bits / 8; i += 64) __builtin_prefetch(at.data + AHEAD + i, 0, 2);
-        S::template add<M>(sum, at, x, k, K);
+        for (size_t i = 0; i < STEP * bits / 8; i += 64) __builtin_prefetch(later + i, 0, 2);
+        S::template add<M>(s, at, x, k, K);
+        at.data += STEP * bits / 8;
+        at.steps += STEP / 32;
+        at.offsets += STEP / 32;
+        later += STEP * bits / 8;
     }
-    if (whole < K) {                            // the rest of a row; x is padded with zeros
+    if (k < to) {                               // the rest of a row; x is padded with zeros
         char rest[4 * STEP] = {};
-        memcpy(rest, row + whole * bits / 8, (w.k - whole) * bits / 8);
-        S::template add<M>(sum, At{rest, steps, offsets}, x, whole, K);
+        memcpy(rest, at.data, (w.k - whole) * bits / 8);
+        at.data = rest;
+        S::template add<M>(s, at, x, k, K);
     }
+    #pragma GCC unroll 16
+    for (int i = 0; i < 2 * M; i++) sum[i / 2][i % 2] = s[i / 2][i % 2];
+}
+
+template <class S, int M>
+INLINE void finish(const Weight &w, long n, const char *x, vf (*sum)[2], float *y) {
+    long K = pad(w.k);
+    S::template end<M>(sum, w.groups + (2 * n + 1) * K / 32, x, K);
     #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
         float dot = total(sum[m][0] + sum[m][1]);
@@ -149,25 +171,45 @@ static void tile(const Weight &w, long bits, long n, const char *x, float *y) {
     }
 }
 
+// The outputs first .. first+count-1 of M rows. Several of them share each piece of x in turn.
+template <class S, int M>
+static void tile(const Weight &w, long bits, long first, long count, const char *x, float *y) {
+    long K = pad(w.k);
+    long bytes = (bits < 16 ? K : w.k) * bits / 8;      // of a row of the matrix
+    const char *row = w.data + first * bytes;
+    if (count == 1) {
+        vf sum[M][2] = {};
+        add<S, M>(w, bits, first, 0, K, row + AHEAD, x, sum);
+        return finish<S, M>(w, first, x, sum, y);
+    }
+    vf sums[OUTPUTS][M][2] = {};
+    for (long from = 0; from < K; from += PIECE) {
+        long to = from + PIECE < K ? from + PIECE : K;
+        for (long i = 0; i < count; i++) {
+            long next = i + AHEAD * 8 / (PIECE * bits);
+            const char *later = row + next % count * bytes + (next < count ? from : to) * bits / 8;
+            add<S, M>(w, bits, first + i, from, to, later, x, sums[i]);
+        }
+    }
+    for (long i = 0; i < count; i++) finish<S, M>(w, first + i, x, sums[i], y);
+}
+
+template <class S, int M>
+static void tile_of(long rows, const Weight &w, long bits, long n, long count, const char *x,
+                    float *y) {
+    if (rows == M) tile<S, M>(w, bits, n, count, x, y);
+    else if constexpr (M > 1) tile_of<S, M - 1>(rows, w, bits, n, count, x, y);
+}
+
 // y (M, n). Called by all threads of a parallel region: each takes some outputs, with all rows.
 template <class S> static void loop(const Weight &w, long bits, const char *x, float *y, long M) {
+    long bytes = S::row(pad(w.k));
+    long group = bytes * (M < TILE ? M : TILE) > CACHE ? OUTPUTS : 1;
     #pragma omp for schedule(static)
-    for (long n = 0; n < w.n; n++) {
-        const char *in = x;
-        float *out = y;
-        long left = M;
-        for (; left >= TILE; left -= TILE, in += TILE * S::row(pad(w.k)), out += TILE * w.n)
-            tile<S, TILE>(w, bits, n, in, out);
-        switch (left) {
-            case 1: tile<S, 1>(w, bits, n, in, out); break;
-            case 2: tile<S, 2>(w, bits, n, in, out); break;
-            case 3: tile<S, 3>(w, bits, n, in, out); break;
-#if TILE == 8
-            case 4: tile<S, 4>(w, bits, n, in, out); break;
-            case 5: tile<S, 5>(w, bits, n, in, out); break;
-            case 6: tile<S, 6>(w, bits, n, in, out); break;
-            case 7: tile<S, 7>(w, bits, n, in, out); break;
-#endif
-        }
+    for (long n = 0; n < w.n; n += group) {
+        long count = w.n - n < group ? w.n - n : group;
+        for (long m = 0; m < M; m += TILE)
+            tile_of<S, TILE>(M - m < TILE ? M - m : TILE, w, bits, n, count, x + m * bytes,
+                             y + m * w.n);
     }
 }
