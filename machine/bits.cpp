@@ -3,11 +3,22 @@
 // The weights of a target become floats, and sums stay as exact as those of any matrix. A draft may
 // also round x, to int8 with a scale for each 64 numbers. Then whole numbers are multiplied, four
 // pairs in one instruction, and a product costs what its bytes cost: half in int8, a third in int4.
+#include <math.h>
 #include "rows.cpp"
 
 typedef VECTOR(int8_t, LANES) vb;
 typedef VECTOR(int16_t, LANES) vs;
 typedef VECTOR(int32_t, 8) eight;
+
+INLINE float wide(uint16_t h) {         // bfloat16 is the upper half of a float32
+    uint32_t bits = (uint32_t)h << 16;
+    return get<float>(&bits);
+}
+
+INLINE uint16_t bfloat16(float f) {     // the nearest, and of two the even one
+    uint32_t bits = get<uint32_t>(&f);
+    return f == f ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
 
 INLINE vf all(float f) { return f - vf{}; }
 
@@ -63,6 +74,8 @@ INLINE vf steps_of(const uint16_t *pair, int i) {
 // x rounded: K numbers in int8; the scale of each 64; the sum of each 32. A weight is step * code
 // + offset. In int8 the step is 1 here, codes are moved to 0 .. 255, and all offsets are -128.
 template <Kind kind> struct Rounded {
+    static const long bits = BITS[kind];
+    static const bool cut = true;
     static size_t row(size_t K) { return K + K / 16 + K / 8; }
     template <int M> INLINE void add(vf (*sum)[2], At w, const char *x, size_t k, size_t K) {
         #pragma GCC unroll 2
@@ -84,7 +97,8 @@ template <Kind kind> struct Rounded {
         }
     }
     // The offsets, once per output: each times the sum of its numbers.
-    template <int M> INLINE void end(vf (*sum)[2], const uint16_t *offsets, const char *x, size_t K) {
+    template <int M>
+    INLINE void end(vf (*sum)[2], const uint16_t *offsets, const char *x, size_t K) {
         const char *sums = x + K + K / 16;
         size_t g = 0;
         for (; g + LANES <= K / 32; g += LANES) {
@@ -133,13 +147,13 @@ static void round_row(const float *x, long count, char *to) {
 
 static void multiply(const Weight &w, const char *x, float *y, long M) {
     switch (w.kind) {
-        case FLOAT32: return loop<Floats<FLOAT32>>(w, 32, x, y, M);
-        case BFLOAT16: return loop<Pairs>(w, 16, x, y, M);
-        case FLOAT16: return loop<Floats<FLOAT16>>(w, 16, x, y, M);
-        case INT8: return loop<Floats<INT8>>(w, 8, x, y, M);
-        case INT4: return loop<Floats<INT4>>(w, 4, x, y, M);
-        case INT8_ROUNDED: return loop<Rounded<INT8_ROUNDED>>(w, 8, x, y, M);
-        case INT4_ROUNDED: return loop<Rounded<INT4_ROUNDED>>(w, 4, x, y, M);
+        case FLOAT32: return loop<Floats<FLOAT32>>(w, x, y, M);
+        case BFLOAT16: return loop<Pairs>(w, x, y, M);
+        case FLOAT16: return loop<Floats<FLOAT16>>(w, x, y, M);
+        case INT8: return loop<Floats<INT8>>(w, x, y, M);
+        case INT4: return loop<Floats<INT4>>(w, x, y, M);
+        case INT8_ROUNDED: return loop<Rounded<INT8_ROUNDED>>(w, x, y, M);
+        case INT4_ROUNDED: return loop<Rounded<INT4_ROUNDED>>(w, x, y, M);
     }
 }
 

@@ -27,7 +27,7 @@ from speculative import ModelDraft, NGram, generate, prefill
 ROOT = Path(__file__).resolve().parent.parent
 HALF = torch.bfloat16, torch.float16
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-SHAPES = (5, 8), (70, 100), (33, 64), (64, 576), (16, 1500)     # of matrices, (N, K)
+SHAPES = (5, 8), (70, 100), (33, 64), (64, 576), (16, 1500), (11, 5000)   # of matrices, (N, K)
 
 
 def kinds(w):
